@@ -116,8 +116,7 @@ def strategy(
         simulated: number of workers to simulate; 0 for the workers of TF_CONFIG.
         options: further arguments of `tfpara.AsyncStrategy`.
     """
-    from tfpara.parameter_server.simulated import simulate_async
-    from tfpara.parameter_server.simulation import Speed
+    from tfpara.parameter_server.simulation import Speed, simulate_async
     from tfpara.parameter_server.strategy import AsyncStrategy
 
     rule = _rule(name, elasticity, block_momentum, warmup, block_learning_rate)

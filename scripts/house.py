@@ -79,7 +79,14 @@ def imported(module: Module, known: Mapping[str, object]) -> set[str]:
                 name = name.rpartition(".")[0]
             if name in known:
                 found.add(name)
-    return found - {module.name, "tfpara"}
+    return found - {module.name}
+
+
+def imports(house: Mapping[str, Module]) -> dict[str, set[str]]:
+    """Returns the imports of each module but the package itself, which all load by name."""
+    names = {name: imported(module, house) - {"tfpara"} for name, module in house.items()}
+    del names["tfpara"]
+    return names
 
 
 def place_of(name: str) -> str:
@@ -225,7 +232,7 @@ def code_lines(module: Module) -> int:
 def figures(root: Path = HERE) -> dict[str, str]:
     """Returns the figures of a checkout as texts, by their names."""
     house = modules(root)
-    graph = {name: imported(module, house) for name, module in house.items() if name != "tfpara"}
+    graph = imports(house)
     functions = [f for module in house.values() for f in module.functions()]
     public = [f for f in functions if not f.name.startswith("_")]
     classes = [
@@ -309,7 +316,7 @@ def main(argv: list[str] | None = None) -> None:
         return
     for name, text in figures(options.root).items():
         print(f"| {name} | {text} |")
-    graph = {name: imported(module, house) for name, module in house.items() if name != "tfpara"}
+    graph = imports(house)
     for group in circles(graph):
         print(f"circle: {', '.join(group)}")
     for name, names in private_names(house).items():

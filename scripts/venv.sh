@@ -29,7 +29,8 @@ find_python() {
 # there, nothing is installed. Run from the root of the checkout.
 ensure_venv() {
   local venv=$1 stack=$2 extras=$3 stamp python
-  stamp="$(cat pyproject.toml "constraints/$stack.txt" scripts/venv.sh | sha256sum | cut -c1-16) $extras"
+  stamp="$(sed '/^\[tool\./,$d' pyproject.toml | cat - "constraints/$stack.txt" scripts/venv.sh \
+    | sha256sum | cut -c1-16) $extras"
   if [ -x "$venv/bin/python" ] && [ "$(cat "$venv/stamp" 2>/dev/null)" = "$stamp" ] \
       && "$venv/bin/python" -c pass; then
     say "Reusing $venv (stack $stack)"

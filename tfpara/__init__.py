@@ -50,8 +50,8 @@ if TYPE_CHECKING:  # for type checkers and editors; the same names as below
     from tfpara.parameter_server.errors import ChunkError as ChunkError
     from tfpara.parameter_server.errors import DivergedError as DivergedError
     from tfpara.parameter_server.search import ChunkRateSearch as ChunkRateSearch
-    from tfpara.parameter_server.simulated import simulate_async as simulate_async
     from tfpara.parameter_server.simulation import Speed as Speed
+    from tfpara.parameter_server.simulation import simulate_async as simulate_async
     from tfpara.parameter_server.strategy import AsyncStatistics as AsyncStatistics
     from tfpara.parameter_server.strategy import AsyncStrategy as AsyncStrategy
     from tfpara.program import run as run
@@ -62,55 +62,34 @@ if TYPE_CHECKING:  # for type checkers and editors; the same names as below
     from tfpara.sync.workers.meetings import MismatchError as MismatchError
     from tfpara.sync.workers.settings_check import FingerprintError as FingerprintError
 
-_LOCATION = {
-    "ASGD": "tfpara.algorithms",
-    "AsyncCheckpoint": "tfpara.callbacks.async_checkpointing",
-    "AsyncBMUF": "tfpara.algorithms",
-    "AsyncEASGD": "tfpara.algorithms",
-    "AsyncStatistics": "tfpara.parameter_server.strategy",
-    "AsyncStrategy": "tfpara.parameter_server.strategy",
-    "Average": "tfpara.algorithms",
-    "AveragedASGD": "tfpara.algorithms",
-    "BMUF": "tfpara.algorithms",
-    "BMUFAdam": "tfpara.algorithms",
-    "BSP": "tfpara.algorithms",
-    "DiLoCo": "tfpara.algorithms",
-    "Downpour": "tfpara.algorithms",
-    "EASGD": "tfpara.algorithms",
-    "CheckpointError": "tfpara.checkpoint.store",
-    "ChunkError": "tfpara.parameter_server.errors",
-    "ChunkRateSearch": "tfpara.parameter_server.search",
-    "Chunks": "tfpara.parameter_server.chunks",
-    "DivergedError": "tfpara.parameter_server.errors",
-    "EMA": "tfpara.algorithms",
-    "Elastic": "tfpara.elastic.settings",
-    "MA": "tfpara.algorithms",
-    "Outer": "tfpara.algorithms",
-    "FingerprintError": "tfpara.sync.workers.settings_check",
-    "MismatchError": "tfpara.sync.workers.meetings",
-    "ParameterServerError": "tfpara.parameter_server.control.lobby",
-    "PeriodicSyncStrategy": "tfpara.sync.strategy",
-    "Pushed": "tfpara.parameter_server.counters",
-    "Rule": "tfpara.algorithms",
-    "RunningThenMean": "tfpara.algorithms",
-    "SlowMo": "tfpara.algorithms",
-    "Speed": "tfpara.parameter_server.simulation",
-    "export": "tfpara.saved_model",
-    "run": "tfpara.program",
-    "StartMean": "tfpara.callbacks.start_mean",
-    "StartupError": "tfpara.cluster.startup",
-    "SyncStatistics": "tfpara.sync.one_sync.statistics",
-    "simulate": "tfpara.sync.simulation",
-    "simulate_async": "tfpara.parameter_server.simulated",
+# The public names by the modules that have them.
+_NAMES = {
+    "tfpara.algorithms": (
+        "ASGD AsyncBMUF AsyncEASGD Average AveragedASGD BMUF BMUFAdam BSP DiLoCo Downpour EASGD"
+        " EMA MA Outer Rule RunningThenMean SlowMo"
+    ),
+    "tfpara.callbacks.async_checkpointing": "AsyncCheckpoint",
+    "tfpara.callbacks.start_mean": "StartMean",
+    "tfpara.checkpoint.store": "CheckpointError",
+    "tfpara.cluster.startup": "StartupError",
+    "tfpara.elastic.settings": "Elastic",
+    "tfpara.parameter_server.chunks": "Chunks",
+    "tfpara.parameter_server.control.lobby": "ParameterServerError",
+    "tfpara.parameter_server.counters": "Pushed",
+    "tfpara.parameter_server.errors": "ChunkError DivergedError",
+    "tfpara.parameter_server.search": "ChunkRateSearch",
+    "tfpara.parameter_server.simulation": "Speed simulate_async",
+    "tfpara.parameter_server.strategy": "AsyncStatistics AsyncStrategy",
+    "tfpara.program": "run",
+    "tfpara.saved_model": "export",
+    "tfpara.sync.one_sync.statistics": "SyncStatistics",
+    "tfpara.sync.simulation": "simulate",
+    "tfpara.sync.strategy": "PeriodicSyncStrategy",
+    "tfpara.sync.workers.meetings": "MismatchError",
+    "tfpara.sync.workers.settings_check": "FingerprintError",
 }
-_MODULES = (
-    "callbacks",
-    "cluster",
-    "launch",
-    "optimizers",
-    "pretraining",
-    "schedules",
-)
+_LOCATION = {name: module for module, names in _NAMES.items() for name in names.split()}
+_MODULES = ("callbacks", "cluster", "launch", "optimizers", "pretraining", "schedules")
 # The former names of modules, which still work for one release.
 _MOVED = {"startup": "tfpara.cluster.startup"}
 

@@ -1,8 +1,7 @@
-"""Files and folders that appear whole or not at all.
+"""Files and folders that appear whole or not at all; no TensorFlow.
 
-A writer gets a scratch folder beside the final path. When the writer is done, the content of the
-scratch folder is moved to that path; a reader sees the former content until then. Nothing here
-needs TensorFlow.
+A writer gets a scratch folder beside the final path. Its content is moved to that path when the
+writer is done; a reader sees the former content until then.
 """
 
 from __future__ import annotations
@@ -31,13 +30,13 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of Linux's renameat2
 
 @contextlib.contextmanager
 def whole(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Gives the path to write a file or folder to; it appears at `path` when the block has ended.
+    """Yields the path to write a file or folder to; it appears at `path` when the block has ended.
 
-    If the block raises, `path` stays as it was. The block may write other files into the same
-    folder; they are moved, too, and before `path`. Where the system can swap two folders (Linux on
-    local disks), a new folder replaces a former one in one step. Elsewhere, and where there are
-    several files, there is a moment without `path`, so that nobody reads new files with a former
-    one; if the process is killed then, the next call puts what was there back.
+    If the block raises, `path` stays as it was. Other files that the block writes into the same
+    folder are moved, too, and before `path`. Where the system can swap two folders (Linux on local
+    disks), a new folder replaces a former one in one step. Elsewhere, and with several files, there
+    is a moment without `path`, so that nobody reads new files beside a former one; if the process
+    is killed in it, the next call puts the former content back.
 
     Args:
         path: of the file or folder. Its parents are made.
@@ -57,7 +56,8 @@ def whole(path: str | os.PathLike[str]) -> Iterator[Path]:
             scratch.iterdir(), key=lambda e: (e.name == path.name, e.suffix == ".json")
         )
         for entry in entries:
-            _to_disk(entry)
+            for written in [*entry.rglob("*"), entry]:
+                sync_to_disk(written)
         if len(entries) > 1:
             _take_away(path, entries, scratch / _FORMERS)
         for entry in entries:
@@ -100,7 +100,7 @@ def regular(path: str | os.PathLike[str], flags: int) -> int:
 def no_link(path: str | os.PathLike[str], flags: int) -> int:
     """Opens a file as `regular` does, but refuses a symbolic link, which may lead anywhere.
 
-    It is for files that nobody has named and that are written in a folder of somebody else's.
+    For files that the user has not named, in a folder that others may write to.
     """
     if os.path.islink(path):
         raise OSError(errno.ELOOP, "it is a symbolic link", path)
@@ -135,13 +135,8 @@ def sync_to_disk(path: Path) -> None:
         os.close(handle)
 
 
-def _to_disk(entry: Path) -> None:
-    for path in [*entry.rglob("*"), entry]:
-        sync_to_disk(path)
-
-
 def _place(new: Path, place: Path, former: Path) -> None:
-    """Moves what was written to its place. A folder that stood there goes to the scratch folder."""
+    """Moves a new file or folder to its place; a folder that stood there goes to `former`."""
     if not (new.is_dir() and place.is_dir()):
         os.replace(new, place)
         return
@@ -157,7 +152,7 @@ def _place(new: Path, place: Path, former: Path) -> None:
 
 
 def _take_away(path: Path, entries: Iterable[Path], formers: Path) -> None:
-    """Moves the former files of several to the scratch folder, `path` first."""
+    """Moves the former files to the scratch folder, `path` first."""
     formers.mkdir()
     for place in [path, *(path.with_name(entry.name) for entry in entries)]:
         if place.exists():
@@ -165,7 +160,7 @@ def _take_away(path: Path, entries: Iterable[Path], formers: Path) -> None:
 
 
 def _put_back(path: Path, scratch: Path) -> None:
-    """Moves what `_take_away` has moved back, `path` last, unless the new `path` is there."""
+    """Undoes `_take_away`, `path` last, unless the new `path` is there."""
     formers = scratch / _FORMERS
     if path.exists() or not formers.exists():
         return
@@ -185,8 +180,7 @@ def _exchange(one: Path, other: Path) -> bool:
 def _clear_up(path: Path) -> None:
     """Removes the scratch folders of processes that were killed while they wrote `path`.
 
-    Only processes of this machine count. If one was killed between taking the former folder away
-    and moving the new one in, the former one is put back.
+    Only processes of this machine count. A former folder that one had taken away is put back.
     """
     for left in path.parent.glob(f"{glob.escape(_prefix(path))}*.partial"):
         number = left.name.removeprefix(_prefix(path)).removesuffix(".partial")
@@ -199,10 +193,7 @@ def _clear_up(path: Path) -> None:
 
 
 def _runs_beside(process: int) -> bool:
-    """Returns whether another process has this number.
-
-    This process's own number gives False, since a killed process may have had it before.
-    """
+    """Returns whether another process has this number, which a killed one may have had before."""
     if process == os.getpid():
         return False
     try:

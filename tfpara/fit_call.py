@@ -1,6 +1,6 @@
-"""The callbacks of a call of `fit`: the order in which they run, and what they do where it ends.
+"""The callbacks of a call of `fit`: their order, and functions that are called where it ends.
 
-Keras calls `on_train_end` of its callbacks where `fit` goes well, and nothing where it raises.
+Keras calls `on_train_end` where `fit` goes well, and nothing where it raises.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ class Order(enum.IntEnum):
 
     CLOCK = 1  # measures what others do
     PERIOD = 2  # sets the sync period
-    START = 3  # says what the replicas start from
+    START = 3  # prints what the replicas start from
     RATE = 4
     SCORES = 5  # adds scores to the log
     # Callbacks of Keras and of the user, and those of tfpara without an order, run here.
-    SAVES = 7  # saves what all callbacks before it have done
-    STOPS = 8  # sees whether any other wants to stop
+    SAVES = 7  # saves the work of all callbacks before it
+    STOPS = 8  # checks whether another callback wants to stop
 
 
 def arranged(callbacks: Iterable[keras.callbacks.Callback]) -> list[keras.callbacks.Callback]:
@@ -64,8 +64,8 @@ def at_end(function: Callable[[], None]) -> None:
     """Registers a function to be called where the innermost `fit` of this thread ends, well or not.
 
     It is called after `on_train_end`, and before the caller of `fit` gets an error. Of several
-    functions the last one is called first. Outside of `fit`, for example in a loop of the user's
-    own, the end of training is not known, and the function is not called.
+    functions the last one is called first. Outside of `fit`, as in a custom loop, the end of
+    training is not known, and the function is not called.
     """
     if _calls.ends:
         _calls.ends[-1].callback(function)

@@ -14,10 +14,10 @@ _TASK = re.compile(r"^/job:[^/]+/replica:\d+/task:\d+")
 
 
 def without_tasks(folder: str | os.PathLike[str]) -> None:
-    """Removes from a SavedModel's operations the task of the cluster that they were made on.
+    """Removes the task of the cluster from the devices of a SavedModel's operations.
 
-    TensorFlow writes it for tables, such as that of an adapted StringLookup. Another task of the
-    cluster would look for the operation there when it loads the file.
+    TensorFlow writes the task for tables, such as that of an adapted StringLookup. A process that
+    is another task and loads the file would place the operation there.
     """
     path = os.path.join(folder, "saved_model.pb")
     if not tf.io.gfile.exists(path):

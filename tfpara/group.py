@@ -12,11 +12,10 @@ class Group(keras.Model):
 
     Args:
         models: the models, which must be built.
-        optimizers: those that the loop uses. Those that the models are compiled with need not be
-            given.
+        optimizers: those that the loop uses, besides those that the models are compiled with.
 
     Raises:
-        TypeError: something else is given.
+        TypeError: a model or an optimizer is of another type.
         ValueError: there is no model.
     """
 
@@ -32,7 +31,7 @@ class Group(keras.Model):
         super().__init__(name="_and_".join(model.name for model in models))
         self.members = list(models)
         self.optimizers = list(optimizers)
-        self.built = True  # Its parts are.
+        self.built = True  # as its members are
 
     def is_of(
         self, models: Sequence[keras.Model], optimizers: Sequence[keras.optimizers.Optimizer]

@@ -1,4 +1,4 @@
-"""The variables of a Keras model that a sync works on."""
+"""The variables and optimizers of a Keras model, and the strategy to which it belongs."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _NORMALISED = tuple(
     )
     if hasattr(keras.optimizers, name)
 )
+_PLAIN = (bool, int, float, str, type(None))  # types of settings that workers compare
 
 
 def strategy_of(model: keras.Model) -> tf.distribute.Strategy:
     """Returns the strategy in whose scope a model's weights were made.
 
-    Without such weights it is the strategy of the model itself, and without one the current one.
-
-    A model may be made outside of the scope, from layers of a model that was trained in it.
+    Without such weights it is the strategy of the model, and without that the current one. A model
+    may be made outside of the scope, from layers of a model that was trained in it.
     """
     weights = getattr(model, "weights", [])  # Keras also saves objects that are no models.
     of_weights = (getattr(weight.value, "distribute_strategy", None) for weight in weights)
@@ -69,8 +69,8 @@ def check_optimizers_built(model: keras.Model) -> None:
 def hyperparameters(model: keras.Model) -> dict[str, Json]:
     """Returns the settings of a model's optimizers, which must be equal on all workers.
 
-    The keys are names for messages. Only settings with plain values are there. A learning rate is
-    there only where the optimizer has a schedule: a number is only the rate of the moment.
+    The keys are names for messages. Only settings with plain values are included; a learning rate
+    only as a schedule, since a number is the rate of the moment.
     """
     found: dict[str, Json] = {}
     for number, optimizer in enumerate(optimizers(model)):
@@ -85,18 +85,14 @@ def hyperparameters(model: keras.Model) -> dict[str, Json]:
             optimizer._learning_rate, keras.optimizers.schedules.LearningRateSchedule
         )
         for key, value in config.items():
-            if key != "name" and (key != "learning_rate" or schedule) and _is_plain(value):
+            plain = all(isinstance(leaf, _PLAIN) for leaf in keras.tree.flatten(value))
+            if plain and key != "name" and (key != "learning_rate" or schedule):
                 found[f"{label}'s {key}"] = value
     return found
 
 
-def _is_plain(value: object) -> bool:
-    leaves = (bool, int, float, str, type(None))
-    return all(isinstance(leaf, leaves) for leaf in keras.tree.flatten(value))
-
-
 def optimizers(model: keras.Model) -> list[keras.optimizers.Optimizer]:
-    """The optimizers of a model: the compiled one, and others that are its attributes.
+    """Returns the optimizers of a model: the compiled one, and others that are its attributes.
 
     A LossScaleOptimizer or MultiOptimizer is replaced by the optimizers inside it.
     """
@@ -124,7 +120,7 @@ def check_optimizers_known(
     """Makes sure that the optimizers of a step are among those of the model it trains.
 
     Args:
-        model: whose step was traced.
+        model: the model whose step was traced.
         used: the optimizers that took the step.
         why: the feature that has to know the optimizers, for the message.
 
@@ -172,7 +168,7 @@ def is_seed(name: str) -> bool:
 
 
 def training_variables(model: keras.Model) -> Iterator[tuple[str, keras.Variable]]:
-    """Gives every variable of the model, its optimizers and its metrics, each with its own name.
+    """Yields every variable of the model, its optimizers and its metrics, each with its own name.
 
     Names begin with "weights/", "state/", "optimizer/", "metrics/" or "carried/".
     """
@@ -200,9 +196,9 @@ def inner(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
 
 
 def memory_of(optimizer: keras.optimizers.Optimizer) -> float:
-    """The momentum of SGD and its kin, or β₁ of Adam and its kin, below 1; 0 where there is none.
+    """Returns the momentum of SGD and its kin, or β₁ of Adam and its kin, in [0, 1).
 
-    It is 0, too, where it is no number. Of Muon, which has both, it is the larger one.
+    It is 0 where there is none or where it is no number. Of Muon's two it is the larger one.
     """
     own = inner(optimizer)
     given = [getattr(own, name, 0.0) for name in ("momentum", "beta_1", "adam_beta_1")]
@@ -211,20 +207,20 @@ def memory_of(optimizer: keras.optimizers.Optimizer) -> float:
 
 
 def minibatches_of_a_step(optimizer: keras.optimizers.Optimizer) -> int:
-    """Returns how many minibatches' gradients an optimizer adds up for a step."""
+    """Returns the number of minibatches whose gradients an optimizer adds up for a step."""
     return optimizer.gradient_accumulation_steps or 1
 
 
 def told_of_fit(
     optimizer: keras.optimizers.Optimizer, steps: float, fitted: float, factor: float
 ) -> str:
-    """Returns sentences on what blocks make of the local momentum; empty if it stays as it is.
+    """Returns a note on a local momentum that is fitted to blocks; empty if it stays as it is.
 
     Args:
         optimizer: the local one, with a momentum or a β₁.
-        steps: of the optimizer in a block.
+        steps: the steps of the optimizer in a block.
         fitted: the momentum that it has in such blocks.
-        factor: of the rate.
+        factor: the factor of the learning rate.
     """
     momentum = memory_of(optimizer)
     if fitted == momentum and factor == 1.0:
@@ -241,14 +237,14 @@ def told_of_fit(
 
 
 def momentum_of(optimizer: keras.optimizers.Optimizer) -> float:
-    """The momentum of SGD and its kin, 0 ≤ m < 1; 0 for others, and where it is no number."""
+    """Returns the momentum of SGD and its kin in [0, 1); 0 for others, or where it is no number."""
     return memory_of(optimizer) if isinstance(inner(optimizer), keras.optimizers.SGD) else 0.0
 
 
 def memory_can_change(optimizer: keras.optimizers.Optimizer) -> bool:
-    """Returns whether an optimizer has a `memory_of` that its step reads anew each time.
+    """Returns whether an optimizer reads its `memory_of` anew in each step.
 
-    That is so of SGD with momentum, Adam, Muon, and optimizers that take the step of one of them.
+    SGD with momentum, Adam, Muon, and optimizers that take the step of one of them do.
     """
     kinds = [keras.optimizers.SGD, keras.optimizers.Adam, getattr(keras.optimizers, "Muon", None)]
     steps = [kind.update_step for kind in kinds if kind]

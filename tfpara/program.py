@@ -12,14 +12,12 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from types import TracebackType
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn, Protocol
 
 from tfpara import cluster
 from tfpara.cluster import Cluster, exit_codes, failures, parent, whereabouts
 from tfpara.cluster import asynchronous as async_cluster
-
-if TYPE_CHECKING:
-    import tensorflow as tf
+from tfpara.cluster.failures import Explanation
 
 # With 1 in this environment variable, an error that one sentence explains shows its traceback, too.
 FRAMES_VARIABLE = "TFPARA_TRACEBACK"
@@ -28,8 +26,20 @@ _PARTING_SECONDS = 10.0
 _INTERRUPTED = 130  # the exit code that shells use for SIGINT
 _RAISE = dis.opmap["RAISE_VARARGS"]  # the instruction of Python's statement `raise`
 
+
+class _Strategy(Protocol):
+    """A synchronous strategy, as the end of a program sees it."""
+
+    @property
+    def num_workers(self) -> int: ...
+    @property
+    def members_change(self) -> bool: ...
+    def part(self) -> None: ...
+    def program_ends(self) -> None: ...
+
+
 _explains = False  # whether `sys.excepthook` is the one of this module
-_strategy: tf.distribute.Strategy | None = None  # the one that was made last
+_strategy: _Strategy | None = None  # the one that was made last
 _leaves: list[Callable[[bool], None]] = []
 _tells: list[Callable[[int, str], None]] = []
 
@@ -58,8 +68,8 @@ def run(
     parameter servers the other processes end when the chief's does, with the same code.
 
     Args:
-        main: the program; called without arguments. What it returns is not used.
-        name: what the sentence on stderr begins with.
+        main: the program; called without arguments. Its result is not used.
+        name: the first words of the sentence on stderr.
         explain: called with an error that tfpara cannot explain; returns the sentence, or None.
         lost_worker_exit_code: from 1 to 255: the exit code where a sync has failed because another
             worker was lost. None: TFPARA_LOST_WORKER_EXIT_CODE, or 1.
@@ -78,15 +88,11 @@ def run(
         )
     asynchronous = async_cluster.is_meant()
     lost_code = exit_codes.lost_worker(lost_worker_exit_code)
-    code, orderly, sentence = _ran(main, name, explain)
-    code = lost_code if code == 1 and failures.is_loss(sentence) else code
+    code, orderly, sentence = _ran(main, name, explain, lost_code)
     if asynchronous and _strategy is None:  # a synchronous strategy leaves parameter servers out
         if code:
-            told, said = (
-                (code, "") if isinstance(code, int) else (1, f"the chief has failed: {code}")
-            )
             for tell in _tells:
-                tell(told, sentence or said)
+                tell(code if isinstance(code, int) else 1, sentence)
         sys.exit(code)
     if not _has_others():
         sys.exit(code)
@@ -94,35 +100,42 @@ def run(
 
 
 def _ran(
-    main: Callable[[], object], name: str, explain: Callable[[BaseException], str | None] | None
+    main: Callable[[], object],
+    name: str,
+    explain: Callable[[BaseException], str | None] | None,
+    lost_code: int,
 ) -> tuple[str | int | None, bool, str]:
     """Runs `main`.
 
     Returns:
-        The exit code, whether the other workers come to the same end, and what went wrong ("" if
-        nothing did).
+        The exit code, whether the other workers come to the same end, and the cause for other
+        processes ("" if nothing went wrong).
     """
+    of_chief = "the chief has failed: "
     try:
         main()
     except SystemExit as leaving:
-        return leaving.code, isinstance(leaving.code, int), ""
+        is_number = isinstance(leaving.code, int)
+        return leaving.code, is_number, "" if is_number else f"{of_chief}{leaving.code}"
     except KeyboardInterrupt:
-        _say(name, "interrupted")
-        return _INTERRUPTED, False, "the chief has failed: interrupted"
+        _say(name, Explanation("interrupted"))
+        return _INTERRUPTED, False, f"{of_chief}interrupted"
     except Exception as error:
         failures.say_last(error)
-        sentence = _sentence(error)
-        told = explain(error) if sentence is None and explain is not None else None
-        if sentence is None and told is None:
-            # Python sets these for an error that nobody catches; debuggers and loggers read them.
+        found = _explained(error)
+        sentence = found.sentence if found else ""
+        if found is None and explain is not None and (own := explain(error)) is not None:
+            found, sentence = Explanation(own), f"{of_chief}{own}"
+        if found is None:
+            # Python sets these for an error that is not caught; debuggers and loggers read them.
             sys.last_value, sys.last_traceback = error, error.__traceback__
             sys.excepthook(type(error), error, error.__traceback__)
             first = str(error).strip().splitlines()[:1]
-            return 1, False, f"the chief has failed: {': '.join([type(error).__name__, *first])}"
+            return 1, False, of_chief + ": ".join([type(error).__name__, *first])
         if _shows_frames(error):
             traceback.print_exception(error)
-        _say(name, sentence or told or "")
-        return 1, _is_everyones(error), sentence or f"the chief has failed: {told}"
+        _say(name, found)
+        return lost_code if found.is_loss else 1, _is_everyones(error), sentence
     return 0, True, ""
 
 
@@ -137,7 +150,7 @@ def explain_errors() -> None:
         _explains = True
 
 
-def watch(strategy: tf.distribute.Strategy, found: Cluster, timeout_seconds: float) -> None:
+def watch(strategy: _Strategy, found: Cluster, timeout_seconds: float) -> None:
     """Remembers a strategy for the end of the program.
 
     Args:
@@ -167,9 +180,9 @@ def noting() -> Iterator[None]:
         yield
     except Exception as error:
         if threading.current_thread() is not threading.main_thread() and not _is_ours(error):
-            sentence = _sentence(error)
-            if sentence is not None and hasattr(error, "add_note"):  # Python 3.11
-                error.add_note(f"tfpara: {sentence}")
+            found = _explained(error)
+            if found is not None and hasattr(error, "add_note"):  # Python 3.11
+                error.add_note(f"tfpara: {found.sentence}")
         raise
 
 
@@ -195,36 +208,35 @@ def tell_of_failure(tell: Callable[[int, str], None]) -> None:
 def _hook(previous: Callable[..., object]) -> Callable[..., None]:
     def hook(kind: type[BaseException], error: BaseException, frames: TracebackType | None) -> None:
         failures.say_last(error)
-        sentence = _sentence(error)
-        if sentence is None and isinstance(error, KeyboardInterrupt) and _has_others():
-            sentence = "interrupted"
-        if sentence is None or _shows_frames(error):
+        found = _explained(error)
+        if found is None and isinstance(error, KeyboardInterrupt) and _has_others():
+            found = Explanation("interrupted")
+        if found is None or _shows_frames(error):
             previous(kind, error, frames)
-        if sentence is not None:
-            name = "tfpara" if failures.is_of_tensorflow(error) else kind.__name__
-            _say(name, sentence)
-        if failures.is_loss(sentence) and exit_codes.lost_worker() != 1:
-            raise SystemExit(exit_codes.lost_worker())  # Python then ends with this exit code.
+        if found is not None:
+            _say("tfpara" if failures.is_of_tensorflow(error) else kind.__name__, found)
+            if found.is_loss and exit_codes.lost_worker() != 1:
+                raise SystemExit(exit_codes.lost_worker())  # Python then ends with this exit code.
 
     return hook
 
 
-def _sentence(error: BaseException) -> str | None:
-    """Returns a sentence that explains an error in full; None if only its traceback does.
+def _explained(error: BaseException) -> Explanation | None:
+    """Returns the explanation of an error; None if only its traceback explains it.
 
-    Of an error by a wrong argument, wrong data and the like it ends with the line of the script.
+    That of a wrong argument, wrong data and the like ends with the line of the script.
     """
     if _is_ours(error):
-        return " ".join(str(error).split())
+        return Explanation(" ".join(str(error).split()))
     if failures.is_of_tensorflow(error):
         # What TF_CONFIG or an engine says of workers is not true of an elastic run.
-        return failures.explain(error, cluster.ALONE if _is_elastic() else cluster.read())
+        return failures.explain(error, cluster.ALONE if _members_change() else cluster.read())
     raised = _raised_here(error)
     if raised is None:
         return None
     line = whereabouts.line_of_error(error)
     where = f"{line}; " if line else ""
-    return f"{str(raised).strip()} [{where}{FRAMES_VARIABLE}=1 shows the traceback]"
+    return Explanation(f"{str(raised).strip()} [{where}{FRAMES_VARIABLE}=1 shows the traceback]")
 
 
 def _is_ours(error: BaseException) -> bool:
@@ -266,7 +278,7 @@ def _shows_frames(error: BaseException) -> bool:
     """Returns whether an error has its traceback beside its sentence.
 
     It has where that is asked for, and where the script was handling another error, perhaps the
-    cause, of which the sentence says nothing.
+    cause, which the sentence does not mention.
     """
     if os.environ.get(FRAMES_VARIABLE, "") not in ("", "0"):
         return True
@@ -276,46 +288,44 @@ def _shows_frames(error: BaseException) -> bool:
     return whereabouts.line_of_error(behind) != ""
 
 
-def _is_elastic() -> bool:
+def _members_change() -> bool:
     """Returns whether the strategy that was made is of an elastic run."""
-    return _strategy is not None and getattr(_strategy.extended, "elastic", None) is not None
+    return _strategy is not None and _strategy.members_change
 
 
 def _has_others() -> bool:
-    """Returns whether this process is one of several workers, as far as it can tell."""
+    """Returns whether this process is one of several workers, as far as it knows."""
     if _strategy is not None:
-        return _is_elastic() or _strategy.num_workers > 1
+        return _strategy.members_change or _strategy.num_workers > 1
     with contextlib.suppress(ValueError):
         return cluster.read().num_workers > 1
     return False
 
 
-def _say(name: str, sentence: str) -> None:
-    because = failures.named(sentence)
-    if because:
-        parent.tell(because=because, at=time.monotonic())
+def _say(name: str, found: Explanation) -> None:
+    """Prints why this process ends, and reports the cause to the launcher."""
+    if found.lost:
+        parent.tell(because=found.lost, at=time.monotonic())
     sys.stdout.flush()
-    print(f"{name}: {sentence}", file=sys.stderr, flush=True)
+    print(f"{name}: {found.sentence}", file=sys.stderr, flush=True)
 
 
 def _part(process: int) -> None:
-    """Tells an elastic run that this program, which `run` has not ended, has come to its end.
+    """Tells the others of an elastic run that this program, which `run` has not ended, ends.
 
     Args:
         process: that the strategy was made in, and not a fork of it.
     """
     # Python sets this for an error that ends the program. Nothing tells of sys.exit.
-    if process != os.getpid() or not _is_elastic() or hasattr(sys, "last_value"):
-        return
-    if _strategy.extended.elastic.has_trained:  # type: ignore[union-attr]
-        _strategy.extended.part()  # type: ignore[union-attr]
+    if process == os.getpid() and _strategy is not None and not hasattr(sys, "last_value"):
+        _strategy.program_ends()
 
 
 def _leave(code: str | int | None, orderly: bool) -> NoReturn:
     """Ends the process, which is one of several, at once.
 
     Args:
-        code: its exit code, or what to print, as `sys.exit` takes it.
+        code: its exit code, or an object to print, as for `sys.exit`.
         orderly: whether the other workers come here, too, rather than to an error.
     """
     if not isinstance(code, int | None):
@@ -323,7 +333,7 @@ def _leave(code: str | int | None, orderly: bool) -> NoReturn:
     code = code if isinstance(code, int) else int(code is not None)
     if orderly and _strategy is not None:
         # If a worker left at once, another could lose the rest of a message that it is reading.
-        parting = threading.Thread(target=_strategy.extended.part, daemon=True)
+        parting = threading.Thread(target=_strategy.part, daemon=True)
         parting.start()
         parting.join(None if code == 0 else _PARTING_SECONDS)
     atexit.unregister(_part)

@@ -16,12 +16,11 @@ import tensorflow as tf
 from tfpara import files
 from tfpara.graph_files import without_tasks
 from tfpara.keras_model import strategy_of
-from tfpara.parameter_server.strategy import AsyncStrategy
 from tfpara.strategy import Strategy
 from tfpara.sync.strategy import PeriodicSyncStrategy
 from tfpara.typing import Nest
 
-# A user is warned if the initial model has more than this weight in an average.
+# The weight of the initial model in an average above which a user is warned.
 _YOUNG = 0.1
 
 
@@ -39,7 +38,7 @@ def export(
 
     It appears at `path` whole or not at all, and replaces a SavedModel there. Every worker must
     call this; the chief writes and prints the path, and all return when the SavedModel is written.
-    A warning says so where an average is mostly, or wholly, what the model began with.
+    It warns where an average is mostly, or wholly, the weights with which the model began.
 
     Args:
         model: a built model.
@@ -49,7 +48,7 @@ def export(
         strategy: the strategy that trained the model; None finds it from the model.
         signature: the inputs; their names become those of the signature. None: those of the model;
             several are one argument with the structure in which the model takes them.
-        preprocessing: TensorFlow function from the inputs to the model's. None: nothing is done.
+        preprocessing: TensorFlow function from the inputs to the model's. None: they are the same.
         postprocessing: TensorFlow function from the model's output to named outputs. None: the
             output as it is.
 
@@ -58,7 +57,9 @@ def export(
         ValueError: `which` is unknown, the model has not been built, its inputs are not known, or
             this is called inside `strategy.weights(...)`.
     """
-    strategy = strategy or _trainer_of(model)
+    if strategy is None:
+        found: Any = strategy_of(model)
+        strategy = found if isinstance(found, Strategy) else None
     if strategy is None and which not in ("global", "local"):
         raise ValueError(
             f"which={which!r}: the model has no weights of that name, since no strategy of tfpara "
@@ -80,7 +81,7 @@ def export(
         if strategy is not None and strategy.is_chief and which not in ("global", "local"):
             _warn_of_young_average(strategy, model, which)
         if isinstance(strategy, PeriodicSyncStrategy):
-            strategy.extended.by_the_chief(write_and_tell, "tfpara.export()")
+            strategy.extended.worker.company.by_the_chief(write_and_tell, "tfpara.export()")
         elif strategy is None or strategy.is_chief:
             write_and_tell()
 
@@ -88,7 +89,7 @@ def export(
 def _warn_of_young_average(strategy: Any, model: keras.Model, which: str) -> None:
     share = 0.0
     if isinstance(strategy, PeriodicSyncStrategy):
-        synchronizer = strategy.extended.trained(model)
+        synchronizer = strategy.extended.models.trained(model)
         trained = synchronizer is not None
         if synchronizer is not None:
             share = synchronizer.graph.global_state.share_of_start(which)
@@ -109,11 +110,6 @@ def _warn_of_young_average(strategy: Any, model: keras.Model, which: str) -> Non
         )
 
 
-def _trainer_of(model: keras.Model) -> Any:
-    strategy = strategy_of(model)
-    return strategy if isinstance(strategy, (PeriodicSyncStrategy, AsyncStrategy)) else None
-
-
 def _writer(
     model: keras.Model,
     path: str | os.PathLike[str],
@@ -121,7 +117,7 @@ def _writer(
     preprocessing: Callable[..., Nest] | None = None,
     postprocessing: Callable[[Nest], Mapping[str, tf.Tensor]] | None = None,
 ) -> Callable[[], None]:
-    """Returns a function that writes the model with its weights at the time, after checks."""
+    """Checks the arguments; returns a function that writes the model as it is when called."""
     path = Path(path)
     if path.exists():
         foreign = files.foreign_entries(path) if path.is_dir() else [path.name]
@@ -151,7 +147,7 @@ def _writer(
 
 
 def _input_specs(model: keras.Model) -> list[Nest]:
-    """Returns the signature of a model: its only input, or all in the structure that they have."""
+    """Returns the signature of a model: its only input, or all inputs in their structure."""
     inputs = getattr(model, "inputs", None)
     if not inputs:
         raise ValueError(

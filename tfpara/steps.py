@@ -1,4 +1,4 @@
-"""A replica's step: its data, its number of samples, and how a step without samples is skipped."""
+"""A replica's step: its data, its number of samples, and skipping a step without samples."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ from tfpara.typing import Array, Nest
 
 
 def skip_empty(fn: Callable[..., Nest]) -> Callable[..., Nest]:
-    """Wraps `fn` so that it gives zeros where a replica's batch has no samples.
+    """Wraps `fn` so that it returns zeros where a replica's batch has no samples.
 
-    Where `fn` has not run before, what it returns is found by a trace of it, in which no operation
-    runs.
+    Where `fn` has not run before, a trace of it, which runs no operation, shows their shapes.
     """
 
     stepped: list[Nest] = []  # results of replicas before this one; TensorFlow runs them in turn
@@ -71,11 +70,11 @@ def _open_if_empty(leaf: Nest) -> Nest:
     return _of_open_batch(leaf) if empty else leaf
 
 
-def after(structure: Nest) -> contextlib.AbstractContextManager:
-    """A context whose operations run only once the tensors of `structure` are computed.
+def after(structure: Nest) -> contextlib.AbstractContextManager[Any]:
+    """Returns a context whose operations run only once the tensors of `structure` are computed.
 
-    Without it a step may find its data at their end after it has counted itself, and after the
-    weight decay of its optimizer has changed the weights.
+    Without it a step may count itself, and its optimizer may decay the weights, before the data
+    turn out to be at their end.
     """
     if tf.executing_eagerly():
         return contextlib.nullcontext()
@@ -86,7 +85,7 @@ def after(structure: Nest) -> contextlib.AbstractContextManager:
 def batch_size(structure: Nest) -> int | tf.Tensor | None:
     """Returns the samples in a replica's batch: the first axis of the first tensor that has axes.
 
-    Without such a tensor it is None.
+    Returns None without such a tensor.
     """
     for leaf in tf.nest.flatten(structure):
         if isinstance(leaf, tf.RaggedTensor):
@@ -135,11 +134,9 @@ def weight_of(minibatch: Nest, samples: int | tf.Tensor, loss: Any) -> int | tf.
 def with_open_batches(dataset: tf.data.Dataset) -> tf.data.Dataset:
     """Returns `dataset` with a batch size that its spec leaves open.
 
-    At the end of the data there may be fewer minibatches than devices. Where all shapes are fixed,
-    TensorFlow then leaves these minibatches out. With an open batch size it gives the devices
-    without a minibatch an empty one.
+    Where the last minibatches are fewer than the devices, TensorFlow leaves them out if all shapes
+    are fixed. With an open batch size it gives the other devices an empty minibatch.
     """
-
     specs = tf.nest.flatten(dataset.element_spec)
     if not all(isinstance(s, tf.TensorSpec) and s.shape.is_fully_defined() for s in specs):
         return dataset
@@ -154,9 +151,8 @@ def with_open_batches(dataset: tf.data.Dataset) -> tf.data.Dataset:
 def with_own_memory(dataset: tf.data.Dataset) -> tf.data.Dataset:
     """Returns `dataset` with elements that are copies.
 
-    The data that a Python function yields (`from_generator`, `PyDataset`) may be in the memory of
-    the caller's own arrays. TensorFlow's steps may write their results into that memory, where
-    TensorFlow has divided a batch between replicas.
+    Data of a Python function (`from_generator`, `PyDataset`) may lie in the memory of the caller's
+    arrays. Where a batch is divided between replicas, TensorFlow may write results into it.
     """
 
     def copied(tensor: tf.Tensor) -> tf.Tensor:
@@ -174,8 +170,8 @@ def with_own_memory(dataset: tf.data.Dataset) -> tf.data.Dataset:
 def without_tuner(dataset: tf.data.Dataset) -> tf.data.Dataset:
     """Returns `dataset` with tf.data's autotuning off, unless its options say on or off.
 
-    The thread of the tuner sleeps for longer and longer, and the iterator of several devices cannot
-    wake it. The end of an epoch would wait for it for up to a minute, and so would other workers.
+    The tuner's thread sleeps for longer and longer, and the iterator of several devices cannot wake
+    it. The end of an epoch, and so the other workers, would wait for up to a minute.
     """
     if dataset.options().autotune.enabled is not None:
         return dataset

@@ -23,6 +23,45 @@ class StateHolder(Protocol):
         """Restores the state that `get_state` has returned."""
 
 
+class EpochUnits:
+    """The position in an epoch, in units that all workers count alike.
+
+    The methods of this class itself are right where all replicas take the same steps.
+    """
+
+    def total(self, steps: int | None) -> int:
+        """Returns the length of the epoch; 0 if it is not known.
+
+        Args:
+            steps: of each of the replicas with which the run begins; None: not known.
+        """
+        return steps or 0
+
+    def trained(self, steps: int) -> int:
+        """Returns the units in the model, at a sync after so many steps of a replica."""
+        return steps
+
+    def reached(self, steps: int) -> int:
+        """Returns the units that are trained, if all are as far in the block as this worker."""
+        return steps
+
+    def position(self) -> dict[str, Json]:
+        """Returns the position at a sync, for a checkpoint, where steps do not tell it."""
+        return {}
+
+    def resume(self, epoch: int, position: Mapping[str, Any]) -> None:
+        """Goes on from a checkpoint's position within the epoch that begins.
+
+        Raises:
+            ValueError: such workers cannot go on from there.
+        """
+        if owed := position.get("owed"):
+            raise ValueError(
+                f"the checkpoint is of an elastic run, and owes {len(owed)} steps of workers that "
+                "were lost. Resume it with elastic=."
+            )
+
+
 class Strategy:
     """A strategy as callbacks see it; the base of `PeriodicSyncStrategy` and `AsyncStrategy`.
 
@@ -127,6 +166,40 @@ class Strategy:
     def states(self) -> Mapping[str, StateHolder]:
         """The objects given to `keep_state`, by name."""
         return {}
+
+    # -- workers that come and go ----------------------------------------------------------------
+
+    @property
+    def members_change(self) -> bool:
+        """Whether workers may come and go while the run goes on."""
+        return False
+
+    @property
+    def joining(self) -> bool:
+        """Whether this worker has still to be let in by the others."""
+        return False
+
+    def share_state(self, name: str, holder: StateHolder) -> None:
+        """Has workers that join take over an object's state from those that are there.
+
+        Args:
+            name: of the state; a number is added where another object has it.
+            holder: its arrays travel as well if its state says `HAS_WEIGHTS`; they are its
+                attribute `weights`, of the same shapes on all workers.
+        """
+
+    @property
+    def epoch_units(self) -> EpochUnits:
+        """The position in the epoch, in units that all workers count alike."""
+        return EpochUnits()
+
+    def part(self) -> None:
+        """Waits for all workers at the end of the program, as far as that is needed."""
+
+    def program_ends(self) -> None:
+        """Tells the others that a program ends which `tfpara.run` has not ended."""
+
+    # -- all together ----------------------------------------------------------------------------
 
     def everyones(self, value: Json, purpose: Purpose) -> list[Json]:
         """Returns the values of all processes that run callbacks, by rank. All must call it.

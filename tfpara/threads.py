@@ -1,4 +1,4 @@
-"""The number of TensorFlow's threads, which a process with many devices needs to be two or more."""
+"""The number of TensorFlow's threads, of which a process with many devices needs two."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import os
 import tensorflow as tf
 
 _log = logging.getLogger(__name__)
-# TensorFlow prepares a function that spans more devices than this in its own threads for
-# operations, rather than in the thread that calls the function.
+# A function that spans more devices is prepared in TensorFlow's own threads for operations, and
+# not in the thread that calls it.
 _MANY_DEVICES = 8
 
 
@@ -47,8 +47,4 @@ def _threads() -> int:
         wanted = int(os.environ.get("TF_NUM_INTEROP_THREADS", "0"))
     except ValueError:
         wanted = 0
-    if hasattr(os, "sched_getaffinity"):
-        cores = len(os.sched_getaffinity(0))
-    else:
-        cores = os.cpu_count() or 1
-    return configured or wanted or cores
+    return configured or wanted or len(os.sched_getaffinity(0))

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 if TYPE_CHECKING:
     import keras
-    import numpy as np
     import tensorflow as tf
+    from numpy.typing import NDArray
 
 # Weights, or values for each of them: NumPy's where a rule is checked, TensorFlow's in a run.
-Array: TypeAlias = "np.ndarray | tf.Tensor"
+Array: TypeAlias = "NDArray[Any] | tf.Tensor"
 # A number that a graph may compute.
-Scalar: TypeAlias = "float | np.ndarray | tf.Tensor"
+Scalar: TypeAlias = "float | NDArray[Any] | tf.Tensor"
 # State of a rule or an average: the NamedTuple of arrays and numbers that its `init` returns.
 State: TypeAlias = Any
 # A variable of TensorFlow or of Keras.

@@ -30,6 +30,10 @@ on GPUs), tfpara with one worker at sync periods 5, 20 and 80, and PyTorch where
 `ratio_to_plain` is of the same round; `sync_ms` is what a sync of one worker takes. Without a card
 the networks are tiny, which shows that the program runs, and no more.
 
+Suite `step`: a training step of one worker beside plain Keras' in the same process, milliseconds of
+wall time and of the processor and operations of its graph; and a sync of that worker. For networks
+of 0.1, 1.6 and 12.5 million weights, one and 20 minibatches of a call, one and two devices.
+
 Suite `peers`: tfpara beside MultiWorkerMirroredStrategy, Horovod, PyTorch and torchft, on loopback
 and on limited links; see scripts.benchmarks.beside_peers. `predictions` has what the cost model
 says. scripts.benchmarks.page puts the results into the documentation.
@@ -49,7 +53,7 @@ from absl import flags
 
 import tfpara
 from scripts import common
-from scripts.benchmarks import asynchronous, beside_peers, goodput, gpu_worker
+from scripts.benchmarks import asynchronous, beside_peers, goodput, gpu_worker, step_worker
 from scripts.benchmarks.headlines import headlines
 from scripts.benchmarks.prediction import costs_of, predictions
 from scripts.benchmarks.processes import measure
@@ -60,7 +64,7 @@ from tfpara.planner import Link
 _SUITE = flags.DEFINE_enum(
     "suite",
     "scaling",
-    ["scaling", "averages", "memory", "input", "peers", "async", "faults", "gpu"],
+    ["scaling", "averages", "memory", "input", "peers", "async", "faults", "gpu", "step"],
     "what to measure",
 )
 _OUT = flags.DEFINE_string("out", None, "JSON file to write", required=True)
@@ -126,9 +130,10 @@ def main() -> None:
         "memory": _memory_systems,
         "input": _input_systems,
         "gpu": _gpu_systems,
+        "step": _step_systems,
     }[_SUITE.value]()
     systems = {name: systems[name] for name in beside_peers.chosen(list(systems))}
-    module = "gpu_worker" if _SUITE.value == "gpu" else "worker"
+    module = {"gpu": "gpu_worker", "step": "step_worker"}.get(_SUITE.value, "worker")
     rounds: list[dict[str, dict[str, Any]]] = []
     for number in range(1 if _SUITE.value == "memory" else _ROUNDS.value):
         measured = {}
@@ -261,6 +266,26 @@ def _gpu_systems() -> dict[str, tuple[int, dict[str, Any]]]:
     return systems
 
 
+def _step_systems() -> dict[str, tuple[int, dict[str, Any]]]:
+    systems: dict[str, tuple[int, dict[str, Any]]] = {}
+    for network, (sizes, steps) in step_worker.NETWORKS.items():
+        for execution, devices in ((1, 1), (20, 1), (20, 2)):
+            count = f"{devices} device{'s' * (devices > 1)}"
+            systems[f"{network} M, {execution} a call, {count}"] = (
+                1,
+                {
+                    "system": "step",
+                    "sizes": sizes,
+                    "batch": 32,
+                    "execution": execution,
+                    "devices": devices,
+                    "steps": min(steps, _STEPS.value),
+                    "turns": 12,
+                },
+            )
+    return systems
+
+
 def _averages_systems() -> dict[str, tuple[int, dict[str, Any]]]:
     common_options = {"system": "syncs", "syncs": max(3, _STEPS.value // 4), **_sizes()}
     return {
@@ -351,6 +376,12 @@ def _short(figures: dict[str, Any]) -> str:
 
 _COLUMNS = {  # key: (title, width, format)
     "samples_per_second": ("samples/s", 10, ".0f"),
+    "operations": ("operations", 10, ".0f"),
+    "plain_operations": ("plain's", 7, ".0f"),
+    "step_ms": ("step ms", 8, ".3f"),
+    "plain_step_ms": ("plain ms", 8, ".3f"),
+    "processor_ms": ("CPU ms", 8, ".3f"),
+    "plain_processor_ms": ("plain's", 8, ".3f"),
     "ratio_to_independent": ("/independent", 12, ".3f"),
     "ratio_to_plain": ("/plain", 7, ".3f"),
     "sync_ms": ("sync ms", 8, ".0f"),

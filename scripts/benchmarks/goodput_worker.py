@@ -46,9 +46,8 @@ class _Watch(keras.callbacks.Callback):
         time.sleep(max(0.0, self.begun + self.seconds - time.monotonic()))
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        elastic = self.strategy.extended.elastic
         line = {
-            "changes": elastic.form.number if elastic else 0,
+            "changes": self.strategy.generation,
             "bytes": resident_bytes(),
             "threads": threads(),
             "descriptors": len(os.listdir("/proc/self/fd")),

@@ -109,7 +109,7 @@ def _all_reduce(options: dict[str, Any]) -> dict[str, Any]:
     )
     layout = Layout([tf.TensorShape([options["elements"]])], options["bucket_bytes"])
     buffers = [tf.ones([size]) for size in layout.bucket_sizes]
-    collectives = strategy.extended.collectives
+    collectives = strategy.extended.links.collectives
 
     @tf.function
     def reduce() -> tf.Tensor:

@@ -12,7 +12,8 @@ import time
 
 import tfpara
 from tests.lib import warm
-from tfpara.elastic.meeting import ADDRESS, Line, Meeting
+from tfpara.elastic.meeting import ADDRESS, Line
+from tfpara.elastic.meeting_point import Meeting
 
 PROGRAM = pathlib.Path(__file__).with_name("programs") / "train_elastic.py"
 DEADLINE = 180.0  # seconds; reached only by a hang
@@ -88,7 +89,7 @@ class Run:
     def start(self, **options):
         """Starts a worker; the number under which this run knows it."""
         number = len(self.processes)
-        while number >= self.founders and self.meeting.phase == "founding":
+        while number >= self.founders and self.meeting.state.phase == "founding":
             time.sleep(0.02)
         options = {**self.options, **options, "log": str(self.log(number))}
         environment = {

@@ -143,12 +143,12 @@ def test_one_worker_reads_in_processes(method, strategy, model, plain, monkeypat
 
 def test_orders_differ_between_epochs_and_are_those_of_the_seed(strategy):
     extended = strategy.extended
-    extended.order.seed = 5
-    extended.position.enter(0, extended.steps_seen)
-    orders = [extended.next_order(20) for _ in range(2)]
+    extended.data.order.seed = 5
+    extended.data.position.enter(0, extended.models.steps_seen)
+    orders = [extended.data.next_order(20) for _ in range(2)]
     assert orders[0] == orders[1], "no step was taken between them"
-    extended.position.move(extended.position.epoch + 1, extended.steps_seen)
-    assert extended.next_order(20) != orders[0]
+    extended.data.position.move(extended.data.position.epoch + 1, extended.models.steps_seen)
+    assert extended.data.next_order(20) != orders[0]
     assert sorted(orders[0]) == list(range(20))
 
 
@@ -170,7 +170,7 @@ def test_a_resumed_run_goes_on_in_the_orders_that_it_had(tmp_path):
         read.append([])
         callbacks = [tfpara.callbacks.Checkpoint(str(tmp_path / "run"))]
         model.fit(Noted((x, y, read[-1])), epochs=epochs, verbose=0, callbacks=callbacks)
-        seeds.append(strategy.extended.order.seed)
+        seeds.append(strategy.extended.data.order.seed)
     assert seeds[0] == seeds[1]
     orders = [reading.shuffled(6, seeds[0], epoch) for epoch in range(4)]
     # Each fit reads two batches first, for their shapes.
@@ -182,15 +182,15 @@ def test_a_py_dataset_that_other_workers_began_to_read_is_told_of(strategy, mode
     extended = strategy.extended
 
     def resume(epoch, logs):
-        extended.position.move(epoch, extended.steps_seen, first=4, steps=2)
+        extended.data.position.move(epoch, extended.models.steps_seen, first=4, steps=2)
 
     for former, told in ((1, 0), (3, 1)):
-        extended.order.set_state({"workers": former})  # as Checkpoint does
+        extended.data.order.set_state({"workers": former})  # as Checkpoint does
         callback = keras.callbacks.LambdaCallback(on_epoch_begin=resume)
         model.fit(kinds.Batches(kinds.arrays()), verbose=0, callbacks=[callback])
         text = "divided among 3 workers and now is among 1"
         assert capsys.readouterr().err.count(text) == told
-        assert extended.order.get_state()["workers"] == 1
+        assert extended.data.order.get_state()["workers"] == 1
 
 
 def of_epoch(epoch):
@@ -253,7 +253,9 @@ def test_class_weights_of_data_that_are_not_divided_by_fit(strategy, model):
 def test_steps_of_a_workers_own_minibatches_are_those_of_its_devices(strategy, model, monkeypatch):
     """Five minibatches are three steps of two devices, for Keras and for the library."""
     noted = []
-    monkeypatch.setattr(strategy.extended, "note_epoch", lambda model, steps: noted.append(steps))
+    monkeypatch.setattr(
+        strategy.extended.momentum, "begin_epoch", lambda model, steps: noted.append(steps)
+    )
     x, y, _ = kinds.arrays()
     dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(4).take(5)
     data = strategy.distribute_datasets_from_function(lambda context: dataset)

@@ -48,9 +48,9 @@ def test_a_killed_worker_is_done_without(place, times, rank, told, tmp_path):
     with elastic_runs.Run(tmp_path, 3, faults, environment=told) as run:
         last = run.check([KILLED])
         assert len(last) == 2
-        generations = [(each.number, len(each.members)) for each in run.meeting.history]
+        generations = [(each.number, len(each.members)) for each in run.meeting.state.history]
         assert generations == [(1, 3), (2, 2)]
-        assert run.meeting.phase == "ended"
+        assert run.meeting.state.phase == "ended"
 
 
 @pytest.mark.nightly
@@ -59,7 +59,7 @@ def test_founders_without_the_first_numbers(tmp_path):
     options = {"checkpoints": str(tmp_path / "run"), "epochs": 2, **MIXED}
     with elastic_runs.Run(tmp_path, 3, before=2, **options) as run:
         assert len(run.check([])) == 3
-        assert [each.members for each in run.meeting.history] == [(2, 3, 4)]
+        assert [each.members for each in run.meeting.state.history] == [(2, 3, 4)]
         epochs = [e for rank in range(3) for e in run.events(run.of_rank(rank)) if e[0] == "epoch"]
         assert {workers for *_, workers in epochs} == {3}
     assert (tmp_path / "run" / "generations.jsonl").read_text().count("\n") == 1
@@ -76,7 +76,7 @@ def test_a_worker_is_killed_before_the_first_step(place, times, tmp_path):
         options["checkpoints"] = str(tmp_path / "run")
     with elastic_runs.Run(tmp_path, 3, {0: [place, times, "SIGKILL"]}, **options) as run:
         assert len(run.check([KILLED], minibatches=61)) == 2
-        assert [len(each.members) for each in run.meeting.history] == [4, 3, 2]
+        assert [len(each.members) for each in run.meeting.state.history] == [4, 3, 2]
 
 
 def test_too_few_before_the_first_step(tmp_path):
@@ -106,7 +106,7 @@ def test_an_exchange_that_has_failed_on_one_alone(tmp_path):
     """The other is in the next epoch when it hears of it."""
     with elastic_runs.Run(tmp_path, 2, {0: ["exchange", 1, "FAIL"]}, step_seconds=0.05) as run:
         assert len(run.check([])) == 2
-        assert [each.why for each in run.meeting.history[1:]] == ["an exchange has failed"]
+        assert [each.why for each in run.meeting.state.history[1:]] == ["an exchange has failed"]
 
 
 @pytest.mark.nightly
@@ -171,11 +171,11 @@ def test_who_is_asked_to_end_leaves_and_who_is_silent_comes_back(where, tmp_path
         run.wait_until(run.of_rank(2), "epoch", 3)
         run.processes[stopped].send_signal(signal.SIGCONT)
         assert len(run.check([AGAIN], epochs=8)) == 2
-        whys = [each.why for each in run.meeting.history[1:]]
+        whys = [each.why for each in run.meeting.state.history[1:]]
         assert re.fullmatch(r"worker \d has left", whys[0])
         assert re.fullmatch(r"worker \d was silent for 4 s", whys[1])
         assert re.fullmatch(r"worker \d has come", whys[2])
-        assert len(run.meeting.history) == 4
+        assert len(run.meeting.state.history) == 4
 
 
 def test_all_workers_are_stopped_for_a_while_and_go_on(tmp_path):
@@ -189,8 +189,8 @@ def test_all_workers_are_stopped_for_a_while_and_go_on(tmp_path):
         for process in run.processes:
             process.send_signal(signal.SIGCONT)
         assert len(run.check([], epochs=4)) == 2
-        assert [len(each.members) for each in run.meeting.history] == [2, 2]
-        assert run.meeting.history[1].why.endswith("all were awaited")
+        assert [len(each.members) for each in run.meeting.state.history] == [2, 2]
+        assert run.meeting.state.history[1].why.endswith("all were awaited")
 
 
 @pytest.mark.nightly
@@ -356,8 +356,8 @@ def test_who_differs_is_refused_and_who_is_too_many_waits(tmp_path):
         run.processes[run.of_rank(1)].kill()
         killed.touch()
         run.check([KILLED, 1, 1], epochs=6)
-        assert [len(each.members) for each in run.meeting.history] == [2, 1, 2] or [
-            len(each.members) for each in run.meeting.history
+        assert [len(each.members) for each in run.meeting.state.history] == [2, 1, 2] or [
+            len(each.members) for each in run.meeting.state.history
         ] == [2, 2]
 
 
@@ -398,7 +398,7 @@ def test_who_was_given_up_in_one_fit_comes_back_in_the_next(tmp_path):
         assert "call 1 of fit is over; the others are in call 2" in outputs[stopped]
         assert histories(run, stopped) == histories(run, other)
         assert run.events(stopped)[-1][1] == run.events(other)[-1][1]
-        assert [len(each.members) for each in run.meeting.history] == [2, 1, 2]
+        assert [len(each.members) for each in run.meeting.state.history] == [2, 1, 2]
 
 
 @pytest.mark.nightly
@@ -409,7 +409,7 @@ def test_who_waits_in_one_fit_comes_in_the_next(tmp_path):
         spare = run.start()
         assert len(run.check([KILLED], epochs=4)) == 2
         assert histories(run, spare)[0] == histories(run, run.of_rank(1))[0]
-        assert [len(each.members) for each in run.meeting.history] == [2, 1, 2]
+        assert [len(each.members) for each in run.meeting.state.history] == [2, 1, 2]
 
 
 def test_chiefs_that_are_lost_after_fit_are_done_without(tmp_path):
@@ -436,7 +436,7 @@ def test_the_meeting_point_dies_and_is_started_again(tmp_path):
         run.wait_until(first, "epoch", 3)
         run.start()
         assert len(run.check([KILLED], epochs=8)) == 3
-        assert [(each.number, len(each.members)) for each in run.meeting.history] == [
+        assert [(each.number, len(each.members)) for each in run.meeting.state.history] == [
             (1, 3),
             (2, 2),
             (3, 3),
@@ -579,12 +579,11 @@ def test_the_record_is_replayed_in_one_process(options, tmp_path):
             assert sorted(run.ends()[0]) == [KILLED, KILLED, 0, 0, 0]
         else:
             assert len(run.check([KILLED, KILLED], epochs=6)) == 3
-        sizes = [len(each.members) for each in run.meeting.history]
+        sizes = [len(each.members) for each in run.meeting.state.history]
         assert min(sizes) < 3 and len(sizes) > 2
     trained = [np.load(path) for path in tmp_path.glob("*.npz")]
-    began = 3 * options.get("devices", 1)
     record = tmp_path / "run" / "generations.jsonl"
-    options |= {"replay": [str(record), began], "weights": str(tmp_path / "replayed.npz")}
+    options |= {"replay": str(record), "weights": str(tmp_path / "replayed.npz")}
     options["log"] = str(tmp_path / "replay.jsonl")
     output = warm.Popen(
         [str(elastic_runs.PROGRAM), json.dumps(options)],

@@ -9,7 +9,7 @@ import threading
 import pytest
 
 from tfpara import program
-from tfpara.cluster import exit_codes
+from tfpara.cluster import exit_codes, failures
 
 pytestmark = pytest.mark.latest
 
@@ -31,16 +31,19 @@ def test_what_is_no_exit_code(bad):
 
 
 class Lost(RuntimeError):
-    __module__ = "tfpara.test"
+    """Stands for TensorFlow's error of a sync."""
 
 
 def lose():
-    raise Lost("a sync failed because worker 1 is gone; start all workers again.")
+    raise Lost
 
 
 @pytest.mark.parametrize(("given", "code"), [(None, 138), (139, 139)])
 def test_run_ends_with_the_code_of_a_lost_worker(given, code, monkeypatch):
     monkeypatch.setenv("TFPARA_LOST_WORKER_EXIT_CODE", "138")
+    monkeypatch.setattr(failures, "is_of_tensorflow", lambda error: isinstance(error, Lost))
+    found = failures.Explanation("a sync failed because worker 1 is gone.", True, ["worker 1"])
+    monkeypatch.setattr(failures, "explain", lambda *_: found)
     with pytest.raises(SystemExit) as leaving:
         program.run(lose, lost_worker_exit_code=given)
     assert leaving.value.code == code
@@ -73,10 +76,12 @@ def test_a_script_without_run_ends_with_it_too():
     script = """
 import sys
 from tfpara import program
-class Lost(RuntimeError):
-    __module__ = "tfpara.test"
+from tfpara.cluster import failures
+failures.is_of_tensorflow = lambda error: True
+found = failures.Explanation("a sync failed because worker 1 is gone.", True, ["worker 1"])
+failures.explain = lambda *_: found
 sys.excepthook = program._hook(sys.excepthook)
-raise Lost("a sync failed because worker 1 is gone.")
+raise RuntimeError
 """
     for value, code in (("143", 143), ("", 1)):
         env = os.environ | {"TFPARA_LOST_WORKER_EXIT_CODE": value}

@@ -18,8 +18,8 @@ import pytest
 from tests.lib.launched import DEADLINE, FOREVER, Launched, default_signals, launch
 from tfpara import cluster
 from tfpara.cluster import parent
+from tfpara.launch import launcher, supervisor
 from tfpara.launch import output as launch_output
-from tfpara.launch import supervisor
 
 RANK = "from tfpara import cluster\nrank = cluster.read().rank\n"
 # Whom a worker waits for has left its number under the script's first argument.
@@ -213,13 +213,13 @@ if rank == 1:
     sys.exit({end})
 if {end}: wait_for_start_of(1); wait_for_start_of(2 - rank)
 else: wait_for_end_of(1)
-because = "worker 1 (127.0.0.1:1) has ended" if rank == 0 else "chief (127.0.0.1:2) is gone"
-def lose():
-    raise Lost(f"a sync failed because {{because}}; start all")
-class Lost(Exception):
-    __module__ = "tfpara.test"
+because = "chief" if rank else "worker 1"
 from tfpara import program
-program.run(lose)
+from tfpara.cluster import failures
+failures.is_of_tensorflow = lambda error: True
+found = failures.Explanation("a sync failed.", True, [because])
+failures.explain = lambda *_: found
+program.run(lambda: 1 / 0)
 """
     )
     returned, _, err = launch("-n", 3, "--grace=1000", path, tmp_path / "number")
@@ -266,19 +266,19 @@ if rank:
 
 
 def test_a_launcher_hears_nothing_from_who_is_not_its_process(tmp_path):
-    ear = parent.Ear()
-    environ = parent.variables(ear.writer)
+    reports = parent.Reports()
+    environ = parent.variables(reports.writer)
     with open(tmp_path / "file", "w") as file:
         parent.tell({"TFPARA_LAUNCHER": f"{file.fileno()}:{os.fstat(file.fileno()).st_ino}"}, a=1)
         parent.tell({"TFPARA_LAUNCHER": environ["TFPARA_LAUNCHER"] + "0"}, a=2)
         parent.tell({}, a=3)
-        assert not (tmp_path / "file").stat().st_size and ear.listen() == {}
+        assert not (tmp_path / "file").stat().st_size and reports.read() == {}
     for number in range(9999):  # more than the pipe takes: what is left over is dropped
         parent.tell(environ, a=number, text="x" * 99)
-    os.write(ear.writer, b"[]\n")
-    assert ear.listen()["text"] == "x" * 99
-    os.close(ear.writer)
-    ear.close()
+    os.write(reports.writer, b"[]\n")
+    assert reports.read()["text"] == "x" * 99
+    os.close(reports.writer)
+    reports.close()
 
 
 def test_a_killed_worker_is_the_cause_though_another_ends_before_it(script, tmp_path):
@@ -353,7 +353,7 @@ open(os.path.join({str(tmp_path)!r}, "ready"), "w").close()
     )
     for says, grace, wanted in (("saves", None, 75), ("", None, 137), ("saves", 0.2, 137)):
         console = launch_output.Console(io.BytesIO(), io.BytesIO())
-        launcher = supervisor.Launcher(console, None, grace)
+        runs = launcher.Launcher(console, policy=supervisor.Policy(grace))
 
         def ask():
             while not (tmp_path / "ready").exists():
@@ -365,7 +365,7 @@ open(os.path.join({str(tmp_path)!r}, "ready"), "w").close()
         asking.start()
         process = supervisor.Process("chief", dict(os.environ))
         command = [sys.executable, str(path), says]
-        assert launcher.run(command, lambda process=process: [process]) == wanted
+        assert runs.run(command, lambda process=process: [process]) == wanted
         asking.join()
 
 

@@ -76,7 +76,7 @@ def test_every_minibatch_counts_once_where_members_change(tmp_path):
     ) as elastic:
         codes, outputs = elastic.ends()
         assert sorted(codes) == [-signal.SIGKILL, 0, 0, 0, 0, 0], outputs
-        members = [each.members for each in elastic.meeting.history]
+        members = [each.members for each in elastic.meeting.state.history]
         assert members == [(8, 9, 10, 11, 12, 13), (9, 10, 11, 12, 13)]
     for rank in range(1, 6):
         found = np.load(tmp_path / f"{rank}.npz")

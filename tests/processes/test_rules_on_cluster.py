@@ -77,6 +77,8 @@ TRAININGS = {
         {**UNEVEN_TWICE, "overlap": 2, "fragments": 2, "device_sync_period": 1},
         {"delay": 2, "runs": HALVES, "device_period": 1, "devices": 2},
     ),
+    # XLA compiles each replica's step, and the smaller last minibatch anew.
+    "compiled": Training(*BMUF, {**UNEVEN_TWICE, "jit_compile": True}),
     "int8": Training(BLOCK[0], None, {}, {**OVERLAPPED, "compression": "int8"}),
 }
 # One of each way in which weights and reports travel.

@@ -20,8 +20,9 @@ import tensorflow as tf
 
 import tfpara
 from tfpara.checkpoint import manifest as manifests
-from tfpara.checkpoint.base import check_run, versions
+from tfpara.checkpoint.base import check_run
 from tfpara.checkpoint.store import Store
+from tfpara.checks import versions
 
 pytestmark = pytest.mark.latest
 
@@ -1019,7 +1020,7 @@ def test_a_lesser_wish_does_not_replace_a_greater_one():
     strategy.request(Request.STOP)
     strategy.request(Request.CHECKPOINT)
     strategy.synchronize()
-    assert strategy.extended.synchronizer_of(model).agreement().request == Request.STOP
+    assert strategy.synchronizer_of(model).agreement().request == Request.STOP
 
 
 def test_epochs_of_unknown_and_different_length_are_trained_whole(tmp_path):
@@ -1125,10 +1126,14 @@ def test_with_what_settings_a_run_of_version_0_1_goes_on(state, now, warmup, sai
         pytest.raises(tfpara.CheckpointError, match=said) if said else contextlib.nullcontext()
     )
     with refused:
-        check_run("run", {"run": of_0_1, "versions": versions()}, mine, versions())
+        check_run(
+            "run", {"run": of_0_1, "versions": versions()}, {"run": mine, "versions": versions()}
+        )
 
 
 def test_a_run_that_was_told_to_keep_its_momentum_does_not_go_on_with_another():
     theirs, mine = ({"local_state": state, "rule": "BSP()"} for state in ("keep", "auto"))
     with pytest.raises(tfpara.CheckpointError, match="local_state: the checkpoint has 'keep'"):
-        check_run("run", {"run": theirs, "versions": versions()}, mine, versions())
+        check_run(
+            "run", {"run": theirs, "versions": versions()}, {"run": mine, "versions": versions()}
+        )

@@ -13,6 +13,7 @@ import tensorflow as tf
 
 import tfpara
 from tfpara.sync.keras import compiling
+from tfpara.sync.one_sync import global_state
 
 pytestmark = pytest.mark.latest
 
@@ -299,6 +300,31 @@ def test_a_layer_that_cannot_be_compiled_gets_keras_warning_once(monkeypatch):
         fitted(Case(make), jit_compile=True, epochs=1)
     assert not compiled
     assert len([w for w in seen if "doesn't support `jit_compile=True`" in str(w.message)]) == 1
+
+
+@pytest.mark.parametrize("rule", [tfpara.BMUF(0.6), tfpara.EASGD()])
+def test_a_global_step_compiled_by_xla_is_the_same_but_for_rounding(rule, monkeypatch):
+    """It is compiled on GPUs alone, so here the CPU is made one that compiles."""
+    case = Case(hidden, rule=rule, averages={"ema": tfpara.EMA(0.8), "ma": tfpara.MA()})
+    expected = fitted(case, jit_compile=False)
+    monkeypatch.setattr(global_state, "compiles_on", lambda device: True)
+    found = fitted(case, jit_compile=False)
+    for one, other in zip(weights_of(*found[:2]), weights_of(*expected[:2]), strict=True):
+        np.testing.assert_allclose(one, other, atol=2e-5)
+    for which in case.options["averages"]:
+        averages = []
+        for strategy, model, _ in (found, expected):
+            with strategy.weights(model, which):
+                averages.append(model.get_weights())
+        for one, other in zip(*averages, strict=True):
+            np.testing.assert_allclose(one, other, atol=2e-5)
+
+
+def test_what_xla_cannot_take_is_named():
+    odd = L.Lambda(lambda x: tf.ensure_shape(tf.numpy_function(np.tanh, [x], tf.float32), x.shape))
+    odd.name = "odd"
+    with pytest.raises(ValueError, match=r"XLA cannot compile operation PyFunc of '.*odd.*'\. "):
+        fitted(Case(lambda: dense(odd)), jit_compile=True, epochs=1)
 
 
 @pytest.mark.parametrize(

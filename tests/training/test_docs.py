@@ -100,3 +100,15 @@ def test_help_of_a_strategy_tells_of_its_own_arguments(name):
     assert "sync_period" in shown and "above" in shown
     assert "cluster_resolver" not in shown and "communication_options" not in shown
     assert "sync_period: τ ≥ 1" in pydoc.plain(pydoc.render_doc(strategy))
+
+
+def test_versions_are_the_same_everywhere():
+    assert f"\nversion: {tfpara.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+    changes = (ROOT / "CHANGELOG.md").read_text().split("\n## ")[1]
+    assert changes.splitlines()[0] == tfpara.__version__
+    assert len(changes.strip().splitlines()) <= 60
+    metadata = (ROOT / "pyproject.toml").read_text()
+    pythons = re.findall(r"Python :: (3\.\d+)", metadata)
+    assert f'requires-python = ">={pythons[0]}"' in metadata
+    for page in ("README.md", "CONTRIBUTING.md"):
+        assert f"Python {' or '.join(pythons)}" in (ROOT / page).read_text()

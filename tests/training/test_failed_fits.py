@@ -135,7 +135,7 @@ def test_after_a_failure_inside_a_block_a_schedule_of_periods_begins_anew(made):
     strategy, model = made
     with pytest.raises(ZeroDivisionError):
         fit(model, SyncPeriod({0: 4}, verbose=0), failing(5))
-    assert strategy.extended.synchronizer_of(model).agreement().block_open
+    assert strategy.synchronizer_of(model).agreement().block_open
     before = syncs(strategy)
     fit(model, SyncPeriod({0: 3}, verbose=0))
     assert syncs(strategy) - before == 1 + STEPS // 3

@@ -182,7 +182,7 @@ def test_a_gathered_global_model_knows_of_weights_that_were_set(tmp_path, monkey
 
     def watched(aggregation, *args):
         if tf.executing_eagerly():
-            (synchronizer,) = strategy.extended.synchronizers
+            (synchronizer,) = strategy.extended.models.synchronizers
             noted.append(synchronizer.graph.waiting_since())
         return spread(aggregation, *args)
 
@@ -196,7 +196,7 @@ def test_a_gathered_global_model_knows_of_weights_that_were_set(tmp_path, monkey
     with strategy.weights(model, "global"):
         for mine, wanted in zip(found, model.get_weights(), strict=True):
             np.testing.assert_allclose(mine, wanted, atol=1e-6)
-    (synchronizer,) = strategy.extended.synchronizers
+    (synchronizer,) = strategy.extended.models.synchronizers
     assert synchronizer.graph.waiting_since() == 0.0
 
 
@@ -311,7 +311,7 @@ def test_predict_takes_all_rows_where_fit_takes_a_part(strategy, monkeypatch):
         return np.concatenate([p for of_batch in parts for p in of_batch])
 
     dataset = tf.data.Dataset.from_tensor_slices(np.arange(22)).batch(8)
-    with strategy.extended.undivided():
+    with strategy.extended.data.undivided():
         np.testing.assert_array_equal(
             rows(strategy.experimental_distribute_dataset(dataset)), range(22)
         )

@@ -740,7 +740,7 @@ class Keeper(keras.callbacks.Callback):
         if batch == 1:
             strategy = self.model.distribute_strategy
             self.within = self.moments()
-            synchronizer = strategy.extended.synchronizer_of(self.model)
+            synchronizer = strategy.synchronizer_of(self.model)
             synchronizer.start_from(synchronizer.broadcast_point())
             self.anew, self.weights = self.moments(), of_replicas(strategy, self.model)
 
@@ -796,7 +796,7 @@ def test_compiling_with_the_same_optimizer_changes_nothing(name):
             if again:
                 with strategy.scope():
                     model.compile(model.optimizer, loss())
-                strategy.extended.make_synchronizer(model)
+                strategy.extended.models.make(model)
         ends.append(of_replicas(strategy, model))
         for which in averages:
             with strategy.weights(model, which):
@@ -818,10 +818,10 @@ def test_freezing_keeps_what_rounding_has_left_out():
         rows = [[e[:n] for e, n in zip(own, sizes, strict=True)] for own in errors]
         return [[t.numpy() for t in layout.unpack(row)[-2:]] for row in rows]
 
-    before = left_out(strategy.extended.synchronizer_of(model))
+    before = left_out(strategy.synchronizer_of(model))
     assert np.abs(before[0][0]).max() > 0
     model.layers[0].trainable = False
-    after = left_out(strategy.extended.synchronizer_of(model))
+    after = left_out(strategy.synchronizer_of(model))
     for own, kept in zip(before, after, strict=True):
         for a, b in zip(own, kept, strict=True):
             np.testing.assert_array_equal(a, b)
@@ -855,7 +855,7 @@ def test_block_momentum_is_as_old_as_before_where_weights_are_set():
     model.fit(data_of(strategy, EVEN), epochs=2, verbose=0)
 
     def of_rule(field):
-        cells = strategy.extended.synchronizer_of(model).graph.global_state.cells()
+        cells = strategy.synchronizer_of(model).graph.global_state.cells()
         (found,) = (cell.variable.numpy() for cell in cells if cell.field == f"rule/{field}")
         return found
 

@@ -218,7 +218,10 @@ def test_models_that_are_tracked_together_have_one_global_model(tmp_path):
             train(batch)
         strategy.synchronize()
         strategy.track(models)
-    assert strategy.statistics().steps == 2 * STEPS and len(strategy.extended.synchronizers) == 1
+    assert (
+        strategy.statistics().steps == 2 * STEPS
+        and len(strategy.extended.models.synchronizers) == 1
+    )
     local = [weights_of(strategy, model) for model in models]
     shown = {}
     for which in ("global", "ema"):

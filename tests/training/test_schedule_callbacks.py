@@ -557,7 +557,8 @@ def test_search_does_not_try_again_in_an_epoch_that_is_resumed():
         tried.append(epoch)
         return sample()
 
-    search = SearchRate(of_epoch, verbose=0)
+    with pytest.warns(DeprecationWarning, match=r"SearchRate goes with version 0\.3"):
+        search = SearchRate(of_epoch, verbose=0)
     search.set_state({"learning_rate": 0.125, "epoch": 1})
     log = fit(make_model(), [search], epochs=3, initial_epoch=1)
     assert tried == [2]

@@ -11,6 +11,7 @@ import tfpara
 from tests.lib.replicas_here import data_of, make, network
 from tfpara.checkpoint.parts import Parts
 from tfpara.checkpoint.store import CheckpointError
+from tfpara.sync.one_sync import counter
 from tfpara.sync.one_sync.state_vars import Kind, Slot, model_slots, slots_of
 from tfpara.sync.tensorflow import extended, trained_models
 
@@ -159,8 +160,7 @@ def test_variables_of_metrics_are_terms_of_what_their_aggregation_says():
 _NOT_KEPT = {
     "request",
     "agreed",
-    "pending_steps",
-    "steps_of_a_block",
+    "fitted",
     "device_steps",
     "device_samples",
     "sync_began",
@@ -192,5 +192,9 @@ def test_every_variable_of_a_sync_is_a_slot_once(monkeypatch, options):
     shared = [slot.key(ids) for slot in slots if not slot.name.startswith("open/arrived/")]
     assert len(set(shared)) == len(shared)
     left = {name for key, name in made.items() if key not in {id(s.variable) for s in slots}}
-    whole = set() if options else {"turn", "block_steps", "pending_samples_0", "pending_samples_1"}
-    assert left <= _NOT_KEPT | whole, left
+    whole = set() if options else {"turn"}
+    # The counts are kept one by one, as parts of their variable.
+    assert left <= _NOT_KEPT | whole | {"counts"}, left
+    counters = {slot.name for slot in slots if isinstance(slot.variable, counter.Counter)}
+    of_block = {"open/block_steps", "sync/pending_samples"} if options else set()
+    assert counters == {"counter/steps", "counter/samples"} | of_block

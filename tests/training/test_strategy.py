@@ -267,7 +267,7 @@ def test_sharded_state_gives_the_same_numbers_in_less_memory():
             with strategy.weights(model, which):
                 weights += components(strategy, model)
         seen.append(weights)
-        held.append(strategy.extended.synchronizers[0].graph.global_state.nbytes)
+        held.append(strategy.extended.models.synchronizers[0].graph.global_state.nbytes)
         assert strategy.statistics().distance > 0
     for replicated, sharded in zip(*seen, strict=True):
         for a, b in zip(replicated, sharded, strict=True):
@@ -512,7 +512,7 @@ def test_auto_shards_models_of_16_megabytes():
         with strategy.scope():
             model = keras.Sequential([keras.Input((width,)), keras.layers.Dense(width)])
             model.compile("sgd", "mse")
-        synchronizer = strategy.extended.synchronizer_of(model)
+        synchronizer = strategy.synchronizer_of(model)
         kinds.append(len(synchronizer.graph.global_state.nbytes))
     assert kinds == [1, 2]
 
@@ -758,7 +758,7 @@ def test_a_pass_owns_the_dataset_that_it_reads(monkeypatch, way):
     if way == "own":
         distributed = strategy.distribute_datasets_from_function(lambda _: data)
     else:
-        with strategy.extended.undivided() if way == "whole" else contextlib.nullcontext():
+        with strategy.extended.data.undivided() if way == "whole" else contextlib.nullcontext():
             distributed = strategy.experimental_distribute_dataset(data)
     iterator = iter(distributed)
     next(iterator)
@@ -954,10 +954,10 @@ def test_another_kind_of_optimizer_leaves_the_point_from_which_replicas_start():
     with strategy.scope():
         model = compiled(dense_model, lambda: keras.optimizers.SGD(0.1))
     model.fit(distributed(strategy), verbose=0)
-    (former,) = strategy.extended.synchronizers
+    (former,) = strategy.extended.models.synchronizers
     with strategy.scope():
         model.compile(keras.optimizers.Adam(0.01), model.loss)
-    synchronizer = strategy.extended.synchronizer_of(model)
+    synchronizer = strategy.synchronizer_of(model)
     assert synchronizer is not former
     rules = [each.graph.global_state.rule.last() for each in (former, synchronizer)]
     assert rules[0].warmup != rules[1].warmup
@@ -1263,7 +1263,7 @@ def test_forgotten_replicas_go_on_from_the_global_model():
     # The syncs of the step that was compiled are those of what is forgotten.
     model.fit(distributed(strategy), verbose=0)
     assert strategy.statistics().syncs == syncs + 3
-    (last,) = strategy.extended.synchronizers
+    (last,) = strategy.extended.models.synchronizers
     assert last.graph.statistics().syncs == 3
 
 
@@ -1284,7 +1284,7 @@ def test_a_loop_whose_models_are_forgotten_tracks_them_anew():
         strategy.track(models)
         strategy.run(step, args=batch)
         strategy.forget(models[1])
-        assert not strategy.extended.synchronizers
+        assert not strategy.extended.models.synchronizers
         with pytest.raises(ValueError, match=r"strategy.track\(model\)"):
             strategy.run(step, args=batch)
 
@@ -1310,7 +1310,7 @@ def test_a_deleted_model_goes_while_the_loop_of_another_is_traced():
 
     for _ in range(3):  # the former's last block is open
         loop()
-        assert len(strategy.extended.synchronizers) == 1
+        assert len(strategy.extended.models.synchronizers) == 1
     strategy.synchronize()
     assert strategy.statistics().steps == 3 * STEPS
     assert strategy.statistics().syncs == 3 * 3
@@ -1326,7 +1326,7 @@ def test_models_that_are_deleted_do_not_stay():
         model.evaluate(distributed(strategy), verbose=0)
         models.append(weakref.ref(model))
         optimizers.append(weakref.ref(model.optimizer))
-        assert len(strategy.extended.synchronizers) <= 2
+        assert len(strategy.extended.models.synchronizers) <= 2
     strategy.synchronize()
     assert strategy.statistics().steps == 4 * STEPS
     del model

@@ -144,7 +144,7 @@ def test_constraints_hold_in_what_replicas_go_on_from_and_in_what_is_shown(case)
 def test_replicas_that_begin_beside_the_broadcast_point_keep_their_lead_where_it_is_compressed():
     """As those of a resumed run do, whose fragments were trained since their last sync."""
     strategy, _ = check("bmuf", EVEN, epochs=1, compression="bf16", atol=1e-2, constrained=True)
-    (synchronizer,) = strategy.extended.synchronizers
+    (synchronizer,) = strategy.extended.models.synchronizers
     start = [weight + 1.0 for weight in synchronizer.broadcast_point()]
     synchronizer.start_from(start)
     graph = synchronizer.graph
@@ -408,7 +408,7 @@ def test_an_error_beside_the_training_is_raised_in_it_and_wherever_it_is_asked(
 ):
     strategy = make(tfpara.BSP(), overlap=1)
     model = network(strategy)
-    monkeypatch.setattr(strategy.extended.synchronizer_of(model)._overlap.flight, part, fail)
+    monkeypatch.setattr(strategy.synchronizer_of(model)._overlap.flight, part, fail)
     with pytest.raises(tf.errors.OpError, match="MemoryError: no room"):
         model.fit(data_of(strategy, EVEN), verbose=0)
     for _ in range(2):
@@ -434,9 +434,9 @@ class Breakable(Loopback):
 @pytest.mark.parametrize("fragments", [1, 2])
 def test_a_sync_that_fails_leaves_its_block_open(fragments):
     strategy = make(tfpara.BSP(), fragments=fragments, aggregation="replicated")
-    strategy.extended.collectives = collectives = Breakable()
+    strategy.extended.links.collectives = collectives = Breakable()
     model = network(strategy)
-    synchronizer = strategy.extended.synchronizer_of(model)
+    synchronizer = strategy.synchronizer_of(model)
     data = data_of(strategy, [[4] * 6, [2] * 6])
     collectives.broken.assign(True)
     for _ in range(2):
@@ -499,7 +499,7 @@ def test_waiting_for_an_overlapped_sync_is_counted_once():
     strategy = make(tfpara.BSP(), overlap=True, sync_period=1)
     model = network(strategy)
     model.fit(data_of(strategy, EVEN), verbose=0)
-    flight = strategy.extended.synchronizers[0]._overlap.flight
+    flight = strategy.extended.models.synchronizers[0]._overlap.flight
     fly = flight._fly
 
     def fly_late():

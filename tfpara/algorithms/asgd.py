@@ -12,8 +12,20 @@ from tfpara.typing import Array, Scalar
 from tfpara.whole_number import checked_whole
 
 
+class _Rule:
+    """The parts that asynchronous rules share."""
+
+    local_steps: ClassVar[bool] = True  # whether workers have optimizers of their own
+    local_models: ClassVar[bool] = False  # whether they have models of their own
+    keeps_state: ClassVar[bool] = False  # whether a server keeps a state beside the weights
+
+    def difference(self, local: Array, pulled: Array) -> Array:
+        """Returns the difference that a worker pushes, if it has an optimizer but no model."""
+        return local - pulled
+
+
 @dataclasses.dataclass(frozen=True)
-class ASGD:
+class ASGD(_Rule):
     """Asynchronous SGD: a worker pulls the model, sends a gradient, and does not wait for others.
 
         W ← W − lr · g(W_pulled)
@@ -52,9 +64,7 @@ class ASGD:
     rate_by_staleness: bool = False
     reduction: str = "sum"
 
-    local_steps: ClassVar[bool] = False  # whether workers have optimizers of their own
-    local_models: ClassVar[bool] = False  # whether they have models of their own
-    keeps_state: ClassVar[bool] = False  # whether a server keeps a state beside the weights
+    local_steps: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         _check_bound(self.max_staleness)
@@ -136,15 +146,11 @@ class AveragedASGD(ASGD):
 
 
 class RunningState(NamedTuple):
-    """State of RunningThenMean.
+    """State of RunningThenMean."""
 
-    average: W̄. weight: the weight that the next model gets in W̄. mean: 0 while W̄ is the running
-    average, 1 after `start_mean`.
-    """
-
-    average: Array
-    weight: Scalar
-    mean: Scalar
+    average: Array  # W̄
+    weight: Scalar  # that of the next model in W̄
+    mean: Scalar  # 0 while W̄ is the running average, 1 after `start_mean`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,7 +207,7 @@ class RunningThenMean:
 
 
 @dataclasses.dataclass(frozen=True)
-class Downpour:
+class Downpour(_Rule):
     """Asynchronous local steps: a worker trains the model it pulled, and pushes the difference.
 
         w ← W_pulled;   τ steps of w;   W ← W + ζ (w − W_pulled)
@@ -240,10 +246,6 @@ class Downpour:
     rate_by_staleness: bool = False
     block_learning_rate: float = 1.0
 
-    local_steps: ClassVar[bool] = True
-    local_models: ClassVar[bool] = False
-    keeps_state: ClassVar[bool] = False
-
     def __post_init__(self) -> None:
         _check_bound(self.max_staleness)
         check_number("block_learning_rate", self.block_learning_rate, "1")
@@ -253,10 +255,6 @@ class Downpour:
                 "worker has trained, 1/N a worker's share of the mean."
             )
 
-    def difference(self, local: Array, pulled: Array) -> Array:
-        """Returns the difference that a worker pushes."""
-        return local - pulled
-
     def update(self, global_model: Array, difference: Array, staleness: Scalar) -> Array:
         """Returns the global model after a push."""
         rate = self.block_learning_rate
@@ -264,7 +262,7 @@ class Downpour:
 
 
 @dataclasses.dataclass(frozen=True)
-class AsyncEASGD:
+class AsyncEASGD(_Rule):
     """Asynchronous elastic averaging: a worker's model and the server's pull on each other.
 
         w_i ← w_i − α(w_i − W);   W ← W + α(w_i − W)
@@ -291,9 +289,7 @@ class AsyncEASGD:
 
     elasticity: float | None = None
 
-    local_steps: ClassVar[bool] = True
     local_models: ClassVar[bool] = True
-    keeps_state: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         if self.elasticity is None:
@@ -320,23 +316,16 @@ _LARGEST_BLOCK_MOMENTUM = 0.75  # by default: docs/study.md has figures
 
 
 class AsyncBMUFState(NamedTuple):
-    """What a server keeps for a weight beside it.
+    """The state that a server keeps beside a weight."""
 
-    Attributes:
-        delta: Δ, zero before the first round.
-        gathered: the sum of the differences of this round so far.
-        pushes: how many that are, a float.
-        rounds: the rounds so far, a float.
-    """
-
-    delta: Array
-    gathered: Array
-    pushes: Scalar
-    rounds: Scalar
+    delta: Array  # Δ, zero before the first round
+    gathered: Array  # the sum of the differences of this round so far
+    pushes: Scalar  # their number, a float
+    rounds: Scalar  # their number so far, a float
 
 
 @dataclasses.dataclass(frozen=True)
-class AsyncBMUF:
+class AsyncBMUF(_Rule):
     """Asynchronous block momentum: workers train locally, the server filters what they push.
 
         w ← W_pulled;  τ steps of w;  d = w − W_pulled
@@ -386,8 +375,6 @@ class AsyncBMUF:
     max_staleness: int | None = None
     workers: int | None = None
 
-    local_steps: ClassVar[bool] = True
-    local_models: ClassVar[bool] = False
     keeps_state: ClassVar[bool] = True
     # Weights that are set lose their momentum; the run does not become a young one.
     lasting: ClassVar[tuple[str, ...]] = ("rounds",)
@@ -430,10 +417,6 @@ class AsyncBMUF:
     def has_momentum(self) -> bool:
         """Whether η > 0."""
         return self.filter.has_momentum()
-
-    def difference(self, local: Array, pulled: Array) -> Array:
-        """Returns the difference that a worker pushes."""
-        return local - pulled
 
     def update(
         self, global_model: Array, state: AsyncBMUFState, difference: Array

@@ -74,18 +74,14 @@ class EMA(Average):
 
     def update(self, state: AverageState, global_model: Array, share: Scalar = 1.0) -> AverageState:
         """Takes in the global model after a sync of a block, or of a `share` of one, 0 < f ≤ 1."""
-        decay = self._decay(state.count)
+        decay: Scalar = self.decay
+        if self.num_updates:
+            decay = minimum(decay, (1.0 + state.count) / (10.0 + state.count))
         return AverageState(
             average=state.average + share * (1.0 - decay) * (global_model - state.average),
             count=state.count + share,
             bias=state.bias * (decay + (1.0 - share) * (1.0 - decay)),
         )
-
-    def _decay(self, count: Scalar) -> Scalar:
-        """Returns β_t, with t = `count`."""
-        if not self.num_updates:
-            return self.decay
-        return minimum(self.decay, (1.0 + count) / (10.0 + count))
 
     def value(self, state: AverageState) -> Array:
         """Returns the averaged model, a flat vector (with `zero_debias` zeros before any sync)."""

@@ -189,7 +189,8 @@ class BMUF(Rule):
             gain *= (1.0 - eta) * num_replicas
         rest = 1.0 - share
         delta = (eta + rest * (1.0 - eta)) * state.delta + gain * update
-        step = delta - rest * state.delta
+        # Most blocks are whole, and spare two passes over the weights.
+        step = delta if isinstance(rest, float) and rest == 0.0 else delta - rest * state.delta
         global_model = state.global_model + step
         if self.compat and self.nesterov:
             global_model = global_model + eta * step

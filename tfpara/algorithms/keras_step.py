@@ -1,9 +1,8 @@
 """A step of a Keras optimizer as a pure function of tensors.
 
 Keras optimizers keep their state in variables and assign to them. Here a private copy of one works
-on `_Value` objects instead, which stand in for variables and hold a tensor each. Of the files in
-this package, this one and `outer.py` use private names of Keras. `outer.py` only reads settings of
-an optimizer; this file also replaces methods and attributes. Comments say what each name is for.
+on `_Value` objects instead, which stand in for variables and hold a tensor each. This file replaces
+private methods and attributes of Keras; comments give the purpose of each.
 """
 
 from __future__ import annotations
@@ -50,24 +49,20 @@ class _Value(keras.Variable):
 
 
 class _Made:
-    """The slots of an optimizer, in an object of our own: Keras tracks lists that it is given."""
+    """The slots of an optimizer, in an object of our own, since Keras tracks lists."""
 
     def __init__(self) -> None:
         self.slots: list[_Value] = []
 
 
 class _Functional(keras.optimizers.Optimizer):
-    """A base class that makes an optimizer work on `_Value`s instead of TensorFlow variables.
+    """The second base of an optimizer's class, which makes it work on `_Value`s.
 
-    It is the second base, after the optimizer's own class. Each method below is one that Keras'
-    TensorFlow optimizer overrides to reach `tf.Variable` and `tf.distribute`; here they do what
-    Keras' base optimizer does.
-
-    Attributes:
-        rate_factor: of the learning rate with which a step is taken; the decay has the rate itself.
+    Keras' TensorFlow optimizer overrides each of these methods to reach `tf.Variable` and
+    `tf.distribute`. Here they do what Keras' base optimizer does.
     """
 
-    rate_factor = 1.0
+    rate_factor = 1.0  # of a step's learning rate; weight decay has the rate itself
 
     def add_variable(
         self, shape: Sequence[int], initializer: Any = "zeros", **kwargs: Any
@@ -119,7 +114,34 @@ class _Functional(keras.optimizers.Optimizer):
             self.update_step(gradient, variable, learning_rate * self.rate_factor)
 
 
-class KerasStep:
+class _Step:
+    """A copy of an optimizer that works on `_Value`s, and its call with tensors in them."""
+
+    def __init__(
+        self, optimizer: keras.optimizers.Optimizer, config: dict[str, Any], weights: list[_Value]
+    ) -> None:
+        kind = type(optimizer)
+        functional: Any = type(kind.__name__, (kind, _Functional), {})
+        self._optimizer = functional.from_config(config)
+        self._weights = weights
+        self._lock = threading.Lock()
+
+    def _apply(
+        self, held: Sequence[_Value], tensors: Sequence[tf.Tensor], gradients: list[tf.Tensor]
+    ) -> list[tf.Tensor]:
+        """Takes a step with the tensors as values of `held`; returns the values after it."""
+        with self._lock:
+            try:
+                for value, tensor in zip(held, tensors, strict=True):
+                    value.hold(tensor)
+                self._optimizer.apply(gradients, self._weights)
+                return [tf.convert_to_tensor(value.value) for value in held]
+            finally:
+                for value in held:
+                    value.release()
+
+
+class KerasStep(_Step):
     """The step of a Keras optimizer, as a pure function.
 
     Args:
@@ -138,14 +160,11 @@ class KerasStep:
     """
 
     def __init__(self, optimizer: keras.optimizers.Optimizer) -> None:
-        kind = type(optimizer)
-        functional: Any = type(kind.__name__, (kind, _Functional), {})
-        copy = functional.from_config(optimizer.get_config())
-        self._optimizer = copy
-        self._lock = threading.Lock()
         # The weights are NaN here, so that a slot that starts from them is noticed.
-        self._weights = _Value(np.full([1], np.nan, np.float32), autocast=False, name="weights")
-        copy.build([self._weights])
+        unknown = _Value(np.full([1], np.nan, np.float32), autocast=False, name="weights")
+        super().__init__(optimizer, optimizer.get_config(), [unknown])
+        copy = self._optimizer
+        copy.build(self._weights)
         # Keras makes the iterations and a constant rate as variables; schedules read `_iterations`.
         self._iterations = copy._iterations = _Value(0, dtype="int64", name="iterations")
         if isinstance(copy._learning_rate, keras.Variable):
@@ -170,28 +189,19 @@ class KerasStep:
                 "_variables",
                 "_trainable_variables",
             ):
-                for slot in value:
-                    if isinstance(slot, _Value):
-                        slots[slot.name] = slot
+                slots |= {slot.name: slot for slot in value if isinstance(slot, _Value)}
         return slots
 
     def __call__(self, state: State, gradient: Array) -> State:
         """Returns the state after one step. Weights and slots take the dtype of the gradient."""
-        held = [self._weights, *self._slots.values()]
-        with self._lock:
-            try:
-                for variable, value in zip(held, state[:-1], strict=True):
-                    variable.hold(tf.cast(value, gradient.dtype))
-                self._iterations.hold(tf.cast(tf.round(state.iterations), tf.int64))
-                self._optimizer.apply([gradient], [self._weights])
-                values = [variable.value for variable in held]
-            finally:
-                for variable in (*held, self._iterations):
-                    variable.release()
+        held = [*self._weights, *self._slots.values(), self._iterations]
+        values = [tf.cast(value, gradient.dtype) for value in state[:-1]]
+        values.append(tf.cast(tf.round(state.iterations), tf.int64))
+        *values, _ = self._apply(held, values, [gradient])
         return self.State(*values, state.iterations + 1.0)
 
 
-class KerasSteps:
+class KerasSteps(_Step):
     """The step of any Keras optimizer on several weights, as a pure function.
 
     Args:
@@ -220,7 +230,6 @@ class KerasSteps:
         told_rate: bool = False,
     ) -> None:
         check_plain(optimizer)
-        kind = type(optimizer)
         config = optimizer.get_config()
         # The property `learning_rate` gives a schedule's value; this attribute is the schedule.
         rate = optimizer._learning_rate
@@ -231,25 +240,21 @@ class KerasSteps:
             config["learning_rate"] = 0.0
         if not clip:
             config |= dict.fromkeys(("clipnorm", "global_clipnorm", "clipvalue"))
-        functional: Any = type(kind.__name__, (kind, _Functional), {})
-        copy = functional.from_config(config)
+        values = [_Value(v.numpy(), dtype=v.dtype, autocast=False, name=v.name) for v in weights]
+        super().__init__(optimizer, config, values)
+        copy = self._optimizer
         if is_function:  # which Keras finds again only if it is registered
             copy._learning_rate = rate
-        self._optimizer = copy
-        self._lock = threading.Lock()
-        self._weights = [
-            _Value(v.numpy(), dtype=v.dtype, autocast=False, name=v.name) for v in weights
-        ]
         # The config does not hold what `exclude_from_weight_decay` has set.
         copy._exclude_from_weight_decay = {
             id(value)
-            for value, variable in zip(self._weights, weights, strict=True)
+            for value, variable in zip(values, weights, strict=True)
             if not optimizer._use_weight_decay(variable)
         }
-        for value, variable in zip(self._weights, weights, strict=True):
+        for value, variable in zip(values, weights, strict=True):
             value.constraint = variable.constraint
             value._path = variable.path  # Keras' attribute; Muon finds the layers' names in it
-        copy.build(self._weights)
+        copy.build(values)
         self._state = []
         for attribute, value in list(vars(copy).items()):
             # Keras makes the iterations, a constant rate and Nadam's product as variables.
@@ -291,15 +296,7 @@ class KerasSteps:
             The new weights and the new state, in the same orders.
         """
         held = [*self._weights, *self._state]
-        with self._lock:
-            try:
-                for value, tensor in zip(held, [*weights, *state], strict=True):
-                    value.hold(tensor)
-                self._optimizer.apply(list(gradients), self._weights)
-                values = [tf.convert_to_tensor(value.value) for value in held]
-            finally:
-                for value in held:
-                    value.release()
+        values = self._apply(held, [*weights, *state], list(gradients))
         return values[: len(self._weights)], values[len(self._weights) :]
 
 

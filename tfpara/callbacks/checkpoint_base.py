@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 import time
 
-import keras
-
 from tfpara import fit_call
+from tfpara.callbacks.base import Callback
 from tfpara.checkpoint.base import IF_DAMAGED, Checkpoints
 from tfpara.cluster import exit_codes
 from tfpara.typing import Json
@@ -22,7 +21,7 @@ class Preempted(SystemExit):
     """
 
 
-class CheckpointBase(keras.callbacks.Callback):
+class CheckpointBase(Callback):
     """Checks and keeps the arguments, goes on from the newest checkpoint, and ends the program.
 
     Args:
@@ -30,9 +29,6 @@ class CheckpointBase(keras.callbacks.Callback):
     """
 
     order = fit_call.Order.SAVES
-
-    # Keras may call the batch hooks of callbacks that allow it from a thread of its own.
-    async_safe = False
 
     def __init__(
         self,

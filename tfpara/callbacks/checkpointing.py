@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import threading
 import time
@@ -15,7 +14,6 @@ from tfpara.callbacks.sync_watch import SyncWatch
 from tfpara.callbacks.termination import Termination
 from tfpara.checkpoint.run import SyncCheckpoints
 from tfpara.cluster.place import of_callback
-from tfpara.sync.data.position import Pass
 from tfpara.sync.one_sync.reports import Request
 from tfpara.sync.one_sync.statistics import Agreement
 from tfpara.sync.strategy import PeriodicSyncStrategy
@@ -113,27 +111,23 @@ class Checkpoint(CheckpointBase):
             )
         self._stand_down()  # A loop of the user's own may have failed before.
         fit_call.at_end(self._stand_down)
-        elastic = strategy.extended.elastic
-        if elastic is not None:
-            elastic.states["checkpoints"] = self
-            elastic.record = Path(self._directory) / "generations.jsonl"
+        strategy.keep_record(self, Path(self._directory))
         ended, self._ended = self._ended, False
         former = self._checkpoints
-        if former is not None and former.is_of(self.model) and (ended or elastic is not None):
-            if elastic is None or not elastic.joining:  # else another worker is the chief
+        if former is not None and former.is_of(self.model) and (ended or strategy.members_change):
+            if not strategy.joining:  # else another worker is the chief
                 former.lock()
                 self._listen()
             return
         checkpoints = SyncCheckpoints(self.model, self._directory, self._keep, self._may_change)
-        if elastic is not None and elastic.joining:
+        if strategy.joining:
             # It takes the others' state, and not that of a checkpoint.
             self._checkpoints = checkpoints
             return
         position = self._restore(checkpoints)
         self._checkpoints, self._saved = checkpoints, None
         self._listen()
-        if elastic is not None:
-            elastic.write_record(checkpoints.synchronizer.agreement().syncs)
+        strategy.write_record(checkpoints.synchronizer.agreement().syncs)
         if position is None:
             return
         self._resumed = position
@@ -160,19 +154,7 @@ class Checkpoint(CheckpointBase):
         self._watch.begin(self.model)
         self._in_epoch, self._first = True, first
         self._epoch, self._steps_before, self._steps = epoch, steps, steps
-        extended = self.model.distribute_strategy.extended
-        begun = Pass(epoch, first, steps) if steps else None
-        if resumed is not None and "pass" in resumed:
-            begun = Pass(**resumed["pass"])
-        extended.position.move(epoch, extended.steps_seen, first, steps, begun)
-        owed = resumed["owed"] if resumed is not None and "owed" in resumed else []
-        if extended.elastic is not None and first:
-            extended.elastic.resume(epoch, resumed)
-        elif owed and first:
-            raise ValueError(
-                f"{self._directory} is of an elastic run, of which minibatches are owed. Resume it "
-                "with elastic=."
-            )
+        self.model.distribute_strategy.go_on_from(epoch, resumed or {})
         if self._saved is None or self._saved[:1] < (epoch,):
             self._save_at_boundary()
 
@@ -228,19 +210,12 @@ class Checkpoint(CheckpointBase):
 
     def _position(self, finished: bool) -> dict[str, Json]:
         strategy = self.model.distribute_strategy
-        elastic, steps = strategy.extended.elastic, self._steps - self._steps_before
-        found: dict[str, Json] = {
+        return {
             "epoch": self._epoch,
             "steps": self._steps,
             "finished": finished,
+            **strategy.position(self._first, self._steps - self._steps_before),
         }
-        if elastic is not None and steps:
-            return found | elastic.position()
-        passes = strategy.extended.passes
-        begun = passes.present() if passes is not None else None
-        if begun is not None:
-            found["pass"] = dataclasses.asdict(begun)
-        return found | {"minibatches": self._first + steps * strategy.num_replicas}
 
     def _save_at_boundary(self, finished: bool = False) -> None:
         """Closes all blocks at the boundary of an epoch and saves, unless that is already saved."""
@@ -256,11 +231,8 @@ class Checkpoint(CheckpointBase):
         strategy = self.model.distribute_strategy
         late = strategy.is_chief and self._is_late
         wish = Request.CHECKPOINT if late else Request.NOTHING
-        elastic = strategy.extended.elastic
-        if elastic is None:
-            wish = Request.LEAVE if self._termination.asked else wish
-        elif self._termination.asked:
-            elastic.leave()  # the others go on
+        if self._termination.asked and strategy.leave():
+            wish = Request.LEAVE  # of all
         if wish > self._asked:
             strategy.request(wish)
             self._asked = wish
@@ -271,7 +243,7 @@ class Checkpoint(CheckpointBase):
         No sync comes after it that would tell the others.
         """
         strategy = self.model.distribute_strategy
-        if strategy.extended.elastic is None and any(
+        if not strategy.members_change and any(
             strategy.everyones(self._termination.asked, _LEAVING)
         ):
             self._act_on(Request.LEAVE)
@@ -302,8 +274,7 @@ class Checkpoint(CheckpointBase):
         self._listen()
 
     def _listen(self) -> None:
-        extended = self.model.distribute_strategy.extended
-        if extended.elastic is not None and self._watcher is None:
+        strategy = self.model.distribute_strategy
+        if strategy.members_change and self._watcher is None:
             return  # SIGTERM has a worker leave, with a Checkpoint or without
-        settings = extended.settings
-        self._termination.start(settings.timeout_seconds)
+        self._termination.start(strategy.settings.timeout_seconds)

@@ -7,19 +7,18 @@ import csv
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import keras
 import tensorflow as tf
 
 from tfpara import files, fit_call
+from tfpara.callbacks.base import Callback
 from tfpara.callbacks.scalars import Scalars
 from tfpara.callbacks.schedule import components
 from tfpara.callbacks.sync_watch import SyncWatch
 from tfpara.cluster.place import of_callback
 from tfpara.keras_model import carried_states
 from tfpara.strategy import Strategy
-from tfpara.sync.elastic.rejoin import Regrouping
 from tfpara.sync.strategy import PeriodicSyncStrategy
 from tfpara.typing import Data, Json, Logs
 from tfpara.whole_number import checked_whole
@@ -27,7 +26,7 @@ from tfpara.whole_number import checked_whole
 _LENGTH = of_callback("HeldOut")
 
 
-class HeldOut(keras.callbacks.Callback):
+class HeldOut(Callback):
     """Scores weights of the run on held-out data: after each epoch, and within epochs if asked.
 
     The scores at the end of an epoch are added to its log on every worker: `NAME_loss` and so on,
@@ -63,9 +62,6 @@ class HeldOut(keras.callbacks.Callback):
 
     order = fit_call.Order.SCORES
 
-    # Keras may call the batch hooks of callbacks that allow it from a thread of its own.
-    async_safe = False
-
     def __init__(
         self,
         dataset: Data,
@@ -95,7 +91,6 @@ class HeldOut(keras.callbacks.Callback):
         self._steps_before = 0
         self._done = 0  # scores of this epoch
         self._length = 0  # steps of this epoch, where it is divided; in an elastic run its units
-        self._elastic: Regrouping | None = None
         self._taken: int | None = None  # scores of this epoch before this worker came to the others
         self._watch = SyncWatch()
 
@@ -113,16 +108,8 @@ class HeldOut(keras.callbacks.Callback):
         if "global" in self._which:  # It comes first, so that its results have the short names.
             self._which.sort(key=lambda which: which != "global")
 
-        strategy: Any = Strategy.of(model)
-        if self._times > 1 and isinstance(strategy, PeriodicSyncStrategy):
-            self._elastic = strategy.extended.elastic
-            if self._elastic is not None:
-                self._elastic.keep_state("held out", self)
-            elif strategy.extended.replay is not None:
-                raise ValueError(
-                    f"HeldOut(times_per_epoch={self._times}): a replay does not know how much of "
-                    "an epoch is trained at each of its syncs. Score once in an epoch."
-                )
+        if self._times > 1:
+            Strategy.of(model).share_state("held out", self)
 
     def get_state(self) -> dict[str, Json]:
         """Returns what a worker that comes within the epoch has to know."""
@@ -173,11 +160,10 @@ class HeldOut(keras.callbacks.Callback):
 
         In an elastic run it is the units of the epoch, which all workers share.
         """
-        if self._elastic is not None:
-            lengths = [self._elastic.units(self._steps_per_epoch)]
-        else:
-            mine = self._steps_per_epoch or self.params.get("steps") or 0
-            lengths = Strategy.of(self.model).everyones(int(mine), _LENGTH)
+        strategy = Strategy.of(self.model)
+        length = strategy.epoch_units.total(self._steps_per_epoch or self.params.get("steps"))
+        # Where members change, a worker that comes within an epoch is alone here.
+        lengths = [length] if strategy.members_change else strategy.everyones(length, _LENGTH)
         if not all(lengths):
             raise ValueError(
                 f"HeldOut(times_per_epoch={self._times}): the number of steps in an epoch is not "
@@ -191,9 +177,9 @@ class HeldOut(keras.callbacks.Callback):
         In an elastic run, where workers take different numbers of steps, it is the part that is in
         the model, which is the same on all workers where a sync ends.
         """
-        if self._elastic is not None:
-            return min(1.0, self._elastic.trained_units() / self._length)
-        return min(1.0, steps / self._length) if self._length else 0.0
+        if not self._length:
+            return 0.0
+        return min(1.0, Strategy.of(self.model).epoch_units.trained(steps) / self._length)
 
     def _all_at_a_sync(self, batch: int, due: Callable[[], bool]) -> bool:
         if not isinstance(self.model.distribute_strategy, PeriodicSyncStrategy):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 
 import keras
@@ -22,16 +23,15 @@ _TRIED = of_callback("SearchRate")
 
 
 class SearchRate(Schedule):
-    """Before each epoch, tries learning rates on a sample of its data and takes the best.
+    """Deprecated: tries learning rates on a sample before each epoch, and takes the best.
 
     For every candidate the replicas start from the present model and train on the sample, each on
     its part and without syncs. The candidate's score is the loss on the sample after that, over all
     replicas of all workers. Then weights, optimizer and random state are restored bit for bit. The
-    lowest score wins; of equal scores the lower rate. The rate may rise or fall.
+    lowest score wins; of equal scores the lower rate.
 
-    Source: You & Xu (2014), section 4.1, "ASGD-search". They do so before each chunk of the data
-    (an hour of speech) on about 3 % of it, from a rate of 0.008. One `fit` epoch reads one such
-    chunk.
+    Source: You & Xu (2014), section 4.1, "ASGD-search", where it is done before each chunk of an
+    asynchronous run. `tfpara.ChunkRateSearch` does that; version 0.3 has it alone.
 
     Args:
         sample: minibatches to try on, a `tf.data.Dataset` (divided among the workers and replicas
@@ -60,6 +60,12 @@ class SearchRate(Schedule):
         held_out: Data = None,
         verbose: int = 1,
     ) -> None:
+        warnings.warn(
+            "tfpara.callbacks.SearchRate goes with version 0.3. Choose the rate by a shorter run, "
+            "or lower it by tfpara.callbacks.Newbob; AsyncStrategy.fit(search_rate=) stays.",
+            DeprecationWarning,
+            stacklevel=2,
+        )
         super().__init__("search_rate", verbose, sets_rate=True)
         candidate_rates(1.0, factors if rates is None else rates)  # refuses bad ones now
         self._sample: Callable[[int], Data] = sample if callable(sample) else lambda _: sample
@@ -87,9 +93,8 @@ class SearchRate(Schedule):
         self._epoch = epoch
         if restored == epoch:
             return  # Resumed inside an epoch, whose rate was chosen when it began.
-        before = learning_rate(self.model)
         if self._rates is None:
-            rates = candidate_rates(before, self._factors)
+            rates = candidate_rates(learning_rate(self.model), self._factors)
         else:
             rates = candidate_rates(1.0, self._rates)
         losses = self._losses(rates, self._distributed(self._sample(epoch)))
@@ -117,33 +122,23 @@ class SearchRate(Schedule):
         model = self.model
         before = TrainingState(model, shared=False)  # nothing is synchronised meanwhile
         former = learning_rate(model)
+        scored = sample if self._held_out is None else self._held_out
         losses = []
         for rate in rates:
             model.optimizer.learning_rate = rate
             try:
-                self._train(sample)
-                losses.append(math.inf if self._any_has_diverged(before) else self._score(sample))
+                self._step = self._step or self._make_step()
+                for data in sample:
+                    self._step(data)
+                # `evaluate`, which syncs, would fail where a replica has diverged.
+                diverged = Strategy.of(model).everyones(before.has_diverged(), _TRIED)
+                losses.append(math.inf if any(diverged) else evaluate(model, scored)["loss"])
             finally:
                 before.restore()
                 model.optimizer.learning_rate = former
         # The epoch's own metrics begin here, without those of the search.
         model.reset_metrics()
         return losses
-
-    def _score(self, sample: Data) -> float:
-        held_out = sample if self._held_out is None else self._held_out
-        return float(evaluate(self.model, held_out)["loss"])
-
-    def _any_has_diverged(self, before: TrainingState) -> bool:
-        """Returns whether any replica has diverged; `evaluate`, which syncs, would fail then."""
-        mine = before.has_diverged()
-        return any(Strategy.of(self.model).everyones(mine, _TRIED))
-
-    def _train(self, sample: Data) -> None:
-        if self._step is None:
-            self._step = self._make_step()
-        for data in sample:
-            self._step(data)
 
     def _make_step(self) -> Callable[[Nest], None]:
         model, strategy = self.model, self.model.distribute_strategy

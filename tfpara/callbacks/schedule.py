@@ -14,15 +14,15 @@ import keras
 import tensorflow as tf
 
 from tfpara import fit_call
+from tfpara.callbacks.base import Callback
 from tfpara.schedules import AdaComm, AdaCommState, Piecewise
 from tfpara.strategy import Strategy
-from tfpara.sync.elastic.rejoin import Regrouping
 from tfpara.sync.strategy import PeriodicSyncStrategy
 from tfpara.typing import Json, Logs
 from tfpara.whole_number import checked_whole
 
 
-class Schedule(keras.callbacks.Callback):
+class Schedule(Callback):
     """The base of callbacks that schedule: it keeps state, sets the rate and prints lines.
 
     Args:
@@ -30,9 +30,6 @@ class Schedule(keras.callbacks.Callback):
         verbose: 1: the chief prints a line for each change; 0: none.
         sets_rate: whether it sets the learning rate.
     """
-
-    # Keras may call the batch hooks from a thread of its own.
-    async_safe = False
 
     def __init__(self, name: str, verbose: int, sets_rate: bool) -> None:
         super().__init__()
@@ -118,19 +115,7 @@ class LearningRate(Schedule):
         self._done = 0  # all minibatches of the epoch so far
         self._restored: tuple[int, int] | None = None
         self._rate: float | None = None
-        self._elastic: Regrouping | None = None
-        self._units = 1  # of this epoch, in an elastic run
-
-    def set_model(self, model: keras.Model) -> None:
-        super().set_model(model)
-        if isinstance(model.distribute_strategy, PeriodicSyncStrategy):
-            extended = model.distribute_strategy.extended
-            self._elastic = extended.elastic
-            if self._steps and extended.replay is not None:
-                raise ValueError(
-                    f"LearningRate(steps_per_epoch={self._steps}): a replay does not know how much "
-                    "of an epoch is trained at each of its steps. Rates by epoch can be replayed."
-                )
+        self._units = 1  # of this epoch
 
     def get_state(self) -> dict[str, Json]:
         return {"epoch": self._epoch, "steps": self._done}
@@ -145,8 +130,8 @@ class LearningRate(Schedule):
         # Keras counts batches from where it resumes, AsyncStrategy from the start of the epoch.
         is_async = Strategy.of(self.model).running is not None
         self._before = 0 if is_async else self._done
-        if self._elastic is not None and self._steps:
-            self._units = self._elastic.units(self._steps)
+        if self._steps:
+            self._units = Strategy.of(self.model).epoch_units.total(self._steps)
         before, self._rate = self._rate, None
         self._set(epoch + self._share(self._done))
         if self._rate != before:
@@ -171,9 +156,7 @@ class LearningRate(Schedule):
         """
         if not self._steps:
             return 0.0
-        if self._elastic is not None:
-            return min(self._elastic.reached() / self._units, 1.0)
-        return min(done / self._steps, 1.0)
+        return min(Strategy.of(self.model).epoch_units.reached(done) / self._units, 1.0)
 
     def _set(self, position: float) -> None:
         rate = float(self._schedule(position))
@@ -246,7 +229,7 @@ class SyncPeriod(Schedule):
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         close_block(self.model)
-        self.model.distribute_strategy.extended.period_is_scheduled = True
+        self.model.distribute_strategy.note_scheduled_period()
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         strategy = self.model.distribute_strategy

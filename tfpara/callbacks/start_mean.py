@@ -7,12 +7,13 @@ from collections.abc import Mapping
 import keras
 
 from tfpara.algorithms import RunningThenMean
+from tfpara.callbacks.base import Callback
 from tfpara.callbacks.held_out import evaluate
 from tfpara.strategy import Strategy
 from tfpara.typing import Data, Json, Logs
 
 
-class StartMean(keras.callbacks.Callback):
+class StartMean(Callback):
     """Turns the running average into a mean, once its loss on held-out data is below the model's.
 
     After every `every_chunks` chunks the chief takes the server's model and its average of that
@@ -31,8 +32,6 @@ class StartMean(keras.callbacks.Callback):
 
     Source: paper 002, section 2.3.
     """
-
-    async_safe = False
 
     def __init__(self, dataset: Data, every_chunks: int = 1, verbose: int = 1) -> None:
         super().__init__()

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import keras
-
 from tfpara import fit_call
+from tfpara.callbacks.base import Callback
 from tfpara.callbacks.sync_watch import SyncWatch
 from tfpara.cluster.place import of_callback
 from tfpara.sync.one_sync.reports import Request
@@ -14,7 +13,7 @@ from tfpara.typing import Logs
 _WISHES = of_callback("StopTogether")
 
 
-class StopTogether(keras.callbacks.Callback):
+class StopTogether(Callback):
     """Stops all workers if one wants to stop, at the next sync or the end of the epoch.
 
     It is for callbacks that set `model.stop_training` on one worker alone, for a reason that the
@@ -23,8 +22,6 @@ class StopTogether(keras.callbacks.Callback):
     """
 
     order = fit_call.Order.STOPS
-
-    async_safe = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +56,7 @@ class StopTogether(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         strategy = self.model.distribute_strategy
-        asked = strategy.extended.synchronizer_of(self.model).agreement().request == Request.STOP
+        asked = strategy.synchronizer_of(self.model).agreement().request == Request.STOP
         mine = bool(self.model.stop_training) or self._asked or asked
         self.model.stop_training = any(strategy.everyones(mine, _WISHES))
         strategy.answered(Request.STOP)

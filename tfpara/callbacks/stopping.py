@@ -8,12 +8,31 @@ import keras
 
 from tfpara.callbacks.held_out import HeldOut
 from tfpara.callbacks.schedule import Schedule, learning_rate
-from tfpara.schedules import NewbobRule, NewbobState, OverfittingRule, OverfittingState
+from tfpara.schedules import NewbobRule, OverfittingRule
 from tfpara.sync.keras.training_state import EpochStart
-from tfpara.typing import Data, Json, Logs
+from tfpara.typing import Data, Json, Logs, State
 
 
-class Newbob(Schedule):
+class _ByScores(Schedule):
+    """A schedule with a rule on scores, whose state it keeps as `_state`."""
+
+    _state: State
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the rule has ended training; also true after resuming such a run."""
+        return self._state.stopped
+
+    def get_state(self) -> dict[str, Json]:
+        return {**super().get_state(), **self._state._asdict()}
+
+    def set_state(self, state: Mapping[str, Json]) -> None:
+        super().set_state(state)
+        kind = type(self._state)
+        self._state = kind(**{field: state[field] for field in kind._fields})
+
+
+class Newbob(_ByScores):
     """Lowers the learning rate, and stops training, by a score on held-out data after each epoch.
 
     The rate stays while the score improves enough. Then it is halved after every epoch, and
@@ -71,18 +90,6 @@ class Newbob(Schedule):
         if named and initial is not None:
             self._first = HeldOut(initial, which, name)
 
-    @property
-    def stopped(self) -> bool:
-        """Whether the rule has ended training; also true after resuming such a run."""
-        return self._state.stopped
-
-    def get_state(self) -> dict[str, Json]:
-        return {**super().get_state(), **self._state._asdict()}
-
-    def set_state(self, state: Mapping[str, Json]) -> None:
-        super().set_state(state)
-        self._state = NewbobState(**{field: state[field] for field in NewbobState._fields})
-
     def set_model(self, model: keras.Model) -> None:
         super().set_model(model)
         for scores in (self._held_out, self._first):
@@ -132,7 +139,7 @@ class Newbob(Schedule):
         return _entry(logs, self._key)
 
 
-class OverfittingGuard(Schedule):
+class OverfittingGuard(_ByScores):
     """Stops training when the gap between training and validation error has opened.
 
     `tfpara.schedules.OverfittingRule` has the rule. `HeldOut` runs before this callback by itself.
@@ -169,17 +176,6 @@ class OverfittingGuard(Schedule):
         self._keys = (training, validation)
         self._rule = rule or OverfittingRule()
         self._state = self._rule.init()
-
-    @property
-    def stopped(self) -> bool:
-        """Whether the rule has ended training; also true after resuming such a run."""
-        return self._state.stopped
-
-    def get_state(self) -> dict[str, Json]:
-        return self._state._asdict()
-
-    def set_state(self, state: Mapping[str, Json]) -> None:
-        self._state = OverfittingState(**{f: state[f] for f in OverfittingState._fields})
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         training, validation = (self._error(logs or {}, key) for key in self._keys)

@@ -25,10 +25,10 @@ class SyncWatch:
     def begin(self, model: keras.Model) -> None:
         """An epoch begins: its blocks are counted from here."""
         self._anchor = 0
-        extended = model.distribute_strategy.extended
-        self._closed = extended.blocks_closed
-        if extended.elastic is not None and extended.trained(model) is not None:
-            self._syncs = extended.synchronizer_of(model).agreement().syncs
+        strategy = model.distribute_strategy
+        self._closed = strategy.blocks_closed
+        if strategy.members_change and strategy.has_trained:
+            self._syncs = strategy.synchronizer_of(model).agreement().syncs
 
     def after_batch(
         self, model: keras.Model, batch: int, needed: Callable[[Agreement], bool]
@@ -41,17 +41,17 @@ class SyncWatch:
             needed: whether there is something to do at such a sync, judged by what is known so
                 far, alike on all workers. An overlapped sync is waited for only then.
         """
-        extended = model.distribute_strategy.extended
-        if extended.elastic is not None:
-            return self._after_any(extended.synchronizer_of(model), needed)
-        steps, period = batch + 1, extended.sync_period
-        if extended.blocks_closed != self._closed:
+        strategy = model.distribute_strategy
+        if strategy.members_change:
+            return self._after_any(strategy.synchronizer_of(model), needed)
+        steps, period = batch + 1, strategy.sync_period
+        if strategy.blocks_closed != self._closed:
             # Python code on all workers has closed a block, here or after the batch before.
-            self._closed = extended.blocks_closed
+            self._closed = strategy.blocks_closed
             self._anchor = steps - 1
         elif period is None or steps - self._anchor < period:
             return None
-        synchronizer = extended.synchronizer_of(model)
+        synchronizer = strategy.synchronizer_of(model)
         agreement = synchronizer.agreement()
         if agreement.block_open or not agreement.all_running:
             return None

@@ -6,17 +6,17 @@ import os
 import time
 from typing import Any, NamedTuple
 
-import keras
 import numpy as np
+from numpy.typing import NDArray
 
 from tfpara import fit_call
+from tfpara.callbacks.base import Callback
 from tfpara.callbacks.scalars import Scalars
-from tfpara.strategy import Strategy
 from tfpara.sync.one_sync.statistics import SyncStatistics
 from tfpara.typing import Logs
 
 
-class Telemetry(keras.callbacks.Callback):
+class Telemetry(Callback):
     """Measures the training and writes scalars that TensorBoard reads.
 
     Adds to each epoch's log, on every worker:
@@ -42,9 +42,6 @@ class Telemetry(keras.callbacks.Callback):
 
     order = fit_call.Order.CLOCK
 
-    # Keras may call the batch hook from a thread of its own.
-    async_safe = False
-
     def __init__(
         self, log_dir: str | os.PathLike[str] | None = None, samples_per_epoch: int | None = None
     ) -> None:
@@ -54,13 +51,13 @@ class Telemetry(keras.callbacks.Callback):
         self._unwritten: tuple[int, Logs] | None = None
         self._first: _Mark | None = None
         self._begin: Any = None  # the strategy's counts where the epoch began
-        self._staleness: np.ndarray | None = None  # pushes of the last epoch by staleness
+        self._staleness: NDArray[np.int64] | None = None  # pushes of the last epoch by staleness
         self._steps = 0
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         self._write()
         self._first = None
-        self._begin = Strategy.of(self.model).statistics_of(self.model)
+        self._begin = self._strategy.statistics_of(self.model)
         self._steps = 0
 
     def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
@@ -80,7 +77,7 @@ class Telemetry(keras.callbacks.Callback):
 
     def _mark(self) -> _Mark:
         seconds = time.perf_counter()
-        return _Mark(seconds, self._steps, Strategy.of(self.model).statistics_of(self.model))
+        return _Mark(seconds, self._steps, self._strategy.statistics_of(self.model))
 
     def _measured(self, first: _Mark, last: _Mark) -> dict[str, float]:
         seconds = max(last.seconds - first.seconds, 1e-9)
@@ -90,7 +87,7 @@ class Telemetry(keras.callbacks.Callback):
             samples = rest * self._samples_per_epoch
         elif before is not None and after is not None:
             # PeriodicSyncStrategy counts the samples of this worker, AsyncStrategy those of all.
-            share = Strategy.of(self.model).num_workers if isinstance(after, SyncStatistics) else 1
+            share = self._strategy.num_workers if isinstance(after, SyncStatistics) else 1
             samples = (after.samples - before.samples) * share
         else:
             return {}
@@ -100,8 +97,8 @@ class Telemetry(keras.callbacks.Callback):
             measured["sync_ms"] = 1000.0 * waited / max(after.syncs - before.syncs, 1)
             measured["sync_fraction"] = waited / seconds
             measured["distance"] = after.distance
-            if self.model.distribute_strategy.extended.elastic is not None:
-                measured["workers"] = float(self.model.distribute_strategy.num_workers)
+            if self._strategy.members_change:
+                measured["workers"] = float(self._strategy.num_workers)
         elif before is not None and after is not None:
             # Workers push many times before the first batch hook.
             counts = after.staleness - self._begin.staleness
@@ -116,7 +113,7 @@ class Telemetry(keras.callbacks.Callback):
             return
         epoch, logs = self._unwritten
         self._unwritten = None
-        if Strategy.of(self.model).is_chief:
+        if self._strategy.is_chief:
             self._scalars.write(epoch, logs)
             if self._staleness is not None:
                 values = np.arange(len(self._staleness))

@@ -1,7 +1,4 @@
-"""Requests to end the program while `fit` runs, by SIGTERM or a function of the user's.
-
-Callbacks act on such a request. Where the training is stuck and none can, the program ends at once.
-"""
+"""Requests to end the program while `fit` runs, by SIGTERM or a function of the user's."""
 
 from __future__ import annotations
 
@@ -20,15 +17,15 @@ from tfpara.cluster import parent
 
 _WATCH_SECONDS = 1.0
 _log = logging.getLogger(__name__)
-_LOOKS = 10  # how often the main thread is looked at in the time that a call may last
+_LOOKS = 10  # at the main thread, in the time that a call may last
 
 
 class Termination:
     """Listens to SIGTERM, between `start` and `stop`, for a callback.
 
-    It notes the request in `asked`. The callback acts on it where all workers are at the same step,
-    for which the main thread must go on. Where one call of TensorFlow does not return for
-    `patience_seconds` after SIGTERM, the program ends at once with the same exit code.
+    It notes the request in `asked`, and the callback acts on it where all workers are at the same
+    step. Where the main thread is stuck in a call of TensorFlow for `patience_seconds` after
+    SIGTERM, the program ends at once with the same exit code.
 
     Args:
         exit_code: the exit code of a program that is to be started again.
@@ -67,8 +64,8 @@ class Termination:
                 )
             return
         self._former = signal.signal(signal.SIGTERM, self._note)
-        # Python runs a signal's handler only when the main thread is back from TensorFlow. The byte
-        # that it writes to a socket comes at once.
+        # Python runs a signal's handler only when the main thread is back from TensorFlow, but
+        # writes the signal's number to a socket at once.
         reader, self._writer = socket.socketpair()
         self._writer.setblocking(False)
         self._former_fd = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
@@ -92,21 +89,20 @@ class Termination:
         if signal.getsignal(signal.SIGTERM) == self._note:
             signal.signal(signal.SIGTERM, self._former)
         present = signal.set_wakeup_fd(self._former_fd)
-        if present != self._writer.fileno():  # Somebody else has set another one meanwhile.
+        if present != self._writer.fileno():  # other code has set one since
             signal.set_wakeup_fd(present)
-        self._writer.close()  # This ends the thread.
+        self._writer.close()  # which ends the thread
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         del number, frame
         self.asked = True
 
     def _ask(self, watcher: Callable[[], bool], unwatched: threading.Event) -> None:
-        """Calls the watcher until it says that the machine will go."""
+        """Calls the watcher until it returns that the machine will go."""
         failed = False
         while not unwatched.is_set() and not self.asked:
             try:
-                said = bool(watcher())
-                if said and not unwatched.is_set():
+                if watcher() and not unwatched.is_set():
                     self.asked = True
             except Exception as error:
                 if not failed:

@@ -9,21 +9,21 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-import keras
 import tensorflow as tf
 
-from tfpara import files, fit_call, traces
+from tfpara import files, fit_call
+from tfpara.callbacks import timeline
+from tfpara.callbacks.base import Callback
 from tfpara.cluster.place import Purpose
-from tfpara.strategy import Strategy
 from tfpara.sync.keras import hooks
-from tfpara.typing import Json, Logs
+from tfpara.typing import Logs
 from tfpara.whole_number import checked_whole
 
 # Steps before and after the end of the second sync that are recorded. (The first sync compiles.)
 _BEFORE, _AFTER = 20, 5
 
 
-class Trace(keras.callbacks.Callback):
+class Trace(Callback):
     """Records some steps with TensorFlow's profiler and writes a timeline of all workers.
 
     `log_dir/timeline.json` (written by the chief at the end of `fit`) opens in chrome://tracing or
@@ -56,9 +56,6 @@ class Trace(keras.callbacks.Callback):
     order = fit_call.Order.CLOCK
     not_elastic = "all workers trace the same steps, and one that comes later takes others."
 
-    # Keras may call the batch hooks from a thread of its own, and later.
-    async_safe = False
-
     def __init__(
         self, log_dir: str | os.PathLike[str], steps: tuple[int, int] | None = None
     ) -> None:
@@ -70,9 +67,9 @@ class Trace(keras.callbacks.Callback):
         hooks.watch_fit()
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
-        period = Strategy.of(self.model).sync_period
+        period = self._strategy.sync_period
         self._first, self._last = self._steps or _around_the_second_sync(period)
-        self._spans: list[traces.Span] | None = None
+        self._spans: list[timeline.Span] | None = None
         self._before = self._done = 0
         fit_call.at_end(self._give_up)
 
@@ -86,7 +83,7 @@ class Trace(keras.callbacks.Callback):
         if self._recording:
             # The profiler has a clock of its own; `clock_ns` relates it to that of the machine.
             self._mark = tf.profiler.experimental.Trace(
-                traces.STEP, step=step, clock_ns=time.time_ns()
+                timeline.STEP, step=step, clock_ns=time.time_ns()
             )
             self._mark.__enter__()
 
@@ -114,17 +111,15 @@ class Trace(keras.callbacks.Callback):
                 f"was to be the first one (counted from 0). Choose steps= lower.",
                 stacklevel=2,
             )
-        strategy = Strategy.of(self.model)
+        strategy = self._strategy
         found = strategy.everyones(self._spans or [], Purpose("writing a trace"))
         if strategy.is_chief:
             names = {f"worker {rank}": spans for rank, spans in enumerate(found)}
-            _write(self._log_dir / "timeline.json", traces.chrome_trace(names))
-
-    @property
-    def _worker_dir(self) -> Path:
-        return self._log_dir / f"worker-{Strategy.of(self.model).worker_index}"
+            with files.whole(self._log_dir / "timeline.json") as place:
+                place.write_text(json.dumps(timeline.chrome_trace(names)))
 
     def _start(self) -> None:
+        self._worker_dir = self._log_dir / f"worker-{self._strategy.worker_index}"
         try:
             tf.profiler.experimental.start(os.fspath(self._worker_dir))
         except tf.errors.AlreadyExistsError as error:
@@ -137,7 +132,7 @@ class Trace(keras.callbacks.Callback):
     def _stop(self) -> None:
         self._recording = False
         tf.profiler.experimental.stop()
-        self._spans = traces.spans(traces.read(self._worker_dir))
+        self._spans = timeline.spans(timeline.read(self._worker_dir))
 
 
 def _around_the_second_sync(period: int | None) -> tuple[int, int]:
@@ -166,8 +161,3 @@ def _writable(folder: Path) -> Path:
         raise PermissionError(f"log_dir={folder}: {place} may not be written. Choose another.")
     folder.mkdir(exist_ok=True)
     return folder
-
-
-def _write(path: Path, content: Json) -> None:
-    with files.whole(path) as place:
-        place.write_text(json.dumps(content))

@@ -111,7 +111,7 @@ class WarmStart(Schedule):
         """Makes the next `fit` sync again if this one has failed."""
         if self._alone:
             self._alone = False
-            self.model.distribute_strategy.extended.set_sync_period(self._period)
+            self.model.distribute_strategy.put_back_sync_period(self._period)
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         strategy = self.model.distribute_strategy
@@ -132,7 +132,7 @@ class WarmStart(Schedule):
     def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
         strategy = self.model.distribute_strategy
         if self._alone and not self._asked and strategy.num_replicas > 1:
-            strategy.extended.note(
+            strategy.note(
                 "WarmStart: the data did not ask `replicas`, so each replica trains on a part of "
                 "them, and what all but the first learn in these epochs is dropped. Make the data "
                 "by a function: docs/schedules.md"

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import abc
-import contextlib
 import json
 import os
 import re
 import secrets
 import socket
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import keras
 import tensorflow as tf
 
 from tfpara.checkpoint.store import CheckpointError, Store
-from tfpara.checks import versions
 from tfpara.cluster.place import Purpose
 from tfpara.strategy import StateHolder
 from tfpara.sync.workers.settings_check import differences
@@ -43,15 +41,15 @@ class Checkpoints(abc.ABC):
         self.store = store
         self._next = 0
 
-    # -- what a kind of run has ------------------------------------------------------------------
-
-    @abc.abstractmethod
-    def _settings(self) -> dict[str, Json]:
-        """Returns the settings that a resumed run must share, by name."""
+    # -- defined by each kind of run -------------------------------------------------------------
 
     @abc.abstractmethod
     def _facts(self) -> dict[str, Json]:
-        """Returns further entries of the manifest."""
+        """Returns entries of the manifest.
+
+        Two of them are "run", the settings that a resumed run must share, and "versions", on which
+        the last digits of its numbers depend.
+        """
 
     @abc.abstractmethod
     def _tensors(self) -> dict[str, Array]:
@@ -61,15 +59,9 @@ class Checkpoints(abc.ABC):
     def _take_over(self, number: int, manifest: Mapping[str, Json]) -> None:
         """Sets all state from a checkpoint; no collective may run in it."""
 
-    def _versions(self) -> dict[str, str]:
-        """Returns what the last digits of a run depend on beside its settings."""
-        return versions()
-
-    def _check_run(self, number: int, manifest: Mapping[str, Json]) -> None:
+    def _check_run(self, number: int, theirs: Mapping[str, Json]) -> None:
         """Refuses a checkpoint of another run."""
-        check_run(self.store.path(number), manifest, self._settings(), self._versions())
-
-    # -- for callbacks ---------------------------------------------------------------------------
+        check_run(self.store.path(number), theirs, self._facts())
 
     def lock(self) -> None:
         """Locks the directory for this run.
@@ -93,10 +85,10 @@ class Checkpoints(abc.ABC):
         self._next = max(numbers, default=0) + 1
 
     def save(self, position: Callable[[], Mapping[str, Json]]) -> None:
-        """Writes a checkpoint where no state changes meanwhile, as at a sync.
+        """Writes a checkpoint, where no state changes until it is written, as at a sync.
 
         Args:
-            position: returns where the run is.
+            position: returns the position of the run, for the manifest.
 
         Raises:
             CheckpointError: on every worker, if one could not write; the message names it. Earlier
@@ -104,9 +96,7 @@ class Checkpoints(abc.ABC):
         """
         number, self._next = self._next, self._next + 1
         manifest = {
-            "run": self._settings(),
             **self._facts(),
-            "versions": self._versions(),
             "position": dict(position()),
             "states": _collected(self._strategy.states),
         }
@@ -142,11 +132,10 @@ class Checkpoints(abc.ABC):
             problem = self._problem(number)
             if problem is None:
                 read = self._together(lambda n=number: self.store.read_manifest(n), "manifest")
-                manifest = read[self._strategy.worker_index]
-                with self._reading(number):
-                    self._check_run(number, manifest)
-                self._together(lambda n=number, m=manifest: self._load(n, m), "load")
-                return number, manifest
+                found = number, read[self._strategy.worker_index]
+                self._read(self._check_run, *found)
+                self._together(lambda found=found: self._read(self._take_over, *found), "load")
+                return found
             warnings.warn(f"{problem}; trying the checkpoint before it.", stacklevel=2)
             problems.append(problem)
             self.store.damaged.add(number)
@@ -157,17 +146,10 @@ class Checkpoints(abc.ABC):
             )
         return None
 
-    # -- helpers of the above --------------------------------------------------------------------
-
-    def _load(self, number: int, manifest: Mapping[str, Json]) -> None:
-        with self._reading(number):
-            self._take_over(number, manifest)
-
-    @contextlib.contextmanager
-    def _reading(self, number: int) -> Iterator[None]:
-        """A context in which content that the manifest does not say is a CheckpointError."""
+    def _read(self, action: Callable[..., None], number: int, manifest: Mapping[str, Json]) -> None:
+        """Calls an action with a checkpoint, and turns errors of reading into a CheckpointError."""
         try:
-            yield
+            action(number, manifest)
         except _UNREADABLE as error:
             why = " ".join(str(error).split())[:200]
             raise CheckpointError(
@@ -175,7 +157,7 @@ class Checkpoints(abc.ABC):
             ) from error
 
     def _give_states(self, states: Mapping[str, Json]) -> None:
-        """Gives objects the states that a checkpoint has of them."""
+        """Restores the states of objects by `set_state`."""
         for name, state in states.items():
             holder = self._strategy.states.get(name)
             if holder is None:
@@ -236,23 +218,19 @@ def facts_of_model(model: keras.Model) -> dict[str, Json]:
 
 
 def check_run(
-    path: str | os.PathLike[str],
-    manifest: Mapping[str, Json],
-    mine: Mapping[str, Json],
-    versions: Mapping[str, str],
+    path: str | os.PathLike[str], manifest: Mapping[str, Json], facts: Mapping[str, Json]
 ) -> None:
     """Compares a checkpoint's settings with those of this run; other versions are a warning.
 
     Args:
         path: path of the checkpoint.
         manifest: manifest of the checkpoint.
-        mine: settings of this run, by name.
-        versions: what the last digits depend on in this run, by name.
+        facts: "run" and "versions" as in the manifest, of this run.
 
     Raises:
         CheckpointError: the settings differ; the message names those that do.
     """
-    mine = json.loads(json.dumps(mine, default=repr))
+    mine = json.loads(json.dumps(facts["run"], default=repr))
     # Version 0.1 listed its version among the settings. The format's number decides instead.
     theirs = {k: v for k, v in manifest["run"].items() if k != "tfpara version"}
     states = (theirs.get("local_state"), mine.get("local_state"))
@@ -269,7 +247,7 @@ def check_run(
             f"{path} is of another run. {differing}. Resume with the same settings, or give this "
             "run a directory of its own."
         )
-    others = {k: v for k, v in manifest["versions"].items() if versions.get(k) != v}
+    others = {k: v for k, v in manifest["versions"].items() if facts["versions"].get(k) != v}
     if others:
         warnings.warn(
             f"{path} was written with {', '.join(f'{k} {v}' for k, v in others.items())}; numbers "
@@ -284,13 +262,13 @@ def _collected(states: Mapping[str, StateHolder]) -> dict[str, Json]:
     Raises:
         CheckpointError: JSON cannot carry a state.
     """
-    collected_states = {}
+    found = {}
     for name, holder in states.items():
         try:
-            collected_states[name] = json.loads(json.dumps(holder.get_state()))
+            found[name] = json.loads(json.dumps(holder.get_state()))
         except (TypeError, ValueError) as error:
             raise CheckpointError(
                 f"the state of {name!r} cannot be kept ({error}): get_state() must return "
                 "numbers, texts, lists and dicts of Python's own."
             ) from error
-    return collected_states
+    return found

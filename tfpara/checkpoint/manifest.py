@@ -1,7 +1,7 @@
-"""The manifest of a checkpoint as text, which has a checksum of its own; no TensorFlow.
+"""The manifest of a checkpoint as text with a checksum; no TensorFlow.
 
-Format 2 has the key "sha256": the SHA-256 of all other keys and values. Format 1, which earlier
-versions wrote, has no checksum. Both are read, and only format 2 is written.
+Format 2 has the key "sha256": the SHA-256 of all other keys and values. Format 1, of version 0.1,
+has no checksum. Both are read, and format 2 is written.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ _FIELDS = {
 
 
 def text(content: Mapping[str, Json]) -> str:
-    """Returns a manifest with this content; what JSON cannot carry becomes its `repr`."""
+    """Returns a manifest with this content, of which JSON gets the `repr` of other objects."""
     content = {**content, "format": FORMAT}
-    content.pop(_SUM, None)  # of a manifest that was read as it is on disk
+    content.pop(_SUM, None)  # a former checksum, of content that was read
     content = json.loads(json.dumps(content, default=repr))
     return json.dumps({**content, _SUM: _sum(content)}, indent=1, sort_keys=True)
 
@@ -85,7 +85,7 @@ def _check(content: Mapping[str, Json], name: str, kind: type) -> None:
 def _check_files(content: Mapping[str, Json]) -> None:
     """Raises ValueError if the files are not those of so many workers' parts."""
     files, workers = content["files"], content["workers"]
-    # The number is compared first: a wrong one may be so large that no list can be made of it.
+    # First the number: a wrong one may be too large for a list.
     if not workers or len(files) != workers * len(_ENDINGS):
         raise ValueError(f"it lists {len(files)} files for the parts of {workers} workers")
     for name in (f"{part(rank)}{ending}" for rank in range(workers) for ending in _ENDINGS):
@@ -95,5 +95,5 @@ def _check_files(content: Mapping[str, Json]) -> None:
 
 
 def part(rank: int) -> str:
-    """Returns how the names of the files of a worker's part begin."""
+    """Returns the prefix of the files of a worker's part."""
     return f"part-{rank:05d}"

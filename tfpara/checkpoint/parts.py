@@ -63,7 +63,7 @@ class Parts:
                 raise _lacks(slot.name)
             return tf.fill(slot.variable.shape, tf.cast(slot.absent, slot.variable.dtype))
         if slot.kind is Kind.SUM:
-            return sum(values, start=tf.zeros_like(slot.variable))
+            return sum(values, start=tf.zeros(slot.variable.shape, slot.variable.dtype))
         if len(values) > 1:
             return tf.cast(np.mean(values, 0, np.float64), slot.variable.dtype)
         return values[0]

@@ -25,6 +25,7 @@ import tensorflow as tf
 from tfpara.checkpoint.base import Checkpoints, facts_of_model
 from tfpara.checkpoint.parts import Parts
 from tfpara.checkpoint.store import CheckpointError, Store
+from tfpara.checks import versions
 from tfpara.sync.data.reading import random_states, set_random_states
 from tfpara.sync.keras.optimizer_steps import build_optimizers
 from tfpara.sync.one_sync.state_vars import Kind, slots_of
@@ -63,7 +64,6 @@ class SyncCheckpoints(Checkpoints):
         build_optimizers(model)
         super().__init__(model, Store(directory, keep, _FIELDS))
         self._may_change = may_change
-        self._extended = self._strategy.extended
         self._began_in: int | None = None  # generation in which a checkpoint is begun
         self._told_of_lock = False
         # Variables and values for `restore_epoch`.
@@ -77,7 +77,7 @@ class SyncCheckpoints(Checkpoints):
     def synchronizer(self) -> Synchronizer:
         """The model's synchronizer."""
         with self._strategy.scope():
-            return self._extended.synchronizer_of(self._model)
+            return self._strategy.synchronizer_of(self._model)
 
     def restore_epoch(self) -> None:
         """Restores metrics and the open block again, when `fit` has begun the interrupted epoch.
@@ -91,11 +91,11 @@ class SyncCheckpoints(Checkpoints):
     # -- elastic runs ----------------------------------------------------------------------------
 
     def state(self) -> dict[str, Json]:
-        """Returns what a worker that joins an elastic run has to know."""
+        """Returns the state that a worker takes over where it joins an elastic run."""
         return {"mark": self.store.mark, "next": self._next}
 
     def join(self, state: Mapping[str, Json]) -> None:
-        """Goes on as the other workers of an elastic run do, whose `state` this is."""
+        """Takes over the `state` of the other workers of an elastic run."""
         self.store.mark, self._next = state["mark"], state["next"]
 
     def save(self, position: Callable[[], Mapping[str, Json]]) -> None:
@@ -106,8 +106,7 @@ class SyncCheckpoints(Checkpoints):
         """
         while True:
             self._take_the_lock()
-            elastic = self._extended.elastic
-            self._began_in = elastic.form.number if elastic is not None else None
+            self._began_in = self._strategy.generation
             try:
                 return super().save(position)
             except _ChangedError:
@@ -118,13 +117,13 @@ class SyncCheckpoints(Checkpoints):
 
     def _take_the_lock(self) -> None:
         """Locks the directory where this worker has become the chief of an elastic run."""
-        if self._extended.elastic is None or not self._strategy.is_chief:
+        if not (self._strategy.members_change and self._strategy.is_chief):
             return
         try:
             self.store.lock()
         except CheckpointError as error:
-            # A former chief that is stopped holds it. The others have done without it, so it will
-            # write nothing: its next exchange fails.
+            # A former chief that stands still holds it. The others have gone on without it, so its
+            # next exchange fails, and it will write nothing.
             if not self._told_of_lock:
                 self._told_of_lock = True
                 warnings.warn(f"{error} A former chief may hold it; goes on.", stacklevel=2)
@@ -133,28 +132,23 @@ class SyncCheckpoints(Checkpoints):
         everyone = super()._everyones([value, self._began_in], name)
         # All compare the same values, so that all write the checkpoint anew, or none does.
         began_in = {generation for _, generation in everyone}
-        elastic = self._extended.elastic
-        if elastic is not None and began_in != {None} and began_in != {elastic.completed_in}:
+        if began_in != {None} and began_in != {self._strategy.completed_in}:
             raise _ChangedError
         return [value for value, _ in everyone]
 
-    # -- what is in a checkpoint -----------------------------------------------------------------
-
-    def _settings(self) -> dict[str, Json]:
-        settings = self._extended.settings
-        run = settings.of_a_run()
-        return {
-            **{k: v for k, v in run.items() if k.split(".")[-1] not in self._may_change},
-            "sync_period": settings.sync_period,
-            **facts_of_model(self._model),
-        }
-
-    def _versions(self) -> dict[str, str]:
-        compiled = str(bool(getattr(self._model, "jit_compile", False)))
-        return {**super()._versions(), "jit_compile": compiled}
+    # -- content ---------------------------------------------------------------------------------
 
     def _facts(self) -> dict[str, Json]:
+        settings = self._strategy.settings
+        run = settings.of_a_run()
+        compiled = str(bool(getattr(self._model, "jit_compile", False)))
         return {
+            "run": {
+                **{k: v for k, v in run.items() if k.split(".")[-1] not in self._may_change},
+                "sync_period": settings.sync_period,
+                **facts_of_model(self._model),
+            },
+            "versions": {**versions(), "jit_compile": compiled},
             "replicas": self._strategy.num_replicas,
             "bucket_sizes": self.synchronizer.graph.global_state.bucket_sizes,
         }
@@ -191,7 +185,7 @@ class SyncCheckpoints(Checkpoints):
                 slot.variable.assign(value)
             if value is not None and slot.kind.is_of_epoch:
                 self._of_epoch.append((slot.variable, value))
-        self._extended.sync_period = self.synchronizer.sync_period
+        self._strategy.note_restored_period(self.synchronizer.sync_period)
         rank = self._strategy.worker_index % len(readers)
         set_random_states(json.loads(parts.of_worker(rank, "random")))
         self._give_states(manifest["states"])
@@ -220,4 +214,4 @@ class SyncCheckpoints(Checkpoints):
 
 
 class _ChangedError(Exception):
-    """Members of an elastic run were lost, or came, while something was done together."""
+    """The members of an elastic run have changed during a checkpoint."""

@@ -15,6 +15,7 @@ import tensorflow as tf
 
 from tfpara.checkpoint.base import Checkpoints, check_run, facts_of_model
 from tfpara.checkpoint.store import CheckpointError, Store
+from tfpara.checks import versions
 from tfpara.typing import Array, Json
 
 # Variables that older checkpoints do not have. They lack frozen weights, too.
@@ -44,27 +45,25 @@ class ServerCheckpoints(Checkpoints):
         self._running: Any = self._strategy.running
         self._plan = data_plan
 
-    def _settings(self) -> dict[str, Json]:
-        strategy = self._strategy
-        return {
-            "rule": repr(strategy.rule_of_a_run),
-            "sync_period": strategy.sync_period,
-            "averages": {name: repr(a) for name, a in strategy.averages.items()},
-            "parameter servers": len(self._running.server.shards),
-            "chunks": self._running.num_chunks,
-            **facts_of_model(self._model),
-            **{f"data_plan.{key}": value for key, value in self._plan.items()},
-        }
-
     def _facts(self) -> dict[str, Json]:
-        rate = self._model.optimizer.learning_rate
+        strategy, rate = self._strategy, self._model.optimizer.learning_rate
         return {
+            "run": {
+                "rule": repr(strategy.rule_of_a_run),
+                "sync_period": strategy.sync_period,
+                "averages": {name: repr(a) for name, a in strategy.averages.items()},
+                "parameter servers": len(self._running.server.shards),
+                "chunks": self._running.num_chunks,
+                **facts_of_model(self._model),
+                **{f"data_plan.{key}": value for key, value in self._plan.items()},
+            },
+            "versions": versions(),
             "data": self._running.data_facts,
             "learning_rate": float(rate) if isinstance(rate, keras.Variable) else None,
         }
 
     def _variables(self) -> dict[str, tf.Variable]:
-        """Returns the servers' variables, and the frozen weights."""
+        """Returns the variables of a checkpoint: the servers', and the frozen weights."""
         frozen = {f"{_FROZEN}{k}": v.value for k, v in enumerate(self._running.work.frozen)}
         return {**self._running.server.variables(), **frozen}
 
@@ -72,12 +71,12 @@ class ServerCheckpoints(Checkpoints):
         return {name: tf.identity(held) for name, held in self._variables().items()}
 
     def _check_run(self, number: int, manifest: Mapping[str, Json]) -> None:
-        """Refuses a checkpoint of other settings or, within an epoch, of other minibatches."""
-        theirs, mine = dict(manifest["run"]), self._settings()
+        """As in `Checkpoints`; within an epoch the minibatches must be the same, too."""
+        theirs, mine = dict(manifest), self._facts()
         if manifest["position"]["within"] and "data" in manifest:  # older ones do not have it
-            theirs |= manifest["data"]
-            mine |= self._running.data_facts
-        check_run(self.store.path(number), {**manifest, "run": theirs}, mine, self._versions())
+            for facts in (theirs, mine):
+                facts["run"] = {**facts["run"], **facts["data"]}
+        check_run(self.store.path(number), theirs, mine)
 
     def _take_over(self, number: int, manifest: Mapping[str, Json]) -> None:
         (reader,) = self.store.readers(number, manifest)

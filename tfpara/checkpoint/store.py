@@ -30,9 +30,8 @@ from tfpara.typing import Array, Json
 
 _NAME = re.compile(r"checkpoint-(\d{8})")
 _PARTIAL = ".partial-"
-_HOLDER = "process "  # how the lock's content begins
-# Error numbers of flock for a lock that another process holds: EACCES and EAGAIN come from NFS,
-# which makes a record lock of it.
+_HOLDER = "process "  # the beginning of the lock's content
+# Error numbers of flock for a lock that another process holds; EACCES and EAGAIN come from NFS.
 _HELD = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
 _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP)
 _LOCKS: dict[str, Store] = {}  # the directories that this process has locked
@@ -54,8 +53,8 @@ class Store:
 
     Attributes:
         mark: identifies this run; the same on all its workers, and different in other runs.
-        damaged: numbers of checkpoints that this run could not use. They take no place among those
-            that stay, and go when so many newer ones are whole.
+        damaged: numbers of checkpoints that this run could not use. They do not count among the
+            `keep` that stay, and are removed with the older ones.
     """
 
     def __init__(
@@ -98,7 +97,7 @@ class Store:
             cleared(left_over)
 
     def _take(self, lock: int) -> None:
-        """Locks the open file, and writes into it who has it."""
+        """Locks the open file, and writes the holder into it: this process and its host."""
         holder = os.pread(lock, 200, 0).decode(errors="replace")
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -164,10 +163,9 @@ class Store:
         Raises:
             CheckpointError: it cannot be made.
         """
-        partial = self.partial(number)
-        cleared(partial)
+        cleared(self.partial(number))
         try:
-            partial.mkdir()
+            self.partial(number).mkdir()
         except OSError as error:
             raise self._unwritable(error) from error
         return socket.gethostname()
@@ -238,11 +236,7 @@ class Store:
         cleared(self.partial(number))
 
     def read_manifest(self, number: int) -> dict[str, Json]:
-        """Returns the manifest of a checkpoint.
-
-        Raises:
-            CheckpointError: it has no manifest, or a damaged one.
-        """
+        """Returns the manifest of a checkpoint; raises CheckpointError if it has no whole one."""
         path = self.path(number) / "manifest.json"
         try:
             with open(path, "rb", opener=regular) as file:
@@ -259,7 +253,7 @@ class Store:
         for name, expected in manifest["files"].items():
             path = self.path(number) / name
             try:
-                # A file of another size is not read, however long it is.
+                # A file of another size, which may be huge, is not read.
                 same_size = path.stat().st_size == expected["bytes"]
                 found = _mark(path) if same_size else None
             except OSError as error:
@@ -289,8 +283,8 @@ def _release_all() -> None:
         store.release()
 
 
-# A lock is held until the last process has closed it. A process that a fork has made, such as one
-# that reads data, may live on where this one is killed, and would keep the next run out.
+# A lock is held until the last process has closed it. A forked process, such as one that reads
+# data, may outlive this one, and would keep the next run out.
 os.register_at_fork(after_in_child=_release_all)
 
 

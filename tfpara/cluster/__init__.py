@@ -1,4 +1,4 @@
-"""The processes of a run: who takes part, how they meet, what failures mean; no TensorFlow."""
+"""The processes of a run: their identity, their messages, their failures; no TensorFlow."""
 
 from tfpara.cluster.engines import left_alone
 from tfpara.cluster.workers import (

@@ -1,4 +1,4 @@
-"""The cards of this machine, as CUDA's driver tells them; TensorFlow is not needed for it."""
+"""The cards of this machine, from CUDA's driver; without TensorFlow."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def identifier(card: int) -> str | None:
 
 
 def _told(ask: Callable[[ctypes.CDLL], int]) -> bool:
-    """Calls functions of the driver, which return 0; returns whether they are there and did."""
+    """Calls functions of the driver; returns whether there is one, and no function failed."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
         return not (driver.cuInit(0) or ask(driver))

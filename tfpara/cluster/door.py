@@ -10,8 +10,8 @@ import selectors
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Hashable
+from typing import Generic, TypeVar
 
 from tfpara.cluster import secret as run_secret
 from tfpara.cluster.messages import Channel
@@ -22,11 +22,11 @@ _STRANGER_SECONDS = 10.0  # time for a stranger to be let in, from its connectio
 _STRANGERS = 64  # number of strangers at a time, beside one for each process of the run
 _SHARE = 4  # strangers have one of so many of the files that this process may have open
 _NAMED = 8  # number of hosts with another secret that are named in the log
-_Result = TypeVar("_Result")
+Key = TypeVar("Key", bound=Hashable)
 _log = logging.getLogger(__name__)
 
 
-class Door:
+class Door(Generic[Key]):
     """A listener that tells the processes of a run from strangers.
 
     A connection is a stranger until it is let in, which must be within 10 s, however slowly it
@@ -40,16 +40,18 @@ class Door:
         guests: number of processes that may come.
 
     Attributes:
+        guests: the connections that were let in, by key.
         turned_away: a sentence on processes that came with another secret; empty if none did.
     """
 
     def __init__(self, listener: socket.socket, secret: bytes, purpose: str, guests: int) -> None:
         listener.setblocking(False)
+        self.guests: dict[Key, Channel] = {}
         self.turned_away = ""
         self._listener, self._secret, self._purpose = listener, secret, purpose
         self._most = min(_STRANGERS + guests, _open_files() // _SHARE)
+        self._keys: dict[Channel, Key] = {}  # of guests
         self._strangers: dict[Channel, tuple[str, float]] = {}  # host and time of arrival; in order
-        self._guests: set[Channel] = set()
         self._named: set[str] = set()
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ)
@@ -58,13 +60,78 @@ class Door:
         """Waits until a connection or a message arrives, for some seconds at most."""
         self._selector.select(seconds)
 
-    def poll(self) -> list[tuple[Channel, list[dict[str, Json]]]]:
-        """Returns the messages that have arrived, by connection.
+    def serve(
+        self,
+        hear: Callable[[Channel, Key | None, dict[str, Json]], object],
+        lost: Callable[[Key], object] = lambda key: None,
+    ) -> None:
+        """Handles what has arrived, without waiting.
 
-        Only messages with a valid signature are returned. A channel with `closed` set has ended and
-        must be dropped. Such channels come first in the list, since a process that has left may
-        have come again.
+        Only messages with a valid signature are handled. Connections that have ended come first,
+        since a process that has left may have come again. A message by which `hear` fails costs its
+        sender the connection, and not this process its listener.
+
+        Args:
+            hear: called with each message: the connection, its key (None for a stranger, which
+                `hear` may let in), and the message.
+            lost: called with the key of each guest whose connection has ended.
         """
+        for channel, messages in self._arrived():
+            for message in messages:
+                try:
+                    hear(channel, self._keys.get(channel), message)
+                except Exception as error:
+                    _log.warning(
+                        "tfpara: a message that this process cannot read ends its sender's "
+                        "connection (%r). Install the same version of tfpara everywhere.",
+                        error,
+                    )
+                    channel.closed = True
+                    break
+            if channel.closed:
+                key = self._keys.get(channel)
+                if key is not None:
+                    lost(key)
+                self.drop(channel)
+
+    def let_in(self, channel: Channel, key: Key) -> None:
+        """Makes a stranger that has proved to be of this run a guest, which may stay."""
+        self._strangers.pop(channel, None)
+        self._keys[channel] = key
+        self.guests[key] = channel
+
+    def tell_guests(self, **message: Json) -> None:
+        """Sends a message to all guests."""
+        for guest in self._keys:
+            guest.send(**message)
+
+    def drop(self, channel: Channel) -> None:
+        """Ends a connection."""
+        self._strangers.pop(channel, None)
+        key = self._keys.pop(channel, None)
+        if key is not None and self.guests.get(key) is channel:
+            del self.guests[key]
+        with contextlib.suppress(KeyError, ValueError):
+            self._selector.unregister(channel)
+        channel.close()
+
+    def close(self, patience_seconds: float = 0.0) -> None:
+        """Ends all connections and frees the port.
+
+        Args:
+            patience_seconds: longest wait until all messages to guests have left.
+        """
+        until = time.monotonic() + patience_seconds
+        for channel in (*self._keys, *self._strangers):
+            channel.close(until - time.monotonic() if channel in self._keys else 0.0)
+        self.guests.clear()
+        self._keys.clear()
+        self._strangers.clear()
+        self._listener.close()
+        self._selector.close()
+
+    def _arrived(self) -> list[tuple[Channel, list[dict[str, Json]]]]:
+        """Accepts connections; returns the messages that have arrived, by connection."""
         ready = [key.fileobj for key, _ in self._selector.select(0.0)]
         heard: list[tuple[Channel, list[dict[str, Json]]]] = []
         for channel in ready:
@@ -81,63 +148,6 @@ class Door:
             if now - since > _STRANGER_SECONDS:
                 self.drop(channel)
         return sorted(heard, key=lambda each: not each[0].closed)
-
-    def heed(
-        self,
-        channel: Channel,
-        said: Sequence[dict[str, Json]],
-        act: Callable[[Channel, dict[str, Json]], _Result],
-    ) -> list[_Result]:
-        """Calls `act` with each message of a connection; returns what the calls have returned.
-
-        A message by which `act` fails sets `closed`, so that it costs its sender the connection,
-        and not this process its listener.
-        """
-        results: list[_Result] = []
-        for message in said:
-            try:
-                results.append(act(channel, message))
-            except Exception as error:
-                _log.warning(
-                    "tfpara: a message that this process cannot read ends its sender's connection "
-                    "(%r). Install the same version of tfpara everywhere.",
-                    error,
-                )
-                channel.closed = True
-                break
-        return results
-
-    def let_in(self, channel: Channel) -> None:
-        """Makes a stranger, which has said who it is, a guest, which may stay."""
-        self._strangers.pop(channel, None)
-        self._guests.add(channel)
-
-    def tell_guests(self, **message: Json) -> None:
-        """Sends a message to all guests."""
-        for guest in self._guests:
-            guest.send(**message)
-
-    def drop(self, channel: Channel) -> None:
-        """Ends a connection."""
-        self._strangers.pop(channel, None)
-        self._guests.discard(channel)
-        with contextlib.suppress(KeyError, ValueError):
-            self._selector.unregister(channel)
-        channel.close()
-
-    def close(self, patience_seconds: float = 0.0) -> None:
-        """Ends all connections and frees the port.
-
-        Args:
-            patience_seconds: longest wait until all messages to guests have left.
-        """
-        until = time.monotonic() + patience_seconds
-        for channel in (*self._guests, *self._strangers):
-            channel.close(until - time.monotonic() if channel in self._guests else 0.0)
-        self._guests.clear()
-        self._strangers.clear()
-        self._listener.close()
-        self._selector.close()
 
     def _accept(self) -> None:
         for _ in range(self._most):

@@ -12,14 +12,13 @@ import itertools
 import json
 import os
 import re
-import reprlib
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 from tfpara.cluster.ports import CHOSEN
-from tfpara.cluster.tf_config import ClusterError, address_problem
+from tfpara.cluster.tf_config import ADDRESSES, ClusterError, check_address, shown
 
 RANK, SIZE, COORDINATOR = "TFPARA_RANK", "TFPARA_SIZE", "TFPARA_COORDINATOR"
 _INDEX = "JOB_COMPLETION_INDEX"
@@ -31,8 +30,6 @@ _SAGEMAKER_PORT = 23456
 _RANGES = r"\[[0-9]{1,9}(?:-[0-9]{1,9})?(?:,[0-9]{1,9}(?:-[0-9]{1,9})?)*\]"
 _PART = re.compile(rf"[A-Za-z0-9_.-]+|{_RANGES}")
 _HOSTS = re.compile(rf"(?:[A-Za-z0-9_.-]|{_RANGES})+")
-_repr = reprlib.Repr()
-_repr.maxstring = _repr.maxother = 120
 
 
 class Told(NamedTuple):
@@ -68,27 +65,19 @@ class Told(NamedTuple):
 
 
 class _Engine(NamedTuple):
-    """An engine and its variables.
+    """An engine and its variables."""
 
-    Attributes:
-        name: its name in messages.
-        rank: its variable of the rank.
-        size: its variable of the size.
-        starter: the program that sets them, in messages.
-        coordinator: returns the "host:port" of rank 0 and its source in words, or two empty texts,
-            from the environment and the number of processes.
-        outer: whether it starts machines, pods or steps, in which another engine may start
-            processes. These inherit its variables, so a different rank or size is no contradiction.
-        also: variables that must be set too; without them `rank` and `size` are not of this engine.
-    """
-
-    name: str
-    rank: str
-    size: str
-    starter: str
+    name: str  # in messages
+    rank: str  # the variable of the rank
+    size: str  # the variable of the size
+    starter: str  # the program that sets them, in messages
+    # Returns the "host:port" of rank 0 and its source in words, or two empty texts, from the
+    # environment and the number of processes.
     coordinator: Callable[[Mapping[str, str], int], tuple[str, str]]
+    # Whether it starts machines, pods or steps, in which another engine may start processes. These
+    # inherit its variables, so a different rank or size is no contradiction.
     outer: bool = False
-    also: tuple[str, ...] = ()
+    also: tuple[str, ...] = ()  # variables without which `rank` and `size` are not of this engine
 
 
 def find(environ: Mapping[str, str] = os.environ) -> Told | None:
@@ -139,7 +128,7 @@ def left_alone(environ: Mapping[str, str] = os.environ) -> str:
     missing = " and ".join(name for name in _MASTER if not value.get(name))
     if value.get("RANK") and _is_several(number) and missing:
         return (
-            f"RANK={_repr.repr(value['RANK'])} and WORLD_SIZE={number} without {missing} do not "
+            f"RANK={shown(value['RANK'])} and WORLD_SIZE={number} without {missing} do not "
             f"say where the others are, so this process trains alone. For {number} workers set "
             f"{missing}, as torchrun does; for one set {SIZE}=1."
         )
@@ -185,7 +174,7 @@ def hosts(nodelist: str) -> Iterator[str]:
         raise ValueError(f"a list of {len(nodelist)} characters")
     for item in re.split(r",(?![^\[]*\])", nodelist):
         if not _HOSTS.fullmatch(item):
-            raise ValueError(f"{_repr.repr(item)} names no hosts")
+            raise ValueError(f"{shown(item)} names no hosts")
         parts = [_choices(part) for part in _PART.findall(item)]
         yield from map("".join, itertools.product(*parts))
 
@@ -231,7 +220,7 @@ def _read(engine: _Engine, environ: Mapping[str, str]) -> Told | None:
     whole = all(value.isdecimal() and len(value) < 10 for value in given)
     if not whole or int(given[0]) >= int(given[1]):
         text = ", ".join(
-            f"{name}={_repr.repr(value)}"
+            f"{name}={shown(value)}"
             for name, value in zip((rank_name, engine.size), given, strict=True)
         )
         if rank_name == _INDEX:
@@ -261,16 +250,13 @@ def _sagemaker(engine: _Engine, environ: Mapping[str, str]) -> Told | None:
         names = json.loads(text)
     except (ValueError, RecursionError):
         names = None
-    if not isinstance(names, list) or own not in names or not all(map(_is_text, names)):
+    texts = isinstance(names, list) and all(isinstance(name, str) for name in names)
+    if not texts or own not in names:
         raise ClusterError(
-            f"{engine.rank}={_repr.repr(own)} is not in {engine.size}={_repr.repr(text)}, which "
+            f"{engine.rank}={shown(own)} is not in {engine.size}={shown(text)}, which "
             f"must be a JSON list of hosts. Set {RANK} and {SIZE} in place of them."
         )
     return Told(engine.name, names.index(own), len(names), engine.rank, engine.size)
-
-
-def _is_text(value: object) -> bool:
-    return isinstance(value, str)
 
 
 def _check_agree(first: Told, theirs: Told, other: _Engine) -> None:
@@ -288,12 +274,7 @@ def _with_coordinator(told: Told, engine: _Engine, environ: Mapping[str, str]) -
     if not given:
         address, source = engine.coordinator(environ, told.size)
         return told._replace(coordinator=address, coordinator_from=source)
-    problem = address_problem(given)
-    if problem:
-        raise ClusterError(
-            f"{COORDINATOR}={_repr.repr(given)} {problem}. Write host:port, such as "
-            "'10.0.0.1:4000', 'node1:4000' or '[::1]:4000'."
-        )
+    check_address(given, f"{COORDINATOR}={shown(given)}", ADDRESSES)
     return told._replace(coordinator=given, coordinator_from=COORDINATOR)
 
 
@@ -305,25 +286,23 @@ def _port(*words: str) -> int:
     return CHOSEN.start + zlib.crc32(os.fsencode(" ".join(words))) % len(CHOSEN)
 
 
-def _unknown(environ: Mapping[str, str], size: int) -> tuple[str, str]:
-    del environ, size
+def _unknown(_environ: Mapping[str, str], _size: int) -> tuple[str, str]:
     return "", ""
 
 
-def _on_slurm(environ: Mapping[str, str], size: int) -> tuple[str, str]:
-    del size
+def _on_slurm(environ: Mapping[str, str], _size: int) -> tuple[str, str]:
     nodes = environ.get("SLURM_STEP_NODELIST", "").strip()
     try:
         first, *more = itertools.islice(hosts(nodes), 2)
     except ValueError as error:
         raise ClusterError(
-            f"SLURM_STEP_NODELIST={_repr.repr(nodes)} cannot be read ({error}); Slurm writes hosts "
+            f"SLURM_STEP_NODELIST={shown(nodes)} cannot be read ({error}); Slurm writes hosts "
             f"as in node[01-03,7],x5. {_SET_COORDINATOR}."
         ) from None
     job, step = environ.get("SLURM_JOB_ID", ""), environ.get("SLURM_STEP_ID", "")
     # Tasks of one machine need neither the network nor the resolution of its name.
     host = first if more else "127.0.0.1"
-    source = f"SLURM_STEP_NODELIST={_repr.repr(nodes)} and the numbers of job {job} and step {step}"
+    source = f"SLURM_STEP_NODELIST={shown(nodes)} and the numbers of job {job} and step {step}"
     return f"{host}:{_port('slurm', job, step)}", source
 
 
@@ -362,17 +341,13 @@ def _ancestor(name: str) -> str:
 
 
 def _of_master(host: str, port: str, step: int, why: str) -> Callable[..., tuple[str, str]]:
-    """Returns a function that reads the address of rank 0 from torchrun's variables.
+    """Returns a function that reads the address of rank 0 from two variables, as of torchrun.
 
-    Args:
-        host: the variable of the host.
-        port: the variable of the port.
-        step: this is added to the port, or subtracted from a port near the highest one.
-        why: the reason for that, which follows the variables' names in messages.
+    `step` is added to the port, or subtracted from one near the highest; `why` is the reason for
+    that in messages.
     """
 
-    def coordinator(environ: Mapping[str, str], size: int) -> tuple[str, str]:
-        del size
+    def coordinator(environ: Mapping[str, str], _size: int) -> tuple[str, str]:
         name, number = environ.get(host, "").strip(), environ.get(port, "").strip()
         if not name or not number:
             return "", ""
@@ -380,30 +355,23 @@ def _of_master(host: str, port: str, step: int, why: str) -> Callable[..., tuple
             name = f"[{name}]"
         if number.isdecimal() and len(number) < 6:
             number = str(int(number) + (step if int(number) + step < 65536 else -step))
-        problem = address_problem(f"{name}:{number}")
-        if problem:
-            raise ClusterError(
-                f"{host}={_repr.repr(name)}, {port}={_repr.repr(number)}: the address {problem}. "
-                f"{_SET_COORDINATOR}."
-            )
-        return f"{name}:{number}", f"{host} and {port}{why}"
+        address = f"{name}:{number}"
+        given = f"{host}={shown(name)}, {port}={shown(number)}: the address"
+        check_address(address, given, _SET_COORDINATOR)
+        return address, f"{host} and {port}{why}"
 
     return coordinator
 
 
-def _of_jax(environ: Mapping[str, str], size: int) -> tuple[str, str]:
-    del size
+def _of_jax(environ: Mapping[str, str], _size: int) -> tuple[str, str]:
     given = environ.get("JAX_COORDINATOR_ADDRESS", "").strip()
-    problem = address_problem(given) if given else None
-    if problem:
-        raise ClusterError(
-            f"JAX_COORDINATOR_ADDRESS={_repr.repr(given)} {problem}. {_SET_COORDINATOR}."
-        )
-    return given, "JAX_COORDINATOR_ADDRESS" if given else ""
+    if not given:
+        return "", ""
+    check_address(given, f"JAX_COORDINATOR_ADDRESS={shown(given)}", _SET_COORDINATOR)
+    return given, "JAX_COORDINATOR_ADDRESS"
 
 
-def _of_sagemaker(environ: Mapping[str, str], size: int) -> tuple[str, str]:
-    del size
+def _of_sagemaker(environ: Mapping[str, str], _size: int) -> tuple[str, str]:
     return f"{json.loads(environ['SM_HOSTS'])[0]}:{_SAGEMAKER_PORT}", "the first of SM_HOSTS"
 
 

@@ -31,12 +31,7 @@ def restart(given: int | None = None, environ: Mapping[str, str] = os.environ) -
 def lost_worker(given: int | None = None, environ: Mapping[str, str] = os.environ) -> int:
     """Returns the exit code of a program that ends because another worker was lost.
 
-    Args:
-        given: the program's own choice; None takes TFPARA_LOST_WORKER_EXIT_CODE, or 1.
-        environ: the environment.
-
-    Raises:
-        ValueError: the code is no number from 1 to 255.
+    Arguments and errors as for `restart`, with TFPARA_LOST_WORKER_EXIT_CODE, or 1.
     """
     return _checked("lost_worker_exit_code", given, LOST_VARIABLE, _LOST, environ)
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
-from tfpara.cluster import Cluster
+from tfpara.cluster import Cluster, label
 from tfpara.cluster.reach import unreachable
 
 _PROBE_SECONDS = 3.0
@@ -23,20 +24,39 @@ _advice: Callable[[], str] = str  # returns the fix for the exchange that failed
 # The sentence on which worker is where, once this process has ended an exchange because workers
 # were in different ones.
 _apart = ""
-_ended: dict[int, str] = {}  # for each worker that said it ends, the error; "" if there was none
+_ended: dict[int, str] = {}  # the errors of workers that have reported their end; "" for none
 # The error that ends this process, for the others; "" if none, None if they know it already.
 _last_words: str | None = ""
 _APART = re.compile(r"apart: (.*?) \(apart\)")
 _WHO_WAS_SILENT = re.compile(r"; (.*?) was silent \(timeout_seconds\)")
+_ASSERTED = re.compile(
+    r"assertion failed: \[((?:replicas?|workers?) .*?)\](\n| \[Op:|$)", re.DOTALL
+)
 # If a function of several devices calls another one that fails, TensorFlow may report this alone.
 _CANCELLED = "RecvAsync is cancelled"
-_BECAUSE = "a sync failed because "
+_NAMES = re.compile(r"(?:^|and )(chief|worker \d+)\b")
+_OF_A_SYNC = re.compile(f"ollective|RecvBuf|Horovod has|{_CANCELLED}")
+
+
+class Explanation(NamedTuple):
+    """The explanation of an error.
+
+    Attributes:
+        sentence: the cause, and the fix.
+        is_loss: whether another worker was lost.
+        lost: the names of the lost workers as launchers use them, "chief" or "worker 1", as far as
+            they are known.
+    """
+
+    sentence: str
+    is_loss: bool = False
+    lost: Sequence[str] = ()
 
 
 def explain(
     error: BaseException, cluster: Cluster, timeout_seconds: float | None = None
-) -> str | None:
-    """Returns one sentence on an error that a collective raised; None for any other error.
+) -> Explanation | None:
+    """Returns the explanation of an error that a collective raised; None for any other error.
 
     Args:
         error: the error that `fit` or another call raised.
@@ -51,17 +71,14 @@ def explain(
     text = str(error.message)
     if not cluster.addresses and _known is not None:
         cluster = _known
-    asserted = re.search(
-        r"assertion failed: \[((?:replicas?|workers?) .*?)\](\n| \[Op:|$)", text, re.DOTALL
-    )
+    asserted = _ASSERTED.search(text)
     if asserted:
-        return re.sub(r"\\(.)", r"\1", asserted[1])
-    words = f"ollective|RecvBuf|Horovod has|{_CANCELLED}"
-    if cluster.num_workers == 1 or not re.search(words, text):
+        return Explanation(re.sub(r"\\(.)", r"\1", asserted[1]))
+    if cluster.num_workers == 1 or not _OF_A_SYNC.search(text):
         return None
     apart = _APART.search(text)  # another worker found that workers are apart
     if _apart or apart:
-        return f"{_apart or (apart[1] if apart else '')}."
+        return Explanation(f"{_apart or (apart[1] if apart else '')}.")
     gone = _gone(cluster)
     if gone:
         return gone
@@ -74,28 +91,16 @@ def explain(
     if silent or told or ended_here or heard_nothing:
         who = _silence or (told[1] if told else _who_is_mute() or "a worker")
         value = "" if timeout_seconds is None else f"={timeout_seconds:g}"
-        return (
+        sentence = (
             f"a sync failed because {who} was silent for longer than timeout_seconds{value}, "
             "though all still accept connections. If it is only slow (first step, uneven "
             "machines), give a longer timeout_seconds."
         )
+        return Explanation(sentence, True, _NAMES.findall(who))
     if _CANCELLED in text:
         return None
-    return "a sync failed because another worker stopped; its own output says why."
-
-
-def is_loss(sentence: str | None) -> bool:
-    """Returns whether a sentence of `explain` says that another worker was lost."""
-    return sentence is not None and _BECAUSE in sentence
-
-
-def named(sentence: str | None) -> list[str]:
-    """Returns the workers that a sentence of `explain` names as the cause, as launchers call them.
-
-    They are called by rank: "chief", "worker 1", ...
-    """
-    _, found, because = (sentence or "").partition(_BECAUSE)
-    return re.findall(r"(?:^|and )(chief|worker \d+)\b", because) if found else []
+    sentence = "a sync failed because another worker stopped; its own output says why."
+    return Explanation(sentence, True)
 
 
 def note_silence(who: str) -> str:
@@ -105,7 +110,7 @@ def note_silence(who: str) -> str:
         who: the silent workers; "" if they are not known.
 
     Returns:
-        The reason to give to TensorFlow, from which the others know who was silent.
+        The reason to give to TensorFlow, from which the other workers learn the names.
     """
     global _silence
     _silence = who
@@ -127,7 +132,7 @@ def note_apart(sentence: str) -> str:
 
 
 def note_end(rank: int, why: str) -> None:
-    """Notes that a worker has said that it ends, and the error; "" if there was none."""
+    """Notes that a worker has reported its end, and the error; "" if there was none."""
     _ended.setdefault(rank, why)
 
 
@@ -148,24 +153,26 @@ def last_words() -> str | None:
     return _last_words
 
 
-def _gone(cluster: Cluster) -> str:
-    """Returns the sentence on workers that are gone, with the cause if known; "" if none is."""
+def _gone(cluster: Cluster) -> Explanation | None:
+    """Returns the explanation by workers that are gone; None if none is."""
     names = {rank: cluster.describe(rank) for rank in range(cluster.num_workers)}
     closed = unreachable(cluster, _PROBE_SECONDS)
     if closed and not _ended:
         time.sleep(_HEAR_SECONDS)
-    failed = [f"{names[rank]} has failed ({why})" for rank, why in _ended.items() if why]
-    gone = [f"{n} is gone" for rank, n in names.items() if n in closed and rank not in _ended]
+    failed = {rank: f"{names[rank]} has failed ({why})" for rank, why in _ended.items() if why}
+    gone = {r: f"{name} is gone" for r, name in names.items() if name in closed and r not in _ended}
     # If a worker has failed or died, others that have ended are a consequence, and not named.
-    if failed or gone:
-        lost = " and ".join(failed or gone)
-        return f"a sync failed because {lost}; start all workers again."
-    if not _ended:
-        return ""
-    ended = [f"{names[rank]} has ended its program while others went on" for rank in _ended]
-    # Those ended without an error, so the exchange that failed in this process needs the fix.
-    advice = _advice() or "start all workers again"
-    return f"a sync failed because {' and '.join(ended)}; {advice}."
+    lost, advice = failed or gone, "start all workers again"
+    if not lost:
+        lost = {
+            rank: f"{names[rank]} has ended its program while others went on" for rank in _ended
+        }
+        # Those ended without an error, so the exchange that failed in this process needs the fix.
+        advice = _advice() or advice
+    if not lost:
+        return None
+    sentence = f"a sync failed because {' and '.join(lost.values())}; {advice}."
+    return Explanation(sentence, True, [label(rank) for rank in lost])
 
 
 def know(cluster: Cluster, timeout_seconds: float) -> None:

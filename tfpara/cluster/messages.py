@@ -5,9 +5,9 @@ run's secret and both numbers signs every message, together with its sender and 
 So a message that is copied from another connection, sent twice or sent back is not accepted. If the
 run has no secret, anyone can derive the key, and a signature is a checksum.
 
-The length and the signature of a message are checked before it is parsed, but what it says is not:
-whoever reads it has to expect any JSON object. Reading and sending never block. Only the standard
-library is imported.
+The length and the signature of a message are checked before it is parsed, but not its content: its
+reader has to expect any JSON object. Reading and sending never block. Only the standard library is
+imported.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tfpara.cluster import secret as run_secret
 from tfpara.typing import Json
 
 _LONGEST_MESSAGE = 1 << 20  # bytes
-_LONGEST_OF_RUN = 1 << 24  # bytes, from who has shown that it knows the run's secret
+_LONGEST_OF_RUN = 1 << 24  # bytes, from an end that has shown that it knows the run's secret
 _LONGEST_GREETING = 64  # bytes
 _DEEPEST = 64  # objects and lists inside each other; Python refuses to send some thousand
 _LONGEST_NUMBER = 100  # digits; a longer whole number has no float, and could not be printed
@@ -218,8 +218,8 @@ class Channel:
         elif self._caller:
             self.differs = line == _REFUSAL and not self.known
         elif _FRAME.fullmatch(line) and not self.known:
-            # The other end is of another run. It is told so without a signature, since it could not
-            # check one.
+            # The other end is of another run. The refusal has no signature, since the other end
+            # could not check one.
             self.differs = True
             self._leaving += _REFUSAL + b"\n"
         if isinstance(message, dict) and _is_flat(message, _DEEPEST):
@@ -252,7 +252,7 @@ def _whole(digits: str) -> int:
     """Returns a whole number of a message.
 
     Raises:
-        ValueError: it is too long for what is done with numbers here.
+        ValueError: it is too long.
     """
     if len(digits) > _LONGEST_NUMBER:
         raise ValueError(f"a number of {len(digits)} digits")
@@ -271,13 +271,7 @@ def connect(address: str, secret: bytes, purpose: str, timeout_seconds: float) -
     Raises:
         OSError, UnicodeError: no process accepts connections there.
     """
-    host, _, port = address.rpartition(":")
-    connection = socket.create_connection((host.strip("[]"), int(port)), timeout_seconds)
-    # A loopback connection to a free port can, by chance, be made with itself.
-    if connection.getsockname() == connection.getpeername():
-        connection.close()
-        raise ConnectionRefusedError("nobody listens")
-    return Channel(connection, secret, purpose, caller=True)
+    return Channel(ports.connect(address, timeout_seconds), secret, purpose, caller=True)
 
 
 def other_secret(chief: str) -> str:

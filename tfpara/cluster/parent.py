@@ -1,9 +1,10 @@
-"""Messages of a process to the launcher that has started it, by a pipe of their own.
+"""Reports of a process to the launcher that has started it, over a pipe of their own.
 
 The launcher gives each process the end of a pipe, and names it in TFPARA_LAUNCHER. A process writes
 lines of JSON: ``because`` (the names of the workers because of which it fails) with ``at`` (when it
 has noticed that, in seconds of `time.monotonic()`), and ``saves`` (it was asked to end, and writes
-a checkpoint first). Only the standard library is imported.
+a checkpoint first). Nothing that a program prints is read for this. Only the standard library is
+imported.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from collections.abc import Mapping
 from tfpara.typing import Json
 
 _VARIABLE = "TFPARA_LAUNCHER"
-_LONGEST = 4096  # bytes; so much is written at once, or not at all
+_LONGEST = 4096  # bytes of a line; so much is written at once, or not at all
 _READ = 1 << 16
 
 
@@ -27,23 +28,22 @@ def variables(descriptor: int) -> dict[str, str]:
 
 
 def tell(environ: Mapping[str, str] = os.environ, **said: object) -> None:
-    """Tells the launcher something, if it has started this process; never waits, never fails."""
+    """Reports to the launcher, if it has started this process; never waits, never fails."""
     descriptor, _, pipe = environ.get(_VARIABLE, "").partition(":")
     line = json.dumps(said).encode() + b"\n"
     with contextlib.suppress(OSError, ValueError, OverflowError):
-        # A process that was started by this one has the variable, and under this number a file of
-        # its own perhaps.
+        # A child of this process inherits the variable, but may have a file of its own under this
+        # number.
         found = os.fstat(int(descriptor))
         if stat.S_ISFIFO(found.st_mode) and found.st_ino == int(pipe) and len(line) <= _LONGEST:
             os.write(int(descriptor), line)
 
 
-class Ear:
-    """The launcher's end of a pipe from one process.
+class Reports:
+    """The launcher's end of the pipe from one process.
 
     Attributes:
-        writer: the other end, for the process; it is to be closed here once that has it.
-        said: all that has been heard, the latest value of each key.
+        writer: the other end, for the process; to be closed here once the process has it.
     """
 
     def __init__(self) -> None:
@@ -51,20 +51,22 @@ class Ear:
         os.set_blocking(self._reader, False)
         os.set_blocking(self.writer, False)  # so that a process never waits for the launcher
         self._rest = b""
-        self.said: dict[str, Json] = {}
+        self._said: dict[str, Json] = {}
 
-    def listen(self) -> dict[str, Json]:
-        """Takes in what has arrived; returns `said`."""
+    def read(self) -> dict[str, Json]:
+        """Returns all that has been reported, the latest value of each key."""
         with contextlib.suppress(OSError):
             while chunk := os.read(self._reader, _READ):
                 *lines, self._rest = (self._rest + chunk).split(b"\n")
                 for line in lines:
                     with contextlib.suppress(ValueError, RecursionError):
                         told = json.loads(line)
-                        self.said |= told if isinstance(told, dict) else {}
-        return self.said
+                        self._said |= told if isinstance(told, dict) else {}
+                if len(self._rest) > _LONGEST:
+                    self._rest = b""
+        return self._said
 
     def close(self) -> None:
-        """Takes in the rest, and ends the pipe."""
-        self.listen()
+        """Takes in the rest, and closes this end."""
+        self.read()
         os.close(self._reader)

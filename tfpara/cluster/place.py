@@ -87,56 +87,44 @@ class Place:
         self._callbacks = 0
         self._purpose: Purpose | None = None
 
-    @contextlib.contextmanager
-    def in_fit(self) -> Iterator[None]:
+    def in_fit(self) -> contextlib.AbstractContextManager[None]:
         """Notes that `fit` runs inside."""
-        former = self.fits, self._epoch, self._step, self._callbacks, self.in_first_epoch
-        self.fits, self._epoch, self._step, self._callbacks = self.fits + 1, 0, 0, 0
-        try:
-            yield
-        finally:
-            self.fits, self._epoch, self._step, self._callbacks, self.in_first_epoch = former
+        return self._with(
+            fits=self.fits + 1, _epoch=0, _step=0, _callbacks=0, in_first_epoch=self.in_first_epoch
+        )
 
-    @contextlib.contextmanager
-    def in_call(self, purpose: Purpose) -> Iterator[None]:
+    def in_call(self, purpose: Purpose) -> contextlib.AbstractContextManager[None]:
         """Notes that metrics are read for this purpose inside."""
-        self.calls.append(purpose)
-        try:
-            yield
-        finally:
-            self.calls.pop()
+        return self._with(calls=[*self.calls, purpose])
+
+    def in_callbacks(self) -> contextlib.AbstractContextManager[None]:
+        """Notes that callbacks of `fit` run inside; a metric that they read is no epoch's end."""
+        return self._with(_callbacks=self._callbacks + 1)
+
+    def waiting(self) -> contextlib.AbstractContextManager[None]:
+        """Notes that this process waits inside, in an exchange that is no model's sync."""
+        return self._with(began=self.began or time.monotonic())
 
     @contextlib.contextmanager
-    def in_callbacks(self) -> Iterator[None]:
-        """Notes that callbacks of `fit` run inside; a metric that they read is no epoch's end."""
-        self._callbacks += 1
+    def _with(self, **values: object) -> Iterator[None]:
+        """Sets attributes inside."""
+        former = {name: vars(self)[name] for name in values}
+        vars(self).update(values)
         try:
             yield
         finally:
-            self._callbacks -= 1
+            vars(self).update(former)
 
     @contextlib.contextmanager
     def meeting(self, purpose: Purpose) -> Iterator[None]:
         """Notes that an exchange of all workers runs inside; counts it, unless it fails."""
-        former, self._purpose = self._purpose, purpose
-        try:
-            yield
-            self.met += 1
-        except Exception:
-            self.failed = purpose
-            raise
-        finally:
-            self._purpose = former
-
-    @contextlib.contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Notes that this process waits inside, in an exchange that is no model's sync."""
-        former = self.began
-        self.began = former or time.monotonic()
-        try:
-            yield
-        finally:
-            self.began = former
+        with self._with(_purpose=purpose):
+            try:
+                yield
+                self.met += 1
+            except Exception:
+                self.failed = purpose
+                raise
 
     def epoch_begins(self, epoch: int) -> None:
         """Notes that epoch number `epoch`, from 0, of `fit` begins."""

@@ -1,4 +1,4 @@
-"""Addresses and ports on which a process listens: for its peers, and as few others as possible.
+"""Addresses and ports: listening for peers, and for as few others as possible; connecting.
 
 Only the standard library is imported.
 """
@@ -21,6 +21,32 @@ from collections.abc import Iterable
 CHOSEN = range(10000, 32768)
 _PAUSE_SECONDS = 0.1
 _SIOCGIFADDR = 0x8915  # Linux: the address of an interface
+
+
+def joined(host: str, port: int) -> str:
+    """Returns "host:port", with brackets around an IP address of version 6."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def split(address: str) -> tuple[str, str]:
+    """Returns the host, without brackets, and the port of an address "host:port"."""
+    host, _, port = address.rpartition(":")
+    return host.strip("[]"), port
+
+
+def connect(address: str, timeout_seconds: float) -> socket.socket:
+    """Connects to "host:port".
+
+    Raises:
+        OSError, UnicodeError: no process accepts connections there.
+    """
+    host, port = split(address)
+    connection = socket.create_connection((host, int(port)), timeout_seconds)
+    # A loopback connection to a free port can, by chance, be made with itself.
+    if connection.getsockname() == connection.getpeername():
+        connection.close()
+        raise ConnectionRefusedError("nobody listens")
+    return connection
 
 
 class OpenPort:
@@ -100,6 +126,13 @@ def bind(host: str, port: int, reuse: bool = True) -> socket.socket:
     return _bind(socket.AF_INET6 if ":" in host else socket.AF_INET, host, port, reuse)
 
 
+def listen(host: str, port: int, peers: int = 0) -> socket.socket:
+    """Returns a socket that listens for so many processes; arguments and errors as for `bind`."""
+    listener = bind(host, port)
+    listener.listen(max(128, peers))
+    return listener
+
+
 def reserve() -> socket.socket:
     """Returns a socket that keeps a port, free on all interfaces, until the socket is closed.
 
@@ -144,7 +177,7 @@ def _bind(family: int, host: str, port: int, reuse: bool) -> socket.socket:
 
 def unknown(addresses: Iterable[str]) -> bool:
     """Returns whether a host of these addresses "host:port" cannot be resolved now."""
-    for host in {address.rpartition(":")[0].strip("[]") for address in addresses}:
+    for host in {split(address)[0] for address in addresses}:
         try:
             socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
         except (OSError, UnicodeError):

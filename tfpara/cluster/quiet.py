@@ -63,7 +63,7 @@ def starting() -> Iterator[None]:
 
 @contextlib.contextmanager
 def regrouping() -> Iterator[None]:
-    """Leaves out what TensorFlow's Python code says where workers connect, also in a living run."""
+    """Leaves out the notes of TensorFlow's Python code on connections, also within a run."""
     loggers = [] if _shows_all() else [logging.getLogger("tensorflow"), logging.getLogger("absl")]
     for logger in loggers:
         logger.addFilter(_is_news)

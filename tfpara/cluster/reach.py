@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import socket
+import contextlib
 import threading
 import time
 from collections.abc import Sequence
 
-from tfpara.cluster import Cluster
+from tfpara.cluster import Cluster, ports
 
 
 def unreachable(cluster: Cluster, timeout_seconds: float) -> list[str]:
@@ -37,7 +37,8 @@ def accepting(addresses: Sequence[str], timeout_seconds: float) -> frozenset[str
     found: set[str] = set()
 
     def probe(address: str) -> None:
-        if _accepts(address, timeout_seconds):
+        with contextlib.suppress(OSError, UnicodeError):
+            ports.connect(address, timeout_seconds).close()
             found.add(address)
 
     # Daemon threads: a name look-up cannot be cut short, and must not keep the process alive.
@@ -48,13 +49,3 @@ def accepting(addresses: Sequence[str], timeout_seconds: float) -> frozenset[str
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
     return frozenset(found)
-
-
-def _accepts(address: str, timeout_seconds: float) -> bool:
-    host, _, port = address.rpartition(":")
-    try:
-        with socket.create_connection((host.strip("[]"), int(port)), timeout_seconds) as connection:
-            # A loopback connection to a free port can, by chance, be made with itself.
-            return bool(connection.getsockname() != connection.getpeername())
-    except (OSError, UnicodeError):
-        return False

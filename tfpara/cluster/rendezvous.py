@@ -13,34 +13,30 @@ requests without it. The token is sent unencrypted. Only the standard library is
 from __future__ import annotations
 
 import contextlib
-import functools
 import hmac
 import http.client
 import http.server
 import json
-import logging
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from tfpara import cluster
-from tfpara.cluster import messages, secret
+from tfpara.cluster import messages, ports, secret
 from tfpara.cluster.startup import StartupError
+from tfpara.cluster.waiting import tried, until
 
 ADDRESS, PORT = "HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT"
-_RETRY_SECONDS = 0.1
 _ANSWER_SECONDS = 10.0
 _REFUSED_SECONDS = 1.0
-_LOG_SECONDS = 30.0
 _LONGEST_VALUE = 1 << 20  # bytes; Gloo's values are some hundred bytes for each process
 _LONGEST_KEY = 1 << 10
 _MOST_BYTES = 1 << 28  # all values together
 _CLIENTS = 256  # number of clients at a time
 _PURPOSE = b"store"
 _FORGED = -1
-_log = logging.getLogger(__name__)
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):
@@ -137,7 +133,7 @@ class Server(http.server.ThreadingHTTPServer):
         return held + len(key) + length <= _MOST_BYTES
 
     def process_request(self, request: Any, client_address: tuple[str, int]) -> None:
-        """Answers a client in a thread of its own; if there are too many, drops the oldest."""
+        """Answers a client in a new thread; if there are too many clients, drops the oldest."""
         with self._lock:
             self._clients[request] = time.monotonic()
             crowd = list(self._clients)[: max(0, len(self._clients) - _CLIENTS)]
@@ -180,14 +176,10 @@ def _token(shared: bytes, port: int) -> str:
 def variables(found: cluster.Cluster, host: str, port: int, shared: bytes = b"") -> dict[str, str]:
     """Returns Horovod's environment variables for one process of a cluster with addresses.
 
-    Args:
-        found: this process's view of the cluster.
-        host: host of the store.
-        port: port of the store.
-        shared: the secret of the run.
+    `host` and `port` are the store's, `shared` is the secret of the run.
     """
     token = _token(shared, port)
-    hosts = [address.rpartition(":")[0].strip("[]") for address in found.addresses]
+    hosts = [ports.split(address)[0] for address in found.addresses]
     own = hosts[found.rank]
     beside = [rank for rank, other in enumerate(hosts) if other == own]
     local_rank = beside.index(found.rank)
@@ -217,11 +209,8 @@ def meet(
 ) -> None:
     """Waits until every process has come to the store that the environment names.
 
-    Args:
-        found: this process's view of the cluster.
-        environ: has HOROVOD_GLOO_RENDEZVOUS_ADDR and HOROVOD_GLOO_RENDEZVOUS_PORT.
-        timeout_seconds: longest wait.
-        shared: the secret of the run. It signs all values, also in a store that horovodrun serves.
+    The environment has the store's address. The secret of the run, `shared`, signs all values, also
+    in a store that horovodrun serves.
 
     Raises:
         StartupError: the variables are missing or wrong, no store answers there, or a process does
@@ -238,8 +227,12 @@ def meet(
     places = _Places(address, int(port), shared, deadline)
     size = found.num_workers
     places.put(found.rank, size)
-    missing, log_at = set(range(size)), time.monotonic() + _LOG_SECONDS
-    while missing:
+    missing, forged = set(range(size)), ""
+
+    def names() -> str:
+        return ", ".join(map(found.describe, sorted(missing)))
+
+    for _ in until(deadline, names):
         forged = ""
         for rank in sorted(missing):
             said = places.get(rank)
@@ -252,29 +245,19 @@ def meet(
                     f"HOROVOD_SIZE differs: this process has {size}, "
                     f"{found.describe(rank)} has {said}. Give all the same."
                 )
-        names, now = ", ".join(map(found.describe, sorted(missing))), time.monotonic()
-        if missing and now >= deadline:
-            raise StartupError(
-                f"after {timeout_seconds:g} s these workers have not started: {names}. Start one "
-                f"process for each rank below HOROVOD_SIZE within startup_timeout_seconds.{forged}"
-            )
-        if missing and now >= log_at:
-            _log.warning("Waiting for %s.", names)
-            log_at = now + _LOG_SECONDS
-        if missing:
-            time.sleep(_RETRY_SECONDS)
+        if not missing:
+            return
+    raise StartupError(
+        f"after {timeout_seconds:g} s these workers have not started: {names()}. Start one "
+        f"process for each rank below HOROVOD_SIZE within startup_timeout_seconds.{forged}"
+    )
 
 
 class _Places(NamedTuple):
-    """Access to the values by which processes show in a store that they have come.
+    """The values by which processes show in a store that they have come.
 
-    The values are signed, since anyone may be able to write to the store.
-
-    Attributes:
-        address: address of the store, from Horovod's variable.
-        port: port of the store, from Horovod's variable.
-        shared: the secret of the run.
-        deadline: time by which the store must answer.
+    They are signed with the run's secret, `shared`, since anyone may be able to write to the store,
+    which has the address and port of Horovod's variables, and must answer by the deadline.
     """
 
     address: str
@@ -288,10 +271,7 @@ class _Places(NamedTuple):
         self._ask("PUT", rank, json.dumps(value).encode())
 
     def get(self, rank: int) -> int | None:
-        """Returns the number of processes of one that has come.
-
-        It is None if the process has not come, and `_FORGED` if the value is not signed rightly.
-        """
+        """Returns a process's number of processes, `_FORGED`, or None if it has not come."""
         value = self._ask("GET", rank)
         if value is None:
             return None
@@ -308,23 +288,19 @@ class _Places(NamedTuple):
         return secret.derive(self.shared, _PURPOSE, text.encode()).hex()
 
     def _ask(self, method: str, rank: int, body: bytes | None = None) -> bytes | None:
-        ask = functools.partial(_request, self.address, self.port, method, rank, body)
-        return _patiently(ask, self.deadline)
-
-
-def _patiently(ask: Callable[[], bytes | None], deadline: float) -> bytes | None:
-    """Returns the answer of a store that may not be served yet; asks until the deadline."""
-    while True:
-        try:
-            return ask()
-        except (OSError, http.client.HTTPException) as error:
-            if time.monotonic() >= deadline:
-                raise StartupError(
-                    f"nobody answers where Horovod's processes find each other ({error}): see to "
-                    f"it that {ADDRESS} and {PORT} name the host and port of horovodrun, or of "
-                    "whatever serves them."
-                ) from None
-        time.sleep(_RETRY_SECONDS)
+        errors = (OSError, http.client.HTTPException)
+        try:  # the store may not be served yet
+            return tried(
+                lambda: _request(self.address, self.port, method, rank, body),
+                self.deadline,
+                errors=errors,
+            )
+        except errors as error:
+            raise StartupError(
+                f"nobody answers where Horovod's processes find each other ({error}): see to it "
+                f"that {ADDRESS} and {PORT} name the host and port of horovodrun, or of whatever "
+                "serves them."
+            ) from None
 
 
 def _request(address: str, port: int, method: str, rank: int, body: bytes | None) -> bytes | None:

@@ -14,6 +14,8 @@ import secrets
 import stat
 from collections.abc import Iterable, Mapping
 
+from tfpara.cluster import ports
+
 VARIABLE, FILE_VARIABLE = "TFPARA_SECRET", "TFPARA_SECRET_FILE"
 _SHORTEST, _LONGEST = 16, 4096  # bytes
 MAKE_ONE = "(umask 077; python -c 'import secrets; print(secrets.token_hex())' > FILE)"
@@ -89,7 +91,7 @@ def _contents(path: str) -> bytes:
 
 def is_loopback(address: str) -> bool:
     """Returns whether an address "host:port" leads to this machine alone."""
-    host = address.rpartition(":")[0].strip("[]")
+    host = ports.split(address)[0]
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

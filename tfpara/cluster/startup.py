@@ -1,14 +1,13 @@
 """The meeting of a cluster's workers before TensorFlow starts.
 
 TensorFlow's own start waits for missing workers for ever, inside C++ and with Python's interpreter
-locked, so that no exception, no Ctrl-C and no Python thread can end it. So the workers meet first
-over plain TCP, at the addresses that TensorFlow will use. Every worker says hello to the chief, and
-the chief tells all of them whether to go on. This finds absent workers, workers whose TF_CONFIG
-differs, two workers with the same task, ports in use and wrong addresses, and all workers report
-the same cause. Messages are signed with the run's secret (`messages.py`).
+locked, so that no exception, Ctrl-C or Python thread can end it. So the workers meet first over
+plain TCP, at the addresses that TensorFlow will use. Every worker sends a hello to the chief, which
+answers all of them with a go-ahead or with one problem: absent workers, differing TF_CONFIGs, two
+workers with the same task, ports in use, wrong addresses. Messages are signed (`messages.py`).
 
 Workers that know only their ranks, from an engine (`engines.py`), first find each other in the same
-way. Rank 0 listens at the coordinator's address, every worker sends its host and the port on which
+way: rank 0 listens at the coordinator's address, every worker sends its host and the port on which
 TensorFlow may listen, and rank 0 sends the addresses to all.
 """
 
@@ -30,11 +29,10 @@ from tfpara.cluster import Cluster, engines, label, messages, ports, quiet, secr
 from tfpara.cluster.door import Door
 from tfpara.cluster.messages import Channel
 from tfpara.cluster.reach import unreachable
+from tfpara.cluster.waiting import RETRY_SECONDS, tried, until
 from tfpara.typing import Json
 
-_RETRY_SECONDS = 0.1
 _ANSWER_SECONDS = 10.0  # longest exchange between two running processes
-_LOG_SECONDS = 30.0
 # Longest start of TensorFlow after the meeting. It takes seconds, unless a worker dies meanwhile.
 _CONNECT_SECONDS = 120.0
 _PURPOSE = "start"
@@ -55,12 +53,8 @@ def guard(cluster: Cluster, timeout_seconds: float) -> Iterator[None]:
 
     If the body takes over two minutes, the process prints a traceback and exits with code 1. That
     happens if a worker dies between the meeting and TensorFlow's connection. After the body SIGTERM
-    has its former handler.
-
-    Args:
-        cluster: this process's view of the cluster. Nothing is done for a single process, or if
-            this process has met the same cluster before.
-        timeout_seconds: longest wait for the other workers.
+    has its former handler. Nothing is done for a single process, or one that has met the same
+    cluster before.
 
     Raises:
         StartupError: as by `meet`; or this process has met another cluster before, as a Python
@@ -148,25 +142,17 @@ def meet(
     if cluster.num_workers == 1:
         return
     shared = secret.read() if shared is None else shared
-    deadline = time.monotonic() + timeout_seconds
-    name = cluster.describe(cluster.rank)
-    listener = listen(cluster.address, name, cluster.num_workers)
-    terms = _terms(cluster, collectives)
+    terms = _terms(cluster, collectives, shared, timeout_seconds)
+    listener = listen(cluster.address, cluster.describe(cluster.rank), cluster.num_workers)
     if not cluster.is_chief:
         hello = {"rank": cluster.rank, "cluster": _view(cluster), "collectives": collectives}
         with contextlib.closing(ports.OpenPort(listener)):
-            _report_to_chief(terms, lambda _: hello, shared, timeout_seconds, deadline)
+            _report_to_chief(terms, lambda _: hello)
         return
     secret.warn_without(shared, cluster.addresses)
-    door = Door(listener, shared, _PURPOSE, cluster.num_workers)
-    try:
-        guests = _gather(terms, door, timeout_seconds, deadline)
-        problem = guests if isinstance(guests, str) else _astray(cluster, deadline)
-        door.tell_guests(problem=problem)
-    finally:
-        door.close(_ANSWER_SECONDS)
-    if problem:
-        raise StartupError(problem)
+    with _gathered(terms, listener) as (door, _):
+        _check_reachable(cluster, terms.deadline)
+        door.tell_guests(problem=None)
 
 
 def find_each_other(
@@ -174,11 +160,7 @@ def find_each_other(
 ) -> Cluster:
     """Returns the cluster with addresses, for processes that know only their ranks.
 
-    Args:
-        cluster: this process's view. It is returned as it is if it has addresses, or is a single
-            process.
-        timeout_seconds: longest wait for the other workers.
-        collectives: the backend that the worker starts after this.
+    One that has addresses, or is a single process, is returned as it is. Arguments as for `meet`.
 
     Raises:
         ClusterError: the address of rank 0 is not known.
@@ -196,44 +178,25 @@ def find_each_other(
         raise workers.ClusterError(engines.no_coordinator(told))
     level = logging.INFO if told.rank else logging.WARNING  # a warning is shown by default
     _log.log(level, "tfpara: %s.", told.described())
-    shared = secret.read()
-    deadline = time.monotonic() + timeout_seconds
-    terms = _terms_of(told, collectives)
+    terms = _terms_of(told, collectives, secret.read(), timeout_seconds)
     with contextlib.closing(ports.reserve()) as own:
         port = own.getsockname()[1]
         if told.rank:
-            answer = _report_to_chief(
-                terms,
-                lambda channel: {
-                    "rank": told.rank,
-                    "size": told.size,
-                    "collectives": collectives,
-                    "at": [channel.own_host, port],
-                },
-                shared,
-                timeout_seconds,
-                deadline,
-            )
+            hello = {"rank": told.rank, "size": told.size, "collectives": collectives}
+            answer = _report_to_chief(terms, lambda chief: {**hello, "at": [chief.own_host, port]})
             addresses = answer["addresses"]
         else:
-            addresses = _tell_addresses(told, terms, port, shared, timeout_seconds, deadline)
+            with _gathered(terms, _listen_as_coordinator(told)) as (door, guests):
+                addresses = _addresses(port, guests)
+                door.tell_guests(problem=None, addresses=addresses)
     _found[cluster] = workers.of_rank(told, tuple(addresses))
     return _found[cluster]
 
 
-def _tell_addresses(
-    told: engines.Told,
-    terms: _Terms,
-    port: int,
-    shared: bytes,
-    timeout_seconds: float,
-    deadline: float,
-) -> list[str]:
-    """Waits for all workers at the coordinator's address, and sends them the addresses of all."""
-    host, _, number = told.coordinator.rpartition(":")
+def _listen_as_coordinator(told: engines.Told) -> socket.socket:
+    host, number = ports.split(told.coordinator)
     try:
-        listener = ports.bind(ports.own_host(host), int(number))
-        listener.listen(max(128, told.size))
+        return ports.listen(ports.own_host(host), int(number), told.size)
     except OSError as error:
         raise StartupError(
             f"rank 0 cannot listen at {told.coordinator} ({told.coordinator_from}): "
@@ -241,17 +204,6 @@ def _tell_addresses(
             f"or set {engines.COORDINATOR}=host:port to a free port of this machine for all "
             "processes."
         ) from None
-    door = Door(listener, shared, _PURPOSE, told.size)
-    try:
-        guests = _gather(terms, door, timeout_seconds, deadline)
-        if isinstance(guests, str):
-            door.tell_guests(problem=guests)
-            raise StartupError(guests)
-        addresses = _addresses(port, guests)
-        door.tell_guests(problem=None, addresses=addresses)
-    finally:
-        door.close(_ANSWER_SECONDS)
-    return addresses
 
 
 def _addresses(port: int, guests: Mapping[int, _Guest]) -> list[str]:
@@ -262,47 +214,39 @@ def _addresses(port: int, guests: Mapping[int, _Guest]) -> list[str]:
     """
     at = {rank: guest.hello["at"] for rank, guest in guests.items()}
     outside = [rank for rank, (host, _) in at.items() if not secret.is_loopback(f"{host}:0")]
-    own = guests[outside[0] if outside else 1].channel.own_host
+    own = guests[outside[0] if outside else 1].reaches
     places = [(own, port)]
     for rank in range(1, len(at) + 1):
         host, number = at[rank]
         here = bool(outside) and rank not in outside
         places.append((own if here else host, number))
-    return [f"[{host}]:{number}" if ":" in host else f"{host}:{number}" for host, number in places]
+    return [ports.joined(*place) for place in places]
 
 
 class _Guest(NamedTuple):
-    """A worker that has come to the chief: its connection and its hello."""
+    """A worker that has come to the chief."""
 
-    channel: Channel
+    reaches: str  # the chief's IP address at which the worker has reached it
     hello: Mapping[str, Json]
 
 
 class _Terms(NamedTuple):
-    """The terms of a meeting, which differ between workers of TF_CONFIG and those of an engine.
+    """The terms of a meeting, which differ between workers of TF_CONFIG and those of an engine."""
 
-    Attributes:
-        size: number of workers.
-        chief: "host:port" at which the chief listens.
-        describe: returns the name of a worker in messages, from its rank.
-        check: returns what is wrong with a hello, or None, from the worker's rank and the hello.
-        known: returns whether a hello has the form of this kind of meeting.
-        twice: returns the sentence that two workers have the same rank, from the rank.
-        absent: the fix if workers do not come, in words.
-        chief_where: where the chief must be started, in words.
-    """
-
-    size: int
-    chief: str
-    describe: Callable[[int], str]
-    check: Callable[[int, Mapping[str, Json]], str | None]
-    known: Callable[[Mapping[str, Json]], bool]
-    twice: Callable[[int], str]
-    absent: str
-    chief_where: str
+    size: int  # number of workers
+    chief: str  # "host:port" at which the chief listens
+    describe: Callable[[int], str]  # returns the name in messages of the worker with a rank
+    check: Callable[[int, Mapping[str, Json]], str | None]  # returns the problem of a rank's hello
+    known: Callable[[Mapping[str, Json]], bool]  # returns whether a hello has the right form
+    twice: Callable[[int], str]  # returns the sentence that two workers have the same rank
+    absent: str  # the fix if workers do not come
+    chief_where: str  # the place where the chief must be started, in words
+    shared: bytes  # the secret of the run
+    timeout_seconds: float
+    deadline: float
 
 
-def _terms(cluster: Cluster, collectives: str) -> _Terms:
+def _terms(cluster: Cluster, collectives: str, shared: bytes, timeout_seconds: float) -> _Terms:
     """Returns the terms for workers that TF_CONFIG names."""
 
     def check(rank: int, hello: Mapping[str, Json]) -> str | None:
@@ -316,21 +260,26 @@ def _terms(cluster: Cluster, collectives: str) -> _Terms:
         return _other_collectives(rank, hello, collectives)
 
     return _Terms(
-        cluster.num_workers,
-        cluster.addresses[0],
-        cluster.describe,
-        check,
-        lambda hello: isinstance(hello.get("cluster"), list) and len(hello["cluster"]) == 2,
-        lambda rank: (
+        size=cluster.num_workers,
+        chief=cluster.addresses[0],
+        describe=cluster.describe,
+        check=check,
+        known=lambda hello: isinstance(hello.get("cluster"), list) and len(hello["cluster"]) == 2,
+        twice=lambda rank: (
             "two processes have the same task in TF_CONFIG: both are "
             f"{cluster.describe(rank)}. Give each worker an index of its own."
         ),
-        "Start one process for each address of TF_CONFIG",
-        "the chief at its own",
+        absent="Start one process for each address of TF_CONFIG",
+        chief_where="the chief at its own",
+        shared=shared,
+        timeout_seconds=timeout_seconds,
+        deadline=time.monotonic() + timeout_seconds,
     )
 
 
-def _terms_of(told: engines.Told, collectives: str) -> _Terms:
+def _terms_of(
+    told: engines.Told, collectives: str, shared: bytes, timeout_seconds: float
+) -> _Terms:
     """Returns the terms for workers that have their ranks from an engine."""
 
     def check(rank: int, hello: Mapping[str, Json]) -> str | None:
@@ -343,21 +292,24 @@ def _terms_of(told: engines.Told, collectives: str) -> _Terms:
         return _other_collectives(rank, hello, collectives)
 
     return _Terms(
-        told.size,
-        told.coordinator,
-        lambda rank: label(rank) if rank else f"chief ({told.coordinator})",
-        check,
-        _has_place,
-        lambda rank: (
+        size=told.size,
+        chief=told.coordinator,
+        describe=lambda rank: label(rank) if rank else f"chief ({told.coordinator})",
+        check=check,
+        known=_has_address,
+        twice=lambda rank: (
             f"two processes have the same rank: both have {told.rank_variable}={rank}. Give each "
             f"a rank of its own, from 0 to {told.size - 1}."
         ),
-        f"Start one process for each rank below {told.size_variable}={told.size}",
-        f"rank 0 where this address leads, which is from {told.coordinator_from}",
+        absent=f"Start one process for each rank below {told.size_variable}={told.size}",
+        chief_where=f"rank 0 where this address leads, which is from {told.coordinator_from}",
+        shared=shared,
+        timeout_seconds=timeout_seconds,
+        deadline=time.monotonic() + timeout_seconds,
     )
 
 
-def _has_place(hello: Mapping[str, Json]) -> bool:
+def _has_address(hello: Mapping[str, Json]) -> bool:
     """Returns whether a hello has the number of processes, and the address of its sender."""
     match hello:
         case {"size": int(), "at": [str() as host, int() as port]}:
@@ -375,139 +327,108 @@ def _other_collectives(rank: int, hello: Mapping[str, Json], collectives: str) -
     )
 
 
-def _gather(
-    terms: _Terms, door: Door, timeout_seconds: float, deadline: float
-) -> dict[int, _Guest] | str:
-    """Waits for all workers; returns them by rank, or the sentence on what is wrong."""
+@contextlib.contextmanager
+def _gathered(
+    terms: _Terms, listener: socket.socket
+) -> Iterator[tuple[Door[int], dict[int, _Guest]]]:
+    """Yields the door and the workers by rank, once all have come to the chief.
+
+    A StartupError, also one of the body, is sent to all that have come.
+    """
+    door = Door[int](listener, terms.shared, _PURPOSE, terms.size)
+    try:
+        yield door, _gather(terms, door)
+    except StartupError as error:
+        door.tell_guests(problem=str(error))
+        raise
+    finally:
+        door.close(_ANSWER_SECONDS)
+
+
+def _gather(terms: _Terms, door: Door[int]) -> dict[int, _Guest]:
+    """Waits for all workers; returns them by rank."""
     guests: dict[int, _Guest] = {}
-    log_at = time.monotonic() + _LOG_SECONDS
+    problems: list[str] = []
+
+    def hear(channel: Channel, known_as: int | None, hello: dict[str, Json]) -> None:
+        rank = hello.get("rank")
+        if known_as is not None:
+            return
+        if not isinstance(rank, int) or not 0 < rank < terms.size or not terms.known(hello):
+            door.drop(channel)  # not a worker
+            return
+        is_twin = rank in guests
+        door.let_in(channel, -rank if is_twin else rank)  # the other twin stays a guest, too
+        problem = terms.check(rank, hello) or (terms.twice(rank) if is_twin else "")
+        problems.extend([problem] if problem else [])
+        guests[rank] = _Guest(channel.own_host, hello)
+
+    def missing() -> str:
+        return ", ".join(
+            terms.describe(rank) for rank in range(1, terms.size) if rank not in guests
+        )
+
     # When all have come it waits a moment more, since a second process may have the same task.
     complete_since = float("inf")
-    while True:
-        door.wait(_RETRY_SECONDS)
-        for channel, said in door.poll():
-            if channel.closed:  # the worker has ended, and may be started again
-                guests = {r: guest for r, guest in guests.items() if guest.channel is not channel}
-                door.drop(channel)
-            elif all(channel is not guest.channel for guest in guests.values()):
-                problem = _admit(terms, door, guests, channel, said[0])
-                if problem:
-                    return problem
-        missing = [rank for rank in range(1, terms.size) if rank not in guests]
-        names = ", ".join(terms.describe(rank) for rank in missing)
+    for _ in until(terms.deadline, missing, pause=door.wait):
+        door.serve(hear, lambda rank: guests.pop(rank, None))  # one that has ended may come again
+        if problems:
+            raise StartupError(problems[0])
         now = time.monotonic()
-        complete_since = float("inf") if missing else min(now, complete_since)
-        if now - complete_since >= _RETRY_SECONDS:
-            return guests
-        if missing and now >= deadline:
-            return (
-                f"after {timeout_seconds:g} s these workers have not started: {names}. "
-                f"{terms.absent} within startup_timeout_seconds, and see to it that they reach the "
-                f"chief at {terms.chief}.{door.turned_away}"
-            )
-        if missing and now >= log_at:
-            _log.warning("Waiting for %s.", names)
-            log_at = now + _LOG_SECONDS
+        complete_since = float("inf") if missing() else min(now, complete_since)
+        if now - complete_since >= RETRY_SECONDS:
+            break
+    if missing():
+        raise StartupError(
+            f"after {terms.timeout_seconds:g} s these workers have not started: {missing()}. "
+            f"{terms.absent} within startup_timeout_seconds, and see to it that they reach the "
+            f"chief at {terms.chief}.{door.turned_away}"
+        )
+    return guests
 
 
-def _astray(cluster: Cluster, deadline: float) -> str | None:
-    """Returns the sentence on workers that have come but cannot be reached, or None."""
-    while True:
+def _check_reachable(cluster: Cluster, deadline: float) -> None:
+    """Raises StartupError if workers have come to the chief, which cannot reach them."""
+    astray: list[str] = []
+    for _ in until(deadline, str):
         # A pod's name may be known only some time after its start. Names are looked up before the
         # probe, since a name may become known during it.
         unknown = ports.unknown(cluster.addresses)
         astray = unreachable(cluster, _ANSWER_SECONDS)
-        if not astray or not unknown or time.monotonic() >= deadline:
+        if not astray or not unknown:
             break
-        time.sleep(_RETRY_SECONDS)
     if astray:
-        return (
+        raise StartupError(
             f"{', '.join(astray)} came to the chief, but the chief cannot connect to the address. "
             "Correct it in TF_CONFIG, or open the port in the firewall."
         )
-    return None
-
-
-def _admit(
-    terms: _Terms,
-    door: Door,
-    guests: dict[int, _Guest],
-    channel: Channel,
-    hello: Mapping[str, Json],
-) -> str | None:
-    """Lets in a worker that says hello, and adds it to `guests`.
-
-    Returns:
-        The sentence on what is wrong with it, or None.
-    """
-    rank = hello.get("rank")
-    if not isinstance(rank, int) or not 0 < rank < terms.size or not terms.known(hello):
-        door.drop(channel)  # not a worker
-        return None
-    door.let_in(channel)
-    problem = terms.check(rank, hello)
-    if problem is None and rank in guests:
-        problem = terms.twice(rank)
-    guests[rank] = _Guest(channel, hello)
-    return problem
 
 
 def _report_to_chief(
-    terms: _Terms,
-    hello: Callable[[Channel], Mapping[str, Json]],
-    shared: bytes,
-    timeout_seconds: float,
-    deadline: float,
+    terms: _Terms, hello: Callable[[Channel], Mapping[str, Json]]
 ) -> dict[str, Json]:
-    """Says hello until the chief answers; returns its answer.
-
-    Raises:
-        StartupError: the chief does not answer in time, or its answer is a problem.
-    """
-    log_at = time.monotonic() + _LOG_SECONDS
-    while True:
-        try:
-            # The chief may have started last, and waits up to timeout_seconds for the others.
-            answer = _ask_chief(
-                terms, hello, shared, deadline, timeout_seconds + 2 * _ANSWER_SECONDS
-            )
-            break
-        except (OSError, UnicodeError) as error:
-            now = time.monotonic()
-            if now >= deadline:
-                raise StartupError(
-                    f"after {timeout_seconds:g} s this worker has not started: "
-                    f"{terms.describe(0)} (last answer: {error}). {terms.absent} within "
-                    f"startup_timeout_seconds, {terms.chief_where}."
-                ) from None
-            if now >= log_at:
-                _log.warning("Waiting for %s (%s).", terms.describe(0), error)
-                log_at = now + _LOG_SECONDS
-        time.sleep(_RETRY_SECONDS)
+    """Says hello until the chief answers; returns its answer, unless that is a problem."""
+    chief = terms.describe(0)
+    try:
+        answer = tried(lambda: _ask_chief(terms, hello), terms.deadline, chief)
+    except (OSError, UnicodeError) as error:
+        raise StartupError(
+            f"after {terms.timeout_seconds:g} s this worker has not started: {chief} (last answer: "
+            f"{error}). {terms.absent} within startup_timeout_seconds, {terms.chief_where}."
+        ) from None
     if answer["problem"]:
         raise StartupError(answer["problem"])
     return answer
 
 
-def _ask_chief(
-    terms: _Terms,
-    hello: Callable[[Channel], Mapping[str, Json]],
-    shared: bytes,
-    deadline: float,
-    answer_seconds: float,
-) -> dict[str, Json]:
-    """Says hello to the chief; returns its answer.
-
-    Raises:
-        OSError: the chief is not there, or did not answer.
-    """
-    wait = max(_RETRY_SECONDS, min(_ANSWER_SECONDS, deadline - time.monotonic()))
-    chief = messages.connect(terms.chief, shared, _PURPOSE, wait)
-    try:
+def _ask_chief(terms: _Terms, hello: Callable[[Channel], Mapping[str, Json]]) -> dict[str, Json]:
+    """Says hello to the chief; returns its answer, or raises OSError."""
+    wait = max(RETRY_SECONDS, min(_ANSWER_SECONDS, terms.deadline - time.monotonic()))
+    # The chief may have started last, and waits up to timeout_seconds for the others.
+    patience = terms.timeout_seconds + 2 * _ANSWER_SECONDS
+    with contextlib.closing(messages.connect(terms.chief, terms.shared, _PURPOSE, wait)) as chief:
         chief.send(**hello(chief))
-        answer = chief.wait(time.monotonic() + answer_seconds)
-    finally:
-        chief.close()
+        answer = chief.wait(time.monotonic() + patience)
     if chief.differs:
         return {"problem": messages.other_secret(terms.describe(0))}
     if answer is None or "problem" not in answer:
@@ -516,27 +437,21 @@ def _ask_chief(
 
 
 def _view(cluster: Cluster) -> list[Json]:
-    """Returns what all workers must have alike, in the form in which JSON returns it."""
+    """Returns the values that all workers must have alike, in the form in which JSON has them."""
     return [list(cluster.addresses), cluster.has_chief_job]
 
 
 def listen(address: str, name: str, guests: int = 0) -> socket.socket:
-    """Returns a socket that listens on this process's address; see `ports.own_host`.
-
-    Args:
-        address: this process's "host:port".
-        name: name of this process in messages.
-        guests: number of processes that may connect at once.
+    """Returns a socket that listens on this process's "host:port" for so many others.
 
     Raises:
-        StartupError: the port is in use.
+        StartupError: the port is in use; the message has the process's name.
     """
-    given, _, port = address.rpartition(":")
+    given, port = ports.split(address)
     try:
         # TensorFlow's server binds the port on all interfaces, so it must be free on all.
         ports.bind("", int(port)).close()
-        listener = ports.bind(ports.own_host(given), int(port))
-        listener.listen(max(128, guests))
+        return ports.listen(ports.own_host(given), int(port), guests)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise StartupError(
@@ -544,4 +459,3 @@ def listen(address: str, name: str, guests: int = 0) -> socket.socket:
                 "earlier run. End that, or change the port in TF_CONFIG."
             ) from None
         raise StartupError(f"cannot listen on port {port} of TF_CONFIG: {error}.") from None
-    return listener

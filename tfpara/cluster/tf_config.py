@@ -20,8 +20,9 @@ _PORT = re.compile(r"[0-9]{1,5}")
 
 _repr = reprlib.Repr()
 _repr.maxstring = _repr.maxother = _repr.maxlong = 120
+shown = _repr.repr  # a value in messages, of limited length
 
-
+ADDRESSES = "Write host:port, such as '10.0.0.1:4000', 'node1:4000' or '[::1]:4000'"
 # Former names of jobs.
 _FORMER = {"master": "chief"}
 # Names of jobs in Vertex AI's CLUSTER_SPEC.
@@ -107,7 +108,7 @@ def read(environ: Mapping[str, str], kind: Kind) -> TFConfig | None:
     unknown = sorted(config.keys() - _KEYS)
     if "task" in config and "cluster" not in config and unknown:
         raise ClusterError(
-            f"TF_CONFIG has a task but no 'cluster'; its key {_repr.repr(unknown[0])} is none that "
+            f"TF_CONFIG has a task but no 'cluster'; its key {shown(unknown[0])} is none that "
             f"TensorFlow knows. Write TF_CONFIG as {kind.example}{kind.otherwise}."
         )
     spec = _object(config.get("cluster", {}), "'cluster' in TF_CONFIG", kind)
@@ -189,7 +190,7 @@ def _listed(job: str, value: Json) -> Json:
     if len(value) < 2 or sorted(map(int, value)) != list(range(len(value))):
         raise ClusterError(
             f"cluster job {job!r} in TF_CONFIG is a map of some addresses alone, "
-            f"{_repr.repr(value)}: each process has to know all. With enableDynamicWorker a TFJob "
+            f"{shown(value)}: each process has to know all. With enableDynamicWorker a TFJob "
             f"tells each worker its own; set that to false, or write a list of all, "
             f'"{job}": ["host:port", ...].'
         )
@@ -210,7 +211,7 @@ def _parse(text: str, kind: Kind) -> Json:
         raise
     except (ValueError, RecursionError) as error:
         raise ClusterError(
-            f"TF_CONFIG is not JSON ({error}): {_repr.repr(text)}. "
+            f"TF_CONFIG is not JSON ({error}): {shown(text)}. "
             f"Write it as {kind.example}{kind.otherwise}."
         ) from None
 
@@ -220,7 +221,7 @@ def _without_duplicates(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
     for key, value in pairs:
         if key in result:
             raise ClusterError(
-                f"TF_CONFIG has the key {_repr.repr(key)} twice in one object. Keep one of them."
+                f"TF_CONFIG has the key {shown(key)} twice in one object. Keep one of them."
             )
         result[key] = value
     return result
@@ -229,8 +230,7 @@ def _without_duplicates(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
 def _object(value: Json, name: str, kind: Kind) -> dict[str, Json]:
     if not isinstance(value, dict):
         raise ClusterError(
-            f"{name} must be a JSON object, not {_repr.repr(value)}. Write TF_CONFIG as "
-            f"{kind.example}."
+            f"{name} must be a JSON object, not {shown(value)}. Write TF_CONFIG as {kind.example}."
         )
     return value
 
@@ -241,31 +241,33 @@ def _addresses(job: str, value: Json, kind: Kind) -> list[str]:
     if not isinstance(value, list):
         raise ClusterError(
             f"cluster job '{job}' in TF_CONFIG must be a list of addresses, not "
-            f'{_repr.repr(value)}. Write "{job}": ["host:port", ...].'
+            f'{shown(value)}. Write "{job}": ["host:port", ...].'
         )
     if job == "chief" and len(value) > 1:
         raise ClusterError(
-            f"cluster job 'chief' in TF_CONFIG has {len(value)} addresses {_repr.repr(value)}, but "
+            f"cluster job 'chief' in TF_CONFIG has {len(value)} addresses {shown(value)}, but "
             "there is one chief. Move the others to 'worker'."
         )
     for address in value:
-        problem = address_problem(address)
-        if problem:
-            raise ClusterError(
-                f"address {_repr.repr(address)} of cluster job '{job}' in TF_CONFIG {problem}. "
-                "Write host:port, such as '10.0.0.1:4000', 'node1:4000' or '[::1]:4000'."
-            )
+        given = f"address {shown(address)} of cluster job '{job}' in TF_CONFIG"
+        check_address(address, given, ADDRESSES)
     return value
 
 
 def _check_job(job: Json, what: str, kind: Kind) -> None:
     if job not in kind.jobs:
         reason = kind.why_not.get(str(job), kind.expected)
-        raise ClusterError(f"{what} {_repr.repr(job)} in TF_CONFIG is not supported: {reason}.")
+        raise ClusterError(f"{what} {shown(job)} in TF_CONFIG is not supported: {reason}.")
 
 
-def address_problem(address: Json) -> str | None:
-    """Returns what is wrong with an address, or None."""
+def check_address(address: Json, given: str, fix: str) -> None:
+    """Raises ClusterError for an address that is none, with its source and the fix in words."""
+    problem = _address_problem(address)
+    if problem:
+        raise ClusterError(f"{given} {problem}. {fix}.")
+
+
+def _address_problem(address: Json) -> str | None:
     if not isinstance(address, str):
         return "is not a string"
     if "://" in address:
@@ -274,17 +276,17 @@ def address_problem(address: Json) -> str | None:
     if not colon:
         return "has no port"
     if not _PORT.fullmatch(port) or not 1 <= int(port) <= 65535:
-        return f"has the port {_repr.repr(port)}, which is not a number from 1 to 65535"
+        return f"has the port {shown(port)}, which is not a number from 1 to 65535"
     bracketed = host.startswith("[") and host.endswith("]")
     if ":" in host and not bracketed:
         return "has an IPv6 host without square brackets, or more than one port"
     numeric = bracketed or not host.strip("0123456789.")
     if not numeric:
-        return None if _HOST.fullmatch(host) else f"has the host {_repr.repr(host)}, not a name"
+        return None if _HOST.fullmatch(host) else f"has the host {shown(host)}, not a name"
     try:
         ip = ipaddress.IPv6Address(host[1:-1]) if bracketed else ipaddress.IPv4Address(host)
     except ValueError:
-        return f"has the host {_repr.repr(host)}, which is not an IP address"
+        return f"has the host {shown(host)}, which is not an IP address"
     return "stands for all interfaces, so that none can connect" if ip.is_unspecified else None
 
 
@@ -296,7 +298,7 @@ def _check_distinct(jobs: Mapping[str, list[str]]) -> None:
             other = seen.setdefault(address.lower(), task)
             if other != task:
                 raise ClusterError(
-                    f"address {_repr.repr(address)} in TF_CONFIG belongs to both {other} and "
+                    f"address {shown(address)} in TF_CONFIG belongs to both {other} and "
                     f"{task}, but each process listens on its own. Change the port of one."
                 )
 
@@ -306,19 +308,19 @@ def _task(task: Json, jobs: Mapping[str, list[str]], listed: bool, kind: Kind) -
     for key in ("type", "index"):
         if key not in task:
             raise ClusterError(
-                f"'task' in TF_CONFIG has no '{key}': {_repr.repr(task)}. "
+                f"'task' in TF_CONFIG has no '{key}': {shown(task)}. "
                 'Write "task": {"type": "worker", "index": 0}.'
             )
     task_type, index = task["type"], task["index"]
     _check_job(task_type, "task type", kind)
     if isinstance(index, bool) or not isinstance(index, int):
         raise ClusterError(
-            f"task index {_repr.repr(index)} in TF_CONFIG must be an integer from 0, unquoted."
+            f"task index {shown(index)} in TF_CONFIG must be an integer from 0, unquoted."
         )
     size = len(jobs.get(task_type, ())) if listed else 1
     if not 0 <= index < size:
         raise ClusterError(
-            f"task {task_type} {_repr.repr(index)} in TF_CONFIG is not in the cluster, which has "
+            f"task {task_type} {shown(index)} in TF_CONFIG is not in the cluster, which has "
             f"{_sizes(jobs, kind)}. Correct the task (indices count from 0), or list its address."
         )
     return task_type, index

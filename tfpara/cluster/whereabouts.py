@@ -2,15 +2,14 @@
 
 A worker that waits in a collective cannot send messages. So every process has a thread with a
 connection to the chief's. If a worker waits for long, the chief asks all workers where they are. A
-worker that ends says so; one that is stopped or killed does not answer. If the connection cannot be
-made, for example because of a firewall, only these messages are missing.
+worker that ends sends a message; one that is stopped or killed does not answer. If the connection
+cannot be made, for example because of a firewall, only these messages are missing.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
-import functools
 import os
 import socket
 import sys
@@ -18,7 +17,7 @@ import sysconfig
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
@@ -56,12 +55,12 @@ _SILENT = Row("")
 
 
 def awaited(table: Sequence[Row], own_rank: int) -> list[int]:
-    """Returns the ranks of the workers for whom the others wait; none if all wait."""
+    """Returns the ranks of the workers that the others wait for; none if all wait."""
     return [rank for rank, row in enumerate(table) if rank != own_rank and not row.waits]
 
 
 def waiting_line(table: Sequence[Row], own_rank: int, seconds: float) -> str:
-    """Returns the line on the workers for whom this one waits in an exchange, and their places."""
+    """Returns the line on the workers that this one waits for in an exchange, and their places."""
     ranks = awaited(table, own_rank)
     lasting = f"for {seconds:.0f} s"
     if not ranks:
@@ -75,10 +74,7 @@ def waiting_line(table: Sequence[Row], own_rank: int, seconds: float) -> str:
 
 
 def apart(table: Sequence[Row]) -> str:
-    """Returns which worker is where, if all wait but no exchange has all of them; else "".
-
-    Such a wait would never end.
-    """
+    """Returns the places of all workers if they wait in different exchanges, for ever; else ""."""
     if all(row.waits for row in table) and not set.intersection(*(set(r.waits) for r in table)):
         others = ", ".join(f"worker {rank} {row.text}" for rank, row in enumerate(table))
         return f"{others.replace('worker 0', 'worker 0 is', 1)}; {Purpose('').advice}"
@@ -145,14 +141,12 @@ class Whereabouts:
         port: int = 0,
     ) -> None:
         self._cluster, self._here = found, here
-        self._lock = threading.Lock()
-        self._asked = False  # whether this process wants a table
+        self._asked = threading.Event()  # whether this process wants a table
         self._table: list[Row] | None = None
         self._has_table = threading.Event()
         self._stop = threading.Event()
-        host = found.addresses[0].rpartition(":")[0]
-        self._chief_at = f"{host}:{port}"
-        self._door: Door | None = None
+        self._chief_at = f"{found.addresses[0].rpartition(':')[0]}:{port}"
+        self._door: Door[int] | None = None
         if listener is not None:
             self._door = Door(listener, secret.read(), _PURPOSE, found.num_workers)
         run = self._serve if self._door else self._answer
@@ -168,8 +162,8 @@ class Whereabouts:
         if not self._thread.is_alive():
             return None
         self._has_table.clear()
-        with self._lock:
-            self._table, self._asked = None, True
+        self._table = None
+        self._asked.set()
         if self._has_table.wait(_TABLE_SECONDS) or self._door or not self._thread.is_alive():
             return self._table
         # The chief does not answer, and no other worker knows the places of all. In this table only
@@ -177,7 +171,7 @@ class Whereabouts:
         return [_SILENT] + [Row("", [""])] * (self._cluster.num_workers - 1)
 
     def end(self) -> None:
-        """Lets the thread tell the others that this process ends, and then end itself."""
+        """Lets the thread report the end of this process to the others, and end."""
         self._stop.set()
 
     def join(self) -> None:
@@ -185,11 +179,12 @@ class Whereabouts:
         self._thread.join(_BYE_SECONDS + _TICK_SECONDS)
 
     def _take_asked(self) -> bool:
-        with self._lock:
-            asked, self._asked = self._asked, False
-        return asked
+        if not self._asked.is_set():
+            return False
+        self._asked.clear()
+        return True
 
-    def _tell_table(self, table: Sequence[Row]) -> None:
+    def _set_table(self, table: Sequence[Row]) -> None:
         self._table = list(table)
         self._has_table.set()
 
@@ -210,7 +205,7 @@ class Whereabouts:
                     case {"table": list() as told}:
                         rows = [row for row in map(_row, told) if row is not None]
                         if len(rows) == len(told) == self._cluster.num_workers:
-                            self._tell_table(rows)
+                            self._set_table(rows)
                     case {"ended": ended}:
                         self._note(ended)
             if self._take_asked():
@@ -222,64 +217,46 @@ class Whereabouts:
     # -- on the chief -------------------------------------------------------------------------
 
     def _serve(self) -> None:
-        assert self._door is not None
         door = self._door
-        guests: dict[int, Channel] = {}
+        assert door is not None
         rows: dict[int, Row] = {}
-        askers: list[Channel | None] = []  # None: this process
+        askers: list[Channel | None] = []  # those that wait for a table; None: this process
         until = 0.0
+
+        def hear(channel: Channel, rank: int | None, message: dict[str, Json]) -> None:
+            match message:
+                case {"rank": int() as own} if rank is None and 0 < own < self._cluster.num_workers:
+                    door.let_in(channel, own)
+                case {"here": told} if rank is not None and (row := _row(told)) is not None:
+                    rows[rank] = row
+                case {"ended": ended} if rank is not None and self._note(ended):
+                    door.tell_guests(ended=ended)
+                case {"ask": _} if rank is not None:
+                    new.append(channel)
+
         while not self._stop.is_set():
             door.wait(_TICK_SECONDS)
             new: list[Channel | None] = [None] if self._take_asked() else []
-            for channel, said in door.poll():
-                hear = functools.partial(self._hear, guests=guests, rows=rows, askers=new)
-                door.heed(channel, said, hear)
-                if channel.closed:
-                    door.drop(channel)
-                    guests = {r: guest for r, guest in guests.items() if guest is not channel}
+            door.serve(hear)
             if new and not askers:
                 rows.clear()
                 until = time.monotonic() + _ANSWER_SECONDS
                 door.tell_guests(where=True)
             askers += new
-            if askers and (len(rows) == len(guests) or time.monotonic() > until):
+            if askers and (len(rows) == len(door.guests) or time.monotonic() > until):
                 others = range(1, self._cluster.num_workers)
                 table = [self._here(), *(rows.get(rank, _SILENT) for rank in others)]
                 for asker in askers:
                     if asker is None:
-                        self._tell_table(table)
+                        self._set_table(table)
                     else:
                         asker.send(table=table)
                 askers.clear()
         door.tell_guests(ended=[0, failures.last_words()])
         door.close(_BYE_SECONDS)
 
-    def _hear(
-        self,
-        channel: Channel,
-        message: Mapping[str, Json],
-        guests: dict[int, Channel],
-        rows: dict[int, Row],
-        askers: list[Channel | None],
-    ) -> None:
-        assert self._door is not None
-        match message:
-            case {"rank": int() as rank} if 0 < rank < self._cluster.num_workers:
-                guests[rank] = channel
-                self._door.let_in(channel)
-        mine = [rank for rank, guest in guests.items() if guest is channel]
-        if not mine:
-            return
-        match message:
-            case {"here": told} if (row := _row(told)) is not None:
-                rows[mine[0]] = row
-            case {"ended": ended} if self._note(ended):
-                self._door.tell_guests(ended=ended)
-            case {"ask": _}:
-                askers.append(channel)
-
     def _note(self, ended: Json) -> bool:
-        """Notes the end of a worker that it has told of; returns whether that is what it told."""
+        """Notes the end of a worker; returns whether the message was one on that."""
         match ended:
             case [int() as rank, str() | None as words] if 0 <= rank < self._cluster.num_workers:
                 if words is not None:
@@ -323,8 +300,8 @@ def begin(
     listener = None
     if found.is_chief and found.addresses:
         with contextlib.suppress(OSError):
-            listener = ports.bind(ports.own_host(found.addresses[0].rpartition(":")[0]), 0)
-            listener.listen(max(128, found.num_workers))
+            host, _ = ports.split(found.addresses[0])
+            listener = ports.listen(ports.own_host(host), 0, found.num_workers)
     port = exchange(int(listener.getsockname()[1]) if listener else 0)[0]
     if not port or not found.addresses:
         return None

@@ -1,4 +1,4 @@
-"""The members of a group of workers that changes while the workers' graphs stay as they are."""
+"""The members of a group of workers that changes while graphs stay."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def order_of(tasks: Sequence[str]) -> list[int]:
 
 
 class Members:
-    """The workers of a group, which one this is, and the generation of the group.
+    """The workers of a group, this worker's rank, and the generation of the group.
 
     TensorFlow's collectives take sizes and keys as tensors, so graphs read them from a variable.
-    The generation is in all keys: what a worker of an earlier one sends meets nobody.
+    All keys contain the generation, so a message of an earlier one meets no receiver.
 
     Args:
         device: the host's, on which the variables are kept.
@@ -47,23 +47,23 @@ class Members:
             self._order = tf.Variable(order, shape=[None], trainable=False, name="tfpara/order")
 
     def change(self, tasks: Sequence[str], rank: int, generation: int) -> None:
-        """Another generation begins; no operation of the former may run."""
+        """Begins another generation; no operation of the former may run."""
         self.size, self.rank, self.generation = len(tasks), rank, generation
         self._values.assign([len(tasks), rank, generation])
         self._order.assign(order_of(tasks))
 
     def order(self) -> tf.Tensor:
-        """The ranks in TensorFlow's order (`order_of`), as graphs read them: int32, [size]."""
+        """Returns the ranks in TensorFlow's order (`order_of`), for graphs: int32, [size]."""
         with tf.device(self._device):
             return self._order.read_value()
 
     def size_and_rank(self) -> tuple[tf.Tensor, tf.Tensor]:
-        """The size, and this worker's rank, as graphs read them: int32 scalars."""
+        """Returns the size and this worker's rank, as graphs read them: int32 scalars."""
         size, rank, _ = self._read()
         return size, rank
 
     def keys(self, group_key: int, instance_key: int) -> dict[str, tf.Tensor]:
-        """What a collective of this generation is given: `group_size` and both keys."""
+        """Returns the arguments of a collective of this generation: `group_size` and both keys."""
         with tf.device(self._device):
             size, _, generation = self._read()
             number = tf.cast(generation, tf.int64)

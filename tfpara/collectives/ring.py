@@ -35,8 +35,8 @@ class TensorFlowCollectives:
         timeout_seconds: longest wait for the other workers inside one operation; 0 waits for ever.
             Operations that run often should have none: TensorFlow keeps a sleeping thread for each
             operation with a timeout, until the timeout is over.
-        waiting: context manager in which operations run that are called eagerly. They then have no
-            timeout of TensorFlow's; who gives it ends a wait that lasts too long.
+        waiting: context manager for operations that are called eagerly. They have no timeout of
+            TensorFlow's then; the owner of `waiting` ends a wait that lasts too long.
         communication: "RING" or "NCCL", the same on all workers. NCCL needs GPUs.
         group: number of the group; groups on different devices need different numbers.
         members: of a group that changes, in place of `tasks` and `rank`.
@@ -86,7 +86,7 @@ class TensorFlowCollectives:
 
     @property
     def rank(self) -> int:
-        """This worker's, 0 … size − 1."""
+        """This worker's rank, 0 … size − 1."""
         return self._members.rank if self._members else self._rank
 
     def all_reduce(self, buffers: Sequence[tf.Tensor], name: str) -> list[tf.Tensor]:
@@ -182,14 +182,14 @@ class TensorFlowCollectives:
 
     @contextlib.contextmanager
     def _place(self) -> Iterator[None]:
-        """The device, and the caller's `waiting`."""
+        """Enters the device, and the caller's `waiting`."""
         watched = self._watched
         with tf.device(self._device), watched() if watched else contextlib.nullcontext():
             yield
 
     @property
     def _watched(self) -> Callable[[], AbstractContextManager[None]] | None:
-        """The caller's `waiting`, where an operation runs in it, else None."""
+        """The caller's `waiting` for an operation that is called eagerly, else None."""
         return self._waiting if tf.executing_eagerly() else None
 
     def _attributes(self, name: str, buffer: tf.Tensor) -> dict:

@@ -1,19 +1,30 @@
-"""Who takes part in an elastic run, as a state machine without sockets, threads or clocks.
+"""The members of an elastic run, as a state machine without sockets, threads or clocks.
 
-The members of a run change in *generations*. A generation is a number and the list of its members,
-the same for all; rank r is the r-th member, and members are in the order of their task numbers, so
-the worker that has been there longest is rank 0, the chief. Between two generations there are two
-rounds. *Meeting*: every member of the old one that is still there comes, with a report of where it
-is. *Enabling*: every member of the new one says that it has connected itself to it; without this
-round the first message of a fast member could reach one that still lives in the old generation. If
-a member is lost in between, all meet again.
+The members change in *generations*. A generation is a number and the list of its members, the same
+for all. Rank r is the r-th member, and members are in the order of their task numbers, so rank 0,
+the chief, is the worker that has been there longest. Between two generations there are two rounds:
+in the *meeting* all members of the old one that are left come, each with a report of its position;
+in the *enabling* all members of the new one tell that they are connected to it. Without the second
+round the first message of a fast member could reach a member that is still in the old generation.
 
-Why members meet: one was lost, so the others' collectives are aborted; or a collective has failed
-by itself; or somebody wants in or out, and the members have agreed to meet after their next sync.
+| phase | event | next phase |
+|---|---|---|
+| `founding` | all founders have come, or `min_workers` of them by `start_seconds` | `enabling` |
+| | fewer have come by `start_seconds` | `ended` |
+| `training` | a member is lost, or comes to a meeting | `meeting` |
+| `meeting` | all members have come, and with newcomers they are `min_workers` | `enabling` |
+| | all members have come, and after `grace_seconds` are too few: the last generation | `enabling` |
+| `enabling` | all members are ready | `training` |
+| | a member is lost, or comes to another meeting | `meeting` |
+| any | the last member's program has ended, or no member is left after `grace_seconds` | `ended` |
 
-Some members are *absent*: they cannot be heard, but nobody goes on without them for a while, since
-it is likely that they are alive. So it is after the meeting point itself has not run, and where no
-member at all can be heard.
+Members come to a meeting because one was lost, so that the others' collectives are aborted; because
+a collective has failed by itself; or because a worker joins or leaves, and the members have agreed
+to meet after their next sync.
+
+A member is *absent* if it cannot be heard but is probably alive: after a pause of the meeting point
+itself, and where no member at all can be heard. The others do not continue without absent members
+for `grace_seconds`.
 """
 
 from __future__ import annotations
@@ -30,19 +41,19 @@ _NOBODY = (
     "point, again: they go on from a checkpoint"
 )
 _HAS_COME = " has come"
-BEGUN = "others have begun the run without it"  # told to who waited for that
+BEGUN = "others have begun the run without it"
 
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """How many workers there may be, and how long is waited for them.
+    """The limits of numbers of workers, and of waits.
 
     Attributes:
-        founders: workers of the first generation, ≥ 1.
+        founders: number of workers in the first generation, ≥ 1.
         min_workers: fewest with which training goes on, ≥ 1.
-        max_workers: most; None: any number. Who comes beyond that waits as a spare.
-        start_seconds: longest wait for the founders; those that are there begin without the others
-            if they are `min_workers`.
+        max_workers: most; further workers wait as spares. None: any number.
+        start_seconds: longest wait for the founders. If `min_workers` have come by then, they begin
+            without the others.
         grace_seconds: longest wait for others where fewer than `min_workers` are left, and for
             members that are absent.
         meeting_seconds: longest wait for a member that is connected and does not come to a meeting.
@@ -58,38 +69,27 @@ class Limits:
 
 @dataclasses.dataclass
 class _Worker:
-    """One that is connected.
+    """A worker that is connected."""
 
-    Attributes:
-        address: "host:port" at which the others reach it.
-        report: what it has brought to the meeting; None before it has come.
-        admits: whether others may come in by this meeting.
-        leaves: whether it wants out.
-        ready: whether it has connected itself to the new generation.
-        terms: what it was registered with.
-        name: by which messages call it.
-        fit: the call of `fit` in which it is or wants to be.
-    """
-
-    address: str
-    terms: Mapping[str, Any]
-    name: str
-    fit: int = 0
-    report: Any = None
-    came: bool = False
-    admits: bool = True
-    leaves: bool = False
-    ready: bool = False
+    address: str  # "host:port" at which the others reach it
+    terms: Mapping[str, Any]  # from `register`
+    name: str  # in messages
+    fit: int = 0  # the call of `fit` in which it is or wants to be
+    report: Any = None  # to the meeting
+    came: bool = False  # to the meeting
+    admits: bool = True  # whether others may come in by this meeting
+    leaves: bool = False  # whether it wants to leave
+    ready: bool = False  # whether it is connected to the new generation
 
 
 @dataclasses.dataclass(frozen=True)
 class Generation:
-    """Members by rank, and why they are these.
+    """A generation.
 
     Attributes:
         number: counts from 1.
-        members: task numbers, in rank order.
-        why: what changed, in words.
+        members: task numbers, by rank.
+        why: the change of members, in words.
     """
 
     number: int
@@ -98,36 +98,35 @@ class Generation:
 
 
 class Membership:
-    """The state. Every method returns what is to be said, to whom, in order.
+    """The state. Every method returns the messages to be sent, each with its receiver, in order.
 
     Messages to a worker:
 
-    * ``welcome``: its task number; ``spare``: that it waits since there are enough.
     * ``refused``: a sentence; the worker cannot take part.
-    * ``wanted``: whether members shall meet after their next sync.
-    * ``fit``: the number of the call of `fit` that the members are in, from 0, which is a later one
-      than that in which the worker waits to be let in, with the ``histories`` of those before it.
-    * ``abort``: a generation's number; its members shall end their collectives, and meet.
+    * ``wanted``: whether members are to meet after their next sync.
+    * ``fit``: the number of the call of `fit` that the members are in, from 0, with the
+      ``histories`` of those before it; sent to a worker that waits to be let in to an earlier call.
+    * ``abort``: a generation's number; its members are to end their collectives, and meet.
     * ``form``: the new generation's number, with ``members`` ([task, address] by rank),
-      ``reports`` (by rank; None of who is new), ``why``, and ``last``: why this is the last one,
+      ``reports`` (by rank; None for new members), ``why``, and ``last``: why this is the last one,
       whose members write a checkpoint and end; else "".
     * ``go``: a generation's number; all members are connected.
-    * ``farewell``: who wanted out is out.
-    * ``lost``: the task number of a member that is, and is not awaited.
-    * ``evicted``: a sentence; who was taken for lost must join anew.
-    * ``ended``: a sentence; nobody is left who could go on. ``complete``: whether nothing is left
-      to do.
+    * ``farewell``: the worker wanted to leave, and has left.
+    * ``lost``: the task number of a member that is lost, and not absent.
+    * ``evicted``: a sentence; the worker was taken for lost, and must join anew.
+    * ``ended``: a sentence; no member is left. ``complete``: whether nothing is left to do.
 
     Args:
-        limits: as above.
-        now: seconds on a clock that only goes on, as in all methods.
+        limits: the limits.
+        now: the time in seconds, on a clock that only goes forward, as in all methods.
 
     Attributes:
-        phase: what the members do.
+        limits: the limits.
+        phase: see the table above.
         history: the generations so far.
-        terms: what the members have alike; empty until they have said it.
-        fit: the call of `fit` that they are in, or were in last, from 0.
-        histories: what each call of `fit` before it has returned, as JSON.
+        terms: the terms that all members have alike; empty before they are `agreed`.
+        fit: the call of `fit` that the members are in, or were in last, from 0.
+        histories: the result of each call of `fit` before it, as JSON.
         is_complete: whether the run has ended, and nothing is left to do.
     """
 
@@ -141,18 +140,18 @@ class Membership:
         self.terms: Mapping[str, Any] = {}
         self.fit, self.histories = 0, list[Any]()
         self._since = now  # when the phase began
-        self._short_since: float | None = None  # since when too few are there
-        self._wanted = False  # whether members know that somebody wants in or out
-        self._why: list[str] = []
-        self._lost: dict[int, _Worker] = {}  # members, since the generation was formed
-        self._absent: set[int] = set()  # members that cannot be heard, and are awaited
-        self._awaited_until = now  # how long
-        self._doubts_until = now  # how long a connection that ends says little about its worker
+        self._short_since: float | None = None  # when the number of workers became too small
+        self._wanted = False  # whether members know that a worker joins or leaves
+        self._why: list[str] = []  # the reasons for the next generation
+        self._lost: dict[int, _Worker] = {}  # members lost since the generation was formed
+        self._absent: set[int] = set()
+        self._awaited_until = now  # end of the wait for absent members
+        self._doubts_until = now  # until then a member whose connection ends is absent, not lost
         self._aborted = False  # whether members were told to end the generation's collectives
-        self._resumed = False  # whether the generation is what a member has told
+        self._resumed = False  # whether a member has told the generation to this meeting point
         self._last = False  # whether all were asked to end, with something left to do
         self._finishing = False  # whether a worker has come to its end, or all were asked to
-        self._ended = ""  # why the run is over, once it is
+        self._ended = ""  # the reason for the end of the run
         self.is_complete = False
 
     @property
@@ -162,30 +161,28 @@ class Membership:
 
     @property
     def members(self) -> tuple[int, ...]:
-        """Its members that are still there, in rank order."""
+        """The members of the latest generation that are not lost, in rank order."""
         return tuple(task for task in self._members if task in self._workers)
 
     @property
     def waiting(self) -> tuple[int, ...]:
-        """Those that are connected and no members, in the order in which they came."""
+        """The connected workers that are no members, in the order in which they came."""
         return tuple(task for task in self._workers if task not in self._members)
 
-    # -- what happens -------------------------------------------------------------------------
+    # -- events -------------------------------------------------------------------------------
 
     def number(self) -> int:
-        """A task number that nobody has had; who is given it may register under it."""
+        """Returns a new task number, under which a worker may register."""
         self._next_task += 1
         return self._next_task - 1
 
     def resume(self, generation: int, members: Mapping[int, str], now: float) -> list[Say]:
-        """Goes on with a run whose former meeting point is gone, as one of its members tells.
-
-        The members are awaited as long as others are where too few are left.
+        """Goes on with a run whose former meeting point is gone; all its members are absent.
 
         Args:
-            generation: the latest that a member knows of.
+            generation: the latest that one of its members knows of.
             members: addresses by task number, in rank order.
-            now: as elsewhere.
+            now: the time.
         """
         if self.phase != "founding" and not (self._resumed and generation > self.generation):
             return []
@@ -205,20 +202,20 @@ class Membership:
         return said
 
     def stood_still(self, now: float) -> None:
-        """The meeting point has not run for a while: who could not be heard may well be alive.
+        """The meeting point has not run for a while, so silent workers may well be alive.
 
-        A member whose connection ends within the grace is awaited to its end, and not lost. All
-        waits begin anew, since nobody could come in the meantime.
+        A member whose connection ends within the next `grace_seconds` is absent until their end,
+        and not lost. All waits begin anew, since no worker could come in the meantime.
         """
         self._doubts_until = self._awaited_until = now + self.limits.grace_seconds
         self._since = now
         self._short_since = None if self._short_since is None else now
 
     def returned(self, task: int, generation: int, name: str) -> list[Say] | None:
-        """A member of a generation is there again, by another connection.
+        """A member of a generation has connected again.
 
         Returns:
-            What it may have missed; None if it was not awaited, and has to join anew.
+            The messages that it may have missed; None if it was not absent, and has to join anew.
         """
         if generation != self.generation or task not in self._absent:
             return None
@@ -236,20 +233,19 @@ class Membership:
         name: str = "",
         fit: int = 0,
     ) -> tuple[int | None, list[Say]]:
-        """Somebody has come, who takes part if its `terms` are those that the members `agreed` on.
+        """A worker has come, and takes part if its `terms` are those that members `agreed` on.
 
         Args:
             address: "host:port" at which the others reach it.
-            terms: what all workers must have alike; empty while the run begins.
-            now: as elsewhere.
-            task: that it was given by `number`, also if it has been a member under it, and is none
-                now; None gives it a new one.
-            name: by which messages call it; "worker" and its number if empty.
+            terms: values that all workers must have alike; empty while the run begins.
+            now: the time.
+            task: its number, from `number`; it may have been a member under it before, but is none
+                now. None gives it a new one.
+            name: its name in messages; "worker" and its number if empty.
             fit: the call of `fit` in which it wants to take part.
 
         Returns:
-            Its task number, and what is to be said. None if it is refused: the one message is
-            then for it.
+            Its task number, and the messages. If it is refused: None, and one message for it.
         """
         if self.is_over or fit < self.fit:
             return None, [(-1, self.where())]
@@ -260,15 +256,12 @@ class Membership:
         if not 0 <= task < self._next_task or task in self._workers:
             return None, [(-1, {"refused": f"the run has given the number {task} to another"})]
         self._workers[task] = _Worker(address, dict(terms), name or f"worker {task}", fit)
-        said: list[Say] = [(task, {"welcome": task})]
         if self.phase != "founding":
             self._why.append(f"{self._workers[task].name}{_HAS_COME}")
-            if self._room() == 0:
-                said.append((task, {"spare": True}))
-        return task, said + self._go_on(now)
+        return task, self._go_on(now)
 
     def agreed(self, task: int, terms: Mapping[str, Any], fit: int = 0) -> list[Say]:
-        """The members of a call of `fit` have compared `terms`; who joins is to have the same."""
+        """The members of a call of `fit` have compared `terms`; joining workers must have them."""
         said: list[Say] = []
         if task in self.members and fit == self.fit:
             self.terms = dict(terms)
@@ -280,7 +273,7 @@ class Membership:
         return said
 
     def where(self) -> dict[str, Any]:
-        """The message that says which call of `fit` the members are in, or that all is over."""
+        """Returns the message on the call of `fit` that the members are in, or on the end."""
         if self.phase == "ended":
             return {"ended": self._ended, "complete": self.is_complete}
         if self._finishing:
@@ -288,11 +281,10 @@ class Membership:
         return {"fit": self.fit, "histories": self.histories}
 
     def begins(self, task: int, fit: int, histories: list[Any]) -> list[Say]:
-        """A member begins a call of `fit`; those that wait for an earlier one do so in vain."""
+        """A member begins a call of `fit`; workers cannot be let in to an earlier one any more."""
         if task not in self._members or fit <= self.fit:
             return []
-        # What all have alike may be something else in this call.
-        self.fit, self.histories, self.terms = fit, histories, {}
+        self.fit, self.histories, self.terms = fit, histories, {}  # terms may differ between calls
         said: list[Say] = []
         for other in self.waiting:
             if self._workers[other].fit < fit:
@@ -301,7 +293,7 @@ class Membership:
         self._why = [why for why in self._why if not why.endswith(_HAS_COME)]
         if self._wanted and not any(self._workers[member].leaves for member in self.members):
             self._wanted = False
-            said += [(member, {"wanted": False}) for member in self.members]
+            said += self._to_members(wanted=False)
         return said
 
     @property
@@ -316,7 +308,7 @@ class Membership:
 
     @property
     def _admits(self) -> bool:
-        """Whether somebody may be let in now: it is known what the members have alike."""
+        """Whether a worker may be let in now: the members' terms are known."""
         return bool(self.terms) and not self.is_over
 
     def gone(self, task: int, why: str, now: float) -> list[Say]:
@@ -331,13 +323,13 @@ class Membership:
         del self._workers[task]
         said: list[Say] = []
         if is_member:
-            if task not in self._absent:  # nobody is awaited twice
+            if task not in self._absent:  # no member is awaited twice
                 self._lost[task] = worker
             self._absent.discard(task)
-            if not worker.leaves:  # of one that does, it has been said
+            if not worker.leaves:  # a reason was added when it wanted to leave
                 self._why.append(f"{worker.name} {why}")
-            said = [(member, {"lost": task}) for member in self.members]
-            # Those that have agreed to meet may be on their way still, in a collective.
+            said = self._to_members(lost=task)
+            # Also if members have agreed to meet: some may still wait in a collective.
             said += self._begin_meeting(now)
         return said + self._go_on(now)
 
@@ -351,7 +343,7 @@ class Membership:
     def done(self, task: int, now: float) -> list[Say]:
         """A worker has come to the end of its program, as all others will.
 
-        Nobody is let in from here on, and nobody meets because it is gone.
+        From now on no worker is let in, and members do not meet because this one is gone.
         """
         self._finishing = True
         self._workers.pop(task, None)
@@ -373,29 +365,30 @@ class Membership:
 
         Args:
             task: the member.
-            generation: that it comes from.
-            report: where it is, for all members of the next generation.
-            failed: whether one of its collectives has failed; else all have agreed to meet.
-            now: as elsewhere.
-            admits: whether others may come in now. They may not where members are in the middle of
-                something that who is new could not finish with them.
+            generation: its generation.
+            report: its position, for all members of the next generation.
+            failed: whether one of its collectives has failed; otherwise all have agreed to meet.
+            now: the time.
+            admits: whether others may come in now. They may not where members have begun an
+                operation that newcomers could not finish with them.
         """
         if task not in self.members or generation != self.generation:
             return [(task, {"evicted": f"generation {generation} is over"})]
         first = self.phase != "meeting"
         worker = self._workers[task]
         worker.came, worker.report, worker.admits = True, report, admits
-        # Others may still wait for what has failed here. To an agreed meeting all come anyway.
+        # Others may still wait in the collective that has failed. All come to an agreed meeting by
+        # themselves.
         said = self._begin_meeting(now) if failed and first else []
         self._phase("meeting", now)
         return said + self._go_on(now)
 
     def ready(self, task: int, generation: int, now: float) -> list[Say]:
         """A member of the new generation is connected to it."""
-        if self.phase == "training" and generation == self.generation and task in self.members:
-            return [(task, {"go": generation})]  # the meeting point is another than it was told by
-        if self.phase == "enabling" and generation == self.generation and task in self.members:
-            self._workers[task].ready = True
+        if generation == self.generation and task in self.members:
+            if self.phase == "training":  # a former meeting point has formed the generation
+                return [(task, {"go": generation})]
+            self._workers[task].ready = self.phase == "enabling"
         return self._go_on(now)
 
     def tick(self, now: float) -> list[Say]:
@@ -412,10 +405,10 @@ class Membership:
                     text = f"did not come to the meeting for {self.limits.meeting_seconds:g} s"
                     said.append((task, {"evicted": f"this worker {text}"}))
                     said += self.gone(task, text, now)
-                    break  # the phase may be another now; the rest at the next tick
+                    break  # the phase may have changed; the others follow at the next tick
         return said + self._go_on(now)
 
-    # -- what follows -------------------------------------------------------------------------
+    # -- consequences -------------------------------------------------------------------------
 
     def _go_on(self, now: float) -> list[Say]:
         match self.phase:
@@ -435,22 +428,21 @@ class Membership:
                 wish |= bool(self.waiting) and self._room() != 0
                 if wish and not self._wanted and self._admits:
                     self._wanted = True
-                    return [(task, {"wanted": True}) for task in self.members]
+                    return self._to_members(wanted=True)
             case "meeting":
                 if all(self._workers[task].came for task in self.members):
                     return self._conclude(now)
             case "enabling":
                 if all(self._workers[task].ready for task in self.members):
                     self._phase("training", now)
-                    go = [(task, {"go": self.generation}) for task in self.members]
-                    return go + self._go_on(now)
+                    return self._to_members(go=self.generation) + self._go_on(now)
         return []
 
     def _conclude(self, now: float) -> list[Say]:
         """All members have met: a new generation, a wait for others, or the last generation."""
         leaving = [task for task in self.members if self._workers[task].leaves]
         if leaving and len(leaving) == len(self.members) and not self._finishing:
-            # Somebody has to write down what all have trained.
+            # A checkpoint has to be written first.
             return self._form(now, "all workers were asked to end")
         said: list[Say] = []
         for task in leaving if not self._finishing else ():
@@ -459,10 +451,10 @@ class Membership:
         if not self.members and self._finishing:
             return said + self._end(_OVER, complete=not self._last)
         if not self.members and not self._lost:
-            # Who waits has no state to go on from.
+            # Workers that wait to be let in have no state from which to go on.
             return said + self._end(_NOBODY)
         if not self.members:
-            # It is rather they who cannot be heard than that all have died.
+            # It is more likely that none can be heard than that all have died.
             lost, self._lost = self._lost, {}
             self._why.append("all were awaited")
             self._await(lost, now + self.limits.grace_seconds)
@@ -477,7 +469,7 @@ class Membership:
         return said + self._form(now, f"{left} of at least {fewest} workers are left")
 
     def _form(self, now: float, last: str = "") -> list[Say]:
-        """Forms a generation of the members and, if it is not the last, of those who wait."""
+        """Forms a generation of the members and, if it is not the last, of those that wait."""
         self._last |= bool(last)
         self._finishing |= self._last
         former = self.members
@@ -512,7 +504,7 @@ class Membership:
         return [(task, {"abort": self.generation}) for task in late]
 
     def _await(self, workers: Mapping[int, _Worker], until: float) -> None:
-        """Takes members for absent; what they had said they say again when they come back."""
+        """Makes members absent; they send their messages again when they come back."""
         for task, worker in workers.items():
             worker.came, worker.ready, worker.report = False, False, None
             self._workers[task] = worker
@@ -523,12 +515,15 @@ class Membership:
         self.phase, self._ended, self.is_complete = "ended", why, complete
         return [(task, self.where()) for task in self._workers]
 
+    def _to_members(self, **message: Any) -> list[Say]:
+        return [(task, message) for task in self.members]
+
     def _phase(self, phase: Phase, now: float) -> None:
         if phase != self.phase:
             self.phase, self._since = phase, now
 
     def _room(self) -> int | None:
-        """How many may still come in; None: any number."""
+        """Returns the number of workers that may still be let in; None for any number."""
         most = self.limits.max_workers
         if most is None:
             return None
@@ -536,7 +531,7 @@ class Membership:
 
 
 def _differences(wanted: Mapping[str, Any], given: Mapping[str, Any]) -> str:
-    """What a worker has otherwise than the run, in a sentence; "" if nothing."""
+    """Returns the values in which a worker differs from the run; "" if there are none."""
     return "; ".join(
         f"{key}: the run has {wanted.get(key)!r}, this worker has {given.get(key)!r}"
         for key in sorted({*wanted, *given})

@@ -1,9 +1,9 @@
-"""Which worker trains which data of an epoch, while workers come and go.
+"""The plan by which workers that come and go train the data of an epoch.
 
-The data of an epoch are a row of *units*, numbered from 0: as many minibatches as a worker has
-replicas, one for each. A plan deals them out. Every unit of an epoch is trained, and goes into the
-model, exactly once, whoever is lost: what a worker had trained since the last sync that it took
-part in is dealt out again. Pure arithmetic: all workers make the same plan of the same reports.
+The data of an epoch are *units*, numbered from 0; a unit is a minibatch for each replica of a
+worker. Every unit goes into the model exactly once, whichever workers are lost: units that a lost
+worker had trained since its last sync are dealt out again. All workers make the same plan of the
+same reports, by pure arithmetic.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-_WIDEST = 64  # units of a block that is looked for in a list
-_ENOUGH = 64  # repetitions of a block with which no other is looked for
+_WIDEST = 64  # units of the longest block whose repetition is searched
+_ENOUGH = 64  # repetitions of a block that end the search
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Who trains what.
+    """The division of an epoch's units among n workers.
 
-    The worker of rank r, of n, has the units `carried[r]` in its open block when the plan begins.
-    After them it trains `owed[r::n]`, and then `first + r`, `first + r + n`, and so on to the end
+    The worker of rank r has the units `carried[r]` in its open block when the plan begins. Then it
+    trains `owed[r::n]`, and then `first + r`, `first + r + n`, and so on to the end
     of the epoch. These are its *steps*, counted from 0 with the carried ones.
 
     Attributes:
@@ -47,7 +47,7 @@ class Plan:
 
     @staticmethod
     def place(state: Mapping[str, Any]) -> tuple[int, int]:
-        """What `at` is of the plan with a `state`."""
+        """Returns (fit, epoch) of a plan given as its `state()`."""
         return state.get("fit", 0), state["epoch"]
 
     @property
@@ -56,18 +56,11 @@ class Plan:
         return len(self.tasks)
 
     def owed_to(self, rank: int) -> tuple[int, ...]:
-        """The owed units of a rank."""
+        """Returns the owed units of a rank."""
         return self.owed[rank :: self.size]
 
-    def unit(self, rank: int, step: int) -> int:
-        """The unit that a rank trains in one of its steps."""
-        listed = self.carried[rank] + self.owed_to(rank)
-        if step < len(listed):
-            return listed[step]
-        return self.first + rank + self.size * (step - len(listed))
-
     def ranges(self, rank: int) -> list[range]:
-        """The owed units of a rank as few progressions, in their order."""
+        """Returns the owed units of a rank as few progressions, in their order."""
         found: list[range] = []
         for unit in self.owed_to(rank):
             last = found[-1] if found else None
@@ -82,7 +75,7 @@ class Plan:
         return found
 
     def after(self, dealt: Sequence[int], open_steps: Sequence[int], tasks: Sequence[int]) -> Plan:
-        """The plan of the next generation.
+        """Returns the plan of the next generation.
 
         Args:
             dealt: of each rank, how many of its steps are in the model.
@@ -109,7 +102,7 @@ class Plan:
         )
 
     def in_the_model(self, dealt: Sequence[int]) -> int:
-        """The number of units that are in the model.
+        """Returns the number of units in the model.
 
         Args:
             dealt: of each rank, how many of its steps are in the model.
@@ -117,24 +110,23 @@ class Plan:
         return self.first - len(self.owed) - sum(map(len, self.carried)) + sum(dealt)
 
     def state(self) -> dict[str, Any]:
-        """As JSON carries it: short, since all workers tell all others theirs."""
+        """Returns the plan for JSON, in a short form: workers send it to each other at meetings."""
         lists = {"carried": [_packed(own) for own in self.carried], "owed": _packed(self.owed)}
         return {**dataclasses.asdict(self), **lists}
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> Plan:
-        """The plan with a `state`."""
+        """Returns the plan of a `state()`."""
         carried = tuple(map(_unpacked, state["carried"]))
         tasks, owed = tuple(state["tasks"]), _unpacked(state["owed"])
         return cls(state["epoch"], tasks, carried, owed, state["first"], state.get("fit", 0))
 
 
 def _packed(units: Sequence[int]) -> list[Any]:
-    """Units as a short list for JSON.
+    """Returns units as a short list for JSON.
 
-    An entry is a unit; or [U, d, n]: the units of a list U, and n − 1 times the same again, each
-    time further on by d. The units of one worker are the repetition of one, those of several that
-    were lost together of as many.
+    An entry is a unit, or [U, d, n]: the units of a list U, and n − 1 times the same again, each
+    time further on by d.
     """
     found: list[Any] = []
     at = 0
@@ -156,7 +148,7 @@ def _packed(units: Sequence[int]) -> list[Any]:
 
 
 def _unpacked(entries: Sequence[Any]) -> tuple[int, ...]:
-    """The units of a list of `_packed`, or of a plain one, as earlier versions wrote it."""
+    """Returns the units of a list of `_packed`, or of a plain list of an earlier version."""
     found: list[int] = []
     for entry in entries:
         block, distance, times = ([entry], 0, 1) if isinstance(entry, int) else entry
@@ -165,5 +157,5 @@ def _unpacked(entries: Sequence[Any]) -> tuple[int, ...]:
 
 
 def begin(epoch: int, tasks: Sequence[int], fit: int = 0) -> Plan:
-    """The plan of an epoch of which nothing is trained."""
+    """Returns the plan of an epoch of which nothing is trained."""
     return Plan(epoch, tuple(tasks), ((),) * len(tasks), fit=fit)

@@ -23,6 +23,19 @@ def points(number: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
     return (centres[labels] + random.normal(size=(number, FEATURES))).astype("float32"), labels
 
 
+def network() -> keras.Model:
+    """A small classifier, as in any Keras script."""
+    model = keras.Sequential(
+        [keras.Input((FEATURES,)), keras.layers.Dense(64, "relu"), keras.layers.Dense(CLASSES)]
+    )
+    model.compile(
+        keras.optimizers.SGD(0.05, momentum=0.9),
+        keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        metrics=["accuracy"],
+    )
+    return model
+
+
 def main() -> None:
     """Trains, and writes the averaged model."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
@@ -35,18 +48,7 @@ def main() -> None:
         tfpara.BMUF(), sync_period=10, averages={"ema": tfpara.EMA(0.9)}
     )
     with strategy.scope():
-        model = keras.Sequential(
-            [
-                keras.Input((FEATURES,)),
-                keras.layers.Dense(64, "relu"),
-                keras.layers.Dense(CLASSES),
-            ]
-        )
-        model.compile(
-            keras.optimizers.SGD(0.05, momentum=0.9),
-            keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-            metrics=["accuracy"],
-        )
+        model = network()
 
     # All workers give the same data; each trains on its share of them.
     model.fit(

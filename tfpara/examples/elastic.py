@@ -7,11 +7,10 @@ Kill one of the processes (`kill -9`): the others train on, and the launcher sta
 
 import argparse
 
-import keras
 import tensorflow as tf
 
 import tfpara
-from tfpara.examples.classify import CLASSES, FEATURES, points
+from tfpara.examples.classify import network, points
 
 BATCH = 32
 
@@ -30,18 +29,7 @@ def main() -> None:
         elastic=tfpara.Elastic(min_workers=1),
     )
     with strategy.scope():
-        model = keras.Sequential(
-            [
-                keras.Input((FEATURES,)),
-                keras.layers.Dense(64, "relu"),
-                keras.layers.Dense(CLASSES),
-            ]
-        )
-        model.compile(
-            keras.optimizers.SGD(0.05, momentum=0.9),
-            keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-            metrics=["accuracy"],
-        )
+        model = network()
 
     whole = points(10_000, seed=1)
 

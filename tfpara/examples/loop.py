@@ -1,4 +1,4 @@
-"""Fits a curve in a training loop of its own, without `fit`.
+"""Fits a curve in a custom training loop, without `fit`.
 
     tfpara-launch -n 2 -- python -m tfpara.examples.loop
 
@@ -15,7 +15,7 @@ import tfpara
 
 
 def main() -> None:
-    """Trains by a loop of its own."""
+    """Trains by a custom loop."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--out", default="loop.keras", help="file of the trained model")

@@ -9,7 +9,7 @@ import socket
 
 from tfpara import cluster
 from tfpara.cluster import asynchronous as async_cluster
-from tfpara.cluster.ports import CHOSEN
+from tfpara.cluster.ports import CHOSEN, joined
 
 
 class LaunchError(ValueError):
@@ -28,8 +28,7 @@ def local_clusters(count: int, host: str = "127.0.0.1", port: int = 0) -> list[c
         LaunchError: the host is not this machine's, or a port is in use.
     """
     host = host.strip("[]")
-    shown = f"[{host}]" if ":" in host else host
-    addresses = tuple(f"{shown}:{number}" for number in ports(host, port, count))
+    addresses = tuple(joined(host, number) for number in ports(host, port, count))
     tasks = [("chief", 0), *(("worker", index) for index in range(count - 1))]
     return [cluster.Cluster(addresses, *task, has_chief_job=True) for task in tasks]
 

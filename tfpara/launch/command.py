@@ -18,15 +18,19 @@ import shutil
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from tfpara import cluster
 from tfpara.cluster import asynchronous as async_cluster
 from tfpara.cluster import engines, rendezvous, secret
-from tfpara.elastic.meeting import ADDRESS, NAME, Meeting
+from tfpara.cluster.ports import joined
+from tfpara.elastic.meeting import ADDRESS, NAME
+from tfpara.elastic.meeting_point import Meeting
 from tfpara.launch import cards
-from tfpara.launch import output as launch_output
-from tfpara.launch import supervisor as launch_workers
 from tfpara.launch.clusters import LaunchError, local_async_clusters, local_clusters, ports
+from tfpara.launch.launcher import Launcher
+from tfpara.launch.output import Console
+from tfpara.launch.supervisor import SAVING_SECONDS, SETTLE_SECONDS, Policy, Process
 from tfpara.version import __version__
 
 _THREADS = ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS")
@@ -34,14 +38,14 @@ _LOG_LEVEL = "TF_CPP_MIN_LOG_LEVEL"
 _ELASTIC_RESTARTS = 100  # of each worker, unless --restart_workers says otherwise
 _START_SECONDS = 300.0  # longest wait for the first workers of an elastic run
 _EPILOG = f"""
-The first worker is the chief. TF_CONFIG and variables by which others tell ranks are replaced.
+The first worker is the chief. TF_CONFIG and the rank variables of engines are replaced.
 stdin is empty. {_LOG_LEVEL} is 3 unless it is set: TensorFlow's errors reach Python as exceptions.
 COMMAND: a program and its arguments, or a .py file; `python` is the one that runs the launcher.
 
-When a worker fails, the others have {launch_workers.SETTLE_SECONDS:g} s to report errors of their
+When a worker fails, the others have {SETTLE_SECONDS:g} s to report errors of their
 own. Then they get SIGTERM, and SIGKILL after --grace. SIGINT, SIGTERM and SIGHUP are passed on;
 SIGKILL follows after --grace, or at once on a second signal. A worker that was asked to end and
-writes a checkpoint (tfpara.callbacks.Checkpoint) has {launch_workers.SAVING_SECONDS:g} s, unless
+writes a checkpoint (tfpara.callbacks.Checkpoint) has {SAVING_SECONDS:g} s, unless
 --grace is given.
 
 Each start has a fresh secret, by which its processes know each other, in TFPARA_SECRET, unless that
@@ -78,68 +82,86 @@ Examples (the first is there to be run):
   tfpara-launch --ps 1 -n 2 --restart_workers 3 script.py
 """
 
+_HELP = {
+    "workers": "number of workers, the chief included (default: 1); with --ps it is one more",
+    "ps": "number of parameter servers, for programs with tfpara.AsyncStrategy (default: 0)",
+    "restart_workers": "with --ps or --elastic: start each worker again after a failure, at most R "
+    f"times, while the others go on (default: 0; with --elastic {_ELASTIC_RESTARTS})",
+    "elastic": "for programs with PeriodicSyncStrategy(elastic=...): serve their meeting point, at "
+    "--port; training goes on while workers fail, and those started again join it",
+    "spares": "with --elastic: start K workers more, which wait, built and traced, until one is "
+    "lost; give Elastic(max_workers=N) (default: 0)",
+    "host": "address of this machine on which the workers listen (default: 127.0.0.1)",
+    "port": "port of the chief; workers use the next ones (default: 0, any free ports). With "
+    "--collectives=horovod: where its processes find each other",
+    "collectives": "what connects the workers: TensorFlow, by TF_CONFIG, or Horovod over Gloo, by "
+    "its HOROVOD_ variables (default: tensorflow)",
+    "threads": "CPU threads per worker, in OMP_NUM_THREADS, TF_NUM_INTRAOP_THREADS and "
+    "TF_NUM_INTEROP_THREADS (default: what these say, else cores / N, at least 1)",
+    "gpus_per_worker": "GPUs of each worker, in CUDA_VISIBLE_DEVICES; 0 for none (default: those "
+    "of this machine, divided by the workers; where there are fewer, workers share one, and take "
+    "its memory as they need it). With --ps the chief and the servers have none",
+    "grace": "time between asking workers to end and SIGKILL (default: 10, and up to "
+    f"{SAVING_SECONDS:g} while one writes a checkpoint)",
+    "max_restarts": "start all workers again after a failure, at most K times (default: 0)",
+    "prefix": "start each line of output with [chief], [worker 1], ... (default: yes)",
+    "log_dir": "also write each worker's output to DIR/chief.log, DIR/worker-1.log, ...; restarts "
+    "append to them",
+}
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the launcher; returns the exit code."""
     options = _parser().parse_args(argv)
     try:
         command = _command(options.command)
+        _check(options)
         if options.workers is None:
             options.workers = 1
             hint = _misplaced(options.command)
             if hint:
                 print(f"tfpara-launch: {hint}", file=sys.stderr, flush=True)
-        if options.restart_workers is not None and not (options.ps or options.elastic):
-            raise LaunchError(
-                f"--restart_workers={options.restart_workers} is for --ps and --elastic: other "
-                "workers are started again all together, by --max_restarts."
-            )
-        default = _ELASTIC_RESTARTS if options.elastic else 0
-        restarts = default if options.restart_workers is None else options.restart_workers
-        if options.spares and not options.elastic:
-            raise LaunchError(f"--spares={options.spares} is for --elastic.")
-        if options.elastic and (options.ps or options.max_restarts):
-            other = "--ps" if options.ps else "--max_restarts"
-            raise LaunchError(
-                f"--elastic and {other} contradict each other: an elastic run goes on while "
-                "workers are started again one at a time. Leave one of them out."
-            )
-        if options.elastic and options.collectives != "tensorflow":
-            raise LaunchError(
-                f"--elastic with --collectives={options.collectives}: Horovod's groups cannot "
-                "change. Leave --collectives out."
-            )
-        if options.ps and options.collectives != "tensorflow":
-            raise LaunchError(
-                f"--ps={options.ps} with --collectives={options.collectives}: asynchronous "
-                "training has no collectives. Leave one of them out."
-            )
         if options.log_dir is not None:
             options.log_dir.mkdir(parents=True, exist_ok=True)
-        console = launch_output.Console(sys.stdout.buffer, sys.stderr.buffer, options.prefix)
-        launch = functools.partial(
-            launch_workers.Launcher,
-            console,
-            options.log_dir,
-            options.grace,
-            options.max_restarts,
-            restarts,
-        )
+        console = Console(sys.stdout.buffer, sys.stderr.buffer, options.prefix)
         with contextlib.ExitStack() as stores:
-            if not options.elastic:
-                return launch().run(command, lambda: _processes(options, stores))
-            worker, meeting = _elastic(options, stores)
-
-            def takes_in(killed: bool) -> bool:
-                # A mistake in the script, for example, fails before training has begun, and again.
-                return not meeting.is_over and (meeting.has_begun or killed)
-
-            launcher = launch(takes_in, worker, meeting.follow)
-            count = options.workers + options.spares
-            return launcher.run(command, lambda: [worker(number) for number in range(count)])
+            if options.elastic:
+                policy, processes = _elastic(options, stores)
+            else:
+                policy = Policy(options.grace, options.restart_workers or 0)
+                processes = functools.partial(_processes, options, stores)
+            launcher = Launcher(console, options.log_dir, policy, options.max_restarts)
+            return launcher.run(command, processes)
     except (LaunchError, secret.SecretError, OSError) as error:
         print(f"tfpara-launch: {error}", file=sys.stderr)
         return 2
+
+
+def _check(options: argparse.Namespace) -> None:
+    """Raises LaunchError for flags that contradict each other."""
+    if options.restart_workers is not None and not (options.ps or options.elastic):
+        raise LaunchError(
+            f"--restart_workers={options.restart_workers} is for --ps and --elastic: other workers "
+            "are started again all together, by --max_restarts."
+        )
+    if options.spares and not options.elastic:
+        raise LaunchError(f"--spares={options.spares} is for --elastic.")
+    if options.elastic and (options.ps or options.max_restarts):
+        other = "--ps" if options.ps else "--max_restarts"
+        raise LaunchError(
+            f"--elastic and {other} contradict each other: an elastic run goes on while workers "
+            "are started again one at a time. Leave one of them out."
+        )
+    if options.elastic and options.collectives != "tensorflow":
+        raise LaunchError(
+            f"--elastic with --collectives={options.collectives}: Horovod's groups cannot change. "
+            "Leave --collectives out."
+        )
+    if options.ps and options.collectives != "tensorflow":
+        raise LaunchError(
+            f"--ps={options.ps} with --collectives={options.collectives}: asynchronous training "
+            "has no collectives. Leave one of them out."
+        )
 
 
 def _command(words: Sequence[str]) -> list[str]:
@@ -164,9 +186,7 @@ def _command(words: Sequence[str]) -> list[str]:
     return words
 
 
-def _processes(
-    options: argparse.Namespace, stores: contextlib.ExitStack
-) -> list[launch_workers.Process]:
+def _processes(options: argparse.Namespace, stores: contextlib.ExitStack) -> list[Process]:
     """Returns the processes to start, the chief first.
 
     Args:
@@ -177,47 +197,51 @@ def _processes(
     if not options.ps:
         environments = _environments(options, stores)
         return [
-            launch_workers.Process(cluster.label(rank), {**environment, **gpus[rank]})
+            Process(cluster.label(rank), {**environment, **gpus[rank]})
             for rank, environment in enumerate(environments)
         ]
     views = local_async_clusters(options.workers, options.ps, options.host, options.port)
     common = _common(options, len(views))
-    return [
-        launch_workers.Process(
-            async_cluster.label(view.task_type, view.task_index),
-            {
-                **common,
-                "TF_CONFIG": view.tf_config(),
-                **(gpus[view.task_index] if view.task_type == "worker" else cards.NONE),
-            },
-            expendable=view.task_type == "worker",
-        )
-        for view in views
-    ]
+    processes = []
+    for view in views:
+        is_worker = view.task_type == "worker"
+        own = {
+            "TF_CONFIG": view.tf_config(),
+            **(gpus[view.task_index] if is_worker else cards.NONE),
+        }
+        name = async_cluster.label(view.task_type, view.task_index)
+        processes.append(Process(name, {**common, **own}, expendable=is_worker))
+    return processes
 
 
 def _elastic(
     options: argparse.Namespace, stores: contextlib.ExitStack
-) -> tuple[Callable[[int], launch_workers.Process], Meeting]:
+) -> tuple[Policy, Callable[[], list[Process]]]:
     """Serves the meeting point of an elastic run until `stores` ends.
 
     Returns:
-        A function that gives the worker with a number, and the meeting point.
+        The answers to failures, and a function that returns the workers.
     """
     common = _common(options, options.workers)
     [port] = ports(options.host, options.port, 1)
     meeting = Meeting(options.host, port, options.workers, _START_SECONDS, secret.read(common))
     stores.callback(meeting.close)
-    host = f"[{options.host}]" if ":" in options.host else options.host
-    environment = {**common, ADDRESS: f"{host}:{port}"}
+    environment = {**common, ADDRESS: joined(options.host, port)}
     gpus = _gpus(options, options.workers + options.spares)
 
-    def worker(number: int) -> launch_workers.Process:
+    def worker(number: int) -> Process:
         name = f"worker {number}"
         own = {NAME: name, **gpus[number % len(gpus)]}
-        return launch_workers.Process(name, {**environment, **own}, expendable=True)
+        return Process(name, {**environment, **own}, expendable=True)
 
-    return worker, meeting
+    def takes_in(killed: bool) -> bool:
+        # A mistake in the script, for example, fails before training has begun, and again.
+        return not meeting.state.is_over and (meeting.state.has_begun or killed)
+
+    restarts = options.restart_workers
+    restarts = _ELASTIC_RESTARTS if restarts is None else restarts
+    policy = Policy(options.grace, restarts, takes_in, worker, meeting.follow)
+    return policy, lambda: [worker(number) for number in range(options.workers + options.spares)]
 
 
 def _common(options: argparse.Namespace, count: int) -> dict[str, str]:
@@ -279,7 +303,7 @@ def _workers(text: str) -> float:
 
 
 def _misplaced(words: Sequence[str]) -> str:
-    """Returns a hint if what follows the program looks like the launcher's number of workers."""
+    """Returns a hint if the launcher's number of workers seems to stand behind the program."""
     text = " ".join(words)
     found = re.search(r" (-n|-np|--workers)[ =]?(\d+)(?= |$)", text)
     if found is None or words[:1] == ["--"]:
@@ -300,105 +324,25 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    add = parser.add_argument
-    add("--version", action="version", version=f"%(prog)s {__version__}")
-    whole = functools.partial(_number, int, unit="a whole number")
-    add(
-        "-n",
-        "--workers",
-        type=_workers,
-        metavar="N",
-        help="number of workers, the chief included (default: 1); with --ps it is one more",
-    )
-    add(
-        "--ps",
-        type=whole(0, 10000),
-        default=0,
-        metavar="P",
-        help="number of parameter servers, for programs with tfpara.AsyncStrategy (default: 0)",
-    )
-    add(
-        "--restart_workers",
-        type=whole(0, 10**9),
-        metavar="R",
-        help="with --ps or --elastic: start each worker again after a failure, at most R times, "
-        f"while the others go on (default: 0; with --elastic {_ELASTIC_RESTARTS})",
-    )
-    add(
-        "--elastic",
-        action="store_true",
-        help="for programs with PeriodicSyncStrategy(elastic=...): serve their meeting point, at "
-        "--port; training goes on while workers fail, and those started again join it",
-    )
-    add(
-        "--spares",
-        type=whole(0, 10**9),
-        default=0,
-        metavar="K",
-        help="with --elastic: start K workers more, which wait, built and traced, until one is "
-        "lost; give Elastic(max_workers=N) (default: 0)",
-    )
-    add(
-        "--host",
-        default="127.0.0.1",
-        help="address of this machine on which the workers listen (default: 127.0.0.1)",
-    )
-    add(
-        "--port",
-        type=whole(0, 65535),
-        default=0,
-        help="port of the chief; workers use the next ones (default: 0, any free ports). With "
-        "--collectives=horovod: where its processes find each other",
-    )
-    add(
-        "--collectives",
-        choices=("tensorflow", "horovod"),
-        default="tensorflow",
-        help="what connects the workers: TensorFlow, by TF_CONFIG, or Horovod over Gloo, by its "
-        "HOROVOD_ variables (default: tensorflow)",
-    )
-    add(
-        "--threads",
-        type=whole(1, 10000),
-        default=0,
-        metavar="T",
-        help="CPU threads per worker, in OMP_NUM_THREADS, TF_NUM_INTRAOP_THREADS and "
-        "TF_NUM_INTEROP_THREADS (default: what these say, else cores / N, at least 1)",
-    )
-    add(
-        "--gpus_per_worker",
-        type=whole(0, 1000),
-        metavar="G",
-        help="GPUs of each worker, in CUDA_VISIBLE_DEVICES; 0 for none (default: those of this "
-        "machine, divided by the workers; where there are fewer, workers share one, and take its "
-        "memory as they need it). With --ps the chief and the servers have none",
-    )
-    add(
-        "--grace",
-        type=_number(float, 0, 86400, "a number of seconds"),
-        metavar="SECONDS",
-        help="time between asking workers to end and SIGKILL (default: 10, and up to "
-        f"{launch_workers.SAVING_SECONDS:g} while one writes a checkpoint)",
-    )
-    add(
-        "--max_restarts",
-        type=whole(0, 10**9),
-        default=0,
-        metavar="K",
-        help="start all workers again after a failure, at most K times (default: 0)",
-    )
-    add(
-        "--prefix",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="start each line of output with [chief], [worker 1], ... (default: yes)",
-    )
-    add(
-        "--log_dir",
-        type=Path,
-        metavar="DIR",
-        help="also write each worker's output to DIR/chief.log, DIR/worker-1.log, ...; restarts "
-        "append to them",
-    )
-    add("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    whole, many = functools.partial(_number, int, unit="a whole number"), 10**9
+
+    def add(*flags: str, **settings: Any) -> None:
+        parser.add_argument(*flags, help=_HELP[flags[-1].lstrip("-")], **settings)
+
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
+    add("-n", "--workers", type=_workers, metavar="N")
+    add("--ps", type=whole(0, 10000), default=0, metavar="P")
+    add("--restart_workers", type=whole(0, many), metavar="R")
+    add("--elastic", action="store_true")
+    add("--spares", type=whole(0, many), default=0, metavar="K")
+    add("--host", default="127.0.0.1")
+    add("--port", type=whole(0, 65535), default=0)
+    add("--collectives", choices=("tensorflow", "horovod"), default="tensorflow")
+    add("--threads", type=whole(1, 10000), default=0, metavar="T")
+    add("--gpus_per_worker", type=whole(0, 1000), metavar="G")
+    add("--grace", type=_number(float, 0, 86400, "a number of seconds"), metavar="SECONDS")
+    add("--max_restarts", type=whole(0, many), default=0, metavar="K")
+    add("--prefix", action=argparse.BooleanOptionalAction, default=True)
+    add("--log_dir", type=Path, metavar="DIR")
+    parser.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     return parser

@@ -10,8 +10,9 @@ import sys
 import threading
 from collections.abc import Sequence
 
-from tfpara.cluster import exit_codes, secret
-from tfpara.elastic.meeting import ADDRESS, Meeting
+from tfpara.cluster import exit_codes, ports, secret
+from tfpara.elastic.meeting import ADDRESS
+from tfpara.elastic.meeting_point import Meeting
 
 _EPILOG = f"""
 Workers of an elastic run (tfpara.PeriodicSyncStrategy with elastic=...) enrol here, are watched,
@@ -30,6 +31,46 @@ begun; 2 if this program cannot listen.
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Serves a meeting point until the run is over; returns the exit code."""
+    options = _options(argv)
+    options.host = options.host.strip("[]")
+    try:
+        shared = secret.read()
+        if not shared:
+            here = secret.is_loopback(f"{options.host}:0")
+            print(f"tfpara-meet: {_no_secret(options.host, here)}", file=sys.stderr, flush=True)
+            if not here and not options.without_secret:
+                return 2
+        meeting = Meeting(
+            options.host, options.port, options.workers, options.start_seconds, shared
+        )
+    except (OSError, secret.SecretError) as error:
+        print(
+            f"tfpara-meet: cannot listen on {options.host}:{options.port}: {error}", file=sys.stderr
+        )
+        return 2
+    over = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: over.set())
+    _say(f"{ADDRESS}={ports.joined(options.host, meeting.port)}")
+    told = 0
+    while not over.wait(0.5):
+        history = list(meeting.state.history)
+        for generation in history[told:]:
+            members = ", ".join(map(str, generation.members))
+            _say(f"generation {generation.number}: workers {members}: {generation.why}")
+        told = len(history)
+        if meeting.state.phase == "ended":
+            _say(str(meeting.state.where()["ended"]))
+            break
+        if meeting.is_deaf:  # its thread has printed the error
+            return 2
+    meeting.close()
+    if meeting.state.is_complete:
+        return 0
+    return exit_codes.restart() if meeting.state.has_begun else 1
+
+
+def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="tfpara-meet",
         description="Serve the meeting point of an elastic run.",
@@ -60,42 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"--port={options.port} must be from 0 to 65535")
     if not 0 < options.start_seconds < math.inf:
         parser.error(f"--start_seconds={options.start_seconds:g} must be a positive number")
-    options.host = options.host.strip("[]")
-    try:
-        shared = secret.read()
-        if not shared:
-            here = secret.is_loopback(f"{options.host}:0")
-            print(f"tfpara-meet: {_no_secret(options.host, here)}", file=sys.stderr, flush=True)
-            if not here and not options.without_secret:
-                return 2
-        meeting = Meeting(
-            options.host, options.port, options.workers, options.start_seconds, shared
-        )
-    except (OSError, secret.SecretError) as error:
-        print(
-            f"tfpara-meet: cannot listen on {options.host}:{options.port}: {error}", file=sys.stderr
-        )
-        return 2
-    over = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: over.set())
-    host = f"[{options.host}]" if ":" in options.host else options.host
-    _say(f"{ADDRESS}={host}:{meeting.port}")
-    told = 0
-    while not over.wait(0.5):
-        for generation in meeting.history[told:]:
-            members = ", ".join(map(str, generation.members))
-            _say(f"generation {generation.number}: workers {members}: {generation.why}")
-        told = len(meeting.history)
-        if meeting.phase == "ended":
-            _say(meeting.why_ended)
-            break
-        if meeting.is_deaf:  # its thread has printed the error
-            return 2
-    meeting.close()
-    if meeting.is_complete:
-        return 0
-    return exit_codes.restart() if meeting.has_begun else 1
+    return options
 
 
 def _say(text: str) -> None:

@@ -76,7 +76,7 @@ class Console:
 
 
 def read_chunks(descriptor: int, log: BinaryIO | None) -> Iterator[bytes]:
-    """Yields what arrives on a pipe or terminal until its end, copying it to `log`."""
+    """Yields the bytes from a pipe or terminal until its end, copying them to `log`."""
     while True:
         try:
             chunk = os.read(descriptor, 1 << 16)

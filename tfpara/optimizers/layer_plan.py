@@ -1,4 +1,4 @@
-"""The plan by which each layer of a model gets its gradient."""
+"""The plan of a model's layers: the kind of gradient that each gets."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ PLAIN = "plain"  # ordinary gradient: all other layers
 
 
 def plan(model: keras.Model) -> list[tuple[keras.Layer, dict[str, Json]]]:
-    """Returns the layers with trainable weights, and for each how its gradient is made.
+    """Returns the layers with trainable weights, each with its entry in the plan.
 
     An entry has the kind of the layer and the indices of its variables (kernel first) among the
-    model's trainable ones. Unless the kind is `PLAIN`, it also has the width of the input rows.
+    model's trainable ones; unless the kind is `PLAIN`, also the width of the input rows.
     """
     place = {id(v): number for number, v in enumerate(model.trainable_variables)}
     found = []
@@ -27,7 +27,8 @@ def plan(model: keras.Model) -> list[tuple[keras.Layer, dict[str, Json]]]:
         kind = _kind(layer, weights) if bare else PLAIN
         entry: dict[str, Json] = {"kind": kind, "variables": [place.pop(id(v)) for v in weights]}
         if kind != PLAIN:
-            entry["width"] = _size(weights[0]) // weights[0].shape[-1] + len(weights) - 1
+            size = tf.TensorShape(weights[0].shape).num_elements()
+            entry["width"] = int(size) // weights[0].shape[-1] + len(weights) - 1
         if weights:
             found.append((layer, entry))
     if place:  # weights that belong to the model itself rather than to a layer
@@ -40,7 +41,7 @@ def _leaves(layer: keras.Layer, bare: bool = True) -> list[tuple[keras.Layer, bo
 
     Wrappers and recurrent layers call the layers inside them in loops or on parts of their input.
     """
-    # Keras has no public name for the parts of a layer.
+    # Private, since Keras has no public name for the parts of a layer.
     parts = list(layer._flatten_layers(include_self=False, recursive=False))
     if not parts:
         return [(layer, bare)]
@@ -64,7 +65,3 @@ def _kind(layer: keras.Layer, weights: Sequence[keras.Variable]) -> str:
         return ROWS
     convolutions = (keras.layers.Conv1D, keras.layers.Conv2D, keras.layers.Conv3D)
     return MATRIX if type(layer) in convolutions else PLAIN
-
-
-def _size(variable: keras.Variable) -> int:
-    return int(tf.TensorShape(variable.shape).num_elements())

@@ -85,7 +85,9 @@ class OnlineNaturalGradient:
     def update(self, scatter: Scatter, rows: tf.Tensor) -> Scatter:
         """Returns F after one more minibatch."""
         number, width = tf.cast(tf.shape(rows)[0], tf.float64), rows.shape[1]
-        eta = self._eta(number)
+        eta = tf.minimum(1.0 - tf.exp(-number / self.history), tf.constant(MAX_ETA, tf.float64))
+        if self.history_minibatches is not None:
+            eta = tf.constant(1.0 / self.history_minibatches, tf.float64)
         basis, diagonal, rho = (tf.cast(t, tf.float64) for t in scatter)
         projected = tf.matmul(rows, scatter.basis, transpose_b=True)
         basis_s = tf.cast(tf.matmul(projected, rows, transpose_a=True), tf.float64) / number
@@ -108,11 +110,6 @@ class OnlineNaturalGradient:
             tf.cast(new_diagonal, tf.float32),
             tf.cast(new_rho, tf.float32),
         )
-
-    def _eta(self, number: tf.Tensor) -> tf.Tensor:
-        if self.history_minibatches is not None:
-            return tf.constant(1.0 / self.history_minibatches, tf.float64)
-        return tf.minimum(1.0 - tf.exp(-number / self.history), tf.constant(MAX_ETA, tf.float64))
 
 
 def sensible_rank(rank: int, width: int) -> int:

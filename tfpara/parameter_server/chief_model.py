@@ -11,20 +11,17 @@ import tensorflow as tf
 
 from tfpara.parameter_server.messages import Moment
 from tfpara.parameter_server.server import Server
-from tfpara.parameter_server.worker_step import Work
+from tfpara.parameter_server.worker_step import WorkerStep
 from tfpara.typing import Array, Variable
 
 
 class ChiefModel:
     """Finds out which weights were set in the chief's model, and sends them to the servers.
 
-    Args:
-        model: the chief's model, with the same weights as the servers.
-        server: the global model.
-        work: tells which of the model's variables are shared moving statistics, or frozen.
+    The model begins with the same weights as the servers.
     """
 
-    def __init__(self, model: keras.Model, server: Server, work: Work) -> None:
+    def __init__(self, model: keras.Model, server: Server, work: WorkerStep) -> None:
         self._server = server
         self._work = work
         self._weights = model.trainable_variables

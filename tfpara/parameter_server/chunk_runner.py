@@ -4,62 +4,42 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from tfpara.parameter_server.chunks import Chunks
+from tfpara.parameter_server.exchange import Exchange
 from tfpara.parameter_server.messages import Place
 from tfpara.parameter_server.server import Server
-from tfpara.parameter_server.worker_step import Block, Work, stream_of
+from tfpara.parameter_server.worker_step import Block, WorkerStep, stream_of
+from tfpara.parameter_server.workers import Training
 from tfpara.typing import Nest
 
-if TYPE_CHECKING:
-    from tfpara.parameter_server.worker_step import ChooseRate
 
-
-class Cluster:
-    """Trains chunks on the workers of a cluster.
+class ChunkRunner:
+    """Trains chunks on the workers of a cluster, by TensorFlow's coordinator.
 
     If a worker dies, its chunk is given to another one, which goes on with the first minibatch that
     is not in the model yet.
-
-    Args:
-        coordinator: TensorFlow's coordinator of the cluster.
-        server, work, chunks, sync_period, choose_rate: as for `chunk_function`.
-        order: numbers that random layers depend on, beside the epoch and chunk. They are read when
-            a chunk is scheduled.
     """
 
     def __init__(
-        self,
-        coordinator: tf.distribute.coordinator.ClusterCoordinator,
-        server: Server,
-        work: Work,
-        chunks: Chunks,
-        sync_period: int,
-        choose_rate: ChooseRate | None = None,
-        *,
-        order: Sequence[int],
+        self, coordinator: tf.distribute.coordinator.ClusterCoordinator, training: Training
     ) -> None:
         self._coordinator = coordinator
-        self._server = server
-        self._chunks = chunks
-        self._order = order
-        self._scheduled: list[
-            tuple[tuple[int, int], tf.distribute.coordinator.RemoteValue]
-        ] = []  # (epoch, chunk) and the result, which may not be there yet
-        self._train = chunk_function(server, work, chunks, sync_period, choose_rate)
+        self._training = training
+        # (epoch, chunk) and the result, which may not be there yet.
+        self._scheduled: list[tuple[tuple[int, int], Any]] = []
+        self._train = chunk_function(training)
 
     def submit(self, epoch: int, chunks: Sequence[int]) -> None:
         """Schedules chunks of an epoch on the workers; each worker gets one at a time."""
+        training = self._training
         for chunk in chunks:
-            stream = stream_of(self._order, epoch, chunk)
-            numbers = (epoch, chunk, self._server.generation, stream)
+            stream = stream_of(training.order, epoch, chunk)
+            numbers = (epoch, chunk, training.server.generation, stream)
             place = [tf.constant(number, tf.int64) for number in numbers]
-            arguments = tf.nest.map_structure(
-                tf.convert_to_tensor, self._chunks.arguments(epoch, chunk)
-            )
+            arguments = training.chunks.sent(epoch, chunk)
             value = self._coordinator.schedule(self._train, args=(*place, *arguments))
             self._scheduled.append(((epoch, chunk), value))
 
@@ -100,46 +80,28 @@ class Cluster:
         return None
 
     def halt(self) -> None:
-        """Does nothing: workers end their chunks themselves when `Books.halted` is set."""
+        """Does nothing: workers end their chunks themselves when `Counters.halted` is set."""
 
 
 class _At(NamedTuple):
-    """A worker's position in a chunk: the loop variables of a `tf.while_loop`.
+    """A worker's position in a chunk: the loop variables of a `tf.while_loop`."""
 
-    Attributes:
-        element: the next minibatch, a `tf.experimental.Optional`.
-        own: the model's state that is the worker's own (`Block.own`).
-        done: minibatches of the chunk before this one.
-        go: whether to go on after the last push.
-    """
-
-    element: tf.experimental.Optional
-    own: list[tf.Tensor]
-    done: tf.Tensor
-    go: tf.Tensor
+    element: tf.experimental.Optional  # the next minibatch
+    own: list[tf.Tensor]  # the worker's own state: `Block.own`
+    done: tf.Tensor  # minibatches of the chunk before this one
+    go: tf.Tensor  # whether to go on after the last push
 
 
-def chunk_function(
-    server: Server,
-    work: Work,
-    chunks: Chunks,
-    sync_period: int,
-    choose_rate: ChooseRate | None = None,
-) -> Callable[..., tf.Tensor]:
+def chunk_function(training: Training) -> Callable[..., tf.Tensor]:
     """Returns a graph function for `ClusterCoordinator.schedule` that trains one chunk.
 
     It is called as `fn(epoch, chunk, generation, stream, *arguments)`: int64 scalars, of which the
     last is the chunk's `stream_of`, and the chunk's arguments. It starts with the first minibatch
-    that is not in the model yet, and repeats: pull, `sync_period` minibatches, push. It ends early
-    when workers are halted or a push is left out.
-
-    Args:
-        server: the global model.
-        work: the computation of a minibatch.
-        chunks: the data.
-        sync_period: τ, minibatches of a push; the last push of a chunk may have fewer.
-        choose_rate: returns the learning rate of a chunk, given its minibatches.
+    that is not in the model yet, and repeats: pull, `sync_period` minibatches, push. The last push
+    of a chunk may have fewer. It ends early when workers are halted or a push is left out.
     """
+    server, work, chunks, sync_period, choose_rate, *_ = training
+    exchange = Exchange(server)
     local = _LocalModel(work, server) if work.local else None
 
     @tf.function(reduce_retracing=True, autograph=False)
@@ -153,8 +115,8 @@ def chunk_function(
         worker = tf.cast(
             tf.distribute.coordinator.experimental_get_current_worker_index(), tf.int64
         )
-        done = server.begin(worker, chunk)
-        halted = server.halted()
+        done = exchange.begin(worker, chunk)
+        halted = exchange.halted()
         dataset = chunks.dataset(epoch, chunk, *arguments).skip(done)
         rate = tf.constant(-1.0)
         if choose_rate is not None:
@@ -163,12 +125,12 @@ def chunk_function(
 
         def block(at: _At) -> tuple[_At]:
             with tf.control_dependencies([at.go]):
-                pulled = server.pull(worker)
+                pulled = exchange.pull(worker).with_rate(rate)
                 weights, optimizer = local.read(pulled.weights, generation) if local else ([], [])
-            begun = work.begin(pulled, at.own, weights, optimizer, rate)
+            begun = work.begin(pulled, at.own, weights, optimizer)
             trained, element = _minibatches(work, begun, at.element, iterator, sync_period)
             place = Place(epoch, chunk, at.done)
-            answer = server.push(work.push(trained, pulled, worker, place, rate), pulled)
+            answer = exchange.push(work.push(trained, pulled, worker, place, rate), pulled)
             written = [*answer.versions]
             if local:
                 written += local.write(*work.kept(trained, answer.moves), generation)
@@ -183,15 +145,15 @@ def chunk_function(
         (at,) = tf.while_loop(lambda p: tf.logical_and(p.go, p.element.has_value()), block, (at,))
         with tf.control_dependencies([at.go]):
             # If the last push was left out, the chunk is not finished and is handed out again.
-            all_in = server.done(chunk) >= at.done
+            all_in = exchange.done(chunk) >= at.done
             ended = tf.logical_and(tf.logical_not(at.element.has_value()), all_in)
-            return server.finish(epoch, chunk, ended)
+            return exchange.finish(epoch, chunk, ended)
 
     return train
 
 
 def _minibatches(
-    work: Work,
+    work: WorkerStep,
     block: Block,
     element: tf.experimental.Optional,
     iterator: tf.data.Iterator,
@@ -218,7 +180,7 @@ class _LocalModel:
     server's model.
     """
 
-    def __init__(self, work: Work, server: Server) -> None:
+    def __init__(self, work: WorkerStep, server: Server) -> None:
         self._run = f"tfpara_local_{server.number}"
         self._start = [tf.convert_to_tensor(value) for value in work.optimizer_start]
         self._count = len(server.names) if work.local_models else 0

@@ -42,7 +42,7 @@ class Chunks:
 
     Attributes:
         shares: whether each chunk reads one dataset whole and keeps every `count`-th minibatch.
-        facts: what decides which samples a minibatch has, by name, as far as it is known.
+        facts: settings that decide which samples a minibatch has, by name, as far as known.
 
     Raises:
         ValueError: `count` is not a whole number of at least 1.
@@ -74,19 +74,20 @@ class Chunks:
     def element_spec(self) -> Nest:
         """The element spec of the minibatches."""
         zero = tf.zeros([], tf.int64)
-        arguments = tf.nest.map_structure(tf.convert_to_tensor, self.arguments(0, 0))
-        return self.dataset(zero, zero, *arguments).element_spec
+        return self.dataset(zero, zero, *self.sent(0, 0)).element_spec
 
     def arguments(self, epoch: int, chunk: int) -> tuple[Nest, ...]:
         """Returns the arrays that are sent to the worker with a chunk."""
         return () if self._arguments is None else tuple(self._arguments(epoch, chunk))
 
+    def sent(self, epoch: int, chunk: int) -> tuple[Nest, ...]:
+        """Returns the `arguments` as tensors."""
+        return tf.nest.map_structure(tf.convert_to_tensor, self.arguments(epoch, chunk))
+
     def check(self, epoch: int, done: Sequence[int]) -> None:
         """Checks that an epoch had minibatches and, if `shares`, that they were of one dataset.
 
-        Args:
-            epoch: the epoch that has been trained.
-            done: trained minibatches of each chunk.
+        The numbers `done` are the trained minibatches of each chunk.
 
         Raises:
             ValueError: there were none; or the numbers do not fit, so minibatches have been left
@@ -125,9 +126,8 @@ def as_chunks(
     Args:
         x, y, sample_weight: arrays (or structures of arrays); or x alone, a `tf.data.Dataset` of
             minibatches or `Chunks`.
-        batch_size: samples of a minibatch, for arrays; 32 if None.
-        shuffle: whether arrays are permuted in a new order in every epoch. It has no effect on
-            datasets and `Chunks`.
+        batch_size, shuffle: as in Keras, for arrays; a shuffle has no effect on datasets and
+            `Chunks`.
         class_weight: sample weight of each class, for integer or one-hot labels.
         count: chunks of an epoch; 1 if None.
         order: numbers that the order depends on, beside the epoch. They are read when a chunk is
@@ -174,8 +174,7 @@ def _check(chunks: Chunks) -> None:
         return tf.data.experimental.to_variant(chunks.dataset(*place_and_arguments))
 
     zero = tf.zeros([], tf.int64)
-    arguments = tf.nest.map_structure(tf.convert_to_tensor, chunks.arguments(0, 0))
-    graph = read.get_concrete_function(zero, zero, *arguments).graph.as_graph_def()
+    graph = read.get_concrete_function(zero, zero, *chunks.sent(0, 0)).graph.as_graph_def()
     check_order(graph, "the dataset of a chunk")
     check_seeds(graph)
 

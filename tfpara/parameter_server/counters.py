@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import tensorflow as tf
 
-if TYPE_CHECKING:
-    from tfpara.parameter_server.messages import Push
+from tfpara.parameter_server.messages import Push
 
 # Pushes of a higher staleness are counted in the last row of the histogram, that of this one.
 LARGEST_STALENESS = 255
@@ -32,21 +31,15 @@ class Pushed(NamedTuple):
     version: int
 
 
-class Books:
+class Counters:
     """Counters on the first parameter server, written inside its lock.
 
-    The variables are created on the current device.
-
-    Args:
-        num_workers: number of workers.
-        record: whether to keep a line for each push.
+    The variables are created on the current device. With `record` a line is kept for each push.
 
     Attributes:
         histogram: int64 [256], pushes by staleness; the last counts all staler ones too.
         by_worker: int64 [workers], pushes of each worker.
         samples, minibatches: int64, totals of all pushes.
-        progress: int64 [chunks], minibatches of each chunk of this epoch that are in the weights
-            of the first parameter server.
         finished: bool [chunks], whether all minibatches of the chunk are in the model.
         halted: whether workers have to stop; they read it with each pull, and push once more.
     """
@@ -55,26 +48,19 @@ class Books:
         def counter(shape: list[int]) -> tf.Variable:
             return tf.Variable(tf.zeros(shape, tf.int64), trainable=False)
 
-        self.histogram = counter([LARGEST_STALENESS + 1])
-        self.by_worker = counter([num_workers])
-        self.samples = counter([])
-        self.minibatches = counter([])
+        self.histogram, self.by_worker = counter([LARGEST_STALENESS + 1]), counter([num_workers])
+        self.samples, self.minibatches = counter([]), counter([])
         self.halted = tf.Variable(False, trainable=False)
         self._log: tf.lookup.experimental.MutableHashTable | None = None
         if record:
             self._log = tf.lookup.experimental.MutableHashTable(
                 tf.int64, tf.int64, tf.constant([-1, -1, -1], tf.int64)
             )
-        self.divide(1, Progress(1))
+        self.divide(1)
 
-    def divide(self, num_chunks: int, progress: Progress) -> None:
+    def divide(self, num_chunks: int) -> None:
         """Sets the number of chunks of the next epochs; on the current device, outside graphs."""
-        self.progress = progress.done
         self.finished = tf.Variable(tf.zeros([num_chunks], tf.bool), trainable=False)
-
-    def begin_epoch(self) -> None:
-        """Marks all chunks as not finished."""
-        self.finished.assign(tf.zeros_like(self.finished))
 
     def changes(self, push: Push, staleness: tf.Tensor) -> list[Change]:
         """Returns the counters that a push changes, with their next values; inside the lock."""
@@ -108,11 +94,7 @@ class Books:
         if self._log is None:
             raise ValueError("no record is kept: give the strategy record=True.")
         versions, rows = (tensor.numpy() for tensor in self._log.export())
-        found = []
-        for k in versions.argsort():
-            worker, chunk, pulled = map(int, rows[k])
-            found.append(Pushed(worker, chunk, pulled, int(versions[k])))
-        return found
+        return [Pushed(*map(int, [*rows[k], versions[k]])) for k in versions.argsort()]
 
     def variables(self) -> dict[str, tf.Variable]:
         """Returns the variables that a checkpoint must hold, by name.
@@ -120,24 +102,17 @@ class Books:
         `by_worker` and the record are of this process only, so they are left out. The progress is
         among the variables of each `Shard`.
         """
-        kept = {"histogram": self.histogram, "samples": self.samples, "finished": self.finished}
-        kept["minibatches"] = self.minibatches
-        return {f"books/{name}": variable for name, variable in kept.items()}
+        kept = ("histogram", "samples", "finished", "minibatches")
+        return {f"books/{name}": getattr(self, name) for name in kept}
 
 
 class Progress:
     """The number of minibatches of each chunk that are in the weights of one parameter server.
 
     A worker may die after its push and before it gets the answer; another worker then pushes the
-    same minibatches again. With these numbers the second push is recognised and left out.
-
-    The variables are created on the current device, and used inside the server's lock.
-
-    Args:
-        num_chunks: chunks of an epoch.
-
-    Attributes:
-        done: int64 [chunks], minibatches of each chunk that are in the weights.
+    same minibatches again. With these numbers, `done` (int64 [chunks]), the second push is
+    recognised and left out. The variables are on the device that is current where they are made,
+    and used inside the server's lock.
     """
 
     def __init__(self, num_chunks: int) -> None:

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import re
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import tensorflow as tf
 
-from tfpara.parameter_server.server import NOT_FINITE
-
-if TYPE_CHECKING:
-    from tfpara.parameter_server.strategy import AsyncStrategy
+from tfpara.parameter_server.shard import NOT_FINITE
 
 # Seconds to wait, after an error of TensorFlow, until the control connections show a lost process.
 _SETTLE_SECONDS = 3.0
@@ -25,15 +22,20 @@ class ChunkError(RuntimeError):
     """A chunk of the data could not be trained on. The message names it and the cause."""
 
 
-def explained(error: tf.errors.OpError, strategy: AsyncStrategy) -> Exception:
-    """Returns the error to raise in place of one that TensorFlow raised for work on the workers."""
+def explained(error: tf.errors.OpError, check: Callable[[], None]) -> Exception:
+    """Returns the error to raise in place of one that TensorFlow raised for work on the workers.
+
+    Args:
+        error: TensorFlow's.
+        check: raises a RuntimeError if the run cannot go on.
+    """
     found = re.search(re.escape(NOT_FINITE) + r" '([^']*)'", error.message)
     if found:
         return DivergedError(
             f"{NOT_FINITE} {found[1]!r}. The push was not applied, and checkpoints before it are "
             "finite. Lower the learning rate, the sync_period or the number of workers."
         )
-    failure = lost(error, strategy)
+    failure = lost(error, check)
     if failure is not None:
         return failure
     chunk = getattr(error, "chunk", None)
@@ -41,16 +43,17 @@ def explained(error: tf.errors.OpError, strategy: AsyncStrategy) -> Exception:
     return ChunkError(f"{where} could not be trained: {_cause(error.message)}")
 
 
-def lost(error: BaseException, strategy: AsyncStrategy) -> Exception | None:
+def lost(error: BaseException, check: Callable[[], None]) -> Exception | None:
     """Returns the error that ends the run, if a lost process has caused an error of TensorFlow.
 
-    Returns None for other errors, and if the run can go on. Waits up to 3 seconds for the news.
+    Returns None for other errors, and if the run can go on. Waits up to 3 seconds for `check`,
+    which raises a RuntimeError if it cannot.
     """
     if isinstance(error, tf.errors.UnavailableError | tf.errors.AbortedError):
         until = time.monotonic() + _SETTLE_SECONDS
         while time.monotonic() < until:
             try:
-                strategy.check()
+                check()
             except RuntimeError as failure:
                 return failure
             time.sleep(0.05)

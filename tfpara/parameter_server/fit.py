@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any
 
 import keras
 import numpy as np
@@ -15,12 +15,11 @@ import tensorflow as tf
 from tfpara import fit_call
 from tfpara.parameter_server.chunks import Chunks, as_chunks
 from tfpara.parameter_server.errors import explained
+from tfpara.parameter_server.models import Models
+from tfpara.parameter_server.search import ChunkRateSearch
 from tfpara.parameter_server.server import metric_variables
+from tfpara.parameter_server.workers import Training
 from tfpara.typing import Data, Json, Logs
-
-if TYPE_CHECKING:
-    from tfpara.parameter_server.search import ChunkRateSearch
-    from tfpara.parameter_server.strategy import AsyncStrategy
 
 _POLL_SECONDS = 0.2
 # Workers that are to stop finish their block first, unless the run was asked to end: its time is
@@ -42,43 +41,31 @@ class Fit:
 
     def __init__(
         self,
-        strategy: AsyncStrategy,
+        models: Models,
         model: keras.Model,
-        data: tuple[Data, Data, Data],
-        *,
-        batch_size: int | None,
-        shuffle: bool,
-        class_weight: Mapping[int, float] | None,
         chunks: int | None,
         search_rate: ChunkRateSearch | None,
+        **data: Any,
     ) -> None:
-        x, y, sample_weight = data
-        self.order = [strategy.seed, strategy.count_fit()]
+        """Makes the graphs of the workers; `data` are further arguments of `as_chunks`."""
+        x, workers = data["x"], models.workers
+        self.order = [models.seed, next(models.fits)]
         if chunks is None and not isinstance(x, Chunks):
-            chunks = strategy.num_workers * (1 if isinstance(x, tf.data.Dataset) else 4)
-            chunks = min(chunks, _minibatches(x, batch_size) or chunks)
+            chunks = workers.num_workers * (1 if isinstance(x, tf.data.Dataset) else 4)
+            chunks = min(chunks, _minibatches(x, data["batch_size"]) or chunks)
         self._chunks = as_chunks(
-            x,
-            y,
-            sample_weight=sample_weight,
-            batch_size=batch_size,
-            shuffle=shuffle,
-            class_weight=class_weight,
-            count=chunks,
-            order=self.order,
-            sent=not strategy.is_simulated,
+            **data, count=chunks, order=self.order, sent=not workers.is_simulated
         )
-        _check_period(strategy.sync_period, self._chunks)
-        self._strategy = strategy
+        _check_period(models.sync_period, self._chunks)
+        self._models, self._workers = models, workers
         self.model = model
-        self.server, self.work = strategy.server_of(model, self._chunks.element_spec)
+        self.server, self.work, self._copy = models.for_fit(model, self._chunks.element_spec)
         self.server.divide(self._chunks.count)
         choose_rate = None
         if search_rate is not None:
             choose_rate = search_rate.function(self.server, self.work, self._chunks)
-        self._executor = strategy.executor(
-            self.server, self.work, self._chunks, choose_rate, self.order
-        )
+        of_run = (models.sync_period, choose_rate, self.order, models.seed)
+        self._executor = workers.executor(Training(self.server, self.work, self._chunks, *of_run))
         self._seen = 0  # minibatches of this epoch at the last call of the batch hooks
         self._resumed_epoch: int | None = None
         self.epoch = 0
@@ -97,14 +84,7 @@ class Fit:
     ) -> keras.callbacks.History:
         """Trains the epochs `first` … `epochs` − 1, or goes on from a restored checkpoint.
 
-        Args:
-            epochs: the number of the last epoch, counted from 1.
-            first: the first epoch, counted from 0.
-            verbose, callbacks: as in Keras' `fit`.
-            validation: Keras' `validation_data`, `validation_batch_size` and `validation_freq`.
-
-        Returns:
-            The history: metrics of each epoch.
+        The arguments are those of Keras' `fit`, and so is the history that is returned.
         """
         model = self.model
         model.stop_training = False
@@ -123,32 +103,36 @@ class Fit:
                 model=model,
             )
         for callback in callbacks.callbacks:
-            _prepare(callback, self._strategy, model)
+            self._prepare(callback)
         self.epoch, self._epochs = first, epochs
         logs: Logs = {}
         callbacks.on_train_begin()
-        self._strategy.write(model)
+        self._write()
         while not self.is_over:
-            self.server.open_epoch(self.epoch, anew=self._resumed_epoch != self.epoch)
-            self._seen = int(np.sum(self.server.books.progress))
-            model.reset_metrics()
-            callbacks.on_epoch_begin(self.epoch)
-            self._strategy.write(model)
-            self.within_epoch = True
-            self._train_epoch(callbacks)
-            if not model.stop_training:
-                self._chunks.check(self.epoch, self.server.books.progress.numpy().tolist())
-            self._strategy.write(model)  # raises if weights were set in the middle of the epoch
-            self.within_epoch = False
-            self._strategy.read(model)
-            logs = self._logs()
-            logs.update(self._validated(*validation))
-            epoch, self.epoch = self.epoch, self.epoch + 1
-            callbacks.on_epoch_end(epoch, logs)
-            self._strategy.write(model)
+            logs = self._run_epoch(callbacks, *validation)
         callbacks.on_train_end(logs)
-        self._strategy.write(model)
+        self._write()
         return model.history
+
+    def _run_epoch(self, callbacks: keras.callbacks.CallbackList, *validation: Any) -> Logs:
+        model = self.model
+        self.server.open_epoch(self.epoch, anew=self._resumed_epoch != self.epoch)
+        self._seen = self.server.trained()
+        model.reset_metrics()
+        callbacks.on_epoch_begin(self.epoch)
+        self._write()
+        self.within_epoch = True
+        self._train_epoch(callbacks)
+        if not model.stop_training:
+            self._chunks.check(self.epoch, self.server.first.progress.done.numpy().tolist())
+        self._write()  # raises if weights were set in the middle of the epoch
+        self.within_epoch = False
+        self._copy.read()
+        logs = self._logs() | self._validated(*validation)
+        self.epoch += 1
+        callbacks.on_epoch_end(self.epoch - 1, logs)
+        self._write()
+        return logs
 
     def resume(self, epoch: int, within: bool, finished: bool, order: Sequence[int]) -> None:
         """Continues from a restored checkpoint; called in `on_train_begin`.
@@ -168,7 +152,7 @@ class Fit:
         # for a ChunkRateSearch changes the servers' only; that is no change by a callback.
         self.server.told_rate = self._chiefs_rate()
         self.work.read_frozen()
-        self._strategy.read(self.model)
+        self._copy.read()
         self.model.stop_training = finished
 
     def follow_rate(self) -> None:
@@ -177,13 +161,13 @@ class Fit:
         if rate is not None and rate != self.server.told_rate:
             self.server.learning_rate = self.server.told_rate = rate
 
-    def give_up(self) -> None:
+    def give_up(self, longest_seconds: float) -> None:
         """Leaves the workers idle and the model with the global weights; `run` has failed."""
         with contextlib.suppress(tf.errors.OpError, RuntimeError):  # the cluster may be gone
             # Wait, so that no push of this fit arrives during the next one.
-            self._halt(self._strategy.timeout_seconds)
+            self._halt(longest_seconds)
         with contextlib.suppress(tf.errors.OpError):
-            self._strategy.read(self.model)
+            self._copy.read()
 
     @property
     def is_over(self) -> bool:
@@ -197,7 +181,7 @@ class Fit:
 
     @property
     def data_facts(self) -> dict[str, Json]:
-        """What decides which samples a minibatch has: `Chunks.facts`."""
+        """The facts that decide which samples a minibatch has: `Chunks.facts`."""
         return self._chunks.facts
 
     @contextlib.contextmanager
@@ -217,11 +201,11 @@ class Fit:
         Then the servers take no push until the epoch is opened again. The wait is short where the
         run is asked to end, since workers may be gone.
         """
-        self.server.books.halted.assign(True)
+        self.server.counters.halted.assign(True)
         self._executor.halt()
         begun = time.monotonic()
         while not self._wait():
-            asked = self._strategy.asked_to_end is not None
+            asked = self._workers.asked_to_end is not None
             if time.monotonic() - begun > (_LEAVING_SECONDS if asked else longest_seconds):
                 break
         self.server.close()
@@ -232,45 +216,68 @@ class Fit:
         first = True
         while True:
             done = self._wait()
-            self.chunks_done = int(np.sum(self.server.books.finished))
+            self.chunks_done = self.num_chunks - len(self._left())
             if self._tell(callbacks) and first:
-                self._strategy.write(self.model)  # raises early if a batch hook has set weights
+                self._write()  # raises early if a batch hook has set weights
                 first = False
             self.follow_rate()
-            if self.model.stop_training and not done:
-                self._halt()
+            if self.model.stop_training:  # the epoch ends here, and with it the training
+                if not done:
+                    self._halt()
                 return
-            if not self.model.stop_training:  # else the epoch ends here, and with it the training
-                self.at_poll()
-            if done and not self._submit_left():
+            self.at_poll()
+            if done and (self.model.stop_training or not self._left()):
                 return
+            if done:
+                self._submit()  # the chunks whose run ended before they were finished
+
+    def _write(self) -> None:
+        """Sends weights that were set in the chief's model to the servers."""
+        self._copy.write(self.within_epoch, within_fit=True)
+
+    def _prepare(self, callback: keras.callbacks.Callback) -> None:
+        """Shows the servers' weights to a callback that saves the model within epochs.
+
+        Raises:
+            ValueError: the callback cannot work here.
+        """
+        if isinstance(callback, keras.callbacks.BackupAndRestore):
+            raise ValueError(
+                "BackupAndRestore keeps the weights of the chief's model, and neither the "
+                "optimizer and averages on the servers nor the position in the data: a run would "
+                "not go on where it was. Use "
+                f"tfpara.AsyncCheckpoint({os.fspath(callback.backup_dir)!r}) in its place."
+            )
+        if not isinstance(getattr(callback, "save_freq", None), int):
+            return
+        hook = callback.on_train_batch_end
+
+        def on_train_batch_end(batch: int, logs: Logs | None = None) -> None:
+            self._write()
+            with self._copy.showing("global"):
+                hook(batch, logs)
+
+        callback.on_train_batch_end = on_train_batch_end
+        fit_call.at_end(lambda: setattr(callback, "on_train_batch_end", hook))
+
+    def _left(self) -> list[int]:
+        """Returns the chunks of the epoch that are not finished."""
+        return np.flatnonzero(~self.server.counters.finished.numpy()).tolist()
 
     def _submit(self) -> None:
-        left = np.flatnonzero(~self.server.books.finished.numpy())
-        self._executor.submit(self.epoch, [int(chunk) for chunk in left])
-
-    def _submit_left(self) -> bool:
-        """Submits again the chunks whose run ended before they were finished.
-
-        Returns False if there are none, or training is to stop.
-        """
-        left = not bool(np.all(self.server.books.finished))
-        if left and not self.model.stop_training:
-            self._submit()
-            return True
-        return False
+        self._executor.submit(self.epoch, self._left())
 
     def _wait(self) -> bool:
         try:
             done = bool(self._executor.wait(_POLL_SECONDS))
-            self._strategy.check()
+            self._models.check()
             return done
         except tf.errors.OpError as error:
-            raise explained(error, self._strategy) from error
+            raise explained(error, self._models.check) from error
 
     def _tell(self, callbacks: keras.callbacks.CallbackList) -> bool:
         """Calls the batch hooks for the newest minibatch; returns False if there was no push."""
-        seen = int(np.sum(self.server.books.progress))
+        seen = self.server.trained()
         if seen <= self._seen:
             return False
         callbacks.on_train_batch_begin(seen - 1)
@@ -304,32 +311,6 @@ class Fit:
             x, y, sample_weight=sample_weight, batch_size=batch_size, verbose=0, return_dict=True
         )
         return {f"val_{name}": value for name, value in results.items()}
-
-
-def _prepare(
-    callback: keras.callbacks.Callback, strategy: AsyncStrategy, model: keras.Model
-) -> None:
-    """Shows the servers' weights to a callback that saves the model within epochs.
-
-    Raises:
-        ValueError: the callback cannot work here.
-    """
-    if isinstance(callback, keras.callbacks.BackupAndRestore):
-        raise ValueError(
-            "BackupAndRestore keeps the weights of the chief's model, and neither the optimizer "
-            "and averages on the servers nor the position in the data: a run would not go on where "
-            f"it was. Use tfpara.AsyncCheckpoint({os.fspath(callback.backup_dir)!r}) in its place."
-        )
-    if not isinstance(getattr(callback, "save_freq", None), int):
-        return
-    hook = callback.on_train_batch_end
-
-    def on_train_batch_end(batch: int, logs: Logs | None = None) -> None:
-        with strategy.weights(model, "global"):
-            hook(batch, logs)
-
-    callback.on_train_batch_end = on_train_batch_end
-    fit_call.at_end(lambda: setattr(callback, "on_train_batch_end", hook))
 
 
 def _number(value: Any) -> Any:

@@ -1,31 +1,25 @@
-"""The chief's access to the other processes of a cluster with parameter servers."""
+"""The processes of a cluster with parameter servers, for the chief; TensorFlow's server in each."""
 
 from __future__ import annotations
 
 import atexit
-import collections
-import contextlib
 import os
 import sys
-from collections.abc import Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import NoReturn
 
 import tensorflow as tf
 
 from tfpara import program
 from tfpara.cluster import asynchronous as cluster
 from tfpara.cluster import quiet, taking_part
-from tfpara.parameter_server.chunk_runner import Cluster
-from tfpara.parameter_server.control import serving
+from tfpara.parameter_server.chunk_runner import ChunkRunner
+from tfpara.parameter_server.control import member
 from tfpara.parameter_server.control.lobby import Lobby
-
-if TYPE_CHECKING:
-    from tfpara.parameter_server.chunks import Chunks
-    from tfpara.parameter_server.server import Server
-    from tfpara.parameter_server.worker_step import ChooseRate, Work
+from tfpara.parameter_server.workers import Training, Workers
 
 _DEVICE = "/job:{}/replica:0/task:{}/device:CPU:0"
+_servers: list[tf.distribute.Server] = []  # a server stops when its Python object is deleted
 _joined: dict[str, Processes] = {}  # by TF_CONFIG; several strategies share the processes
 
 
@@ -42,42 +36,26 @@ def join(timeout_seconds: float, startup_timeout_seconds: float) -> Processes:
     """
     found = taking_part(cluster.read)
     if not found.is_chief:
-        serving.serve_forever(found, startup_timeout_seconds)
+        serve_forever(found, startup_timeout_seconds)
     key = found.tf_config()
     if key not in _joined:
-        _joined[key] = Processes(Lobby, found, timeout_seconds, startup_timeout_seconds)
+        _joined[key] = Processes(found, timeout_seconds, startup_timeout_seconds)
         program.tell_of_failure(_joined[key].end_with)
     return _joined[key]
 
 
-class Processes:
-    """The workers and parameter servers, as the chief uses them.
-
-    Args:
-        kind: the class that gathers and watches the processes.
-        found: the chief's view of the cluster.
-        timeout_seconds, startup_timeout_seconds: as for `join`.
-    """
+class Processes(Workers):
+    """The workers and parameter servers of a cluster; arguments as for `join`."""
 
     is_simulated = False
     chief_device = _DEVICE.format("chief", 0)
 
     def __init__(
-        self,
-        kind: type[Lobby],
-        found: cluster.AsyncCluster,
-        timeout_seconds: float,
-        startup_timeout_seconds: float,
+        self, found: cluster.AsyncCluster, timeout_seconds: float, startup_timeout_seconds: float
     ) -> None:
-        self._lost: collections.deque[int] = collections.deque()
         self._exit_code = 0
         self._failure = ""
-        self._lobby = kind(
-            found,
-            startup_timeout_seconds,
-            timeout_seconds,
-            on_worker_lost=self._lost.append,
-        )
+        self._lobby = Lobby(found, startup_timeout_seconds, timeout_seconds)
         self._lobby.gather()
         with quiet.starting():
             self._connect(found.spec(self._lobby.tensorflow_address))
@@ -92,58 +70,28 @@ class Processes:
         strategy = tf.distribute.ParameterServerStrategy(resolver)
         self._coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
 
-    def executor(
-        self,
-        server: Server,
-        work: Work,
-        chunks: Chunks,
-        sync_period: int,
-        choose_rate: ChooseRate | None,
-        order: Sequence[int],
-        seed: int,
-    ) -> Cluster:
+    def executor(self, training: Training) -> ChunkRunner:
         """Returns the object that trains chunks on the workers."""
-        del seed
-        return Cluster(
-            self._coordinator, server, work, chunks, sync_period, choose_rate, order=order
-        )
+        return ChunkRunner(self._coordinator, training)
 
     def check(self) -> None:
-        """Raises an error if the run cannot go on.
-
-        Raises:
-            tfpara.ParameterServerError: a parameter server is gone, or all workers are.
-        """
         self._lobby.check()
 
     @property
     def asked_to_end(self) -> str | None:
-        """A sentence if the chief or a parameter server was asked to end, and waits for the run's
-        end; the chief sets it.
-        """
-        return self._lobby.asked_to_end
+        return self._lobby.state.asked_to_end
 
     @asked_to_end.setter
-    def asked_to_end(self, sentence: str) -> None:
-        self._lobby.asked_to_end = sentence
+    def asked_to_end(self, sentence: str | None) -> None:
+        self._lobby.state.asked_to_end = sentence
 
     def answer_leaving(self, exit_code: int | None) -> None:
-        """Sets the exit code of workers that are asked to end; None: that of the signal."""
-        self._lobby.restart_code = exit_code
+        self._lobby.state.restart_code = exit_code
 
     def lost(self) -> list[int]:
-        """Returns the indices of workers that were lost since the last call."""
-        found = []
-        with contextlib.suppress(IndexError):
-            while True:
-                found.append(self._lost.popleft())
-        return found
+        return self._lobby.lost()
 
     def end_with(self, exit_code: int, sentence: str) -> None:
-        """Sets the exit code and last sentence of the other processes, for when this one ends.
-
-        An empty sentence leaves the one that was set before, if there is one.
-        """
         self._exit_code = exit_code
         self._failure = (
             sentence or self._failure or f"the chief has ended with exit code {exit_code}."
@@ -170,3 +118,40 @@ class Processes:
             # and each process, that it cannot remove the function there.
             sys.stderr.flush()
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+
+
+def serve_forever(found: cluster.AsyncCluster, startup_timeout_seconds: float) -> NoReturn:
+    """Runs TensorFlow's server for the chief; ends the process when the run is over.
+
+    The numbers of threads are those of `tf.config.threading`, or else of TF_NUM_INTRAOP_THREADS and
+    TF_NUM_INTEROP_THREADS. There are at least as many inter-op threads as workers, and one more:
+    a worker's call may occupy a thread here while it waits for another process, so fewer threads
+    could lead to a deadlock. A parameter server uses no GPU. Arguments as for `member.serve`.
+    """
+
+    def start(spec: dict[str, list[str]]) -> None:
+        _servers.append(
+            tf.distribute.Server(
+                tf.train.ClusterSpec(spec),
+                job_name=found.task_type,
+                task_index=found.task_index,
+                protocol="grpc",
+                config=server_config(found.task_type, len(spec["worker"])),
+            )
+        )
+
+    member.serve(found, start, startup_timeout_seconds)
+
+
+def server_config(job: str, num_workers: int) -> tf.compat.v1.ConfigProto:
+    """Returns the configuration of TensorFlow's server for a job, "worker" or "ps"."""
+    threading = tf.config.threading
+    given = int(os.environ.get("TF_NUM_INTEROP_THREADS") or 0)
+    wanted = threading.get_inter_op_parallelism_threads() or given or os.cpu_count() or 1
+    config = tf.compat.v1.ConfigProto(
+        intra_op_parallelism_threads=threading.get_intra_op_parallelism_threads(),
+        inter_op_parallelism_threads=max(wanted, num_workers + 1),
+    )
+    if job == "ps":
+        config.device_count["GPU"] = 0
+    return config

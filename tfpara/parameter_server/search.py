@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import tensorflow as tf
 
 from tfpara.algorithms.keras_step import KerasSteps
 from tfpara.parameter_server.chunks import Chunks
+from tfpara.parameter_server.exchange import Exchange
+from tfpara.parameter_server.messages import Pulled
 from tfpara.parameter_server.server import Server
-from tfpara.parameter_server.worker_step import Work
+from tfpara.parameter_server.worker_step import ChooseRate, WorkerStep
 from tfpara.schedules import candidate_rates
 from tfpara.typing import Nest
-
-if TYPE_CHECKING:
-    from tfpara.parameter_server.messages import Pulled
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,9 +55,7 @@ class ChunkRateSearch:
         if self.minibatches is not None and self.minibatches < 1:
             raise ValueError(f"minibatches={self.minibatches!r} must be at least 1.")
 
-    def function(
-        self, server: Server, work: Work, chunks: Chunks
-    ) -> Callable[[tf.data.Dataset], tf.Tensor]:
+    def function(self, server: Server, work: WorkerStep, chunks: Chunks) -> ChooseRate:
         """Returns the graph function that gets a chunk's minibatches and returns its rate.
 
         Raises:
@@ -78,28 +75,21 @@ class ChunkRateSearch:
                     "ChunkRateSearch(minibatches=...)."
                 )
             count = max(1, math.floor(self.part * chunks.num_minibatches / chunks.count))
-        trial = _Trial(server, work, count)
-
-        def choose(minibatches: tf.data.Dataset) -> tf.Tensor:
-            return trial.best(minibatches, sorted(set(self.factors)))
-
-        return choose
+        return functools.partial(_Trial(server, work, count).best, sorted(set(self.factors)))
 
 
 class _Trial:
     """Trains a copy of the global model on a sample."""
 
-    def __init__(self, server: Server, work: Work, count: int) -> None:
-        self._server = server
-        self._work = work
-        self._count = count
+    def __init__(self, server: Server, work: WorkerStep, count: int) -> None:
+        self._server, self._work, self._count = server, work, count
         self._steps = KerasSteps(work.model.optimizer, work.model.trainable_variables)
         self._at: Any = self._steps.rate_index
 
-    def best(self, minibatches: tf.data.Dataset, factors: list[float]) -> tf.Tensor:
+    def best(self, factors: list[float], minibatches: tf.data.Dataset) -> tf.Tensor:
         """Returns the best multiple of the present rate, and sets it on the servers."""
         sample = minibatches.take(self._count)
-        pulled = self._server.read()
+        pulled = Exchange(self._server).read()
         before = self._server.rate()
         rates = tf.stack([before * factor for factor in factors])
         losses = tf.stack([self._loss(sample, pulled, before * factor) for factor in factors])
@@ -118,9 +108,8 @@ class _Trial:
         # The states are tuples, because tf.data converts a list to one tensor.
         def train(place: Nest, data: Nest) -> Nest:
             weights, state, optimizer = place
-            at = pulled._replace(weights=weights, state=state)
-            block = self._work.begin(at, own, optimizer=optimizer, rate=rate)
-            block = self._work.add(block, data)
+            at = pulled._replace(weights=weights, state=state).with_rate(rate)
+            block = self._work.add(self._work.begin(at, own, optimizer=optimizer), data)
             if self._work.local:
                 weights, optimizer = block.weights, block.optimizer
             else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -12,10 +12,8 @@ from tfpara.algorithms.asgd import ASGD, AsyncAverage, AsyncBMUF, AsyncRule
 from tfpara.algorithms.keras_step import KerasSteps
 from tfpara.keras_model import constrained
 from tfpara.parameter_server.counters import Change, Progress
-from tfpara.typing import Array, State
-
-if TYPE_CHECKING:
-    from tfpara.parameter_server.messages import Pulled, Push
+from tfpara.parameter_server.messages import Pulled, Push
+from tfpara.typing import Array, Nest, State
 
 NOT_FINITE = "a push would make this weight infinite or NaN:"
 
@@ -23,11 +21,8 @@ NOT_FINITE = "a push would make this weight infinite or NaN:"
 class Shard:
     """A shard of the model: some weights with their optimizer slots and averages, and a lock.
 
-    Methods whose description ends with "inside the lock" must be called in `lock.execute`.
-
-    Args:
-        device: device of the parameter server.
-        number: number of the parameter server, from 0.
+    Methods whose description ends with "inside the lock" must be called in `locked`. The device and
+    the number, from 0, are those of the parameter server.
 
     Attributes:
         indices: the indices of the shard's weights among the model's trainable weights.
@@ -41,8 +36,7 @@ class Shard:
     """
 
     def __init__(self, device: str, number: int) -> None:
-        self.device = device
-        self.number = number
+        self.device, self.number = device, number
         self.indices: list[int] = []
         self.names: list[str] = []
         self.weights: list[tf.Variable] = []
@@ -64,13 +58,7 @@ class Shard:
         averages: Mapping[str, AsyncAverage],
         optimizer: keras.optimizers.Optimizer,
     ) -> None:
-        """Creates the variables, with values from those of the model's weights in `indices`.
-
-        Args:
-            weights: the model's trainable weights.
-            rule: a resolved rule of `tfpara.algorithms.asgd`.
-            averages: averages of the global model, by name.
-            optimizer: the optimizer that the model was compiled with.
+        """Creates the variables, with values from those of the model's `weights` in `indices`.
 
         Raises:
             ValueError: the rule has `rate_by_staleness`, and the optimizer a schedule.
@@ -86,20 +74,29 @@ class Shard:
                 self.averages[name] = [_states(average.init(precise(v.value))) for v in own]
             if isinstance(rule, AsyncBMUF):
                 self.kept = [_states(rule.init(v.value)) for v in own]
-            if not rule.local_steps:
+            if isinstance(rule, ASGD):
                 # Clipping is done by the workers: a global norm needs all gradients.
                 self.steps = KerasSteps(optimizer, own, clip=False)
                 self.optimizer = [variable(value) for value in self.steps.initial]
-                if (
-                    self.steps.rate_index is None
-                    and isinstance(rule, ASGD)
-                    and rule.rate_by_staleness
-                ):
+                if self.steps.rate_index is None and rule.rate_by_staleness:
                     raise ValueError(
                         "rate_by_staleness=True divides a learning rate that is a number, and the "
                         "optimizer has a schedule. Compile it with a number, and set that by a "
                         "callback such as tfpara.callbacks.LearningRate."
                     )
+
+    def sent(self, values: Nest) -> Nest:
+        """Sends tensors to this server. Only such tensors may be used while its lock is held.
+
+        Otherwise the lock would be held while tensors travel over the network.
+        """
+        with tf.device(self.device):
+            return tf.nest.map_structure(tf.identity, values)
+
+    def locked(self, sent: Nest, inside: Callable[[], Nest]) -> Nest:
+        """Calls `inside` with the lock held, after the tensors `sent` have arrived."""
+        with tf.device(self.device), tf.control_dependencies(tf.nest.flatten(sent)):
+            return self.lock.execute(inside)
 
     def divide(self, num_chunks: int) -> None:
         """Sets the number of chunks of the next epochs; later pushes of former fits are refused."""
@@ -119,11 +116,7 @@ class Shard:
     def changes(
         self, push: Push, pulled: Pulled
     ) -> tuple[list[Change], list[tf.Tensor], tf.Tensor]:
-        """Computes the changes that a push makes; inside the lock.
-
-        Args:
-            push: a `Push` whose values are those of this shard's weights.
-            pulled: the `Pulled` that it was computed from.
+        """Computes the changes that this shard's part of a push makes; inside the lock.
 
         Returns:
             The changes. The moves: for each weight, what is subtracted from the local model; empty
@@ -132,44 +125,42 @@ class Shard:
         before = [tf.identity(v) for v in self.weights]
         version = tf.identity(self.version)
         staleness = version - pulled.versions[self.number]
-        moves: list[tf.Tensor] = []
-        optimizer: list[tf.Tensor] = []
-        kept: list[State] = []
-        if not self._rule.local_steps:
-            after, optimizer = self._step(before, push, staleness, pulled)
-        elif self._rule.local_models:
-            moves = [self._rule.move(v, w) for v, w in zip(push.values, before, strict=True)]
-            after = [w + m for w, m in zip(before, moves, strict=True)]
-        elif self._rule.keeps_state:
-            # In bfloat16 the rounds would be counted no further than 256.
-            exact = map(precise, before)
-            updated = [
-                self._rule.update(w, _as(w, _read(state)), precise(v))
-                for w, state, v in zip(exact, self.kept, push.values, strict=True)
-            ]
-            after = [tf.cast(w, v.dtype) for (w, _), v in zip(updated, before, strict=True)]
-            kept = [state for _, state in updated]
-        else:
-            after = [
-                self._rule.update(w, v, tf.cast(staleness, w.dtype))
-                for w, v in zip(before, push.values, strict=True)
-            ]
+        after, moves, state = self._updated(before, push, pulled, staleness)
         after = [
             tf.debugging.check_numerics(w, f"{NOT_FINITE} {name!r}")
             for w, name in zip(after, self.names, strict=True)
         ]
         if self._rule.local_steps:  # else the optimizer's step has done so
             after = constrained(after, self._constraints)
-        changes: list[Change] = list(zip(self.weights, after, strict=True))
-        changes += zip(self.optimizer, optimizer, strict=True)
-        for former, state in zip(self.kept, kept, strict=True):
-            changes += [(v, tf.cast(x, v.dtype)) for v, x in zip(former, state, strict=True)]
+        changes = [*zip(self.weights, after, strict=True), *state]
         for name, average in self._averages.items():
             for kept, new in zip(self.averages[name], after, strict=True):
-                values = average.update(_read(kept), precise(new))
-                changes += [(v, tf.cast(x, v.dtype)) for v, x in zip(kept, values, strict=True)]
+                changes += _stored(kept, average.update(_read(kept), precise(new)))
         changes += [(self.version, version + 1), self.progress.change(push)]
         return changes, moves, staleness
+
+    def _updated(
+        self, before: list[tf.Tensor], push: Push, pulled: Pulled, staleness: tf.Tensor
+    ) -> tuple[list[tf.Tensor], list[tf.Tensor], list[Change]]:
+        """Returns the weights after the rule's update, the moves, and changes of its state."""
+        if not self._rule.local_steps:
+            after, optimizer = self._step(before, push, staleness, pulled)
+            return after, [], list(zip(self.optimizer, optimizer, strict=True))
+        pairs = list(zip(before, push.values, strict=True))
+        if self._rule.local_models:
+            moves = [self._rule.move(v, w) for w, v in pairs]
+            return [w + m for w, m in zip(before, moves, strict=True)], moves, []
+        if not self._rule.keeps_state:
+            update = self._rule.update
+            return [update(w, v, tf.cast(staleness, w.dtype)) for w, v in pairs], [], []
+        after, changes = [], list[Change]()
+        for (weight, value), kept in zip(pairs, self.kept, strict=True):
+            exact = precise(weight)  # in bfloat16 the rounds would be counted no further than 256
+            state = type(kept)(*(tf.cast(v, exact.dtype) for v in _read(kept)))
+            new, state = self._rule.update(exact, state, precise(value))
+            after.append(tf.cast(new, weight.dtype))
+            changes += _stored(kept, state)
+        return after, [], changes
 
     def _step(
         self, weights: Sequence[tf.Tensor], push: Push, staleness: tf.Tensor, pulled: Pulled
@@ -267,6 +258,6 @@ def _read(state: State) -> State:
     return type(state)(*(tf.identity(v) for v in state))
 
 
-def _as(weight: tf.Tensor, state: State) -> State:
-    """Returns the state with one dtype, that of the weight."""
-    return type(state)(*(tf.cast(value, weight.dtype) for value in state))
+def _stored(variables: State, state: State) -> list[Change]:
+    """Returns the changes that give the variables of a state these values."""
+    return [(v, tf.cast(x, v.dtype)) for v, x in zip(variables, state, strict=True)]

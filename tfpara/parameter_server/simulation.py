@@ -1,4 +1,4 @@
-"""Asynchronous training in one process, with a repeatable order of pulls and pushes."""
+"""Simulated asynchronous workers in one process, with a repeatable order of pulls and pushes."""
 
 from __future__ import annotations
 
@@ -6,22 +6,24 @@ import collections
 import dataclasses
 import heapq
 import time
+import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
 
-from tfpara.parameter_server.chunks import Chunks
+from tfpara import program
+from tfpara.algorithms.asgd import AsyncRule
 from tfpara.parameter_server.counters import Pushed
-from tfpara.parameter_server.messages import Place
+from tfpara.parameter_server.exchange import Exchange
+from tfpara.parameter_server.messages import Answer, Place, Pulled
 from tfpara.parameter_server.server import Server
-from tfpara.parameter_server.worker_step import Block, Work, stream_of
+from tfpara.parameter_server.strategy import AsyncStrategy
+from tfpara.parameter_server.worker_step import Block, stream_of
+from tfpara.parameter_server.workers import Training, Workers
 from tfpara.typing import Nest
-
-if TYPE_CHECKING:
-    from tfpara.parameter_server.messages import Answer, Pulled
-    from tfpara.parameter_server.worker_step import ChooseRate
+from tfpara.whole_number import checked_whole
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,18 +53,88 @@ class Speed:
         return float(self.mean * np.exp(shift))
 
 
-class Kept(NamedTuple):
-    """A worker's local model and optimizer between blocks, for rules with local steps.
+_ALIKE = Speed(spread=0.2)
 
-    Attributes:
-        weights: weights of the local model; empty if the rule has no local models.
-        optimizer: state of the local optimizer.
-        generation: the generation of the server's model to which these belong.
+
+def simulate_async(
+    num_workers: int,
+    rule: AsyncRule,
+    *,
+    speeds: Sequence[Speed] | Speed = _ALIKE,
+    order: Sequence[Pushed] | None = None,
+    **options: Any,
+) -> AsyncStrategy:
+    """Returns an `AsyncStrategy` with simulated workers and a repeatable order of pulls and pushes.
+
+    `fit` and all else work as on a cluster, with the same functions for pull, minibatch and push.
+    The time that a worker takes for a minibatch is drawn from its speed. It is simulated time; the
+    program does not wait for it. Two runs with the same arguments, data and seeds are equal bit for
+    bit.
+
+    Args:
+        num_workers: number of workers, N ≥ 1.
+        rule: a rule of `AsyncStrategy`.
+        speeds: one speed for each worker, or one for all. A slow one: `tfpara.Speed(10.0)`.
+        order: the record of another run (`strategy.record()`), to repeat its order of pulls and
+            pushes and its chunks of each worker; the speeds are then not used.
+        **options: the other arguments of `AsyncStrategy`; `seed` is also the seed of the speeds.
+
+    Returns:
+        The strategy. Its `record()` lists all pushes.
+
+    Raises:
+        ValueError: `num_workers` is not a whole number of at least 1, or the number of speeds is
+            another, or the record has more workers. `fit` raises it if the record is of a run with
+            other data or settings.
+
+    Example:
+        >>> strategy = simulate_async(8, tfpara.ASGD(), speeds=tfpara.Speed(1.0, spread=0.5))
+        >>> strategy.num_workers
+        8
     """
+    program.explain_errors()
+    num_workers = checked_whole("num_workers", num_workers)
+    each = [speeds] * num_workers if isinstance(speeds, Speed) else list(speeds)
+    if len(each) != num_workers:
+        raise ValueError(
+            f"speeds has {len(each)} entries for {num_workers} workers. Give one for each, or one "
+            "tfpara.Speed for all."
+        )
+    highest = max((pushed.worker for pushed in order or ()), default=0)
+    if highest >= num_workers:
+        raise ValueError(
+            f"order= has pushes of worker {highest}, and there are {num_workers} workers. Simulate "
+            "as many as the record was made with."
+        )
+    return AsyncStrategy(rule, record=True, _processes=_Simulated(each, order), **options)
 
-    weights: list[tf.Tensor]
+
+class _Simulated(Workers):
+    """Workers without a cluster."""
+
+    def __init__(self, speeds: list[Speed], order: Sequence[Pushed] | None) -> None:
+        self.num_workers = len(speeds)
+        with tf.device("CPU:0"):  # the full name differs if this process is a cluster's chief
+            self.chief_device = tf.zeros([]).device
+        self.server_devices = (self.chief_device,)
+        self._speeds = speeds
+        self._order = order
+        self._kept: weakref.WeakKeyDictionary[Server, dict[int, _Kept]] = (
+            weakref.WeakKeyDictionary()
+        )  # by server and worker: the local models and optimizers
+
+    def executor(self, training: Training) -> _Simulation:
+        """Returns the object that trains chunks on the simulated workers."""
+        kept = self._kept.setdefault(training.server, {})
+        return _Simulation(training, self._speeds, self._order, kept)
+
+
+class _Kept(NamedTuple):
+    """A worker's local model and optimizer between blocks, for rules with local steps."""
+
+    weights: list[tf.Tensor]  # empty if the rule has no local models
     optimizer: list[tf.Tensor]
-    generation: int
+    generation: int  # of the server's model to which these belong
 
 
 class _Worker:
@@ -81,61 +153,44 @@ class _Worker:
         self.block: Block | None = None
 
 
-class Simulation:
-    """Trains chunks on simulated workers, as `cluster_run.Cluster` does on those of a cluster.
+class _Simulation:
+    """Trains chunks on simulated workers, as `ChunkRunner` does on those of a cluster.
 
     Each worker pulls, computes `sync_period` minibatches, pushes, and pulls again at once. Its
     speed gives the simulated time of a block. Pushes are made in the order of their simulated time,
-    and by worker if the times are equal. The functions that pull, compute and push are those that
-    run on a cluster.
-
-    Args:
-        server, work, chunks, sync_period, choose_rate: as for `cluster_run.chunk_function`.
-        data_order: as `order` for `cluster_run.Cluster`.
-        speeds: the speed of each worker.
-        seed: seed of the random times.
-        order: a record to repeat; the order of pushes is then not that of the speeds.
-        kept: by worker, local models and optimizers of the former `fit`. It is updated for the
-            next one.
+    and by worker if the times are equal; or in that of the record `order`. The functions that pull,
+    compute and push are those that run on a cluster. The local models and optimizers, `kept` by
+    worker, are those of the former `fit`, and are updated for the next one.
     """
 
     def __init__(
         self,
-        server: Server,
-        work: Work,
-        chunks: Chunks,
-        sync_period: int,
-        choose_rate: ChooseRate | None = None,
-        *,
-        data_order: Sequence[int],
+        training: Training,
         speeds: Sequence[Speed],
-        seed: int,
-        order: Sequence[Pushed] | None = None,
-        kept: dict[int, Kept] | None = None,
+        order: Sequence[Pushed] | None,
+        kept: dict[int, _Kept],
     ) -> None:
-        self._server = server
-        self._work = work
-        self._chunks = chunks
-        self._period = sync_period
-        self._data_order = data_order
-        self._choose_rate = choose_rate and tf.function(
-            choose_rate, autograph=False, reduce_retracing=True
+        self._training = training
+        self._server, self._work, self._chunks = training.server, training.work, training.chunks
+        self._exchange = exchange = Exchange(training.server)
+        self._choose_rate = training.choose_rate and tf.function(
+            training.choose_rate, autograph=False, reduce_retracing=True
         )
-        self._speeds = list(speeds)
-        self._random = [np.random.default_rng([seed, k]) for k in range(len(speeds))]
-        self._start = [tf.convert_to_tensor(value) for value in work.optimizer_start]
+        self._speeds = speeds
+        self._random = [np.random.default_rng([training.seed, k]) for k in range(len(speeds))]
+        self._start = [tf.convert_to_tensor(value) for value in self._work.optimizer_start]
         self._workers = [_Worker(k) for k in range(len(speeds))]
-        self._kept = {} if kept is None else kept
+        self._kept = kept
         self._waiting: collections.deque[tuple[int, int]] = collections.deque()
         self._events: list[tuple[float, int]] = []  # heap of the next pushes: time and worker
         self._refused: list[_Worker] = []  # workers whose pushes must wait
         self._now = 0.0
         self._order = collections.deque(order or ())
         self._repeats = order is not None
-        self._pull = tf.function(server.read, autograph=False)
-        self._ask = tf.function(lambda w: server.ask_to_pull(w, waits=False), autograph=False)
-        self._begin = tf.function(work.begin, autograph=False)
-        self._add = tf.function(work.add, autograph=False, reduce_retracing=True)
+        self._pull = tf.function(exchange.read, autograph=False)
+        self._ask = tf.function(lambda w: exchange.ask_to_pull(w, waits=False), autograph=False)
+        self._begin = tf.function(self._work.begin, autograph=False)
+        self._add = tf.function(self._work.add, autograph=False, reduce_retracing=True)
         self._push = tf.function(self._push_block, autograph=False)
 
     def submit(self, epoch: int, chunks: Sequence[int]) -> None:
@@ -179,20 +234,17 @@ class Simulation:
                 continue
             if not self._ask(_long(worker.index)):
                 continue
-            worker.pulled = self._pull()
+            worker.pulled = self._pull().with_rate(worker.rate)
             kept = self._kept.get(worker.index)
             if kept is None or kept.generation != self._server.generation:
-                kept = Kept([], self._start, self._server.generation)
+                kept = _Kept([], self._start, self._server.generation)
             local = (kept.weights or worker.pulled.weights, kept.optimizer)
             worker.block = self._begin(
-                worker.pulled,
-                worker.own,
-                *(local if self._work.local else ((), ())),
-                rate=worker.rate,
+                worker.pulled, worker.own, *(local if self._work.local else ((), ()))
             )
             minibatches = 0
             duration = 0.0
-            while minibatches < self._period and worker.element is not None:
+            while minibatches < self._training.sync_period and worker.element is not None:
                 worker.block = self._add(worker.block, worker.element)
                 worker.element = self._next_element(worker)
                 duration += self._speeds[worker.index].draw(self._random[worker.index])
@@ -248,14 +300,14 @@ class Simulation:
         while worker.element is None and self._waiting:
             epoch, chunk = self._waiting.popleft()
             worker.epoch, worker.chunk = epoch, chunk
-            worker.start = done = int(self._server.done(_long(chunk)))
+            worker.start = done = int(self._exchange.done(_long(chunk)))
             arguments = self._chunks.arguments(epoch, chunk)
             dataset = self._chunks.dataset(_long(epoch), _long(chunk), *arguments).skip(done)
             if self._choose_rate is not None:
                 worker.rate = self._choose_rate(dataset)
             worker.iterator = iter(dataset)
             worker.element = self._next_element(worker)
-            stream = stream_of(self._data_order, epoch, chunk)
+            stream = stream_of(self._training.order, epoch, chunk)
             worker.own = self._work.own_start(_long(stream + done))
             if worker.element is None:
                 self._finish(worker)
@@ -281,7 +333,7 @@ class Simulation:
         worker.idle_since = int(answer.versions[0])
         if self._work.local:
             kept = self._work.kept(block, answer.moves)
-            self._kept[worker.index] = Kept(*kept, self._server.generation)
+            self._kept[worker.index] = _Kept(*kept, self._server.generation)
         if worker.element is None:
             self._finish(worker)
         return True
@@ -296,13 +348,13 @@ class Simulation:
                 again |= self._push_of(worker)
 
     def _finish(self, worker: _Worker) -> None:
-        self._server.finish(_long(worker.epoch), _long(worker.chunk), tf.constant(True))
+        self._exchange.finish(_long(worker.epoch), _long(worker.chunk), tf.constant(True))
 
     def _push_block(
         self, block: Block, pulled: Pulled, worker: tf.Tensor, place: Place, rate: tf.Tensor
     ) -> Answer:
         push = self._work.push(block, pulled, worker, place, rate)
-        return self._server.push(push, pulled, waits=False)
+        return self._exchange.push(push, pulled, waits=False)
 
 
 def _long(value: int) -> tf.Tensor:

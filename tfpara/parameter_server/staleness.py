@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import tensorflow as tf
 
-# The verdicts on a push: wait for the turn, apply it now, or drop it for good.
-WAIT, GO, DROP = 0, 1, 2
-
 _NONE = -1
 _NEVER = tf.int64.max // 2
 
@@ -43,7 +40,7 @@ def may_push(
     return tf.reduce_all(turns - pulls <= bound)  # negative for those that have no pull
 
 
-def _nobody() -> tf.Tensor:
+def _none() -> tf.Tensor:
     return tf.constant(_NONE, tf.int64)
 
 
@@ -54,10 +51,10 @@ def _others(outstanding: tf.Tensor, worker: tf.Tensor) -> tf.Tensor:
     return tf.where(there, outstanding, _NEVER)
 
 
-class Turns:
+class Staleness:
     """The pulls and pushes under way, and the waiting workers; used inside the first server's lock.
 
-    One worker at a time pushes, from its `GO` until the push is on all servers. The first server
+    One worker at a time has the turn to push, until the push is on all servers. The first server
     gets the push last. So after a worker has asked to pull, it reads from each server at least as
     many pushes as the first server had then. And when a worker may push, all servers have as many
     pushes as the first.
@@ -67,17 +64,13 @@ class Turns:
     The waiting calls are counted, because two calls of one worker may wait: one that TensorFlow has
     given up, and the one that replaces it.
 
-    The variables are created on the current device.
-
-    Args:
-        num_workers: number of workers.
-        bound: s, the largest staleness.
+    The variables are created on the current device; `bound` is s, the largest staleness.
     """
 
     def __init__(self, num_workers: int, bound: int) -> None:
         self._bound = bound
-        self._outstanding = tf.Variable(tf.fill([num_workers], _nobody()), trainable=False)
-        self._chunks = tf.Variable(tf.fill([num_workers], _nobody()), trainable=False)
+        self._outstanding = tf.Variable(tf.fill([num_workers], _none()), trainable=False)
+        self._chunks = tf.Variable(tf.fill([num_workers], _none()), trainable=False)
         self._pushing = tf.Variable(_NONE, dtype=tf.int64, trainable=False)
         self._waiting = tf.Variable(tf.zeros([num_workers], tf.int32), trainable=False)
         self._queues = [
@@ -85,17 +78,14 @@ class Turns:
         ]
 
     def ask_to_pull(self, worker: tf.Tensor, version: tf.Tensor, waits: bool) -> tf.Tensor:
-        """Returns whether a worker may pull now; notes the pull, or that the worker waits.
+        """Returns whether a worker may pull now; notes the pull, or that the worker `waits`.
 
-        Args:
-            worker: the worker that asks. An outstanding pull of the same worker is of a call that
-                was started again, and is given up.
-            version: pushes so far.
-            waits: whether the worker will wait for a token if it may not pull.
+        An outstanding pull of the same worker is of a call that was started again, and is given
+        up; `version` is the number of pushes so far.
         """
         before = self._outstanding.read_value()
         may = may_pull(before, worker, self._bound)
-        now = tf.tensor_scatter_nd_update(before, [[worker]], [tf.where(may, version, _nobody())])
+        now = tf.tensor_scatter_nd_update(before, [[worker]], [tf.where(may, version, _none())])
         given_up = tf.logical_and(tf.gather(before, worker) >= 0, tf.logical_not(may))
         done = [self._outstanding.assign(now), *self._wake(given_up)]
         with tf.control_dependencies(done):
@@ -103,34 +93,33 @@ class Turns:
         with tf.control_dependencies(done):
             return tf.identity(may)
 
-    def verdict(self, worker: tf.Tensor, pulled: tf.Tensor, version: tf.Tensor) -> tf.Tensor:
-        """Returns `GO`, `WAIT` or `DROP`.
+    def ask_to_push(
+        self,
+        worker: tf.Tensor,
+        pulled: tf.Tensor,
+        version: tf.Tensor,
+        due: tf.Tensor,
+        waits: bool,
+    ) -> list[tf.Tensor]:
+        """Returns whether a push is settled, and whether its worker has the turn, until `leave`.
 
-        A push is dropped if it is too stale: its worker was given up, and others did not wait.
+        A push is dropped for good if it is not `due` (it has not the next minibatches), or too
+        stale: its worker was given up, and others did not wait. One that is not settled is offered
+        again; its worker gets a token in time if it `waits`.
         """
         pushing = self._pushing.read_value()
         free = tf.logical_or(tf.equal(pushing, _NONE), tf.equal(pushing, worker))
         allowed = may_push(self._outstanding.read_value(), worker, version, self._bound)
-        fresh = version - pulled <= self._bound
-        return tf.where(fresh, tf.where(tf.logical_and(allowed, free), GO, WAIT), DROP)
-
-    def settle(self, worker: tf.Tensor, verdict: tf.Tensor, waits: bool) -> tf.Tensor:
-        """Notes the verdict on a push; returns whether it is settled, which means not `WAIT`.
-
-        Args:
-            worker: the worker that pushes. With `GO` it has the turn until `leave` is called.
-            verdict: the result of `verdict`.
-            waits: whether the worker will wait for a token if it must `WAIT`.
-        """
-        settled = tf.not_equal(verdict, WAIT)
-        pushing = self._pushing.read_value()
-        goes = self._pushing.assign(tf.where(tf.equal(verdict, GO), worker, pushing))
-        with tf.control_dependencies([goes]):
-            done = self._leave(tf.logical_and(self._is(worker), tf.equal(verdict, DROP)))
+        stays = tf.logical_and(due, version - pulled <= self._bound)
+        goes = tf.logical_and(stays, tf.logical_and(allowed, free))
+        waiting = tf.logical_and(stays, tf.logical_not(goes))
+        turn = self._pushing.assign(tf.where(goes, worker, pushing))
+        with tf.control_dependencies([turn]):
+            done = self._leave(tf.logical_and(self._is(worker), tf.logical_not(stays)))
         with tf.control_dependencies(done):
-            done += self._announce(worker, tf.logical_not(settled), waits)
+            done += self._announce(worker, waiting, waits)
         with tf.control_dependencies(done):
-            return tf.identity(settled)
+            return [tf.logical_not(waiting), tf.identity(goes)]
 
     def begin(self, worker: tf.Tensor, chunk: tf.Tensor) -> tf.Tensor:
         """Notes that a worker begins a chunk; returns the chunk.
@@ -141,21 +130,18 @@ class Turns:
         """
         chunks = self._chunks.read_value()
         former = tf.logical_or(tf.equal(chunks, chunk), self._is(worker))
-        now = tf.where(self._is(worker), chunk, tf.where(former, _nobody(), chunks))
+        now = tf.where(self._is(worker), chunk, tf.where(former, _none(), chunks))
         with tf.control_dependencies([*self._leave(former), self._chunks.assign(now)]):
             return tf.identity(chunk)
 
     def leave(self, worker: tf.Tensor, condition: bool | tf.Tensor = True) -> tf.Tensor:
-        """Ends a worker's pull and push, if the condition holds; returns the worker.
-
-        It is called when the push is on all servers, or when the worker is lost.
-        """
+        """Ends a worker's pull and push (it is done, or lost), if the condition holds."""
         with tf.control_dependencies(self._leave(tf.logical_and(self._is(worker), condition))):
             return tf.identity(worker)
 
     def clear(self) -> None:
         """Ends all pulls and pushes; outside graphs."""
-        self._outstanding.assign(tf.fill(self._outstanding.shape, _nobody()))
+        self._outstanding.assign(tf.fill(self._outstanding.shape, _none()))
         self._pushing.assign(_NONE)
 
     def wait(self, worker: tf.Tensor) -> tf.Tensor:
@@ -171,8 +157,8 @@ class Turns:
         pushing = self._pushing.read_value()
         ends = tf.reduce_any(tf.logical_and(leaving, self._is(pushing)))
         return [
-            self._outstanding.assign(tf.where(leaving, _nobody(), self._outstanding.read_value())),
-            self._pushing.assign(tf.where(ends, _nobody(), pushing)),
+            self._outstanding.assign(tf.where(leaving, _none(), self._outstanding.read_value())),
+            self._pushing.assign(tf.where(ends, _none(), pushing)),
             *self._wake(tf.reduce_any(leaving)),
         ]
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import NamedTuple
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from tfpara import fit_call, program
@@ -16,26 +16,16 @@ from tfpara.algorithms import ASYNC_RULES, AsyncBMUF, AsyncEASGD, AveragedASGD, 
 from tfpara.algorithms.asgd import AsyncAverage, AsyncRule
 from tfpara.checks import check_backend, checked_averages, checked_period, checked_seconds
 from tfpara.cluster import quiet
-from tfpara.keras_model import is_normalised, memory_can_change, memory_of
 from tfpara.parameter_server import processes
-from tfpara.parameter_server.chief_model import ChiefModel
 from tfpara.parameter_server.counters import Pushed
 from tfpara.parameter_server.errors import lost
 from tfpara.parameter_server.fit import Fit
-from tfpara.parameter_server.server import Server
-from tfpara.parameter_server.worker_step import Work
+from tfpara.parameter_server.models import Models
+from tfpara.parameter_server.search import ChunkRateSearch
+from tfpara.parameter_server.workers import Workers
 from tfpara.strategy import StateHolder, Strategy
 from tfpara.typing import Data, Nest
 from tfpara.whole_number import checked_whole
-
-if TYPE_CHECKING:
-    import numpy as np
-
-    from tfpara.parameter_server.chunk_runner import Cluster
-    from tfpara.parameter_server.chunks import Chunks
-    from tfpara.parameter_server.search import ChunkRateSearch
-    from tfpara.parameter_server.simulation import Simulation
-    from tfpara.parameter_server.worker_step import ChooseRate
 
 
 class AsyncStatistics(NamedTuple):
@@ -110,7 +100,7 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy, Strategy):
         record: bool = False,
         timeout_seconds: float = 60.0,
         startup_timeout_seconds: float = 300.0,
-        _processes: Any = None,
+        _processes: Workers | None = None,
     ) -> None:
         """Joins the other processes; returns in the chief only. Arguments as above.
 
@@ -121,12 +111,12 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy, Strategy):
         quiet.install()
         checked_rule(rule)
         sync_period = checked_period(sync_period)
-        self._averages = checked_averages(averages, asynchronous=True)
+        kept = checked_averages(averages, asynchronous=True)
         if isinstance(rule, AveragedASGD):
-            if "average" in self._averages:
+            if "average" in kept:
                 raise ValueError("averages has 'average', which is the name of AveragedASGD's own.")
-            self._averages["average"] = rule.average
-        seed = checked_whole("seed", seed, at_least=0)
+            kept["average"] = rule.average
+        self.seed = checked_whole("seed", seed, at_least=0)
         checked_seconds("timeout_seconds", timeout_seconds)
         checked_seconds("startup_timeout_seconds", startup_timeout_seconds)
         self._processes = _processes or processes.join(timeout_seconds, startup_timeout_seconds)
@@ -134,34 +124,37 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy, Strategy):
         if isinstance(rule, AsyncEASGD | AsyncBMUF):
             rule = rule.resolve(self._processes.num_workers)
         super().__init__(self._processes.chief_device)
-        self._rule = rule
-        self._period = sync_period
         self.timeout_seconds = timeout_seconds
-        self.seed = seed
-        self._record = record
         self._states: dict[str, StateHolder] = {}
-        self._servers: dict[keras.Model, tuple[Server, Work]] = {}
-        self._copies: dict[keras.Model, ChiefModel] = {}
-        self._fits = 0
+        self._models = Models(
+            self._processes,
+            rule,
+            kept,
+            sync_period=sync_period,
+            seed=self.seed,
+            record=record,
+        )
         self.running: Fit | None = None
 
-    rule = property(lambda self: self._rule, doc="The rule, with defaults filled in.")
+    rule = property(lambda self: self._models.rule, doc="The rule, with defaults filled in.")
 
     @property
     def rule_of_a_run(self) -> AsyncRule:
         """The rule without the number of workers, unless it was given: a run may change that."""
-        asked, rule = self._asked_rule, self._rule
+        asked, rule = self._asked_rule, self._models.rule
         if not isinstance(asked, AsyncBMUF) or not isinstance(rule, AsyncBMUF):
             return rule
         return dataclasses.replace(rule, workers=asked.workers)
 
-    sync_period = property(lambda self: self._period, doc="τ, minibatches of a push.")
-    averages = property(lambda self: dict(self._averages), doc="Averages, by name.")
+    sync_period = property(lambda self: self._models.sync_period, doc="τ, minibatches of a push.")
+    averages = property(lambda self: dict(self._models.averages), doc="Averages, by name.")
     num_workers = property(lambda self: self._processes.num_workers, doc="Worker processes.")
     is_simulated = property(
         lambda self: self._processes.is_simulated, doc="Whether this process has all workers."
     )
-    weight_names = property(lambda self: ["global", *self._averages], doc="What `weights` takes.")
+    weight_names = property(
+        lambda self: ["global", *self._models.averages], doc="What `weights` takes."
+    )
 
     def __repr__(self) -> str:
         workers = f"{self.num_workers} worker{'s' if self.num_workers != 1 else ''}"
@@ -233,14 +226,16 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy, Strategy):
             tfpara.ParameterServerError: a parameter server is lost, or all workers are.
         """
         running = Fit(
-            self,
+            self._models,
             model,
-            (x, y, sample_weight),
+            chunks,
+            search_rate,
+            x=x,
+            y=y,
+            sample_weight=sample_weight,
             batch_size=batch_size,
             shuffle=shuffle,
             class_weight=class_weight,
-            chunks=chunks,
-            search_rate=search_rate,
         )
         validation = (validation_data, validation_batch_size, validation_freq)
         self.running = running
@@ -248,8 +243,8 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy, Strategy):
             with fit_call.under_way():
                 return running.run(epochs, initial_epoch, verbose, callbacks, validation)
         except BaseException as error:
-            failure = lost(error, self)
-            running.give_up()
+            failure = lost(error, self._models.check)
+            running.give_up(self.timeout_seconds)
             if failure is not None:
                 raise failure from error
             raise
@@ -273,18 +268,18 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy, Strategy):
         known = self.weight_names
         if which not in known:
             raise ValueError(f"which={which!r} is unknown. There are: {', '.join(known)}.")
-        copy = self._copies.get(model)
-        if copy is None:  # not trained yet: all averages are equal to the model
+        trained = self._models.get(model)
+        if trained is None:  # all averages are equal to the model
             yield
             return
-        if not copy.shows:
+        if not trained.copy.shows:
             self.write(model)
-        with copy.showing(which):
+        with trained.copy.showing(which):
             yield
 
     def has_fitted(self, model: keras.Model) -> bool:
         """Returns whether `fit` was called with this model."""
-        return model in self._copies
+        return model in self._models
 
     @contextlib.contextmanager
     def at_one_moment(
@@ -299,20 +294,16 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy, Strategy):
             model: as for `weights`.
             names: the names that `weights` is asked for inside; copies of these are kept.
         """
-        copy = self._copies.get(model)
-        if copy is None:
+        trained = self._models.get(model)
+        if trained is None:
             yield lambda: 0
             return
-        with copy.at_one_moment(names) as pushes:
+        with trained.copy.at_one_moment(names) as pushes:
             yield lambda: pushes
 
     def read(self, model: keras.Model) -> None:
-        """Copies weights and moving statistics from the servers into the chief's model.
-
-        Args:
-            model: a model that `fit` was called with.
-        """
-        self._copies[model].read()
+        """Copies weights and moving statistics from the servers into a model that was trained."""
+        self._models.of(model).copy.read()
 
     def write(self, model: keras.Model) -> None:
         """Sends the weights that were set in the chief's model to the servers.
@@ -334,10 +325,11 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy, Strategy):
                 frozen weights were set during a `fit`; or the model shows other weights now
                 (`weights`).
         """
-        if model in self._copies:
+        trained = self._models.get(model)
+        if trained is not None:
             running = self.running if self.running and self.running.model is model else None
             within_epoch = running is not None and running.within_epoch
-            self._copies[model].write(within_epoch, within_fit=running is not None)
+            trained.copy.write(within_epoch, within_fit=running is not None)
 
     def forget(self, model: keras.Model) -> None:
         """Gives up what the strategy and the servers keep of a model that `fit` has trained.
@@ -353,12 +345,12 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy, Strategy):
         Raises:
             ValueError: inside `fit` or `strategy.weights(...)`.
         """
-        shown = model in self._copies and self._copies[model].shows
+        trained = self._models.get(model)
+        shown = trained is not None and trained.copy.shows
         if self.running is not None or shown:
             where = "inside strategy.weights(...)" if shown else "in a callback of fit"
             raise ValueError(f"strategy.forget() {where}: a model is in use. Call it afterwards.")
-        self._servers.pop(model, None)
-        self._copies.pop(model, None)
+        self._models.pop(model, None)
 
     def snapshot(self, model: keras.Model) -> Callable[[], None]:
         """Keeps the state of the global model, and returns a function that restores it.
@@ -376,10 +368,10 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy, Strategy):
             ValueError: it is the middle of an epoch, or the model has not been trained yet. The
                 returned function raises it too in the middle of an epoch.
         """
-        self._of(model)
+        copy = self._models.of(model).copy
         self._check_between_epochs()
         self.write(model)
-        restore = self._copies[model].snapshot()
+        restore = copy.snapshot()
 
         def go_back() -> None:
             self._check_between_epochs()
@@ -404,18 +396,16 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy, Strategy):
         Raises:
             ValueError: the model has not been trained yet.
         """
-        server = self._of(model)
-        books = server.books
+        server = self._models.of(model).server
+        counters = server.counters
         return AsyncStatistics(
             pushes=int(server.first.version),
-            samples=int(books.samples),
-            staleness=books.histogram.numpy(),
-            by_worker=books.by_worker.numpy(),
+            samples=int(counters.samples),
+            staleness=counters.histogram.numpy(),
+            by_worker=counters.by_worker.numpy(),
         )
 
-    def statistics_of(self, model: keras.Model) -> AsyncStatistics:
-        """Returns the model's `statistics`."""
-        return self.statistics(model)
+    statistics_of = statistics
 
     def record(self, model: keras.Model | None = None) -> list[Pushed]:
         """Returns the order of pulls and pushes since this process started: a line for each push.
@@ -429,158 +419,47 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy, Strategy):
             ValueError: the strategy was made without `record=True`; or the model has not been
                 trained yet.
         """
-        return self._of(model).books.lines()
+        return self._models.of(model).server.counters.lines()
 
     def start_mean(self, model: keras.Model) -> None:
-        """Makes the average named "average", a `RunningThenMean`, continue as a mean.
-
-        Args:
-            model: a model that `fit` was called with.
-        """
-        self._servers[model][0].start_mean("average")
+        """Makes the average named "average", a `RunningThenMean`, continue as a mean."""
+        self._models.of(model).server.start_mean("average")
 
     def mean_started(self, model: keras.Model) -> bool:
         """Returns whether the average named "average" has become a mean.
 
         After weights were set (`write`) it starts anew, and is no mean.
-
-        Args:
-            model: a model that `fit` was called with.
         """
-        return self._servers[model][0].mean_started("average")
+        return self._models.of(model).server.mean_started("average")
 
     @property
     def asked_to_end(self) -> str | None:
-        """A sentence if the chief or a parameter server was asked to end, and waits for the run's
-        end; else None.
-        """
+        """A sentence if the chief or a parameter server was asked to end; else None."""
         return self._processes.asked_to_end
 
     def ask_to_end(self, sentence: str) -> None:
-        """Notes that the chief was asked to end, from which on training waits for no worker.
-
-        Args:
-            sentence: the cause.
-        """
+        """Notes that the chief was asked to end; from here on training waits for no worker."""
         self._processes.asked_to_end = sentence
 
     def answer_leaving(self, exit_code: int | None) -> None:
         """Sets the exit code of workers that are asked to end while the run goes on.
 
-        Args:
-            exit_code: that of a process that is to be started again, while SIGTERM in the chief
-                leads to a checkpoint; None: that of the signal.
+        None: that of the signal. While SIGTERM in the chief leads to a checkpoint, it is the code
+        of a process that is to be started again.
         """
         self._processes.answer_leaving(exit_code)
 
     def end_with(self, exit_code: int, sentence: str) -> None:
-        """Sets the exit code and last sentence of the other processes, for when this one ends.
-
-        Args:
-            exit_code: their exit code.
-            sentence: the cause, which they print.
-        """
+        """Sets the exit code and last sentence of the other processes, for when this one ends."""
         self._processes.end_with(exit_code, sentence)
 
     def keep_state(self, name: str, holder: StateHolder) -> None:
-        """Registers an object whose state checkpoints keep and restore.
-
-        Args:
-            name: name of the state; a second object with the same name replaces the first.
-            holder: the object. `get_state()` returns a value for JSON; `set_state(state)` restores
-                it.
-        """
         self._states[name] = holder
 
     @property
     def states(self) -> dict[str, StateHolder]:
         """The objects given to `keep_state`, by name."""
         return dict(self._states)
-
-    def count_fit(self) -> int:
-        """Counts a `fit`; returns the number of earlier ones, on which the data's order depends."""
-        self._fits += 1
-        return self._fits - 1
-
-    def server_of(self, model: keras.Model, spec: Nest) -> tuple[Server, Work]:
-        """Returns the model on the servers and its `Work`; creates them in the first `fit`.
-
-        They are created anew, from the weights of the chief's model, if it was compiled with
-        another optimizer since, or layers were frozen or unfrozen. Otherwise weights that were set
-        in the chief's model are sent to the servers (`write`).
-
-        Args:
-            model: built and compiled.
-            spec: the element spec of the minibatches.
-        """
-        server, work = self._servers.get(model, (None, None))
-        if server is not None and work is not None and work.has_these_weights:
-            self.write(model)
-            if not work.has_these_metrics:
-                work = Work(model, server.rule, spec, self._period)
-                server.measure(model)
-                self._keep(model, server, work)
-        else:
-            rule = self._rule_for(model.optimizer)
-            work = Work(model, rule, spec, self._period)
-            if work.fit:
-                print(f"tfpara: {work.fit}.", file=sys.stderr)
-            server = Server(
-                model,
-                work.state,
-                rule,
-                self._averages,
-                self._processes.server_devices,
-                self.num_workers,
-                self._record,
-            )
-            self._keep(model, server, work)
-        return server, work
-
-    def _rule_for(self, optimizer: keras.optimizers.Optimizer) -> AsyncRule:
-        """Returns the rule, with a default that depends on the local optimizer filled in."""
-        if not isinstance(self._rule, AsyncBMUF) or not is_normalised(optimizer):
-            return self._rule
-        rule = self._rule.for_optimizer(memory_can_change(optimizer) or not memory_of(optimizer))
-        if rule != self._rule:
-            print(f"tfpara: for this local optimizer the rule is {rule}", file=sys.stderr)
-        return rule
-
-    def _keep(self, model: keras.Model, server: Server, work: Work) -> None:
-        self._servers[model] = (server, work)
-        self._copies[model] = ChiefModel(model, server, work)
-
-    def executor(
-        self,
-        server: Server,
-        work: Work,
-        chunks: Chunks,
-        choose_rate: ChooseRate | None,
-        order: Sequence[int],
-    ) -> Cluster | Simulation:
-        """Returns the object that trains chunks on the workers."""
-        return self._processes.executor(
-            server, work, chunks, self._period, choose_rate, order=order, seed=self.seed
-        )
-
-    def check(self) -> None:
-        """Raises an error if the run cannot go on; frees the others from waiting for lost workers.
-
-        Raises:
-            tfpara.ParameterServerError: a parameter server is lost, or all workers are.
-        """
-        self._processes.check()
-        for worker in self._processes.lost():
-            for server, _ in self._servers.values():
-                server.forget(worker)
-
-    def _of(self, model: keras.Model | None) -> Server:
-        """Returns the model's `Server`; for None, that of the model whose first `fit` was last."""
-        if model is None and self._servers:
-            return list(self._servers.values())[-1][0]
-        if model not in self._servers:
-            raise ValueError("the model has not been trained yet: call strategy.fit before.")
-        return self._servers[model][0]
 
 
 def checked_rule(rule: object) -> AsyncRule:

@@ -38,46 +38,30 @@ ChooseRate: TypeAlias = Callable[[tf.data.Dataset], tf.Tensor]
 
 
 def stream_of(order: Sequence[int], epoch: int, chunk: int) -> int:
-    """Returns the first random stream of a chunk: there is one for each minibatch to begin with.
+    """Returns the first random stream of a chunk: each minibatch has the next one.
 
-    Args:
-        order: numbers that the order of the data depends on, beside the epoch.
-        epoch, chunk: their numbers.
+    The numbers `order` are what the order of the data depends on, beside the epoch.
     """
     return int(np.random.default_rng([*order, epoch, chunk]).integers(1 << 62))
 
 
 class Block(NamedTuple):
-    """A worker's state between a pull and a push: lists of tensors.
+    """A worker's state between a pull and a push: lists of tensors."""
 
-    Attributes:
-        weights: the weights for the next minibatch: as pulled (ASGD), or after local steps.
-        gradients: sums over the block's minibatches; empty before the first, and for local steps.
-        squares: sums of the gradients' squares; empty where the rule does not need them.
-        optimizer: the local optimizer's state; empty for ASGD.
-        before: minibatches in the model before the block, for a local optimizer's schedule.
-        state: moving statistics that workers share.
-        kept: the factor, in [0, 1], with which each element of the pulled state is still contained
-            in `state`.
-        own: state of the worker's own: random seeds and carried recurrent states.
-        metrics: values of the metrics' variables, summed over the block's minibatches.
-        minibatches, samples: their numbers in the block so far, int64.
-    """
-
-    weights: list[tf.Tensor]
-    gradients: list[tf.Tensor]
-    squares: list[tf.Tensor]
-    optimizer: list[tf.Tensor]
-    before: tf.Tensor
-    state: list[tf.Tensor]
-    kept: list[tf.Tensor]
-    own: list[tf.Tensor]
-    metrics: list[tf.Tensor]
-    minibatches: tf.Tensor
-    samples: tf.Tensor
+    weights: list[tf.Tensor]  # for the next minibatch: as pulled (ASGD), or after local steps
+    gradients: list[tf.Tensor]  # sums; empty before the first minibatch, and for local steps
+    squares: list[tf.Tensor]  # sums of the gradients' squares; empty if not needed
+    optimizer: list[tf.Tensor]  # state of the local optimizer; empty for ASGD
+    before: tf.Tensor  # minibatches in the model before the block, for a local schedule
+    state: list[tf.Tensor]  # moving statistics that workers share
+    kept: list[tf.Tensor]  # the factor, in [0, 1], with which `state` still has the pulled one
+    own: list[tf.Tensor]  # the worker's own: random seeds and carried recurrent states
+    metrics: list[tf.Tensor]  # values of the metrics' variables, summed
+    minibatches: tf.Tensor  # their number so far, int64
+    samples: tf.Tensor  # their number so far, int64
 
 
-class Work:
+class WorkerStep:
     """The functions by which a worker trains on minibatches, for one model and rule.
 
     Args:
@@ -87,9 +71,6 @@ class Work:
         sync_period: τ, minibatches of a block.
 
     Attributes:
-        model: the Keras model.
-        optimizer: the optimizer that it was compiled with.
-        weights: the weights that are trained.
         state: the model's variables whose values are in `Block.state`.
         local, local_models: whether workers have local optimizers, and local models.
         frozen, frozen_values: weights that are not trained, and their values in the graphs.
@@ -108,15 +89,13 @@ class Work:
         self._rule: Any = rule  # Any: its flags tell which of the rules' methods it has
         states = carried_states(model)  # Keras does not list them among the model's variables
         carried = {id(v) for v in states}
-        frozen = [v for v in model.non_trainable_variables if v.value.trainable]
+        self.frozen = [v for v in model.non_trainable_variables if v.value.trainable]
         rest = [v for v in model.non_trainable_variables if not v.value.trainable]
-        self.state = [v for v in rest if v.value.dtype.is_floating and id(v) not in carried]
-        shared = {id(v) for v in self.state} | carried
-        self._own = [v for v in rest if id(v) not in shared]
-        self._seeded = [not v.value.dtype.is_floating for v in self._own]
+        rest = [v for v in rest if id(v) not in carried]
+        self.state = [v for v in rest if v.value.dtype.is_floating]
+        self._own = [v for v in rest if not v.value.dtype.is_floating]
+        self._seeded = [True] * len(self._own) + [False] * len(states)
         self._own += states
-        self._seeded += [False for _ in states]
-        self.frozen = frozen
         self.read_frozen()
         self._own_values = [v.numpy() * (id(v) not in carried) for v in self._own]
         self._metrics = metric_variables(model)
@@ -176,24 +155,24 @@ class Work:
         own: Sequence[tf.Tensor],
         weights: Sequence[tf.Tensor] = (),
         optimizer: Sequence[tf.Tensor] = (),
-        rate: tf.Tensor | None = None,
     ) -> Block:
         """Returns a block without minibatches.
 
         Args:
-            pulled: the servers' model.
+            pulled: the servers' model, and the block's learning rate for local steps.
             own: `Block.own` of the former block in the same chunk, or `own_start`.
             weights, optimizer: the local model and optimizer, if the rule has them.
-            rate: the chunk's learning rate, for local steps; if negative or None, the servers'
-                rate is used.
         """
+        optimizer = list(optimizer)
+        if pulled.rate is not None:
+            self._set_rate(optimizer, pulled.rate)
         pulled_weights = [tf.identity(w) for w in pulled.weights]  # sent to this worker only once
         zero = tf.zeros([], tf.int64)
         return Block(
             weights=list(weights) if self.local_models else pulled_weights,
             gradients=[],
             squares=[tf.zeros_like(w) for w in pulled_weights] if self._squares else [],
-            optimizer=self._told(list(optimizer), pulled.rate, rate),
+            optimizer=optimizer,
             before=zero if pulled.minibatches is None else tf.identity(pulled.minibatches),
             state=[tf.identity(s) for s in pulled.state],
             kept=[tf.ones_like(s) for s in pulled.state],
@@ -203,30 +182,9 @@ class Work:
             samples=zero,
         )
 
-    def _told(
-        self, optimizer: list[tf.Tensor], servers: tf.Tensor | None, chunks: tf.Tensor | None
-    ) -> list[tf.Tensor]:
-        """Returns the local optimizer's state with the present rate, unless it is a schedule."""
-        if servers is not None:
-            at: Any = self._steps and self._steps.rate_index
-            rate = servers if chunks is None else tf.where(chunks >= 0.0, chunks, servers)
-            optimizer[at] = tf.cast(rate, optimizer[at].dtype)
-        return optimizer
-
-    def _step(
-        self, block: Block, gradients: Sequence[tf.Tensor]
-    ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
-        """Returns weights and optimizer state after a step of the local optimizer.
-
-        A learning rate schedule counts the minibatches in the global model, and those of the block.
-        """
+    def _set_rate(self, optimizer: list[tf.Tensor], rate: tf.Tensor) -> None:
         steps: Any = self._steps
-        optimizer = list(block.optimizer)
-        if steps.schedule is not None:
-            rate = steps.schedule(block.before + block.minibatches)
-            at = steps.rate_index
-            optimizer[at] = tf.cast(rate, optimizer[at].dtype)
-        return steps(block.weights, optimizer, gradients)
+        optimizer[steps.rate_index] = tf.cast(rate, optimizer[steps.rate_index].dtype)
 
     def add(self, block: Block, data: Nest) -> Block:
         """Returns the block with one more minibatch, (x, y) or (x, y, sample_weight).
@@ -270,23 +228,8 @@ class Work:
             return [tf.convert_to_tensor(_current(scope, v)) for v in variables]
 
         state = now(self.state)
-        weights, optimizer, squares = block.weights, block.optimizer, block.squares
-        if self._steps is not None:
-            moved = block._replace(weights=[tensors[-1] for tensors in stood])
-            weights, optimizer = self._step(moved, gradients)
-            gradients = []
-        else:
-            gradients = clipped(model.optimizer, gradients)
-            if self._squares:
-                squares = [s + g * g for s, g in zip(squares, gradients, strict=True)]
-            if block.gradients:  # empty before the block's first minibatch
-                gradients = [a + g for a, g in zip(block.gradients, gradients, strict=True)]
-        return Block(
-            weights=weights,
-            gradients=gradients,
-            squares=squares,
-            optimizer=optimizer,
-            before=block.before,
+        moved = self._moved(block._replace(weights=[each[-1] for each in stood]), gradients)
+        return moved._replace(
             state=state,
             kept=_left(of_state, block, state),
             own=now(self._own),
@@ -294,6 +237,22 @@ class Work:
             minibatches=block.minibatches + 1,
             samples=block.samples + tf.cast(samples, tf.int64),
         )
+
+    def _moved(self, block: Block, gradients: list[tf.Tensor]) -> Block:
+        """Returns the block with a local step by these gradients, or with the gradients added."""
+        steps = self._steps
+        if steps is not None:
+            optimizer = list(block.optimizer)
+            if steps.schedule is not None:  # of the minibatches in the global model and the block
+                self._set_rate(optimizer, steps.schedule(block.before + block.minibatches))
+            weights, optimizer = steps(block.weights, optimizer, gradients)
+            return block._replace(weights=weights, optimizer=optimizer)
+        gradients, squares = clipped(self.optimizer, gradients), block.squares
+        if self._squares:
+            squares = [s + g * g for s, g in zip(squares, gradients, strict=True)]
+        if block.gradients:  # empty before the block's first minibatch
+            gradients = [a + g for a, g in zip(block.gradients, gradients, strict=True)]
+        return block._replace(gradients=gradients, squares=squares)
 
     def _check_assigned(self, assigned: Mapping[int, object]) -> None:
         """Refuses what a layer assigns to weights where it would be lost.
@@ -341,35 +300,16 @@ class Work:
         tape: tf.GradientTape | None = None,
     ) -> _Scope:
         """Returns the scope in which these tensors take the place of the model's variables."""
-        variables = [
-            *self.weights,
-            *self.frozen,
-            *self.state,
-            *self._own,
-            *self._metrics,
-        ]
-        values = [
-            *weights,
-            *map(tf.convert_to_tensor, self.frozen_values),
-            *state,
-            *own,
-            *metrics,
-        ]
         weighed = [*self.weights, *self.frozen]
+        variables = [*weighed, *self.state, *self._own, *self._metrics]
+        frozen = map(tf.convert_to_tensor, self.frozen_values)
+        values = [*weights, *frozen, *state, *own, *metrics]
         return _Scope(list(zip(variables, values, strict=True)), weighed, tape)
 
     def push(
         self, block: Block, pulled: Pulled, worker: tf.Tensor, place: Place, rate: tf.Tensor
     ) -> Push:
-        """Returns the push of a finished block.
-
-        Args:
-            block: the block.
-            pulled: the pulled model with which it began.
-            worker: index of the worker.
-            place: position of the block's first minibatch.
-            rate: learning rate of the push; negative for the servers' rate.
-        """
+        """Returns the push of a finished block; for the other arguments see `Push`."""
         values, squares = block.weights, block.squares
         if self.local and not self.local_models:
             between = zip(block.weights, pulled.weights, strict=True)
@@ -399,13 +339,9 @@ class Work:
     def kept(
         self, block: Block, moves: Sequence[tf.Tensor]
     ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
-        """Returns the local weights (empty if there are none) and optimizer for the next block.
+        """Returns the local weights, within their constraints, and optimizer for the next block.
 
-        The weights are by their constraints.
-
-        Args:
-            block: the block that was pushed.
-            moves: `Answer.moves` of the push.
+        The weights are empty where there is no local model; `moves` are those of the `Answer`.
         """
         if not self.local_models:
             return [], block.optimizer
@@ -414,16 +350,11 @@ class Work:
 
 
 class _Scope(keras.StatelessScope):
-    """A scope that tells what layers assign to weights, such as SpectralNormalization.
+    """A scope that keeps what layers such as SpectralNormalization assign to `weights`.
 
     In Keras the gradient of a weight is that of its variable, before and after such an assignment,
     but not through it. Here it is the sum of the gradients of all tensors that stood for the
-    weight.
-
-    Args:
-        mapping: variables, each with the tensor that stands for it at first.
-        weights: those of them whose assigned values are kept.
-        tape: watches these values.
+    weight; the tape watches them.
 
     Attributes:
         assigned: by the variable's id, the values that were assigned to a weight, in order.
@@ -459,12 +390,7 @@ def _loss(
 
 
 def _build_metrics(model: keras.Model, spec: Nest) -> None:
-    """Creates the variables of the model's metrics, which Keras creates at the first minibatch.
-
-    Args:
-        model: built and compiled.
-        spec: the element spec of its minibatches.
-    """
+    """Creates the variables of the model's metrics, which Keras creates at the first minibatch."""
 
     @tf.function(autograph=False)
     def measure(data: Nest) -> None:
@@ -489,11 +415,6 @@ def _left(tape: tf.GradientTape, block: Block, state: Sequence[tf.Tensor]) -> li
 
     Each element is multiplied by the derivative of the new state with respect to the former one:
     ρ for S ← ρ S + (1 − ρ) x, and 1 if S is not changed or only added to. It is clipped to [0, 1].
-
-    Args:
-        tape: has recorded the minibatch, and watches `block.state`.
-        block: the block before the minibatch.
-        state: the state after the minibatch.
     """
     zero = tf.UnconnectedGradients.ZERO
     slopes = tape.gradient(state, block.state, unconnected_gradients=zero) if state else []

@@ -92,20 +92,17 @@ def pretrain(
 
     Source: Su and Chen (2015), section 5.1; defaults of Kaldi's pretrain_dbn.sh.
     """
-    if gaussian_epochs is None:
-        gaussian_epochs = 2 * epochs
-    _check_counts(
-        epochs=epochs, gaussian_epochs=gaussian_epochs, momentum_minibatches=momentum_minibatches
-    )
+    checked_whole("epochs", epochs)
+    gaussian_epochs = 2 * epochs if gaussian_epochs is None else gaussian_epochs
+    checked_whole("gaussian_epochs", gaussian_epochs)
+    checked_whole("momentum_minibatches", momentum_minibatches)
     if momentum != 0 and not FIRST_MOMENTUM <= momentum < 1:
         raise ValueError(f"momentum must be 0 or lie in [0.5, 1). Received: {momentum!r}")
     if not 0 <= weight_decay < math.inf:
         raise ValueError(f"weight_decay must be 0 or more, and finite. Received: {weight_decay!r}")
-    _check_positive(
-        learning_rate=learning_rate,
-        gaussian_learning_rate=gaussian_learning_rate,
-        initial_stddev=initial_stddev,
-    )
+    _check_positive("learning_rate", learning_rate)
+    _check_positive("gaussian_learning_rate", gaussian_learning_rate)
+    _check_positive("initial_stddev", initial_stddev)
     layers = hidden_layers(model)
     results: list[Pretrained] = []
     past = 0  # epochs of the layers below
@@ -122,7 +119,8 @@ def pretrain(
             initial_stddev=initial_stddev,
             seed=(seed, number),
         )
-        data = _source(dataset, _outputs_below(model, layer))
+        below = keras.Model(model.inputs, layer.input)
+        data = _source(dataset, below)
         rbm.start_bias(itertools.islice(data(past), _BIAS_MINIBATCHES))
         title = (
             f"{layer.name}, layer {number + 1} of {len(layers)}, {rbm.visible_kind} visible units"
@@ -136,18 +134,14 @@ def pretrain(
     return results
 
 
-def _outputs_below(model: keras.Model, layer: keras.layers.Dense) -> Callable[..., tf.Tensor]:
-    """Returns the function from the inputs of `model` to those of `layer`, float32 [b, visible]."""
-    below = keras.Model(model.inputs, layer.input)
-    return tf.function(
-        lambda x: tf.cast(below(x, training=False), tf.float32), reduce_retracing=True
-    )
-
-
 def _source(
-    dataset: tf.data.Dataset, below: Callable[..., tf.Tensor]
+    dataset: tf.data.Dataset | Callable[[int], tf.data.Dataset], below: keras.Model
 ) -> Callable[[int], Iterator[tf.Tensor]]:
-    """Returns a function that gives an epoch's minibatches as outputs of the layers below."""
+    """Returns a function from an epoch to the layer's inputs in it, float32 [b, visible]."""
+
+    @tf.function(reduce_retracing=True)
+    def outputs(x: tf.Tensor) -> tf.Tensor:
+        return tf.cast(below(x, training=False), tf.float32)
 
     def rows(epoch: int) -> Iterator[tf.Tensor]:
         data = dataset(epoch) if callable(dataset) else dataset
@@ -164,7 +158,7 @@ def _source(
                     f"{type(x).__name__}"
                 )
             if x.shape[0]:
-                yield below(x)
+                yield outputs(x)
 
     return rows
 
@@ -203,12 +197,6 @@ def _train(
     return errors
 
 
-def _check_counts(**counts: int) -> None:
-    for name, count in counts.items():
-        checked_whole(name, count)
-
-
-def _check_positive(**values: float) -> None:
-    for name, value in values.items():
-        if not 0 < value < math.inf:
-            raise ValueError(f"{name} must be positive and finite. Received: {value!r}")
+def _check_positive(name: str, value: float) -> None:
+    if not 0 < value < math.inf:
+        raise ValueError(f"{name} must be positive and finite. Received: {value!r}")

@@ -114,7 +114,9 @@ class RBM:
             rows, self.kernel, self.visible_bias, self.hidden_bias, uniform, self.visible_kind
         )
         decayed = found.kernel - self._weight_decay * self.kernel
-        momentum = self._present_momentum(number)
+        done = tf.cast(number, tf.float32) / self._momentum_minibatches
+        first = min(FIRST_MOMENTUM, self._momentum)
+        momentum = first + (self._momentum - first) * tf.minimum(done, 1.0)
         gradients = (decayed, found.visible_bias, found.hidden_bias)
         for variable, velocity, gradient in zip(
             self._variables, self._velocities, gradients, strict=True
@@ -123,11 +125,6 @@ class RBM:
             velocity.assign(momentum * velocity + step)
             variable.assign_add(velocity)
         return found.error
-
-    def _present_momentum(self, number: tf.Tensor) -> tf.Tensor:
-        done = tf.cast(number, tf.float32) / self._momentum_minibatches
-        first = min(FIRST_MOMENTUM, self._momentum)
-        return first + (self._momentum - first) * tf.minimum(done, 1.0)
 
 
 def cd1(

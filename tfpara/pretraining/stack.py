@@ -1,4 +1,4 @@
-"""The choice of a model's layers that can be pretrained as RBMs, and why others cannot."""
+"""The choice of a model's layers that can be pretrained as RBMs, with reasons against others."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 
 import keras
@@ -54,33 +55,27 @@ class MomentumFit:
         self._epochs_to_note = 0  # of a `fit` whose epochs have no known length yet
         with tf.device("CPU:0"):
             self.period = make(tf.constant(settings.sync_period, tf.int64), "sync_period")
-        # The steps of a block, on each device: what XLA compiles for one reads no other.
-        self._blocks: list[tf.Variable] = []
-        for device in worker.devices:
-            with tf.device(device):
-                steps = tf.constant(self._steps_of_a_block(self.sync_period))
-                self._blocks.append(make(steps, "steps_of_a_block"))
+        self._make = make
+        # Of each optimizer the momentum and the factor of the rate, as a variable on each device:
+        # what XLA compiles for one reads no other.
+        self._fitted: weakref.WeakKeyDictionary[keras.optimizers.Optimizer, list[tf.Variable]]
+        self._fitted = weakref.WeakKeyDictionary()
 
-    def set_period(self, sync_period: int | None, in_fit: bool) -> None:
-        """Sets τ for all models, also within a block; None: no syncs.
-
-        All workers must set it at the same sync.
-        """
+    def set_period(self, sync_period: int | None) -> None:
+        """Sets τ for all models, also within a block; None: no syncs. All workers must do so."""
         self.sync_period = sync_period
-        self.is_scheduled |= in_fit
+        self.is_scheduled |= self._worker.place.fits > 0
         self.period.assign(NEVER if sync_period is None else sync_period)
         self._write_blocks()
 
     def begin_epoch(self, model: keras.Model, steps: int | None) -> None:
-        """Notes that an epoch of `fit` begins, or that the last one is over.
-
-        Blocks end with the epoch, so momentum is fitted to that where it is shorter than a block.
+        """Notes that an epoch of `fit` begins, with which a block ends, or that the last is over.
 
         Args:
             model: that is trained.
             steps: minibatches of each replica in the epoch; None: not known, or no epoch.
         """
-        self._steps_in_epoch = NEVER if steps is None or self._worker.changes else steps
+        self._steps_in_epoch = NEVER if steps is None or self._worker.company.changes else steps
         self._write_blocks()
         period = self.sync_period
         if period and self._steps_in_epoch < period and not self.is_scheduled:
@@ -88,22 +83,22 @@ class MomentumFit:
                 f"sync_period={period} is longer than an epoch, at whose end the replicas meet in "
                 f"any case, so after {self._steps_in_epoch}"
             )
-        self._without_length = None if steps or self._worker.changes else model
+        self._without_length = None if steps or self._worker.company.changes else model
         for optimizer in filter(self.settings.fits_momentum, optimizers(model)):
-            self.note(optimizer)
+            self._note_fit(optimizer)
             self._note_short_block(optimizer)
 
     def end_fit(self) -> None:
-        """Notes that `fit` is over, also where callbacks have not heard of its end."""
+        """Notes that `fit` is over, maybe by an error."""
         self._without_length = None
         self._steps_in_epoch = NEVER
         self._write_blocks()
 
     def set_epochs(self, steps: int | None, epochs: int) -> None:
-        """Notes the length of a call of `fit`, which may have too few syncs.
+        """Notes the length of a call of `fit`; tells the user if its syncs are few.
 
-        No note is printed where a callback sets the sync period, nor of a single epoch, which may
-        be one of several calls. See docs/study.md.
+        The user is told nothing where a callback sets the sync period, nor of a single epoch, which
+        may be one of several calls. See docs/study.md.
 
         Args:
             steps: minibatches of each replica in an epoch; None: `set_length` follows.
@@ -120,18 +115,20 @@ class MomentumFit:
             if self._epochs_to_note:
                 self.set_epochs(steps, self._epochs_to_note)
 
-    def check(self, optimizer: keras.optimizers.Optimizer, settings: Settings) -> None:
-        """Warns, or prints a note, of a momentum that is longer than a block.
+    def note(self, model: keras.Model, settings: Settings) -> None:
+        """Tells the user how local momentum goes with a block, of a model about to be trained.
 
         Args:
-            optimizer: of the model that is about to be trained.
+            model: the model.
             settings: for that model.
         """
-        steps = self._steps_of_a_block(settings.sync_period) / minibatches_of_a_step(optimizer)
-        warn_of_outlasting_momentum(settings, optimizer, steps)
+        for optimizer in optimizers(model):
+            steps = self._steps_of_a_block(settings.sync_period) / minibatches_of_a_step(optimizer)
+            warn_of_outlasting_momentum(settings, optimizer, steps)
+            if settings.fits_momentum(optimizer):
+                self._note_fit(optimizer)
 
-    def note(self, optimizer: keras.optimizers.Optimizer) -> None:
-        """Prints a note on the momentum and rate with which an optimizer takes its steps."""
+    def _note_fit(self, optimizer: keras.optimizers.Optimizer) -> None:
         if self.sync_period is None:
             return  # as in a warm start
         steps = self._steps_of_a_block(self.sync_period) / minibatches_of_a_step(optimizer)
@@ -141,7 +138,7 @@ class MomentumFit:
             self._notes.tell(f'{text}; local_state="keep" would leave both alone.')
 
     def _note_short_block(self, optimizer: keras.optimizers.Optimizer) -> None:
-        """Prints a note where every second block is too short for the local momentum."""
+        """Tells the user if every second block is too short for the local momentum."""
         if not momentum_of(optimizer):
             return  # Adam's steps stay bounded
         block = (self.sync_period or NEVER) * self.settings.fragments
@@ -159,10 +156,9 @@ class MomentumFit:
     def of_step(
         self, optimizer: keras.optimizers.Optimizer, replica: int
     ) -> tuple[tf.Tensor, tf.Tensor] | None:
-        """Returns the momentum with which an optimizer takes a step, and the factor of its rate.
+        """Returns the momentum of a step (β₁ for Adam), and the factor of SGD's learning rate.
 
-        The momentum is Adam's β₁, which goes without that factor. None: its own. See
-        `tfpara.algorithms.local_momentum`.
+        None: the optimizer's own. See `tfpara.algorithms.local_momentum`.
 
         Args:
             optimizer: that takes the step.
@@ -170,15 +166,29 @@ class MomentumFit:
         """
         if not self.settings.fits_momentum(optimizer):
             return None
-        steps = self._blocks[replica].read_value() / minibatches_of_a_step(optimizer)
-        return in_a_block(memory_of(optimizer), steps)
+        if optimizer not in self._fitted:
+            with tf.init_scope():
+                self._fitted[optimizer] = [
+                    self._variable(optimizer, d) for d in self._worker.devices
+                ]
+        momentum, factor = tf.unstack(self._fitted[optimizer][replica].read_value())
+        return momentum, factor
+
+    def _variable(self, optimizer: keras.optimizers.Optimizer, device: str) -> tf.Variable:
+        with tf.device(device):
+            return self._make(self._fit(optimizer), "fitted")
+
+    def _fit(self, optimizer: keras.optimizers.Optimizer) -> tf.Tensor:
+        """Returns an optimizer's momentum in a block, and the factor of its rate."""
+        steps = tf.constant(self._steps_of_a_block(self.sync_period))
+        return tf.stack(in_a_block(memory_of(optimizer), steps / minibatches_of_a_step(optimizer)))
 
     def _steps_of_a_block(self, period: int | None) -> float:
-        """Returns a replica's minibatches in a block, which ends with the epoch at the latest."""
         if period is None:
             return float(NEVER)
         return float(min(period * self.settings.fragments, self._steps_in_epoch))
 
     def _write_blocks(self) -> None:
-        for steps in self._blocks:
-            steps.assign(self._steps_of_a_block(self.sync_period))
+        for optimizer, variables in list(self._fitted.items()):
+            for variable in variables:
+                variable.assign(self._fit(optimizer))

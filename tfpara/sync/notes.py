@@ -1,4 +1,4 @@
-"""Notes for the user on what may not be expected; each is printed once."""
+"""Notes on what a user may not expect; each is printed once."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ class Notes:
 
     def tell(self, text: str) -> None:
         """Prints a note, unless it was printed before."""
-        joins = self.worker.elastic is not None and self.worker.elastic.joining
+        joins = self.worker.company.joining
         if self.worker.rank == 0 and not joins and text not in self._told:
             self._told.add(text)
             print(f"tfpara: {text}", file=sys.stderr, flush=True)
 
     def few_syncs(self, period: int, steps: int, epochs: int) -> None:
-        """Prints a note where a call of `fit` has fewer syncs than its replicas need, one a run.
+        """Tells the user, once, if a call of `fit` has fewer syncs than its replicas need.
 
         Args:
             period: minibatches between two syncs.
@@ -51,7 +51,7 @@ class Notes:
             self.tell(text)
 
     def small_batches(self, rows: int | None) -> None:
-        """Prints a note where the batches of `fit` have fewer rows than there are replicas.
+        """Tells the user if the batches of `fit` have fewer rows than there are replicas.
 
         Args:
             rows: of the largest batch; None: not known.
@@ -66,7 +66,7 @@ class Notes:
             )
 
     def idle_replicas(self, idle: Sequence[int]) -> None:
-        """Prints a note where replicas, but not all, have had no row in the first epoch of `fit`.
+        """Tells the user if replicas, but not all, had no row in the first epoch of `fit`.
 
         Args:
             idle: the numbers of these replicas.

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
-import os
-from pathlib import Path
 from typing import Any
 
 import tensorflow as tf
 
 from tfpara import cluster, program
 from tfpara.algorithms.rule import Rule
-from tfpara.elastic.settings import Elastic
-from tfpara.sync.one_sync.sized_rule import check_sizes
-from tfpara.sync.replaying import Replay
 from tfpara.sync.strategy import PeriodicSyncStrategy
 from tfpara.threads import check_threads
 from tfpara.whole_number import checked_whole
@@ -28,7 +22,6 @@ def simulate(
     rule: Rule,
     *,
     sync_period: int,
-    record: str | os.PathLike[str] | None = None,
     **options: Any,
 ) -> PeriodicSyncStrategy:
     """Returns a strategy of N replicas on logical CPU devices of this process.
@@ -44,10 +37,6 @@ def simulate(
         num_replicas: N ≥ 1.
         rule: as `PeriodicSyncStrategy` takes it.
         sync_period: τ, minibatches of each replica between two syncs.
-        record: `generations.jsonl` of an elastic run, which is trained again: with its losses and
-            joins, each replica has the minibatches that a worker's device had. Give all arguments
-            of that run, `elastic` among them, the number of replicas with which it began, and `fit`
-            the data of that run. What is drawn at random (dropout) is drawn anew.
         **options: the other arguments of `PeriodicSyncStrategy`, but for `devices` and
             `device_sync_period`: each replica stands for a worker.
 
@@ -55,8 +44,8 @@ def simulate(
         A `PeriodicSyncStrategy`.
 
     Raises:
-        ValueError: N is no whole number of at least 1, or not that of the record; or TF_CONFIG, or
-            an engine's variables, say that this is one of several workers.
+        ValueError: N is no whole number of at least 1; or TF_CONFIG, or an engine's variables, say
+            that this is one of several workers.
         RuntimeError: TensorFlow has made its devices already.
 
     Example:
@@ -65,6 +54,12 @@ def simulate(
         8
     """
     program.explain_errors()
+    if "record" in options:
+        raise ValueError(
+            f"record={options['record']!r}: the replay of elastic runs has left the library. "
+            "tests/lib/replaying.py in the sources of tfpara has it, and docs/elastic.md "
+            "says how a record is read."
+        )
     num_replicas = checked_whole("num_replicas", num_replicas)
     if cluster.read().num_workers > 1:
         raise ValueError(
@@ -76,45 +71,9 @@ def simulate(
             f"device_sync_period={options['device_sync_period']!r}: simulated replicas are workers "
             "of one device each. Leave it out."
         )
-    if record is not None:
-        return _replayed(num_replicas, rule, Path(record), sync_period, options)
     make_devices(num_replicas)
     devices = [f"CPU:{number}" for number in range(num_replicas)]
     return _Simulation(rule, sync_period=sync_period, devices=devices, **options)
-
-
-def _replayed(
-    num_replicas: int, rule: Rule, path: Path, sync_period: int, options: dict[str, Any]
-) -> PeriodicSyncStrategy:
-    replay = Replay(path)
-    founders = replay.founding_replicas
-    if num_replicas != founders:
-        raise ValueError(
-            f"num_replicas={num_replicas}, and the run of {path} began with {founders}. "
-            "Give that number."
-        )
-    elastic = options.pop("elastic", None) or Elastic()
-    make_devices(replay.replicas)
-    devices = [f"CPU:{number}" for number in range(replay.replicas)]
-    # A run whose members change keeps its state whole; simulated devices would divide it.
-    options = {"aggregation": "replicated", **options}
-    strategy = _Simulation(rule, sync_period=sync_period, devices=devices, **options)
-    settings = strategy.extended.settings.elastic()
-    following = rule if elastic.rule_follows else None
-    largest = check_sizes(rule, elastic.max_workers, 1) if elastic.rule_follows else None
-    settings = dataclasses.replace(
-        settings,
-        rule=rule.resolve(founders),
-        replicas=founders,
-        following_rule=following,
-        largest_rule=largest,
-    )
-    extended = strategy.extended
-    extended.settings = extended.models.settings = extended.momentum.settings = settings
-    replay.attach(extended)
-    extended.replay, extended.models.present = replay, replay.present
-    extended.worker.changes = True
-    return strategy
 
 
 def make_devices(count: int) -> None:

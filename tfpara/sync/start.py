@@ -16,7 +16,7 @@ from tfpara.collectives.choice import choose, of_horovod
 from tfpara.elastic.meeting import ADDRESS as MEETING
 from tfpara.elastic.settings import Elastic, meeting_point
 from tfpara.strategy import Strategy
-from tfpara.sync.elastic.rejoin import Regrouping
+from tfpara.sync.elastic.company import Elastic as ElasticCompany
 from tfpara.sync.keras import hooks, scope
 from tfpara.sync.one_sync.sized_rule import check_sizes
 from tfpara.sync.settings import Settings
@@ -25,6 +25,8 @@ from tfpara.sync.tensorflow import average_loss
 from tfpara.sync.tensorflow.devices import default_devices
 from tfpara.sync.tensorflow.extended import PeriodicSyncExtended
 from tfpara.sync.workers import horovod_group
+from tfpara.sync.workers.company import Company
+from tfpara.sync.workers.fixed import Fixed
 from tfpara.threads import check_threads
 
 _log = logging.getLogger(__name__)
@@ -55,11 +57,58 @@ def start(
     # Before the processes know of each other: then TensorFlow lists the devices of all.
     devices = default_devices() if devices is None else devices
     check_threads(len(devices))
+    found, settings, starting = workers_of(
+        settings, len(devices), elastic, startup_timeout_seconds, is_simulated
+    )
+    with starting as company, _starting_first():
+        extended = PeriodicSyncExtended(strategy, settings, devices, found, company)
+        # The constructor of tf.distribute.MultiWorkerMirroredStrategy would build an extended class
+        # of its own, so its base's is called.
+        tf.distribute.Strategy.__init__(strategy, extended)
+    if found.num_workers > 1:
+        found = horovod_group.with_addresses(found, extended.control)
+    program.watch(strategy, found, settings.timeout_seconds)
+    extended.links.compare()
+    if found.num_workers > 1:
+        extended.waits.connect(found)
+    scope.watch(strategy)
+    hooks.install()
+    quiet.install()
+    average_loss.install()
+    if company.joining:
+        _say("joins a run that is under way")
+    elif strategy.is_chief:
+        # The line shows the number of workers, so that a mistake in TF_CONFIG is seen.
+        _print_line(strategy, extended)
+        if found.num_workers == 1 and not is_simulated and not company.changes:
+            _say(cluster.left_alone())
+
+
+def workers_of(
+    settings: Settings,
+    devices: int,
+    elastic: Elastic | None,
+    startup_timeout_seconds: float,
+    is_simulated: bool,
+) -> tuple[cluster.Cluster, Settings, contextlib.AbstractContextManager[Company]]:
+    """Finds the other workers, unless they come and go.
+
+    Args:
+        devices: the number of this worker's; the others as of `start`.
+
+    Returns:
+        The workers that stay the same, else this one; the settings, with what depends on them; and
+        the context in which TensorFlow's server starts, which yields the company.
+    """
     if elastic is not None:
         settings = _checked_elastic(settings, elastic)
         if meeting_point():
-            _start_elastic(strategy, settings, devices, elastic, startup_timeout_seconds)
-            return
+            if elastic.rule_follows:
+                largest = check_sizes(settings.rule, elastic.max_workers, devices)
+                settings = dataclasses.replace(
+                    settings, following_rule=settings.rule, largest_rule=largest
+                )
+            return cluster.ALONE, settings, _elastic_company(elastic, startup_timeout_seconds)
         _say(f"elastic=: {MEETING} is not set, so this process trains alone")
     found = _found(settings, is_simulated)
     chosen, why = choose(settings.collectives, found)
@@ -71,27 +120,31 @@ def start(
     settings = dataclasses.replace(settings, collectives=chosen)
     if chosen == "tensorflow" or not of_horovod(found):
         found = startup.find_each_other(found, startup_timeout_seconds, chosen)
+    return found, settings, _fixed_company(found, settings, startup_timeout_seconds)
+
+
+@contextlib.contextmanager
+def _elastic_company(elastic: Elastic, startup_timeout_seconds: float) -> Iterator[Company]:
+    """Connects to the meeting point; TensorFlow's server starts inside."""
+    with startup.elastic_run():
+        company = ElasticCompany(elastic, startup_timeout_seconds)
+        with quiet.starting():
+            yield company
+
+
+@contextlib.contextmanager
+def _fixed_company(
+    found: cluster.Cluster, settings: Settings, startup_timeout_seconds: float
+) -> Iterator[Company]:
+    """Joins Horovod's group, if that connects the workers; TensorFlow's server starts inside."""
+    by_horovod = found.num_workers > 1 and settings.collectives == "horovod"
     starting: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
-    if found.num_workers > 1 and chosen == "horovod":
+    if by_horovod:
         horovod_group.join(found, startup_timeout_seconds, settings.timeout_seconds)
     else:
         starting = startup.guard(found, startup_timeout_seconds)
     with starting:
-        with _starting_first():
-            extended = PeriodicSyncExtended(strategy, settings, devices, found)
-        _initialize(strategy, extended)
-    if found.num_workers > 1:
-        found = horovod_group.with_addresses(found, extended.control)
-    program.watch(strategy, found, settings.timeout_seconds)
-    extended.links.compare()
-    if found.num_workers > 1:
-        extended.waits.connect(found)
-    _install(strategy)
-    if strategy.is_chief:
-        # The line shows the number of workers, so that a mistake in TF_CONFIG is seen.
-        _print_line(strategy, extended)
-        if found.num_workers == 1 and not is_simulated:
-            _say(cluster.left_alone())
+        yield Fixed(found, by_horovod)
 
 
 def _found(settings: Settings, is_simulated: bool) -> cluster.Cluster:
@@ -138,49 +191,9 @@ def _checked_elastic(settings: Settings, elastic: object) -> Settings:
                 "name, for all workers: docs/elastic.md."
             )
         if found.is_chief:
-            text = (
-                f"tfpara: workers meet at {MEETING}; ranks and addresses of {told} are not used"
-            )
+            text = f"tfpara: workers meet at {MEETING}; ranks and addresses of {told} are not used"
             print(text, file=sys.stderr, flush=True)
     return settings.elastic()
-
-
-def _start_elastic(
-    strategy: Strategy,
-    settings: Settings,
-    devices: Sequence[str],
-    elastic: Elastic,
-    startup_timeout_seconds: float,
-) -> None:
-    if elastic.rule_follows:
-        largest = check_sizes(settings.rule, elastic.max_workers, len(devices))
-        settings = dataclasses.replace(settings, following_rule=settings.rule, largest_rule=largest)
-    with startup.elastic_run():
-        regrouping = Regrouping(elastic, startup_timeout_seconds)
-        with quiet.starting(), _starting_first():
-            extended = PeriodicSyncExtended(strategy, settings, devices, cluster.ALONE, regrouping)
-    _initialize(strategy, extended)
-    program.watch(strategy, cluster.ALONE, settings.timeout_seconds)
-    extended.links.compare()
-    _install(strategy)
-    if regrouping.joining:
-        _say("joins a run that is under way")
-    elif strategy.is_chief:
-        _print_line(strategy, extended)
-
-
-def _initialize(strategy: Strategy, extended: PeriodicSyncExtended) -> None:
-    # The constructor of tf.distribute.MultiWorkerMirroredStrategy would build an extended class of
-    # its own, so its base's is called.
-    tf.distribute.Strategy.__init__(strategy, extended)
-
-
-def _install(strategy: Strategy) -> None:
-    """Replaces the functions of Keras and TensorFlow that models of the strategy call."""
-    scope.watch(strategy)
-    hooks.install()
-    quiet.install()
-    average_loss.install()
 
 
 def _print_line(strategy: Strategy, extended: PeriodicSyncExtended) -> None:
@@ -191,7 +204,7 @@ def _print_line(strategy: Strategy, extended: PeriodicSyncExtended) -> None:
         strategy.sync_period,
         strategy.averages,
         extended.links.collectives.way,
-        divided=extended.elastic is None,
+        divided=not strategy.members_change,
     )
     for text in (line, extended.links.connected_by):
         _say(text)

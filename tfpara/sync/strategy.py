@@ -12,23 +12,22 @@ import tensorflow as tf
 from tfpara import program
 from tfpara.algorithms.rule import Average, Rule
 from tfpara.checks import check_backend, checked_seconds
-from tfpara.cluster.place import Purpose, call
+from tfpara.cluster.place import call
 from tfpara.elastic.settings import Elastic
 from tfpara.group import as_list
-from tfpara.strategy import StateHolder, Strategy
 from tfpara.sync.data.elastic_data import by_epoch
+from tfpara.sync.for_callbacks import ForCallbacks
 from tfpara.sync.keras import scope
-from tfpara.sync.one_sync.reports import Request
 from tfpara.sync.one_sync.statistics import SyncStatistics
 from tfpara.sync.settings import Settings
 from tfpara.sync.start import start
 from tfpara.sync.start_line import counted
 from tfpara.sync.tensorflow.variables import in_replica
-from tfpara.sync.workers.json_exchange import everyones
+from tfpara.sync.workers import data_place
 from tfpara.typing import Json, Nest, Scalar
 
 
-class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, Strategy):
+class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, ForCallbacks):
     """Local optimizer steps on every replica, and a synchronisation every τ minibatches.
 
     Keras' `compile`, `fit`, `evaluate`, `predict` and callbacks work as usual on a model that is
@@ -159,17 +158,20 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, Strategy):
     @property
     def num_replicas(self) -> int:
         """N, the replicas of all workers."""
-        return 1 if self.extended.as_one_replica else self.extended._num_replicas_in_sync
+        place = data_place.present()
+        return place.num_replicas if place else self.extended.worker.replicas
 
     @property
     def num_workers(self) -> int:
         """The number of processes that take part."""
-        return self.extended._num_workers
+        place = data_place.present()
+        return place.workers if place else self.extended.worker.num_workers
 
     @property
     def worker_index(self) -> int:
         """This worker, 0 … num_workers − 1; 0 is the chief."""
-        return self.extended._id_in_cluster
+        place = data_place.present()
+        return place.worker if place else self.extended.worker.rank
 
     @property
     def is_chief(self) -> bool:
@@ -178,16 +180,12 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, Strategy):
         In an elastic run another is the chief once all of a lower rank are lost: in `fit` from the
         next exchange on, elsewhere at once.
         """
-        elastic = self.extended.elastic
-        return elastic.is_chief if elastic is not None else self.worker_index == 0
+        return self.extended.worker.company.is_chief
 
     @property
     def local_replica_ids(self) -> list[int]:
         """The numbers, among 0 … N − 1, of this worker's replicas."""
-        count = 1 if self.extended.as_one_replica else len(self.extended.worker_devices)
-        # Before a worker has joined an elastic run, its number may be that of workers or more.
-        place = self.worker_index % self.num_workers
-        return list(range(place * count, (place + 1) * count))
+        return (data_place.present() or self.extended.data.place_of(0, 0)).replica_ids
 
     @property
     def sync_period(self) -> int | None:
@@ -216,7 +214,7 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, Strategy):
                 f"set_sync_period({sync_period}) inside a block: steps were taken since the last "
                 "sync. Call it where an epoch begins, or after strategy.synchronize()."
             )
-        extended.set_sync_period(sync_period)
+        extended.momentum.set_period(sync_period)
 
     def broadcast_replica(self, model: keras.Model, replica: int = 0) -> None:
         """Sets all replicas to the weights of one; momentum and averages restart there.
@@ -300,10 +298,13 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, Strategy):
             loop of your own every pass that follows training steps is the next epoch's. In a
             resumed run `tfpara.callbacks.Checkpoint` sets the epoch and `first`.
         """
-        position = self.extended.data.position
-        return self.extended.datasets_by_epoch(
-            lambda context: dataset_fn(position.epoch, position.first)
-        )
+
+        def make(context: object) -> tf.data.Dataset:
+            place = data_place.present()
+            assert place is not None
+            return dataset_fn(place.epoch, place.first)
+
+        return self.extended.datasets_by_epoch(make)
 
     def minibatches_by_epoch(
         self, dataset_fn: Callable[[int], tf.data.Dataset]
@@ -325,53 +326,6 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, Strategy):
             ValueError: a dataset has no end, or an order that cannot be repeated.
         """
         return by_epoch(self, dataset_fn)
-
-    def keep_state(self, name: str, holder: StateHolder) -> None:
-        """Adds the state of an object to checkpoints, from which it is restored.
-
-        Args:
-            name: name of the state; a second object with the same name replaces the first.
-            holder: its `get_state()` returns a value that JSON can carry, which `set_state(state)`
-                restores.
-        """
-        self.extended.states[name] = holder
-
-    @property
-    def states(self) -> dict[str, StateHolder]:
-        """The objects given to `keep_state`, and those of the strategy's own, by name."""
-        return self.extended.states
-
-    def request(self, request: Request) -> None:
-        """Requests a checkpoint or a stop of all workers, who agree on it at the next sync.
-
-        `tfpara.callbacks.Checkpoint` and `StopTogether` act on it. Any worker may call it.
-        """
-        for synchronizer in self.extended.models.synchronizers:
-            synchronizer.graph.request(request)
-
-    def everyones(self, value: Json, purpose: Purpose) -> list[Json]:
-        """Sends this worker's value to all; returns the workers' values by rank.
-
-        Every worker must call it.
-
-        Args:
-            value: anything that JSON can carry; other objects are sent as their `repr`.
-            purpose: the purpose of the exchange.
-        """
-        return everyones(value, self.extended.control, purpose)
-
-    def steps_resumed(self, epoch: int) -> int:
-        """Returns the minibatches of each replica that an earlier process trained of this epoch."""
-        position = self.extended.data.position
-        return position.first // self.num_replicas if position.epoch == epoch else 0
-
-    def answered(self, *requests: Request) -> None:
-        """Forgets these kinds of requests, and the one agreed on if it is such a one.
-
-        Others stay until they are answered. Every worker calls it at the same sync.
-        """
-        for synchronizer in self.extended.models.synchronizers:
-            synchronizer.graph.answered(*requests)
 
     def weigh_minibatches(self, weight: Callable[..., Scalar]) -> None:
         """Sets the weight of a minibatch in the mean of the replicas, before the first step.
@@ -438,7 +392,7 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, Strategy):
             ValueError: inside `fit` or `strategy.weights(...)`, or in an elastic run.
         """
         extended = self.extended
-        if extended.elastic is not None:
+        if self.members_change:
             raise ValueError(
                 "strategy.forget() does not go with elastic=, whose run trains one model."
             )

@@ -21,10 +21,9 @@ import tensorflow as tf
 from tfpara.algorithms import ASGD, AsyncBMUF, AsyncEASGD, Downpour
 from tfpara.launch import clusters
 from tfpara.parameter_server.chunks import Chunks
-from tfpara.parameter_server.control.serving import server_config
 from tfpara.parameter_server.errors import ChunkError
-from tfpara.parameter_server.processes import Processes
-from tfpara.parameter_server.simulated import simulate_async
+from tfpara.parameter_server.processes import Processes, server_config
+from tfpara.parameter_server.simulation import simulate_async
 from tfpara.parameter_server.strategy import AsyncStrategy
 
 IDS = 64

@@ -30,13 +30,7 @@ if not found.is_chief:
     member.serve(found, start_server, STARTUP_SECONDS)
 
 try:
-    lobby = Lobby(
-        found,
-        STARTUP_SECONDS,
-        TIMEOUT_SECONDS,
-        on_worker_lost=lambda index: say("lost", index),
-        on_worker_joined=lambda index: say("joined", index),
-    )
+    lobby = Lobby(found, STARTUP_SECONDS, TIMEOUT_SECONDS)
     lobby.gather()
 except StartupError as error:
     sys.exit(f"StartupError: {error}")
@@ -47,8 +41,10 @@ told = False
 try:
     while True:
         lobby.check()
-        if lobby.asked_to_end and not told:
-            say(lobby.asked_to_end)
+        for index in lobby.lost():
+            say("lost", index)
+        if lobby.state.asked_to_end and not told:
+            say(lobby.state.asked_to_end)
             told = True
         if commands:
             word, _, rest = commands.pop(0).strip().partition(" ")
@@ -61,13 +57,13 @@ try:
                 time.sleep(1.0)  # until the test has stopped this process
                 sys.exit(0)
             if word == "restart":
-                lobby.restart_code = int(rest.split()[1])
+                lobby.state.restart_code = int(rest.split()[1])
                 say(word, rest)
             if word == "fail":
                 lobby.fail(rest, 75)
                 sys.exit(75)
             if word == "workers":
-                say("workers", *lobby.workers)
+                say("workers", *sorted(k for job, k in lobby.state.serving if job == "worker"))
         time.sleep(0.01)
 except ParameterServerError as error:
     lobby.fail(str(error))

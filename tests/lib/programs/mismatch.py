@@ -182,7 +182,8 @@ def main():
         try:
             found = getattr(worker, case)()
         except (tf.errors.OpError, RuntimeError) as error:
-            found = failures.explain(error, cluster.read()) or str(error)
+            found = failures.explain(error, cluster.read())
+            found = found.sentence if found else str(error)
         print(f"{case}: {found}", flush=True)
 
 

@@ -32,7 +32,7 @@ def main():
             model = keras.Sequential([keras.Input((6,)), *layers, keras.layers.Dense(2)])
             model.compile(keras.optimizers.SGD(0.1, momentum=0.5), "mse")
         found[f"loss/{number}"] = model.fit(X, Y, 4, epochs=2, verbose=0).history["loss"]
-        counts.append(len(strategy.extended.synchronizers))
+        counts.append(len(strategy.extended.models.synchronizers))
         if keeps:
             kept.append(model)
         return model

@@ -25,7 +25,7 @@ def mine(dtype, rank, shape):
 def main():
     options = json.loads(sys.argv[1])
     strategy = tfpara.PeriodicSyncStrategy(tfpara.BSP(), sync_period=1, timeout_seconds=60)
-    collectives = strategy.extended.collectives
+    collectives = strategy.extended.links.collectives
     rank, size = collectives.rank, collectives.size
     results = {"full_duplex": collectives.full_duplex}
 

@@ -11,11 +11,11 @@ found = cluster.read()
 
 import tensorflow as tf  # noqa: E402
 
-from tfpara.parameter_server.control import serving  # noqa: E402
+from tfpara.parameter_server import processes  # noqa: E402
 from tfpara.parameter_server.control.lobby import Lobby, ParameterServerError  # noqa: E402
 
 if not found.is_chief:
-    serving.serve_forever(found, STARTUP_SECONDS)
+    processes.serve_forever(found, STARTUP_SECONDS)
 
 lobby = Lobby(found, STARTUP_SECONDS, TIMEOUT_SECONDS)
 lobby.gather()
@@ -54,10 +54,11 @@ def go_on() -> None:
     run(4, 50)
     print("counted", *(int(counter.numpy()) for counter in counters), flush=True)
     if len(sys.argv) > 3:  # until someone ends it, or all is well again
-        while not lobby.asked_to_end:
+        while not lobby.state.asked_to_end:
             lobby.check()
             run(1, 1)
-            print("alive", *lobby.workers, flush=True)
+            there = sorted(index for job, index in lobby.state.serving if job == "worker")
+            print("alive", *there, flush=True)
             time.sleep(0.05)
 
 
@@ -65,10 +66,10 @@ try:
     go_on()
 except (ParameterServerError, tf.errors.OpError):
     # TensorFlow may find a broken connection before the lobby does.
-    while lobby.failure is None:
+    while lobby.state.failure is None:
         time.sleep(0.01)
-    lobby.fail(lobby.failure)  # which waits until the others have ended
-    print(lobby.failure, flush=True)
+    lobby.fail(lobby.state.failure)  # which waits until the others have ended
+    print(lobby.state.failure, flush=True)
     os._exit(1)  # TensorFlow's own end may wait for them
 lobby.finish()
 sys.stdout.flush()

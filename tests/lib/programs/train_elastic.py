@@ -11,7 +11,7 @@ checkpoints (a directory), every_syncs, validate, step_seconds, width, callbacks
 scores (a CSV file: of three scores in each epoch),
 timeouts (of the strategy), arrays (`batch_size`: `fit` is given arrays, of a row each), kind (what
 `fit` is given in place of arrays: a dataset or py_dataset of the same rows), weights (a
-file for them), replay (a record and the number of replicas: it is trained again, in this process),
+file for them), replay (a record: it is trained again, in this process),
 saves (a path: all save weights there, then the chief adds its task to PATH.chief, and all have the
 chief write PATH.all), plain (no `tfpara.run`: "ends" as a script does, "raises" an error there, or
 "fails", in `fit`, by `sys.exit(1)`), fits (calls of `fit`; between two of them a layer is frozen
@@ -38,11 +38,15 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+sys.path.append(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+import replaying
+
 import tfpara
 from tfpara.checkpoint import store as checkpoint_store
 from tfpara.collectives import TensorFlowCollectives
-from tfpara.sync.elastic import rejoin
+from tfpara.sync.elastic import company, connection, fit_again, rejoin
 from tfpara.sync.one_sync.block import Block
+from tfpara.sync.one_sync.consensus import Consensus
 from tfpara.sync.one_sync.global_state import GlobalState
 from tfpara.sync.one_sync.graph import SyncGraph
 from tfpara.sync.workers.meetings import Control
@@ -119,7 +123,7 @@ class Faults:
 
 def install(faults, log):
     if faults.place == "reports":
-        faults.before(SyncGraph, "gather", "reports", traced=True)
+        faults.before(Consensus, "gather", "reports", traced=True)
     if faults.place == "weights":
         reduce = TensorFlowCollectives.all_reduce
 
@@ -145,29 +149,29 @@ def install(faults, log):
     if faults.place == "build":
         faults.before(Control, "broadcast", "build")
     if faults.place == "anew":
-        faults.before(rejoin.Regrouping, "check_step", "anew")
+        faults.before(fit_again.FitAgain, "check_step", "anew")
     if faults.place == "enabling":
-        faults.before(rejoin.Regrouping, "_become", "enabling")
+        faults.before(connection.Connection, "become", "enabling")
     if faults.place == "checkpoint":
         faults.before(checkpoint_store.Store, "write_part", "checkpoint")
 
     def given_up():
         # What a worker trains alone, before it joins, is in nobody's model.
-        elastic = strategy.extended.elastic
-        return "dropped" if elastic is not None and elastic.joining else "synced"
+        return "dropped" if strategy.joining else "synced"
 
-    together = rejoin.Regrouping.together
+    together = company.Elastic.together
 
     def exchanging(this, operation):
         def failing():
             result = operation()
-            if not this.joining and this.plan.epoch == 0 and this._closed:
+            closed = this._rejoin.progress.epoch_is_closed
+            if not this.joining and this.epoch_units.plan.epoch == 0 and closed:
                 faults.here("exchange")
             return result
 
         return together(this, failing if faults.place == "exchange" else operation)
 
-    rejoin.Regrouping.together = exchanging
+    company.Elastic.together = exchanging
     note = SyncGraph.note
 
     def noting(this, reports, committed, seconds):
@@ -184,7 +188,8 @@ def install(faults, log):
 
     Block.give_up = giving_up
     # As TensorFlow names an error of a function of Python's.
-    rejoin.LOST += (tf.errors.UnknownError,)
+    for module in (company, fit_again, rejoin):
+        module.LOST += (tf.errors.UnknownError,)
 
 
 class Seen(keras.layers.Layer):
@@ -239,11 +244,11 @@ class Watch(keras.callbacks.Callback):
             time.sleep(0.01)
 
     def may_begin(self, epoch):
-        elastic = strategy.extended.elastic
         names = {"exists": os.path.exists}
-        if elastic is not None:
-            names |= {"tasks": elastic.form.tasks, "generation": elastic.form.number}
-            names |= {"comes": elastic.line.wanted}
+        connection = getattr(strategy.extended.worker.company, "connection", None)
+        if connection is not None:
+            names |= {"tasks": connection.form.tasks, "generation": connection.form.number}
+            names |= {"comes": connection.line.wanted}
         return eval(self.options["holds"].get(str(epoch), "True"), names)
 
     def on_train_batch_end(self, batch, logs=None):
@@ -269,7 +274,7 @@ def save(model, path, faults):
     faults.here("after")
     time.sleep(2.0)  # the others hear of it meanwhile
     model.save_weights(path + ".weights.h5")
-    task = strategy.extended.elastic.line.task
+    task = strategy.extended.worker.company.connection.line.task
     if strategy.is_chief:
         with open(path + ".chief", "a") as file:
             file.write(str(task))
@@ -279,7 +284,7 @@ def save(model, path, faults):
         with open(path + ".all", "a") as file:
             file.write(str(task))
 
-    strategy.extended.by_the_chief(write, "tfpara.export()")
+    strategy.extended.worker.company.by_the_chief(write, "tfpara.export()")
 
 
 def callbacks(options):
@@ -378,14 +383,13 @@ def main():
     }
     rule = eval(options["rule"])
     if options["replay"]:
-        record, number = options["replay"]
-        strategy = tfpara.simulate(number, rule, record=record, **settings)
+        strategy = replaying.replayed(options["replay"], rule, **settings)
         rank = "replays"
     else:
         devices = [f"CPU:{k}" for k in range(devices)]
         settings |= options["timeouts"]
         strategy = tfpara.PeriodicSyncStrategy(rule, devices=devices, **settings)
-        rank = "joins" if strategy.extended.elastic.joining else str(strategy.worker_index)
+        rank = "joins" if strategy.joining else str(strategy.worker_index)
     log("rank", rank)
     faults = Faults(options["faults"].get(rank))
     install(faults, log)
@@ -474,12 +478,11 @@ def main():
     if options["replay"]:
         return
     digest = digest_of(values)
-    elastic = strategy.extended.elastic
     if options["saves"]:
         save(model, options["saves"], faults)
     seen = np.asarray(model.seen.seen).tolist()
     log("steps", strategy.statistics().steps)
-    log("end", digest, seen, elastic.form.number)
+    log("end", digest, seen, strategy.generation)
     if options["plain"] == "raises":
         raise KeyError("the user's")
 

@@ -221,7 +221,7 @@ def everything(strategy, model):
     for k, variable in enumerate(model.optimizer.variables):
         locals_ = strategy.experimental_local_results(variable.value)
         found |= {f"optimizer/{k}/{r}": c.numpy() for r, c in enumerate(locals_)}
-    synchronizer = strategy.extended.synchronizer_of(model)
+    synchronizer = strategy.synchronizer_of(model)
     for slot in synchronizer.slots():
         if slot.name != "counter/seconds" and not slot.empty:
             found[slot.key(strategy.local_replica_ids)] = slot.variable.numpy()

@@ -76,6 +76,7 @@ def train(options):
             else keras.losses.SparseCategoricalCrossentropy(from_logits=True),
             metrics=["accuracy"],
             steps_per_execution=options.get("steps_per_execution", 1),
+            jit_compile=options.get("jit_compile", "auto"),
         )
     initial = model.get_weights()
     sizes = [options["minibatches"][r] for r in strategy.local_replica_ids]

@@ -30,7 +30,7 @@ if not view.is_chief:
     port = int(view.address.rpartition(":")[2])
     print("serving", os.getpid(), flush=True)
     member.serve(view, lambda spec: held.append(socket.create_server(("", port))), 60.0)
-hall = lobby.Lobby(view, 60.0, 60.0, on_worker_joined=lambda index: print("joined", index))
+hall = lobby.Lobby(view, 60.0, 60.0)
 hall.gather()
 print("gathered", *(os.environ[n] for n in ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS")))
 """
@@ -91,7 +91,14 @@ def test_a_run_ends_with_the_chief_and_has_its_threads_shared_out(script):
 
 def test_a_worker_is_started_again_while_the_others_go_on(script, tmp_path):
     path = script(
-        SERVING + "while not os.path.exists(sys.argv[1]): time.sleep(0.01)\nhall.finish()\n"
+        SERVING
+        + """
+while ("worker", 1) in hall.state.serving: time.sleep(0.01)
+while ("worker", 1) not in hall.state.serving: time.sleep(0.01)
+print("joined 1", flush=True)
+while not os.path.exists(sys.argv[1]): time.sleep(0.01)
+hall.finish()
+"""
     )
     end, logs = tmp_path / "end", tmp_path / "logs"
     with Launched("-n", 2, "--ps", 1, "--restart_workers=1", f"--log_dir={logs}", path, end) as run:
@@ -118,7 +125,7 @@ def test_others_go_on_without_a_worker_that_is_not_started_again(script, tmp_pat
     path = script(
         SERVING
         + """
-while len(hall.workers) == 2: time.sleep(0.01)
+while len(hall.state.serving) == 3: time.sleep(0.01)
 print("without", flush=True)
 while not os.path.exists(sys.argv[1]): time.sleep(0.01)
 hall.finish()

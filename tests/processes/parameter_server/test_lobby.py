@@ -9,7 +9,7 @@ import pytest
 from tests.lib.lobby_processes import DEADLINE, Processes, views
 from tfpara import StartupError
 from tfpara.cluster import messages
-from tfpara.parameter_server.control import admission, lobby, member
+from tfpara.parameter_server.control import lobby, member
 
 SILENCE = 8.0  # seconds; no process that runs is silent for so long on a busy machine
 
@@ -52,7 +52,7 @@ def test_a_worker_that_is_killed_may_come_back():
         run["chief"].command("workers")
         run["chief"].wait_for("workers 1")
         run.start("worker 0")
-        run["chief"].wait_for("joined 0")
+        run["chief"].wait_for(f"worker 0 ({run.address('worker 0')}) is back.")
         run["worker 0"].wait_for("serving")
         run["chief"].command("workers")
         run["chief"].wait_for("workers 0 1")
@@ -115,7 +115,7 @@ def test_a_worker_that_is_stopped_is_given_up_and_may_be_replaced():
         run["chief"].wait_for("lost 1")
         stopped.signal(signal.SIGKILL)  # else it keeps the port
         run.start("worker 1")
-        run["chief"].wait_for("joined 1")
+        run["chief"].wait_for(f"worker 1 ({run.address('worker 1')}) is back.")
         run["chief"].command("finish")
         assert [code for code, _ in run.ends().values()] == [0] * 4
 
@@ -229,7 +229,7 @@ def test_a_worker_that_is_asked_to_end_does_so():
 def test_who_waits_for_the_chief_may_be_asked_to_end():
     for name in ("worker 0", "ps 0"):
         ended = member.attend(views(1, 1)[name], print, 2.0, [signal.SIGTERM], b"")
-        assert ended == member.Ending(128 + signal.SIGTERM, "")
+        assert ended == (128 + signal.SIGTERM, "")
 
 
 def test_all_name_who_never_started():
@@ -306,7 +306,7 @@ def test_all_name_a_port_in_use():
 
 def test_an_address_that_leads_nowhere_is_named(monkeypatch):
     """As behind a firewall: the worker reaches the chief, the chief not the worker."""
-    monkeypatch.setattr(admission.reach, "accepting", lambda addresses, _: addresses[:1])
+    monkeypatch.setattr(lobby.reach, "accepting", lambda addresses, _: addresses[:1])
     with Processes(1, 1) as run:
         hall = lobby.Lobby(run.views["chief"], 60.0, 60.0)
         run.start("worker 0", "ps 0")

@@ -16,6 +16,7 @@ import tensorflow as tf
 from tests.lib import warm
 from tfpara.algorithms import ASGD, AsyncEASGD, Downpour
 from tfpara.algorithms.asgd import RunningThenMean
+from tfpara.parameter_server.exchange import Exchange
 from tfpara.parameter_server.messages import Place, Push
 from tfpara.parameter_server.server import Server
 from tfpara.parameter_server.shard import NOT_FINITE
@@ -180,17 +181,18 @@ def pushed(server, pulled, values, *, worker=0, epoch=0, chunk=0, start=0, waits
         samples=long(5),
         rate=tf.constant(rate),
     )
-    return server.push(push, pulled, waits=waits)
+    return Exchange(server).push(push, pulled, waits=waits)
 
 
 def weights(server):
-    return [w.numpy().ravel().tolist() for w in server.global_weights()]
+    now = server.weights_at_once(["global"]).weights["global"]
+    return [w.numpy().ravel().tolist() for w in now]
 
 
 @pytest.mark.parametrize("devices", [1, 2])
 def test_what_is_in_already_is_left_out(devices):
     server = made(ASGD(), devices)
-    pulled = server.read()
+    pulled = Exchange(server).read()
     first = pushed(server, pulled, [[1, 2], [3, 4]])
     assert bool(first.included) and int(first.versions[0]) == 1
     again = pushed(server, pulled, [[1, 2], [3, 4]])  # by the worker that took over
@@ -200,52 +202,52 @@ def test_what_is_in_already_is_left_out(devices):
     former = pushed(server, pulled, [[1, 2], [3, 4]], epoch=1, start=1)
     assert not former.included
     assert weights(server) == [[-1, -2], [-3, -4]]
-    assert int(server.books.samples) == 5
-    assert int(server.done(long(0))) == 1
-    assert server.books.histogram.numpy().sum() == server.books.by_worker.numpy().sum() == 1
+    assert int(server.counters.samples) == 5
+    assert int(Exchange(server).done(long(0))) == 1
+    assert server.counters.histogram.numpy().sum() == server.counters.by_worker.numpy().sum() == 1
 
 
 @pytest.mark.parametrize("rule", [ASGD(), Downpour(block_learning_rate=0.5)], ids=str)
 def test_a_push_that_came_to_one_server_only_is_made_whole(rule):
     server = made(rule, 2)
-    pulled = server.read()
+    pulled = Exchange(server).read()
     moved = np.multiply(-1 if isinstance(rule, ASGD) else 0.5, [[1, 2], [3, 4]]).tolist()
     first = server.shards[0]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(server, "shards", [first])  # the worker dies before the other one has it
-        patch.setattr(server, "_order", [first])
+        patch.setattr(server, "order", [first])
         patch.setattr(server, "names", server.names[:1])
         pushed(server, pulled, [[1, 2], [3, 4]])
-    assert int(server.done(long(0))) == 0  # so it is made again
+    assert int(Exchange(server).done(long(0))) == 0  # so it is made again
     pushed(server, pulled, [[1, 2], [3, 4]])
     assert weights(server) == moved
-    assert int(server.done(long(0))) == 1
-    assert int(server.books.samples) == 5
+    assert int(Exchange(server).done(long(0))) == 1
+    assert int(server.counters.samples) == 5
 
 
 def test_a_push_that_is_not_finite_leaves_all_as_it_was():
     server = made(ASGD(), 1)
-    pulled = server.read()
+    pulled = Exchange(server).read()
     pushed(server, pulled, [[1, 2], [3, 4]])
     before = {name: v.numpy() for name, v in server.variables().items()}
     with pytest.raises(tf.errors.InvalidArgumentError, match=f"{NOT_FINITE} '.*kernel'"):
-        pushed(server, server.read(), [[1, 2], [np.nan, 4]], start=1)
+        pushed(server, Exchange(server).read(), [[1, 2], [np.nan, 4]], start=1)
     for name, variable in server.variables().items():
         np.testing.assert_array_equal(variable, before[name])
-    pushed(server, server.read(), [[1, 2], [3, 4]], start=1)  # the lock was given back
+    pushed(server, Exchange(server).read(), [[1, 2], [3, 4]], start=1)  # the lock was given back
     assert weights(server) == [[-2, -4], [-6, -8]]
 
 
 def test_the_rate_of_a_push_and_of_its_staleness():
     server = made(ASGD(rate_by_staleness=True), 1)
-    pulled = server.read()
+    pulled = Exchange(server).read()
     pushed(server, pulled, [[1, 1], [1, 1]])
     pushed(server, pulled, [[1, 1], [1, 1]], start=1)  # staleness 1: half the rate
-    pushed(server, server.read(), [[1, 1], [1, 1]], start=2, rate=0.25)
+    pushed(server, Exchange(server).read(), [[1, 1], [1, 1]], start=2, rate=0.25)
     assert weights(server) == [[-1.75, -1.75]] * 2
     assert server.learning_rate == 1.0
     server.learning_rate = 0.5
-    pushed(server, server.read(), [[1, 1], [1, 1]], start=3)
+    pushed(server, Exchange(server).read(), [[1, 1], [1, 1]], start=3)
     assert weights(server) == [[-2.25, -2.25]] * 2
 
 
@@ -260,7 +262,7 @@ def test_a_rate_and_a_mean_that_are_set_while_workers_push_are_not_lost():
             zeros, [], [], [tf.zeros_like(m) for m in server.metrics], long(0),
             Place(long(0), long(0), start), long(1), long(5), tf.constant(-1.0),
         )  # fmt: skip
-        return server.push(values, server.read()).versions[0]
+        return Exchange(server).push(values, Exchange(server).read()).versions[0]
 
     pushes = 0
     stop = threading.Event()
@@ -293,33 +295,33 @@ def test_a_rate_and_a_mean_that_are_set_while_workers_push_are_not_lost():
 
 def test_an_elastic_move_is_told_to_the_worker():
     server = made(AsyncEASGD(0.25), 2)
-    answer = pushed(server, server.read(), [[4, 8], [0, -4]])
+    answer = pushed(server, Exchange(server).read(), [[4, 8], [0, -4]])
     assert [m.numpy().ravel().tolist() for m in answer.moves] == [[1, 2], [0, -1]]
     assert weights(server) == [[1, 2], [0, -1]]
-    again = pushed(server, server.read(), [[4, 8], [0, -4]])  # in already
+    again = pushed(server, Exchange(server).read(), [[4, 8], [0, -4]])  # in already
     assert [m.numpy().ravel().tolist() for m in again.moves] == [[0, 0], [0, 0]]
 
 
 def test_turns_are_taken_where_staleness_is_bounded():
     server = made(ASGD(max_staleness=1), 2, record=True)
     ones = [[1, 1], [1, 1]]
-    assert server.ask_to_pull(long(0), waits=False)
-    old = server.read()
-    assert server.ask_to_pull(long(1), waits=False)
-    assert not server.ask_to_pull(long(2), waits=False)  # two are under way
-    assert pushed(server, server.read(), ones, worker=1, chunk=1).settled
-    assert server.ask_to_pull(long(1), waits=False)
-    refused = pushed(server, server.read(), ones, worker=1, chunk=1, start=1)
+    assert Exchange(server).ask_to_pull(long(0), waits=False)
+    old = Exchange(server).read()
+    assert Exchange(server).ask_to_pull(long(1), waits=False)
+    assert not Exchange(server).ask_to_pull(long(2), waits=False)  # two are under way
+    assert pushed(server, Exchange(server).read(), ones, worker=1, chunk=1).settled
+    assert Exchange(server).ask_to_pull(long(1), waits=False)
+    refused = pushed(server, Exchange(server).read(), ones, worker=1, chunk=1, start=1)
     assert not refused.settled  # worker 0's would be of staleness 2
     assert not refused.included
     assert weights(server) == [[-1, -1]] * 2
     server.forget(0)
-    assert pushed(server, server.read(), ones, worker=1, chunk=1, start=1).settled
+    assert pushed(server, Exchange(server).read(), ones, worker=1, chunk=1, start=1).settled
     # Worker 0 was alive after all, and has been overtaken.
     late = pushed(server, old, ones, worker=0)
     assert bool(late.settled) and not late.included
     assert weights(server) == [[-2, -2]] * 2
-    assert [tuple(line) for line in server.books.lines()] == [(1, 1, 0, 0), (1, 1, 1, 1)]
+    assert [tuple(line) for line in server.counters.lines()] == [(1, 1, 0, 0), (1, 1, 1, 1)]
 
 
 class Late:
@@ -347,9 +349,9 @@ def test_the_bound_holds_on_every_server(bound):
 
     def work(worker):
         try:
-            server.begin(long(worker), long(worker))
+            Exchange(server).begin(long(worker), long(worker))
             for k in range(pushes):
-                pulled = server.pull(long(worker))
+                pulled = Exchange(server).pull(long(worker))
                 answer = pushed(
                     server, pulled, ones, worker=worker, chunk=worker, start=k, waits=True
                 )
@@ -377,8 +379,8 @@ def test_the_bound_holds_on_every_server(bound):
 def test_nobody_waits_for_a_worker_that_does_not_come_back(how, when):
     server = made(ASGD(max_staleness=0), 2)
     ones = [[1, 1], [1, 1]]
-    server.begin(long(0), long(0))
-    pulled = server.pull(long(0))
+    Exchange(server).begin(long(0), long(0))
+    pulled = Exchange(server).pull(long(0))
     if when != "after its pull":
         lock, server.first.lock = server.first.lock, Late(server.first.lock, 0)
         calls = []
@@ -397,21 +399,21 @@ def test_nobody_waits_for_a_worker_that_does_not_come_back(how, when):
     if how == "lost":
         server.forget(0)
     else:  # TensorFlow has given its call up, and another worker has its chunk
-        assert not server.ask_to_pull(long(1), waits=False)
-        server.begin(long(1), long(0))
-    assert int(server.done(long(0))) == 0
-    assert server.ask_to_pull(long(1), waits=False)
-    assert pushed(server, server.read(), ones, worker=1).included
+        assert not Exchange(server).ask_to_pull(long(1), waits=False)
+        Exchange(server).begin(long(1), long(0))
+    assert int(Exchange(server).done(long(0))) == 0
+    assert Exchange(server).ask_to_pull(long(1), waits=False)
+    assert pushed(server, Exchange(server).read(), ones, worker=1).included
     assert weights(server) == [[-1, -1]] * 2
-    assert int(server.done(long(0))) == 1
+    assert int(Exchange(server).done(long(0))) == 1
 
 
 def test_a_call_that_was_given_up_takes_no_turn_from_the_one_in_its_place():
     """TensorFlow has made another one for the same worker, which still runs the first."""
     server = made(ASGD(max_staleness=0), 2)
     ones = [[1, 1], [1, 1]]
-    server.begin(long(1), long(1))
-    other = server.pull(long(1))
+    Exchange(server).begin(long(1), long(1))
+    other = Exchange(server).pull(long(1))
     lock, asked = server.first.lock, []
 
     class Counting:
@@ -423,8 +425,8 @@ def test_a_call_that_was_given_up_takes_no_turn_from_the_one_in_its_place():
     included = []
 
     def call():
-        server.begin(long(0), long(0))
-        pulled = server.pull(long(0))
+        Exchange(server).begin(long(0), long(0))
+        pulled = Exchange(server).pull(long(0))
         included.append(bool(pushed(server, pulled, ones, waits=True).included))
 
     threads = [threading.Thread(target=call, daemon=True) for _ in range(2)]
@@ -442,20 +444,20 @@ def test_a_call_that_was_given_up_takes_no_turn_from_the_one_in_its_place():
 
 def test_pushes_of_the_fit_before_are_left_out():
     server = made(ASGD(), 2)
-    pulled = server.read()
+    pulled = Exchange(server).read()
     ones = [[1, 1], [1, 1]]
     late = tf.function(lambda: pushed(server, pulled, ones).included).get_concrete_function()
     server.divide(2)
     server.open_epoch(0, anew=True)
     assert not late()
     assert weights(server) == [[0, 0]] * 2
-    assert pushed(server, server.read(), ones).included
+    assert pushed(server, Exchange(server).read(), ones).included
     assert weights(server) == [[-1, -1]] * 2
 
 
 def test_no_record_is_told_of():
     with pytest.raises(ValueError, match="record=True"):
-        made(ASGD()).books.lines()
+        made(ASGD()).counters.lines()
 
 
 def test_weights_are_spread_over_servers_and_have_names_in_checkpoints():

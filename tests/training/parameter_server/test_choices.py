@@ -119,7 +119,7 @@ def test_the_mean_starts_again_where_the_average_does():
     options = {"batch_size": 2, "chunks": 4, "verbose": 0, "callbacks": [start]}
 
     def means():
-        state = strategy._servers[model][0].shards[0].averages["average"][0]
+        state = strategy._models.of(model).server.shards[0].averages["average"][0]
         return float(state.mean), float(state.weight)
 
     for _ in range(2):

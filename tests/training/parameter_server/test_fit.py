@@ -234,7 +234,7 @@ class Once(keras.callbacks.Callback):
 
 
 def same_as_the_servers(strategy, model):
-    theirs = strategy._servers[model][0].global_weights()
+    theirs = strategy._models.of(model).server.weights_at_once(["global"]).weights["global"]
     for mine, there in zip(model.trainable_variables, theirs, strict=True):
         np.testing.assert_array_equal(mine.numpy(), there.numpy())
 
@@ -261,7 +261,7 @@ def test_a_pause_stands_still_and_loses_nothing(every_push):
     def pause(model):
         strategy = model.distribute_strategy
         with strategy.running.paused():
-            server = strategy._servers[model][0]
+            server = strategy._models.of(model).server
             first = [v.numpy() for v in server.variables().values()]
             seen.append(strategy.statistics(model).pushes)
             later = [v.numpy() for v in server.variables().values()]

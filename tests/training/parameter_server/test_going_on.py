@@ -495,7 +495,7 @@ def test_a_snapshot_goes_back_to_all_that_training_changes(rule, optimizer):
         return
     model.optimizer.learning_rate = 0.0  # stays as it is
     train(strategy, model, 2, [keras.callbacks.LambdaCallback(on_epoch_end=lambda *_: go_back())])
-    assert strategy._servers[model][0].learning_rate == 0.0
+    assert strategy._models.of(model).server.learning_rate == 0.0
 
 
 @pytest.mark.parametrize(
@@ -521,7 +521,7 @@ def test_an_epoch_that_newbob_rejects_leaves_no_trace_but_in_the_rate(rule, opti
                 "score_loss", rule=tfpara.schedules.NewbobRule(reject_worse=True)
             )
         log = train(strategy, model, len(scores), [note, schedule], shuffle=False, chunks=2)
-        server = strategy._servers[model][0]
+        server = strategy._models.of(model).server
         of_optimizer = [
             v.numpy()
             for shard in server.shards
@@ -661,16 +661,16 @@ def test_a_searched_rate_outlasts_a_resumption_and_a_second_fit(tmp_path):
     strategy, model = made(tfpara.AveragedASGD(), keras.optimizers.SGD(0.064))
     options = {"chunks": 2, "search_rate": search}
     train(strategy, model, 1, [tfpara.AsyncCheckpoint(tmp_path)], **options)
-    rate = strategy._servers[model][0].learning_rate
+    rate = strategy._models.of(model).server.learning_rate
     assert rate == pytest.approx(0.016)
     again, resumed = made(tfpara.AveragedASGD(), keras.optimizers.SGD(0.064))
     train(again, resumed, 2, [tfpara.AsyncCheckpoint(tmp_path)], **options)
-    assert again._servers[resumed][0].learning_rate == pytest.approx(0.004)
+    assert again._models.of(resumed).server.learning_rate == pytest.approx(0.004)
     train(again, resumed, 1, **options)
-    assert again._servers[resumed][0].learning_rate == pytest.approx(0.001)
+    assert again._models.of(resumed).server.learning_rate == pytest.approx(0.001)
     resumed.optimizer.learning_rate = 0.5  # set by the user: the next search starts from it
     train(again, resumed, 1, **options)
-    assert again._servers[resumed][0].learning_rate == pytest.approx(0.125)
+    assert again._models.of(resumed).server.learning_rate == pytest.approx(0.125)
 
 
 @pytest.mark.parametrize("hook", ["on_epoch_end", "on_train_batch_end"])
@@ -689,7 +689,7 @@ def test_a_rate_that_a_callback_has_set_last_is_the_servers_after_a_resumption(t
     again, resumed = made(optimizer=keras.optimizers.SGD(0.01))
     train(again, resumed, 2, [tfpara.AsyncCheckpoint(tmp_path)])
     assert float(resumed.optimizer.learning_rate) == pytest.approx(0.005)
-    assert again._servers[resumed][0].learning_rate == pytest.approx(0.005)
+    assert again._models.of(resumed).server.learning_rate == pytest.approx(0.005)
 
 
 def test_a_rate_by_position_goes_on_within_an_epoch(tmp_path, monkeypatch):
@@ -764,7 +764,7 @@ def test_models_that_are_scored_together_are_of_one_moment(kind, monkeypatch):
 
     def evaluate(model, _):
         seen.append(model.get_weights()[0])
-        (shard,) = strategy._servers[model][0].shards
+        (shard,) = strategy._models.of(model).server.shards
         for held in [*shard.weights, *(s.average for s in shard.averages["average"])]:
             held.assign_add(tf.ones_like(held))
         return {"loss": 0.0}

@@ -265,7 +265,7 @@ def test_block_momentum_of_weights_of_other_types(dtype):
             model = keras.Sequential([keras.Input((4,), dtype=kind), layer])
             model.compile(keras.optimizers.SGD(0.02), "mse")
         train(strategy, model)
-        state = strategy._servers[model][0].shards[0].kept[0]
+        state = strategy._models.of(model).server.shards[0].kept[0]
         assert (state.delta.dtype, float(state.rounds)) == (kind, 4.0)
         found.append(model.get_weights()[0].astype("float64"))
     np.testing.assert_allclose(found[1], found[0], atol=0.1 if dtype == "bfloat16" else 1e-5)
@@ -283,7 +283,7 @@ def test_the_fit_of_local_momentum_is_told_of_once(capfd):
 def test_weights_that_are_set_lose_block_momentum_and_no_round():
     strategy, model = made(tfpara.AsyncBMUF(0.7, warmup=5.0), keras.optimizers.SGD(0.02))
     train(strategy, model)  # four pushes of one worker, which are four rounds
-    state = strategy._servers[model][0].shards[0].kept[0]
+    state = strategy._models.of(model).server.shards[0].kept[0]
     assert float(state.rounds) == 4.0 and np.abs(state.delta.numpy()).max() > 0.0
     model.set_weights([np.ones((4, 1), np.float32)])
     strategy.write(model)
@@ -331,4 +331,4 @@ def test_the_default_over_adam_is_told_of(capfd):
     train(strategy, model)
     said = "for this local optimizer the rule is AsyncBMUF(block_momentum=None"
     assert said in capfd.readouterr().err
-    assert strategy._servers[model][0].rule.warmup == 5.0
+    assert strategy._models.of(model).server.rule.warmup == 5.0

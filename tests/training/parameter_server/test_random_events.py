@@ -8,6 +8,7 @@ import pytest
 import tensorflow as tf
 
 import tfpara
+from tfpara.parameter_server.exchange import Exchange
 from tfpara.parameter_server.messages import Place, Push
 from tfpara.parameter_server.server import Server
 
@@ -109,12 +110,12 @@ def test_any_order_of_events_is_as_by_hand(kind, servers):
         worker = workers[k]
         if worker is None:
             chunk = draw.randrange(chunks)
-            start = int(server.done(long(chunk)))
+            start = int(Exchange(server).done(long(chunk)))
             assert start == expected.done[:, chunk].min()
             workers[k] = Worker(chunk, start) if start < LENGTH else None
             continue
         if worker.pulled is None:
-            worker.pulled = server.read(), expected.pull()
+            worker.pulled = Exchange(server).read(), expected.pull()
             continue
         values = [numbers.normal(size=(SIZE, 1)) for _ in range(WEIGHTS)]
         push = Push(
@@ -134,19 +135,19 @@ def test_any_order_of_events_is_as_by_hand(kind, servers):
         if reached < servers:
             died += 1
             for shard in server.shards[:reached]:
-                part = server._part(shard, push)
-                server._apply(shard, part, worker.pulled[0], tf.constant(True))
+                part = Exchange(server).part(shard, push)
+                Exchange(server).apply(shard, part, worker.pulled[0], tf.constant(True))
             workers[k] = None
             continue
-        included = bool(server.push(push, worker.pulled[0], waits=False).included)
+        included = bool(Exchange(server).push(push, worker.pulled[0], waits=False).included)
         assert included == (expected.done[:, worker.chunk] > worker.start).all()
         goes_on = included and worker.start + 1 < LENGTH
         workers[k] = Worker(worker.chunk, worker.start + 1) if goes_on else None
     assert died
     tolerances = {"rtol": 1e-4, "atol": 1e-5}
-    for got, wanted in zip(server.global_weights(), expected.w, strict=True):
-        np.testing.assert_allclose(got, wanted, **tolerances)
-    for got, wanted in zip(server.average_weights("ema"), expected.ema, strict=True):
-        np.testing.assert_allclose(got, wanted, **tolerances)
+    now = server.weights_at_once(["global", "ema"]).weights
+    for which, all_wanted in (("global", expected.w), ("ema", expected.ema)):
+        for got, wanted in zip(now[which], all_wanted, strict=True):
+            np.testing.assert_allclose(got, wanted, **tolerances)
     assert [int(shard.version) for shard in server.shards] == expected.versions
-    assert int(server.books.samples) == 5 * expected.done[0].sum()
+    assert int(server.counters.samples) == 5 * expected.done[0].sum()

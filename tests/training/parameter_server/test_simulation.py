@@ -18,8 +18,7 @@ from tfpara.algorithms import (
     Downpour,
     RunningThenMean,
 )
-from tfpara.parameter_server.simulated import simulate_async
-from tfpara.parameter_server.simulation import Speed
+from tfpara.parameter_server.simulation import Speed, simulate_async
 
 SAMPLES, INPUTS, CLASSES, BATCH = 44, 5, 3, 4  # 11 minibatches, which no number of chunks divides
 RATE, MOMENTUM = 0.2, 0.5
@@ -426,7 +425,7 @@ def test_a_model_that_is_forgotten_goes_and_may_be_trained_anew():
         strategy.fit(model, *data(), callbacks=[asks], verbose=0)
     with strategy.weights(model, "ema"), pytest.raises(ValueError, match="inside strategy.weights"):
         strategy.forget(model)
-    server = weakref.ref(strategy.server_of(model, None)[0])
+    server = weakref.ref(strategy._models.of(model).server)
     weights = model.get_weights()
     strategy.forget(model)
     strategy.forget(model)  # nothing happens

@@ -8,7 +8,7 @@ from keras import layers
 
 from tfpara.algorithms import ASGD, AsyncEASGD, Downpour
 from tfpara.parameter_server.messages import Place, Pulled
-from tfpara.parameter_server.worker_step import Work, clipped
+from tfpara.parameter_server.worker_step import WorkerStep, clipped
 
 pytestmark = pytest.mark.latest
 
@@ -106,7 +106,7 @@ def own(work, stream=0):
 
 def compute(model, rule, data, stream=0):
     """The block of these minibatches, and its push."""
-    work = Work(model, rule, spec(data[0]), len(data))
+    work = WorkerStep(model, rule, spec(data[0]), len(data))
     pulled = pulled_from(model, work)
     optimizer = [tf.convert_to_tensor(value) for value in work.optimizer_start]
     block = work.begin(pulled, own(work, stream), optimizer=optimizer)
@@ -164,7 +164,7 @@ def test_a_metric_whose_state_is_no_sum_is_refused(aggregation):
     model.compile("sgd", "mse", metrics=[Largest()])
     told = f"largest/value' has aggregation='{aggregation}', but parameter servers add up"
     with pytest.raises(ValueError, match=told):
-        Work(model, ASGD(), spec(minibatches(1)[0]), 1)
+        WorkerStep(model, ASGD(), spec(minibatches(1)[0]), 1)
 
 
 @pytest.mark.parametrize("weighted", [True, False])
@@ -216,7 +216,7 @@ def test_local_steps_are_those_of_keras():
     data = minibatches(3)
     make = lambda: compiled(normed, keras.optimizers.Adam(0.05, global_clipnorm=0.1))  # noqa: E731
     model, wanted = make(), make()
-    work = Work(model, AsyncEASGD(0.5), spec(data[0]), len(data))
+    work = WorkerStep(model, AsyncEASGD(0.5), spec(data[0]), len(data))
     pulled = pulled_from(model, work)
     start = [tf.convert_to_tensor(value) for value in work.optimizer_start]
     block = work.begin(pulled, own(work), pulled.weights, start)
@@ -351,12 +351,12 @@ def test_models_that_workers_cannot_train_are_refused():
     one = spec(minibatches(1)[0])
     model = Own()
     with pytest.raises(ValueError, match="not compiled"):
-        Work(model, ASGD(), one, 1)
+        WorkerStep(model, ASGD(), one, 1)
     model.compile("sgd", "mse")
     with pytest.raises(ValueError, match="not built"):
-        Work(model, ASGD(), one, 1)
+        WorkerStep(model, ASGD(), one, 1)
     model = Stepping()
     model.build((None, 4))
     model.compile("sgd", "mse")
     with pytest.raises(ValueError, match="Stepping has a train_step"):
-        Work(model, ASGD(), one, 1)
+        WorkerStep(model, ASGD(), one, 1)

@@ -9,8 +9,8 @@ import tensorflow as tf
 from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
 import tfpara
-from tfpara import traces
-from tfpara.traces import Span
+from tfpara.callbacks import timeline
+from tfpara.callbacks.timeline import Span
 
 MICRO = 1_000_000  # picoseconds
 
@@ -36,7 +36,7 @@ def recording(operations, steps, begins_at=1_000_000):
         add(line, name, begin, end)
     line = plane.lines.add(name="python", timestamp_ns=begins_at)
     for number, begin, end, clock in steps:
-        event = add(line, traces.STEP, begin, end)
+        event = add(line, timeline.STEP, begin, end)
         event.stats.add(metadata_id=1, int64_value=number)
         event.stats.add(metadata_id=2, int64_value=clock)
     return space
@@ -58,7 +58,7 @@ def test_operations_become_spans_on_the_clock():
         [(7, 0, 60, 5_000_000_000 - 3000), (8, 100, 110, 5_000_100_000 - 1000)],
     )
     zero = 5_000_000_000 - 1000  # where the profiler's time is its line's begin
-    assert traces.spans(space) == [
+    assert timeline.spans(space) == [
         Span("step", zero, zero + 60_000, 7),
         Span("pack", zero + 10_000, zero + 15_000, 2),
         Span("reduce", zero + 16_000, zero + 50_000, 2),
@@ -76,7 +76,7 @@ def test_a_collective_is_over_where_its_thread_goes_on_to_what_follows():
         ],
         [(0, 0, 40, 0)],
     )
-    found = [(s.phase, s.began // 1000, s.ended // 1000) for s in traces.spans(space)]
+    found = [(s.phase, s.began // 1000, s.ended // 1000) for s in timeline.spans(space)]
     assert found == [("step", 0, 40), ("reduce", 10, 15), ("unpack", 16, 28)]
 
 
@@ -91,7 +91,7 @@ def test_a_phase_ends_where_another_begins_or_a_step():
         ],
         [(0, 0, 20, 0), (1, 30, 40, 30_000)],
     )
-    found = [(s.phase, s.began // 1000, s.ended // 1000) for s in traces.spans(space)]
+    found = [(s.phase, s.began // 1000, s.ended // 1000) for s in timeline.spans(space)]
     assert found == [
         ("step", 0, 20),
         ("reduce", 10, 12),
@@ -105,11 +105,11 @@ def test_a_phase_ends_where_another_begins_or_a_step():
 
 def test_a_recording_without_steps_is_refused():
     with pytest.raises(ValueError, match="recorded no training step"):
-        traces.spans(recording([("sync/pack/a:A", 1, 2)], []))
+        timeline.spans(recording([("sync/pack/a:A", 1, 2)], []))
 
 
 def test_chrome_trace_counts_from_the_earliest_span_in_microseconds():
-    trace = traces.chrome_trace(
+    trace = timeline.chrome_trace(
         {"worker 0": [Span("step", 2_000_000, 5_000_000, 3)], "worker 1": [["rule", 1000, 2500, 4]]}
     )
     shown = [e for e in trace["traceEvents"] if e["ph"] == "X"]

@@ -17,7 +17,8 @@ from tests.lib.cluster_of_processes import free_ports
 from tfpara import cluster, version
 from tfpara.cluster import messages, ports, startup, whereabouts
 from tfpara.cluster.asynchronous import AsyncCluster
-from tfpara.elastic.meeting import Line, Meeting, MeetingError
+from tfpara.elastic.meeting import Line, MeetingError
+from tfpara.elastic.meeting_point import Meeting
 from tfpara.parameter_server.control import lobby, member
 
 LONG = 60.0  # seconds; reached only by a hang
@@ -179,7 +180,7 @@ def test_a_number_without_a_float_is_no_message():
 
 
 def test_an_error_ends_the_connection_that_it_came_by_and_no_other(monkeypatch, died, caplog):
-    def hear(service, channel, message):
+    def hear(service, channel, task, message):
         assert "where" not in message
         channel.send(heard=True)
 
@@ -216,7 +217,7 @@ def test_a_run_goes_on_whatever_those_say_who_do_not_know_its_secret():
                 noise(address, draw, said)
                 speak(address, "meeting", said, OTHER)
             assert line.ready(form.number)
-            assert [generation.number for generation in service.history] == [1]
+            assert [generation.number for generation in service.state.history] == [1]
 
 
 def test_a_worker_whose_meeting_point_says_what_it_does_not_know_ends_with_a_sentence():
@@ -264,7 +265,7 @@ def test_a_lobby_listens_on():
         said = [mutated(draw.choice(known), draw) for _ in range(3)]
         speak(chief, member.PURPOSE, [hello, *said] if draw.random() < 0.5 else said)
         noise(chief, draw, said)
-    wait_until(lambda: not hall._guests)
+    wait_until(lambda: not hall._door.guests)
     with contextlib.closing(messages.connect(chief, OURS, member.PURPOSE, LONG)) as channel:
         channel.send(**hello)
         assert "welcome" in channel.wait(time.monotonic() + LONG)

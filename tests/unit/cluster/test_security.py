@@ -148,7 +148,7 @@ def test_strangers_leave_a_process_most_of_its_files(monkeypatch):
     address = f"127.0.0.1:{listener.getsockname()[1]}"
     silent = [connect(address) for _ in range(30)]
     for _ in silent:
-        door.poll()
+        door.serve(print)
     alive = []
     for stranger in silent:
         assert stranger.recv(100).startswith(b"tfpara ")
@@ -334,7 +334,7 @@ def test_no_stranger_ends_an_asynchronous_run(monkeypatch):
                 connection.shutdown(socket.SHUT_RDWR)
             threads[1].join(LONG)
             deadline = time.monotonic() + LONG
-            while hall.workers != (0,):
+            while ("worker", 1) in hall.state.serving:
                 assert time.monotonic() < deadline
                 time.sleep(0.02)
             for text in (
@@ -342,8 +342,8 @@ def test_no_stranger_ends_an_asynchronous_run(monkeypatch):
                 forged(**place) + old_hello(leaving="SIGTERM"),
             ):
                 send(chief.address, text)
-            assert hall.asked_to_end is None and hall.failure is None
-            assert hall.workers == (0,)
+            assert hall.state.asked_to_end is None and hall.state.failure is None
+            assert set(hall.state.serving) == {("worker", 0), ("ps", 0)}
         hall.finish()
         for thread in threads:
             thread.join(LONG)
@@ -362,9 +362,10 @@ def test_only_a_parameter_server_asks_for_the_end():
             assert "welcome" in channel.wait(time.monotonic() + LONG)
             channel.send(leaving="SIGTERM")
             channel.send(serving=True)  # taken in after the other
-            while (job, 0) not in hall._serving:
+            while (job, 0) not in hall.state.serving:
                 time.sleep(0.02)
-            assert re.match(words, hall.asked_to_end) if words else hall.asked_to_end is None
+            asked = hall.state.asked_to_end
+            assert re.match(words, asked) if words else asked is None
     hall.finish()
 
 

@@ -169,8 +169,9 @@ def test_a_strategy_connects_its_workers_by_what_is_chosen():
     made = []
     links = types.SimpleNamespace(
         _settings=types.SimpleNamespace(communication="AUTO"),
-        _worker=types.SimpleNamespace(members=None, devices=["/job:worker/task:0/device:GPU:0"]),
-        _kind="GPU",
+        _worker=types.SimpleNamespace(
+            changes=False, devices=["/job:worker/task:0/device:GPU:0"], kind="GPU"
+        ),
         _between=lambda group, device, communication: made.append((group, communication)),
     )
     Links.connect_by(links, ("a", "a"))

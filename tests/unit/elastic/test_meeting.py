@@ -11,7 +11,8 @@ import time
 
 import pytest
 
-from tfpara.elastic.meeting import Ended, Evicted, Left, Line, Meeting, MeetingError, Passed
+from tfpara.elastic.meeting import Ended, Evicted, Left, Line, MeetingError, Passed
+from tfpara.elastic.meeting_point import Meeting
 from tfpara.launch import meet as launch_meet
 
 TERMS = {"rule": "BSP()"}
@@ -89,7 +90,7 @@ def test_a_worker_dies_and_another_comes():
             form, _ = meet(lines[1:], 2, False)
             assert ready.result() and new.result() == form
         assert form.tasks == (1, 2, 3) and form.reports[2] is None
-        assert [each.members for each in service.history] == [(0, 1, 2), (1, 2), (1, 2, 3)]
+        assert [each.members for each in service.state.history] == [(0, 1, 2), (1, 2), (1, 2, 3)]
 
 
 def test_who_comes_while_the_last_founders_begin_joins():
@@ -144,7 +145,7 @@ def test_who_wants_to_join_where_no_member_is_begins_nothing():
         joins.register(TERMS, 0)
         with pytest.raises(Evicted, match="no member of its run is here"):
             joins.formed()
-        assert not again.history
+        assert not again.state.history
     finally:
         again.close()
 
@@ -222,7 +223,7 @@ def test_who_is_not_let_in():
         with pytest.raises(MeetingError, match="the run has elastic=.*min_workers.: 1.* 7"):
             line(service, min_workers=7)
         other = line(service)
-        while "rule" not in service.terms:
+        while "rule" not in service.state.terms:
             time.sleep(0.01)
         other.register({"rule": "EASGD()"}, 0)
         with pytest.raises(MeetingError, match="rule: the run has 'BSP..', this worker has"):
@@ -306,7 +307,7 @@ def test_all_workers_are_stopped_and_go_on_together():
         lines = [line(service) for _ in range(2)]
         found(lines)
         goes_on = stopped(lines)
-        wait_until(lambda: service._membership._absent == {0, 1})
+        wait_until(lambda: service.state._absent == {0, 1})
         late = line(service)  # of a worker that is started again: the run is not over for it
         assert late.where() == (0, [])
         goes_on.set()
@@ -321,8 +322,8 @@ def test_nobody_comes_back_and_the_run_is_not_taken_for_done():
         found(lines)
         for own in lines:
             own.close()
-        wait_until(lambda: service.phase == "ended")
-        assert not service.is_complete
+        wait_until(lambda: service.state.phase == "ended")
+        assert not service.state.is_complete
         with pytest.raises(Ended, match="no member of it is left. Start all") as ended:
             line(service).where()
         assert not ended.value.complete
@@ -344,7 +345,7 @@ def test_the_meeting_point_is_stopped_and_nobody_meets_for_it():
         goes_on.set()
         wait_until(lambda: all(own._channel.known for own in lines))
         time.sleep(4.0)
-        assert not aborted and len(service.history) == 1
+        assert not aborted and len(service.state.history) == 1
         # All is as before: they meet where they have reason to.
         form, *_ = meet(lines, 1, False)
         assert form.tasks == (0, 1, 2)

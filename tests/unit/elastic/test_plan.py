@@ -7,16 +7,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.lib.record import unit_of
 from tfpara.elastic.plan import Plan, begin
 
 
 def test_a_worker_is_lost_in_its_second_block():
     """Of three, with blocks of two, one has a block in the model, and is lost in the next."""
     plan = begin(4, (0, 1, 2))
-    assert [plan.unit(1, step) for step in range(4)] == [1, 4, 7, 10]
+    assert [unit_of(plan, 1, step) for step in range(4)] == [1, 4, 7, 10]
     new = plan.after([2, 2, 2], [2, 0, 2], (0, 2))
     assert new == Plan(4, (0, 2), ((6, 9), (8, 11)), (7, 10), 12)
-    assert [[new.unit(rank, step) for step in range(5)] for rank in range(2)] == [
+    assert [[unit_of(new, rank, step) for step in range(5)] for rank in range(2)] == [
         [6, 9, 7, 12, 14],
         [8, 11, 10, 13, 15],
     ]
@@ -43,7 +44,7 @@ class Workers:
 
     def step(self, rank):
         open_units = self.open_units[self.plan.tasks[rank]]
-        unit = self.plan.unit(rank, self.dealt[rank] + len(open_units))
+        unit = unit_of(self.plan, rank, self.dealt[rank] + len(open_units))
         if unit < self.end:
             open_units.append(unit)
         return unit < self.end

@@ -7,9 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.lib import mutants
+from tests.lib import mutants, record
 from tfpara import files
-from tfpara.elastic import record
 from tfpara.elastic.plan import Plan, begin
 
 
@@ -112,7 +111,9 @@ def test_every_unit_is_trained_once_whoever_is_lost_or_comes(data, period, units
     while plan.first + max(0, sum(dealt)) < units and len(generations) < 6:
         # The block that each has trained where the sync fails, or nothing where all have agreed.
         left = [
-            sum(plan.unit(rank, dealt[rank] + step) < units for step in range(room[rank]))
+            sum(
+                record.unit_of(plan, rank, dealt[rank] + step) < units for step in range(room[rank])
+            )
             for rank in range(plan.size)
         ]
         # Somebody is let in after a sync; or where a loss makes the others meet.

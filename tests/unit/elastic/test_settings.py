@@ -3,14 +3,10 @@
 import json
 import re
 
-import keras
 import numpy as np
 import pytest
 
 import tfpara
-from tfpara.elastic.plan import begin
-
-ONES = np.ones((40, 1), "float32")
 
 
 @pytest.mark.parametrize(
@@ -105,24 +101,7 @@ def test_without_a_meeting_point_a_process_trains_alone(monkeypatch, capfd):
     assert strategy.statistics().syncs == 1
 
 
-@pytest.mark.parametrize(
-    "callback",
-    [
-        lambda: tfpara.callbacks.LearningRate(lambda position: 0.1, steps_per_epoch=5),
-        lambda: tfpara.callbacks.HeldOut([(ONES, ONES)], times_per_epoch=2),
-    ],
-)
-def test_a_replay_refuses_what_follows_the_position_within_an_epoch(callback, tmp_path):
-    """Steps of a replay are other ones than those of the run where workers were lost."""
-    first = {"generation": 1, "why": "", "tasks": [0, 1], "founders": 2, "syncs": 0, "devices": 1}
-    first |= {"plan": begin(0, (0, 1)).state(), "source": None, "took_over": [], "late": [0, 0]}
-    record = tmp_path / "generations.jsonl"
-    record.write_text(json.dumps(first) + "\n")
-    elastic = tfpara.Elastic(min_workers=1)
-    rule = tfpara.BSP()
-    strategy = tfpara.simulate(2, rule, sync_period=2, elastic=elastic, record=str(record))
-    with strategy.scope():
-        model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
-        model.compile("sgd", "mse")
-    with pytest.raises(ValueError, match="a replay does not know how much of an epoch is trained"):
-        model.fit(ONES, ONES, batch_size=4, verbose=0, callbacks=[callback()])
+@pytest.mark.quick
+def test_a_replay_has_left_the_library():
+    with pytest.raises(ValueError, match=r"record='run/generations.jsonl': .* has left the libr"):
+        tfpara.simulate(2, tfpara.BSP(), sync_period=2, record="run/generations.jsonl")

@@ -75,7 +75,7 @@ def test_a_fault_is_one_short_message(env, words):
 
 @pytest.mark.quick
 def test_neither_cluster_nor_channel_needs_tensorflow():
-    show = "import sys; from tfpara.parameter_server.control import admission, lobby, member; "
+    show = "import sys; from tfpara.parameter_server.control import lobby, member; "
     show += "from tfpara.cluster import asynchronous, door, messages; "
     show += "print([name for name in ('tensorflow', 'numpy') if name in sys.modules])"
     shown = subprocess.run([sys.executable, "-c", show], capture_output=True, timeout=150)

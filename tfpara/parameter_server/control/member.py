@@ -3,28 +3,25 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import signal
 import sys
 import time
 from collections.abc import Callable
-from typing import NamedTuple, NoReturn
+from typing import NoReturn
 
 from tfpara import version
 from tfpara.cluster import messages, quiet, secret, startup
 from tfpara.cluster.asynchronous import AsyncCluster
 from tfpara.cluster.messages import Channel
+from tfpara.cluster.waiting import RETRY_SECONDS, tried
 from tfpara.typing import Json
 
 PURPOSE = "lobby"
 _TICK_SECONDS = 0.2
-_RETRY_SECONDS = 0.1
 _ANSWER_SECONDS = 10.0
-_LOG_SECONDS = 30.0
 # A worker that is asked to end serves on for so long. If all are, the chief ends the run before.
 _LEAVING_SECONDS = 3.0
-_log = logging.getLogger(__name__)
 
 
 def beat_seconds(timeout_seconds: float) -> float:
@@ -32,24 +29,8 @@ def beat_seconds(timeout_seconds: float) -> float:
     return min(2.0, timeout_seconds / 5.0)
 
 
-class Ending(NamedTuple):
-    """The end of a worker's or parameter server's part in a run.
-
-    Attributes:
-        code: the exit code of the process.
-        sentence: the cause; empty if the run was finished.
-    """
-
-    code: int
-    sentence: str
-
-
 class _Over(Exception):
-    """Raised when this process has to end; `attend` returns its `ending`."""
-
-    def __init__(self, code: int, sentence: str) -> None:
-        super().__init__(sentence)
-        self.ending = Ending(code, sentence)
+    """This process has to end: with an exit code, and the cause, empty if the run was finished."""
 
 
 def serve(
@@ -104,7 +85,7 @@ def attend(
     startup_timeout_seconds: float,
     received: list[int],
     shared: bytes | None = None,
-) -> Ending:
+) -> tuple[int, str]:
     """Takes part in a run as `serve` does, but returns the exit code and cause.
 
     Args:
@@ -124,45 +105,37 @@ def attend(
         finally:
             channel.close()
     except _Over as over:
-        return over.ending
+        code, sentence = over.args
+        return code, sentence
 
 
 def _enter(
     cluster: AsyncCluster, shared: bytes, startup_timeout_seconds: float, received: list[int]
 ) -> tuple[Channel, dict[str, Json]]:
-    """Connects to the chief, again and again until it is there, and says hello.
-
-    Returns:
-        The connection, and the chief's welcome.
-    """
+    """Connects to the chief, as often as is needed; returns the connection and the welcome."""
     deadline = time.monotonic() + startup_timeout_seconds
-    log_at = time.monotonic() + _LOG_SECONDS
-    while True:
-        answer: object = "it accepts no connection"
-        try:
-            wait = max(_RETRY_SECONDS, min(_ANSWER_SECONDS, deadline - time.monotonic()))
-            channel = messages.connect(cluster.chief_address, shared, PURPOSE, wait)
-            welcome = _greet(cluster, channel, deadline)
-            if welcome:
-                return channel, welcome
-            channel.close()
-            answer = "it did not answer"
-        except (OSError, UnicodeError) as error:
-            answer = error
-        now = time.monotonic()
+    chief = cluster.describe("chief", 0)
+
+    def enter() -> tuple[Channel, dict[str, Json]]:
         if received:
             raise _Over(128 + received[0], "")
-        if now >= deadline:
-            raise _Over(
-                1,
-                f"after {startup_timeout_seconds:g} s this process, {cluster.name}, has not "
-                f"started: {cluster.describe('chief', 0)} is not there (last answer: {answer}). "
-                "Start one process for each address of TF_CONFIG within startup_timeout_seconds.",
-            )
-        if now >= log_at:
-            _log.warning("Waiting for %s (%s).", cluster.describe("chief", 0), answer)
-            log_at = now + _LOG_SECONDS
-        time.sleep(_RETRY_SECONDS)
+        wait = max(RETRY_SECONDS, min(_ANSWER_SECONDS, deadline - time.monotonic()))
+        channel = messages.connect(cluster.chief_address, shared, PURPOSE, wait)
+        welcome = _greet(cluster, channel, deadline)
+        if welcome:
+            return channel, welcome
+        channel.close()
+        raise ConnectionError("it did not answer")
+
+    try:
+        return tried(enter, deadline, chief)
+    except (OSError, UnicodeError) as error:
+        sentence = (
+            f"after {startup_timeout_seconds:g} s this process, {cluster.name}, has not started: "
+            f"{chief} is not there (last answer: {error}). Start one process for each address of "
+            "TF_CONFIG within startup_timeout_seconds."
+        )
+        raise _Over(1, sentence) from error
 
 
 def _greet(cluster: AsyncCluster, channel: Channel, deadline: float) -> dict[str, Json] | None:

@@ -1,8 +1,8 @@
 """Data given to `fit` in an elastic run, as minibatches that can be dealt out anew.
 
 A replica's minibatch is a part of a batch, which is cut for the N replicas with which the run
-began. Minibatches have numbers, from 0 in each epoch. Any worker can read those with any numbers,
-so what a lost worker has not trained can be given to others.
+began. Minibatches have numbers, from 0 in each epoch. Any worker can read any of them, so those
+that a lost worker has not trained can be given to others.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ import tensorflow as tf
 from tfpara.cluster.place import FIT_BEGIN
 from tfpara.sync.data import same_data
 from tfpara.sync.data.reading import Order, ahead, shuffled, shuffled_rows
-from tfpara.sync.workers.json_exchange import everyones
 from tfpara.typing import Json
 
 Facts: TypeAlias = dict[str, Json]
@@ -244,7 +243,8 @@ def by_epoch(strategy: Any, dataset_fn: Callable[[int], tf.data.Dataset]) -> Any
         same_data.check_batched(dataset.element_spec)
         _check_order(dataset, "Give a seed to all that is drawn.", made_anew=True)
         if not facts:
-            # What has no seed of its own gets another each time where TensorFlow has one for all.
+            # With a seed for the whole program, an operation without a seed of its own gets another
+            # seed each time.
             facts.update(same_data.facts_of_dataset(dataset))
             if same_data.difference([facts, same_data.facts_of_dataset(dataset_fn(epoch))]):
                 raise ValueError(
@@ -281,7 +281,7 @@ def _check_order(dataset: tf.data.Dataset, fix: str, made_anew: bool = False) ->
 
 
 def _without_values(facts: Facts) -> Facts:
-    """Facts that are compared as they are: machines may compute the last digits of values."""
+    """Returns the facts without values, whose last digits differ between machines."""
     return {name: fact for name, fact in facts.items() if name != "values"}
 
 
@@ -291,26 +291,25 @@ def _agree(strategy: Any, began: Began, facts: Facts) -> Order:
     Raises:
         ValueError: the workers with which the run begins have different data.
     """
-    extended = strategy.extended
-    if extended.order.seed is None:
+    order: Order = strategy.extended.data.order
+    if order.seed is None:
         drawn = random.getrandbits(48)
-        if extended.elastic is not None and not extended.elastic.joining:
-            mine = {"seed": drawn, "facts": facts}
-            everyone = everyones(mine, extended.control, FIT_BEGIN)
+        if not strategy.joining:
+            everyone = strategy.everyones({"seed": drawn, "facts": facts}, FIT_BEGIN)
             drawn = everyone[0]["seed"]
             problem = same_data.difference(
                 [each["facts"] for each in everyone], "Give all workers of an elastic run the same."
             )
             if problem:
                 raise ValueError(problem)
-        extended.order.seed = drawn
-    if extended.order.parts is None:
-        extended.order.parts, extended.order.devices = began
-    return extended.order
+        order.seed = drawn
+    if order.parts is None:
+        order.parts, order.devices = began
+    return order
 
 
 def _numbers(strategy: Any, first: int, count: int) -> list[int]:
-    """The numbers of this worker's minibatches, of `count` in an epoch, from `first` on."""
+    """Returns the numbers of this worker's minibatches, of `count` in an epoch, from `first` on."""
     starts = range(first, count, strategy.num_replicas)
     numbers = [start + own for start in starts for own in strategy.local_replica_ids]
     return [number for number in numbers if number < count]
@@ -357,7 +356,7 @@ def _rows_of(leaf: Any) -> tf.Tensor:
 
 
 def slice_of(leaf: Any, begin: tf.Tensor, end: tf.Tensor) -> Any:
-    """The rows of a batch from `begin` to before `end`, as far as there are any."""
+    """Returns the rows of a batch from `begin` to before `end`, as far as there are any."""
     if not isinstance(leaf, tf.SparseTensor):
         return leaf[begin:end]
     count = tf.minimum(end, leaf.dense_shape[0]) - begin
@@ -372,7 +371,7 @@ def slice_of(leaf: Any, begin: tf.Tensor, end: tf.Tensor) -> Any:
 
 
 def _place(number: int, count: int, parts: int, devices: int) -> tuple[int, int]:
-    """The batch, by its place in the epoch's order, and the part of it that is a minibatch.
+    """Returns a minibatch's batch, by its place in the epoch's order, and the part of the batch.
 
     With W = parts / devices workers, W batches at a time are W steps: each worker's steps are the
     parts of one batch. The last batches, which do not go round, are a step each.

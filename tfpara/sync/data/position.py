@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 
 
 @dataclasses.dataclass(frozen=True)
@@ -13,9 +12,9 @@ class Pass:
     """A pass over the data that an earlier process has begun; it may last several epochs.
 
     Attributes:
-        epoch: in which it began.
-        first: minibatches of it that are trained, over all replicas.
-        steps: minibatches of it that each replica has trained.
+        epoch: the epoch in which it began.
+        first: trained minibatches of it, over all replicas.
+        steps: trained minibatches of it of each replica.
     """
 
     epoch: int
@@ -31,7 +30,7 @@ class Position:
         epoch: number of the epoch, from 0.
         first: minibatches of the epoch that an earlier process has trained, over all replicas.
         steps: minibatches of each replica that are still to be skipped.
-        begun: the pass to go on with, where `fit` has `steps_per_epoch`; None: a new one.
+        begun: the pass that goes on, where `fit` has `steps_per_epoch`; None: a new one begins.
     """
 
     epoch: int = 0
@@ -48,20 +47,20 @@ class Position:
         steps: int = 0,
         begun: Pass | None = None,
     ) -> None:
-        """Sets the position to an epoch, of which `first` minibatches are done.
+        """Sets the position to an epoch, of which `first` minibatches are trained.
 
         Args:
             epoch: number of the epoch.
             steps_seen: training steps of this process so far.
-            first: minibatches done, over all replicas.
-            steps: minibatches done by each replica.
-            begun: the pass to go on with, where `fit` has `steps_per_epoch`.
+            first: trained minibatches, over all replicas.
+            steps: trained minibatches of each replica.
+            begun: the pass that goes on, where `fit` has `steps_per_epoch`.
         """
         self.epoch, self.first, self.steps, self._steps_seen = epoch, first, steps, steps_seen
         self.begun = begun
 
     def enter(self, epoch: int, steps_seen: int) -> None:
-        """Notes that `fit` is at the begin of an epoch; what is to be skipped of it stays so.
+        """Notes that `fit` begins an epoch; minibatches that are to be skipped stay so.
 
         Args:
             epoch: number of the epoch.
@@ -82,7 +81,7 @@ class Position:
 
     @contextlib.contextmanager
     def aside(self, steps_seen: Callable[[], int]) -> Iterator[None]:
-        """Keeps the position while another `fit`, which a callback calls inside, has its own."""
+        """Keeps the position while another `fit`, called inside by a callback, has its own."""
         former, taken = vars(self).copy(), steps_seen() - self._steps_seen
         yield
         vars(self).update(former)
@@ -96,16 +95,11 @@ class Position:
         steps, self.steps, self.begun = self.steps, 0, None
         return steps
 
-    def within(self, begun: Pass) -> AbstractContextManager[None]:
-        """Sets the position to one within a pass for what begins to read inside."""
-        self.steps = begun.steps
-        return self.at(begun.epoch, begun.first)
-
     @contextlib.contextmanager
-    def at(self, epoch: int, first: int) -> Iterator[None]:
-        """Sets the epoch and `first` for data that are made inside."""
+    def within(self, begun: Pass) -> Iterator[None]:
+        """Sets the position to one within a pass, for a pass that begins inside."""
         former = self.epoch, self.first
-        self.epoch, self.first = epoch, first
+        self.epoch, self.first, self.steps = begun.epoch, begun.first, begun.steps
         try:
             yield
         finally:

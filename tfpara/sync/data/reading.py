@@ -32,7 +32,7 @@ class Read(NamedTuple):
 
 
 def reads(order: Iterable[int], worker: int, workers: int) -> list[Read]:
-    """Returns what a worker reads in one pass, so that each part of each batch has one reader.
+    """Returns the batches that a worker reads in one pass; each part of each batch has one reader.
 
     The workers read the batches in turn, and a batch is `workers` steps of its reader. If the
     number of batches is no multiple of `workers`, all workers read each of the last ones, and take
@@ -50,7 +50,7 @@ def reads(order: Iterable[int], worker: int, workers: int) -> list[Read]:
 
 
 def endless_reads(worker: int, workers: int) -> Iterator[Read]:
-    """Yields what a worker reads of data without an end, in their own order; see `reads`."""
+    """Yields the batches that a worker reads of data without an end; see `reads`."""
     for batch in itertools.count(worker, workers):
         yield Read(batch, range(workers), workers)
 
@@ -67,7 +67,7 @@ def shuffled_rows(
 ) -> NDArray[np.int64]:
     """Returns 0 … rows − 1 in the order of an epoch, the same for the same seed.
 
-    It does what `shuffled` does, fast enough for millions of rows.
+    It is fast enough for millions of rows, as `shuffled` is not.
 
     Args:
         rows: number of rows.
@@ -86,13 +86,13 @@ def shuffled_rows(
 
 
 class Order:
-    """How data are shuffled and divided; kept in checkpoints.
+    """The seed and the division of data, which checkpoints keep; None: not known or not needed.
 
     Attributes:
-        seed: of the orders of shuffled Python data; each plain call of `fit` draws one of its own.
-        parts: into which an elastic run cuts each batch: the replicas with which it first began.
-        devices: that each of its workers had then.
-        workers: that shared the batches of a `PyDataset`.
+        seed: the seed of the orders of shuffled Python data; each plain call of `fit` draws one.
+        parts: the parts of each batch in an elastic run, one for each replica at its first start.
+        devices: the devices of each worker at that start.
+        workers: the workers among which the batches of a `PyDataset` were divided.
     """
 
     seed: int | None = None
@@ -106,11 +106,10 @@ class Order:
         return self.seed, self.parts, self.devices
 
     def get_state(self) -> Json:
-        names = ("seed", "parts", "devices", "workers")
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in ("seed", "parts", "devices", "workers")}
 
     def set_state(self, state: Json) -> None:
-        # Version 0.1 kept the seed alone. Runs that need none of these have none.
+        # Checkpoints of version 0.1 have the seed alone.
         for name, value in (state if isinstance(state, dict) else {"seed": state}).items():
             if value is not None:
                 setattr(self, name, value)

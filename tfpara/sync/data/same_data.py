@@ -15,14 +15,13 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfpara.dataset_graph import RANDOM, all_nodes, unordered, unseeded
 from tfpara.sync.start_line import counted
+from tfpara.sync.tensorflow_private import compute_batch_size
 from tfpara.sync.workers.settings_check import differences
 from tfpara.typing import Json, Nest
 
-# TensorFlow's finding of a dataset's batch size, by which it divides batches between replicas.
-from tensorflow.python.data.experimental.ops.distribute import compute_batch_size  # isort: skip
-
-_ROWS = 16  # number of rows of each array that are compared
+_ROWS = 16  # rows of each array that are compared
 OWN = "each worker its own"  # the "kind" of data that are not divided
 
 _REMEDY = (
@@ -35,12 +34,12 @@ _REMEDY = (
 
 
 def difference(facts: Sequence[Mapping[str, Json]], remedy: str = _REMEDY) -> str:
-    """Returns a text on what differs between the workers' data, and the fix; "" if nothing does.
+    """Returns a text on a difference between the workers' data, with the fix; "" if all are equal.
 
     Args:
         facts: facts about each worker's data, by rank. The floats in "values" may differ by 1e-3 of
             their size, since machines may compute the last digits differently.
-        remedy: what to do, in a sentence.
+        remedy: the fix, in a sentence.
     """
     if all(one.get("kind") == OWN for one in facts):
         return ""
@@ -113,8 +112,8 @@ def facts_of_dataset(dataset: tf.data.Dataset) -> dict[str, Json]:
         return {"kind": OWN}
     shards, values = [], []
     for part in _parts(dataset):
-        # Private: the names of tf.data's classes and attributes say what a dataset is made of, and
-        # nothing public does. A TensorFlow version that lacks a name has one fact less.
+        # Private: the names of tf.data's classes and attributes. Nothing public tells the parts of
+        # a dataset. Under a TensorFlow version that lacks a name there is one fact less.
         name = type(part).__name__
         if "Shard" in name:
             shards.append([_number(part, "_num_shards"), _number(part, "_index")])
@@ -126,7 +125,7 @@ def facts_of_dataset(dataset: tf.data.Dataset) -> dict[str, Json]:
         "elements": repr(dataset.element_spec),
         "shard(number of shards, index)": shards,
         "values": values,
-        "shuffle seeds": seeds_of(dataset),
+        "shuffle seeds": [_seeds(part) for part in _parts(dataset) if _is_drawn(part)],
     }
 
 
@@ -135,7 +134,7 @@ def _parts(dataset: tf.data.Dataset) -> Iterator[tf.data.Dataset]:
     while waiting:
         part = waiting.pop()
         yield part
-        # Private: the input datasets. Datasets of files wrap one in `_dataset` or `_filenames`.
+        # Private: the input datasets. Datasets of files have one in `_dataset` or `_filenames`.
         wrapped = [getattr(part, name, None) for name in ("_dataset", "_filenames")]
         waiting += [*part._inputs(), *(p for p in wrapped if isinstance(p, tf.data.Dataset))]
 
@@ -154,16 +153,16 @@ def batch_size(dataset: tf.data.Dataset) -> int | None:
 
 
 def why_order_differs(dataset: tf.data.Dataset, made_anew: bool = False) -> str:
-    """Returns why a dataset may have another order whenever it is read; "" if it has one alone.
+    """Returns why a dataset may have another order whenever it is read; "" if it has one order.
 
     Args:
         dataset: the dataset.
-        made_anew: whether it is made anew each time, so that a seed gives the same order again.
+        made_anew: whether it is made anew before each read, so that a seed gives the same order.
     """
     if dataset.options().deterministic is False:
         return "has the option deterministic=False, which lets it reorder what is ready first"
     for part in _parts(dataset):
-        # Private names, as above. What TensorFlow calls otherwise in another version is not found.
+        # Private names, as above. A name that another TensorFlow version changes is not found.
         name = type(part).__name__
         if getattr(part, "_deterministic", None) == "false":
             return f"has {_method(name)}(deterministic=False), which reorders what is ready first"
@@ -180,57 +179,32 @@ def why_order_differs(dataset: tf.data.Dataset, made_anew: bool = False) -> str:
 
 # Attributes of datasets that are drawn anew whenever they are read.
 _EACH_ITERATION = ("_reshuffle_each_iteration", "_rerandomize_each_iteration", "_rerandomize")
-# Operations that draw, and methods whose functions decide by them which rows there are.
-_DRAWING = {"RandomUniform", "RandomUniformInt", "RandomStandardNormal", "Multinomial"}
+# Methods whose functions decide which rows there are.
 _CHOOSING = ("Filter", "FlatMap", "Interleave", "TakeWhile")
 
 
 def _why_function_differs(function: Any, name: str, made_anew: bool) -> str:
-    """Returns why the rows that a dataset's function decides on differ; "" if they do not."""
+    """Returns why a dataset's function may decide on other rows each time; "" if it does not."""
     where = f"inside the function of {_method(name)}"
-    bodies = _bodies(function)
-    called = {node.op for body in bodies for node in body}
+    graph = function.graph.as_graph_def()
+    called = {node.op for node in all_nodes(graph)}
     if not made_anew and any("ShuffleDataset" in operation for operation in called):
         return f"has shuffle {where}, of unknown order"
-    if any(_is_unseeded_shuffle(node, body) for body in bodies for node in body):
-        return f"has shuffle without a seed {where}"
+    if operation := unseeded(graph):
+        return f"has {_method(operation)} without a seed {where}"
     if "GeneratorDataset" in called and not made_anew:
         return "reads a Python function (from_generator), of unknown order"
-    if any(node.attr["deterministic"].s == b"false" for body in bodies for node in body):
+    if unordered(graph):
         return f"reorders what is ready first (deterministic=False) {where}"
-    if "RandomShuffle" in called or (called & _DRAWING and any(k in name for k in _CHOOSING)):
+    if "RandomShuffle" in called or (called & RANDOM and any(k in name for k in _CHOOSING)):
         return f"draws at random which rows there are {where}"
     if not made_anew and any(each.dtype == tf.variant for each in function.captured_inputs):
         return f"reads another dataset {where}, of unknown order"
     return ""
 
 
-def _bodies(function: Any) -> list[Any]:
-    """Returns the operations of a dataset's function, and of those that it calls."""
-    graph = function.graph.as_graph_def()
-    return [graph.node, *(each.node_def for each in graph.library.function)]
-
-
-def _is_unseeded_shuffle(node: Any, body: Any) -> bool:
-    """Whether an operation is a dataset's shuffle with the seeds (0, 0)."""
-    if "ShuffleDataset" not in node.op:
-        return False
-    made = {other.name: other for other in body}
-    seeds = [made.get(name.partition(":")[0]) for name in node.input[2:4]]
-    values = [
-        int(tf.make_ndarray(seed.attr["value"].tensor)) if seed and seed.op == "Const" else 1
-        for seed in seeds
-    ]
-    return not any(values)
-
-
-def seeds_of(dataset: tf.data.Dataset) -> list[list[int | None]]:
-    """Returns the seeds of all parts of a dataset whose order is drawn at random."""
-    return [_seeds(part) for part in _parts(dataset) if _is_drawn(part)]
-
-
 def _is_drawn(part: tf.data.Dataset) -> bool:
-    # Private names of classes, as above.
+    """Returns whether the order of a part is drawn at random, by the private name of its class."""
     return "Shuffle" in type(part).__name__ or "Random" in type(part).__name__
 
 
@@ -239,8 +213,8 @@ def _seeds(part: tf.data.Dataset) -> list[int | None]:
 
 
 def _method(name: str) -> str:
-    """The method that makes a dataset of a class with this name, as `map` for _MapDataset."""
-    words = re.findall("[A-Z][a-z]*", name.replace("Dataset", "").replace("Parallel", ""))
+    """Returns the method that makes such a dataset, as "map" for _MapDataset or MapDatasetV2."""
+    words = re.findall("[A-Z][a-z]+", name.replace("Dataset", "").replace("Parallel", ""))
     return "_".join(words).lower() or name
 
 
@@ -281,8 +255,8 @@ def files_of(dataset: tf.data.Dataset) -> int | None:
         if isinstance(names, tf.data.Dataset):
             counts.append(int(names.cardinality()))
         for function in part._functions():
-            read = any(node.op in _READERS for body in _bodies(function.function) for node in body)
-            if read:
+            graph = function.function.graph.as_graph_def()
+            if any(node.op in _READERS for node in all_nodes(graph)):
                 counts += [int(source.cardinality()) for source in part._inputs()[:1]]
     return min((count for count in counts if count >= 0), default=None)
 

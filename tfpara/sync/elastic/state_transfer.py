@@ -2,14 +2,121 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 
 from tfpara.collectives import TensorFlowCollectives
+from tfpara.strategy import StateHolder
+from tfpara.sync.keras.chiefs_callbacks import HAS_WEIGHTS
 from tfpara.sync.one_sync.replicas import BUCKET_BYTES
-from tfpara.sync.one_sync.state_vars import Slot
+from tfpara.sync.one_sync.reports import Request
+from tfpara.sync.one_sync.state_vars import TRAVELLING, Slot, slots_of
+from tfpara.sync.tensorflow.extended import PeriodicSyncExtended
+from tfpara.typing import Json
+
+
+class StateTransfer:
+    """The state of a run, as it travels to workers that are behind, or new.
+
+    Args:
+        extended: of the strategy.
+
+    Attributes:
+        model: that is trained; None before the first call of `fit`.
+        holders: objects of callbacks whose states a joiner takes over, by name.
+    """
+
+    def __init__(self, extended: PeriodicSyncExtended) -> None:
+        self._extended = extended
+        self.model: keras.Model | None = None
+        self.holders: dict[str, StateHolder] = {}
+
+    @property
+    def trained_model(self) -> keras.Model:
+        """The model that is trained."""
+        assert self.model is not None
+        return self.model
+
+    def keep(self, name: str, holder: StateHolder) -> None:
+        """Has a joiner take over an object's state.
+
+        Args:
+            name: of the state; a number is added where another object has it.
+            holder: its arrays are handed over as well if its state says `HAS_WEIGHTS`; they are its
+                attribute `weights`, of the same shapes on all workers.
+        """
+        if holder not in self.holders.values():
+            same = sum(known.startswith(name) for known in self.holders)
+            self.holders[f"{name} {same}"] = holder
+
+    def states(self) -> dict[str, Json]:
+        """Returns the states of all objects, by name."""
+        return {name: holder.get_state() for name, holder in self._all_holders().items()}
+
+    def take_states(self, states: Mapping[str, Json]) -> None:
+        """Sets the states of all objects that the sender has, too."""
+        for name, holder in self._all_holders().items():
+            if name in states:
+                holder.set_state(states[name])
+
+    def _all_holders(self) -> dict[str, StateHolder]:
+        return self._extended.states | self.holders
+
+    def slots(self) -> list[Slot]:
+        """Returns the slots that travel."""
+        counters = ("counter/syncs", "counter/period")
+        (synchronizer,) = self._extended.models.synchronizers
+        slots = [
+            *slots_of(self.trained_model),
+            *synchronizer.graph.global_state.rule.slots(),
+        ]
+        return [slot for slot in slots if slot.kind in TRAVELLING or slot.name in counters]
+
+    def hand_over(self, source: int, receives: bool, joins: bool, ahead: Mapping[str, Any]) -> None:
+        """Sends the state of one worker to those that receive it; all workers call it.
+
+        Args:
+            source: rank of the sender.
+            receives: whether this worker takes the state over.
+            joins: whether this worker is new, and so takes over the log of earlier epochs.
+            ahead: the sender's report.
+        """
+        (synchronizer,) = self._extended.models.synchronizers
+        hosts = self._extended.control.collectives
+        assert isinstance(hosts, TensorFlowCollectives)  # Horovod's groups cannot change
+        values = hand_over(self.slots(), hosts, source, receives)
+        kept: list[tuple[Any, list[np.ndarray]]] = []
+        for name, state in sorted(ahead["states"].items()):
+            if isinstance(state, dict) and state.get(HAS_WEIGHTS):
+                holder: Any = self.holders.get(name)  # a callback that keeps the best weights
+                own = getattr(holder, "weights", None) or self.trained_model.get_weights()
+                kept.append((holder, hand_over_arrays(own, hosts, source)))
+        history = json.loads(hand_over_text(told(self.trained_model.history), hosts, source))
+        if not receives:
+            return
+        # All has arrived, or nothing is taken over.
+        for variable, value in values:
+            variable.assign(value)
+        for holder, weights in kept:
+            if holder is not None:
+                holder.weights = weights
+        if joins:
+            vars(self.trained_model.history).update(history)
+        synchronizer.start_from(synchronizer.broadcast_point())
+        synchronizer.graph.block.give_up()
+        synchronizer.graph._agreed.assign(ahead["agreed"])
+        synchronizer.graph.answered(Request.MEET)
+
+
+def told(history: keras.callbacks.History) -> str:
+    """Returns a `History` as a text of JSON."""
+    state = {"epoch": history.epoch, "history": history.history}
+    return json.dumps(state, default=lambda value: getattr(value, "tolist", value.__repr__)())
 
 
 def hand_over(
@@ -51,17 +158,17 @@ def hand_over_arrays(
 
 def hand_over_text(text: str, collectives: TensorFlowCollectives, source: int) -> str:
     """Returns the text of the worker with rank `source`; all call it."""
-    told = np.frombuffer(text.encode(), np.uint8).astype(np.int32)
-    (size,) = hand_over_arrays([np.array([len(told)])], collectives, source)
+    numbers = np.frombuffer(text.encode(), np.uint8).astype(np.int32)
+    (size,) = hand_over_arrays([np.array([len(numbers)])], collectives, source)
     # Padded to a power of 2, since TensorFlow keeps some memory for every shape that was sent.
     padded = np.zeros(1 << int(size[0]).bit_length(), np.int32)
-    padded[: len(told)] = told[: len(padded)]
+    padded[: len(numbers)] = numbers[: len(padded)]
     (got,) = hand_over_arrays([padded], collectives, source)
     return bytes(got[: size[0]].astype(np.uint8)).decode()
 
 
 def _packed(slots: Sequence[Slot]) -> list[list[Slot]]:
-    """Slots of one type together, as many as fit into a bucket; larger ones alone."""
+    """Returns packs of slots of one type, as many as fit into a bucket; larger ones alone."""
     packs: list[list[Slot]] = []
     for dtype in dict.fromkeys(slot.variable.dtype for slot in slots):
         size = BUCKET_BYTES

@@ -1,4 +1,4 @@
-"""Adapters of Python data and shuffled arrays, of which each worker has its steps."""
+"""Adapters of Python data and of shuffled arrays, from which each worker takes its own steps."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ import tensorflow as tf
 
 from tfpara.sync.data import reading, same_data
 from tfpara.sync.data.elastic_data import slice_of
-from tfpara.sync.keras.replacing import adapter_utils, adapters
+from tfpara.sync.keras.replacing import data_adapter_utils, data_adapters
 from tfpara.sync.tensorflow.extended import PeriodicSyncExtended
+from tfpara.sync.tensorflow.variables import host_variable
 from tfpara.typing import Data, Json, Nest
 
 
-class ShuffledArrays(adapters.ArrayDataAdapter):
+class ShuffledArrays(data_adapters.ArrayDataAdapter):
     """Keras' adapter of arrays that `fit` shuffles, in an order that the run keeps by epoch."""
 
     _extended: PeriodicSyncExtended
@@ -31,16 +32,16 @@ class ShuffledArrays(adapters.ArrayDataAdapter):
         """Makes an adapter of Keras' one of these."""
         adapter.__class__, adapter._extended = cls, extended
         numbers = np.arange(adapter._num_samples, dtype=np.int64)
-        adapter._order = extended.host_variable(numbers, "order of rows")
+        adapter._order = host_variable(numbers, "order of rows")
         return adapter
 
     def begin_pass(self) -> None:
         """Draws the order of the next pass over the data."""
         within = self._batch_size if self._shuffle == "batch" else None
-        self._order.assign(self._extended.next_order_of_rows(self._num_samples, within))
+        self._order.assign(self._extended.data.next_order_of_rows(self._num_samples, within))
 
     def get_tf_dataset(self) -> tf.data.Dataset:
-        # Keras draws by this function an order of all rows, or (shuffle="batch") of each batch.
+        # With this function Keras draws an order of all rows, or (shuffle="batch") of each batch.
         draw, calls = tf.random.shuffle, []
 
         def ordered(numbers: tf.Tensor) -> tf.Tensor:
@@ -62,7 +63,7 @@ class ShuffledArrays(adapters.ArrayDataAdapter):
 
     def first_minibatch(self) -> Nest:
         """Returns the shapes and dtypes of a minibatch of one replica."""
-        replicas = self._extended._num_replicas_in_sync
+        replicas = self._extended.worker.replicas
         rows = -(-min(self._batch_size, self._num_samples) // replicas)
 
         def minibatch(spec: tf.TypeSpec) -> tf.TensorSpec:
@@ -71,24 +72,22 @@ class ShuffledArrays(adapters.ArrayDataAdapter):
         return keras.tree.map_structure(minibatch, self._spec)
 
 
-class Steps(adapters.data_adapter.DataAdapter):
-    """An adapter of Python data: this worker's steps, which its own devices share.
-
-    Subclasses yield batches, each with the parts of it that are steps and the number of its parts.
-    """
+class Steps(data_adapters.data_adapter.DataAdapter):
+    """An adapter of Python data as this worker's steps, which its own devices share."""
 
     def __init__(self, batches: list[Data], extended: PeriodicSyncExtended) -> None:
         if not batches:
             raise ValueError("the data have no batch: their length is 0.")
         self._first = [without_none(batch) for batch in batches]
         self._extended = extended
-        self._worker, self._workers = extended.share
-        self._signature = adapter_utils.get_tensor_spec(self._first)
+        self._worker, self._workers = extended.data.share
+        self._signature = data_adapter_utils.get_tensor_spec(self._first)
 
     def begin_pass(self) -> None:
         """Begins the next pass over the data."""
 
     def _batches(self) -> Iterator[tuple[Data, range, int]]:
+        """Yields batches, each with those of its parts that are steps, and the number of parts."""
         raise NotImplementedError
 
     def _steps(self) -> Iterator[Nest]:
@@ -128,21 +127,18 @@ class PyDatasetSteps(Steps):
         self._dataset, self._adapter = dataset, adapter
         adapter.enqueuer = None  # its queue would mix the batches of two passes
         self._processes = bool(dataset.use_multiprocessing) and dataset.workers > 0
-        if self._processes and extended._num_workers > 1:
-            self._refuse_fork()
-        count = adapter.num_batches
-        numbers = range(2 if count is None else min(2, count))
-        super().__init__([adapter._standardize_batch(dataset[n]) for n in numbers], extended)
-        self._order: Sequence[int] = ()
-        self._hooks_called = 0
-
-    def _refuse_fork(self) -> None:
-        if multiprocessing.get_start_method() == "fork":
+        several = self._processes and extended.worker.num_workers > 1
+        if several and multiprocessing.get_start_method() == "fork":
             raise ValueError(
                 "PyDataset(use_multiprocessing=True) would fork a worker, beside threads that hold "
                 "locks, and never end. Write use_multiprocessing=False, for threads; or, below "
                 'if __name__ == "__main__":, multiprocessing.set_start_method("spawn").'
             )
+        count = adapter.num_batches
+        numbers = range(2 if count is None else min(2, count))
+        super().__init__([adapter._standardize_batch(dataset[n]) for n in numbers], extended)
+        self._order: Sequence[int] = ()
+        self._hooks_called = 0
 
     def facts(self) -> dict[str, Json]:
         return {"kind": "PyDataset", "batches": self.num_batches, **super().facts()}
@@ -152,18 +148,18 @@ class PyDatasetSteps(Steps):
         count = self.num_batches
         if count is not None:
             shuffle = self._adapter.shuffle
-            self._order = self._extended.next_order(count) if shuffle else range(count)
+            self._order = self._extended.data.next_order(count) if shuffle else range(count)
 
     def _note_workers(self) -> None:
-        """Says so where a resumed run goes on within a pass that other workers have begun."""
-        order, former = self._extended.order, self._extended.order.workers
-        if self._extended.position.steps and former not in (None, self._workers):
-            self._extended.note(
+        """Prints a note where a resumed run goes on within a pass of another number of workers."""
+        data = self._extended.data
+        former, data.order.workers = data.order.workers, self._workers
+        if data.position.steps and former not in (None, self._workers):
+            self._extended.notes.tell(
                 f"the run goes on within an epoch, whose PyDataset was divided among {former} "
                 f"workers and now is among {self._workers}: rows of this epoch may be trained "
                 "twice or not at all. See docs/checkpoints.md, On another number of replicas"
             )
-        order.workers = self._workers
 
     def _batches(self) -> Iterator[tuple[Data, range, int]]:
         if self.num_batches is None:
@@ -172,13 +168,8 @@ class PyDatasetSteps(Steps):
             plan = reading.reads(self._order, self._worker, self._workers)
         plan, numbers = itertools.tee(plan)
         data = self._dataset
-        batches = reading.ahead(
-            data,
-            (read.batch for read in numbers),
-            data.workers,
-            self._processes,
-            data.max_queue_size,
-        )
+        wanted = (read.batch for read in numbers)
+        batches = reading.ahead(data, wanted, data.workers, self._processes, data.max_queue_size)
         with contextlib.closing(batches):
             for batch, read in zip(batches, plan, strict=True):
                 yield self._adapter._standardize_batch(batch), read.parts, read.of
@@ -196,12 +187,12 @@ class PyDatasetSteps(Steps):
             self._adapter.on_epoch_end()
 
     def _agreed(self) -> Any:
-        """Returns a context with the same random numbers on all workers, for the dataset's hooks.
+        """Returns a context for the dataset's hooks, which may shuffle the dataset.
 
-        A dataset may shuffle itself in such a hook.
+        All workers draw the same random numbers inside.
         """
         self._hooks_called += 1
-        seed = self._extended.order.seed
+        seed = self._extended.data.order.seed
         if self._workers == 1 or seed is None:
             return contextlib.nullcontext()
         return reading.common_randomness(f"{seed}/{self._hooks_called}")
@@ -228,9 +219,8 @@ def shown_values(batches: list[Data]) -> list[Json]:
     Inputs may differ between workers, for example by noise. So the labels are compared, if there
     are any; they show the order too.
     """
-    return same_data.values_of(
-        [b[1] if isinstance(b, tuple) and len(b) > 1 else b for b in batches]
-    )
+    labels = [each[1] if isinstance(each, tuple) and len(each) > 1 else each for each in batches]
+    return same_data.values_of(labels)
 
 
 def without_none(batch: Nest) -> Nest:
@@ -246,8 +236,8 @@ def part_of(batch: Nest, part: int, of: int, at_least: int = 0) -> Nest:
     """Returns the rows of part number `part` of a batch, which is cut into `of` parts."""
 
     def rows_of(leaf: Nest) -> Nest:
-        if adapter_utils.is_scipy_sparse(leaf):
-            leaf = adapter_utils.scipy_sparse_to_tf_sparse(leaf)
+        if data_adapter_utils.is_scipy_sparse(leaf):
+            leaf = data_adapter_utils.scipy_sparse_to_tf_sparse(leaf)
         if leaf is None or of == 1:
             return leaf
         ragged = isinstance(leaf, tf.RaggedTensor)

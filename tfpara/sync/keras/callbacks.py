@@ -1,4 +1,4 @@
-"""Lists of callbacks: which callbacks a worker runs, and the place in `fit` that they tell."""
+"""Lists of callbacks: the callbacks that a worker runs, and the place in `fit` that they note."""
 
 from __future__ import annotations
 
@@ -8,19 +8,21 @@ from collections.abc import Callable
 from typing import Any
 
 import keras
+from keras.callbacks import CallbackList
 
 from tfpara import fit_call
-from tfpara.cluster.place import Place
 from tfpara.sync.keras import chiefs_callbacks
 from tfpara.sync.keras.replacing import Method, strategy_of_ours
 
-_PLACE = "tfpara_place"  # the attribute of a list of callbacks that has the strategy's `Place`
+# The attribute of a list of callbacks that has the `PeriodicSyncExtended` of their model.
+_EXTENDED = "tfpara_extended"
 
 
 def with_files_of_the_chief(make: Callable[..., None]) -> Callable[..., None]:
-    """Replaces the constructor of `CallbackList`: other workers' callbacks write elsewhere.
+    """Replaces the constructor of `CallbackList`, which `fit`, `evaluate` and `predict` call.
 
-    `fit`, `evaluate` and `predict` call that constructor.
+    Callbacks are arranged by their order, and those of other workers than the chief write to
+    temporary folders.
     """
     signature = inspect.signature(make)
 
@@ -31,54 +33,33 @@ def with_files_of_the_chief(make: Callable[..., None]) -> Callable[..., None]:
         strategy = None if model is None else strategy_of_ours(model)
         if strategy is not None:
             callbacks = keras.tree.flatten(given.arguments.get("callbacks") or [])
-            prepared = [
-                chiefs_callbacks.prepared(c, strategy) for c in fit_call.arranged(callbacks)
+            callbacks = [
+                chiefs_callbacks.prepared(each, strategy) for each in fit_call.arranged(callbacks)
             ]
-            prepared = [p for p in prepared if p is not None]
-            if given.arguments.get("add_progbar") and strategy.extended.elastic is not None:
-                prepared.append(chiefs_callbacks.ChiefsBar(strategy))
-            given.arguments["callbacks"] = prepared
+            if given.arguments.get("add_progbar") and strategy.members_change:
+                callbacks.append(chiefs_callbacks.ChiefsBar(strategy))
+            given.arguments["callbacks"] = [each for each in callbacks if each is not None]
         make(*given.args, **given.kwargs)
         if strategy is not None:
-            setattr(given.arguments["self"], _PLACE, strategy.extended.place)
+            setattr(given.arguments["self"], _EXTENDED, strategy.extended)
 
     return making
 
 
 def _in_place(name: str) -> Callable[[Method], Method]:
-    """Returns a replacement for a hook of `CallbackList`, which notes where `fit` is."""
+    """Returns a replacement for a hook of `CallbackList`, which notes the place of `fit`."""
 
     def make(hook: Method) -> Method:
         @functools.wraps(hook)
-        def calling(
-            callbacks: keras.callbacks.CallbackList, *args: Any, **kwargs: object
-        ) -> object:
-            place: Place | None = getattr(callbacks, _PLACE, None)
-            if place is None:
+        def calling(callbacks: CallbackList, *args: Any, **kwargs: object) -> object:
+            extended = getattr(callbacks, _EXTENDED, None)
+            if extended is None:
                 return hook(callbacks, *args, **kwargs)
-            elastic = _elastic(callbacks)
-            if name == "on_epoch_begin":
-                place.epoch_begins(*args[:1])
-                extended = _extended(callbacks)
-                extended.position.enter(args[0], extended.steps_seen)
-                changing = elastic or getattr(_extended(callbacks), "replay", None)
-                if changing is not None:
-                    changing.begin_epoch(*args[:1])
-            if name == "on_train_batch_begin":
-                place.step_begins(*args[:1])
-            with place.in_callbacks():
+            number = args[0] if args else 0  # of the epoch or the batch
+            _before(name, extended, number)
+            with extended.place.in_callbacks():
                 result = hook(callbacks, *args, **kwargs)
-            if name == "on_train_begin" and elastic is not None:
-                elastic.begin()
-            if name in ("on_epoch_begin", "on_train_end"):
-                # Callbacks may have changed the sync period.
-                steps = callbacks.params.get("steps") if name == "on_epoch_begin" else None
-                _extended(callbacks).note_epoch(callbacks._model, steps)
-            if name == "on_epoch_end" and place.fits and place.in_first_epoch:
-                _extended(callbacks).note_idle(callbacks._model)
-            if name == "on_epoch_begin" and place.fits and place.in_first_epoch:
-                epochs = callbacks.params["epochs"]
-                _extended(callbacks).note_syncs(steps, epochs if epochs - args[0] > 1 else 0)
+            _after(name, extended, callbacks, number)
             return result
 
         return calling
@@ -86,15 +67,32 @@ def _in_place(name: str) -> Callable[[Method], Method]:
     return make
 
 
-def _elastic(callbacks: keras.callbacks.CallbackList) -> Any:
-    """The regrouping of an elastic run in whose `fit` callbacks run; else None."""
-    return getattr(_extended(callbacks), "elastic", None)
+def _before(name: str, extended: Any, number: int) -> None:
+    """Notes the begin of an epoch or a step, before callbacks run."""
+    if name == "on_epoch_begin":
+        extended.place.epoch_begins(number)
+        extended.data.enter_epoch(number)
+        extended.worker.company.epoch_begins(number)
+    elif name == "on_train_batch_begin":
+        extended.place.step_begins(number)
 
 
-def _extended(callbacks: keras.callbacks.CallbackList) -> Any:
-    """The strategy's extended part of the model whose callbacks these are; None if it has none."""
-    strategy = strategy_of_ours(callbacks._model) if getattr(callbacks, "_model", None) else None
-    return strategy.extended if strategy is not None else None
+def _after(name: str, extended: Any, callbacks: CallbackList, number: int) -> None:
+    """Notes the begin or the end of `fit` or of an epoch, after callbacks have run."""
+    place, model = extended.place, callbacks._model
+    first = place.fits and place.in_first_epoch
+    if name == "on_train_begin":
+        extended.worker.company.fit_begins()
+    elif name == "on_train_end":
+        extended.momentum.begin_epoch(model, None)
+    elif name == "on_epoch_begin":
+        steps = callbacks.params.get("steps")
+        extended.momentum.begin_epoch(model, steps)  # callbacks may have changed the sync period
+        if first:
+            epochs = callbacks.params["epochs"]
+            extended.momentum.set_epochs(steps, epochs if epochs - number > 1 else 0)
+    elif name == "on_epoch_end" and first:
+        extended.note_idle(model)
 
 
 HOOKS = {

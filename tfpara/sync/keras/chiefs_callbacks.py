@@ -1,11 +1,12 @@
-"""Callbacks of Keras as they run on several workers: what they write is the chief's.
+"""Callbacks of Keras on several workers, of which the chief alone writes and draws.
 
-The chief of an elastic run may be another worker from one step to the next; whatever it draws or
-writes goes on there.
+In an elastic run another worker may become the chief from one step to the next; it goes on with
+what the former chief drew and wrote.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 import shutil
@@ -19,7 +20,7 @@ import numpy as np
 
 from tfpara.typing import Json
 
-HAS_WEIGHTS = "has weights"  # in the state of what remembers weights: `_Memory.weights`
+HAS_WEIGHTS = "has weights"  # in the state of an object that also has the property `weights`
 _CALLBACKS = keras.callbacks
 Hook = Callable[..., None]
 # The attributes with the paths to which callbacks write.
@@ -28,7 +29,7 @@ _PATHS = {
     _CALLBACKS.CSVLogger: "filename",
     _CALLBACKS.TensorBoard: "log_dir",
 }
-# What they remember from epoch to epoch.
+# The attributes that callbacks keep from epoch to epoch.
 _REMEMBERED = {
     _CALLBACKS.EarlyStopping: ("wait", "best", "best_epoch", "stopped_epoch"),
     _CALLBACKS.ReduceLROnPlateau: ("wait", "best", "cooldown_counter"),
@@ -37,32 +38,24 @@ _REMEMBERED = {
 
 
 def prepared(callback: keras.callbacks.Callback, strategy: Any) -> Any:
-    """Returns the callback that runs on this worker in place of a given one; None if none does.
+    """Returns the callback that this worker runs in place of a given one; None for none.
 
     Raises:
         ValueError: the callback cannot work under the strategy.
     """
     _refuse(callback, strategy)
-    if strategy.extended.elastic is not None:
-        _remember(callback, strategy.extended.elastic.states)
+    names = next((n for kind, n in _REMEMBERED.items() if isinstance(callback, kind)), ())
+    if names:
+        strategy.share_state("callback of Keras", _Memory(callback, names))
     attribute = next((a for kind, a in _PATHS.items() if isinstance(callback, kind)), None)
-    if not strategy.is_chief or strategy.extended.elastic is not None:
+    if strategy.members_change or not strategy.is_chief:
         if type(callback) is _CALLBACKS.RemoteMonitor:
             return callback if strategy.is_chief else None
         return callback if attribute is None else _Elsewhere(callback, attribute, strategy)
     if isinstance(callback, _CALLBACKS.CSVLogger):
-        # Keras makes the folders of the other callbacks by itself.
+        # Other callbacks make their folders by themselves.
         os.makedirs(os.path.dirname(callback.filename) or ".", exist_ok=True)
     return callback
-
-
-def _remember(callback: keras.callbacks.Callback, states: dict[str, Any]) -> None:
-    """Adds what a callback remembers to the states that a worker takes over where it joins."""
-    names = next((n for kind, n in _REMEMBERED.items() if isinstance(callback, kind)), ())
-    known = any(isinstance(s, _Memory) and s.callback is callback for s in states.values())
-    if names and not known:
-        count = sum(isinstance(state, _Memory) for state in states.values())
-        states[f"callback {count} of Keras"] = _Memory(callback, names)
 
 
 def _refuse(callback: keras.callbacks.Callback, strategy: Any) -> None:
@@ -72,12 +65,9 @@ def _refuse(callback: keras.callbacks.Callback, strategy: Any) -> None:
             "momentum and averages nor the other replicas: a run would not go on where it was. Use "
             f"tfpara.callbacks.Checkpoint({os.fspath(callback.backup_dir)!r}) in its place."
         )
-    elastic = strategy.extended.elastic
-    if elastic is not None:
-        why = getattr(callback, "not_elastic", "")
-        if why:
-            name = type(callback).__name__
-            raise ValueError(f"{name} and elastic= contradict each other: {why}")
+    why = getattr(callback, "not_elastic", "")
+    if why and strategy.members_change:
+        raise ValueError(f"{type(callback).__name__} and elastic= contradict each other: {why}")
     orbax = getattr(_CALLBACKS, "OrbaxCheckpoint", None)
     if orbax is not None and isinstance(callback, orbax) and strategy.num_workers > 1:
         raise ValueError(
@@ -87,11 +77,12 @@ def _refuse(callback: keras.callbacks.Callback, strategy: Any) -> None:
         )
 
 
+@dataclasses.dataclass
 class _Memory:
-    """What a callback of Keras remembers of earlier epochs, for a worker that joins."""
+    """The state that a callback of Keras keeps from epoch to epoch, for a worker that joins."""
 
-    def __init__(self, callback: keras.callbacks.Callback, names: tuple[str, ...]) -> None:
-        self.callback, self._names = callback, names
+    callback: keras.callbacks.Callback
+    _names: tuple[str, ...]
 
     @property
     def weights(self) -> list[np.ndarray] | None:
@@ -117,10 +108,10 @@ class _Memory:
 
 
 class _Elsewhere(keras.callbacks.Callback):
-    """A wrapper of a callback, whose files go to a temporary folder and which prints nothing.
+    """A wrapper of a callback, which writes to a temporary folder and prints nothing.
 
-    While none of its methods runs, the callback has its own path. In an elastic run, where a worker
-    may become the chief, the callback then begins anew at its own path, behind what is there.
+    Between its methods the callback has its own path. Where its worker becomes the chief of an
+    elastic run, it begins anew there, and appends to the files of the former chief.
     """
 
     def __init__(self, callback: keras.callbacks.Callback, attribute: str, strategy: Any) -> None:
@@ -151,7 +142,7 @@ class _Elsewhere(keras.callbacks.Callback):
         self._trains = method == "on_train_begin" or (self._trains and method != "on_train_end")
 
     def _begin_anew(self) -> None:
-        """Ends what the callback wrote elsewhere, and goes on where the former chief wrote."""
+        """Ends the files that the callback wrote elsewhere, and goes on with the former chief's."""
         if self._trains:
             self._call_elsewhere("on_train_end")
         if hasattr(self._callback, "append"):
@@ -174,13 +165,13 @@ class _Elsewhere(keras.callbacks.Callback):
             getattr(self._callback, method)(*args, **kwargs)
         finally:
             for name, value in own.items():
-                # A value that the callback has set itself stays.
+                # A value that the callback has set meanwhile stays.
                 if getattr(self._callback, name) == meanwhile[name]:
                     setattr(self._callback, name, value)
 
 
 class ChiefsBar(keras.callbacks.ProgbarLogger):
-    """The progress bar of an elastic run, which whoever is the chief draws."""
+    """The progress bar of an elastic run, which the chief of the moment draws."""
 
     def __init__(self, strategy: Any) -> None:
         super().__init__()
@@ -204,9 +195,10 @@ def _of_the_chief(hook: Hook) -> Hook:
     return calling
 
 
-for _name in ("epoch_begin", "epoch_end", "train_batch_end", "test_begin", "test_batch_end"):
-    setattr(ChiefsBar, f"on_{_name}", _of_the_chief(getattr(ChiefsBar, f"on_{_name}")))
-for _name in ("test_end", "predict_begin", "predict_batch_end", "predict_end"):
+for _name in (
+    *("epoch_begin", "epoch_end", "train_batch_end", "test_begin", "test_batch_end", "test_end"),
+    *("predict_begin", "predict_batch_end", "predict_end"),
+):
     setattr(ChiefsBar, f"on_{_name}", _of_the_chief(getattr(ChiefsBar, f"on_{_name}")))
 
 

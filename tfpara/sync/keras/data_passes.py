@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import tensorflow as tf
@@ -13,7 +13,7 @@ from tfpara.cluster.place import FIT_BEGIN
 from tfpara.sync.data import same_data
 from tfpara.sync.data.position import Pass
 from tfpara.sync.keras.batches import GeneratorSteps, PyDatasetSteps, ShuffledArrays, Steps
-from tfpara.sync.keras.replacing import Method, adapters, trainer
+from tfpara.sync.keras.replacing import Method, data_adapters, trainer
 from tfpara.sync.tensorflow.extended import PeriodicSyncExtended
 from tfpara.typing import Json, Nest
 
@@ -26,55 +26,57 @@ def with_divided_data(make: Any) -> Method:
         extended = getattr(distribute_strategy, "extended", None)
         if not isinstance(extended, PeriodicSyncExtended):
             return make(distribute_strategy=distribute_strategy, **kwargs)
-        rest = {k: kwargs.pop(k) for k in ("steps_per_execution",) if k in kwargs}
-        rest["steps_per_epoch"] = kwargs.get("steps_per_epoch")
-        # Keras chooses the adapter, and raises its own errors. It takes an adapter as it is.
-        adapter = adapters.get_data_adapter(**kwargs)
-        if isinstance(adapter, adapters.PyDatasetAdapter):
-            adapter = PyDatasetSteps(kwargs["x"], adapter, extended)
-        elif isinstance(adapter, adapters.GeneratorDataAdapter):
-            adapter = GeneratorSteps(adapter, extended)
-        elif isinstance(adapter, adapters.ArrayDataAdapter) and adapter._shuffle:
-            adapter = ShuffledArrays.of(adapter, extended)
-        divided = extended.share != (0, 1)
-        _check(adapter, extended, divided)
-        # Within an epoch the workers may be at different steps, so nothing is exchanged there.
-        if not (extended.place.fits and extended.place.calls):
-            drawn = isinstance(adapter, (PyDatasetSteps, ShuffledArrays))
-            extended.check_data(_facts(adapter) if divided else {}, drawn)
-        if extended.place.of_data() == FIT_BEGIN:
-            extended.note_batches(_rows_of_batches(adapter))
-        why = _order_of(adapter)
-        if isinstance(adapter, adapters.TFDatasetAdapter):
-            dataset = adapter.get_tf_dataset()
-            if isinstance(dataset, tf.data.Dataset) and not same_data.divided_between_workers(
-                dataset
-            ):
-                # Keras counts the steps of an epoch by the distributed dataset's cardinality.
-                dataset = distribute_strategy.experimental_distribute_dataset(dataset)
-                adapter = adapters.TFDatasetAdapter(dataset)
+        execution = kwargs.pop("steps_per_execution", 1)
+        adapter = _adapter_of(kwargs, extended)
+        given = isinstance(adapter, data_adapters.TFDatasetAdapter)
+        data = adapter.get_tf_dataset() if given else None
+        dataset = data if isinstance(data, tf.data.Dataset) else None
+        _compare(adapter, dataset, extended)
+        if dataset is not None and not same_data.divided_between_workers(dataset):
+            # Keras counts the steps of an epoch by the distributed dataset's cardinality.
+            data = distribute_strategy.experimental_distribute_dataset(dataset)
+            adapter = data_adapters.TFDatasetAdapter(data)
         kind = Epochs if isinstance(adapter, (Steps, ShuffledArrays)) else Passes
-        passes = kind(distribute_strategy=distribute_strategy, x=adapter, **rest)
-        passes.extended, passes.why_order_differs = extended, why
+        passes = kind(
+            distribute_strategy=distribute_strategy,
+            x=adapter,
+            steps_per_epoch=kwargs.get("steps_per_epoch"),
+            steps_per_execution=execution,
+        )
+        passes.extended, passes.dataset = extended, dataset
         return passes
 
     return making
 
 
-def _order_of(adapter: Any) -> Callable[[bool], str]:
-    """Returns a function that says why data may have another order when they are read again.
+def _adapter_of(given: dict[str, Any], extended: PeriodicSyncExtended) -> Any:
+    """Returns an adapter of the data among the arguments of `fit`.
 
-    It is `same_data.why_order_differs` of these data, which is "" where the order is the same.
+    Keras chooses its kind, and raises its own errors. An adapter in place of data is used as it is.
     """
-    data = adapter.get_tf_dataset() if isinstance(adapter, adapters.TFDatasetAdapter) else None
-    if isinstance(data, tf.data.Dataset):
-        return lambda made_anew: same_data.why_order_differs(data, made_anew)
-    return lambda made_anew: ""
+    adapter = data_adapters.get_data_adapter(**given)
+    if isinstance(adapter, data_adapters.PyDatasetAdapter):
+        return PyDatasetSteps(given["x"], adapter, extended)
+    if isinstance(adapter, data_adapters.GeneratorDataAdapter):
+        return GeneratorSteps(adapter, extended)
+    if isinstance(adapter, data_adapters.ArrayDataAdapter) and adapter._shuffle:
+        return ShuffledArrays.of(adapter, extended)
+    return adapter
 
 
-def _check(adapter: Any, extended: PeriodicSyncExtended, divided: bool) -> None:
-    """Raises ValueError if data cannot be divided between the replicas."""
-    known = (Steps, adapters.ArrayDataAdapter, adapters.TFDatasetAdapter)
+def _compare(adapter: Any, dataset: tf.data.Dataset | None, extended: PeriodicSyncExtended) -> None:
+    """Compares data with the other workers', and notes batches that are too small.
+
+    Args:
+        adapter: of the data.
+        dataset: the data, if they are a dataset that may be divided.
+        extended: of the strategy.
+
+    Raises:
+        ValueError: the data cannot be divided, or differ.
+    """
+    divided = extended.data.share != (0, 1)
+    known = (Steps, data_adapters.ArrayDataAdapter, data_adapters.TFDatasetAdapter)
     if divided and not isinstance(adapter, known):
         raise ValueError(
             f"{type(adapter).__name__.removesuffix('Adapter')} data are not divided among workers. "
@@ -82,33 +84,32 @@ def _check(adapter: Any, extended: PeriodicSyncExtended, divided: bool) -> None:
             "lambda context: dataset), with `dataset` a tf.data.Dataset of this worker's "
             "minibatches, and give them `data`."
         )
+    place = extended.place
+    # Within an epoch the workers may be at different steps, so nothing is exchanged there.
+    if not (place.fits and place.calls):
+        drawn = isinstance(adapter, (PyDatasetSteps, ShuffledArrays))
+        extended.data.check(_facts(adapter, dataset) if divided else {}, drawn)
+    if place.of_data() == FIT_BEGIN:
+        rows = None
+        if isinstance(adapter, data_adapters.ArrayDataAdapter):
+            rows = min(adapter.batch_size, adapter._num_samples)
+        elif dataset is not None and same_data.divided_between_workers(dataset):
+            rows = same_data.batch_size(dataset)
+        extended.notes.small_batches(rows)
 
 
-def _rows_of_batches(adapter: Any) -> int | None:
-    """Returns the rows of the largest batch that is divided among replicas; None: not known."""
-    if isinstance(adapter, adapters.ArrayDataAdapter):
-        return min(adapter.batch_size, adapter._num_samples)
-    dataset = adapter.get_tf_dataset() if isinstance(adapter, adapters.TFDatasetAdapter) else None
-    if not isinstance(dataset, tf.data.Dataset) or not same_data.divided_between_workers(dataset):
-        return None
-    return same_data.batch_size(dataset)
-
-
-def _facts(adapter: Any) -> dict[str, Json]:
+def _facts(adapter: Any, dataset: tf.data.Dataset | None) -> dict[str, Json]:
     """Returns facts by which this worker's data are compared with others'."""
     if isinstance(adapter, Steps):
         return adapter.facts()
-    if isinstance(adapter, adapters.ArrayDataAdapter):
+    if isinstance(adapter, data_adapters.ArrayDataAdapter):
         return {
             "kind": "arrays",
             "rows": adapter._num_samples,
             "batch_size": adapter.batch_size,
             "values": same_data.values_of(adapter._inputs),
         }
-    dataset = adapter.get_tf_dataset()
-    if not isinstance(dataset, tf.data.Dataset):
-        return {"kind": same_data.OWN}
-    return same_data.facts_of_dataset(dataset)
+    return {"kind": same_data.OWN} if dataset is None else same_data.facts_of_dataset(dataset)
 
 
 class Passes(trainer.TFEpochIterator):
@@ -118,7 +119,7 @@ class Passes(trainer.TFEpochIterator):
     """
 
     extended: PeriodicSyncExtended
-    why_order_differs: Callable[[bool], str]
+    dataset: tf.data.Dataset | None = None  # of the passes, if they are over one that is divided
     steps_per_epoch: int | None
     _num_batches: int | None  # None: not known
     _current_iterator: Iterator[Nest] | None
@@ -127,12 +128,12 @@ class Passes(trainer.TFEpochIterator):
     def present(self) -> Pass | None:
         """Returns the pass that the next step goes on with; None if it begins one."""
         steps = 0 if self._current_iterator is None else self._steps_seen
-        first = steps * self.extended._num_replicas_in_sync
+        first = steps * self.extended.worker.replicas
         return Pass(self._began, first, steps) if steps else None
 
     def _interrupted_warning(self) -> None:
-        """Warns that data had an end before `steps_per_epoch`; else they may end where they do."""
-        if self.steps_per_epoch and self.extended._is_chief:
+        """Warns of an end before `steps_per_epoch`; data without that may end anywhere."""
+        if self.steps_per_epoch and self.extended.worker.rank == 0:
             super()._interrupted_warning()
 
     @contextlib.contextmanager
@@ -145,7 +146,7 @@ class Passes(trainer.TFEpochIterator):
             self._num_batches = length
 
     def _enumerate_iterator(self) -> Iterator[Nest]:
-        place, position = self.extended.place, self.extended.position
+        place, position = self.extended.place, self.extended.data.position
         if not place.fits or place.calls:
             yield from super()._enumerate_iterator()
             return
@@ -155,7 +156,7 @@ class Passes(trainer.TFEpochIterator):
         if not self.steps_per_epoch:
             yield from super()._enumerate_iterator()
             return
-        self.extended.passes = self
+        self.extended.data.passes = self
         left = self.steps_per_epoch - position.take_steps()
         if self.present() is None:
             self._began = position.epoch
@@ -180,13 +181,15 @@ class Passes(trainer.TFEpochIterator):
         self.data_adapter.on_epoch_end()
 
     def _note_order(self, epoch: int) -> None:
-        """Says so where data that go on in a pass are in another order.
+        """Prints a note where data that go on in a pass may be in another order.
 
         In the first epoch a seed gives the order that it gave in the former process.
         """
-        why = self.why_order_differs(epoch == 0)
+        if self.dataset is None:
+            return
+        why = same_data.why_order_differs(self.dataset, epoch == 0)
         if why:
-            self.extended.note(
+            self.extended.notes.tell(
                 f"the run goes on within its data, but their dataset {why}: rows may be trained "
                 "twice or not at all. See docs/checkpoints.md, Data by epoch"
             )

@@ -18,7 +18,7 @@ from tfpara.sync.data.elastic_data import (
     deal_out_py_dataset,
 )
 from tfpara.sync.keras.batches import part_of, shown_values, without_none
-from tfpara.sync.keras.replacing import adapter_utils, adapters, array_slicing
+from tfpara.sync.keras.replacing import array_slicing, data_adapter_utils, data_adapters
 from tfpara.typing import Data, Json
 
 
@@ -41,12 +41,12 @@ def refuse_spent(given: dict[str, Json]) -> None:
 
 
 def deal_out(strategy: Any, began: Began, given: dict[str, Any]) -> None:
-    """Replaces data among the arguments of `fit` by such as can be dealt out anew, in place."""
+    """Replaces data among the arguments of `fit`, in place, by data that can be dealt out anew."""
     if given.get("steps_per_epoch") is not None and not are_arrays(given):
-        return  # which the run refuses
+        return  # an elastic run refuses them
     data, class_weight = given.get("x"), given.get("class_weight")
     if class_weight and isinstance(data, (tf.data.Dataset, tf.distribute.DistributedDataset)):
-        weighted = adapters.TFDatasetAdapter(data, class_weight=class_weight)
+        weighted = data_adapters.TFDatasetAdapter(data, class_weight=class_weight)
         given["x"], given["class_weight"] = weighted.get_tf_dataset(), None
     if isinstance(data, tf.data.Dataset):
         deal_out_dataset(strategy, began, given)
@@ -59,16 +59,15 @@ def deal_out(strategy: Any, began: Began, given: dict[str, Any]) -> None:
 
 def _batches_of(data: keras.utils.PyDataset, given: dict[str, Any]) -> Batches:
     """Returns the batches of a dataset that `fit` was given."""
-    beside = {"y": given.get("y"), "sample_weight": given.get("sample_weight")}
-    beside["validation_split"] = given.get("validation_split") or None
-    for name, value in beside.items():
-        if value is not None:
+    for name in ("y", "sample_weight", "validation_split"):
+        value = given.get(name)
+        if value is not None and (name != "validation_split" or value):
             raise ValueError(
                 f"{name}= does not go with a PyDataset, whose batches have the labels and weights. "
                 "Leave it out."
             )
-    adapter = adapters.PyDatasetAdapter(data, given.get("class_weight"), given.get("shuffle"))
-    adapter.enqueuer = None  # whose threads would read for nobody
+    adapter = data_adapters.PyDatasetAdapter(data, given.get("class_weight"), given.get("shuffle"))
+    adapter.enqueuer = None  # its threads would read batches that nobody uses
     count = adapter.num_batches
     if count is None:
         raise ValueError("the PyDataset has no end, which elastic= needs: write its __len__.")
@@ -79,9 +78,8 @@ def _batches_of(data: keras.utils.PyDataset, given: dict[str, Any]) -> Batches:
         return without_none(adapter._standardize_batch(batch))
 
     first = [standard(data[number]) for number in sorted({0, min(1, count - 1), count - 1})]
-    return Batches(
-        count, adapter_utils.get_tensor_spec(first), shown_values(first), standard, part_of
-    )
+    signature = data_adapter_utils.get_tensor_spec(first)
+    return Batches(count, signature, shown_values(first), standard, part_of)
 
 
 def divide_and_weight(given: dict[str, Any]) -> None:
@@ -100,7 +98,7 @@ def divide_and_weight(given: dict[str, Any]) -> None:
                 "class_weight weighs the only labels of a model, and does not go with "
                 "sample_weight. Multiply the two before fit, and give sample_weight."
             )
-        given["sample_weight"] = adapter_utils.class_weight_to_sample_weights(
+        given["sample_weight"] = data_adapter_utils.class_weight_to_sample_weights(
             given["y"], given["class_weight"]
         )
         given["class_weight"] = None

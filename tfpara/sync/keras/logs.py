@@ -2,57 +2,46 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
+from typing import Any
 
 import keras
 import numpy as np
 
-from tfpara.sync.keras.replacing import Method, strategy_of_ours
-from tfpara.sync.workers.json_exchange import everyones
+from tfpara.sync.keras.replacing import Method, for_ours
 from tfpara.typing import Json, Nest
 
 
-def of_all_workers(read: Method) -> Method:
-    """Replaces the method that makes the log of an epoch: it is the same on all workers.
+@for_ours
+def of_all_workers(
+    read: Method, strategy: Any, model: keras.Model, logs: dict[str, Nest]
+) -> dict[str, Nest]:
+    """Returns the log of an epoch, the same on all workers.
 
     Keras uses the metrics' values only if the last step returned exactly the metrics; otherwise its
-    log is what that step returned on this worker. The replacement always uses the metrics of all
-    replicas. Other values are averaged over the workers, from the last step of each.
+    log is what that step returned on this worker. Here the log has the metrics of all replicas.
+    Other values are averaged over the workers, from the last step of each.
     """
-
-    @functools.wraps(read)
-    def reading(model: keras.Model, logs: dict[str, Nest]) -> dict[str, Nest]:
-        strategy = strategy_of_ours(model)
-        if strategy is None or not isinstance(logs, dict):
-            return read(model, logs)
-        with strategy.extended.reading_metrics(model):
-            metrics = model.get_metrics_result()
-        if not _has_own_steps(model):
-            return metrics  # `logs` may be empty: a worker may take no step of a resumed epoch
-        extended = strategy.extended
-        purpose = extended.place.of_metric()
-        # Others may still have data. A model without metrics has not waited for them yet.
-        extended.finish_blocks(purpose)
-        returned = everyones(_plain(logs), extended.control, purpose)
-        if not any(returned):
-            return metrics
-        log = {}
-        for name in {name: None for of_worker in returned for name in of_worker}:
-            values = [of_worker[name] for of_worker in returned if name in of_worker]
-            counted = name in metrics and not _counted_nothing(model, name, metrics)
-            log[name] = metrics[name] if counted else _mean(values)
-        return log
-
-    return reading
-
-
-def _has_own_steps(model: keras.Model) -> bool:
-    """Returns whether a model's own steps may return other values than its metrics.
-
-    The answer is the same on all workers.
-    """
-    return has_own(model, ("train_step", "test_step", "compute_metrics"))
+    if not isinstance(logs, dict):
+        return read(model, logs)
+    extended = strategy.extended
+    with extended.metrics.reading(model):
+        metrics = model.get_metrics_result()
+    # Other steps than Keras' may return other values. The answer is the same on all workers.
+    if not has_own(model, ("train_step", "test_step", "compute_metrics")):
+        return metrics  # `logs` may be empty: a worker may take no step of a resumed epoch
+    purpose = extended.place.of_metric()
+    # Others may still have data. A model without metrics has not waited for them yet.
+    extended.models.finish_blocks(purpose)
+    returned = strategy.everyones(_plain(logs), purpose)
+    if not any(returned):
+        return metrics
+    log = {}
+    for name in {name: None for of_worker in returned for name in of_worker}:
+        values = [of_worker[name] for of_worker in returned if name in of_worker]
+        counted = name in metrics and not _counted_nothing(model, name, metrics)
+        log[name] = metrics[name] if counted else _mean(values)
+    return log
 
 
 def has_own(model: keras.Model, names: Sequence[str]) -> bool:

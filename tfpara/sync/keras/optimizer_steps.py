@@ -12,24 +12,21 @@ import tensorflow as tf
 from tfpara.keras_model import build_optimizer, check_optimizers_built, unbuilt_optimizers
 from tfpara.sync.keras.replacing import Method
 from tfpara.sync.tensorflow.extended import PeriodicSyncExtended
-from tfpara.sync.tensorflow.variables import in_replica
+from tfpara.sync.tensorflow.variables import in_replica, local_replica
 from tfpara.typing import Nest, Variable
 
-# Optimizers without slots, by id, while `build_optimizers` traces a step: the weights that each
-# trains, once its `apply` was called.
-_unbuilt: dict[int, keras.optimizers.Optimizer] = {}
-
-
-# During a step of an optimizer whose momentum is fitted to the block, by its id: that momentum (or
-# Adam's β₁) and the factor of SGD's learning rate.
+# The weights that optimizers without slots train, by the id of the optimizer, while
+# `build_optimizers` traces a step; None before `apply` was called.
+_unbuilt: dict[int, Sequence[Variable] | None] = {}
+# The momentum (or Adam's β₁) and the factor of SGD's learning rate that are fitted to the block, by
+# the id of the optimizer, during its step.
 _fitted: dict[int, tuple[tf.Tensor, tf.Tensor]] = {}
-
-
+# The spec of a minibatch in the present or last `fit` of each model.
 element_specs: weakref.WeakKeyDictionary[keras.Model, Nest] = weakref.WeakKeyDictionary()
 
 
 def step_noted(apply: Method) -> Method:
-    """Replaces an optimizer's step: the strategy notes a step that is taken in a replica."""
+    """Replaces an optimizer's step, which the strategy notes where it is taken in a replica."""
 
     @functools.wraps(apply)
     def applying(
@@ -43,26 +40,24 @@ def step_noted(apply: Method) -> Method:
         extended = tf.distribute.get_strategy().extended
         if not isinstance(extended, PeriodicSyncExtended) or not in_replica():
             return apply(optimizer, grads, trainable_variables)
-        extended.note_step(optimizer)
-        fitted = extended.fit_momentum(optimizer)
+        fitted = extended.momentum.of_step(optimizer, local_replica())
         if fitted is not None:
             _fitted[id(optimizer)] = fitted
-        former, extended.applying = extended.applying, True
         try:
-            return apply(optimizer, grads, trainable_variables)
+            with extended.steps.trace.step_of(optimizer):
+                return apply(optimizer, grads, trainable_variables)
         finally:
-            extended.applying = former
             _fitted.pop(id(optimizer), None)
 
     return applying
 
 
 def _where_fitted(step: Callable[..., None]) -> Callable[[Method], Method]:
-    """Returns what replaces an optimizer's `update_step`, by `step` where momentum is fitted.
+    """Replaces an optimizer's `update_step` by `step` where momentum is fitted to the block.
 
     Args:
         step: called as `step(update_step, optimizer, gradient, variable, rate, momentum, factor)`,
-            with the last two of `local_momentum` for a block.
+            with the last two as `local_momentum` returns them for a block.
     """
 
     def replacing(update_step: Method) -> Method:
@@ -96,8 +91,8 @@ def with_fitted_momentum(
     factor: tf.Tensor,
 ) -> None:
     """Takes a step of SGD: m ← m'm − rate'·g."""
-    # Keras asks whether its momentum is 0, which no value of a graph can answer. Its operations
-    # take gradients of some rows, too.
+    # Keras' own step asks whether the momentum is 0, which no value of a graph can answer.
+    # `keras.ops` takes gradients of some rows, too.
     ops = keras.ops
     rate = ops.cast(learning_rate, variable.dtype) * factor
     step = ops.multiply(ops.cast(gradient, variable.dtype), rate)
@@ -134,7 +129,7 @@ def build_optimizers(model: keras.Model) -> None:
     """Makes the slots of all optimizers of a model, which its first step would make later.
 
     If there are several optimizers, only the model's `train_step` knows which weights each trains.
-    So the step is traced for the data of the present `fit`, and not run.
+    So the step is traced for the data of the present `fit`, without being run.
 
     Raises:
         ValueError: an optimizer has no slots even so; the message has the line that makes them.

@@ -2,40 +2,29 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import keras
 
 # In these modules `fit`, `evaluate` and `predict` make datasets of their arguments.
-from keras.src.backend.tensorflow import trainer
+from keras.src.backend.tensorflow import trainer as trainer
 
 # All public functions that save call functions of these modules: Model.save, Model.save_weights,
 # and those of keras.saving and keras.models, even if a script imported them by name.
-from keras.src.legacy.saving import legacy_h5_format
-from keras.src.saving import saving_lib
-from keras.src.trainers import data_adapters as adapters
-from keras.src.trainers.data_adapters import array_slicing
-from keras.src.trainers.data_adapters import data_adapter_utils as adapter_utils
+from keras.src.legacy.saving import legacy_h5_format as legacy_h5_format
+from keras.src.saving import saving_lib as saving_lib
+from keras.src.trainers import data_adapters as data_adapters
+from keras.src.trainers.data_adapters import array_slicing as array_slicing
+from keras.src.trainers.data_adapters import data_adapter_utils as data_adapter_utils
 
 from tfpara.keras_model import strategy_of
 from tfpara.sync.tensorflow.extended import PeriodicSyncExtended
 
-__all__ = [
-    "Method",
-    "adapter_utils",
-    "adapters",
-    "array_slicing",
-    "legacy_h5_format",
-    "replace",
-    "saving_lib",
-    "strategy_of_ours",
-    "trainer",
-]
-
 # A function of Keras, or its replacement.
 Method: TypeAlias = Callable[..., Any]
-_replaced: set[tuple[int, str, Method]] = set()
+_replaced: set[tuple[int, str, Callable[[Any], Any]]] = set()
 
 
 def replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
@@ -43,6 +32,26 @@ def replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
     if (id(owner), name, make) not in _replaced:
         _replaced.add((id(owner), name, make))
         setattr(owner, name, make(getattr(owner, name)))
+
+
+def for_ours(replacement: Method) -> Callable[[Method], Method]:
+    """Makes a replacement for models of a `PeriodicSyncStrategy`; others keep Keras' function.
+
+    Args:
+        replacement: called as `replacement(original, strategy, model, …)`.
+    """
+
+    def make(original: Method) -> Method:
+        @functools.wraps(original)
+        def calling(model: keras.Model, *args: object, **kwargs: object) -> object:
+            strategy = strategy_of_ours(model)
+            if strategy is None:
+                return original(model, *args, **kwargs)
+            return replacement(original, strategy, model, *args, **kwargs)
+
+        return calling
+
+    return make
 
 
 def strategy_of_ours(model: keras.Model) -> Any:

@@ -3,58 +3,57 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import io
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import keras
 
 from tfpara import files
 from tfpara.graph_files import without_tasks
-from tfpara.sync.keras.replacing import Method, strategy_of_ours
+from tfpara.sync.keras.replacing import Method, for_ours
 
 
-def by_the_chief(write: Method) -> Method:
-    """Replaces a function that saves a model: it writes on the chief alone, all or nothing.
+@for_ours
+def by_the_chief(
+    write: Method,
+    strategy: Any,
+    model: keras.Model,
+    filepath: str | os.PathLike[str],
+    *args: object,
+    **kwargs: object,
+) -> object:
+    """Writes a model on the chief alone, all or nothing.
 
     It writes the global model, unless the model shows other weights (`strategy.weights`).
     """
-
-    @functools.wraps(write)
-    def saving(
-        model: keras.Model, filepath: str | os.PathLike[str], *args: object, **kwargs: object
-    ) -> object:
-        strategy = strategy_of_ours(model)
-        if strategy is None:
-            return write(model, filepath, *args, **kwargs)
-        # Keras creates optimizers and layers, with variables, to compare the model's with.
-        with strategy.extended.creating_alone():
-            if not isinstance(filepath, (str, os.PathLike)):
-                with strategy.extended.writing(model):
-                    return write(model, filepath, *args, **kwargs)
-            if not strategy.is_chief:
-                return None
-            with _scratch(os.fspath(filepath)) as scratch, strategy.extended.writing(model):
-                return write(model, scratch, *args, **kwargs)
-
-    return saving
+    models = strategy.extended.models
+    # Keras creates optimizers and layers, with variables, to compare the model's with.
+    with strategy.extended.initial_values.alone():
+        if not isinstance(filepath, (str, os.PathLike)):
+            with models.writing(model):
+                return write(model, filepath, *args, **kwargs)
+        if not strategy.is_chief:
+            return None
+        with _scratch(os.fspath(filepath)) as scratch, models.writing(model):
+            return write(model, scratch, *args, **kwargs)
 
 
-def for_any_task(export: Method) -> Method:
-    """Replaces a function that writes a SavedModel: no operation in it is bound to a task."""
-
-    @functools.wraps(export)
-    def exporting(
-        model: keras.Model, filepath: str | os.PathLike[str], *args: object, **kwargs: object
-    ) -> object:
-        result = export(model, filepath, *args, **kwargs)
-        if strategy_of_ours(model) is not None:
-            without_tasks(filepath)
-        return result
-
-    return exporting
+@for_ours
+def for_any_task(
+    export: Method,
+    strategy: Any,
+    model: keras.Model,
+    filepath: str | os.PathLike[str],
+    *args: object,
+    **kwargs: object,
+) -> object:
+    """Writes a SavedModel with no operation that is bound to a task of the cluster."""
+    result = export(model, filepath, *args, **kwargs)
+    without_tasks(filepath)
+    return result
 
 
 @contextlib.contextmanager

@@ -81,7 +81,7 @@ def _look_at_stranger(model: keras.Model) -> None:
 
 
 def _parts(model: keras.Model) -> Iterator[tuple[str, list[Variable]]]:
-    """Yields what `fit` writes: its name in messages, and its variables."""
+    """Yields names for messages, each with variables that `fit` writes."""
     for weight in model.weights:
         yield f"its weight {weight.path!r}", [weight]
     optimizer = getattr(model, "optimizer", None)

@@ -1,4 +1,4 @@
-"""A function of ours in place of Keras' training step."""
+"""A function in place of Keras' training step."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import keras
 def stepping(
     model: keras.Model, step: Callable[[Callable[..., Any], Iterator[Any]], Any]
 ) -> Iterator[None]:
-    """Has `fit` call `step(function, iterator)`, with Keras' function for a step, inside.
+    """Lets `fit` call `step(function, iterator)` inside, with the function that Keras would call.
 
-    Keras makes that function in `fit`, unless it is there from before.
+    Keras makes that function in `fit`, unless an earlier `fit` has made it.
     """
     make = model.make_train_function
 

@@ -1,4 +1,4 @@
-"""Copies of all that training changes, except the learning rate, to return to."""
+"""Copies of all that training changes, except learning rates, to go back to within a run."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ import numpy as np
 import tensorflow as tf
 
 from tfpara.keras_model import optimizers
+from tfpara.strategy import Strategy
 from tfpara.sync.keras.chiefs_callbacks import HAS_WEIGHTS
 from tfpara.sync.keras.optimizer_steps import build_optimizers
-from tfpara.sync.one_sync.state_vars import Kind, Slot, model_slots, slots_of
+from tfpara.sync.one_sync.state_vars import TRAVELLING, Kind, Slot, model_slots, slots_of
 from tfpara.typing import Array, Json
 
 
@@ -56,7 +57,7 @@ class TrainingState:
                 synchronizer.was_put_back()
 
     def by_variable(self) -> dict[int, tf.Tensor]:
-        """Returns what is kept, by the id of its variable."""
+        """Returns the kept values, by the ids of their variables."""
         return {id(variable): value for variable, value in self._kept}
 
     def has_diverged(self) -> bool:
@@ -69,66 +70,56 @@ class TrainingState:
 
 
 class EpochStart:
-    """The training state where an epoch began, on all workers, who may come within it.
+    """The training state where an epoch began, on all workers, also on those that join within it.
 
-    Such a worker takes it over from another one: all but what replicas have for themselves, where
-    its replicas then begin as those of a worker that comes.
+    A worker that joins takes the state over from another one, without the replicas' own variables:
+    its replicas begin as those of any worker that joins.
 
     Args:
         model: a compiled model.
-
-    Raises:
-        ValueError: the run is a replay.
     """
 
     def __init__(self, model: keras.Model) -> None:
         self._model = model
-        self._extended: Any = getattr(model.distribute_strategy, "extended", None)
+        self._strategy: Any = Strategy.of(model)
         self._state: TrainingState | None = None
         self._taken: Sequence[np.ndarray] | None = None
-        self._elastic: Any = getattr(self._extended, "elastic", None)
-        if self._elastic is not None:
-            self._elastic.keep_state("epoch start", self)
-        elif getattr(self._extended, "replay", None) is not None:
-            raise ValueError(
-                "a replay cannot go back to where an epoch began: its record does not have what "
-                "workers that came within the epoch went back to."
-            )
+        self._strategy.share_state("epoch start", self)
 
     def note(self) -> None:
         """Notes the present state, where an epoch begins. All workers call it.
 
-        A worker that comes within the epoch keeps what it has taken over.
+        A worker that has joined within the epoch keeps the state that it has taken over.
         """
         if self._taken is None:
             self._state = TrainingState(self._model)
 
     def go_back(self) -> None:
-        """Puts back what was noted last. All workers call it, while blocks are closed."""
+        """Puts the noted state back. All workers call it, while blocks are closed."""
         if self._taken is None:
             assert self._state is not None
             self._state.restore()
             return
         for variable, value in zip(self._travelling(), self._taken, strict=True):
             variable.assign(value)
-        synchronizer = self._extended.synchronizer_of(self._model)
+        synchronizer = self._strategy.synchronizer_of(self._model)
         synchronizer.start_from(synchronizer.broadcast_point())
 
     def forget(self) -> None:
-        """Frees what was noted."""
+        """Frees the memory of the noted state."""
         self._state = self._taken = None
 
-    # -- for a worker that comes -------------------------------------------------------------
+    # -- for a worker that joins -------------------------------------------------------------
 
     def get_state(self) -> dict[str, Json]:
         return {HAS_WEIGHTS: self._state is not None or self._taken is not None}
 
     def set_state(self, state: Mapping[str, Json]) -> None:
-        """The arrays are all there is."""
+        """Does nothing: the state is the arrays of `weights`."""
 
     @property
     def weights(self) -> Sequence[np.ndarray]:
-        """The arrays that travel; where nothing was noted, others of the same shapes."""
+        """The arrays that are sent to joiners; where none were noted, others of their shapes."""
         if self._taken is not None:
             return self._taken
         noted = {} if self._state is None else self._state.by_variable()
@@ -136,19 +127,20 @@ class EpochStart:
 
     @weights.setter
     def weights(self, weights: Sequence[np.ndarray]) -> None:
-        if self._elastic.joining:  # who is behind has noted the same itself
+        if self._strategy.joining:  # a worker that is behind has noted its own
             self._taken = weights
 
     def _travelling(self) -> list[tf.Variable]:
-        return list(_changing(self._model, self._elastic.slots()))
+        slots = (slot for slot in _shared_slots(self._model) if slot.kind in TRAVELLING)
+        return list(_changing(self._model, slots))
 
 
 def _shared_slots(model: keras.Model) -> list[Slot]:
-    """Returns the slots of a checkpoint, and of what the number of replicas changes in the rule."""
+    """Returns the slots of a checkpoint, and those that the number of replicas gives the rule."""
     slots = slots_of(model)
-    extended: Any = model.distribute_strategy.extended
-    if hasattr(extended, "synchronizer_of"):
-        slots += extended.synchronizer_of(model).graph.global_state.rule.slots()
+    strategy: Any = model.distribute_strategy
+    if hasattr(strategy, "synchronizer_of"):
+        slots += strategy.synchronizer_of(model).graph.global_state.rule.slots()
     return slots
 
 
@@ -162,7 +154,7 @@ def _changing(model: keras.Model, slots: Iterable[Slot]) -> Iterator[tf.Variable
 
 
 def _is_finite(value: Array) -> bool:
-    # A sum is finite only if all its terms are. It takes one pass and no memory.
+    # A sum is finite only if all its terms are, and needs one pass and no memory.
     return bool(tf.math.is_finite(tf.reduce_sum(tf.cast(value, tf.float32))))
 
 

@@ -1,4 +1,4 @@
-"""The open block: what the local replicas have trained since the last sync, counted by parts.
+"""The open block: counts of the local replicas' minibatches since the last sync, by parts.
 
 A *part* of the model is what one exchange averages. Without fragments and without overlap there is
 one part: the whole model. Otherwise each fragment of the weights is a part, and the last part is
@@ -7,10 +7,11 @@ the state that no rule updates (such as batch-norm statistics).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import tensorflow as tf
 
+from tfpara.sync.one_sync.counter import Counter
 from tfpara.sync.one_sync.replicas import Site
 from tfpara.sync.one_sync.state_vars import Kind, Slot
 from tfpara.sync.settings import Settings
@@ -32,6 +33,8 @@ class Block:
         part_steps: minibatches of each replica since the last sync of each part, shape [parts].
         samples: for each local replica the sum of its minibatches' weights since the last sync of
             each part, shape [parts]. A minibatch weighs its samples unless the user says otherwise.
+        taken: minibatches of each replica, of all blocks.
+        seen: samples of all local replicas, of all blocks.
         turn: number of the fragment that is synced next.
     """
 
@@ -41,30 +44,41 @@ class Block:
         self._whole = whole
         self.parts = settings.fragments + (0 if whole else 1)
         self.period = site.period
-        self.steps = make(tf.zeros([], tf.int64), "pending_steps")
-        self.part_steps = make(tf.zeros([self.parts], tf.float64), "block_steps")
-        self.samples = [
-            make(tf.zeros([self.parts], tf.float64), f"pending_samples_{replica}")
-            for replica in range(len(site.devices))
-        ]
+        # A step writes one variable. float64 is exact for whole numbers up to 2^53.
+        parts, replicas = self.parts, range(len(site.devices))
+        counts = make(tf.zeros([3 + parts * (1 + len(replicas))], tf.float64), "counts")
+        self._counts = counts
+        self.taken = Counter(counts, 0, [], tf.int64)
+        self.seen = Counter(counts, 1, [])
+        self.steps = Counter(counts, 2, [], tf.int64)
+        self.part_steps = Counter(counts, 3, [parts])
+        self.samples = [Counter(counts, 3 + (1 + r) * parts, [parts]) for r in replicas]
+        # For each element the term that a step adds to it: see `count`.
+        self._terms = [0, 1, 0, *[0] * parts, *(2 + r for r in replicas for _ in range(parts))]
         self.turn = make(tf.zeros([], tf.int32), "turn")
 
     @property
     def trained(self) -> int:
         """Minibatches of each replica since the last sync, of a block of the whole model."""
-        return int(self.part_steps[0])
+        return int(self.part_steps.read_value()[0])
 
     @property
     def is_open(self) -> bool:
         """Whether a part of the model was trained since its last sync."""
-        return bool(tf.reduce_max(self.part_steps) > 0.0)
+        return bool(tf.reduce_max(self.part_steps.read_value()) > 0.0)
 
-    def count(self, weights: tf.Tensor) -> tf.Tensor:
-        """Counts a minibatch of each local replica by its weight; returns `steps`."""
-        for replica, pending in enumerate(self.samples):
-            pending.assign_add(tf.fill(pending.shape, weights[replica]))
-        self.part_steps.assign_add(tf.ones_like(self.part_steps))
-        return self.steps.assign_add(1)
+    def count(self, samples: tf.Tensor, weights: Sequence[tf.Tensor]) -> tf.Tensor:
+        """Counts a minibatch of each local replica; returns `steps`.
+
+        Args:
+            samples: of all these minibatches, float64.
+            weights: of each of them in the mean of the replicas, float64.
+        """
+        # Read before the sum: weights that a device has computed are not waited for.
+        steps = self.steps.read_value() + 1
+        terms = tf.stack([tf.ones([], tf.float64), samples, *weights])
+        self._counts.assign_add(tf.gather(terms, self._terms))
+        return steps
 
     def close(self, done: tf.Tensor, is_last: tf.Tensor) -> None:
         """Resets the counters after a sync.
@@ -73,16 +87,16 @@ class Block:
             done: number of the fragment that was synced.
             is_last: whether all parts were synced, as at the end of the data.
         """
+        if self._whole:
+            self._forget()
+            return
         self.steps.assign(0)
         counters = (self.part_steps, *self.samples)
-        if self._whole:  # so that a first step does not trace what would change nothing
-            for pending in counters:
-                pending.assign([0.0])
-            return
         self.turn.assign(tf.where(is_last, 0, (done + 1) % self._fragments))
         kept = 1.0 - tf.one_hot(done, self.parts, dtype=tf.float64)
         for pending in counters:
-            pending.assign(tf.where(is_last, tf.zeros_like(pending), kept * pending))
+            value = kept * pending.read_value()
+            pending.assign(tf.where(is_last, tf.zeros_like(value), value))
 
     def reopen(self, fragment: tf.Tensor, steps: tf.Tensor, samples: tf.Tensor) -> None:
         """Restores the counters of a fragment whose sync was started and has failed.
@@ -102,8 +116,12 @@ class Block:
 
     def give_up(self) -> None:
         """Sets all counters to 0: a checkpoint replaces what was trained since the last sync."""
-        for counter in (self.steps, self.part_steps, *self.samples, self.turn):
-            counter.assign(tf.zeros_like(counter))
+        self._forget()
+        self.turn.assign(0)
+
+    def _forget(self) -> None:
+        """Sets what is counted since a sync to 0."""
+        self._counts[2:].assign(tf.zeros([self._counts.shape[0] - 2], tf.float64))
 
     def slots(self) -> Iterator[Slot]:
         """Yields the counters that are not 0 after a sync of one of several parts."""

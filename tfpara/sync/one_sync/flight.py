@@ -6,9 +6,8 @@ results are there. Where training has to wait for that, it waits in a TensorFlow
 no thread that the flight may need. The training thread reads the results only after that.
 
 The end of a flight stays known until the next one starts. The queue only wakes the waiting thread,
-and everyone who begins to wait puts the known end into it again. So if a training step fails while
-it takes the end out of the queue, the next one that waits is still told, and does not wait for
-ever.
+and each wait begins by putting the known end into it again. So a step that fails while it takes the
+end out of the queue does not leave the next wait without one.
 """
 
 from __future__ import annotations

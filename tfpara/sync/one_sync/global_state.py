@@ -7,6 +7,7 @@ each part.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -19,9 +20,14 @@ from tfpara.sync.one_sync.replicas import Buckets, Replicas
 from tfpara.sync.one_sync.sized_rule import SizedRule
 from tfpara.sync.one_sync.state_vars import Kind, Slot
 from tfpara.sync.settings import Settings
-from tfpara.typing import Array, State
+from tfpara.typing import Array, Nest, State
 
 MakeVariable = Callable[[Array, str], tf.Variable]
+
+
+def compiles_on(device: str) -> bool:
+    """Returns whether the global step is compiled by XLA for a device."""
+    return "GPU" in device.upper()
 
 
 class Cell(NamedTuple):
@@ -154,47 +160,69 @@ class GlobalState:
             buckets: the buckets of these means.
             share: length of this block as a fraction of a whole one, 0 < share ≤ 1.
         """
-        averages = {f"averages/{label}": average for label, average in self._averages.items()}
-        update = Update(buckets, [], {label: [] for label in ("rule", *averages)})
+        labels = [f"averages/{label}" for label in self._averages]
+        update = Update(buckets, [], {label: [] for label in ("rule", *labels)})
         rule = self.rule.present()
         for holder, device in enumerate(self.aggregation.holders):
+            of_holder = zip(
+                *(self._states[label][holder][buckets] for label in ("rule", *labels)), strict=True
+            )
             with tf.device(device):
-                # The state of a bucket is read once its mean has arrived. Reading it earlier would
-                # take time from the sending.
-                before = [
-                    _read(state, after=mean)
-                    for state, mean in zip(
-                        self._states["rule"][holder][buckets], means[holder], strict=True
-                    )
-                ]
-                before = self.rule.carried(before)
-                after = [
-                    self._step(rule, state, mean, share)
-                    for state, mean in zip(before, means[holder], strict=True)
-                ]
-                broadcasts = list(map(rule.broadcast, before, after))
-                update.states["rule"].append(after)
-                update.broadcasts.append(broadcasts)
-                for label, average in averages.items():
-                    states = self._states[label][holder][buckets]
-                    update.states[label].append(
-                        [
-                            average.update(_read(state, after=sent), new.global_model, share)
-                            for state, new, sent in zip(states, after, broadcasts, strict=True)
-                        ]
-                    )
+                step = self._compiled(functools.partial(self._step, rule), rule, device)
+                of_label: list[list[State]] = [[] for _ in update.states]
+                update.broadcasts.append([])
+                for mean, (kept, *of_averages) in zip(means[holder], of_holder, strict=True):
+                    # The state of a bucket is read once its mean has arrived. Reading it earlier
+                    # would take time from the sending.
+                    (before,) = self.rule.carried([_read(kept, after=mean)])
+                    averaged = [_read(state, after=mean) for state in of_averages]
+                    replicas, _ = self._site.replicas_now()
+                    after, broadcast = step(before, averaged, mean, replicas, share)
+                    update.broadcasts[-1].append(broadcast)
+                    for new, state in zip(of_label, after, strict=True):
+                        new.append(state)
+            for label, new in zip(update.states, of_label, strict=True):
+                update.states[label].append(new)
         return update
 
-    def _step(self, rule: Any, state: State, mean: tf.Tensor, share: tf.Tensor) -> State:
-        """Takes the rule's step. Most blocks are whole, and need fewer passes over the weights."""
-        replicas, _ = self._site.replicas_now()
+    def _step(
+        self,
+        rule: Any,
+        state: State,
+        averaged: Sequence[State],
+        mean: tf.Tensor,
+        replicas: int | tf.Tensor,
+        share: tf.Tensor,
+    ) -> tuple[list[State], tf.Tensor]:
+        """Takes a bucket's step; returns the states of rule and averages, and the broadcast."""
         if isinstance(replicas, tf.Tensor):
             replicas = tf.cast(replicas, mean.dtype)
-        return tf.cond(
+        # Most blocks are whole, and need fewer passes over the weights.
+        after = tf.cond(
             share < 1.0,
             lambda: rule.update(state, mean, replicas, share),
             lambda: rule.update(state, mean, replicas),
         )
+        broadcast = rule.broadcast(state, after)
+        with tf.control_dependencies([broadcast]):  # which is sent while the averages are updated
+            new = [
+                average.update(before, after.global_model, share)
+                for average, before in zip(self._averages.values(), averaged, strict=True)
+            ]
+        return [after, *new], broadcast
+
+    def _compiled(self, step: Callable[..., Nest], rule: Any, device: str) -> Callable[..., Nest]:
+        """Returns `step` compiled by XLA where that pays, so that a bucket is one kernel or two.
+
+        A GPU waits for the launch of each small operation. On CPUs XLA rounds otherwise than NumPy.
+        A user's rule may do what XLA does not take.
+        """
+        ours = all(
+            type(r).__module__.startswith("tfpara.") for r in (rule, *self._averages.values())
+        )
+        if not (ours and compiles_on(device)):
+            return step
+        return tf.function(step, jit_compile=True, autograph=False)
 
     def commit(self, update: Update) -> None:
         """Writes the step that `update` returned."""

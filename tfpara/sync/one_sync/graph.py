@@ -15,64 +15,25 @@ import contextlib
 import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
 
-import numpy as np
 import tensorflow as tf
 
-from tfpara.cluster.place import MARKS, TEXT_BYTES, sentence
 from tfpara.sync.one_sync import placement as aggregations
 from tfpara.sync.one_sync.block import Block
 from tfpara.sync.one_sync.compression import CompressedWire
+from tfpara.sync.one_sync.consensus import Consensus, Part, Verdict
 from tfpara.sync.one_sync.global_state import GlobalState
+from tfpara.sync.one_sync.graph_ops import not_inlined, now, where
 from tfpara.sync.one_sync.replicas import Buckets, Replicas, ReplicaVariables, Site
-from tfpara.sync.one_sync.reports import (
-    SAMPLES,
-    Columns,
-    Request,
-    are_apart,
-    decide,
-    problem_of,
-    report_of,
-    signature_of,
-    stop_if,
-)
+from tfpara.sync.one_sync.reports import Request, stop_if
 from tfpara.sync.one_sync.state_vars import Kind, Slot
 from tfpara.sync.one_sync.statistics import SyncStatistics
 from tfpara.sync.one_sync.weight_exchange import Arrival, Averaging, PlainWire, Shares, phase
-from tfpara.sync.settings import NEVER, Settings
-from tfpara.typing import Array, Nest
+from tfpara.sync.settings import Settings
 
-# A worker waits this long before it fails, so that the others receive the table that says why. Its
-# failure would end what they have not received yet.
-_GRACE_SECONDS = 1.0
 # The replicas' distance is measured at each of the first 16 syncs, then at every 16th, since it
 # needs a pass over the weights.
 MEASURED_SYNCS = 16
-
-
-class Part(NamedTuple):
-    """What was decided for a part of the model, as tensors: see `Decision`."""
-
-    committed: tf.Tensor
-    steps: tf.Tensor
-    shares: Shares
-
-
-class Verdict(NamedTuple):
-    """What all workers decided, as tensors: see `Decision`.
-
-    at: when they had decided, as by `now`. allowed: whether there is no problem.
-    """
-
-    at: tf.Tensor
-    allowed: tf.Tensor
-    problem: tf.Tensor
-    is_last: tf.Tensor
-    agreed: tf.Tensor
-    counts: tf.Tensor
-    trained: tf.Tensor
-    parts: list[Part]
 
 
 class SyncGraph:
@@ -87,39 +48,30 @@ class SyncGraph:
         whole: whether each sync in the training thread is of the whole model: the weights, and the
             state that no rule updates. Otherwise that state is averaged when a block is closed.
         block: the counters of the open block.
-        columns: the columns of a report that depend on the model.
+        consensus: the reports of the replicas, and the decision.
         replicas: the local replicas' variables.
         global_state: the state of the rule and the averages.
         averaging: the exchanges.
         compressed: the wire that compresses; None if weights are sent as they are.
-        signatures: for each weight a number that must be equal on all replicas.
-        other_signatures: the same for the state, as it was at first or was set, and for the frozen
-            weights.
-        weights_seen: for each replica a number that is 0 as long as no sync has had a minibatch of
-            it that counts.
-        dealt: in an elastic run, steps of each worker that are in the model since its data were
-            dealt out; else None.
+        dealt: steps of each worker that are in the model since the data were dealt out.
     """
 
     def __init__(self, variables: ReplicaVariables, settings: Settings, site: Site) -> None:
         self._variables = variables
         self._site = site
         self._fragments = settings.fragments
-        self.weights_seen = np.zeros(site.num_replicas)
         self.whole = settings.fragments == 1 and not settings.overlap
         self.replicas = Replicas(variables, settings, site)
         self._make_state(settings)
         with tf.device("CPU:0"):
             self.block = Block(settings, self.whole, site)
+            self.consensus = Consensus(self.replicas, self.block, settings)
             self._make_counters()
-        self.columns = Columns.of(
-            self.block.parts, len(self.replicas.shared_counts), len(variables.rates)
-        )
         # In a while loop (Keras' steps_per_execution) TensorFlow identifies a collective by the
         # loop's iteration too. Inlined there, the collectives of two workers that are in different
         # iterations would not meet.
         self._sync = not_inlined(self._sync_step, tf.TensorSpec([], tf.bool))
-        self._meet = not_inlined(self._meet_step, tf.TensorSpec([], tf.float64))
+        self._meet = not_inlined(self.consensus.met, tf.TensorSpec([], tf.float64))
 
     def _make_state(self, settings: Settings) -> None:
         site, replicas, compression = self._site, self.replicas, settings.compression
@@ -138,39 +90,14 @@ class SyncGraph:
 
     def _make_counters(self) -> None:
         make = self._site.make
-        # All workers must start from the same weights, also if a script has loaded them.
-        variables = self._variables
-        others = [*variables.state, *variables.frozen]
-        self.signatures = make(_signatures(variables.weights), "signatures")
-        self.other_signatures = make(_signatures(others), "other_signatures")
-        self._request = make(tf.zeros([], tf.float64), "request")
         self._agreed = make(tf.zeros([3], tf.float64), "agreed")  # request, replicas running, all
-        self._steps = make(tf.zeros([], tf.int64), "steps")
-        self._samples = make(tf.zeros([], tf.float64), "samples")
         self._syncs = make(tf.zeros([], tf.int64), "syncs")
         self._seconds = make(tf.zeros([2], tf.float64), "seconds")
         self._distance = make(tf.zeros([]), "distance")
         self._bytes_sent = make(tf.zeros([], tf.float64), "bytes_sent")
-        self._sync_began = make(tf.zeros([], tf.float64), "sync_began")
-        self.dealt: tf.Variable | None = None
-        if self._site.members is not None:
-            number = [self._site.members.size]
-            self.dealt = tf.Variable(
-                tf.zeros(number, tf.int64), shape=[None], trainable=False, name="tfpara/dealt"
-            )
+        self.dealt = make(tf.zeros([self._site.reports.size], tf.int64), "dealt", [None])
 
     # -- in the training thread --------------------------------------------------------------
-
-    def count(self, samples: Sequence[tf.Tensor], weights: tf.Tensor) -> tf.Tensor:
-        """Counts a minibatch of each local replica; returns the number of steps of the block.
-
-        Args:
-            samples: number of samples that each local replica has just processed.
-            weights: weight of these minibatches in the mean of the replicas.
-        """
-        self._samples.assign_add(tf.add_n([tf.cast(n, tf.float64) for n in samples]))
-        self._steps.assign_add(1)
-        return self.block.count(weights)
 
     def sync(self, running: tf.Tensor) -> tf.Tensor:
         """Runs one sync in the training thread; returns whether no replica has data left."""
@@ -190,29 +117,9 @@ class SyncGraph:
         Returns:
             Whether no replica has data left; and what forbids the sync, "" if nothing does.
         """
-        began, rows = self.report(running)
-        reports = self.gather(rows, began)
-        verdict = self.decide(reports, self.apart(reports))
+        began, verdict = self.consensus.reached(running, self.averaging.anchors)
         self._close_block(verdict, began)
         return verdict.is_last, verdict.problem
-
-    def _meet_step(self, number: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        """Exchanges one number of each worker.
-
-        The number travels in a report, by the same collective as before a sync. So a worker that
-        runs a sync at this point is noticed.
-
-        Returns:
-            The numbers by rank; and the error if workers came to different exchanges, else "".
-        """
-        with tf.device("CPU:0"):
-            began, mark = self._arrival()
-            flags = tf.constant([0.0, -1.0, 0.0, 0.0], tf.float64)  # no data, no bad weight
-            others = tf.zeros([self.columns.width - SAMPLES - 1], tf.float64)
-            row = tf.concat([flags, mark, number[tf.newaxis], others], 0)
-            devices = len(self._site.devices)
-            reports = self.gather(tf.stack([row] * devices), began)
-            return reports[::devices, SAMPLES], self.apart(reports)
 
     def _close_block(self, verdict: Verdict, began: tf.Tensor) -> None:
         """Averages and commits what the reports allow; then updates the counters.
@@ -242,139 +149,6 @@ class SyncGraph:
         with tf.control_dependencies([committed]):
             where(verdict.allowed, closed)
 
-    # -- reports and the decision ------------------------------------------------------------
-
-    def report(self, running: tf.Tensor | bool) -> tuple[tf.Tensor, tf.Tensor]:
-        """Returns when this worker came to the sync, as by `now`, and its reports.
-
-        The reports have the shape [local replicas, columns].
-        """
-        began, mark = self._arrival()
-        block = self.block
-        with tf.control_dependencies([mark]), phase("check"):
-            common = {
-                "mark": mark,
-                "running": running,
-                "request": self._request.read_value(),
-                "signature": self.signatures.read_value(),
-                "others": self.other_signatures.read_value(),
-                "steps": block.part_steps.read_value(),
-                "taken": self._steps.read_value(),
-                "pending": block.steps.read_value(),
-                "period": block.period.read_value(),
-            }
-            each = [
-                (
-                    self.replicas.sums(r, self.averaging.anchors),
-                    block.samples[r].read_value(),
-                    [tf.convert_to_tensor(count[r]) for count in self.replicas.shared_counts],
-                    [tf.convert_to_tensor(rate[r]) for rate in self._variables.rates],
-                )
-                for r in range(len(self._site.devices))
-            ]
-            shape = [len(each), self.columns.width]
-            (rows,) = in_python(_rows, (common, each), tf.TensorSpec(shape, tf.float64))
-            return began, rows
-
-    def _arrival(self) -> tuple[tf.Tensor, tf.Tensor]:
-        """Returns when this worker came to an exchange, as by `now`, and its mark."""
-
-        def arrival() -> list[np.ndarray]:
-            return [np.array([time.monotonic(), *self._site.place.mark()])]
-
-        (numbers,) = in_python(arrival, (), tf.TensorSpec([1 + MARKS], tf.float64))
-        return numbers[0], numbers[1:]
-
-    def gather(self, rows: tf.Tensor, began: tf.Tensor) -> tf.Tensor:
-        """Returns the table of all replicas' reports, [N, columns], the same on every worker."""
-        self._sync_began.assign(began)
-        with phase("wait"):
-            table = self._site.reports.all_gather(rows, f"{self._site.name}/report")
-        count = -1 if self._site.members else self._site.num_replicas
-        reports = tf.reshape(table, [count, self.columns.width])
-        with tf.control_dependencies([reports]):
-            # The wait is over. If the reports forbid the sync, no other wait follows.
-            self._sync_began.assign(0.0)
-        return reports
-
-    def apart(self, reports: tf.Tensor) -> tf.Tensor:
-        """Returns the sentence that says which worker is where, if they are apart; else ""."""
-        site = self._site
-        if site.reports.size == 1 and site.members is None:
-            return tf.constant("")
-
-        def told() -> tf.Tensor:
-            mine = tf.numpy_function(
-                lambda: np.array(site.place.told(), np.int32), [], tf.int32, stateful=True
-            )
-            mine.set_shape([TEXT_BYTES])
-            table = site.reports.all_gather(mine, f"{self._site.name}/places")
-            return tf.numpy_function(lambda rows: sentence(rows).encode(), [table], tf.string)
-
-        elastic = site.members is not None
-        (differ,) = in_python(
-            lambda table: [are_apart(table, elastic)], (reports,), tf.TensorSpec([], tf.bool)
-        )
-        return tf.cond(differ, told, lambda: tf.constant(""))
-
-    def decide(self, reports: tf.Tensor, apart: tf.Tensor, *, patient: bool = True) -> Verdict:
-        """Returns what all workers decide from the table of reports.
-
-        It runs as Python: as operations it would be a third of those of a sync, all of which have
-        to be made and optimised before the first step.
-
-        Args:
-            reports: the table of all replicas' reports.
-            apart: the sentence for workers that have come to different exchanges, else "".
-            patient: whether to wait a little if the sync is forbidden. A worker that fails ends
-                what the others have not received yet, such as the table that says why.
-        """
-        site, columns, names = self._site, self.columns, self.replicas.averaged_names
-        own, fragments = len(site.devices), self._fragments
-        several = site.reports.size > 1 or site.members is not None
-
-        def decided(
-            table: np.ndarray, apart: bytes, replicas: int, first: int, period: int
-        ) -> Sequence[Array | bytes]:
-            at = time.monotonic()
-            text = apart.decode() or problem_of(table, columns, names, own)
-            if not text and site.members is None:
-                self.weights_seen += table[:, columns.samples].max(1)
-            if text and patient and several:
-                time.sleep(_GRACE_SECONDS)
-            # With F fragments, each fragment's block is F sync periods long.
-            block = float(period) * fragments
-            local = slice(first, first + own)
-            found = decide(table, columns, text, local=local, replicas=replicas, block=block)
-            return at, not text, *found
-
-        replicas, first = site.replicas_now()
-        arguments = reports, apart, replicas, first, self.block.period.read_value()
-        parts, f32, f64 = self.block.parts, tf.float32, tf.float64
-        at, allowed, problem, is_last, agreed, counts, trained, *of_parts = in_python(
-            decided,
-            arguments,
-            tf.TensorSpec([], f64),
-            tf.TensorSpec([], tf.bool),
-            tf.TensorSpec([], tf.string),
-            tf.TensorSpec([], tf.bool),
-            tf.TensorSpec([3], f64),
-            tf.TensorSpec([len(self.replicas.shared_counts)], f64),
-            tf.TensorSpec([None], tf.int64),
-            tf.TensorSpec([parts], tf.bool),
-            tf.TensorSpec([parts], f32),
-            tf.TensorSpec([parts, own], f32),
-            tf.TensorSpec([parts], f32),
-            tf.TensorSpec([parts], f32),
-        )
-        made = [
-            Part(committed, steps, Shares(portions, divisor, of_block))
-            for committed, steps, portions, divisor, of_block in zip(
-                *map(tf.unstack, of_parts), strict=True
-            )
-        ]
-        return Verdict(at, allowed, problem, is_last, agreed, counts, trained, made)
-
     def of_fragment(self, number: tf.Tensor, function: Callable[[int], tf.Tensor]) -> tf.Tensor:
         """Returns `function` of the fragment with this number, a tensor."""
         if self._fragments == 1:
@@ -392,6 +166,8 @@ class SyncGraph:
         Nothing is written.
         """
         arrival = self.averaging.exchange(fragment, local, shares)
+        if self._site.has_one_replica:
+            return arrival, tf.zeros([])
         with tf.control_dependencies(tf.nest.flatten(arrival.means)):
             distance = tf.cond(
                 (self._syncs < MEASURED_SYNCS) | (self._syncs % MEASURED_SYNCS == 0),
@@ -460,8 +236,7 @@ class SyncGraph:
             seconds: for which training stood still, and the part of these spent waiting.
         """
         self._agreed.assign(verdict.agreed)
-        if self.dealt is not None:
-            self.dealt.assign_add(verdict.trained)
+        self.dealt.assign_add(verdict.trained)
         self._syncs.assign_add(committed)
         self._seconds.assign_add(seconds)
 
@@ -471,16 +246,16 @@ class SyncGraph:
 
     def begin_waiting(self, verdict: Verdict) -> tf.Tensor:
         """Notes that after a decision a collective begins, which may wait for other workers."""
-        return self._sync_began.assign(verdict.at)
+        return self.consensus.began.assign(verdict.at)
 
     def forget_waiting(self) -> None:
         """Notes that the sync no longer waits: all has arrived, or it has failed."""
-        self._sync_began.assign(0.0)
+        self.consensus.began.assign(0.0)
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
         """Notes that this process waits inside, in an exchange of this model from Python."""
-        self._sync_began.assign(time.monotonic())
+        self.consensus.began.assign(time.monotonic())
         try:
             yield
         finally:
@@ -488,11 +263,12 @@ class SyncGraph:
 
     def waiting_since(self) -> float:
         """Returns when the wait of a sync began, on the monotonic clock; 0 if none waits."""
-        return float(self._sync_began.numpy())
+        return float(self.consensus.began.numpy())
 
     def request(self, request: Request) -> None:
         """Makes a request to all workers; at the next sync they agree on the largest one."""
-        self._request.assign(tf.maximum(self._request, float(request)))
+        asked = self.consensus.request
+        asked.assign(tf.maximum(asked, float(request)))
 
     def agreed(self) -> tuple[Request, bool]:
         """Returns the request of the last sync, and whether all replicas, or none, had data."""
@@ -501,16 +277,16 @@ class SyncGraph:
 
     def answered(self, *requests: Request) -> None:
         """Forgets the request of this worker, and the one agreed on, where it is one of these."""
-        if int(self._request) in requests:
-            self._request.assign(0.0)
+        if int(self.consensus.request) in requests:
+            self.consensus.request.assign(0.0)
         agreed = self._agreed.numpy()
         if int(agreed[0]) in requests:
             self._agreed.assign([0.0, *agreed[1:]])
 
     def set_statistics(self, past: SyncStatistics) -> None:
         """Sets what this worker has counted and measured to what it was in the past."""
-        self._steps.assign(past.steps)
-        self._samples.assign(past.samples)
+        self.block.taken.assign(past.steps)
+        self.block.seen.assign(past.samples)
         self._syncs.assign(past.syncs)
         self._seconds.assign([past.sync_seconds, past.wait_seconds])
         self._distance.assign(past.distance)
@@ -520,8 +296,8 @@ class SyncGraph:
         """Returns the counts and times of this worker's syncs so far."""
         seconds = self._seconds.numpy()
         return SyncStatistics(
-            steps=int(self._steps),
-            samples=int(self._samples),
+            steps=int(self.block.taken),
+            samples=int(self.block.seen),
             syncs=int(self._syncs),
             sync_seconds=float(seconds[0]),
             wait_seconds=float(seconds[1]),
@@ -535,8 +311,8 @@ class SyncGraph:
         """Yields the state of the syncs, without the model's own variables."""
         yield from self.global_state.slots()
         yield from self.counted()
-        yield Slot("counter/signatures", Kind.SHARED, self.signatures)
-        others = self.other_signatures
+        yield Slot("counter/signatures", Kind.SHARED, self.consensus.signatures)
+        others = self.consensus.other_signatures
         yield Slot("counter/other_signatures", Kind.SHARED, others, absent=0.0)
         yield from self.averaging.slots()
         if self.compressed is not None:
@@ -547,84 +323,77 @@ class SyncGraph:
         """Returns the counters that a new synchronizer of the same model takes over."""
         return [
             Slot("counter/period", Kind.WORKER, self.block.period),
-            Slot("counter/steps", Kind.WORKER, self._steps),
-            Slot("counter/samples", Kind.SUM, self._samples),
+            Slot("counter/steps", Kind.WORKER, self.block.taken),
+            Slot("counter/samples", Kind.SUM, self.block.seen),
             Slot("counter/syncs", Kind.WORKER, self._syncs),
             Slot("counter/seconds", Kind.WORKER, self._seconds),
             Slot("counter/distance", Kind.WORKER, self._distance),
             Slot("counter/bytes_sent", Kind.WORKER, self._bytes_sent, absent=0.0),
         ]
 
+    def adopt(self, old: SyncGraph) -> None:
+        """Takes over the state of the syncs that the same model had before.
 
-def _signatures(variables: Sequence[Sequence[tf.Variable]]) -> tf.Tensor:
-    """Returns the signature of each variable's component on the first device."""
-    signatures = [signature_of(variable[0]) for variable in variables]
-    return tf.stack(signatures) if signatures else tf.zeros([0], tf.float64)
+        Weights that both have keep their global model, momentum, averages and compression errors.
+        Other weights start from their present values. Every worker must call it.
+        """
+        places = old._variables.places()
 
+        def adopted(kind: str, theirs: Buckets, mine: Buckets) -> list[tf.Tensor]:
+            """Returns `mine` with the values of `theirs` for all variables that both have."""
+            weights = kind == "weight"
+            from_layout, layout = (
+                graph.replicas.layout if weights else graph.replicas.state_layout
+                for graph in (old, self)
+            )
+            variables = self._variables.weights if weights else self._variables.state
+            indices = [places.get(id(v[0]), ("", 0)) for v in variables]
+            former_values, values = from_layout.unpack(theirs), layout.unpack(mine)
+            return layout.pack(
+                [
+                    former_values[index] if of == kind else value
+                    for (of, index), value in zip(indices, values, strict=True)
+                ]
+            )
 
-def _rows(common: dict[str, Any], replicas: Sequence[tuple]) -> tuple[np.ndarray]:
-    """Returns the reports of the local replicas, [local replicas, columns], from what they read."""
-    period, pending = common.pop("period"), common.pop("pending")
-    common["signature"] = common["signature"].sum()
-    common["others"] = common["others"].sum()
-    common.update(never=period >= NEVER, idle=pending == 0)
-    return (np.stack([report_of(*each, **common) for each in replicas]),)
-
-
-def in_python(
-    function: Callable[..., Sequence[Any]], arguments: Nest, *specs: tf.TensorSpec
-) -> list[tf.Tensor]:
-    """Returns as operations what a Python function returns; it gets NumPy arrays.
-
-    Args:
-        function: called with `arguments` as arrays.
-        arguments: a tuple of tensors, or of structures of tensors.
-        *specs: of what it returns, arrays or what NumPy makes arrays of.
-    """
-    tensors = tf.nest.flatten(arguments)
-
-    def called(*values: np.ndarray) -> list[np.ndarray]:
-        returned = function(*tf.nest.pack_sequence_as(arguments, values))
-        return [np.asarray(r, s.dtype.as_numpy_dtype) for r, s in zip(returned, specs, strict=True)]
-
-    results = tf.numpy_function(called, tensors, [spec.dtype for spec in specs])
-    for result, spec in zip(results, specs, strict=True):
-        result.set_shape(spec.shape)
-    return results
+        of_weights = functools.partial(adopted, "weight")
+        scalars = {
+            (cell.field, cell.part.bucket): cell.variable
+            for cell in old.global_state.cells()
+            if cell.is_scalar
+        }
+        pairs = zip(old.replicas.layout.buckets, self.replicas.layout.buckets, strict=True)
+        # Each fragment has its own counts of syncs. Scalars come from the fragment's first bucket.
+        counting = [theirs.start for theirs, mine in pairs for _ in range(mine.start, mine.stop)]
+        for cell in {cell.field: cell for cell in self.global_state.cells()}.values():
+            if cell.field in ("moments/momentum", "moments/velocity"):
+                continue  # Moments stay those of the optimizer's present slots.
+            if cell.is_scalar:
+                values = [scalars[cell.field, bucket] for bucket in counting]
+            else:
+                values = of_weights(*(g.global_state.whole(cell.field) for g in (old, self)))
+            self.global_state.set_field(cell.field, values)
+        # Another optimizer may have brought other defaults of the rule.
+        self.global_state.carry(old.global_state.rule.last())
+        if self.compressed is not None and old.compressed is not None:
+            self.compressed.adopt(old.compressed, of_weights)
+        # State may have moved since the last sync, so its anchors are taken over too.
+        anchors = adopted("state", old.averaging.anchors, self.averaging.anchors)
+        for anchor, value in zip(self.averaging.anchors, anchors, strict=True):
+            anchor.assign(value)
+        for slot, theirs in zip(self.counted(), old.counted(), strict=True):
+            slot.variable.assign(theirs.variable.read_value())
+        # Signatures must be equal everywhere, as zeros are; what replicas have trained may differ.
+        # What the former synchronizer did not have was never compared.
+        variables = self._variables
+        for signatures, of_kind in (
+            (self.consensus.signatures, variables.weights),
+            (self.consensus.other_signatures, [*variables.state, *variables.frozen]),
+        ):
+            compared = tf.constant([id(v[0]) in places for v in of_kind], tf.bool)
+            signatures.assign(tf.where(compared, tf.zeros_like(signatures), signatures))
 
 
 def if_any(part: Part, function: Callable[[], tf.Tensor]) -> tf.Tensor:
     """Returns `function()` if the part is averaged, else 0."""
     return tf.cond(part.committed, function, lambda: tf.constant(0, tf.int64))
-
-
-def where(condition: tf.Tensor, function: Callable[[], object]) -> tf.Tensor:
-    """Calls `function` if the condition holds; returns the condition, as a control dependency."""
-
-    def called() -> tf.Tensor:
-        function()
-        return tf.constant(True)
-
-    return tf.cond(condition, called, lambda: tf.constant(False))
-
-
-def not_inlined(function: Callable[..., Nest], *specs: tf.TensorSpec) -> Callable[..., Nest]:
-    """Returns `function` as a graph function that TensorFlow does not inline, traced once.
-
-    A tf.function would be traced twice: in a training step's graph, and for the first call from
-    Python, which is outside of the strategy's scope. That takes half a second or more.
-
-    Args:
-        function: its operations.
-        *specs: of its arguments.
-    """
-    attributes = {"_noinline": True}
-    in_graph = tf.function(function, specs, autograph=False, experimental_attributes=attributes)
-    made = functools.cache(in_graph.get_concrete_function)
-    return lambda *arguments: made()(*arguments)
-
-
-def now() -> tf.Tensor:
-    """Returns the seconds on the monotonic clock, float64."""
-    # Called eagerly, numpy_function would turn a Python float into float32.
-    return tf.numpy_function(lambda: np.float64(time.monotonic()), [], tf.float64)

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import tensorflow as tf
 
+from tfpara.sync.one_sync.consensus import Verdict
 from tfpara.sync.one_sync.flight import FLYING, LANDED, NONE, Flight
-from tfpara.sync.one_sync.graph import SyncGraph, Verdict, if_any, not_inlined, now, where
+from tfpara.sync.one_sync.graph import SyncGraph, if_any
+from tfpara.sync.one_sync.graph_ops import not_inlined, now, where
 from tfpara.sync.one_sync.replicas import Site
 from tfpara.sync.one_sync.reports import stop_if
 from tfpara.sync.one_sync.weight_exchange import phase
@@ -38,7 +40,7 @@ class Overlap:
             self._fly,
             site.devices,
             layout.bucket_sizes,
-            graph.columns.width,
+            graph.consensus.columns.width,
             site.num_replicas,
             site.make,
         )
@@ -52,10 +54,13 @@ class Overlap:
         Args:
             steps: minibatches of each replica since the last sync point.
         """
-        period = self._graph.block.period
-        delay = period if self._overlap is True else tf.constant(self._overlap, tf.int64)
-        where((self.flight.state != NONE) & (steps >= delay), self.merge)
-        where(steps >= period, self._start)
+        with tf.device("CPU:0"):
+            period = self._graph.block.period.read_value()
+            delay = period if self._overlap is True else tf.constant(self._overlap, tf.int64)
+            arrives = (self.flight.state.read_value() != NONE) & (steps >= delay)
+            begins = steps >= period
+        where(arrives, self.merge)
+        where(begins, self._start)
 
     def await_landing(self) -> None:
         """Waits until the flight has landed, if there is one, and notes what all agreed on."""
@@ -68,7 +73,7 @@ class Overlap:
     def _start_step(self) -> None:
         """Starts the sync of the block that ends here, and opens the next block."""
         graph, flight = self._graph, self.flight
-        began, rows = graph.report(True)
+        began, rows = graph.consensus.report(True, graph.averaging.anchors)
         turn = graph.block.turn.read_value()
 
         def start(fragment: int) -> tf.Tensor:
@@ -93,12 +98,12 @@ class Overlap:
     def _fly_step(self) -> tf.Tensor:
         """Exchanges reports and, if they allow it, weights, from the flight's copies."""
         graph, flight = self._graph, self.flight
-        reports = graph.gather(flight.rows.read_value(), now())
+        reports = graph.consensus.gather(flight.rows.read_value(), now())
         with tf.control_dependencies([reports]):
             flight.table.assign(reports)
-            apart = flight.apart.assign(graph.apart(reports))
+            apart = flight.apart.assign(graph.consensus.apart(reports))
         # If the reports forbid the sync, `_touch_down` tells the training why.
-        verdict = graph.decide(reports, apart, patient=False)
+        verdict = graph.consensus.decide(reports, apart, patient=False)
         committed = graph.of_fragment(
             flight.fragment,
             lambda f: if_any(verdict.parts[f], lambda: self._exchange(f, verdict)),
@@ -126,7 +131,7 @@ class Overlap:
         """
 
         def again() -> None:
-            self._graph.gather(self.flight.rows.read_value(), now())
+            self._graph.consensus.gather(self.flight.rows.read_value(), now())
 
         with tf.control_dependencies([where(of_collective, again)]):
             stop_if(problem)
@@ -157,7 +162,7 @@ class Overlap:
 
     def _touch_down(self, waited: tf.Tensor) -> tf.Tensor:
         graph, flight = self._graph, self.flight
-        verdict = graph.decide(flight.table.read_value(), flight.apart.read_value())
+        verdict = graph.consensus.decide(flight.table.read_value(), flight.apart.read_value())
 
         def landed() -> None:
             committed = flight.committed.read_value()
@@ -165,7 +170,7 @@ class Overlap:
             flight.state.assign(tf.where(committed > 0, tf.constant(LANDED, tf.int64), NONE))
 
         def forbidden() -> None:
-            rows, columns = flight.rows.read_value(), graph.columns
+            rows, columns = flight.rows.read_value(), graph.consensus.columns
             graph.block.reopen(flight.fragment, rows[0, columns.steps], rows[:, columns.samples])
             flight.state.assign(NONE)
 

@@ -10,12 +10,12 @@ from typing import NamedTuple
 import tensorflow as tf
 
 from tfpara.cluster.place import Place
-from tfpara.collectives import Collectives, broadcast_to_devices
-from tfpara.collectives.members import Members
+from tfpara.collectives import Collectives, Loopback, broadcast_to_devices
 from tfpara.keras_model import constrained
 from tfpara.sync.one_sync.buckets import Layout
 from tfpara.sync.settings import Settings
-from tfpara.typing import Array
+from tfpara.sync.workers.company import Company
+from tfpara.typing import Scalar
 
 Buckets = Sequence[tf.Tensor]
 BUCKET_BYTES = 8 << 20  # the largest buffer sent in one piece
@@ -25,39 +25,40 @@ class Site(NamedTuple):
     """The place of this worker among all that train a model, and its links to them.
 
     name: prefix of the names of the model's exchanges; unique in a run, the same on every worker.
-    num_replicas: N, over all workers.
-    first_replica: global number of this worker's first replica.
+    num_replicas: N, over all workers, at the start.
+    company: the workers.
     devices: one for each local replica, the lead device first.
     collectives: between the workers' lead devices, for the weights.
     reports: collectives between the workers' hosts, for the reports.
     place: where in its script this process is; its owner keeps it up to date.
-    make: creates a plain variable, `make(initial_value, name)`.
+    make: creates a plain variable, `make(initial_value, name)`, or `make(value, name, shape)` for
+        one whose shape may change.
     period: the sync period in minibatches, of all models of the strategy.
-    members: of a group that changes, else None; num_replicas and first_replica are then those with
-        which the run began.
-    present: N, where it changes and the local replicas stay: those beyond it are idle. Else None.
     """
 
     name: str
     num_replicas: int
-    first_replica: int
+    company: Company
     devices: Sequence[str]
     collectives: Collectives
     reports: Collectives
     place: Place
-    make: Callable[[Array, str], tf.Variable]
+    make: Callable[..., tf.Variable]
     period: tf.Variable
-    members: Members | None = None
-    present: tf.Variable | None = None
 
-    def replicas_now(self) -> tuple[int | tf.Tensor, int | tf.Tensor]:
-        """N and the number of this worker's first replica, as graphs read them."""
-        if self.present is not None:
-            return self.present.read_value(), self.first_replica
-        if self.members is None:
-            return self.num_replicas, self.first_replica
-        size, rank = self.members.size_and_rank()
-        return size * len(self.devices), rank * len(self.devices)
+    def replicas_now(self) -> tuple[Scalar, Scalar]:
+        """Returns N, and the number of this worker's first replica, as graphs read them."""
+        return self.company.replicas_now(len(self.devices))
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether this worker trains alone, now and later."""
+        return isinstance(self.reports, Loopback)
+
+    @property
+    def has_one_replica(self) -> bool:
+        """Whether a single replica trains, from the beginning to the end of the run."""
+        return self.num_replicas == 1 and self.is_alone
 
 
 @dataclasses.dataclass
@@ -92,6 +93,11 @@ class ReplicaVariables:
     rates: Sequence[Sequence[tf.Variable]] = ()
     constraints: Sequence[Callable[[tf.Tensor], tf.Tensor] | None] = ()
 
+    def places(self) -> dict[int, tuple[str, int]]:
+        """Returns kind and number of each variable, by the id of its first device's component."""
+        kinds = {"weight": self.weights, "state": self.state, "frozen": self.frozen}
+        return {id(v[0]): (kind, i) for kind, of in kinds.items() for i, v in enumerate(of)}
+
 
 class Replicas:
     """The variables of a worker's replicas, which it packs into buckets and writes.
@@ -115,12 +121,13 @@ class Replicas:
         slot_names = variables.slot_names if self.averaged_slots else []
         self.averaged_names = [*variables.weight_names, *variables.state_names, *slot_names]
 
-    def sums(self, replica: int, anchors: Buckets) -> tf.Tensor:
-        """Returns for each of `averaged_names` the sum of its elements, float32.
+    def summary(self, replica: int, anchors: Buckets) -> tf.Tensor:
+        """Returns the numbers of a replica that its report is made of, one float64 vector.
 
-        It is finite only if all of them are, and takes one pass and no memory. Of state, which may
-        have huge numbers such as those of a mask, it is 0 if all that has moved since the last sync
-        is finite, else NaN.
+        First for each of `averaged_names` the sum of its elements, which is finite only if all of
+        them are, and takes one pass and no memory. Of state, which may have huge numbers such as
+        those of a mask, it is 0 if all that has moved since the last sync is finite, else NaN. Then
+        the step counts that all share, and the learning rates.
 
         Args:
             replica: number of the local replica.
@@ -133,7 +140,10 @@ class Replicas:
             )
             moved = self.state_layout.unpack(self._moved(replica, anchors))
             state = [tf.where(tf.reduce_all(tf.math.is_finite(m)), 0.0, math.nan) for m in moved]
-            return tf.stack([*weights, *state, *slots])
+            sums = tf.stack([*weights, *state, *slots])
+            others = [v[replica] for v in (*self.shared_counts, *self.variables.rates)]
+            exact = [tf.cast(other, tf.float64)[tf.newaxis] for other in others]
+            return tf.concat([tf.cast(sums, tf.float64), *exact], 0)
 
     def weights(self, replica: int, fragment: int | None = None) -> list[tf.Tensor]:
         """Returns the buckets of a replica's weights: of all, or of one fragment."""

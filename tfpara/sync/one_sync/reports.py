@@ -78,10 +78,10 @@ class Request(enum.IntEnum):
 
 
 def report_of(
-    weights: Sequence[float],
+    weights: Array,
     samples: Array,
-    counts: Sequence[float],
-    rates: Sequence[float],
+    counts: Array,
+    rates: Array,
     *,
     running: bool,
     signature: float,
@@ -251,7 +251,7 @@ def _alike(reports: Array, columns: Columns) -> Array:
 
 
 class Decision(NamedTuple):
-    """What all workers decide from the table of reports; a worker's `Shares` are its own.
+    """The decision of all workers from the table of reports; `portions` are this worker's.
 
     problem: the sentence that says why the reports forbid the sync, "" if nothing does.
     is_last: whether no replica has data left.

@@ -1,4 +1,4 @@
-"""The rule as graphs use it, where the number of replicas may change while they stay."""
+"""The rule in graphs that stay while the number of replicas changes."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ class SizedRule:
                 self._last[name] = make(value, f"rule/last_{name}")
 
     def present(self) -> Any:
-        """The rule with which the next global step is taken; in a graph, as it then is."""
+        """Returns the rule for the next global step; in a graph, as it is when the graph runs."""
         return self._with(self._present)
 
     def last(self) -> Any:
-        """The rule with which the last global step was taken."""
+        """Returns the rule of the last global step."""
         return self._with(self._last)
 
     def _with(self, variables: dict[str, tf.Variable]) -> Any:
@@ -62,32 +62,32 @@ class SizedRule:
         return rule
 
     def carried(self, states: Sequence[State]) -> list[State]:
-        """The states after the last step as `present` goes on from them."""
+        """Returns the states after the last step as `present` continues from them."""
         if not self._present:
             return list(states)
         present, last = self.present(), self.last()
         return [present.carry(state, last) for state in states]
 
     def commit(self) -> None:
-        """A step was taken with the present hyper-parameters."""
+        """Notes that a step was taken with the present hyper-parameters."""
         for name, variable in self._last.items():
             variable.assign(self._present[name])
 
     def change(self, num_replicas: int) -> None:
-        """From the next step on, hyper-parameters are those for so many replicas."""
+        """Sets the hyper-parameters for this number of replicas, from the next step on."""
         if self._asked is not None and self._present:
             rule = self._asked.resolve(num_replicas)
             for name, variable in self._present.items():
                 variable.assign(getattr(rule, name))
 
     def slots(self) -> Iterator[Slot]:
-        """What belongs to the rule's state, for a worker that takes it over."""
+        """Yields the numbers of the last step, for a worker that takes over the state."""
         for name, variable in self._last.items():
             yield Slot(f"rule/last_{name}", Kind.SHARED, variable)
 
 
 def sized_fields(rule: Rule) -> list[str]:
-    """The names of the hyper-parameters that `resolve` gives otherwise for other N.
+    """Returns the names of the hyper-parameters that `resolve` changes with N.
 
     Raises:
         ValueError: one of them is no number.
@@ -116,11 +116,11 @@ def sized_fields(rule: Rule) -> list[str]:
 
 
 def check_sizes(rule: Rule, max_workers: int | None, devices: int) -> Rule:
-    """Tries a rule for all numbers of workers that may come.
+    """Checks a rule for every number of workers that may train.
 
     Args:
         rule: the rule.
-        max_workers: most that may come; None: any number.
+        max_workers: largest number of workers; None: any number.
         devices: of each worker.
 
     Returns:

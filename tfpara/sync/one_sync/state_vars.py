@@ -14,6 +14,7 @@ import keras
 import tensorflow as tf
 
 from tfpara.keras_model import is_seed, training_variables
+from tfpara.sync.one_sync.counter import Counter
 
 
 class Kind(enum.Enum):
@@ -65,11 +66,15 @@ class Kind(enum.Enum):
 _OF_METRIC = {"mean": Kind.MEAN, "only_first_replica": Kind.FIRST, "none": Kind.FIRST}
 
 
+# What workers that are behind, or new, take over from another one.
+TRAVELLING = (Kind.SHARED, Kind.HOLDER, Kind.MODEL)
+
+
 class Slot(NamedTuple):
     """One variable of the state.
 
     name: the key in a checkpoint; "global/FIELD/BUCKET/START" for a holder's part.
-    variable: the TensorFlow variable.
+    variable: the TensorFlow variable, or a counter that is a part of one.
     replica: the local replica that owns it; None if it belongs to the whole worker.
     empty: whether its value has no meaning now, so that a checkpoint leaves it out.
     absent: its value where a checkpoint of an earlier version lacks it; None if every version
@@ -78,7 +83,7 @@ class Slot(NamedTuple):
 
     name: str
     kind: Kind
-    variable: tf.Variable
+    variable: tf.Variable | Counter
     replica: int | None = None
     empty: bool = False
     absent: Any = None
@@ -112,7 +117,7 @@ def slots_of(model: keras.Model) -> list[Slot]:
     """Returns the model's slots and, where its replicas are synchronised, the synchronizer's."""
     strategy: Any = model.distribute_strategy
     slots = list(model_slots(model))
-    if hasattr(strategy.extended, "synchronizer_of"):
+    if hasattr(strategy, "synchronizer_of"):
         with strategy.scope():
-            slots += strategy.extended.synchronizer_of(model).slots()
+            slots += strategy.synchronizer_of(model).slots()
     return slots

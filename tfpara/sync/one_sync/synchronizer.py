@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from tfpara.sync.one_sync.graph import SyncGraph, not_inlined, where
+from tfpara.sync.one_sync.graph import SyncGraph
+from tfpara.sync.one_sync.graph_ops import not_inlined, where
 from tfpara.sync.one_sync.overlap import Overlap
 from tfpara.sync.one_sync.replicas import Buckets, ReplicaVariables, Site, assign
 from tfpara.sync.one_sync.reports import signature_of
@@ -42,9 +42,7 @@ class Synchronizer:
         # the global model of this many syncs.
         self._gathered: list[tf.Tensor] = []
         self._gathered_at = -1
-        self._index = {id(v[0]): ("weight", i) for i, v in enumerate(variables.weights)}
-        self._index |= {id(v[0]): ("state", i) for i, v in enumerate(variables.state)}
-        self._index |= {id(v[0]): ("frozen", i) for i, v in enumerate(variables.frozen)}
+        self._places = variables.places()
         self.graph = SyncGraph(variables, settings, site)
         self._overlap = Overlap(self.graph, settings.overlap, site) if settings.overlap else None
         self._device_period = settings.device_sync_period
@@ -64,16 +62,21 @@ class Synchronizer:
             samples: number of samples that each local replica has just processed.
             weights: weight of these minibatches in the mean of the replicas.
         """
-        counts = tf.stack([tf.cast(n, tf.float64) for n in weights])
-        steps = self.graph.count(samples, counts)
-        if self._device_period is not None:
-            self._device_samples.assign_add(counts)
-            of_devices = self._device_steps.assign_add(1)
-            where(of_devices >= self._device_period, self._average_devices)
+        block, period = self.graph.block, self._device_period
+        with tf.device("CPU:0"):  # a GPU would be waited for
+            of_all = tf.add_n([tf.cast(n, tf.float64) for n in samples])
+            counts = [tf.cast(n, tf.float64) for n in weights]
+            steps = block.count(of_all, counts)
+            is_due = steps >= block.period.read_value()
+            if period is not None:
+                self._device_samples.assign_add(tf.stack(counts))
+                devices_due = self._device_steps.assign_add(1) >= period
+        if period is not None:
+            where(devices_due, self._average_devices)
         if self._overlap is not None:
             self._overlap.after_step(steps)
         else:
-            where(steps >= self.graph.block.period, lambda: self.graph.sync(tf.constant(True)))
+            where(is_due, lambda: self.graph.sync(tf.constant(True)))
 
     def _average_devices_step(self) -> None:
         """Sets the local replicas to their mean.
@@ -192,7 +195,7 @@ class Synchronizer:
             component: the variable's component on the first device. A variable that is not the
                 model's is ignored.
         """
-        kind, index = self._index.get(id(component), ("", 0))
+        kind, index = self._places.get(id(component), ("", 0))
         if kind == "weight" and self.shows_others:
             raise ValueError(
                 "a weight is set while strategy.weights(...) shows others than the replicas' own; "
@@ -216,10 +219,10 @@ class Synchronizer:
                 for keeper in keepers:
                     keeper.set_part(bucket, at, value[piece.start : piece.stop])
             self._set_gathered(index, value, anew)
-            graph.signatures[index].assign(signature_of(value))
+            graph.consensus.signatures[index].assign(signature_of(value))
         if kind in ("state", "frozen"):
             others = index if kind == "state" else len(self._variables.state) + index
-            graph.other_signatures[others].assign(signature_of(value))
+            graph.consensus.other_signatures[others].assign(signature_of(value))
 
     def _set_gathered(self, index: int, value: tf.Tensor, anew: bool) -> None:
         """Takes over a weight that was set into the gathered global model.
@@ -477,65 +480,3 @@ class Synchronizer:
             return  # they are equal
         variables = [self._variables.weights[i] for i in left]
         assign(variables, [[values[i] for i in left]] * len(self._site.devices))
-
-    def adopt(self, former: Synchronizer) -> None:
-        """Takes over the state of the synchronizer that the same model had before.
-
-        Weights that both have keep their global model, momentum, averages and compression errors.
-        Other weights start from their present values. Every worker must call it.
-        """
-        old, new = former.graph, self.graph
-
-        def adopted(kind: str, theirs: Buckets, mine: Buckets) -> list[tf.Tensor]:
-            """Returns `mine` with the values of `theirs` for all variables that both have."""
-            weights = kind == "weight"
-            from_layout, layout = (
-                graph.replicas.layout if weights else graph.replicas.state_layout
-                for graph in (old, new)
-            )
-            variables = self._variables.weights if weights else self._variables.state
-            indices = [former._index.get(id(v[0]), ("", 0)) for v in variables]
-            former_values, values = from_layout.unpack(theirs), layout.unpack(mine)
-            return layout.pack(
-                [
-                    former_values[index] if of == kind else value
-                    for (of, index), value in zip(indices, values, strict=True)
-                ]
-            )
-
-        of_weights = functools.partial(adopted, "weight")
-        scalars = {
-            (cell.field, cell.part.bucket): cell.variable
-            for cell in old.global_state.cells()
-            if cell.is_scalar
-        }
-        pairs = zip(old.replicas.layout.buckets, new.replicas.layout.buckets, strict=True)
-        # Each fragment has its own counts of syncs. Scalars come from the fragment's first bucket.
-        counting = [theirs.start for theirs, mine in pairs for _ in range(mine.start, mine.stop)]
-        for cell in {cell.field: cell for cell in new.global_state.cells()}.values():
-            if cell.field in ("moments/momentum", "moments/velocity"):
-                continue  # Moments stay those of the optimizer's present slots.
-            if cell.is_scalar:
-                values = [scalars[cell.field, bucket] for bucket in counting]
-            else:
-                values = of_weights(*(g.global_state.whole(cell.field) for g in (old, new)))
-            new.global_state.set_field(cell.field, values)
-        # Another optimizer may have brought other defaults of the rule.
-        new.global_state.carry(old.global_state.rule.last())
-        if new.compressed is not None and old.compressed is not None:
-            new.compressed.adopt(old.compressed, of_weights)
-        # State may have moved since the last sync, so its anchors are taken over too.
-        anchors = adopted("state", old.averaging.anchors, new.averaging.anchors)
-        for anchor, value in zip(new.averaging.anchors, anchors, strict=True):
-            anchor.assign(value)
-        for slot, theirs in zip(new.counted(), old.counted(), strict=True):
-            slot.variable.assign(theirs.variable)
-        # Signatures must be equal everywhere, as zeros are; what replicas have trained may differ.
-        # What the former synchronizer did not have was never compared.
-        variables = self._variables
-        for signatures, of_kind in (
-            (new.signatures, variables.weights),
-            (new.other_signatures, [*variables.state, *variables.frozen]),
-        ):
-            compared = tf.constant([id(v[0]) in former._index for v in of_kind], tf.bool)
-            signatures.assign(tf.where(compared, tf.zeros_like(signatures), signatures))

@@ -258,6 +258,8 @@ class PlainWire:
         self, local: Sequence[Buckets], shares: Shares, fragment: int
     ) -> tuple[list[list[tf.Tensor]], Writes]:
         """Returns for each holder its parts of the mean."""
+        if self._replicas.site.has_one_replica:
+            return [list(local[0])], []
         weighted = []
         for replica, device in enumerate(self._replicas.devices):
             with tf.device(device):

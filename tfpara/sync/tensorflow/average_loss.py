@@ -72,7 +72,7 @@ def _replicas() -> int | None:
     """Returns N inside a replica of a `PeriodicSyncStrategy`, else None."""
     extended = tf.distribute.get_strategy().extended
     ours = isinstance(extended, PeriodicSyncExtended) and in_replica()
-    return extended._num_replicas_in_sync if ours else None
+    return extended.worker.replicas if ours else None
 
 
 def _share(loss: tf.Tensor, replicas: int) -> tf.Tensor:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import re
 from collections.abc import Callable
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -34,3 +37,38 @@ class CompiledStep:
         # A replica's variables are its own, so each replica needs a function of its own.
         function = tf.function(self._step, jit_compile=True, autograph=False)
         return function(*args, **kwargs)
+
+
+# XLA's words for an operation that it has no code for, and for one whose shapes depend on data.
+_NO_CODE = re.compile(r"trying to compile graph .*?: (\w+) \(No registered", re.DOTALL)
+_NO_SHAPE = re.compile(r"must be a compile-time constant")
+_NODE = re.compile(r"\{\{node ([^}]+)\}\}")
+
+
+def explained(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns Keras' function of a compiled step, which says in a sentence what XLA cannot take."""
+
+    @functools.wraps(function)
+    def calling(*args: object, **kwargs: object) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except tf.errors.OpError as error:
+            problem = _problem(str(error))
+            if not problem:
+                raise
+            raise ValueError(problem) from error
+
+    return calling
+
+
+def _problem(message: str) -> str:
+    """Returns the sentence for an error of XLA, "" for another one."""
+    no_code, node = _NO_CODE.search(message), _NODE.search(message)
+    if not (no_code or _NO_SHAPE.search(message)):
+        return ""
+    what = f"operation {no_code[1]}" if no_code else "an operation whose shape depends on its data"
+    where = f" of {node[1]!r}" if node else ""
+    return (
+        f"jit_compile=True: XLA cannot compile {what}{where}. Compile the model with "
+        "jit_compile=False, or write the layer without that operation."
+    )

@@ -6,21 +6,45 @@ import atexit
 import contextlib
 import os
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import tensorflow as tf
 
 from tfpara import program
 from tfpara.steps import without_tuner
-from tfpara.sync.tensorflow.private import context as _context
-from tfpara.sync.tensorflow.private import multi_device as _multi_device
+from tfpara.sync.tensorflow_private import context as _context
+from tfpara.sync.tensorflow_private import multi_device as _multi_device
 from tfpara.typing import Nest
 
 
+def iterator_over(data: Any, begin: Callable[[], Iterator[Nest]]) -> Iterator[Nest]:
+    """Returns an iterator over distributed data of this worker.
+
+    The host's only device gets a plain one. TensorFlow's iterator over devices calls functions for
+    each element, and asks each time whether some devices have none, which would be a fifth of the
+    step of a small network.
+
+    Args:
+        data: of a class of TensorFlow's distributed datasets.
+        begin: returns TensorFlow's iterator.
+    """
+    devices = data._input_workers.compute_devices_for_worker(0)
+    if len(devices) > 1 or "CPU" not in devices[0].upper():
+        with _own_iterators():
+            return begin()
+    (dataset,) = getattr(data, "_cloned_datasets", None) or data._datasets
+    dataset = dataset.prefetch(1)
+    with tf.device(data._input_workers.worker_devices[0]):
+        iterator = iter(dataset)
+    if tf.executing_eagerly():
+        _plain_iterators[iterator] = os.getpid(), dataset
+    return iterator
+
+
 @contextlib.contextmanager
-def own_iterators() -> Iterator[None]:
-    """Replaces iterators over devices by such as own their dataset and do not use tf.data's tuner.
+def _own_iterators() -> Iterator[None]:
+    """Replaces iterators over devices by ones that own their dataset, without tf.data's tuner.
 
     TensorFlow makes a dataset for each device, and no public name reaches its options. When such an
     iterator is deleted, every device in turn waits for its tuner's thread; see `without_tuner`.
@@ -53,7 +77,7 @@ class _Shared(tf.data.Dataset):
     """The dataset of one device, with functions that were traced for an earlier one.
 
     TensorFlow traces seven functions for each device whenever a pass over data begins, which takes
-    longer than the steps of a small epoch. They differ in the tensors that they capture alone.
+    longer than the steps of a small epoch. They differ only in the tensors that they capture.
     """
 
     def __init__(self, traced: _Traced, spec: Nest, tensors: Mapping[str | None, tf.Tensor]):
@@ -155,6 +179,9 @@ class _OwningIterator(_multi_device.OwnedMultiDeviceIterator):
 
 
 _open_iterators: weakref.WeakSet[_OwningIterator] = weakref.WeakSet()
+# Each with the process that made it, and its dataset.
+_plain_iterators: weakref.WeakKeyDictionary[Any, tuple[int, tf.data.Dataset]]
+_plain_iterators = weakref.WeakKeyDictionary()
 
 
 def _end_iterators() -> None:
@@ -166,11 +193,23 @@ def _end_iterators() -> None:
     for iterator in list(_open_iterators):
         with contextlib.suppress(tf.errors.OpError):  # nothing can be done about it any more
             iterator.end()
+    for iterator, (process, dataset) in list(_plain_iterators.items()):
+        if process == os.getpid():
+            with contextlib.suppress(tf.errors.OpError):
+                tf.raw_ops.MakeIterator(
+                    dataset=dataset.take(0)._variant_tensor, iterator=iterator._iterator_resource
+                )
+
+
+def _forget_iterators(orderly: bool) -> None:
+    """Leaves the iterators of a process that ends at once, which does not wait for a generator."""
+    del orderly
+    _open_iterators.clear()
+    _plain_iterators.clear()
 
 
 atexit.register(_end_iterators)
-# A process that ends at once does not wait for a generator.
-program.on_leaving(lambda orderly: _open_iterators.clear())
+program.on_leaving(_forget_iterators)
 
 
 class _Remembering:

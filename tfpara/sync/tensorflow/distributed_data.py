@@ -24,16 +24,16 @@ from tfpara.sync.data.same_data import (
     divided_between_workers,
 )
 from tfpara.sync.momentum_fit import MomentumFit
-from tfpara.sync.tensorflow.device_datasets import own_iterators
-from tfpara.sync.tensorflow.private import input_lib as _input_lib
+from tfpara.sync.tensorflow.device_datasets import iterator_over
 from tfpara.sync.tensorflow.trained_models import TrainedModels
+from tfpara.sync.tensorflow_private import input_lib as _input_lib
+from tfpara.sync.workers.data_place import DataPlace, making
 from tfpara.sync.workers.json_exchange import everyones
 from tfpara.sync.workers.worker import Worker
 from tfpara.typing import Json, Nest
 
-# TensorFlow's function that distributes a dataset.
+# TensorFlow's functions that distribute a dataset, and datasets made by a function of a user's.
 _Distribute = Callable[[tf.data.Dataset], tf.distribute.DistributedDataset]
-# And its function that makes datasets by a user's.
 _DatasetFn = Callable[[tf.distribute.InputContext], tf.data.Dataset]
 _FromFunction = Callable[[_DatasetFn], Any]
 
@@ -75,6 +75,13 @@ class DistributedData:
         finally:
             self._undivided = False
 
+    def place_of(self, epoch: int, first: int) -> DataPlace:
+        """Returns the place of this worker's data of an epoch, from minibatch `first` on."""
+        worker = self.worker
+        # Before a worker has joined an elastic run, its number may be that of workers or more.
+        rank = worker.rank % worker.num_workers
+        return DataPlace(rank, worker.num_workers, len(worker.devices), epoch, first)
+
     # -- passes ----------------------------------------------------------------------------------
 
     @contextlib.contextmanager
@@ -108,12 +115,16 @@ class DistributedData:
             return self.position.epoch, 0
         return self.position.begin(self.models.steps_seen)
 
-    def resumed(self, begin: Callable[[], Iterator[Nest]]) -> Iterator[Nest]:
-        """Begins a pass over a dataset; skips minibatches trained before the run was resumed."""
+    def resumed(self, dataset: Any, begin: Callable[[], Iterator[Nest]]) -> Iterator[Nest]:
+        """Begins a pass over a dataset; skips minibatches trained before the run was resumed.
+
+        Args:
+            dataset: that is distributed.
+            begin: returns TensorFlow's iterator over it.
+        """
         for synchronizer in self.models.synchronizers:
             synchronizer.step_is_over()
-        with own_iterators():
-            iterator = begin()
+        iterator = iterator_over(dataset, begin)
         if not self.worker.place.calls:  # an evaluation reads its data whole
             for _ in range(self.position.take_steps()):
                 next(iterator)
@@ -176,7 +187,7 @@ class DistributedData:
         """
         check_batched(dataset.element_spec, self.worker.replicas > 1)
         dataset = without_tuner(_safe(dataset))
-        if self._undivided or self.worker.elastic is not None:
+        if self._undivided or self.worker.changes:
             # A worker that comes or goes would change the others' parts: each evaluates all data.
             with self.worker.alone():
                 whole = distribute(dataset)
@@ -217,7 +228,7 @@ class DistributedData:
         """Returns data that `dataset_fn` makes anew for each epoch; for `make` see above."""
         if not self.worker.place.fits:
             self.position.move(0, self.models.steps_seen)
-        with self.position.at(0, 0):
+        with making(self.place_of(0, 0)):
             dataset = self.from_function(dataset_fn, make)
         dataset.__class__ = _EpochDatasets
         dataset.dataset_fn = dataset_fn
@@ -229,8 +240,7 @@ class _UndividedDataset(_input_lib.DistributedDataset):
     """A dataset that this worker reads whole, as for `predict`; it is not trained on."""
 
     def __iter__(self) -> Iterator[Nest]:
-        with own_iterators():
-            return super().__iter__()
+        return iterator_over(self, super().__iter__)
 
 
 def _not_read_ahead(data: Any, buffer_size: int) -> Any:
@@ -263,7 +273,7 @@ class _Datasets(_input_lib.DistributedDatasetsFromFunction):
         return made
 
     def __iter__(self) -> Iterator[Nest]:
-        return self.data.resumed(super().__iter__)
+        return self.data.resumed(self, super().__iter__)
 
 
 class _EpochDatasets(_Datasets):
@@ -278,7 +288,7 @@ class _EpochDatasets(_Datasets):
         return tf.data.UNKNOWN_CARDINALITY
 
     def map(self, function: Callable[..., Nest]) -> _EpochDatasets:
-        with self.data.position.at(*self.built_for[:2]):
+        with making(self.data.place_of(*self.built_for[:2])):
             made = super().map(function)
         made.dataset_fn = lambda context: self.dataset_fn(context).map(function)
         return made
@@ -291,7 +301,7 @@ class _EpochDatasets(_Datasets):
         wanted = epoch, first, self.data.share
         if wanted != self.built_for:
             self._built = False
-            with self.data.position.at(epoch, first):
+            with making(self.data.place_of(epoch, first)):
                 self.build()
             self.built_for = wanted
         if (steps := super().cardinality) >= 0:
@@ -312,7 +322,7 @@ class _Dataset(_input_lib.DistributedDataset):
         return self.data.divided(self.given.map(function), self.distribute)
 
     def __iter__(self) -> Iterator[Nest]:
-        return self.data.resumed(super().__iter__)
+        return self.data.resumed(self, super().__iter__)
 
 
 def _safe(dataset: tf.data.Dataset) -> tf.data.Dataset:

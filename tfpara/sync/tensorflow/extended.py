@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -13,42 +12,30 @@ import numpy as np
 import tensorflow as tf
 
 from tfpara import cluster
-from tfpara.cluster.place import END, call
+from tfpara.cluster.place import call
 from tfpara.strategy import StateHolder
-from tfpara.sync.elastic.rejoin import Regrouping
 from tfpara.sync.momentum_fit import MomentumFit
 from tfpara.sync.notes import Notes
-from tfpara.sync.one_sync.sized_rule import check_sizes
-from tfpara.sync.one_sync.synchronizer import Synchronizer
-from tfpara.sync.replaying import Replay
 from tfpara.sync.settings import Settings
-from tfpara.sync.tensorflow import links, variables
+from tfpara.sync.tensorflow import links
 from tfpara.sync.tensorflow.devices import checked_devices
 from tfpara.sync.tensorflow.distributed_data import DistributedData
 from tfpara.sync.tensorflow.links import BETWEEN_STRATEGIES, LATER_SECONDS, Links
 from tfpara.sync.tensorflow.metric_reads import MetricReads
-from tfpara.sync.tensorflow.private import mwms as _mwms
-from tfpara.sync.tensorflow.private import values as _values
 from tfpara.sync.tensorflow.run_steps import RunSteps
 from tfpara.sync.tensorflow.trained_models import TrainedModels
 from tfpara.sync.tensorflow.variables import InitialValues, plain_variable, with_our_class
 from tfpara.sync.tensorflow.waits import Waits
+from tfpara.sync.tensorflow_private import mwms as _mwms
+from tfpara.sync.tensorflow_private import values as _values
+from tfpara.sync.workers.company import Company
 from tfpara.sync.workers.json_exchange import joined
-from tfpara.sync.workers.meetings import Control, MismatchError
+from tfpara.sync.workers.meetings import Control
 from tfpara.sync.workers.worker import Worker
 from tfpara.typing import Nest, Variable
 
 _GATHER = call("strategy.gather()")
 _REDUCE = call("strategy.reduce()")
-
-
-def _moved(path: str) -> Any:
-    """Returns a property that stands for an attribute of a part, such as "notes.tell"."""
-    part, name = path.split(".")
-    return property(
-        lambda extended: getattr(getattr(extended, part), name),
-        lambda extended, value: setattr(getattr(extended, part), name, value),
-    )
 
 
 class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
@@ -61,7 +48,7 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         settings: of the strategy.
         devices: of this worker.
         found: the cluster.
-        elastic: this worker's part in an elastic run; else None.
+        company: the workers that take part.
 
     Attributes:
         worker: this worker, its place in its script, and its exchanges with the others.
@@ -75,8 +62,6 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         initial_values: of variables.
         waits: of this process for others.
         states: objects whose state checkpoints keep, by name.
-        replay: an elastic run that this one repeats; else None.
-        as_one_replica: whether a script is asked for the data of all replicas.
         shown: the name given to `strategy.weights`, inside its context; else None.
     """
 
@@ -89,29 +74,20 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         settings: Settings,
         devices: Sequence[str],
         found: cluster.Cluster,
-        elastic: Regrouping | None = None,
+        company: Company,
     ) -> None:
         self._wanted_devices = devices
         self._timeout_seconds = settings.timeout_seconds  # which the parent's constructor asks for
-        self.elastic = elastic
-        self.replay: Replay | None = None
-        self.as_one_replica = False
         self.shown: str | None = None
-        self.worker = Worker(elastic, changes=elastic is not None)
+        self.worker = Worker(company)
         self.place = self.worker.place
         self._looking = False  # whether Keras is reducing a first batch, to see its shapes
-        # The threads of an elastic run ask it before there are links.
-        self.waits = Waits(
-            found,
-            self.worker,
-            lambda: self.synchronizers,
-            bool(settings.overlap),
-            lambda message: self.links.abort(message),
-        )
+        # Threads of an elastic run ask it before models can be trained.
+        self.waits = Waits(found, self.worker, bool(settings.overlap))
         horovod = settings.collectives == "horovod" and found.num_workers > 1
-        if elastic is not None:
+        if company.changes:
             links.without_coordination()
-        served = elastic is None and not horovod and found.num_workers > 1
+        served = not horovod and found.num_workers > 1
         earlier = links.strategies_before(found) if served else 0
         # The parent would start the server again for a second strategy, and so drop what a faster
         # worker has already asked it for. The server stays, and each strategy has keys of its own.
@@ -119,46 +95,37 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         strategy._collective_key_base = earlier * BETWEEN_STRATEGIES
         super().__init__(
             strategy,
-            cluster_resolver=(
-                elastic.resolver() if elastic else _resolver(cluster.ALONE if horovod else found)
-            ),
+            cluster_resolver=company.resolver(),
             communication_options=tf.distribute.experimental.CommunicationOptions(),
         )
-        self.worker.devices = self.worker_devices
+        self.worker.devices, self.worker.kind = self.worker_devices, self._local_device_type
+        if not horovod:
+            self.worker.host = f"{self._worker_device}/device:CPU:0"
         if served:
             links.count_strategy(found)
-        if horovod:
-            self.take_place(found.num_workers, found.rank)  # TensorFlow sees one process
-        if elastic is not None:
-            elastic.attach(self)
-        # All workers of an elastic run begin with the rule for as many as began it.
-        began = elastic.founders * len(self.worker_devices) if elastic else None
-        self.settings = settings = settings.resolved(began or self._num_replicas_in_sync)
-        if elastic is not None and settings.following_rule is None:
-            check_sizes(settings.rule, elastic.max_workers, len(self.worker_devices))
-        # Weights travel between the lead devices, everything small between the hosts.
-        host = "CPU:0" if horovod else f"{self._worker_device}/device:CPU:0"
-        self.links = Links(found, settings, self.worker, self._local_device_type, host, earlier)
+        replicas = company.founding_replicas(len(self.worker_devices))
+        self.settings = settings = settings.resolved(replicas)
+        company.attach(self)
+        self.links = Links(found, settings, self.worker, earlier)
         self._make_parts()
-        if found.num_workers > 1 and elastic is None:
+        if found.num_workers > 1:
             self.waits.watch(settings.timeout_seconds)
 
     def _make_parts(self) -> None:
         """Makes the parts of the strategy; each gets those before it that it needs."""
         strategy, settings, worker = self._container_strategy(), self.settings, self.worker
-        elastic = worker.elastic
         self.notes = Notes(settings, worker)
         self.momentum = MomentumFit(settings, worker, self.notes, plain_variable)
         self.models = TrainedModels(
             strategy, settings, worker, self.links, self.momentum, self.notes
         )
-        guard = elastic.together if elastic else None
+        self.waits.synchronizers, self.waits.abort = self.models.in_turn, self.links.abort
         collectives = self.links.for_control()
-        self.control = Control(collectives, worker.place, self.models.in_turn, guard)
+        self.control = Control(collectives, worker.place, self.models.in_turn, worker.company)
         worker.control = self.control
         self.steps = RunSteps(strategy, settings, self.models)
         self.data = DistributedData(worker, self.models, self.momentum)
-        self.metrics = MetricReads(worker, self.models)
+        self.metrics = MetricReads(worker)
         self.initial_values = InitialValues(worker)
         self.states: dict[str, StateHolder] = {"order of data": self.data.order}
 
@@ -198,8 +165,8 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         # stopped, its machine sleeps, or its clock is put forward.
         limit = math.ceil(1000 * (self._timeout_seconds + LATER_SECONDS))
         updated.experimental.coordination_config.heartbeat_timeout_in_ms = limit
-        if self.elastic is not None:
-            updated.experimental.collective_group_leader = self.elastic.leader()
+        if self.worker.company.leader:
+            updated.experimental.collective_group_leader = self.worker.company.leader
         return updated
 
     def _initialize_local_devices(self, cluster_resolver: Any, worker_device: str) -> Any:
@@ -212,32 +179,6 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         # False: otherwise Keras and the input library would run a collective at every step.
         return False
 
-    def part(self) -> None:
-        """Waits for all workers at the end of the program.
-
-        If this exchange succeeds, all others have finished their work. If it fails, the error is
-        ignored, since nothing follows.
-        """
-        if self.elastic is not None:
-            self.elastic.part()
-            return
-        with contextlib.suppress(tf.errors.OpError, MismatchError):
-            self.control.together(END)
-
-    def by_the_chief(self, write: Callable[[], object], name: str) -> None:
-        """Has the chief write a file; returns when it is there.
-
-        Args:
-            write: writes the file.
-            name: of the function that is called, on all workers.
-        """
-        if self.elastic is not None:
-            self.elastic.by_the_chief(write, name)
-            return
-        if self._container_strategy().is_chief:
-            write()
-        self.control.together(call(name))
-
     # -- steps -----------------------------------------------------------------------------------
 
     def _use_merge_call(self) -> bool:
@@ -249,7 +190,7 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
     ) -> Any:
         # Optimizers would sum gradients over the replicas here. A local step uses its own alone.
         del reduce_op, options
-        if not self.steps.applying and self._num_replicas_in_sync > 1:
+        if not self.steps.trace.applying and self._num_replicas_in_sync > 1:
             self.notes.tell(
                 "all_reduce in a replica gives its own value, since replicas are independent "
                 "between syncs. So BatchNormalization(synchronized=True) does as without it: "
@@ -261,8 +202,7 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         self, var: Variable, fn: Callable[..., Nest], args: Nest, kwargs: Nest, group: bool
     ) -> Nest:
         # Optimizers write weights and slots through this method, while run() is traced.
-        self.steps.optimizer_stepped = True
-        self.steps.written.append(var)
+        self.steps.trace.written.append(var)
         return super()._replica_ctx_update(var, fn, args, kwargs, group)
 
     def _update(
@@ -358,8 +298,6 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
 
     def datasets_by_epoch(self, dataset_fn: Callable[..., tf.data.Dataset]) -> Any:
         """Distributes datasets that a function makes anew for each epoch."""
-        if self.replay is not None:
-            dataset_fn = self.replay.dealt(dataset_fn)
         make = super()._distribute_datasets_from_function
         return self.data.by_epoch(dataset_fn, lambda prepared: make(prepared, None))
 
@@ -390,72 +328,5 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         """Tells the user of replicas without a row, at the end of the first epoch of `fit`."""
         trained = self.models.trained(model)
         if trained is not None and not self.worker.changes and not self.data.position.first:
-            self.notes.idle_replicas(np.flatnonzero(trained.graph.weights_seen == 0).tolist())
-
-    def set_sync_period(self, sync_period: int | None) -> None:
-        """Sets τ for all models, also within a block; None: no syncs.
-
-        All workers must set it at the same sync.
-        """
-        self.momentum.set_period(sync_period, self.place.fits > 0)
-
-    # Other files still reach the parts by these names.
-    note = _moved("notes.tell")
-    note_batches = _moved("notes.small_batches")
-    note_syncs = _moved("momentum.set_epochs")
-    note_epoch = _moved("momentum.begin_epoch")
-    sync_period = _moved("momentum.sync_period")
-    period_is_scheduled = _moved("momentum.is_scheduled")
-    note_step = _moved("steps.note")
-    applying = _moved("steps.applying")
-    share = _moved("data.share")
-    check_data = _moved("data.check")
-    next_order = _moved("data.next_order")
-    next_order_of_rows = _moved("data.next_order_of_rows")
-    undivided = _moved("data.undivided")
-    passes = _moved("data.passes")
-    position = _moved("data.position")
-    order = _moved("data.order")
-    steps_seen = _moved("models.steps_seen")
-    finish_blocks = _moved("models.finish_blocks")
-    trained = _moved("models.trained")
-    synchronizer_of = _moved("models.synchronizer_of")
-    writing = _moved("models.writing")
-    blocks_closed = _moved("models.blocks_closed")
-    make_synchronizer = _moved("models.make")
-    reading_metrics = _moved("metrics.reading")
-    creating_alone = _moved("initial_values.alone")
-    _waiting_since = _moved("waits.since")
-    collectives = _moved("links.collectives")
-
-    @property
-    def synchronizers(self) -> list[Synchronizer]:
-        """Those of all trained models; there are none before the workers are connected."""
-        models = vars(self).get("models")
-        return models.synchronizers if models else []
-
-    def host_variable(self, value: Nest, name: str) -> tf.Variable:
-        return variables.host_variable(value, name)
-
-    def fit_momentum(self, optimizer: keras.optimizers.Optimizer) -> Any:
-        return self.momentum.of_step(optimizer, variables.local_replica())
-
-    def serve(self, addresses: Mapping[int, str], leader: str, rank: int) -> None:
-        links.serve(addresses, leader)
-        self.take_place(len(addresses), rank)
-
-    def end_collectives(self, why: str) -> None:
-        links.end_collectives(why)
-
-
-def _resolver(found: cluster.Cluster) -> tf.distribute.cluster_resolver.ClusterResolver:
-    """Returns a resolver for the cluster, which is validated; TF_CONFIG is not read again."""
-    if found.num_workers == 1:
-        return tf.distribute.cluster_resolver.SimpleClusterResolver(tf.train.ClusterSpec({}))
-    jobs = json.loads(found.tf_config())["cluster"]
-    return tf.distribute.cluster_resolver.SimpleClusterResolver(
-        tf.train.ClusterSpec(jobs),
-        task_type=found.task_type,
-        task_id=found.task_index,
-        rpc_layer="grpc",
-    )
+            seen = trained.graph.consensus.weights_seen
+            self.notes.idle_replicas(np.flatnonzero(seen == 0).tolist())

@@ -16,7 +16,7 @@ from tfpara.collectives.choice import choose_communication
 from tfpara.sync.data.reading import random_states, set_random_states
 from tfpara.sync.settings import Settings
 from tfpara.sync.tensorflow.devices import card_of
-from tfpara.sync.tensorflow.private import context as _context
+from tfpara.sync.tensorflow_private import context as _context
 from tfpara.sync.workers.json_exchange import everyones
 from tfpara.sync.workers.settings_check import agree
 from tfpara.sync.workers.worker import Worker
@@ -36,8 +36,6 @@ class Links:
         found: the cluster.
         settings: of the strategy.
         worker: this worker.
-        kind: of the devices, "CPU" or "GPU".
-        host: the device on which small exchanges are.
         earlier: strategies that this process has made before on the same server.
 
     Attributes:
@@ -51,18 +49,14 @@ class Links:
         found: cluster.Cluster,
         settings: Settings,
         worker: Worker,
-        kind: str,
-        host: str,
         earlier: int,
     ) -> None:
         self._found = found
         self._settings = settings
         self._worker = worker
-        self._kind = kind
-        self._host = host
         self._earlier = earlier
         self.collectives = self._between(0, worker.devices[0])  # or NCCL's: see `compare`
-        self.reports = self._between(1, host)
+        self.reports = self._between(1, worker.host)
         self.connected_by = ""
 
     def for_control(self) -> Collectives:
@@ -72,7 +66,7 @@ class Links:
         timeout, and names the silent worker. In graphs the timeout does.
         """
         seconds = self._settings.timeout_seconds + LATER_SECONDS
-        return self._between(2, self._host, seconds, self._worker.place.waiting)
+        return self._between(2, self._worker.host, seconds, self._worker.place.waiting)
 
     def _between(
         self,
@@ -82,15 +76,15 @@ class Links:
         waiting: Callable[[], AbstractContextManager[None]] | None = None,
         communication: str = "RING",
     ) -> Collectives:
-        workers = self._worker.num_workers
-        if workers == 1 and self._worker.members is None:
+        workers, members = self._worker.num_workers, self._worker.company.members
+        if workers == 1 and members is None:
             return Loopback()
         group += self._earlier * BETWEEN_STRATEGIES
         place = (self._worker.rank, device, timeout_seconds)
         if self._settings.collectives == "horovod":
             return HorovodCollectives(workers, *place, group)
         return TensorFlowCollectives(
-            self._found.tasks, *place, communication, group, self._worker.members, waiting
+            self._found.tasks, *place, communication, group, members, waiting
         )
 
     def compare(self) -> None:
@@ -99,7 +93,7 @@ class Links:
             {
                 **self._settings.fingerprint(),
                 "devices per worker": len(self._worker.devices),
-                "kind of devices": self._kind,
+                "kind of devices": self._worker.kind,
                 "full-duplex transport": self.collectives.full_duplex,
             },
             self._worker.control,
@@ -107,10 +101,10 @@ class Links:
         )
         if self._worker.num_workers == 1:
             return
-        card = card_of(self._worker.devices[0]) if self._kind == "GPU" else None
+        card = card_of(self._worker.devices[0]) if self._worker.kind == "GPU" else None
         mine = [self._worker.rank, card, random_states()]
         ranks, cards, states = zip(*everyones(mine, self._worker.control, START), strict=True)
-        if self._worker.members is None and ranks != tuple(range(self._worker.num_workers)):
+        if not self._worker.changes and ranks != tuple(range(self._worker.num_workers)):
             raise RuntimeError(
                 f"tables of the workers have the order {ranks}, and not that of ranks, so "
                 "weights would go to other workers than they are meant for. This TensorFlow, "
@@ -132,13 +126,13 @@ class Links:
         """Chooses how the weights travel, from the cards of the workers' lead devices."""
         chosen, why = choose_communication(
             self._settings.communication,
-            self._kind,
+            self._worker.kind,
             cards,
-            members_change=self._worker.members is not None,
+            members_change=self._worker.changes,
         )
         if chosen == "NCCL":
             self.collectives = self._between(0, self._worker.devices[0], communication=chosen)
-        if self._kind == "GPU":
+        if self._worker.kind == "GPU":
             way = "NCCL" if chosen == "NCCL" else "a ring over gRPC"
             self.connected_by = f"the workers' GPUs are connected by {way}: {why}"
 

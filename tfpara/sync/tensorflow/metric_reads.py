@@ -9,29 +9,26 @@ from collections.abc import Iterator, Sequence
 import keras
 import tensorflow as tf
 
-from tfpara.sync.tensorflow.trained_models import TrainedModels
 from tfpara.sync.tensorflow.variables import Metric
 from tfpara.sync.workers.worker import Worker
 
 
 @dataclasses.dataclass(eq=False)
 class MetricReads:
-    """The reading of metrics, which closes the open blocks: so the data of all workers end alike.
+    """The reading of metrics.
 
     Args:
         worker: this worker.
-        models: the trained models.
     """
 
     worker: Worker
-    models: TrainedModels
     # By the variable's id, while metrics are read.
     _sums: dict[int, tf.Tensor] = dataclasses.field(default_factory=dict, init=False)
 
     @contextlib.contextmanager
     def reading(self, model: keras.Model) -> Iterator[None]:
-        """Metrics are read inside. In an elastic run all of them are those of the same workers."""
-        if self.worker.elastic is None:
+        """Has metrics that are read inside be all of the same workers, where these change."""
+        if not self.worker.changes:
             yield
             return
         values = [variable.value for variable in model.metrics_variables]
@@ -48,25 +45,16 @@ class MetricReads:
 
         Of a variable that is read as replica 0's, it is that one's component.
         """
-        eager = tf.executing_eagerly()
-        replicas = self.worker.replicas
-        if self.worker.elastic is not None and eager:
-            found = self._sums.get(id(variable))
-            found = self._sums_of([variable])[0] if found is None else found
-            if self.worker.place.calls:  # each worker has evaluated all data
-                replicas = len(self.worker.devices)
-            return found / replicas if mean else found
-        if eager:
-            purpose = self.worker.place.of_metric()
-            if self.models.synchronizers:
-                self.models.finish_blocks(purpose)
-            else:
-                self.worker.control.together(purpose)
-        local = self._part_of(variable)
-        if self.worker.num_workers > 1 and eager:
-            hosts, name = self.worker.control.collectives, f"metric/{local.dtype.name}"
-            local = tf.reshape(hosts.all_reduce([tf.reshape(local, [-1])], name)[0], local.shape)
-        return local / replicas if mean else local
+        replicas, eager = self.worker.replicas, tf.executing_eagerly()
+        if not eager:
+            total = self._part_of(variable)
+        elif id(variable) in self._sums:
+            total = self._sums[id(variable)]
+        else:
+            (total,) = self._sums_of([variable])
+        if eager and self.worker.changes and self.worker.place.calls:
+            replicas = len(self.worker.devices)  # each worker has evaluated all data
+        return total / replicas if mean else total
 
     def _part_of(self, variable: Metric) -> tf.Tensor:
         """Returns this worker's term of the sum of which a metric's variable is read."""
@@ -78,22 +66,6 @@ class MetricReads:
         return first if counts else tf.zeros_like(first)
 
     def _sums_of(self, variables: Sequence[Metric]) -> list[tf.Tensor]:
-        """Returns metrics' variables summed over the workers of an elastic run, in one exchange."""
+        """Returns metrics' variables summed over the workers."""
         parts = [self._part_of(variable) for variable in variables]
-        if not parts:
-            return []
-        flat = tf.concat([tf.reshape(tf.cast(part, tf.float64), [-1]) for part in parts], 0)
-        evaluates = bool(self.worker.place.calls)
-
-        def shared() -> list[float]:
-            hosts = self.worker.control.collectives
-            if evaluates:  # each worker has evaluated all data
-                return hosts.all_gather(flat, "metrics")[0].numpy().tolist()
-            return hosts.all_reduce([flat], "metrics")[0].numpy().tolist()
-
-        total = tf.constant(self.worker.elastic.together(shared), tf.float64)
-        pieces = tf.split(total, [int(tf.size(part)) for part in parts])
-        return [
-            tf.cast(tf.reshape(piece, part.shape), part.dtype)
-            for piece, part in zip(pieces, parts, strict=True)
-        ]
+        return self.worker.company.sums(parts, bool(self.worker.place.calls))

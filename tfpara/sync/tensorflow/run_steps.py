@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -13,13 +15,38 @@ from tfpara.keras_model import check_optimizers_known
 from tfpara.steps import after, batch_size, skip_empty, weight_of
 from tfpara.sync.one_sync.synchronizer import Synchronizer
 from tfpara.sync.settings import Settings
-from tfpara.sync.tensorflow.private import values as _values
 from tfpara.sync.tensorflow.trained_models import TrainedModels
+from tfpara.sync.tensorflow_private import values as _values
 from tfpara.typing import Nest, Scalar, Variable
 
 
+@dataclasses.dataclass(eq=False)
+class StepTrace:
+    """What replicas do in one call of `run`, noted while their step is traced, or run from Python.
+
+    Attributes:
+        optimizers: that take a step.
+        written: variables that optimizers write.
+        applying: whether the step of an optimizer is under way.
+    """
+
+    optimizers: list[keras.optimizers.Optimizer] = dataclasses.field(default_factory=list)
+    written: list[Variable] = dataclasses.field(default_factory=list)
+    applying: bool = False
+
+    @contextlib.contextmanager
+    def step_of(self, optimizer: keras.optimizers.Optimizer) -> Iterator[None]:
+        """Notes that an optimizer takes a step inside."""
+        self.optimizers.append(optimizer)
+        former, self.applying = self.applying, True
+        try:
+            yield
+        finally:
+            self.applying = former
+
+
 class RunSteps:
-    """The optimizers that step, and the variables that are written, in a call of `run`.
+    """The calls of `run`.
 
     Args:
         strategy: whose replicas take the steps.
@@ -28,10 +55,7 @@ class RunSteps:
 
     Attributes:
         minibatch_weight: a user's weight of a minibatch; None: from the compiled loss.
-        optimizer_stepped: whether an optimizer has stepped in this `run`.
-        applying: whether a step of an optimizer is being traced, or run.
-        written: variables that optimizers wrote while this `run` was traced.
-        used: optimizers that stepped in this `run`.
+        trace: of the present call of `run`, else of the last one.
     """
 
     def __init__(
@@ -42,10 +66,7 @@ class RunSteps:
         self._settings = settings
         self._models = models
         self.minibatch_weight: Callable[..., Scalar] | None = None
-        self.optimizer_stepped = False
-        self.applying = False
-        self.written: list[Variable] = []
-        self.used: list[keras.optimizers.Optimizer] = []
+        self.trace = StepTrace()
         # All optimizers that have taken steps in run(), by id.
         self._stepping: weakref.WeakValueDictionary[int, keras.optimizers.Optimizer]
         self._stepping = weakref.WeakValueDictionary()
@@ -78,36 +99,30 @@ class RunSteps:
         # A function that was traced in an earlier call does not show that it steps. Its
         # optimizers' step counts do.
         counts = self.step_counts() if tf.executing_eagerly() else []
-        self.optimizer_stepped = False
-        self.written, self.used = [], []
+        trace = self.trace = StepTrace()
         outputs = run(skip_empty(fn), args, kwargs, options)
         locals_ = self._local_results((args, kwargs or {}))
         samples = [batch_size(values) for values in locals_]
         if _is_step_of_keras(fn):
             outputs = self.of_those_that_stepped(outputs, samples)
-        if tf.executing_eagerly() and self.have_stepped(counts):
-            self.optimizer_stepped = True
-        if not self.optimizer_stepped and not _is_train_step(fn):
+        self._stepping.update((id(each), each) for each in trace.optimizers)
+        stepped = bool(trace.written) or (tf.executing_eagerly() and self.have_stepped(counts))
+        if not stepped and not _is_train_step(fn):
             return outputs
-        self.check_optimizers(models.model_of(fn))
+        self.check_optimizers(models.model_of(fn), trace.optimizers)
         # Looked up again, since the step may have made slots of optimizers.
         synchronizer = models.for_step(fn)
         if synchronizer is None:
             with tf.init_scope():
                 synchronizer = models.make(models.model_of(fn))
             check(models.model_of(fn), self._strategy)
-        self.check_written(synchronizer)
+        self.check_written(synchronizer, trace.written)
         with after(locals_):
             synchronizer.after_step(
                 [1 if n is None else n for n in samples],
                 [self.weight_of(fn, *values) for values in locals_],
             )
         return outputs
-
-    def note(self, optimizer: keras.optimizers.Optimizer) -> None:
-        """Notes that an optimizer takes a step in a replica."""
-        self.used.append(optimizer)
-        self._stepping[id(optimizer)] = optimizer
 
     def weight_of(self, fn: Callable[..., Nest], args: Nest, kwargs: Nest) -> Scalar:
         """Returns the weight of a replica's minibatch in the mean of the replicas."""
@@ -168,9 +183,10 @@ class RunSteps:
         before = {id(optimizer): steps for optimizer, steps in counts}
         return any(before.get(id(each)) != steps for each, steps in self.step_counts())
 
-    def check_optimizers(self, model: keras.Model | None) -> None:
-        """Raises ValueError if a sync writes slots, and `run` steps with an unknown optimizer."""
-        used, self.used = self.used, []
+    def check_optimizers(
+        self, model: keras.Model | None, used: Sequence[keras.optimizers.Optimizer]
+    ) -> None:
+        """Raises ValueError if a sync writes slots, and one of the optimizers is not known."""
         settings = self._settings
         if model is None:
             return
@@ -182,9 +198,8 @@ class RunSteps:
         # The class name alone: an outer rule's repr reads its optimizer, which no graph can do.
         check_optimizers_known(model, used, f"{type(settings.rule).__name__}{setting}")
 
-    def check_written(self, synchronizer: Synchronizer) -> None:
-        """Raises ValueError if `run` is to train weights that no sync would average."""
-        written, self.written = self.written, []
+    def check_written(self, synchronizer: Synchronizer, written: Sequence[Variable]) -> None:
+        """Raises ValueError if a step writes weights that no sync would average."""
         for variable in written:
             if getattr(variable, "trainable", False) and not synchronizer.has_any_of(
                 [self._local_results(variable)[0]]

@@ -19,7 +19,7 @@ from tfpara.keras_model import build_optimizer, hyperparameters, optimizers
 from tfpara.steps import reductions
 from tfpara.sync.momentum_fit import MomentumFit
 from tfpara.sync.notes import Notes
-from tfpara.sync.one_sync.replicas import Site
+from tfpara.sync.one_sync.replicas import ReplicaVariables, Site
 from tfpara.sync.one_sync.statistics import NO_SYNCS, SyncStatistics
 from tfpara.sync.one_sync.synchronizer import Synchronizer
 from tfpara.sync.settings import Settings
@@ -74,7 +74,6 @@ class TrainedModels:
         rule: of the model that was made last.
         tracked: what a custom loop trains; None: not named.
         blocks_closed: number of times that Python code has closed the blocks, on all workers alike.
-        present: see `Site.present`.
     """
 
     def __init__(
@@ -93,11 +92,10 @@ class TrainedModels:
         self._links = links
         self._momentum = momentum
         self._notes = notes
-        self._elastic = worker.elastic
+        self._company = worker.company
         self.rule: Rule = settings.rule
         self.tracked: keras.Model | None = None
         self.blocks_closed = 0
-        self.present: tf.Variable | None = None
         self._trained: list[_Trained] = []
         self._recent: _Trained | None = None  # of the model that was trained last
         self._dropped = NO_SYNCS  # what syncs of models cost that are not in `_trained` any more
@@ -241,36 +239,18 @@ class TrainedModels:
         former = self._entry(model)
         self._drop_collected(former)
         if former is not None:
-            if self._elastic is not None:
-                self._elastic.together(former.synchronizer.finish_block)
-            else:
-                with self._place.meeting(COMPILED_ANEW):
-                    former.synchronizer.finish_block()
+            self._company.finish_block(former.synchronizer, COMPILED_ANEW)
         build_optimizer(model)
         settings = self.settings.for_optimizers(optimizers(model))
-        variables = replica_variables(model, self._strategy.experimental_local_results, settings)
-        # Layers' names are left out: their numbers count every model that a process has made.
-        shapes = [
-            f"{n.split('/')[-1]} {tuple(v[0].shape)} {v[0].dtype.name}"
-            for n, v in zip(variables.weight_names, variables.weights, strict=True)
-        ]
-        agree({"model": "; ".join(shapes), **hyperparameters(model)}, self._worker.control, _TRAIN)
-        self._note_settings(model, settings)
-        dtypes = {v[0].dtype for v in (*variables.weights, *variables.state)}
-        if tf.float64 in dtypes:
-            self._notes.tell(
-                "the model has weights of float64, and every sync rounds them to float32, in which "
-                "the global model is kept: docs/training.md"
-            )
+        variables = self._agreed_variables(model, settings)
+        self._note_settings(model, settings, variables)
         site = self._site()
         if former is not None:
             former.synchronizer.leave(variables.weights, self._chiefs_left)
         synchronizer = Synchronizer(variables, settings, site)
-        if site.members is not None:
-            replicas = site.members.size * len(self._worker.devices)
-            synchronizer.graph.global_state.rule.change(replicas)
+        synchronizer.graph.global_state.rule.change(self._worker.replicas)
         if former is not None:
-            synchronizer.adopt(former.synchronizer)
+            synchronizer.graph.adopt(former.synchronizer.graph)
         others = [each.synchronizer for each in self._trained if each is not former]
         if any(other.has_any_of([v[0] for v in variables.weights]) for other in others):
             raise ValueError(
@@ -285,21 +265,35 @@ class TrainedModels:
         )
         at = len(self._trained) if former is None else self._trained.index(former)
         self._trained[at : at + 1] = [self._recent]
-        if self._elastic is not None:
-            self._elastic.check_step()
+        self._company.check_step()
         return synchronizer
 
-    def _note_settings(self, model: keras.Model, settings: Settings) -> None:
-        """Prints notes on what the settings do to a model that is about to be trained."""
-        for optimizer in optimizers(model):
-            self._momentum.check(optimizer, settings)
-        for optimizer in filter(settings.fits_momentum, optimizers(model)):
-            self._momentum.note(optimizer)
+    def _agreed_variables(self, model: keras.Model, settings: Settings) -> ReplicaVariables:
+        """Returns a model's variables, once all workers have agreed on their shapes."""
+        variables = replica_variables(model, self._strategy.experimental_local_results, settings)
+        # Layers' names are left out: their numbers count every model that a process has made.
+        shapes = [
+            f"{n.split('/')[-1]} {tuple(v[0].shape)} {v[0].dtype.name}"
+            for n, v in zip(variables.weight_names, variables.weights, strict=True)
+        ]
+        agree({"model": "; ".join(shapes), **hyperparameters(model)}, self._worker.control, _TRAIN)
+        return variables
+
+    def _note_settings(
+        self, model: keras.Model, settings: Settings, variables: ReplicaVariables
+    ) -> None:
+        """Tells the user how a model that is about to be trained goes with the settings."""
+        self._momentum.note(model, settings)
         if self._worker.replicas > 1 and "sum" in reductions(getattr(model, "loss", None)):
             self._notes.tell(
                 'the loss has reduction="sum". A replica sums over its own minibatch, and the mean '
                 "of the replicas counts: 1/N of the sum over all of them, in the step as in the "
                 "log. Multiply the learning rate by N, or let the loss be a mean: docs/moving.md"
+            )
+        if any(v[0].dtype == tf.float64 for v in (*variables.weights, *variables.state)):
+            self._notes.tell(
+                "the model has weights of float64, and every sync rounds them to float32, in which "
+                "the global model is kept: docs/training.md"
             )
         if settings is not self.settings and settings.rule.has_momentum():
             self._notes.tell(
@@ -312,11 +306,9 @@ class TrainedModels:
         site = Site(
             # A joiner of an elastic run has made fewer synchronizers than the others, so that
             # numbers would differ; such a run has one model.
-            name="model" if self._elastic else f"model{self._made}",
+            name="model" if self._company.changes else f"model{self._made}",
             num_replicas=self._worker.replicas,
-            first_replica=self._worker.first_replica,
-            members=self._worker.members,
-            present=self.present,
+            company=self._company,
             devices=self._worker.devices,
             collectives=self._links.collectives,
             reports=self._links.reports,
@@ -336,8 +328,7 @@ class TrainedModels:
         Args:
             former: the entry of the model that is about to be trained, if it has one.
         """
-        # An elastic run has one model.
-        if self._elastic is not None or all(each is former for each in self._trained):
+        if all(each is former for each in self._trained):
             return
         gc.collect()  # Models refer to themselves, so that they stay until then.
         gone = [k for k, each in enumerate(self._trained) if each.model() is None]
@@ -350,8 +341,7 @@ class TrainedModels:
     def _drop(self, entry: _Trained, purpose: Purpose) -> None:
         """Closes a model's block and gives up its synchronizer; every worker must call it."""
         synchronizer = entry.synchronizer
-        with self._place.meeting(purpose):
-            synchronizer.finish_block()
+        self._company.finish_block(synchronizer, purpose)
         synchronizer.leave([], self._chiefs_left)
         self._dropped = self._dropped.and_then(synchronizer.graph.statistics())
         self._trained.remove(entry)
@@ -377,14 +367,7 @@ class TrainedModels:
     def finish_blocks(self, purpose: Purpose = _SYNCHRONIZE) -> None:
         """Closes the open blocks of all models; every worker must call it for this purpose."""
         self.blocks_closed += 1
-        synchronizers = self.in_turn()
-        if self._elastic is not None:
-            self._elastic.close()
-            return
-        if synchronizers:
-            with self._place.meeting(purpose):
-                for synchronizer in synchronizers:
-                    synchronizer.finish_block()
+        self._company.finish_blocks(purpose)
 
     @contextlib.contextmanager
     def writing(self, model: keras.Model) -> Iterator[None]:

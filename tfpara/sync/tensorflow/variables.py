@@ -5,15 +5,15 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from tfpara.cluster.place import VARIABLE
 from tfpara.keras_model import is_seed
-from tfpara.sync.tensorflow.private import CheckpointInitialValue, ResourceVariable
-from tfpara.sync.tensorflow.private import values as _values
+from tfpara.sync.tensorflow_private import CheckpointInitialValue, ResourceVariable
+from tfpara.sync.tensorflow_private import values as _values
 from tfpara.sync.workers.settings_check import agree
 from tfpara.sync.workers.worker import Worker
 from tfpara.typing import Nest, Variable
@@ -99,9 +99,17 @@ def local_replica() -> int:
     return _values.values_util.get_current_replica_id_as_int()
 
 
-def plain_variable(value: Nest, name: str) -> tf.Variable:
-    """Returns a variable of the present device alone, also in a strategy's scope."""
-    return ResourceVariable(value, name=f"tfpara/{name}", trainable=False)
+def plain_variable(
+    value: Nest, name: str, shape: Sequence[int | None] | None = None
+) -> tf.Variable:
+    """Returns a variable of the present device alone, also in a strategy's scope.
+
+    Args:
+        value: its initial value.
+        name: its name.
+        shape: of all values that it may have; None: that of the initial one.
+    """
+    return ResourceVariable(value, name=f"tfpara/{name}", trainable=False, shape=shape)
 
 
 def host_variable(value: Nest, name: str) -> tf.Variable:

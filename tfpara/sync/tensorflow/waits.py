@@ -1,4 +1,4 @@
-"""Waits of this process for other workers: since when, for whom, and their end."""
+"""Waits of this process for other workers: their begin, the workers awaited, and their end."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ _log = logging.getLogger(__name__)
 class Waits:
     """The waits of this process, in syncs and in exchanges that Python code calls.
 
-    Args:
+    Attributes:
         found: the cluster.
         worker: this worker.
-        synchronizers: returns those of all trained models.
         overlap: whether syncs run beside the training.
-        abort: ends the collectives under way, with a message.
+        synchronizers: returns those of all trained models.
+        abort: ends the collectives under way, with a message; set before `watch`.
     """
 
     found: Cluster
     worker: Worker
-    synchronizers: Callable[[], Sequence[Synchronizer]]
     overlap: bool
-    abort: Callable[[str], None]
+    synchronizers: Callable[[], Sequence[Synchronizer]] = tuple
+    abort: Callable[[str], None] = dataclasses.field(init=False)
     _whereabouts: whereabouts.Whereabouts | None = dataclasses.field(default=None, init=False)
 
     def watch(self, timeout_seconds: float) -> None:

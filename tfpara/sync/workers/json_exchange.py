@@ -26,7 +26,7 @@ def everyones(value: Json, control: Control, purpose: Purpose) -> list[Json]:
         control: between the workers; every worker must call this for the same purpose.
         purpose: the purpose of the exchange.
     """
-    return control.guarded(lambda: _everyones(value, control, purpose))
+    return control.whole(lambda: _everyones(value, control, purpose))
 
 
 def _everyones(value: Json, control: Control, purpose: Purpose) -> list[Json]:

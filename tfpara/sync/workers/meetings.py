@@ -9,7 +9,8 @@ from typing import Any
 import tensorflow as tf
 
 from tfpara.cluster.place import Place, Purpose, sentence
-from tfpara.collectives import Collectives
+from tfpara.collectives import Collectives, Loopback
+from tfpara.sync.workers.company import Company
 from tfpara.typing import Json
 
 # A worker waits this long before it fails, so that the others receive the reason first.
@@ -27,7 +28,7 @@ class Control:
         collectives: between the workers' hosts, with a timeout.
         place: the place of this process in its script.
         synchronizers: returns those of the models that were trained, in the same order everywhere.
-        guard: in an elastic run, calls an exchange until it has gone well; else None.
+        company: the workers.
 
     Attributes:
         collectives: for operations that follow `together`, which all workers then run.
@@ -40,10 +41,10 @@ class Control:
         collectives: Collectives,
         place: Place,
         synchronizers: Callable[[], Sequence[Any]],
-        guard: Callable[[Callable[[], Json]], Any] | None = None,
+        company: Company,
     ) -> None:
         self.collectives = collectives
-        self._guard = guard
+        self._company = company
         self._place = place
         self._synchronizers = synchronizers
 
@@ -68,28 +69,27 @@ class Control:
             MismatchError, tf.errors.InvalidArgumentError: on every worker, if one has come to
                 another exchange.
         """
-        if self._guard is not None:
-            return self._guard(lambda: self._together(purpose, number))
-        return [number] if self.size == 1 else self._together(purpose, number)
+        if isinstance(self.collectives, Loopback):
+            return [number]
+        return self._company.together(lambda: self._together(purpose, number))
 
     def broadcast(self, value: tf.Tensor, name: str) -> tf.Tensor:
         """Returns rank 0's tensor; all workers have to call it, with the same shape and dtype."""
-        if self._guard is None:
-            return self.collectives.broadcast(value, name)
         got = value
 
         def exchange() -> None:
             nonlocal got
             got = self.collectives.broadcast(value, name)
-            # If a worker is lost now, and any other has come behind this, all have the tensor.
-            self.collectives.barrier(name)
+            if self._company.changes:
+                # If a worker is lost after this, and any other has come here, all have the tensor.
+                self.collectives.barrier(name)
 
-        self._guard(exchange)
+        self._company.together(exchange)
         return got
 
-    def guarded(self, exchange: Callable[[], Json]) -> Any:
-        """Returns what exchanges give, as JSON; an elastic run repeats them until all are done."""
-        return exchange() if self._guard is None else self._guard(exchange)
+    def whole(self, exchange: Callable[[], Json]) -> Any:
+        """Returns what an exchange of several steps gives, which is repeated as a whole."""
+        return self._company.together(exchange)
 
     def _together(self, purpose: Purpose, number: int) -> list[int]:
         with self._place.meeting(purpose):

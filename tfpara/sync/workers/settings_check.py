@@ -23,7 +23,7 @@ def agree(settings: Mapping[str, object], control: Control, purpose: Purpose) ->
         purpose: the purpose of the exchange.
 
     Raises:
-        FingerprintError: on every worker, naming the keys that differ, and who has which value.
+        FingerprintError: on every worker, naming the keys that differ and the workers' values.
     """
     everyone = everyones(settings, control, purpose)
     differing = differences({f"worker {i}": theirs for i, theirs in enumerate(everyone)})

@@ -5,34 +5,40 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from tfpara.cluster.place import Place
-from tfpara.collectives.members import Members
+from tfpara.sync.workers.company import Company
 from tfpara.sync.workers.meetings import Control
 
 
 @dataclasses.dataclass(eq=False)
 class Worker:
-    """This worker's number among all workers, its devices, its place, and its exchanges with them.
+    """This worker: its number among all, its devices, its place, and its exchanges with the others.
 
     Attributes:
-        elastic: this worker's part in an elastic run; else None.
-        changes: whether workers come and go in this run, or did in the one that it repeats.
-        num_workers: the workers that take part; in an elastic run it changes, and so does `rank`.
+        company: the workers that take part.
+        num_workers: the number of these; in an elastic run it changes, and so does `rank`.
         rank: the number of this one, by which data and seeds are divided; 0 is the chief.
         devices: the names of this worker's devices, the lead device first; the others have as many.
+        kind: of the devices, "CPU" or "GPU".
+        host: the device for small exchanges.
         place: the place of this process in its script.
         control: exchanges between the workers that Python code calls.
     """
 
-    elastic: Any
-    changes: bool
+    company: Company
     num_workers: int = 1
     rank: int = 0
     devices: Sequence[str] = ()
+    kind: str = "CPU"
+    host: str = "CPU:0"
     place: Place = dataclasses.field(default_factory=Place)
     control: Control = dataclasses.field(init=False)
+
+    @property
+    def changes(self) -> bool:
+        """Whether workers may come and go."""
+        return self.company.changes
 
     @property
     def replicas(self) -> int:
@@ -43,11 +49,6 @@ class Worker:
     def first_replica(self) -> int:
         """The number, among 0 … N − 1, of this worker's first replica."""
         return self.rank * len(self.devices)
-
-    @property
-    def members(self) -> Members | None:
-        """The workers of an elastic run, as collectives know them; else None."""
-        return self.elastic.members if self.elastic else None
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:

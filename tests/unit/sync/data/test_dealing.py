@@ -30,11 +30,10 @@ def test_arrays_of_different_lengths():
 
 
 def strategy_of(order, replicas, ids):
-    elastic = types.SimpleNamespace(joining=True)
-    extended = types.SimpleNamespace(
-        order=order, elastic=elastic, worker_devices=["CPU:0"] * len(ids)
-    )
+    data = types.SimpleNamespace(order=order)
+    extended = types.SimpleNamespace(data=data, worker_devices=["CPU:0"] * len(ids))
     return types.SimpleNamespace(
+        joining=True,
         extended=extended,
         num_replicas=replicas,
         local_replica_ids=ids,
@@ -316,14 +315,13 @@ def of_value(value):
     return Dataset.from_tensor_slices(np.full(8, value)).batch(2)
 
 
-def test_workers_that_begin_with_other_data(monkeypatch):
+def test_workers_that_begin_with_other_data():
     """Each hears of it, before the first step."""
     other = {"seed": 1, "facts": elastic_data.same_data.facts_of_dataset(of_value(2.0))}
-    monkeypatch.setattr(elastic_data, "everyones", lambda mine, *_: [mine, other])
     order = Order()
     strategy = strategy_of(order, 2, [0])
-    strategy.extended.elastic.joining = False
-    strategy.extended.control = None
+    strategy.joining = False
+    strategy.everyones = lambda mine, purpose: [mine, other]
     with pytest.raises(ValueError, match="rows: those of worker 1 are not those of worker 0"):
         fit_arguments.deal_out(strategy, elastic_data.Began(2, 1), {"x": of_value(1.0)})
     assert order.seed is None

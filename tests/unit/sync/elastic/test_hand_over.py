@@ -10,8 +10,12 @@ import pytest
 import tensorflow as tf
 
 from tfpara.collectives import TensorFlowCollectives
-from tfpara.sync.elastic.rejoin import Regrouping
-from tfpara.sync.elastic.state_transfer import hand_over, hand_over_arrays, hand_over_text
+from tfpara.sync.elastic.state_transfer import (
+    StateTransfer,
+    hand_over,
+    hand_over_arrays,
+    hand_over_text,
+)
 from tfpara.sync.keras.chiefs_callbacks import HAS_WEIGHTS
 from tfpara.sync.one_sync.reports import Request
 from tfpara.sync.one_sync.state_vars import Kind, Slot
@@ -118,16 +122,14 @@ def test_who_takes_over_has_all_or_nothing(breaks_at):
         graph=graph, broadcast_point=list, start_from=lambda weights: done.append("start")
     )
     control = types.SimpleNamespace(collectives=Breaking(breaks_at))
-    worker = types.SimpleNamespace(
-        _model=types.SimpleNamespace(history=history),
-        _extended=types.SimpleNamespace(synchronizers=[synchronizer], control=control),
-        slots=lambda: [Slot(str(k), Kind.MODEL, v) for k, v in enumerate(variables)],
-        states={"callback": holder},
-        joining=True,
-    )
+    models = types.SimpleNamespace(synchronizers=[synchronizer])
+    transfer = StateTransfer(types.SimpleNamespace(models=models, control=control))
+    transfer.model = types.SimpleNamespace(history=history)
+    transfer.slots = lambda: [Slot(str(k), Kind.MODEL, v) for k, v in enumerate(variables)]
+    transfer.holders = {"callback": holder}
     ahead = {"states": {"callback": {HAS_WEIGHTS: True}}, "agreed": [1.0]}
     try:
-        Regrouping._hand_over(worker, 0, True, ahead)
+        transfer.hand_over(0, receives=True, joins=True, ahead=ahead)
         whole = True
     except tf.errors.UnavailableError:
         whole = False

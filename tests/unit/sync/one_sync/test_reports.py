@@ -79,7 +79,7 @@ def test_each_sentence_is_found_in_the_error_that_tensorflow_makes_of_it():
         assert problem, changed
         text = f"assertion failed: [{problem}]\n\t [[{{{{node cond/Assert}}}}]] [Op:__inference_1]"
         error = tf.errors.InvalidArgumentError(None, None, text)
-        assert failures.explain(error, cluster.ALONE) == problem
+        assert failures.explain(error, cluster.ALONE).sentence == problem
 
 
 def test_where_all_sample_weights_are_0_those_count_that_took_steps():

@@ -1,7 +1,7 @@
-"""TensorFlow's private names; no other file of the strategy imports any.
+"""TensorFlow's private names, which no other file imports. `keras/replacing` has Keras'."""
 
-`data/same_data` reads private attributes of datasets; `keras/hooks` has Keras' private names.
-"""
+# The batch size of a dataset, as TensorFlow finds it to divide batches between replicas.
+from tensorflow.python.data.experimental.ops.distribute import compute_batch_size
 
 # The module whose functions make the datasets of single devices, which are replaced for a while.
 from tensorflow.python.data.ops import multi_device_iterator_ops as multi_device
@@ -25,6 +25,7 @@ from tensorflow.python.trackable.base import CheckpointInitialValue
 __all__ = [
     "CheckpointInitialValue",
     "ResourceVariable",
+    "compute_batch_size",
     "context",
     "input_lib",
     "multi_device",

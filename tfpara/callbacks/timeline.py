@@ -1,8 +1,7 @@
-"""Timelines in the form that chrome://tracing and Perfetto read, out of what TensorFlow's profiler
-recorded.
+"""Timelines for chrome://tracing and Perfetto, made of the records of TensorFlow's profiler.
 
-The profiler names every operation that ran, when and for how long. Those of a sync carry the name
-of their phase (`tfpara.sync.one_sync.weight_exchange.phase`); a training step is marked by `STEP`.
+It records every operation with its name, time and duration. The operations of a sync carry the
+name of their phase (`tfpara.sync.one_sync.weight_exchange.phase`), and `STEP` marks a step.
 """
 
 from __future__ import annotations
@@ -119,7 +118,7 @@ def read(directory: Path) -> xplane_pb2.XSpace:
 
 
 def _events(recorded: xplane_pb2.XSpace) -> Iterator[tuple[str, int, int, dict[str, Json]]]:
-    """Gives name, begin and end (ns on the profiler's clock) of all events, and notes of steps."""
+    """Yields name, begin and end (ns on the profiler's clock) of all events, and notes of steps."""
     for plane in recorded.planes:
         names = {key: entry.name for key, entry in plane.event_metadata.items()}
         kinds = {key: entry.name for key, entry in plane.stat_metadata.items()}
@@ -130,8 +129,7 @@ def _events(recorded: xplane_pb2.XSpace) -> Iterator[tuple[str, int, int, dict[s
                 began = line.timestamp_ns + event.offset_ps // 1000
                 duration = event.duration_ps
                 if ":Collective" in name:
-                    at = bisect.bisect_left(over, event.offset_ps)
-                    duration = min([duration, *(o - event.offset_ps for o in over[at : at + 1])])
+                    duration = int(min(duration, _next(over, event.offset_ps) - event.offset_ps))
                 notes = {}
                 if name == STEP:
                     notes = {
@@ -150,7 +148,8 @@ def _joined(operations: list[Span], step_begins: Sequence[int]) -> list[Span]:
     for operation in sorted(operations, key=lambda o: o.began):
         done = joined[operation.phase]
         last = done[-1] if done else None
-        if last is None or _any_between(begins[operation.phase], last.ended, operation.began):
+        others = begins[operation.phase]
+        if last is None or _next(others, last.ended) <= operation.began:
             done.append(operation)
         else:
             ended = max(last.ended, operation.ended)
@@ -158,9 +157,10 @@ def _joined(operations: list[Span], step_begins: Sequence[int]) -> list[Span]:
     return [span for found in joined.values() for span in found]
 
 
-def _any_between(sorted_times: Sequence[int], first: int, last: int) -> bool:
-    at = bisect.bisect_left(sorted_times, first)
-    return at < len(sorted_times) and sorted_times[at] <= last
+def _next(times: Sequence[int], first: int) -> float:
+    """Returns the first of sorted times that is not before `first`; infinite if there is none."""
+    at = bisect.bisect_left(times, first)
+    return times[at] if at < len(times) else float("inf")
 
 
 def _named(what: str, worker: int, row: int, name: str) -> dict[str, Json]:

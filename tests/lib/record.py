@@ -163,6 +163,14 @@ def _check_length(state: Any) -> None:
         raise ValueError(f"it lists {units} units")
 
 
+def unit_of(plan: Plan, rank: int, step: int) -> int:
+    """The unit that a rank trains in one of its steps by a plan."""
+    listed = plan.carried[rank] + plan.owed_to(rank)
+    if step < len(listed):
+        return listed[step]
+    return plan.first + rank + plan.size * (step - len(listed))
+
+
 def places_needed(generations: Sequence[Generation]) -> int:
     """The largest number of workers at a time."""
     return max(len(each.plan.tasks) for each in generations)
@@ -220,7 +228,7 @@ def rows(
         while number < sync_period:
             own_units: dict[int, int] = {}
             for rank, task in enumerate(members):
-                unit = plan.unit(rank, steps[rank])
+                unit = unit_of(plan, rank, steps[rank])
                 if number >= first_rows[rank] and unit < units:
                     own_units[places[task]] = unit
                     steps[rank] += 1

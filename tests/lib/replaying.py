@@ -1,74 +1,98 @@
 """The replay of an elastic run in one process: a simulated replica for each place of a worker."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+import unittest.mock
 
 import numpy as np
+import record
 import tensorflow as tf
 
-from tfpara.elastic import record
+from tfpara import cluster
+from tfpara.elastic.settings import Elastic
+from tfpara.sync import start
 from tfpara.sync.data.elastic_data import Began, slice_of
+from tfpara.sync.keras.fit_arguments import deal_out
 from tfpara.sync.keras.train_function import stepping
+from tfpara.sync.one_sync.sized_rule import check_sizes
 from tfpara.sync.one_sync.state_vars import Kind, model_slots
-from tfpara.typing import Nest
-
-if TYPE_CHECKING:
-    import keras
-
-    from tfpara.sync.tensorflow.extended import PeriodicSyncExtended
+from tfpara.sync.simulation import make_devices
+from tfpara.sync.strategy import PeriodicSyncStrategy
+from tfpara.sync.workers.data_place import DataPlace, making
+from tfpara.sync.workers.fixed import Fixed
 
 
-class Replay:
-    """What the workers of an elastic run trained, dealt out to simulated replicas.
+def replayed(path, rule, elastic=None, **options):
+    """A strategy whose replicas train what the workers of a run did, with that run's arguments.
 
     Each replica has the minibatches of one worker's device, in its order; one of whose worker was
     not there, or had less to do than others, takes no step.
 
     Args:
         path: of the record, `generations.jsonl`.
-
-    Attributes:
-        founding_replicas: replicas with which the run began.
-        replicas: largest number at a time.
-        present: N, as graphs read it.
+        rule: of the run; likewise the others.
     """
+    company, of_run = Replay(path), elastic or Elastic()
+    make_devices(company.places)
 
-    def __init__(self, path: Path) -> None:
+    def workers_of(settings, *_):
+        # Devices of one process would divide the state, which the run has kept whole.
+        settings = dataclasses.replace(settings.elastic(), aggregation="replicated")
+        if of_run.rule_follows:
+            largest = check_sizes(rule, of_run.max_workers, 1)
+            settings = dataclasses.replace(settings, following_rule=rule, largest_rule=largest)
+        return cluster.ALONE, settings, contextlib.nullcontext(company)
+
+    devices = [f"CPU:{number}" for number in range(company.places)]
+    with unittest.mock.patch.object(start, "workers_of", workers_of):
+        return _Replaying(rule, devices=devices, **options)
+
+
+class _Replaying(PeriodicSyncStrategy):
+    _is_simulated = True
+
+    def datasets_by_epoch(self, dataset_fn):
+        return super().datasets_by_epoch(self.extended.worker.company.dealt(dataset_fn))
+
+
+class Replay(Fixed):
+    """The workers of an elastic run, as one process plays them."""
+
+    changes = True
+
+    def __init__(self, path):
+        super().__init__(cluster.ALONE)
         self._generations = record.read(path)
         self._devices = self._generations[0].devices
-        self.founding_replicas = self._generations[0].founders * self._devices
-        self.replicas = record.places_needed(self._generations) * self._devices
+        self._founding_replicas = self._generations[0].founders * self._devices
+        self.places = record.places_needed(self._generations) * self._devices
         self._positions = {0: record.Position()}  # where each epoch begins
-        self._rows: dict[int, list[record.Row]] = {}  # of each epoch
+        self._rows = {}  # of each epoch
         self._epoch = self._row = 0
-        self._has_trained = False
 
-    def attach(self, extended: PeriodicSyncExtended) -> None:
-        """Takes the strategy whose replicas these are."""
+    def attach(self, extended):
+        super().attach(extended)
         self._extended = extended
         with tf.device("CPU:0"), tf.init_scope():
-            self.present = tf.Variable(self.founding_replicas, trainable=False, dtype=tf.int32)
+            self._present = tf.Variable(self._founding_replicas, trainable=False, dtype=tf.int32)
 
-    def dealt(self, dataset_fn: Callable[..., tf.data.Dataset]) -> Callable[..., tf.data.Dataset]:
-        """Returns a function that makes the data of the replicas in turn, from those of all."""
+    def founding_replicas(self, devices):
+        return self._founding_replicas
 
-        def make(context: Any) -> tf.data.Dataset:
-            extended = self._extended
-            extended.as_one_replica = True
-            try:
-                whole = dataset_fn(context)
-            finally:
-                extended.as_one_replica = False
-            rows = self._rows_of(extended.position.epoch, whole)
+    def replicas_now(self, devices):
+        return self._present.read_value(), 0
+
+    def dealt(self, dataset_fn):
+        """A function that makes the data of the replicas in turn, from those of all."""
+
+        def make(epoch, first):
+            with making(DataPlace(0, 1, 1, epoch, first)):
+                whole = dataset_fn(epoch, first)
+            rows = self._rows_of(epoch, whole)
             signature = tf.nest.map_structure(_open, whole.element_spec)
 
-            def minibatches() -> Iterator[Nest]:
+            def minibatches():
                 units = _Units(whole, self._devices)
                 for row in rows:
                     for unit in row.units:
@@ -78,64 +102,31 @@ class Replay:
 
         return make
 
-    def _rows_of(self, epoch: int, whole: tf.data.Dataset) -> list[record.Row]:
+    def _rows_of(self, epoch, whole):
         """What is trained in an epoch that has these minibatches."""
-        if epoch not in self._positions:
-            raise ValueError(
-                f"the replay is asked for epoch {epoch} before the one before it. Replays begin "
-                "with the first epoch."
-            )
-        period = self._extended.sync_period
-        if period is None:
-            raise ValueError("sync_period=None: an elastic run has syncs. Give its period.")
         count = int(whole.cardinality())
         if count == tf.data.UNKNOWN_CARDINALITY:
             count = int(whole.reduce(np.int64(0), lambda number, _: number + 1))
         units = -(-count // self._devices)
         self._rows[epoch], self._positions[epoch + 1] = record.rows(
-            self._generations, self._positions[epoch], epoch, period, units
+            self._generations,
+            self._positions[epoch],
+            epoch,
+            self._extended.momentum.sync_period,
+            units,
         )
         return self._rows[epoch]
 
-    @property
-    def began(self) -> Began:
-        """Replicas with which the run began, and those of each worker."""
-        return Began(self.founding_replicas, self._devices)
-
-    def check(self, model: keras.Model, given: Mapping[str, Any]) -> None:
-        """Looks at what `fit` is given.
-
-        Raises:
-            ValueError: several steps are taken at once; the data are no `datasets_by_epoch`; or it
-                is a second call.
-        """
-        if self._has_trained:
-            raise ValueError(
-                "a replay is of one call of fit: the directory's record does not say with which "
-                "state another begins."
-            )
-        if model.steps_per_execution != 1:
-            raise ValueError(
-                f"steps_per_execution={model.steps_per_execution}: a replay changes the number of "
-                "replicas between steps. Compile the model with 1."
-            )
-        if not hasattr(given.get("x"), "built_for"):
-            raise ValueError("a replay needs the data that fit had in the run.")
-
-    @contextlib.contextmanager
-    def training(self, model: keras.Model) -> Iterator[None]:
-        """A call of `fit`."""
+    def fit(self, model, given, fit):
+        began = Began(self._founding_replicas, self._devices)
+        deal_out(model.distribute_strategy, began, given)
         with stepping(model, lambda function, iterator: self._step(model, function, iterator)):
-            yield
-        self._has_trained = True
+            return fit(given)
 
-    def begin_epoch(self, epoch: int) -> None:
-        """An epoch of `fit` begins."""
+    def epoch_begins(self, epoch):
         self._epoch, self._row = epoch, 0
 
-    def _step(
-        self, model: keras.Model, function: Callable[..., Any], iterator: Iterator[Any]
-    ) -> Any:
+    def _step(self, model, function, iterator):
         rows = self._rows[self._epoch]
         if self._row < len(rows):
             self._prepare(model, rows[self._row])
@@ -143,12 +134,12 @@ class Replay:
         self._row += 1
         return logs
 
-    def _prepare(self, model: keras.Model, row: record.Row) -> None:
+    def _prepare(self, model, row):
         """Makes the replicas those that took the step of a row."""
         with model.distribute_strategy.scope():
-            synchronizer = self._extended.synchronizer_of(model)
+            synchronizer = self._extended.models.synchronizer_of(model)
         if row.workers is not None:
-            self.present.assign(row.workers * self._devices)
+            self._present.assign(row.workers * self._devices)
             synchronizer.graph.global_state.rule.change(row.workers * self._devices)
         if row.restarted:
             point = synchronizer.broadcast_point()
@@ -163,7 +154,7 @@ class Replay:
         if anew := {*row.restarted, *(taker for taker, _ in row.taken_over)}:
             synchronizer.graph.averaging.start_moments(self._of_places(sorted(anew)))
 
-    def _of_places(self, places: Any) -> list[int]:
+    def _of_places(self, places):
         return [place * self._devices + k for place in places for k in range(self._devices)]
 
 
@@ -174,13 +165,13 @@ class _Units:
     whole: tf.data.Dataset
     devices: int
 
-    def __post_init__(self) -> None:
+    def __post_init__(self):
         self._iterator = iter(self.whole)
-        self._kept: dict[int, list[Nest]] = {}
+        self._kept = {}
         self._read = 0
-        self._empty: Nest = None
+        self._empty = None
 
-    def take(self, unit: int | None) -> list[Nest]:
+    def take(self, unit):
         """The minibatches of a unit; for None as many that are empty."""
         while self._empty is None or (unit is not None and self._read <= unit):
             own = list(itertools.islice(self._iterator, self.devices))
@@ -190,7 +181,7 @@ class _Units:
         return [self._empty] * self.devices if unit is None else self._kept.pop(unit)
 
 
-def _copy(model: keras.Model, to: int, since: int) -> None:
+def _copy(model, to, since):
     """Copies what a replica of a model has for itself, but for its weights."""
     slots = [s for s in model_slots(model) if s.kind is Kind.MODEL]
     trained = {id(v) for weight in model.trainable_variables for v in weight.value.values}
@@ -200,13 +191,13 @@ def _copy(model: keras.Model, to: int, since: int) -> None:
             slot.variable.assign(values[slot.name])
 
 
-def _open(spec: Any) -> Any:
+def _open(spec):
     """The spec of minibatches that may be empty."""
     if not isinstance(spec, tf.TensorSpec) or not spec.shape.rank:
         return spec  # that of ragged or sparse tensors is open
     return tf.TensorSpec([None, *spec.shape[1:]], spec.dtype)
 
 
-def _emptied(leaf: Any) -> Any:
+def _emptied(leaf):
     nothing = tf.constant(0, tf.int64)
     return slice_of(leaf, nothing, nothing) if leaf.shape.rank else leaf

@@ -1,0 +1,169 @@
+"""Operations of datasets that draw at random, choose elements or lose the order.
+
+They are found in graphs, of a dataset that was serialized or of a dataset's function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+# Operations with seeds: the indices of their inputs "seed", "seed2" and "seed_generator" (None if
+# they have none). Through the generator, copies would share the state of the original dataset.
+SEEDED = {
+    "GlobalShuffleDataset": (1, 2, 3),
+    "RandomDataset": (0, 1, None),
+    "RandomDatasetV2": (0, 1, 2),
+    "SamplingDataset": (2, 3, None),
+    "ShuffleAndRepeatDataset": (2, 3, None),
+    "ShuffleAndRepeatDatasetV2": (2, 3, 5),
+    "ShuffleDataset": (2, 3, None),
+    "ShuffleDatasetV3": (2, 3, 4),
+}
+# Operations that draw other numbers each time.
+RANDOM = {
+    "Multinomial",
+    "ParameterizedTruncatedNormal",
+    "RandomGamma",
+    "RandomPoisson",
+    "RandomPoissonV2",
+    "RandomShuffle",
+    "RandomStandardNormal",
+    "RandomUniform",
+    "RandomUniformInt",
+    "SampleDistortedBoundingBox",
+    "SampleDistortedBoundingBoxV2",
+    "TruncatedNormal",
+}
+
+
+def unseeded(graph: tf.compat.v1.GraphDef) -> str:
+    """Returns an operation that makes a dataset without a seed; empty if there is none."""
+    for scope in scopes(graph):
+        for node in scope.nodes:
+            places = SEEDED.get(node.op, ())[:2]
+            if places and all(scope.number(node.input[place]) == 0 for place in places):
+                return str(node.op)
+    return ""
+
+
+def unordered(graph: tf.compat.v1.GraphDef) -> str:
+    """Returns an operation with deterministic=False; empty if there is none."""
+    for node in all_nodes(graph):
+        if "deterministic" in node.attr and node.attr["deterministic"].s == b"false":
+            return str(node.op)
+    return ""
+
+
+def by_chance(graph: tf.compat.v1.GraphDef) -> tuple[str, str] | None:
+    """Returns an operation that chooses elements, and a random one that it may depend on.
+
+    None: there are no two such operations.
+    """
+    bodies = {each.signature.name: each.node_def for each in graph.library.function}
+
+    def random_in(node: tf.compat.v1.NodeDef, computing: bool = False) -> str:
+        """Returns a random operation in a node and functions that it calls; empty for none.
+
+        Args:
+            node: of a graph.
+            computing: whether datasets that the functions make are left out.
+        """
+        if node.op in RANDOM:
+            return str(node.op)
+        called = (inner for name in _functions(node) for inner in bodies.get(name, ()))
+        inner = (each for each in called if not (computing and "Dataset" in each.op))
+        return next((found for each in inner if (found := random_in(each, computing))), "")
+
+    for scope in scopes(graph):
+        for node in filter(_chooses, scope.nodes):
+            chance = random_in(node, computing=True) or next(
+                (found for each in scope.before(node) if (found := random_in(each))), ""
+            )
+            if chance:
+                return str(node.op), chance
+    return None
+
+
+def _chooses(node: tf.compat.v1.NodeDef) -> bool:
+    """Returns whether an operation may select or reorder elements, depending on their values."""
+    # A map does not: it makes one element from each. Other operations that call functions may.
+    is_map = "Map" in node.op.replace("FlatMap", "")
+    calls = "Dataset" in node.op and not is_map and any(_functions(node))
+    return calls or node.op == "DirectedInterleaveDataset"
+
+
+def _functions(node: tf.compat.v1.NodeDef) -> Iterator[str]:
+    """Yields the names of the functions that an operation calls."""
+    for value in node.attr.values():
+        if value.func.name:
+            yield value.func.name
+        yield from (f.name for f in value.list.func)
+
+
+class Scope:
+    """The nodes of a graph or of a function's body; the two name inputs differently."""
+
+    def __init__(self, nodes: Any, is_function: bool) -> None:
+        self.nodes = nodes
+        self._is_function = is_function
+        self._by_name = {node.name: node for node in nodes}
+
+    def number(self, name: str) -> int | None:
+        """Returns the value of an integer input; None if it is not a constant."""
+        node = self._by_name.get(name.split(":")[0])
+        if node is None or node.op != "Const":
+            return None
+        return int(tf.make_ndarray(node.attr["value"].tensor))
+
+    def is_fixed(self, name: str) -> bool:
+        """Returns whether an input does not depend on the arguments of the function.
+
+        It need not be a constant: under a global seed, a seed in a function is computed from two.
+        """
+        return all(found in self._by_name for found in self._names_before([name]))
+
+    def before(self, node: tf.compat.v1.NodeDef) -> list[tf.compat.v1.NodeDef]:
+        """Returns all nodes on which a node depends, directly or not."""
+        names = self._names_before(node.input)
+        return [self._by_name[name] for name in names if name in self._by_name]
+
+    def _names_before(self, inputs: Sequence[str]) -> list[str]:
+        """Returns the names of all nodes, and arguments of the function, on which inputs depend."""
+        found: dict[str, None] = {}
+        names = list(inputs)
+        while names:
+            name = names.pop().removeprefix("^").split(":")[0]
+            if name not in found:
+                found[name] = None
+                names += self._by_name[name].input if name in self._by_name else ()
+        return list(found)
+
+    def add(self, op: str, output: str) -> str:
+        """Adds an operation without inputs; returns its output as an input of others."""
+        node = self.nodes.add(name=f"tfpara_{op}_{len(self.nodes)}", op=op)
+        return f"{node.name}:{output}:0" if self._is_function else node.name
+
+    def add_number(self, content: bytes) -> str:
+        """Adds an int64 constant, given as 8 bytes."""
+        name = self.add("Const", "output")
+        value = self.nodes[-1].attr["value"].tensor
+        value.dtype = self.nodes[-1].attr["dtype"].type = tf.int64.as_datatype_enum
+        value.tensor_shape.SetInParent()
+        value.tensor_content = content
+        return name
+
+
+def scopes(graph: tf.compat.v1.GraphDef) -> Iterator[Scope]:
+    """Yields the nodes of a graph, and those of each function in its library."""
+    yield Scope(graph.node, is_function=False)
+    for function in graph.library.function:
+        yield Scope(function.node_def, is_function=True)
+
+
+def all_nodes(graph: tf.compat.v1.GraphDef) -> Iterator[tf.compat.v1.NodeDef]:
+    """Yields the nodes of a graph and of all functions in its library."""
+    for scope in scopes(graph):
+        yield from scope.nodes

@@ -1,0 +1,278 @@
+"""The meeting point of an elastic run, where workers enrol, are watched, and meet.
+
+`Meeting` is a thread of the launcher or of `tfpara-meet`. It carries messages between its
+connections and `membership.Membership`, and is the clock of that. `meeting.Line` is a worker's
+connection. If it ends, the worker is lost at once. If it is silent for too long, the worker is
+given up, and learns that when it speaks again.
+
+Messages are signed with the run's secret (`messages.py`). Workers send
+
+- ``enrol``: their host and port, with the ``settings`` of the run, and ``founds``: whether the
+  worker can be one of the first, with which the run begins. The answer, ``enrolled``, has a task
+  number, and whether the worker is one of the first.
+- ``where``: a request for the call of `fit` that the run is in.
+- ``register`` with ``terms`` and ``fit``: a request to join.
+- ``begins``: the number of a call of `fit`, with the ``histories`` of those before it.
+- ``agreed``: the number of that call, with the ``terms`` that all members have alike.
+- ``met``: a generation, with ``report``, ``failed`` and ``admits``.
+- ``ready``: a generation.
+- ``out``: a request to leave. ``done``: the worker's program ends.
+
+Empty messages, from both ends, are signs of life. `Membership` describes the messages to workers.
+Only the standard library is imported.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable, Mapping
+
+from tfpara.cluster import ports
+from tfpara.cluster.door import Door
+from tfpara.cluster.messages import Channel
+from tfpara.elastic.meeting import PURPOSE, TICK_SECONDS, is_member
+from tfpara.elastic.membership import Limits, Membership, Say
+from tfpara.typing import Json
+
+_GUESTS = 1024
+_LONGEST_NAME = 80
+_MEETING_SECONDS = 300.0  # longest wait for a member that is alive and does not come
+_log = logging.getLogger(__name__)
+
+
+class Meeting:
+    """The service, which listens until `close`.
+
+    Args:
+        host: to listen on; all interfaces if empty.
+        port: 0 takes a free one.
+        founders: number of workers with which the run begins.
+        start_seconds: longest wait for them.
+        secret: of the run; may be empty.
+
+    Attributes:
+        port: on which it listens.
+        state: the members; to be read alone.
+
+    Raises:
+        OSError: the port is in use.
+    """
+
+    def __init__(
+        self, host: str, port: int, founders: int, start_seconds: float, secret: bytes
+    ) -> None:
+        listener = ports.listen(host, port)
+        self.port = int(listener.getsockname()[1])
+        self._founders, self._start_seconds = founders, start_seconds
+        # Limits come with the first worker, and another state with them.
+        now = time.monotonic()
+        self.state = Membership(Limits(founders, 1, None, math.inf, math.inf, math.inf), now)
+        self._settings: dict[str, Json] | None = None  # the first worker's
+        self._silence = math.inf
+        self._door = Door[int](listener, secret, PURPOSE, _GUESTS)  # guests by task
+        self._addresses: dict[int, str] = {}
+        self._names: dict[int, str] = {}
+        self._beat_at = 0.0
+        self._looked_at = now
+        self._open = True
+        self._thread = threading.Thread(target=self._run, name="tfpara-meeting", daemon=True)
+        self._thread.start()
+
+    def follow(self, name: str) -> Callable[[], bool]:
+        """Returns a function that returns whether the run has continued without a worker.
+
+        Args:
+            name: its name in messages; the last one that has come under this name is meant.
+        """
+        task = max((task for task, own in list(self._names.items()) if own == name), default=None)
+
+        def goes_on() -> bool:
+            history = self.state.history
+            return bool(history) and task not in history[-1].members
+
+        return goes_on
+
+    def close(self) -> None:
+        """Ends all connections, and frees the port."""
+        self._open = False
+        self._thread.join()
+
+    @property
+    def is_deaf(self) -> bool:
+        """Whether an error has ended the service before `close`."""
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        try:
+            while self._open:
+                self._listen()
+        finally:
+            self._door.close()  # after an error, too, so that no worker waits for an answer
+
+    def _listen(self) -> None:
+        self._door.wait(TICK_SECONDS)
+        self._notice_pause()
+        self._door.serve(self._hear, lambda task: self._lose(task, "is lost"))
+        now = time.monotonic()
+        for task, channel in list(self._door.guests.items()):
+            if now - channel.heard > self._silence:
+                # It comes back when it can, and then learns whether the others have gone on.
+                self._door.drop(channel)
+                self._lose(task, f"was silent for {self._silence:g} s")
+        self._tell(self.state.tick(now))
+        if now >= self._beat_at:
+            self._beat_at = now + self._silence / 5.0
+            self._door.tell_guests()
+
+    def _notice_pause(self) -> None:
+        """Notices that this process itself was stopped, and its workers only seemed silent."""
+        now = time.monotonic()
+        former, self._looked_at = self._looked_at, now
+        if now - former > self._silence / 2.0:
+            _log.warning("tfpara: the meeting point did not run for %.1f s.", now - former)
+            self.state.stood_still(now)
+            for channel in self._door.guests.values():
+                channel.heard = now
+
+    def _lose(self, task: int, why: str) -> None:
+        self._tell(self.state.gone(task, why, time.monotonic()))
+
+    def _hear(self, channel: Channel, task: int | None, message: Mapping[str, Json]) -> None:
+        now, state = time.monotonic(), self.state
+        if task is None:
+            match message:
+                case {"enrol": [str() as host, int() as port], "settings": dict() as settings} if (
+                    ports.is_place(host, port)
+                ):
+                    self._enrol(channel, ports.joined(host, port), settings, message, now)
+                case _:
+                    self._door.drop(channel)  # not one of us
+            return
+        match message:
+            case {"register": _} | {"where": _} if state.phase == "founding":
+                # It wants to join a run that this meeting point does not know of yet.
+                channel.send(evicted="no member of its run is here")
+            case {"where": _}:
+                channel.send(**state.where())
+            case {"begins": int() as fit, "histories": list() as histories}:
+                self._tell(state.begins(task, fit, histories))
+            case {"register": _, "terms": dict() as terms, "fit": int() as fit}:
+                self._register(channel, task, terms, fit, now)
+            case {"met": int() as generation, "report": report, "failed": bool() as failed}:
+                admits = message.get("admits") is not False
+                self._tell(state.met(task, generation, report, failed, now, admits))
+            case {"agreed": int() as fit, "terms": dict() as terms}:
+                self._tell(state.agreed(task, terms, fit))
+            case {"ready": int() as generation}:
+                self._tell(state.ready(task, generation, now))
+            case {"done": _}:
+                self._tell(state.done(task, now))
+            case {"out": _}:
+                self._tell(state.wants_out(task, now))
+
+    def _register(
+        self, channel: Channel, task: int, terms: Mapping[str, Json], fit: int, now: float
+    ) -> None:
+        registered, said = self.state.register(
+            self._addresses[task], terms, now, task, self._names[task], fit
+        )
+        if registered is None:
+            channel.send(**said[0][1])
+        else:
+            self._tell(said)
+
+    def _enrol(
+        self,
+        channel: Channel,
+        address: str,
+        settings: dict[str, Json],
+        message: Mapping[str, Json],
+        now: float,
+    ) -> None:
+        wanted, name = message.get("task"), _name_of(message.get("name"))
+        if self._settings is None:
+            limits = _limits_of(settings, self._founders, self._start_seconds)
+            if limits is None:
+                channel.send(refused=f"the meeting point cannot read its elastic={settings}")
+                return
+            self._settings, self._founders = settings, limits.founders
+            self._silence, self._beat_at = float(settings["silence_seconds"]), now
+            self.state = Membership(limits, now)
+        if settings != self._settings:
+            channel.send(refused=f"the run has elastic={self._settings}, this worker {settings}")
+            return
+        guests = self._door.guests
+        if isinstance(wanted, int) and self._addresses.get(wanted) == address and wanted in guests:
+            # The worker has noticed first that its former connection has ended.
+            self._door.drop(guests[wanted])
+            self._lose(wanted, "is lost")
+        again, missed = _membership_of(message.get("again")), list[Say]()
+        if again is not None and isinstance(wanted, int):
+            self._tell(self.state.resume(*again, now))
+            told = self.state.returned(wanted, again[0], name)
+            if told is None:
+                evicted = {"evicted": "the others have gone on without it"}
+                channel.send(**(self.state.where() if self.state.is_over else evicted))
+                return
+            missed = told + self.state.begins(wanted, *_fits_of(message["again"]))
+        known = isinstance(wanted, int) and (wanted in self._addresses or again is not None)
+        task: int | None = wanted if known and wanted not in guests else None
+        task = self.state.number() if task is None else task
+        self._addresses[task], self._names[task] = address, name
+        self._door.let_in(channel, task)
+        founding = self.state.phase == "founding" and message.get("founds") is True
+        channel.send(enrolled=task, founding=founding, founders=self._founders)
+        self._tell(missed)
+        if founding:
+            # At once: a worker that comes after the last founder has to learn that it joins.
+            _, said = self.state.register(address, {}, now, task, name)
+            self._tell(said)
+
+    def _tell(self, said: list[Say]) -> None:
+        for task, message in said:
+            channel = self._door.guests.get(task)
+            if channel is not None:
+                channel.send(**message)
+            if "form" in message and task == message["members"][0][0]:
+                _log.info("tfpara: generation %s: %s.", message["form"], message["why"])
+
+
+def _membership_of(told: Json) -> tuple[int, dict[int, str]] | None:
+    """Returns a worker's own generation and its members; None if it has none."""
+    match told:
+        case {"form": int() as generation, "members": [_, *_] as members}:
+            if all(map(is_member, members)):
+                return generation, dict(members)
+    return None
+
+
+def _fits_of(told: Json) -> tuple[int, list[Json]]:
+    """Returns the call of `fit` that a member is in, and the histories before it."""
+    match told:
+        case {"fit": int() as fit, "histories": list() as histories}:
+            return fit, histories
+    return 0, []
+
+
+def _name_of(told: Json) -> str:
+    """Returns the name of a worker for messages: printable and short, since anyone may send it."""
+    name = told if isinstance(told, str) else ""
+    return "".join(filter(str.isprintable, name[:_LONGEST_NAME]))
+
+
+def _limits_of(settings: Mapping[str, Json], founders: int, start_seconds: float) -> Limits | None:
+    """Returns the limits of a run by the settings of its first worker; None if they are none."""
+    match settings:
+        case {
+            "min_workers": int() as fewest,
+            "max_workers": int() | None as most,
+            "grace_seconds": int() | float() as grace,
+            "silence_seconds": int() | float() as silence,
+        }:
+            if 1 <= fewest <= (most or fewest) and grace > 0 and silence > 0:
+                own = min(founders, most or founders)
+                return Limits(own, fewest, most, start_seconds, grace, _MEETING_SECONDS)
+    return None

@@ -1,0 +1,235 @@
+"""The processes of a run: they are started, read and ended as `supervisor.py` decides."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+from tfpara.cluster import parent, quiet
+from tfpara.launch import output, signals
+from tfpara.launch.supervisor import (
+    SETTLE_SECONDS,
+    Action,
+    Note,
+    Policy,
+    Process,
+    Send,
+    Start,
+    Supervisor,
+)
+
+
+class _Child(NamedTuple):
+    """A process that was started, its reports, and the threads that read its output."""
+
+    popen: subprocess.Popen[bytes]
+    reports: parent.Reports
+    readers: list[threading.Thread]
+
+
+class Launcher:
+    """Runs processes to their end, and starts all again after a failure.
+
+    Args:
+        console: the terminal for the processes' output.
+        log_dir: an existing folder for one file of output per process; None for no files.
+        policy: the answers to failures and signals.
+        max_restarts: number of times that all are started again after one has failed.
+    """
+
+    def __init__(
+        self,
+        console: output.Console,
+        log_dir: Path | None = None,
+        policy: Policy | None = None,
+        max_restarts: int = 0,
+    ) -> None:
+        self._console, self._log_dir = console, log_dir
+        self._policy, self._max_restarts = policy, max_restarts
+        self._restarts = 0
+        # Processes that have ended, (rank, status), and signals.
+        self._events: queue.SimpleQueue[tuple[int, int] | int] = queue.SimpleQueue()
+        self._children: dict[int, _Child] = {}  # by rank, the last one of each
+        self._command: Sequence[str] = ()
+        self._tell_guardian: Callable[[int], None] = lambda group: None
+
+    def run(self, command: Sequence[str], processes: Callable[[], Sequence[Process]]) -> int:
+        """Runs the processes, with restarts after failures, until their end.
+
+        Args:
+            command: program and arguments of each process.
+            processes: called for each start of all; returns the processes, the chief first.
+
+        Returns:
+            The exit code.
+        """
+        self._command = command
+        with signals.signals_to(self._events), signals.guardian() as self._tell_guardian:
+            while True:
+                begin = time.monotonic()
+                supervisor = Supervisor(processes(), self._policy)
+                self._run_once(supervisor)
+                outcome = supervisor.outcome(time.monotonic() - begin)
+                if not outcome.code or outcome.signal or self._restarts == self._max_restarts:
+                    break
+                self._restarts += 1
+                _say(f"restart {self._restarts} of {self._max_restarts}: {outcome.text}")
+        _say(outcome.text)
+        if outcome.signal == signal.SIGPIPE:  # otherwise Python reports an error at its end
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return outcome.code
+
+    def _run_once(self, supervisor: Supervisor) -> None:
+        """Starts each process and waits for all."""
+        self._children = {}
+        with contextlib.ExitStack() as end:
+            threads: list[threading.Thread] = []
+            for rank, process in enumerate(supervisor.processes):
+                threads += self._start(rank, process, end)
+                supervisor.started(rank, time.monotonic())
+            for thread in threads:  # after the last start, so that no output delays a start
+                thread.start()
+            while not supervisor.is_over:
+                for action in self._next_actions(supervisor):
+                    self._act(action, supervisor, end)
+            for child in self._children.values():
+                for reader in child.readers:  # a process that left its group may keep a pipe open
+                    reader.join(SETTLE_SECONDS)
+                child.reports.close()
+        while not self._events.empty():  # signals that came too late to be passed on
+            event = self._events.get()
+            if isinstance(event, int):
+                supervisor.signalled(event, time.monotonic())
+
+    def _next_actions(self, supervisor: Supervisor) -> list[Action]:
+        """Waits for an event; returns the actions that follow."""
+        event: tuple[int, int] | int | None = None
+        due = supervisor.due
+        with contextlib.suppress(queue.Empty):
+            wait = None if due == float("inf") else max(0.0, due - time.monotonic())
+            event = self._events.get(timeout=wait)
+        now = time.monotonic()
+        for rank, child in self._children.items():
+            supervisor.said(rank, child.reports.read())
+        if event is None:
+            return supervisor.tick(now)
+        if isinstance(event, int):
+            return supervisor.signalled(event, now)
+        rank, status = event
+        self._tell_guardian(self._children[rank].popen.pid)
+        return supervisor.ended(rank, status, now)
+
+    def _act(self, action: Action, supervisor: Supervisor, end: contextlib.ExitStack) -> None:
+        match action:
+            case Note(text):
+                _say(text)
+            case Send(rank, number):
+                _signal_group(self._children[rank].popen, number)
+            case Start(rank):
+                try:
+                    threads = self._start(rank, supervisor.processes[rank], end)
+                except OSError as error:  # too many processes or open files, perhaps for a while
+                    for note in supervisor.not_started(rank, str(error), time.monotonic()):
+                        self._act(note, supervisor, end)
+                    return
+                supervisor.started(rank, time.monotonic())
+                for thread in threads:
+                    thread.start()
+
+    def _start(
+        self, rank: int, process: Process, end: contextlib.ExitStack
+    ) -> list[threading.Thread]:
+        """Starts a process.
+
+        Returns:
+            The threads that read its output and wait for its end. They are not started yet.
+        """
+        name, former = process.name, self._children.get(rank)
+        log: BinaryIO | None = None
+        if self._log_dir is not None:
+            path = self._log_dir / f"{name.replace(' ', '-')}.log"
+            again = self._restarts or former
+            log = end.enter_context(path.open("ab" if again else "wb", buffering=0))
+        terminal = rank == 0 and sys.stdout.isatty()  # Keras draws a progress bar on a terminal
+        out, out_end = output.open_terminal(len(name) + 3) if terminal else os.pipe()
+        err, err_end = os.pipe()
+        reports = parent.Reports()
+        try:
+            popen = subprocess.Popen(
+                self._command,
+                env={**process.environment, **parent.variables(reports.writer)},
+                stdin=subprocess.DEVNULL,
+                stdout=out_end,
+                stderr=err_end,
+                start_new_session=True,
+                pass_fds=(reports.writer,),
+            )
+        except OSError:
+            os.close(out)
+            os.close(err)
+            reports.close()
+            raise
+        finally:
+            for descriptor in (out_end, err_end, reports.writer):
+                os.close(descriptor)
+        end.callback(_signal_group, popen, signal.SIGKILL)
+        self._tell_guardian(popen.pid)
+        readers = [
+            threading.Thread(target=self._pass_on, args=(rank, name, log, *arguments), daemon=True)
+            for arguments in ((out, False, terminal), (err, True, False))
+        ]
+        if former:
+            readers += former.readers
+            former.reports.close()
+        self._children[rank] = _Child(popen, reports, readers)
+        awaiting = threading.Thread(target=self._await, args=(rank, popen), daemon=True)
+        return [*readers[:2], awaiting]
+
+    def _pass_on(
+        self, rank: int, name: str, log: BinaryIO | None, source: int, to_stderr: bool, raw: bool
+    ) -> None:
+        """Reads one output of a process until its end."""
+        try:
+            if raw:
+                for chunk in output.read_chunks(source, log):
+                    self._console.progress(rank, name, chunk)
+            else:
+                notes = quiet.Filter()
+                for line in output.read_lines(source, log):
+                    if to_stderr and notes.is_chatter(line):
+                        continue  # from TensorFlow's import, before the program could filter it
+                    self._console.line(rank, name, line, to_stderr)
+        except OSError as error:  # the launcher's output is closed, or a disk is full
+            if not isinstance(error, BrokenPipeError):
+                _say(f"cannot write the output of {name} ({error})")
+            self._events.put(signal.SIGPIPE)
+            for _ in output.read_chunks(source, None):
+                pass  # the pipe is read on, since a full pipe would keep the process from ending
+        os.close(source)
+
+    def _await(self, rank: int, popen: subprocess.Popen[bytes]) -> None:
+        if hasattr(os, "waitid"):  # before the process is reaped, its group's number is not reused
+            os.waitid(os.P_PID, popen.pid, os.WEXITED | os.WNOWAIT)
+            _signal_group(popen, signal.SIGKILL)
+        self._events.put((rank, popen.wait()))
+
+
+def _signal_group(popen: subprocess.Popen[bytes], number: int) -> None:
+    """Signals a process and its children, unless it has been reaped."""
+    if popen.returncode is None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(popen.pid, number)
+
+
+def _say(text: str) -> None:
+    with contextlib.suppress(OSError):
+        print(f"tfpara-launch: {text}", file=sys.stderr, flush=True)

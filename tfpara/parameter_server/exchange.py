@@ -1,0 +1,266 @@
+"""Pull, push and the rest of a worker's part in the global model, as operations of its graphs.
+
+A pull reads a shard, and a push changes it, while holding the shard's lock. Tensors are sent over
+the network before the lock is taken or after it is released. So the pushes on a server are applied
+one after another. Where the rule bounds staleness, the first server says which worker may go on.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfpara.parameter_server.messages import Answer, Pulled, Push
+from tfpara.parameter_server.server import Server
+from tfpara.parameter_server.shard import NOT_FINITE, Shard, commit
+
+
+def _read(variables: Sequence[tf.Variable]) -> list[tf.Tensor]:
+    return [tf.identity(variable) for variable in variables]
+
+
+class Exchange:
+    """The operations on a `Server` that workers run, in graphs or eagerly."""
+
+    def __init__(self, server: Server) -> None:
+        self.server = server
+        self._staleness: Any = server.staleness
+
+    def pull(self, worker: tf.Tensor) -> Pulled:
+        """Reads the model for a worker; if the rule bounds the staleness, waits for its turn."""
+        if self._staleness is None:
+            return self.read()
+        (may,) = self._until_settled(worker, 1, lambda: [self.ask_to_pull(worker)])
+        with tf.control_dependencies([may]):
+            return self.read()
+
+    def ask_to_pull(self, worker: tf.Tensor, waits: bool = True) -> tf.Tensor:
+        """Returns whether a worker may pull now; if so, its pull is counted as done.
+
+        If it may not, and `waits`, it will get a token (`Staleness.wait`) in time.
+        """
+        if self._staleness is None:
+            return tf.constant(True)
+        first = self.server.first
+        worker = first.sent(worker)
+        return first.locked(
+            worker,
+            lambda: self._staleness.ask_to_pull(worker, tf.identity(first.version), waits),
+        )
+
+    def read(self) -> Pulled:
+        """Reads the model."""
+        server = self.server
+        weights: list[tf.Tensor] = [None] * len(server.names)
+        versions: list[tf.Tensor] = [None] * len(server.shards)
+        state: list[tf.Tensor] = []
+        of_first: list[tf.Tensor] = []  # whether to halt, and values for the workers' optimizers
+        for shard in server.order:
+            held = [shard.version, *shard.weights]
+            if shard is server.first:
+                held += [*server.state, server.counters.halted, *server.for_workers]
+            versions[shard.number], *values = shard.locked((), functools.partial(_read, held))
+            for index, value in zip(shard.indices, values, strict=False):
+                weights[index] = value
+            if shard is server.first:
+                rest = values[len(shard.indices) :]
+                state, of_first = rest[: len(server.state)], rest[len(server.state) :]
+        return Pulled(weights, state, versions, *of_first)
+
+    def push(self, push: Push, pulled: Pulled, waits: bool = True) -> Answer:
+        """Applies a push on each server that does not have it yet.
+
+        If a weight would become infinite or NaN, the graph fails with
+        `tf.errors.InvalidArgumentError` and `NOT_FINITE` in its message; nothing is written on the
+        server that has the weight.
+
+        Args:
+            push: the push.
+            pulled: the pulled model from which it was computed.
+            waits: whether to wait for the turn if the rule bounds the staleness. Without waiting,
+                the answer may be not `settled`.
+        """
+        server = self.server
+        # TensorFlow releases a graph's locks in the order in which they are written there. So a
+        # push that had a lock before the pull is over would keep it until the pull has got its own
+        # locks, and two workers could wait for each other for ever. A weight's gradient may not
+        # depend on what another server has, so the pull is waited for here.
+        with tf.control_dependencies(pulled.versions):
+            parts = [self.part(shard, push) for shard in server.shards]
+        settled = accepted = tf.constant(True)
+        if self._staleness is not None:
+            settled, accepted = self._turn(parts[0], pulled, waits)
+        answers: list[Any] = [None] * len(server.shards)
+        for shard in server.order:
+            part = parts[shard.number]
+            if self._staleness is None or shard is not server.first:
+                answers[shard.number] = self.apply(shard, part, pulled, accepted)
+            else:  # the first server comes last, and gives the turn to others
+                everywhere = tf.stack([accepted, *(there for there, *_ in answers[1:])])
+                answers[0] = self._end_turn(part, pulled, accepted, tf.reduce_all(everywhere))
+        moves: list[tf.Tensor] = [None] * len(server.names) if server.rule.local_models else []
+        for shard, (_, _, *own) in zip(server.shards, answers, strict=True):
+            for index, move in zip(shard.indices, own, strict=False):
+                moves[index] = move
+        included = tf.reduce_all(tf.stack([there for there, *_ in answers]))
+        return Answer([version for _, version, *_ in answers], moves, settled, included)
+
+    def part(self, shard: Shard, push: Push) -> Push:
+        """Returns the part of a push that belongs to a server, sent to that server."""
+        first = shard is self.server.first
+        return shard.sent(
+            push._replace(
+                values=[push.values[k] for k in shard.indices],
+                squares=[push.squares[k] for k in shard.indices] if push.squares else [],
+                state=list(push.state) if first else [],
+                kept=list(push.kept) if first else [],
+                metrics=list(push.metrics) if first else [],
+            )
+        )
+
+    def apply(
+        self, shard: Shard, part: Push, pulled: Pulled, accepted: tf.Tensor
+    ) -> list[tf.Tensor]:
+        """Applies the part of a push if it is `accepted`; returns what `_take` does."""
+        accepted = shard.sent(accepted)
+        return shard.locked((part, accepted), lambda: self._take(shard, part, pulled, accepted))
+
+    def _take(
+        self, shard: Shard, part: Push, pulled: Pulled, accepted: tf.Tensor
+    ) -> list[tf.Tensor]:
+        """Applies a push if it is accepted and not in the weights yet; inside the lock.
+
+        Returns whether its minibatches are in the weights afterwards, the version, and the moves.
+        """
+
+        def write() -> list[tf.Tensor]:
+            with tf.device(shard.device):  # a branch's graph does not inherit the device scope
+                changes, moves, staleness = shard.changes(part, pulled)
+                if shard is self.server.first:
+                    changes += self._shared(part, staleness)
+                    counters, at = self.server.counters, pulled.versions[0]
+                    written = commit(changes, lambda: counters.record(part, staleness, at))
+                else:
+                    written = commit(changes)
+                with tf.control_dependencies([written]):
+                    return [tf.identity(shard.version), *map(tf.identity, moves)]
+
+        def leave() -> list[tf.Tensor]:
+            with tf.device(shard.device):
+                local = part.values if self.server.rule.local_models else ()
+                return [tf.identity(shard.version), *map(tf.zeros_like, local)]
+
+        fresh = tf.logical_and(accepted, shard.takes(part, pulled))
+        result = tf.cond(fresh, write, leave)
+        with tf.control_dependencies(result):
+            return [shard.progress.includes(part), *result]
+
+    def _shared(self, part: Push, staleness: tf.Tensor) -> list[tuple[tf.Variable, tf.Tensor]]:
+        """Returns the changes of what the first server has beside a shard."""
+        server = self.server
+        # A moving statistic that is NaN would stay NaN.
+        added = [
+            tf.debugging.check_numerics(d, f"{NOT_FINITE} {name!r}")
+            for d, name in zip(part.state, server.state_names, strict=True)
+        ]
+        state = zip(server.state, part.kept, added, strict=True)
+        metrics = zip(server.metrics, part.metrics, strict=True)
+        return [
+            *((v, v * kept + s) for v, kept, s in state),
+            *((v, v + d) for v, d in metrics),
+            *server.counters.changes(part, staleness),
+        ]
+
+    # -- bounded staleness ------------------------------------------------------------------------
+
+    def _until_settled(
+        self, worker: tf.Tensor, count: int, ask: Callable[[], list[tf.Tensor]]
+    ) -> tuple[tf.Tensor, ...]:
+        """Asks until the first of `count` answers is true, and waits for a token in between."""
+
+        def again(*_: tf.Tensor) -> tuple[tf.Tensor, ...]:
+            settled, *rest = ask()
+            token = tf.cond(settled, lambda: True, lambda: self._staleness.wait(worker))
+            with tf.control_dependencies([token]):
+                return (tf.identity(settled), *rest)
+
+        with tf.device(self.server.first.device):
+            no = (tf.constant(False),) * count
+            return tuple(tf.while_loop(lambda settled, *_: ~settled, again, no))
+
+    def _turn(self, part: Push, pulled: Pulled, waits: bool) -> tuple[tf.Tensor, ...]:
+        """Waits for a push's turn on the first server, if `waits`.
+
+        Returns whether the push is settled (it need not wait), and whether it has the turn.
+        """
+        first, staleness = self.server.first, self._staleness
+
+        def inside() -> list[tf.Tensor]:
+            due, version = first.progress.next_is(part), tf.identity(first.version)
+            return staleness.ask_to_push(part.worker, pulled.versions[0], version, due, waits)
+
+        if not waits:
+            return tuple(first.locked(part, inside))
+        return self._until_settled(part.worker, 2, lambda: first.locked(part, inside))
+
+    def _end_turn(
+        self, part: Push, pulled: Pulled, goes: tf.Tensor, everywhere: tf.Tensor
+    ) -> list[tf.Tensor]:
+        """Applies a push on the first server if it is on all others, and ends its turn."""
+        first = self.server.first
+        goes, everywhere = first.sent((goes, everywhere))
+
+        def inside() -> list[tf.Tensor]:
+            answer = self._take(first, part, pulled, everywhere)
+            with tf.control_dependencies(answer):
+                left = self._staleness.leave(part.worker, goes)
+            with tf.control_dependencies([left]):
+                return [tf.identity(tensor) for tensor in answer]
+
+        return first.locked((part, goes, everywhere), inside)
+
+    # -- a worker's chunk -------------------------------------------------------------------------
+
+    def begin(self, worker: tf.Tensor, chunk: tf.Tensor) -> tf.Tensor:
+        """Begins a chunk on a worker; returns how many of its minibatches are in the model.
+
+        With bounded staleness, no worker waits any longer for a former worker of the chunk.
+        """
+        if self._staleness is None:
+            return self.done(chunk)
+        worker, chunk = self.server.first.sent((worker, chunk))
+        begun = self.server.first.locked(
+            (worker, chunk), lambda: self._staleness.begin(worker, chunk)
+        )
+        with tf.control_dependencies([begun]):
+            return self.done(chunk)
+
+    def halted(self) -> tf.Tensor:
+        """Returns whether workers have to stop."""
+        with tf.device(self.server.first.device):
+            return self.server.counters.halted.read_value()
+
+    def done(self, chunk: tf.Tensor) -> tf.Tensor:
+        """Returns how many minibatches of a chunk of this epoch are in the model on all servers."""
+        counts = []
+        for shard in self.server.shards:
+            with tf.device(shard.device):
+                counts.append(tf.gather(shard.progress.done.read_value(), chunk))
+        return tf.reduce_min(tf.stack(counts))
+
+    def finish(self, epoch: tf.Tensor, chunk: tf.Tensor, ended: tf.Tensor) -> tf.Tensor:
+        """Marks a chunk as finished if it has `ended`; returns `ended`.
+
+        A chunk of another epoch than the open one is not marked.
+        """
+        first, counters = self.server.first, self.server.counters
+        epoch, chunk, ended = first.sent((epoch, chunk, ended))
+        return first.locked(
+            (epoch, chunk, ended),
+            lambda: counters.finish(
+                chunk, tf.logical_and(ended, first.progress.is_of(epoch)), ended
+            ),
+        )

@@ -1,0 +1,118 @@
+"""The models that a strategy's `fit` has trained: on servers, on workers and in the chief."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import keras
+
+from tfpara.algorithms import AsyncBMUF
+from tfpara.algorithms.asgd import AsyncAverage, AsyncRule
+from tfpara.keras_model import is_normalised, memory_can_change, memory_of
+from tfpara.parameter_server.chief_model import ChiefModel
+from tfpara.parameter_server.server import Server
+from tfpara.parameter_server.worker_step import WorkerStep
+from tfpara.parameter_server.workers import Workers
+from tfpara.typing import Nest
+
+
+class Trained(NamedTuple):
+    """A model that was trained."""
+
+    server: Server  # the global model, on the parameter servers
+    work: WorkerStep  # the computation of a worker
+    copy: ChiefModel  # the model in the chief
+
+
+class Models(dict[keras.Model, Trained]):
+    """The models, and the settings with which they are trained; arguments as for `AsyncStrategy`.
+
+    Attributes:
+        workers: the workers of the run.
+        fits: the numbers of coming calls of `fit`, on which the order of the data depends.
+    """
+
+    def __init__(
+        self,
+        workers: Workers,
+        rule: AsyncRule,
+        averages: Mapping[str, AsyncAverage],
+        *,
+        sync_period: int,
+        seed: int,
+        record: bool,
+    ) -> None:
+        super().__init__()
+        self.workers = workers
+        self.rule, self.averages = rule, averages
+        self.sync_period, self.seed, self._record = sync_period, seed, record
+        self.fits = itertools.count()
+
+    def of(self, model: keras.Model | None) -> Trained:
+        """Returns a model's parts; for None those of the model whose first `fit` was last.
+
+        Raises:
+            ValueError: it was not trained.
+        """
+        if model is None and self:
+            return list(self.values())[-1]
+        if model not in self:
+            raise ValueError("the model has not been trained yet: call strategy.fit before.")
+        return self[model]
+
+    def check(self) -> None:
+        """Raises an error if the run cannot go on; frees the others from waiting for lost workers.
+
+        Raises:
+            tfpara.ParameterServerError: a parameter server is lost, or all workers are.
+        """
+        self.workers.check()
+        for worker in self.workers.lost():
+            for trained in self.values():
+                trained.server.forget(worker)
+
+    def for_fit(self, model: keras.Model, spec: Nest) -> Trained:
+        """Returns a model's parts for a `fit`; creates them in the first one.
+
+        They are created anew, from the weights of the chief's model, if it was compiled with
+        another optimizer since, or layers were frozen or unfrozen. Otherwise weights that were set
+        in the chief's model are sent to the servers.
+
+        Args:
+            model: built and compiled.
+            spec: the element spec of the minibatches.
+        """
+        trained = self.get(model)
+        if trained is None or not trained.work.has_these_weights:
+            self[model] = self._created(model, spec)
+        else:
+            server, work, copy = trained
+            copy.write(within_epoch=False, within_fit=False)
+            if not work.has_these_metrics:
+                work = WorkerStep(model, server.rule, spec, self.sync_period)
+                server.measure(model)
+                self[model] = Trained(server, work, ChiefModel(model, server, work))
+        return self[model]
+
+    def _created(self, model: keras.Model, spec: Nest) -> Trained:
+        rule, optimizer = self.rule, model.optimizer
+        if isinstance(rule, AsyncBMUF) and is_normalised(optimizer):
+            rule = rule.for_optimizer(memory_can_change(optimizer) or not memory_of(optimizer))
+            if rule != self.rule:
+                print(f"tfpara: for this local optimizer the rule is {rule}", file=sys.stderr)
+        work = WorkerStep(model, rule, spec, self.sync_period)
+        if work.fit:
+            print(f"tfpara: {work.fit}.", file=sys.stderr)
+        server = Server(
+            model,
+            work.state,
+            rule,
+            self.averages,
+            self.workers.server_devices,
+            self.workers.num_workers,
+            self._record,
+        )
+        return Trained(server, work, ChiefModel(model, server, work))

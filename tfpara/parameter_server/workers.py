@@ -1,0 +1,70 @@
+"""The workers of a run, as the chief uses them, and the training that a `fit` gives them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+from tfpara.parameter_server.chunks import Chunks
+from tfpara.parameter_server.server import Server
+from tfpara.parameter_server.worker_step import ChooseRate, WorkerStep
+
+
+class Training(NamedTuple):
+    """The training of a `fit`."""
+
+    server: Server  # the global model
+    work: WorkerStep  # the computation of a minibatch
+    chunks: Chunks  # the data
+    sync_period: int  # τ, minibatches of a push
+    choose_rate: ChooseRate | None  # the rate of a chunk; None: that of the servers
+    order: Sequence[int]  # of random layers, beside epoch and chunk; read when a chunk begins
+    seed: int  # of the times that simulated workers take
+
+
+class Executor(Protocol):
+    """Trains the chunks of a `fit` on the workers."""
+
+    def submit(self, epoch: int, chunks: Sequence[int]) -> None:
+        """Has chunks of an epoch trained; each worker gets one at a time."""
+
+    def wait(self, seconds: float) -> bool:
+        """Waits at most so long; returns whether the runs of all chunks have ended."""
+
+    def halt(self) -> None:
+        """Takes the chunks back, where workers do not stop by themselves."""
+
+
+class Workers:
+    """The workers of a run. The methods of this class are right where none can be lost.
+
+    Attributes:
+        asked_to_end: a sentence if the chief or a parameter server was asked to end, and waits for
+            the end of the run; else None. The chief's program sets it for the chief.
+    """
+
+    is_simulated: bool = True  # whether this process has all workers
+    num_workers: int
+    chief_device: str  # of the chief's model
+    server_devices: Sequence[str]
+    asked_to_end: str | None = None
+
+    def executor(self, training: Training) -> Executor:
+        """Returns the object that trains chunks on the workers."""
+        raise NotImplementedError
+
+    def check(self) -> None:
+        """Raises ParameterServerError if the run cannot go on."""
+
+    def lost(self) -> list[int]:
+        """Returns the indices of workers that were lost since the last call."""
+        return []
+
+    def answer_leaving(self, exit_code: int | None) -> None:
+        """Sets the exit code of workers that are asked to end; None: that of the signal."""
+
+    def end_with(self, exit_code: int, sentence: str) -> None:
+        """Sets the exit code and last sentence of the other processes, for when this one ends.
+
+        An empty sentence leaves the one that was set before, if there is one.
+        """

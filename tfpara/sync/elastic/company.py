@@ -1,0 +1,235 @@
+"""Elastic: the company of a run whose workers come and go."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfpara.cluster.place import FIT_END, Purpose, call
+from tfpara.collectives.members import Members
+from tfpara.elastic.settings import Elastic as Settings
+from tfpara.strategy import StateHolder
+from tfpara.sync.elastic.connection import LOST, Connection, in_short
+from tfpara.sync.elastic.data_plan import DataPlan
+from tfpara.sync.elastic.fit_again import FitAgain
+from tfpara.sync.elastic.rejoin import Rejoin
+from tfpara.sync.keras.fit_arguments import deal_out
+from tfpara.sync.one_sync.sized_rule import check_sizes
+from tfpara.sync.one_sync.synchronizer import Synchronizer
+from tfpara.sync.tensorflow.extended import PeriodicSyncExtended
+from tfpara.sync.workers.company import Company, Fit
+from tfpara.typing import Json, Scalar
+
+_log = logging.getLogger(__name__)
+
+
+class Elastic(Company):
+    """The workers of a run that goes on while some are lost, leave and come.
+
+    Args:
+        settings: of the run.
+        timeout_seconds: longest wait for the meeting point.
+
+    Attributes:
+        connection: to the meeting point.
+        epoch_units: this worker's data of the epoch, by the plan of all.
+    """
+
+    changes = True
+    epoch_units: DataPlan
+
+    def __init__(self, settings: Settings, timeout_seconds: float) -> None:
+        self._settings = settings
+        self.connection = Connection(settings, timeout_seconds)
+        self._inside = False  # whether an exchange is under way
+
+    def resolver(self) -> tf.distribute.cluster_resolver.ClusterResolver:
+        return self.connection.resolver()
+
+    def attach(self, extended: PeriodicSyncExtended) -> None:
+        settings, devices = extended.settings, len(extended.worker_devices)
+        if settings.following_rule is None:
+            check_sizes(settings.rule, self._settings.max_workers, devices)
+        self._extended = extended
+        self.connection.attach(extended)
+        self._rejoin = Rejoin(extended, self.connection)
+        self._fit = FitAgain(self._rejoin)
+        self.epoch_units = self._rejoin.data
+
+    # -- the members -------------------------------------------------------------------------
+
+    @property
+    def joining(self) -> bool:
+        return self.connection.joining
+
+    @property
+    def generation(self) -> int:
+        return self.connection.form.number
+
+    @property
+    def completed_in(self) -> int:
+        return self._rejoin.progress.completed_in
+
+    @property
+    def members(self) -> Members:
+        return self.connection.members
+
+    @property
+    def leader(self) -> str:
+        return self.connection.names[0]
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether no member of a lower rank is left.
+
+        Within `fit` the answer is of the present generation, so it changes where all meet. After it
+        no exchange may follow, and workers that are lost by now do not count.
+        """
+        connection = self.connection
+        if connection.joining:
+            return False
+        lower = connection.form.tasks[: connection.rank]
+        return not lower or (not connection.in_fit and connection.line.lost.issuperset(lower))
+
+    def founding_replicas(self, devices: int) -> int:
+        return self.connection.founders * devices
+
+    def replicas_now(self, devices: int) -> tuple[Scalar, Scalar]:
+        size, rank = self.members.size_and_rank()
+        return size * devices, rank * devices
+
+    # -- exchanges ---------------------------------------------------------------------------
+
+    def together(self, exchange: Callable[[], Json]) -> Any:
+        """Runs an exchange, which all members come to, once each.
+
+        Where a member is lost meanwhile, those that are left repeat the exchange; unless it has
+        succeeded on one of them, which sends its result to the others.
+        """
+        if self._inside:
+            return exchange()
+        progress, place = self._rejoin.progress, self._extended.place
+        number, met = progress.operations, place.met
+        while True:
+            try:
+                self._inside = True
+                result = exchange()
+                progress.completed_in = self.generation
+            except LOST as error:
+                _log.info("tfpara: an exchange has failed: %s", in_short(error))
+                self._inside = False
+                place.met = met  # part of it may have succeeded, on some
+                self._rejoin.meet(failed=True)
+                others = self._rejoin.others
+                if others["operations"] <= number:
+                    continue
+                result, progress.completed_in = others["result"], others["completed_in"]
+                place.met = others["met"]
+            finally:
+                self._inside = False
+            progress.operations, progress.result = number + 1, result
+            return result
+
+    def by_the_chief(self, write: Callable[[], object], name: str) -> None:
+        """Has the chief write a file, and the next one where it is lost before all know it."""
+        if self.joining:
+            return
+
+        def chief() -> int:
+            self._extended.control.together(call(name))
+            return self.connection.form.tasks[0]
+
+        writer = None
+        while writer != (found := self.together(chief)):
+            writer = found
+            if writer == self.connection.line.task:
+                write()
+
+    def finish_block(self, synchronizer: Synchronizer, purpose: Purpose) -> None:
+        # Without a mark of the purpose: others may come here by the end of their data.
+        del purpose
+        self.together(synchronizer.finish_block)
+
+    def finish_blocks(self, purpose: Purpose) -> None:
+        if not self.joining and not self._rejoin.progress.epoch_is_closed:
+            for synchronizer in self._extended.models.synchronizers:
+                self.finish_block(synchronizer, purpose)
+
+    def sums(self, parts: Sequence[tf.Tensor], evaluates: bool) -> list[tf.Tensor]:
+        # In one exchange, so that all are of the same members.
+        if not parts:
+            return []
+        flat = tf.concat([tf.reshape(tf.cast(part, tf.float64), [-1]) for part in parts], 0)
+
+        def summed() -> list[float]:
+            hosts = self._extended.control.collectives
+            if evaluates:  # each worker has evaluated all data
+                return hosts.all_gather(flat, "metrics")[0].numpy().tolist()
+            return hosts.all_reduce([flat], "metrics")[0].numpy().tolist()
+
+        total = tf.constant(self.together(summed), tf.float64)
+        pieces = tf.split(total, [int(tf.size(part)) for part in parts])
+        return [
+            tf.cast(tf.reshape(piece, part.shape), part.dtype)
+            for piece, part in zip(pieces, parts, strict=True)
+        ]
+
+    # -- fit ---------------------------------------------------------------------------------
+
+    def fit(self, model: keras.Model, given: dict[str, Any], fit: Fit) -> keras.callbacks.History:
+        self._fit.check(model)
+        deal_out(model.distribute_strategy, self.epoch_units.began, given)
+        self.epoch_units.take(given)
+        with self._fit.training(model):
+            history = self._fit.call(
+                model,
+                lambda: fit(given),
+                lambda: fit({"x": given["x"], "epochs": 0, "verbose": 0}),
+            )
+            if len(self.connection.form.tasks) > 1:
+                self._extended.models.finish_blocks(FIT_END)
+        return history
+
+    def fit_begins(self) -> None:
+        self._fit.begin()
+
+    def epoch_begins(self, epoch: int) -> None:
+        self._fit.begin_epoch(epoch)
+
+    def check_step(self) -> None:
+        self._fit.check_step()
+
+    # -- callbacks ---------------------------------------------------------------------------
+
+    def leave(self) -> bool:
+        self.connection.leaves = True
+        return False
+
+    def share_state(self, name: str, holder: StateHolder) -> None:
+        self._rejoin.transfer.keep(name, holder)
+
+    def keep_record(self, checkpoints: StateHolder, directory: Path) -> None:
+        self._rejoin.transfer.holders["checkpoints"] = checkpoints
+        self._rejoin.record = directory / "generations.jsonl"
+
+    def write_record(self, syncs: int) -> None:
+        self._rejoin.write_record(syncs)
+
+    # -- the end -----------------------------------------------------------------------------
+
+    @property
+    def has_trained(self) -> bool:
+        """Whether the last call of `fit` has returned, or all were asked to end in it."""
+        return self._rejoin.progress.fit >= 0 and not self._fit.gave_up
+
+    def part(self) -> None:
+        self.connection.part(completed=not self._fit.gave_up)
+
+    def program_ends(self) -> None:
+        if self.has_trained:
+            self.part()

@@ -1,0 +1,251 @@
+"""A worker's connection to the meeting point, and TensorFlow's server in each generation."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import NoReturn
+
+import tensorflow as tf
+
+from tfpara.cluster import exit_codes, ports, secret
+from tfpara.collectives.members import Members
+from tfpara.elastic.meeting import NAME, Ended, Evicted, Form, Left, Line, MeetingError
+from tfpara.elastic.settings import Elastic, meeting_point
+from tfpara.sync.tensorflow import links
+from tfpara.sync.tensorflow.extended import PeriodicSyncExtended
+from tfpara.typing import Json
+
+# TensorFlow's errors where a member is lost, and where its collectives are aborted.
+LOST = (
+    tf.errors.UnavailableError,
+    tf.errors.AbortedError,
+    tf.errors.CancelledError,
+    tf.errors.DeadlineExceededError,
+)
+_PLACEHOLDER = "127.0.0.1:1"  # TensorFlow's list of tasks has no gaps; nobody is at this address
+_ALONE = 1 << 20  # numbers of generations of one worker begin here; no run has so many
+_log = logging.getLogger(__name__)
+
+
+class GivenUp(BaseException):
+    """The others train on without this worker, which joins them again by another call of `fit`.
+
+    No `Exception`: a script that catches these would keep the worker from joining.
+    """
+
+
+class Connection:
+    """The line to the meeting point, the present generation, and the server that is a part of it.
+
+    Args:
+        settings: of the run.
+        timeout_seconds: longest wait for the meeting point.
+
+    Attributes:
+        line: to the meeting point.
+        form: the present generation.
+        founders: number of workers with which the run began.
+        members: the generation, as collectives read it.
+        joining: whether this worker has still to be let in.
+        in_fit: whether this worker is in a call of `fit`, so that it can come back.
+        leaves: whether this worker is to leave after the next sync.
+        out: whether this worker is no member any more.
+    """
+
+    members: Members
+    _extended: PeriodicSyncExtended
+
+    def __init__(self, settings: Elastic, timeout_seconds: float) -> None:
+        self._reserved = ports.reserve()
+        port = self._reserved.getsockname()[1]
+        self._connect = functools.partial(
+            Line,
+            meeting_point(),
+            secret.read(),
+            port,
+            dataclasses.asdict(settings),
+            timeout_seconds,
+            name=os.environ.get(NAME, ""),
+        )
+        self._own_address = f"127.0.0.1:{port}"  # while this worker is alone
+        self.line, self.form = self._begin()
+        self.founders = self.line.founders
+        self.joining = not self.line.founding
+        self.in_fit = self.leaves = self.out = self._said_leaving = False
+        self._lock = threading.Lock()  # of the generation, which the line's thread may abort
+
+    def _begin(self) -> tuple[Line, Form]:
+        """Connects; returns the line and the first generation."""
+        while True:
+            line = self._connect()
+            if not line.founding:
+                return line, self._alone(0, line.task)
+            try:
+                return line, line.formed()
+            except Evicted:
+                line.close()  # the others have begun without this worker, which joins them
+
+    def _alone(self, number: int, task: int) -> Form:
+        """Returns a generation of this worker, for the time until it has joined the others."""
+        return Form(number, (task,), (self._own_address,), (None,), "")
+
+    # -- TensorFlow's server -----------------------------------------------------------------
+
+    @property
+    def rank(self) -> int:
+        """This worker's rank in the present generation."""
+        return self.form.tasks.index(self.line.task)
+
+    @property
+    def names(self) -> list[str]:
+        """TensorFlow's names of the members' tasks, by rank."""
+        return [f"/job:worker/replica:0/task:{task}" for task in self.form.tasks]
+
+    def resolver(self) -> tf.distribute.cluster_resolver.ClusterResolver:
+        """Returns the first generation, for the server's start; frees the port for it."""
+        self._reserved.close()
+        known = dict(zip(self.form.tasks, self.form.addresses, strict=True))
+        count = max(*self.form.tasks, self.line.task) + 1
+        addresses = [known.get(task, _PLACEHOLDER) for task in range(count)]
+        return tf.distribute.cluster_resolver.SimpleClusterResolver(
+            tf.train.ClusterSpec({"worker": addresses}),
+            task_type="worker",
+            task_id=self.line.task,
+            rpc_layer="grpc",
+        )
+
+    def attach(self, extended: PeriodicSyncExtended) -> None:
+        """Takes the strategy whose server runs; returns when all founders are connected."""
+        self._extended = extended
+        self.members = Members(extended.worker.host, self.names, self.rank, self.form.number)
+        self._listen()
+        if self.joining:
+            self._take_place_of_joiner()
+            return
+        # TensorFlow takes task numbers for ranks. They differ where a worker was lost, and
+        # replaced, before the run began.
+        extended.take_place(len(self.form.tasks), self.rank)
+        while not self.ready():
+            self.become(self.met(None, True))  # one was lost before all were connected
+        if self.form.last:
+            self.end(f"{self.form.last}, and none has trained.")
+
+    def _take_place_of_joiner(self) -> None:
+        """Lets the program see as many workers as the founders' programs saw; it is no chief."""
+        self._extended.take_place(self.founders, self.line.task or self.founders)
+
+    def become(self, form: Form) -> None:
+        """Makes TensorFlow's server a part of a generation."""
+        with self._lock:
+            self.form = form
+            addresses = dict(zip(form.tasks, form.addresses, strict=True))
+            links.serve(addresses, self.names[0])
+            self._extended.take_place(len(addresses), self.rank)
+            self.members.change(self.names, self.rank, form.number)
+
+    def _listen(self) -> None:
+        self.line.on_abort(self._abort)
+        self.line.on_silence(self._end_long_wait)
+
+    def _abort(self, generation: int, why: str) -> None:
+        """Ends the collectives of a generation. The line's thread calls it."""
+        with self._lock:
+            if generation == self.form.number:
+                links.end_collectives(f"tfpara: {why}")
+
+    def _end_long_wait(self) -> None:
+        """Ends a wait for workers while the meeting point is silent. The line's thread calls it."""
+        began = self._extended.waits.since()
+        if began and time.monotonic() - began > self._extended.settings.timeout_seconds:
+            links.end_collectives("tfpara: no worker and no meeting point answers")
+
+    # -- meetings ----------------------------------------------------------------------------
+
+    def met(self, report: Json, failed: bool, admits: bool = False) -> Form:
+        """Comes to a meeting; returns the next generation. For the arguments see `Line.met`."""
+        with self.refusals():
+            return self.line.met(self.form.number, report, failed, admits)
+
+    def ready(self) -> bool:
+        """Says that this worker is connected; returns whether all of its generation are."""
+        with self.refusals():
+            return self.line.ready(self.form.number)
+
+    @contextlib.contextmanager
+    def refusals(self) -> Iterator[None]:
+        """Ends the program, or raises `GivenUp` in `fit`, where the run goes on without it."""
+        try:
+            yield
+        except Evicted as error:
+            if self.in_fit:
+                raise GivenUp(str(error)) from None
+            self.end(str(error))
+        except (Left, Ended) as error:
+            self.end(str(error), isinstance(error, Ended) and error.complete)
+
+    def end(self, why: str, complete: bool = False) -> NoReturn:
+        """Ends this worker's program; the others go on, and it may be started again.
+
+        Args:
+            why: in a sentence.
+            complete: whether nothing is left to do.
+        """
+        self.out = True
+        self.line.close()
+        code = 0 if complete else exit_codes.restart()
+        print(f"tfpara: {why} Exit code {code}.", file=sys.stderr, flush=True)
+        raise SystemExit(code)
+
+    def say_leaving(self) -> None:
+        """Asks the meeting point, once, to go on without this worker, if it is to leave."""
+        if self.leaves and not self._said_leaving:
+            self._said_leaving = True
+            self.line.leave()
+
+    def come_back(self, why: str) -> None:
+        """Connects anew as a joiner, after the run has gone on without this worker."""
+        if self.leaves:
+            self.end(why)
+        print(f"tfpara: {why} It comes back.", file=sys.stderr, flush=True)
+        self.line.close()
+        task = self.line.task
+        try:
+            self.line = self._connect(task=task)
+        except MeetingError as error:
+            self.end(str(error))
+        if self.line.task != task or self.line.founding:
+            # TensorFlow's server keeps its number, and another run cannot use what was trained.
+            self.end("the run that this worker belongs to is over.")
+        self._listen()
+        self.joining = True
+        self.become(self._alone(_ALONE + self.form.number, task))
+        self._take_place_of_joiner()
+
+    def part(self, completed: bool) -> None:
+        """Closes the line where the program ends.
+
+        Args:
+            completed: whether the run is complete, so that all members' programs end.
+        """
+        if self.out:
+            return
+        self.out = True
+        if self.joining or not completed:
+            self.line.close()  # the others may have more to do
+        else:
+            self.line.done()
+
+
+def in_short(error: tf.errors.OpError) -> str:
+    """Returns the line of an error of TensorFlow's that tells what has happened."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    telling = (line for line in lines if "tfpara:" in line or "error received from" in line.lower())
+    return next(telling, lines[-1] if lines else type(error).__name__)

@@ -1,0 +1,299 @@
+"""A call of `fit` in an elastic run: its steps meet the others, and it is made again if need be."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfpara.elastic.meeting import Passed
+from tfpara.sync.elastic.connection import LOST, GivenUp, in_short
+from tfpara.sync.elastic.rejoin import Rejoin
+from tfpara.sync.elastic.state_transfer import told
+from tfpara.sync.keras.train_function import stepping
+from tfpara.sync.one_sync.reports import Request
+from tfpara.sync.one_sync.statistics import NO_SYNCS
+from tfpara.sync.one_sync.synchronizer import Synchronizer
+from tfpara.typing import Json
+
+_LONGEST_HISTORY = 1 << 16  # characters of a `History` that is kept with its values
+_log = logging.getLogger(__name__)
+
+
+class _Over(BaseException):
+    """The others have begun a later call of `fit` than the one that this worker wants to join."""
+
+
+class _Regrouped(BaseException):
+    """The members have changed while a step was traced, which has to read other data now."""
+
+
+class FitAgain:
+    """The calls of `fit` of a worker.
+
+    Args:
+        rejoin: this worker's part in meetings.
+    """
+
+    def __init__(self, rejoin: Rejoin) -> None:
+        self._rejoin, self._progress = rejoin, rejoin.progress
+        self._extended, self._connection = rejoin.extended, rejoin.connection
+        self._data, self._transfer = rejoin.data, rejoin.transfer
+        self._histories: list[Json] = []  # what calls of `fit` have returned
+        self._logs: Any = None  # of the last step
+        self._step_began_in = 0  # the generation in which the present step has begun
+        self._agreed = False  # whether this worker has told what all have alike
+        self._failed = False  # whether the last call has not returned
+        self._returns = False  # whether this worker has come back within the present call
+        self._passes_by = False  # whether it takes no part in the present call
+        self._alone: Iterator[Any]  # the data of the step that a joiner takes alone
+
+    @property
+    def gave_up(self) -> bool:
+        """Whether the last call has failed, though all were to train on."""
+        return self._failed and not self._rejoin.last
+
+    @property
+    def _synchronizer(self) -> Synchronizer:
+        (synchronizer,) = self._extended.models.synchronizers
+        return synchronizer
+
+    def check(self, model: keras.Model) -> None:
+        """Raises ValueError if another model was trained already, or `fit` runs already."""
+        former = self._transfer.model
+        if former is not None and former is not model:
+            raise ValueError(
+                f"elastic= trains one model, and {former.name!r} was trained already. Make a "
+                f"strategy of its own for {model.name!r}, in a program of its own."
+            )
+        if self._connection.in_fit:
+            raise ValueError(
+                "fit was called in a callback of fit: a worker that joins could not take part in "
+                "it. Call one after the other."
+            )
+
+    def call(
+        self,
+        model: keras.Model,
+        fit: Callable[[], keras.callbacks.History],
+        build: Callable[[], object],
+    ) -> keras.callbacks.History:
+        """Makes a call of `fit`, and again where this worker was given up and comes back.
+
+        Where the others are in a later call, it returns at once with the History of this one.
+
+        Args:
+            model: that is trained.
+            fit: makes the call.
+            build: makes the model's variables, as the call would. A layer that is frozen before it
+                has variables has others than one that is frozen after `fit`.
+        """
+        self._failed = True
+        while True:
+            self._connection.in_fit = True
+            try:
+                if self._connection.joining:
+                    with self._connection.refusals():
+                        self._pass_by(*self._connection.line.where())
+                history = fit()
+                self._failed = False
+                return history
+            except GivenUp as error:
+                self._rejoin.come_back(str(error))
+                self._returns = True
+            except _Over:
+                self._passes_by = True
+                if not model.built:
+                    build()
+                self._failed = False
+                return self._history_of_others(model)
+            finally:
+                self._connection.in_fit = self._passes_by = False
+
+    def _pass_by(self, fit: int, histories: list[Json]) -> None:
+        """Notes the call of `fit` that the others are in; raises `_Over` if it is a later one."""
+        self._histories = histories
+        if fit > self._progress.fit:
+            text = f"call {self._progress.fit + 1} of fit is over; the others are in call {fit + 1}"
+            print(f"tfpara: {text}", file=sys.stderr, flush=True)
+            raise _Over
+
+    def _history_of_others(self, model: keras.Model) -> keras.callbacks.History:
+        """Returns the History that the other workers got from this call of `fit`."""
+        history = keras.callbacks.History()
+        state: Any = self._histories[self._progress.fit]
+        vars(history).update(state)
+        history.set_model(model)
+        model.history = history
+        return history
+
+    @contextlib.contextmanager
+    def training(self, model: keras.Model) -> Iterator[None]:
+        """Has the steps of a call of `fit` inside meet the others, and waits for all at its end."""
+        self._transfer.model = model
+        progress, line = self._progress, self._connection.line
+        progress.fit, progress.epoch, self._logs = progress.fit + 1, -1, None
+        self._agreed = self._returns = False
+        self._transfer.holders.clear()  # of the callbacks of an earlier call
+        for synchronizer in self._extended.models.synchronizers:
+            # A worker that wanted in hears of this call, and asks again.
+            synchronizer.graph.answered(Request.MEET)
+        if not self._connection.joining and progress.fit:
+            line.begins(progress.fit, self._histories)
+        former = None
+        if threading.current_thread() is threading.main_thread():
+            former = signal.signal(signal.SIGTERM, self._leave_by_signal)
+        try:
+            with stepping(model, self._step):
+                yield
+            if not self._connection.joining:
+                # Nobody ends its program while another waits for it in an exchange.
+                self._extended.worker.company.together(
+                    lambda: self._extended.control.collectives.barrier("fit")
+                )
+                self._histories = [*self._histories, _shortened(told(model.history))]
+        finally:
+            model._initial_epoch = None
+            if former is not None:
+                signal.signal(signal.SIGTERM, former)
+
+    def _leave_by_signal(self, number: int, frame: FrameType | None) -> None:
+        """Leaves after the next sync; a second SIGTERM ends the process at once."""
+        del frame
+        if self._connection.leaves:
+            os._exit(128 + number)
+        self._connection.leaves = True
+        if self._connection.joining:
+            self._connection.line.give_up()
+
+    def begin(self) -> None:
+        """Has a joiner let in, where `fit` begins and its callbacks know that."""
+        if not self._connection.joining or self._passes_by:
+            return
+        model = self._transfer.trained_model
+        if not (self._returns and self._extended.models.synchronizers):
+            self._trace_alone(model)
+        try:
+            self._rejoin.join()
+        except Passed as error:
+            self._pass_by(error.fit, error.histories)
+        self._connection.line.begins(self._progress.fit, self._histories)
+        self._connection.joining = False
+        model._initial_epoch = self._data.plan.epoch
+
+    def _trace_alone(self, model: keras.Model) -> None:
+        """Takes a step, which traces it, while the others train; it is no part of the run."""
+        before = [each.graph.statistics() for each in self._extended.models.synchronizers]
+        self._alone = self._data.data()
+        with contextlib.suppress(tf.errors.OutOfRangeError, StopIteration):
+            self._logs = model.train_function.inner(self._alone)  # type: ignore[union-attr]
+        self._synchronizer.finish_block()
+        self._synchronizer.graph.set_statistics(*before or [NO_SYNCS])
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Begins an epoch of `fit`."""
+        self._progress.epoch = epoch
+        self._data.begin(epoch, self._progress.fit)
+
+    # -- a step ------------------------------------------------------------------------------
+
+    def _step(self, function: Callable[..., Any], iterator: Iterator[Any]) -> Any:
+        """Runs a training step of Keras, before or after which the members may change."""
+        if self._progress.epoch_is_closed:  # by the others, while this worker was behind
+            raise StopIteration
+        self._progress.in_step = True
+        try:
+            self._meet_if_agreed()
+            # Not before the first step: a model that was compiled anew is not known before.
+            if not self._agreed and self._connection.rank == 0 and self._logs is not None:
+                self._agreed = True
+                self._connection.line.agreed(self._rejoin.terms())
+            return self._step_until_trained(function, iterator)
+        finally:
+            self._progress.in_step = False
+
+    def _step_until_trained(self, function: Callable[..., Any], iterator: Iterator[Any]) -> Any:
+        trained = False
+        while True:
+            try:
+                # Callbacks act on syncs where a step ends: on all workers after the same one.
+                trained |= self._repeat_sync() and self._logs is not None
+                if not trained:
+                    self._step_began_in = self._connection.form.number
+                    self._logs = function(self._data.iterator or iterator)
+                return self._logs
+            except _Regrouped:
+                continue
+            except (tf.errors.OutOfRangeError, StopIteration):
+                if self._close_epoch():
+                    raise
+            except LOST as error:
+                _log.info("tfpara: a sync has failed: %s", in_short(error))
+                self._rejoin.meet(failed=True)
+                trained = self._logs is not None
+
+    def check_step(self) -> None:
+        """Has a step begin anew with other data, if the members have changed while it was traced.
+
+        It is called before the step has trained anything.
+        """
+        if self._progress.in_step and self._step_began_in != self._connection.form.number:
+            raise _Regrouped
+
+    def _repeat_sync(self) -> bool:
+        """Runs the sync that is due, where it had failed before; returns whether one was due."""
+        due, self._progress.sync_may_be_due = self._progress.sync_may_be_due, False
+        if due and self._extended.models.synchronizers:
+            block = self._synchronizer.graph.block
+            if int(block.steps) >= int(block.period):
+                self._synchronizer.graph.sync(tf.constant(True))
+                return True
+        return False
+
+    def _meet_if_agreed(self) -> None:
+        """Meets the others where all have agreed on it in a sync."""
+        if not self._extended.models.synchronizers:
+            return
+        if self._rejoin.last and "checkpoints" not in self._transfer.holders:
+            self._connection.end(
+                f"{self._rejoin.last}: training ends, and there is no Checkpoint callback."
+            )
+        self._connection.say_leaving()
+        graph = self._synchronizer.graph
+        request, alike = graph.agreed()
+        # A worker without data waits in a sync, and not for a meeting, until the others have none.
+        if request == Request.MEET and alike:
+            graph.answered(Request.MEET)
+            self._rejoin.meet(failed=False)
+        elif self._connection.line.wanted:
+            graph.request(Request.MEET)
+
+    def _close_epoch(self) -> bool:
+        """Closes the last blocks; returns whether nothing of the epoch is left."""
+        progress = self._progress
+        if progress.epoch_is_closed:
+            return True
+        try:
+            self._synchronizer.finish_block()
+        except LOST as error:
+            _log.info("tfpara: the last sync of an epoch has failed: %s", in_short(error))
+            self._rejoin.meet(failed=True)
+            return progress.epoch_is_closed
+        progress.closed = progress.fit, progress.epoch
+        return True
+
+
+def _shortened(history: str) -> Json:
+    """Returns a text of `told` as JSON; of a long one only the epochs' numbers."""
+    kept = json.loads(history)
+    return kept if len(history) <= _LONGEST_HISTORY else {**kept, "history": {}}

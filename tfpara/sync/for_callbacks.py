@@ -1,0 +1,172 @@
+"""The strategy as callbacks, checkpoints and programs use it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import keras
+
+from tfpara.cluster.place import Purpose
+from tfpara.strategy import EpochUnits, StateHolder, Strategy
+from tfpara.sync.data.position import Pass
+from tfpara.sync.one_sync.reports import Request
+from tfpara.sync.one_sync.synchronizer import Synchronizer
+from tfpara.sync.settings import Settings
+from tfpara.sync.tensorflow.extended import PeriodicSyncExtended
+from tfpara.sync.workers.company import Company
+from tfpara.sync.workers.json_exchange import everyones
+from tfpara.typing import Json
+
+
+class ForCallbacks(Strategy):
+    """The side of a `PeriodicSyncStrategy` that callbacks, checkpoints and programs use."""
+
+    extended: PeriodicSyncExtended
+
+    @property
+    def _company(self) -> Company:
+        return self.extended.worker.company
+
+    def keep_state(self, name: str, holder: StateHolder) -> None:
+        self.extended.states[name] = holder
+
+    @property
+    def states(self) -> dict[str, StateHolder]:
+        """The objects given to `keep_state`, and those of the strategy's own, by name."""
+        return self.extended.states
+
+    def request(self, request: Request) -> None:
+        """Requests a checkpoint or a stop of all workers, which agree on it at the next sync.
+
+        `tfpara.callbacks.Checkpoint` and `StopTogether` act on it. Any worker may call it.
+        """
+        for synchronizer in self.extended.models.synchronizers:
+            synchronizer.graph.request(request)
+
+    def everyones(self, value: Json, purpose: Purpose) -> list[Json]:
+        return everyones(value, self.extended.control, purpose)
+
+    @property
+    def members_change(self) -> bool:
+        return self._company.changes
+
+    @property
+    def joining(self) -> bool:
+        return self._company.joining
+
+    def share_state(self, name: str, holder: StateHolder) -> None:
+        self._company.share_state(name, holder)
+
+    @property
+    def epoch_units(self) -> EpochUnits:
+        return self._company.epoch_units
+
+    def part(self) -> None:
+        """Waits for all workers at the end of the program."""
+        self._company.part()
+
+    def program_ends(self) -> None:
+        """Tells the other workers that this program ends, where `tfpara.run` does not end it."""
+        self._company.program_ends()
+
+    def note(self, text: str) -> None:
+        """Prints a note once, on the chief."""
+        self.extended.notes.tell(text)
+
+    def synchronizer_of(self, model: keras.Model) -> Synchronizer:
+        """Returns the synchronizer of a built and compiled model; makes one if there is none."""
+        return self.extended.models.synchronizer_of(model)
+
+    @property
+    def settings(self) -> Settings:
+        """The settings, with those that depend on the number of replicas filled in."""
+        return self.extended.settings
+
+    @property
+    def generation(self) -> int:
+        """The number of the present set of members."""
+        return self._company.generation
+
+    @property
+    def completed_in(self) -> int:
+        """The generation in which the last exchange from Python has succeeded."""
+        return self._company.completed_in
+
+    def leave(self) -> bool:
+        """Has this worker leave at the next sync; returns whether all must leave with it."""
+        return self._company.leave()
+
+    def keep_record(self, checkpoints: StateHolder, directory: Path) -> None:
+        """Keeps a record of changes of members beside the checkpoints of a callback."""
+        self._company.keep_record(checkpoints, directory)
+
+    def write_record(self, syncs: int) -> None:
+        """Adds the present members to the record, after so many syncs."""
+        self._company.write_record(syncs)
+
+    @property
+    def blocks_closed(self) -> int:
+        """The number of times that Python code has closed the blocks, on all workers alike."""
+        return self.extended.models.blocks_closed
+
+    def note_scheduled_period(self) -> None:
+        """Notes that callbacks of `fit` set the sync period."""
+        self.extended.momentum.is_scheduled = True
+
+    def note_restored_period(self, sync_period: int | None) -> None:
+        """Notes τ, where a checkpoint has set it."""
+        self.extended.momentum.sync_period = sync_period
+
+    def put_back_sync_period(self, sync_period: int | None) -> None:
+        """Sets τ again after a failed `fit`, which may have left a block open."""
+        self.extended.momentum.set_period(sync_period)
+
+    def position(self, first: int, steps: int) -> dict[str, Json]:
+        """Returns the position in the data of the epoch, at a sync, as a checkpoint keeps it.
+
+        Args:
+            first: minibatches of the epoch that an earlier process has trained, over all replicas.
+            steps: minibatches of it that each replica has trained since.
+        """
+        found = self.epoch_units.position() if steps else {}
+        if found:
+            return found
+        passes = self.extended.data.passes
+        begun = passes.present() if passes is not None else None
+        if begun is not None:
+            found["pass"] = dataclasses.asdict(begun)
+        return found | {"minibatches": first + steps * self.num_replicas}
+
+    def go_on_from(self, epoch: int, position: Mapping[str, Any]) -> None:
+        """Sets the position in the data from which the epoch that begins goes on.
+
+        Args:
+            epoch: its number.
+            position: of a checkpoint from which the run goes on; of another epoch, or empty: the
+                epoch begins at its start.
+        """
+        within = position if position.get("epoch") == epoch else {}
+        first, steps = within.get("minibatches", 0), within.get("steps", 0)
+        begun = Pass(epoch, first, steps) if steps else None
+        if "pass" in position:
+            begun = Pass(**position["pass"])
+        seen = self.extended.models.steps_seen
+        self.extended.data.position.move(epoch, seen, first, steps, begun)
+        if first:
+            self.epoch_units.resume(epoch, position)
+
+    def steps_resumed(self, epoch: int) -> int:
+        """Returns the minibatches of each replica that an earlier process trained of this epoch."""
+        position = self.extended.data.position
+        return position.first // self.num_replicas if position.epoch == epoch else 0
+
+    def answered(self, *requests: Request) -> None:
+        """Forgets these kinds of requests, and the one agreed on if it is such a one.
+
+        Others stay until they are answered. Every worker calls it at the same sync.
+        """
+        for synchronizer in self.extended.models.synchronizers:
+            synchronizer.graph.answered(*requests)

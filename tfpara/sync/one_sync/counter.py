@@ -1,0 +1,42 @@
+"""Numbers that each training step counts, in one variable, so that a step writes one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+from tfpara.typing import Array
+
+
+class Counter:
+    """A part of the variable of several counters, used as a variable of its own.
+
+    Args:
+        whole: the variable, a float64 vector, exact for whole numbers up to 2^53.
+        start: the first element.
+        shape: [] for one element, [n] for n of them.
+        dtype: of what is read.
+    """
+
+    def __init__(
+        self, whole: tf.Variable, start: int, shape: Sequence[int], dtype: tf.DType = tf.float64
+    ) -> None:
+        self._whole = whole
+        self._part = slice(start, start + shape[0]) if shape else start
+        self.shape, self.dtype = tf.TensorShape(shape), dtype
+
+    def read_value(self) -> tf.Tensor:
+        """Returns the value."""
+        return tf.cast(self._whole.read_value()[self._part], self.dtype)
+
+    def assign(self, value: Array | float) -> None:
+        """Sets the value."""
+        self._whole[self._part].assign(tf.cast(value, tf.float64))
+
+    def assign_add(self, value: Array | float) -> None:
+        """Adds to the value."""
+        self.assign(self._whole.read_value()[self._part] + tf.cast(value, tf.float64))
+
+    def __int__(self) -> int:
+        return int(self.read_value())

@@ -1,0 +1,67 @@
+"""Operations of graphs: Python in them, functions that are not inlined, branches, the time."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfpara.typing import Nest
+
+
+def in_python(
+    function: Callable[..., Sequence[Any]], arguments: Nest, *specs: tf.TensorSpec
+) -> list[tf.Tensor]:
+    """Returns as operations what a Python function returns; it gets NumPy arrays.
+
+    Args:
+        function: called with `arguments` as arrays.
+        arguments: a tuple of tensors, or of structures of tensors.
+        *specs: of what it returns, arrays or what NumPy makes arrays of.
+    """
+    tensors = tf.nest.flatten(arguments)
+
+    def called(*values: np.ndarray) -> list[np.ndarray]:
+        returned = function(*tf.nest.pack_sequence_as(arguments, values))
+        return [np.asarray(r, s.dtype.as_numpy_dtype) for r, s in zip(returned, specs, strict=True)]
+
+    results = tf.numpy_function(called, tensors, [spec.dtype for spec in specs])
+    for result, spec in zip(results, specs, strict=True):
+        result.set_shape(spec.shape)
+    return results
+
+
+def where(condition: tf.Tensor, function: Callable[[], object]) -> tf.Tensor:
+    """Calls `function` if the condition holds; returns the condition, as a control dependency."""
+
+    def called() -> tf.Tensor:
+        function()
+        return tf.constant(True)
+
+    return tf.cond(condition, called, lambda: tf.constant(False))
+
+
+def not_inlined(function: Callable[..., Nest], *specs: tf.TensorSpec) -> Callable[..., Nest]:
+    """Returns `function` as a graph function that TensorFlow does not inline, traced once.
+
+    A tf.function would be traced twice: in a training step's graph, and for the first call from
+    Python, which is outside of the strategy's scope. That takes half a second or more.
+
+    Args:
+        function: its operations.
+        *specs: of its arguments.
+    """
+    attributes = {"_noinline": True}
+    in_graph = tf.function(function, specs, autograph=False, experimental_attributes=attributes)
+    made = functools.cache(in_graph.get_concrete_function)
+    return lambda *arguments: made()(*arguments)
+
+
+def now() -> tf.Tensor:
+    """Returns the seconds on the monotonic clock, float64."""
+    # Called eagerly, numpy_function would turn a Python float into float32.
+    return tf.numpy_function(lambda: np.float64(time.monotonic()), [], tf.float64)

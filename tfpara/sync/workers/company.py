@@ -1,0 +1,161 @@
+"""Company: who takes part in a run, and how they do a thing together."""
+
+# ruff: noqa: B027 - nothing has to be done where no worker comes or goes
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import keras
+import tensorflow as tf
+
+from tfpara.cluster.place import Purpose
+from tfpara.collectives.members import Members
+from tfpara.strategy import EpochUnits, StateHolder
+from tfpara.typing import Json, Scalar
+
+Fit: TypeAlias = Callable[[Mapping[str, Any]], keras.callbacks.History]
+
+
+class Company(abc.ABC):
+    """Who takes part in a run, and how they do a thing together.
+
+    Everybody else asks it, and never of which kind it is. Methods marked "all" are called by every
+    worker alike. Where nothing else is written, nothing has to be done if no worker comes or goes.
+
+    Attributes:
+        changes: whether members may come and go.
+        epoch_units: the position in the epoch.
+    """
+
+    changes = False
+    epoch_units: EpochUnits
+
+    @property
+    def joining(self) -> bool:
+        """Whether this worker has still to be let in."""
+        return False
+
+    @property
+    def generation(self) -> int:
+        """The number of the present set of members."""
+        return 0
+
+    @property
+    def completed_in(self) -> int:
+        """The generation in which the last exchange of `together` has succeeded."""
+        return 0
+
+    @property
+    def members(self) -> Members | None:
+        """The members as collectives read them; None if they do not change."""
+        return None
+
+    @property
+    def leader(self) -> str:
+        """TensorFlow's name of the task that coordinates collectives; "": TensorFlow's choice."""
+        return ""
+
+    @property
+    @abc.abstractmethod
+    def is_chief(self) -> bool:
+        """Whether this worker writes the files of which the run needs one."""
+
+    @abc.abstractmethod
+    def replicas_now(self, devices: int) -> tuple[Scalar, Scalar]:
+        """Returns N, and the number of this worker's first replica, as graphs read them.
+
+        Args:
+            devices: of each worker.
+        """
+
+    @abc.abstractmethod
+    def founding_replicas(self, devices: int) -> int:
+        """Returns N at the begin of the run."""
+
+    # -- the start and the end ---------------------------------------------------------------
+
+    @abc.abstractmethod
+    def resolver(self) -> tf.distribute.cluster_resolver.ClusterResolver:
+        """Returns the workers for TensorFlow's server, which starts now."""
+
+    @abc.abstractmethod
+    def attach(self, extended: Any) -> None:
+        """Takes the extended strategy, whose server runs; returns when all are connected."""
+
+    @abc.abstractmethod
+    def part(self) -> None:
+        """All: waits for the others at the end of the program, as far as that is needed."""
+
+    def program_ends(self) -> None:
+        """Tells the others that a program ends which `tfpara.run` has not ended."""
+
+    # -- exchanges ---------------------------------------------------------------------------
+
+    def together(self, exchange: Callable[[], Json]) -> Any:
+        """All: runs an exchange, once each; those that are left repeat it if a member is lost.
+
+        Args:
+            exchange: returns the same on all, as JSON has it.
+        """
+        return exchange()
+
+    @abc.abstractmethod
+    def by_the_chief(self, write: Callable[[], object], name: str) -> None:
+        """All: has the chief write a file in the function `name`; returns when it is there."""
+
+    @abc.abstractmethod
+    def finish_block(self, synchronizer: Any, purpose: Purpose) -> None:
+        """All: closes the open block of one model."""
+
+    @abc.abstractmethod
+    def finish_blocks(self, purpose: Purpose) -> None:
+        """All: closes the open blocks of all models."""
+
+    @abc.abstractmethod
+    def sums(self, parts: Sequence[tf.Tensor], evaluates: bool) -> list[tf.Tensor]:
+        """All: returns the sums of the workers' parts of metrics' variables.
+
+        Args:
+            parts: this worker's.
+            evaluates: whether the metrics are those of an evaluation.
+        """
+
+    # -- fit ---------------------------------------------------------------------------------
+
+    @abc.abstractmethod
+    def fit(self, model: keras.Model, given: dict[str, Any], fit: Fit) -> keras.callbacks.History:
+        """All: makes a call of `fit`.
+
+        Args:
+            model: that is trained.
+            given: the arguments of the call by name, which are changed in place.
+            fit: makes the call with such arguments.
+        """
+
+    def fit_begins(self) -> None:
+        """Lets this worker in, where `fit` has begun and its callbacks know that."""
+
+    def epoch_begins(self, epoch: int) -> None:
+        """Begins an epoch of `fit`, before callbacks know that."""
+
+    def check_step(self) -> None:
+        """Has a step begin anew that would read other workers' data, before it trains anything."""
+
+    # -- callbacks ---------------------------------------------------------------------------
+
+    def leave(self) -> bool:
+        """Has this worker leave at the next sync; returns whether all must leave with it."""
+        return True
+
+    def share_state(self, name: str, holder: StateHolder) -> None:
+        """Has workers that join take over an object's state. See `Strategy.share_state`."""
+
+    def keep_record(self, checkpoints: StateHolder, directory: Path) -> None:
+        """Keeps a record of changes beside checkpoints, whose callback is `checkpoints`."""
+
+    def write_record(self, syncs: int) -> None:
+        """Adds the present members to the record, after so many syncs."""

@@ -1,0 +1,59 @@
+"""The part of an epoch's data for which a user's function makes a dataset."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import dataclasses
+from collections.abc import Iterator
+
+
+@dataclasses.dataclass(frozen=True)
+class DataPlace:
+    """Whose part of the data, of how many, and from which epoch and minibatch on.
+
+    Attributes:
+        worker: number of the worker whose part it is, from 0.
+        workers: number of workers that share the data.
+        devices: of each worker, with a replica on each.
+        epoch: number of the epoch, from 0.
+        first: minibatches of the epoch, over all replicas, that are left out.
+    """
+
+    worker: int
+    workers: int
+    devices: int
+    epoch: int
+    first: int = 0
+
+    @property
+    def num_replicas(self) -> int:
+        """The number of replicas that share the data."""
+        return self.workers * self.devices
+
+    @property
+    def replica_ids(self) -> list[int]:
+        """The numbers of the worker's replicas among all."""
+        return list(range(self.worker * self.devices, (self.worker + 1) * self.devices))
+
+
+# A context variable, for the time in which a dataset is constructed. Threads of tf.data, which read
+# it later, inherit none; the dataset has taken what it needs by then.
+_PLACE: contextvars.ContextVar[DataPlace | None] = contextvars.ContextVar(
+    "tfpara_data_place", default=None
+)
+
+
+@contextlib.contextmanager
+def making(place: DataPlace) -> Iterator[None]:
+    """Has datasets that are constructed inside be those of a place."""
+    token = _PLACE.set(place)
+    try:
+        yield
+    finally:
+        _PLACE.reset(token)
+
+
+def present() -> DataPlace | None:
+    """Returns the place for which a dataset is being constructed; None outside of `making`."""
+    return _PLACE.get()

@@ -1,0 +1,129 @@
+"""Fixed: the company of a run whose workers stay the same, one worker alone included."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import keras
+import tensorflow as tf
+
+from tfpara.cluster import ALONE, Cluster
+from tfpara.cluster.place import END, FIT_END, Place, Purpose, call
+from tfpara.strategy import EpochUnits
+from tfpara.sync.workers.company import Company, Fit
+from tfpara.sync.workers.meetings import Control, MismatchError
+from tfpara.typing import Scalar
+
+
+class Models(Protocol):
+    """The trained models, as `Fixed` uses them."""
+
+    @property
+    def synchronizers(self) -> Sequence[Any]: ...
+    def in_turn(self) -> Sequence[Any]: ...
+    def finish_blocks(self, purpose: Purpose) -> None: ...
+
+
+class Host(Protocol):
+    """The extended strategy, as `Fixed` uses it."""
+
+    control: Control
+    place: Place
+
+    @property
+    def models(self) -> Models: ...
+    def take_place(self, num_workers: int, rank: int) -> None: ...
+
+
+class Fixed(Company):
+    """The workers of a run that none leaves and none joins, or the one that trains alone.
+
+    Args:
+        found: the workers.
+        by_horovod: whether Horovod connects them, so that TensorFlow knows this one alone.
+    """
+
+    _host: Host
+
+    def __init__(self, found: Cluster, by_horovod: bool = False) -> None:
+        self._found, self._by_horovod = found, by_horovod
+        self.epoch_units = EpochUnits()
+
+    @property
+    def is_chief(self) -> bool:
+        return self._found.rank == 0
+
+    def replicas_now(self, devices: int) -> tuple[Scalar, Scalar]:
+        return self._found.num_workers * devices, self._found.rank * devices
+
+    def founding_replicas(self, devices: int) -> int:
+        return self._found.num_workers * devices
+
+    def resolver(self) -> tf.distribute.cluster_resolver.ClusterResolver:
+        found = ALONE if self._by_horovod else self._found
+        if found.num_workers == 1:
+            return tf.distribute.cluster_resolver.SimpleClusterResolver(tf.train.ClusterSpec({}))
+        # The cluster is validated, so TF_CONFIG is not read again.
+        return tf.distribute.cluster_resolver.SimpleClusterResolver(
+            tf.train.ClusterSpec(json.loads(found.tf_config())["cluster"]),
+            task_type=found.task_type,
+            task_id=found.task_index,
+            rpc_layer="grpc",
+        )
+
+    def attach(self, extended: Host) -> None:
+        self._host = extended
+        if self._by_horovod:
+            extended.take_place(self._found.num_workers, self._found.rank)
+
+    def part(self) -> None:
+        # If this exchange succeeds, all others have finished their work. If it fails, the error is
+        # ignored, since nothing follows.
+        with contextlib.suppress(tf.errors.OpError, MismatchError):
+            self._host.control.together(END)
+
+    # -- exchanges ---------------------------------------------------------------------------
+
+    def by_the_chief(self, write: Callable[[], object], name: str) -> None:
+        if self.is_chief:
+            write()
+        self._host.control.together(call(name))
+
+    def finish_block(self, synchronizer: Any, purpose: Purpose) -> None:
+        with self._host.place.meeting(purpose):
+            synchronizer.finish_block()
+
+    def finish_blocks(self, purpose: Purpose) -> None:
+        synchronizers = self._host.models.in_turn()
+        if synchronizers:
+            with self._host.place.meeting(purpose):
+                for synchronizer in synchronizers:
+                    synchronizer.finish_block()
+
+    def sums(self, parts: Sequence[tf.Tensor], evaluates: bool) -> list[tf.Tensor]:
+        del evaluates  # each worker has evaluated its part of the data
+        # All blocks are closed first, so that the data of all workers have ended.
+        purpose = self._host.place.of_metric()
+        if self._host.models.synchronizers:
+            self._host.models.finish_blocks(purpose)
+        else:
+            self._host.control.together(purpose)
+        return [self._sum(part) for part in parts]
+
+    def _sum(self, part: tf.Tensor) -> tf.Tensor:
+        if self._found.num_workers == 1:
+            return part
+        flat, name = tf.reshape(part, [-1]), f"metric/{part.dtype.name}"
+        total = self._host.control.collectives.all_reduce([flat], name)[0]
+        return tf.reshape(total, part.shape)
+
+    # -- fit ---------------------------------------------------------------------------------
+
+    def fit(self, model: keras.Model, given: dict[str, Any], fit: Fit) -> keras.callbacks.History:
+        history = fit(given)
+        if self._found.num_workers > 1:
+            self._host.models.finish_blocks(FIT_END)
+        return history
