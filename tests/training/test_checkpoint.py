@@ -695,7 +695,6 @@ def test_a_run_that_has_stopped_says_so(tmp_path, capsys):
     assert_same(everything(strategy, model), uninterrupted(small=True)[0])
 
 
-@pytest.mark.quick
 def test_one_callback_in_several_fits(tmp_path):
     """A fit for each epoch is one run; the same epochs again are not."""
     strategy, model = make(small=True)

@@ -890,7 +890,6 @@ def sgd():
     return simulation.Momentum(0.2, 0.9)
 
 
-@pytest.mark.quick
 def test_a_replica_is_broadcast_as_the_closing_sync_leaves_it():
     """Under BSP that is the mean of the replicas, also of their statistics."""
     strategy = make(tfpara.BSP(), sync_period=4)

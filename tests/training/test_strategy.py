@@ -189,7 +189,6 @@ def test_one_replica_is_plain_keras_bit_for_bit():
         np.testing.assert_array_equal(got, want)
 
 
-@pytest.mark.quick
 def test_bsp_at_every_step_with_plain_sgd_is_stock_gradient_averaging():
     x = np.random.default_rng(1).normal(size=(48, 6)).astype("float32")
     y = np.random.default_rng(2).integers(0, 4, 48)
