@@ -866,6 +866,33 @@ def test_an_elastic_run_that_is_killed_unfinished_is_no_success(how, script):
     assert "failed first: killed by SIGKILL" in err
 
 
+_TRAINS = """
+import os, signal
+from tfpara.cluster import secret
+from tfpara.elastic.meeting import ADDRESS, NAME, Line
+settings = {"min_workers": 1, "max_workers": None, "grace_seconds": 9.0, "silence_seconds": 9.0}
+line = Line(os.environ[ADDRESS], secret.read(), 1, settings, 9.0, name=os.environ[NAME])
+if line.founding:
+    assert line.ready(line.formed().number)
+    line.agreed({"rule": "BSP()"})
+print("trains" if line.founding else "joins", flush=True)
+while True: signal.pause()
+"""
+
+
+def test_a_worker_of_an_elastic_run_is_added_and_removed(script):
+    arguments = ("-n", 2, "--elastic", script(_TRAINS))
+    with Launched(*arguments, stderr=subprocess.STDOUT) as launched:
+        launched.read_until("[worker 0] trains", "[worker 1] trains")
+        launched.process.send_signal(signal.SIGUSR1)
+        launched.read_until("worker 2 is added", "[worker 2] joins")
+        launched.process.send_signal(signal.SIGUSR2)
+        launched.read_until("worker 2 is removed", "worker 2 has left: killed by SIGTERM")
+        launched.process.send_signal(signal.SIGTERM)
+        code, output, _ = launched.finish()
+    assert code == 128 + signal.SIGTERM, output
+
+
 def until_end(tmp_path):
     """The text of a script that makes the file `there`, and waits for the file `end`."""
     text = f"import os, time\nopen({str(tmp_path / 'there')!r}, 'a')\n"

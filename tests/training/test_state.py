@@ -160,6 +160,7 @@ def test_variables_of_metrics_are_terms_of_what_their_aggregation_says():
 _NOT_KEPT = {
     "request",
     "agreed",
+    "dealt",
     "fitted",
     "device_steps",
     "device_samples",
@@ -176,8 +177,8 @@ def test_every_variable_of_a_sync_is_a_slot_once(monkeypatch, options):
     made = {}
     create = extended.plain_variable
 
-    def noting(value, name):
-        variable = create(value, name)
+    def noting(value, name, *shape):
+        variable = create(value, name, *shape)
         made[id(variable)] = name
         return variable
 

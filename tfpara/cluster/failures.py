@@ -162,16 +162,17 @@ def _gone(cluster: Cluster) -> Explanation | None:
     failed = {rank: f"{names[rank]} has failed ({why})" for rank, why in _ended.items() if why}
     gone = {r: f"{name} is gone" for r, name in names.items() if name in closed and r not in _ended}
     # If a worker has failed or died, others that have ended are a consequence, and not named.
-    lost, advice = failed or gone, "start all workers again"
+    lost = failed or gone
+    sentence = f"a sync failed because {' and '.join(lost.values())}; start all workers again."
     if not lost:
         lost = {
             rank: f"{names[rank]} has ended its program while others went on" for rank in _ended
         }
         # Those ended without an error, so the exchange that failed in this process needs the fix.
-        advice = _advice() or advice
+        advice = _advice() or "start all workers again"
+        sentence = f"a sync failed because {' and '.join(lost.values())}; {advice}."
     if not lost:
         return None
-    sentence = f"a sync failed because {' and '.join(lost.values())}; {advice}."
     return Explanation(sentence, True, [label(rank) for rank in lost])
 
 

@@ -326,7 +326,7 @@ class Membership:
             if task not in self._absent:  # no member is awaited twice
                 self._lost[task] = worker
             self._absent.discard(task)
-            if not worker.leaves:  # a reason was added when it wanted to leave
+            if not worker.leaves:  # else its wish to leave is noted already
                 self._why.append(f"{worker.name} {why}")
             said = self._to_members(lost=task)
             # Also if members have agreed to meet: some may still wait in a collective.

@@ -281,7 +281,7 @@ class Supervisor:
         return actions
 
     def outcome(self, seconds: float) -> Outcome:
-        """Returns the end of the run, once it is over; it has lasted so many seconds."""
+        """Returns how the run has ended; `seconds` is how long it has lasted."""
         failure = self._failure
         if failure is None:
             failure = next((end for end, went_on in self._spared if not went_on()), None)

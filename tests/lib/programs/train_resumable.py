@@ -224,7 +224,7 @@ def everything(strategy, model):
     synchronizer = strategy.synchronizer_of(model)
     for slot in synchronizer.slots():
         if slot.name != "counter/seconds" and not slot.empty:
-            found[slot.key(strategy.local_replica_ids)] = slot.variable.numpy()
+            found[slot.key(strategy.local_replica_ids)] = slot.variable.read_value().numpy()
     return found
 
 

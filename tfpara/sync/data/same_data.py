@@ -184,7 +184,7 @@ _CHOOSING = ("Filter", "FlatMap", "Interleave", "TakeWhile")
 
 
 def _why_function_differs(function: Any, name: str, made_anew: bool) -> str:
-    """Returns why a dataset's function may decide on other rows each time; "" if it does not."""
+    """Returns why a dataset's function may choose other rows in each pass; "" if it cannot."""
     where = f"inside the function of {_method(name)}"
     graph = function.graph.as_graph_def()
     called = {node.op for node in all_nodes(graph)}

@@ -70,7 +70,8 @@ class DataPlan(EpochUnits):
         # A worker that joined has made passes over data of its own, which are no epochs.
         self._extended.data.position.move(epoch, self._extended.models.steps_seen)
         if self.plan.at == (fit, epoch):
-            # The others have begun it. At the meeting the data may not have been there yet.
+            # The other members have begun this epoch. This worker may have met them before its
+            # `fit` had data.
             self.iterator = self.iterator or self.data()
         else:
             self.plan = begin(epoch, self._connection.form.tasks, fit)

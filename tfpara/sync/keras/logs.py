@@ -27,7 +27,8 @@ def of_all_workers(
     extended = strategy.extended
     with extended.metrics.reading(model):
         metrics = model.get_metrics_result()
-    # Other steps than Keras' may return other values. The answer is the same on all workers.
+    # A user's own step may return values that are no metrics. All workers find the same here, so
+    # all of them exchange, or none does.
     if not has_own(model, ("train_step", "test_step", "compute_metrics")):
         return metrics  # `logs` may be empty: a worker may take no step of a resumed epoch
     purpose = extended.place.of_metric()

@@ -131,7 +131,8 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
 
     # -- the workers -----------------------------------------------------------------------------
 
-    # The parent's numbers of the workers, and of this one, are the worker's.
+    # TensorFlow's class keeps the number of workers and this worker's task as attributes. Both
+    # change in an elastic run, so they are read from `worker`.
     @property
     def _num_workers(self) -> int:
         return self.worker.num_workers
