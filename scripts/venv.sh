@@ -25,7 +25,7 @@ find_python() {
 }
 
 # ensure_venv DIR STACK EXTRAS: makes DIR hold the dependencies of '.[EXTRAS]', as pinned in
-# constraints/STACK.txt. What they are is hashed into DIR/stamp, written last: with the same hash
+# constraints/STACK.txt. Their list is hashed into DIR/stamp, which is written last: with the same hash
 # there, nothing is installed. Run from the root of the checkout.
 ensure_venv() {
   local venv=$1 stack=$2 extras=$3 stamp python

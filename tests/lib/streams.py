@@ -15,7 +15,7 @@ def read(corpus, split="train", *, options=None, **changes):
 
 
 def utterances(batches):
-    """What each stream read, put together again utterance by utterance."""
+    """Returns the utterances of each stream, put together again from its batches."""
     found = []
     for row in range(len(batches[0][1])):
         pieces = []

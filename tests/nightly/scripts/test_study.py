@@ -74,7 +74,7 @@ def test_a_transformer_learns_characters(rule, run_well, tmp_path):
 
 
 def test_a_table_of_a_paper_is_made(run_well, tmp_path):
-    """Of an average, of a run that starts from the model that its runs have in common."""
+    """The table scores an average; its runs start from one model that they have in common."""
     out = tmp_path / "study"
     small = ("--train_minutes=0.5", "--held_out_minutes=0.4", "--scale=0.01", "--replicas=2")
     only = "--only=aasgd-search"
