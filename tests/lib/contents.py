@@ -1,9 +1,20 @@
-"""The content of a corpus, for comparisons."""
+"""A small synthetic corpus, and the content of corpora, for comparisons."""
 
 import hashlib
 from pathlib import Path
 
+from input import corpus as _corpus
 from input import index
+
+PROSE = "The cat sat on the mat. A dog ran to the big house. Nobody knows why they did it."
+SMALL = _corpus.Options(
+    train_minutes=0.1,
+    validation_minutes=0.03,
+    test_minutes=0.03,
+    train_speakers=2,
+    validation_speakers=1,
+    test_speakers=1,
+)
 
 
 def content(corpus):

@@ -144,7 +144,7 @@ class Replay(Fixed):
         if row.restarted:
             point = synchronizer.broadcast_point()
             for replica in self._of_places(row.restarted):
-                synchronizer.set_replica(replica, point)
+                _set_replica(synchronizer, replica, point)
         if row.skipped:
             synchronizer.graph.block.steps.assign_add(row.skipped)
         for taker, source in row.taken_over:
@@ -179,6 +179,14 @@ class _Units:
             self._kept[self._read] = own + [self._empty] * (self.devices - len(own))
             self._read += 1
         return [self._empty] * self.devices if unit is None else self._kept.pop(unit)
+
+
+def _set_replica(synchronizer, replica, weights):
+    """Writes weights to a replica's variables, by their constraints."""
+    replicas = synchronizer.graph.replicas
+    of_all = zip(replicas.variables.weights, replicas.constrained(weights), strict=True)
+    for of_replicas, value in of_all:
+        of_replicas[replica].assign(value)
 
 
 def _copy(model, to, since):

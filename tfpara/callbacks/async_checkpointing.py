@@ -13,7 +13,6 @@ from tfpara import fit_call
 from tfpara.callbacks.checkpoint_base import CheckpointBase, Preempted
 from tfpara.checkpoint.servers import ServerCheckpoints
 from tfpara.cluster import parent
-from tfpara.strategy import Strategy
 from tfpara.typing import Json, Logs
 
 _SENTENCE = "the chief was asked to end, and has written a checkpoint; start all processes again."
@@ -70,7 +69,7 @@ class AsyncCheckpoint(CheckpointBase):
     # -- hooks -----------------------------------------------------------------------------------
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
-        if Strategy.of(self.model).running is None:
+        if self._strategy.running is None:
             raise ValueError(
                 "AsyncCheckpoint works in the fit of a tfpara.AsyncStrategy. With others, use "
                 "tfpara.callbacks.Checkpoint."

@@ -18,7 +18,6 @@ from tfpara.callbacks.schedule import components
 from tfpara.callbacks.sync_watch import SyncWatch
 from tfpara.cluster.place import of_callback
 from tfpara.keras_model import carried_states
-from tfpara.strategy import Strategy
 from tfpara.sync.strategy import PeriodicSyncStrategy
 from tfpara.typing import Data, Json, Logs
 from tfpara.whole_number import checked_whole
@@ -96,7 +95,7 @@ class HeldOut(Callback):
 
     def set_model(self, model: keras.Model) -> None:
         super().set_model(model)
-        known = Strategy.of(model).weight_names
+        known = self._strategy.weight_names
         asked = [self._asked] if isinstance(self._asked, str) else list(self._asked)
         self._which = known if asked == ["all"] else asked
         unknown = [which for which in self._which if which not in known]
@@ -109,7 +108,7 @@ class HeldOut(Callback):
             self._which.sort(key=lambda which: which != "global")
 
         if self._times > 1:
-            Strategy.of(model).share_state("held out", self)
+            self._strategy.share_state("held out", self)
 
     def get_state(self) -> dict[str, Json]:
         """Returns what a worker that comes within the epoch has to know."""
@@ -121,7 +120,7 @@ class HeldOut(Callback):
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         self._epoch, self._done = epoch, 0
-        strategy = Strategy.of(self.model)
+        strategy = self._strategy
         self._steps_before = strategy.steps_resumed(epoch)
         taken, self._taken = self._taken, None
         if self._times > 1:
@@ -160,7 +159,7 @@ class HeldOut(Callback):
 
         In an elastic run it is the units of the epoch, which all workers share.
         """
-        strategy = Strategy.of(self.model)
+        strategy = self._strategy
         length = strategy.epoch_units.total(self._steps_per_epoch or self.params.get("steps"))
         # Where members change, a worker that comes within an epoch is alone here.
         lengths = [length] if strategy.members_change else strategy.everyones(length, _LENGTH)
@@ -179,7 +178,7 @@ class HeldOut(Callback):
         """
         if not self._length:
             return 0.0
-        return min(1.0, Strategy.of(self.model).epoch_units.trained(steps) / self._length)
+        return min(1.0, self._strategy.epoch_units.trained(steps) / self._length)
 
     def _all_at_a_sync(self, batch: int, due: Callable[[], bool]) -> bool:
         if not isinstance(self.model.distribute_strategy, PeriodicSyncStrategy):
@@ -198,7 +197,7 @@ class HeldOut(Callback):
                 component.assign(value)
 
     def _score(self, passes: float) -> dict[str, dict[str, float]]:
-        strategy = Strategy.of(self.model)
+        strategy = self._strategy
         results = {}
         with strategy.at_one_moment(self.model, self._which) as syncs:
             for which in self._which:

@@ -16,7 +16,6 @@ import tensorflow as tf
 from tfpara import fit_call
 from tfpara.callbacks.base import Callback
 from tfpara.schedules import AdaComm, AdaCommState, Piecewise
-from tfpara.strategy import Strategy
 from tfpara.sync.strategy import PeriodicSyncStrategy
 from tfpara.typing import Json, Logs
 from tfpara.whole_number import checked_whole
@@ -43,7 +42,7 @@ class Schedule(Callback):
         if self._sets_rate:
             check_rate(model)
         if self._state_name:
-            Strategy.of(model).keep_state(self._state_name, self)
+            self._strategy.keep_state(self._state_name, self)
 
     def get_state(self) -> dict[str, Json]:
         """Returns the state to save: numbers and strings by name."""
@@ -64,7 +63,7 @@ class Schedule(Callback):
 
     def say(self, epoch: int, text: str) -> None:
         """Prints a line on the chief."""
-        if self._verbose and Strategy.of(self.model).is_chief:
+        if self._verbose and self._strategy.is_chief:
             print(f"Epoch {epoch + 1}: {type(self).__name__}: {text}", flush=True)
 
 
@@ -128,10 +127,10 @@ class LearningRate(Schedule):
         self._epoch = epoch
         self._done = restored[1] if restored and restored[0] == epoch else 0
         # Keras counts batches from where it resumes, AsyncStrategy from the start of the epoch.
-        is_async = Strategy.of(self.model).running is not None
+        is_async = self._strategy.running is not None
         self._before = 0 if is_async else self._done
         if self._steps:
-            self._units = Strategy.of(self.model).epoch_units.total(self._steps)
+            self._units = self._strategy.epoch_units.total(self._steps)
         before, self._rate = self._rate, None
         self._set(epoch + self._share(self._done))
         if self._rate != before:
@@ -156,7 +155,7 @@ class LearningRate(Schedule):
         """
         if not self._steps:
             return 0.0
-        return min(Strategy.of(self.model).epoch_units.reached(done) / self._units, 1.0)
+        return min(self._strategy.epoch_units.reached(done) / self._units, 1.0)
 
     def _set(self, position: float) -> None:
         rate = float(self._schedule(position))

@@ -9,7 +9,6 @@ import keras
 from tfpara.algorithms import RunningThenMean
 from tfpara.callbacks.base import Callback
 from tfpara.callbacks.held_out import evaluate
-from tfpara.strategy import Strategy
 from tfpara.typing import Data, Json, Logs
 
 
@@ -50,7 +49,7 @@ class StartMean(Callback):
 
     def set_model(self, model: keras.Model) -> None:
         super().set_model(model)
-        strategy = Strategy.of(model)
+        strategy = self._strategy
         if not isinstance(strategy.averages.get("average"), RunningThenMean):
             raise ValueError(
                 "StartMean needs a tfpara.AsyncStrategy with the rule tfpara.AveragedASGD, or with "

@@ -95,7 +95,7 @@ class WarmStart(Schedule):
     def set_model(self, model: keras.Model) -> None:
         super().set_model(model)
         strategy = model.distribute_strategy
-        several = max(strategy.num_replicas_in_sync, Strategy.of(model).num_workers) > 1
+        several = max(strategy.num_replicas_in_sync, self._strategy.num_workers) > 1
         if several and not isinstance(strategy, PeriodicSyncStrategy):
             raise TypeError(
                 f"WarmStart: the model's strategy is {type(strategy).__name__}, whose replicas "
@@ -122,7 +122,7 @@ class WarmStart(Schedule):
             strategy.set_sync_period(None)
 
     def on_train_batch_begin(self, batch: int, logs: Logs | None = None) -> None:
-        period = Strategy.of(self.model).sync_period
+        period = self._strategy.sync_period
         if self._alone and period is not None:
             raise RuntimeError(
                 f"the sync period was set to {period} in an epoch of WarmStart, whose replicas "

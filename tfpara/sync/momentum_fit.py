@@ -75,7 +75,7 @@ class MomentumFit:
             model: that is trained.
             steps: minibatches of each replica in the epoch; None: not known, or no epoch.
         """
-        self._steps_in_epoch = NEVER if steps is None or self._worker.company.changes else steps
+        self._steps_in_epoch = NEVER if steps is None or self._worker.changes else steps
         self._write_blocks()
         period = self.sync_period
         if period and self._steps_in_epoch < period and not self.is_scheduled:
@@ -83,7 +83,7 @@ class MomentumFit:
                 f"sync_period={period} is longer than an epoch, at whose end the replicas meet in "
                 f"any case, so after {self._steps_in_epoch}"
             )
-        self._without_length = None if steps or self._worker.company.changes else model
+        self._without_length = None if steps or self._worker.changes else model
         for optimizer in filter(self.settings.fits_momentum, optimizers(model)):
             self._note_fit(optimizer)
             self._note_short_block(optimizer)

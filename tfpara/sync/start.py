@@ -191,8 +191,7 @@ def _checked_elastic(settings: Settings, elastic: object) -> Settings:
                 "name, for all workers: docs/elastic.md."
             )
         if found.is_chief:
-            text = f"tfpara: workers meet at {MEETING}; ranks and addresses of {told} are not used"
-            print(text, file=sys.stderr, flush=True)
+            _say(f"workers meet at {MEETING}; ranks and addresses of {told} are not used")
     return settings.elastic()
 
 

@@ -8,17 +8,7 @@ from pathlib import Path
 import pytest
 
 from input import corpus, index
-from tests.lib.contents import digest
-
-PROSE = "The cat sat on the mat. A dog ran to the big house. Nobody knows why they did it."
-SMALL = corpus.Options(
-    train_minutes=0.1,
-    validation_minutes=0.03,
-    test_minutes=0.03,
-    train_speakers=2,
-    validation_speakers=1,
-    test_speakers=1,
-)
+from tests.lib.contents import PROSE, SMALL, digest
 
 
 @pytest.mark.nightly

@@ -162,7 +162,7 @@ class GlobalState:
         """
         labels = [f"averages/{label}" for label in self._averages]
         update = Update(buckets, [], {label: [] for label in ("rule", *labels)})
-        rule = self.rule.present()
+        rule, (replicas, _) = self.rule.present(), self._site.replicas_now()
         for holder, device in enumerate(self.aggregation.holders):
             of_holder = zip(
                 *(self._states[label][holder][buckets] for label in ("rule", *labels)), strict=True
@@ -176,7 +176,6 @@ class GlobalState:
                     # would take time from the sending.
                     (before,) = self.rule.carried([_read(kept, after=mean)])
                     averaged = [_read(state, after=mean) for state in of_averages]
-                    replicas, _ = self._site.replicas_now()
                     after, broadcast = step(before, averaged, mean, replicas, share)
                     update.broadcasts[-1].append(broadcast)
                     for new, state in zip(of_label, after, strict=True):

@@ -400,12 +400,6 @@ class Synchronizer:
             )
             self.graph.replicas.write_counts(tf.reduce_max(table, [0, 1]))
 
-    def set_replica(self, replica: int, weights: Sequence[tf.Tensor]) -> None:
-        """Writes weights to a local replica's variables, by their constraints."""
-        weights = self.graph.replicas.constrained(weights)
-        for of_replicas, value in zip(self._variables.weights, weights, strict=True):
-            of_replicas[replica].assign(value)
-
     def replica_values(self, replica: int) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
         """Returns copies of the weights and the state of a local replica."""
         weights, state = self._variables.weights, self._variables.state
