@@ -25,10 +25,11 @@ Suite `faults`: how much of the time is progress while a worker that trains is k
 --kill_every seconds: with elastic=, with a spare worker, and where all workers start again from a
 checkpoint. `goodput` is the time of an epoch without faults over that with faults.
 
-Suite `gpu`: samples/s of six networks on one card: plain Keras as a user has it (which XLA compiles
-on GPUs), tfpara with one worker at sync periods 5, 20 and 80, and PyTorch where it is installed.
-`ratio_to_plain` is of the same round; `sync_ms` is what a sync of one worker takes. Without a card
-the networks are tiny, which shows that the program runs, and no more.
+Suite `gpu`: six networks on one card: milliseconds of a step of plain Keras as a user has it (which
+XLA compiles on GPUs), of tfpara with one worker at sync periods 5, 20 and 80 and without syncs, and
+of PyTorch where it is installed. `of_plain` is plain Keras' step over tfpara's, with its syncs;
+`sync_ms` is what a sync adds to a run. Without a card the networks are tiny, which shows that the
+program runs, and no more.
 
 Suite `step`: a training step of one worker beside plain Keras' in the same process, milliseconds of
 wall time and of the processor and operations of its graph; and a sync of that worker. For networks
@@ -252,17 +253,15 @@ def _gpu_systems() -> dict[str, tuple[int, dict[str, Any]]]:
     if small:
         print("No GPU is to be seen: the networks are tiny, and the figures say nothing.")
     with_torch = importlib.util.find_spec("torch") is not None
+    # A turn has whole blocks of all periods, and whole calls of 20 minibatches.
+    steps = 80 * max(1, round(_STEPS.value / 80))
     systems: dict[str, tuple[int, dict[str, Any]]] = {}
     for network in gpu_worker.NETWORKS:
-        common_options = {"network": network, "small": small, "steps": _STEPS.value}
-        # A call has as many minibatches for all, so that plain Keras' calls cost as much as ours.
-        common_options["execution"] = min(20, _STEPS.value)
-        systems[f"{network}: {_PLAIN}"] = (1, {**common_options, "system": "keras"})
-        for period in (5, 20, 80):
-            options = {**common_options, "system": "tfpara", "sync_period": period}
-            systems[f"{network}: tfpara, period {period}"] = (1, options)
+        options = {"network": network, "small": small, "steps": steps, "turns": 3}
+        options |= {"execution": 20, "periods": (5, 20, 80)}
+        systems[network] = (1, {**options, "system": "keras"})
         if with_torch and network in gpu_worker.TORCH:
-            systems[f"{network}: PyTorch"] = (1, {**common_options, "system": "torch"})
+            systems[f"{network}: PyTorch"] = (1, {**options, "system": "torch"})
     return systems
 
 
@@ -325,10 +324,6 @@ def _input_systems() -> dict[str, tuple[int, dict[str, Any]]]:
     return {"input pipeline": (1, options), "training, data in memory": (1, training)}
 
 
-def _plain_of(options: dict[str, Any]) -> str:
-    return f"{options['network']}: {_PLAIN}" if "network" in options else _PLAIN
-
-
 def _row(
     name: str, workers: int, options: dict[str, Any], rounds: list[dict[str, dict[str, Any]]]
 ) -> dict[str, Any]:
@@ -341,7 +336,7 @@ def _row(
     values = {key: [r[name][key] for r in rounds] for key in rounds[0][name]}
     bases = {
         "ratio_to_independent": ("samples_per_second", "plain Keras, independent"),
-        "ratio_to_plain": ("samples_per_second", _plain_of(options)),
+        "ratio_to_plain": ("samples_per_second", _PLAIN),
         "ratio_to_training": ("frames_per_second", "training, data in memory"),
     }
     if options["system"] == "syncs":
@@ -382,6 +377,10 @@ _COLUMNS = {  # key: (title, width, format)
     "plain_step_ms": ("plain ms", 8, ".3f"),
     "processor_ms": ("CPU ms", 8, ".3f"),
     "plain_processor_ms": ("plain's", 8, ".3f"),
+    "torch_step_ms": ("PyTorch", 8, ".3f"),
+    "never_step_ms": ("no syncs", 8, ".3f"),
+    **{f"period_{n}_of_plain": (f"of plain, {n}", 12, ".3f") for n in (5, 20, 80)},
+    **{f"period_{n}_sync_ms": (f"sync ms, {n}", 11, ".2f") for n in (5, 20, 80)},
     "ratio_to_independent": ("/independent", 12, ".3f"),
     "ratio_to_plain": ("/plain", 7, ".3f"),
     "sync_ms": ("sync ms", 8, ".0f"),

@@ -1,7 +1,11 @@
-"""One process of the suite `gpu`: trains a network on data in memory, on one card if there is one.
+"""One process of the suite `gpu`: trains a network on data that lie on the card, if there is one.
 
-Options: `network`; `system` ("keras", "tfpara" or "torch"); `sync_period`; `small`, sizes for a
-CPU; `steps`, the timed minibatches; `execution`, minibatches of a call (`steps_per_execution`).
+Plain Keras' model and tfpara's are in one process and take turns, so that XLA chooses the same
+kernels for both, and other work on the machine slows both. A figure is the median of the turns.
+
+Options: `network`; `system` ("keras", which is plain Keras and tfpara, or "torch"); `periods`, the
+sync periods; `small`, sizes for a CPU; `steps`, the minibatches of a turn; `turns`; `execution`,
+minibatches of a call (`steps_per_execution`).
 """
 
 from __future__ import annotations
@@ -9,8 +13,10 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
+import statistics
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 from scripts.benchmarks.peers.process import wait_for_the_others
@@ -27,6 +33,7 @@ NETWORKS: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
 }
 TORCH = ("dnn", "dnn, float16", "cnn", "transformer", "lstm")  # networks that PyTorch's loop has
 _FRAMES = ("transformer", "lstm", "cldnn")  # networks with a label for each frame
+_NEVER = 1_000_000
 
 
 def main(options: dict[str, Any]) -> None:
@@ -46,7 +53,6 @@ def _data(options: dict[str, Any]) -> tuple[Any, Any, int]:
 
 
 def _keras(options: dict[str, Any]) -> dict[str, Any]:
-    import keras
     import tensorflow as tf
 
     import tfpara
@@ -54,43 +60,89 @@ def _keras(options: dict[str, Any]) -> dict[str, Any]:
     # The starter gives each process one thread, for CPUs; a card needs more to be kept busy.
     tf.config.threading.set_inter_op_parallelism_threads(0)
     tf.config.threading.set_intra_op_parallelism_threads(0)
-    if options["network"] == "dnn, float16":
-        keras.config.set_dtype_policy("mixed_float16")
+    strategy = tfpara.PeriodicSyncStrategy(tfpara.BMUF(), sync_period=_NEVER)
+    plain, train = _trainer(options, None), _trainer(options, strategy)
+
+    def with_period(period: int) -> dict[str, float]:
+        strategy.set_sync_period(period)
+        before, seconds = strategy.statistics(), train()
+        now = strategy.statistics()
+        synced, syncs = now.sync_seconds - before.sync_seconds, now.syncs - before.syncs
+        return {"step": seconds, "sync": synced / max(1, syncs)}
+
+    for period in options["periods"]:
+        with_period(period)  # syncs are traced, and the first of them measure more
+    wait_for_the_others()
+    turns: dict[str, list[dict[str, float]]] = {}
+    for _ in range(options["turns"]):
+        turns.setdefault("plain", []).append({"step": plain()})
+        for period in (*options["periods"], _NEVER):
+            name = "never" if period == _NEVER else f"period_{period}"
+            turns.setdefault(name, []).append(with_period(period))
+    steps = {k: statistics.median(turn["step"] for turn in of) for k, of in turns.items()}
+    figures = {f"{name}_step_ms": 1000 * seconds for name, seconds in steps.items()}
+    shape, _, batch = NETWORKS[options["network"]][bool(options["small"])]
+    del shape
+    for period in options["periods"]:
+        name = f"period_{period}"
+        figures[f"{name}_of_plain"] = steps["plain"] / steps[name]
+        # What a sync adds to a run. What the host measures has waits for steps before it.
+        figures[f"{name}_sync_ms"] = 1000 * period * (steps[name] - steps["never"])
+        figures[f"{name}_host_ms"] = 1000 * statistics.median(turn["sync"] for turn in turns[name])
+    figures["plain_samples_per_second"] = batch / steps["plain"]
+    cards = tf.config.list_physical_devices("GPU")
+    details = tf.config.experimental.get_device_details(cards[0]) if cards else {}
+    return figures | {"device": details.get("device_name", "CPU")}
+
+
+def _trainer(options: dict[str, Any], strategy: Any) -> Callable[[], float]:
+    """Returns a function that trains for a turn and returns the seconds of a step."""
+    import keras
+    import tensorflow as tf
+
     x, y, classes = _data(options)
-    strategy = None
-    if options["system"] == "tfpara":
-        strategy = tfpara.PeriodicSyncStrategy(tfpara.BMUF(), sync_period=options["sync_period"])
+    on_card = tf.constant(x)
+    steps, execution = options["steps"], options["execution"]
+
+    class Rows(keras.layers.Layer):
+        """Takes rows of what lies on the card."""
+
+        def call(self, rows: Any) -> Any:
+            return tf.gather(on_card, rows)
+
+    half = options["network"] == "dnn, float16"
+    keras.config.set_dtype_policy("mixed_float16" if half else "float32")
     with strategy.scope() if strategy else contextlib.nullcontext():
-        model = _network(options["network"], x.shape[1:], classes, options["small"])
+        network = _network(options["network"], x.shape[1:], classes, options["small"])
+        entry = keras.Input((), dtype="int32")
+        model = keras.Model(entry, network(Rows(dtype="float32")(entry)))
         optimizer = keras.optimizers.SGD(0.001, momentum=0.9)
         if options["network"] == "transformer":
             optimizer = keras.optimizers.AdamW(1e-4)
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-        model.compile(optimizer, loss, steps_per_execution=options["execution"])
+        model.compile(optimizer, loss, steps_per_execution=execution)
 
     def repeated(_: Any = None) -> tf.data.Dataset:
-        return tf.data.Dataset.from_tensors((x, y)).repeat()
+        return tf.data.Dataset.from_tensors((tf.range(len(x)), y)).repeat()
 
     data = strategy.distribute_datasets_from_function(repeated) if strategy else repeated()
-    steps = options["steps"]
-    model.fit(data, epochs=1, steps_per_epoch=steps, verbose=0)  # compiles
-    wait_for_the_others()
-    before, began = strategy and strategy.statistics(), time.time()
-    model.fit(data, epochs=1, steps_per_epoch=steps, verbose=0)
-    ended = time.time()
-    cards = tf.config.list_physical_devices("GPU")
-    details = tf.config.experimental.get_device_details(cards[0]) if cards else {}
-    figures = {
-        "began": began,
-        "ended": ended,
-        "samples": steps * len(x),
-        "device": details.get("device_name", "CPU"),
-    }
-    if strategy:
-        now = strategy.statistics()
-        synced = now.sync_seconds - before.sync_seconds
-        figures["sync_ms"] = 1000 * synced / max(1, now.syncs - before.syncs)
-    return figures
+    marks: list[float] = []
+
+    class Marks(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            if batch + 1 in (execution, execution + steps):
+                float(logs["loss"])  # waits for the card
+                marks.append(time.perf_counter())
+
+    def train() -> float:
+        del marks[:]
+        model.fit(
+            data, epochs=1, steps_per_epoch=execution + steps, verbose=0, callbacks=[Marks()]
+        )
+        return (marks[1] - marks[0]) / steps
+
+    train()  # compiles
+    return train
 
 
 def _network(name: str, shape: tuple[int, ...], classes: int, small: bool) -> Any:
@@ -160,11 +212,13 @@ def _torch(options: dict[str, Any]) -> dict[str, Any]:
 
     train(options["steps"])
     wait_for_the_others()
-    began = time.time()
-    train(options["steps"])
+    seconds = []
+    for _ in range(options["turns"]):
+        began = time.perf_counter()
+        train(options["steps"])
+        seconds.append((time.perf_counter() - began) / options["steps"])
     name = torch.cuda.get_device_name() if device == "cuda" else "CPU"
-    samples = options["steps"] * len(x)
-    return {"began": began, "ended": time.time(), "samples": samples, "device": name}
+    return {"torch_step_ms": 1000 * statistics.median(seconds), "device": name}
 
 
 def _torch_network(torch: Any, name: str, shape: Any, classes: int, small: bool) -> Any:
