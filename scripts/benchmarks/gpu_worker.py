@@ -1,11 +1,12 @@
-"""One process of the suite `gpu`: trains a network on data that lie on the card, if there is one.
+"""One process of the suite `gpu`: trains a network on the card, if there is one.
 
 Plain Keras' model and tfpara's are in one process and take turns, so that XLA chooses the same
 kernels for both, and other work on the machine slows both. A figure is the median of the turns.
 
 Options: `network`; `system` ("keras", which is plain Keras and tfpara, or "torch"); `periods`, the
 sync periods; `small`, sizes for a CPU; `steps`, the minibatches of a turn; `turns`; `execution`,
-minibatches of a call (`steps_per_execution`).
+minibatches of a call (`steps_per_execution`); `resident`, whether the features lie on the card
+rather than in the host's memory.
 """
 
 from __future__ import annotations
@@ -101,21 +102,13 @@ def _trainer(options: dict[str, Any], strategy: Any) -> Callable[[], float]:
     import tensorflow as tf
 
     x, y, classes = _data(options)
-    on_card = tf.constant(x)
     steps, execution = options["steps"], options["execution"]
-
-    class Rows(keras.layers.Layer):
-        """Takes rows of what lies on the card."""
-
-        def call(self, rows: Any) -> Any:
-            return tf.gather(on_card, rows)
-
     half = options["network"] == "dnn, float16"
     keras.config.set_dtype_policy("mixed_float16" if half else "float32")
     with strategy.scope() if strategy else contextlib.nullcontext():
-        network = _network(options["network"], x.shape[1:], classes, options["small"])
-        entry = keras.Input((), dtype="int32")
-        model = keras.Model(entry, network(Rows(dtype="float32")(entry)))
+        model = _network(options["network"], x.shape[1:], classes, options["small"])
+        if options.get("resident"):
+            model = _of_rows(model, x)
         optimizer = keras.optimizers.SGD(0.001, momentum=0.9)
         if options["network"] == "transformer":
             optimizer = keras.optimizers.AdamW(1e-4)
@@ -123,7 +116,8 @@ def _trainer(options: dict[str, Any], strategy: Any) -> Callable[[], float]:
         model.compile(optimizer, loss, steps_per_execution=execution)
 
     def repeated(_: Any = None) -> tf.data.Dataset:
-        return tf.data.Dataset.from_tensors((tf.range(len(x)), y)).repeat()
+        given = tf.range(len(x)) if options.get("resident") else x
+        return tf.data.Dataset.from_tensors((given, y)).repeat()
 
     data = strategy.distribute_datasets_from_function(repeated) if strategy else repeated()
     marks: list[float] = []
@@ -136,13 +130,28 @@ def _trainer(options: dict[str, Any], strategy: Any) -> Callable[[], float]:
 
     def train() -> float:
         del marks[:]
-        model.fit(
-            data, epochs=1, steps_per_epoch=execution + steps, verbose=0, callbacks=[Marks()]
-        )
+        model.fit(data, epochs=1, steps_per_epoch=execution + steps, verbose=0, callbacks=[Marks()])
         return (marks[1] - marks[0]) / steps
 
     train()  # compiles
     return train
+
+
+def _of_rows(network: Any, x: Any) -> Any:
+    """Returns the network with numbers of rows as its input; the rows lie on the card."""
+    import keras
+    import tensorflow as tf
+
+    on_card = tf.constant(x)
+
+    class Rows(keras.layers.Layer):
+        """Takes rows of what lies on the card."""
+
+        def call(self, rows: Any) -> Any:
+            return tf.gather(on_card, rows)
+
+    entry = keras.Input((), dtype="int32")
+    return keras.Model(entry, network(Rows(dtype="float32")(entry)))
 
 
 def _network(name: str, shape: tuple[int, ...], classes: int, small: bool) -> Any:

@@ -128,7 +128,9 @@ def _together(parts: Sequence[dict[str, Any]], shared_interface: bool) -> dict[s
     figures = {
         k: statistics.mean(p[k] for p in parts)
         for k in parts[0]
-        if k.endswith(("_ms", "_memory_bytes", "state_bytes", "_per_second", "operations", "_of_plain"))
+        if k.endswith(
+            ("_ms", "_memory_bytes", "state_bytes", "_per_second", "operations", "_of_plain")
+        )
     }
     if "sync_fraction" in parts[0]:
         figures["sync_fraction"] = statistics.mean(p["sync_fraction"] for p in parts)

@@ -13,7 +13,7 @@ import tensorflow as tf
 
 import tfpara
 from tfpara.sync.keras import compiling
-from tfpara.sync.one_sync import global_state
+from tfpara.sync.one_sync import graph_ops
 
 pytestmark = pytest.mark.latest
 
@@ -307,7 +307,7 @@ def test_a_global_step_compiled_by_xla_is_the_same_but_for_rounding(rule, monkey
     """It is compiled on GPUs alone, so here the CPU is made one that compiles."""
     case = Case(hidden, rule=rule, averages={"ema": tfpara.EMA(0.8), "ma": tfpara.MA()})
     expected = fitted(case, jit_compile=False)
-    monkeypatch.setattr(global_state, "compiles_on", lambda device: True)
+    monkeypatch.setattr(graph_ops, "compiles_on", lambda device: True)
     found = fitted(case, jit_compile=False)
     for one, other in zip(weights_of(*found[:2]), weights_of(*expected[:2]), strict=True):
         np.testing.assert_allclose(one, other, atol=2e-5)

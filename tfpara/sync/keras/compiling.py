@@ -10,6 +10,7 @@ import keras
 
 from tfpara.sync.keras.optimizer_steps import build_optimizers
 from tfpara.sync.keras.replacing import Method, for_ours
+from tfpara.sync.keras.several_steps import several_steps
 from tfpara.sync.tensorflow.compiled_step import CompiledStep, explained
 from tfpara.typing import Nest
 
@@ -29,11 +30,18 @@ def compiled_by_replica(
 ) -> object:
     """Makes a function of `fit` or `evaluate`; XLA compiles each replica's step, not the sync."""
     if not model.jit_compile or model.run_eagerly:
-        return make(model, step)
+        return _made(make, model, step)
     if step.__name__ == "train_step" and model.trainable_variables:
         build_optimizers(model)  # XLA makes no variables
     with _holding(model, "_jit_compile", False):
-        return explained(make(model, CompiledStep(step)))
+        return explained(_made(make, model, CompiledStep(step)))
+
+
+def _made(make: Method, model: keras.Model, step: Callable[..., Nest]) -> Callable[..., Nest]:
+    function = make(model, step)
+    if model.run_eagerly or model.steps_per_execution == 1:
+        return function
+    return several_steps(model, step, function)
 
 
 @contextlib.contextmanager

@@ -15,6 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfpara.algorithms.rule import Rule
+from tfpara.sync.one_sync.graph_ops import fused
 from tfpara.sync.one_sync.placement import Aggregation, Part, Sharded, cut
 from tfpara.sync.one_sync.replicas import Buckets, Replicas
 from tfpara.sync.one_sync.sized_rule import SizedRule
@@ -23,11 +24,6 @@ from tfpara.sync.settings import Settings
 from tfpara.typing import Array, Nest, State
 
 MakeVariable = Callable[[Array, str], tf.Variable]
-
-
-def compiles_on(device: str) -> bool:
-    """Returns whether the global step is compiled by XLA for a device."""
-    return "GPU" in device.upper()
 
 
 class Cell(NamedTuple):
@@ -168,21 +164,29 @@ class GlobalState:
                 *(self._states[label][holder][buckets] for label in ("rule", *labels)), strict=True
             )
             with tf.device(device):
-                step = self._compiled(functools.partial(self._step, rule), rule, device)
-                of_label: list[list[State]] = [[] for _ in update.states]
-                update.broadcasts.append([])
+                before: list[tuple[State, list[State], tf.Tensor]] = []
                 for mean, (kept, *of_averages) in zip(means[holder], of_holder, strict=True):
                     # The state of a bucket is read once its mean has arrived. Reading it earlier
                     # would take time from the sending.
-                    (before,) = self.rule.carried([_read(kept, after=mean)])
-                    averaged = [_read(state, after=mean) for state in of_averages]
-                    after, broadcast = step(before, averaged, mean, replicas, share)
-                    update.broadcasts[-1].append(broadcast)
-                    for new, state in zip(of_label, after, strict=True):
-                        new.append(state)
-            for label, new in zip(update.states, of_label, strict=True):
-                update.states[label].append(new)
+                    (state,) = self.rule.carried([_read(kept, after=mean)])
+                    before.append((state, [_read(each, after=mean) for each in of_averages], mean))
+                steps = self._fused(functools.partial(self._steps, rule), rule, device)
+                # Where nothing is sent, no bucket has to wait for another.
+                together = [before] if self._site.has_one_replica else [[each] for each in before]
+                after = [one for some in together for one in steps(some, replicas, share)]
+            update.broadcasts.append([broadcast for _, broadcast in after])
+            for number, label in enumerate(update.states):
+                update.states[label].append([states[number] for states, _ in after])
         return update
+
+    def _steps(
+        self,
+        rule: Any,
+        before: Sequence[tuple[State, Sequence[State], tf.Tensor]],
+        replicas: int | tf.Tensor,
+        share: tf.Tensor,
+    ) -> list[tuple[list[State], tf.Tensor]]:
+        return [self._step(rule, *each, replicas, share) for each in before]
 
     def _step(
         self,
@@ -210,18 +214,12 @@ class GlobalState:
             ]
         return [after, *new], broadcast
 
-    def _compiled(self, step: Callable[..., Nest], rule: Any, device: str) -> Callable[..., Nest]:
-        """Returns `step` compiled by XLA where that pays, so that a bucket is one kernel or two.
-
-        A GPU waits for the launch of each small operation. On CPUs XLA rounds otherwise than NumPy.
-        A user's rule may do what XLA does not take.
-        """
+    def _fused(self, steps: Callable[..., Nest], rule: Any, device: str) -> Callable[..., Nest]:
+        """Returns `steps`, fused unless a user's rule or average may do what XLA does not take."""
         ours = all(
             type(r).__module__.startswith("tfpara.") for r in (rule, *self._averages.values())
         )
-        if not (ours and compiles_on(device)):
-            return step
-        return tf.function(step, jit_compile=True, autograph=False)
+        return fused(steps, device) if ours else steps
 
     def commit(self, update: Update) -> None:
         """Writes the step that `update` returned."""

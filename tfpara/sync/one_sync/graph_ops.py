@@ -58,7 +58,32 @@ def not_inlined(function: Callable[..., Nest], *specs: tf.TensorSpec) -> Callabl
     attributes = {"_noinline": True}
     in_graph = tf.function(function, specs, autograph=False, experimental_attributes=attributes)
     made = functools.cache(in_graph.get_concrete_function)
-    return lambda *arguments: made()(*arguments)
+    return lambda *arguments: on_host(made(), *arguments)
+
+
+def on_host(function: Callable[..., Nest], *arguments: Any) -> Nest:
+    """Calls a graph function with the CPU as the device of all operations that name none.
+
+    TensorFlow would give them to a GPU. For each number that the host decides by, it would then
+    wait until the GPU has done all that it was given before.
+    """
+    with tf.device("CPU:0"):
+        return function(*arguments)
+
+
+def compiles_on(device: str) -> bool:
+    """Returns whether `fused` compiles for a device."""
+    return "GPU" in device.upper()
+
+
+def fused(function: Callable[..., Nest], device: str) -> Callable[..., Nest]:
+    """Returns `function`, compiled by XLA on a GPU, so that it is a few kernels.
+
+    A GPU waits for the launch of each small operation. On CPUs XLA rounds otherwise than NumPy.
+    """
+    if not compiles_on(device):
+        return function
+    return tf.function(function, jit_compile=True, autograph=False)
 
 
 def now() -> tf.Tensor:

@@ -13,7 +13,7 @@ import tensorflow as tf
 from tfpara.sync.one_sync.consensus import Verdict
 from tfpara.sync.one_sync.flight import FLYING, LANDED, NONE, Flight
 from tfpara.sync.one_sync.graph import SyncGraph, if_any
-from tfpara.sync.one_sync.graph_ops import not_inlined, now, where
+from tfpara.sync.one_sync.graph_ops import not_inlined, now, on_host, where
 from tfpara.sync.one_sync.replicas import Site
 from tfpara.sync.one_sync.reports import stop_if
 from tfpara.sync.one_sync.weight_exchange import phase
@@ -59,8 +59,8 @@ class Overlap:
             delay = period if self._overlap is True else tf.constant(self._overlap, tf.int64)
             arrives = (self.flight.state.read_value() != NONE) & (steps >= delay)
             begins = steps >= period
-        where(arrives, self.merge)
-        where(begins, self._start)
+            where(arrives, self.merge)
+            where(begins, self._start)
 
     def await_landing(self) -> None:
         """Waits until the flight has landed, if there is one, and notes what all agreed on."""
@@ -90,7 +90,7 @@ class Overlap:
     def _fly(self) -> None:
         """Runs the sync of a flight; called in its thread."""
         try:
-            self._flight_in_graph()
+            on_host(self._flight_in_graph)
         except BaseException:
             self._graph.forget_waiting()
             raise

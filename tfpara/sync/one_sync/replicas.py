@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -13,6 +14,7 @@ from tfpara.cluster.place import Place
 from tfpara.collectives import Collectives, Loopback, broadcast_to_devices
 from tfpara.keras_model import constrained
 from tfpara.sync.one_sync.buckets import Layout
+from tfpara.sync.one_sync.graph_ops import fused
 from tfpara.sync.settings import Settings
 from tfpara.sync.workers.company import Company
 from tfpara.typing import Scalar
@@ -133,17 +135,21 @@ class Replicas:
             replica: number of the local replica.
             anchors: buckets of the state as the last sync wrote it.
         """
-        with tf.device(self.devices[replica]):
-            weights, slots = (
-                [tf.reduce_sum(tf.cast(v[replica], tf.float32)) for v in of_kind]
-                for of_kind in (self.variables.weights, self.averaged_slots)
-            )
-            moved = self.state_layout.unpack(self._moved(replica, anchors))
-            state = [tf.where(tf.reduce_all(tf.math.is_finite(m)), 0.0, math.nan) for m in moved]
-            sums = tf.stack([*weights, *state, *slots])
-            others = [v[replica] for v in (*self.shared_counts, *self.variables.rates)]
-            exact = [tf.cast(other, tf.float64)[tf.newaxis] for other in others]
-            return tf.concat([tf.cast(sums, tf.float64), *exact], 0)
+        device = self.devices[replica]
+        with tf.device(device):
+            return fused(functools.partial(self._summary, replica), device)(list(anchors))
+
+    def _summary(self, replica: int, anchors: Buckets) -> tf.Tensor:
+        weights, slots = (
+            [tf.reduce_sum(tf.cast(v[replica], tf.float32)) for v in of_kind]
+            for of_kind in (self.variables.weights, self.averaged_slots)
+        )
+        moved = self.state_layout.unpack(self._moved(replica, anchors))
+        state = [tf.where(tf.reduce_all(tf.math.is_finite(m)), 0.0, math.nan) for m in moved]
+        sums = tf.stack([*weights, *state, *slots])
+        others = [v[replica] for v in (*self.shared_counts, *self.variables.rates)]
+        exact = [tf.cast(other, tf.float64)[tf.newaxis] for other in others]
+        return tf.concat([tf.cast(sums, tf.float64), *exact], 0)
 
     def weights(self, replica: int, fragment: int | None = None) -> list[tf.Tensor]:
         """Returns the buckets of a replica's weights: of all, or of one fragment."""
@@ -177,9 +183,10 @@ class Replicas:
         for k, count in enumerate(self.shared_counts):
             cycle = self.variables.cycles[k]
             for component in count:
-                newest = tf.cast(furthest[k], component.dtype)
-                # A replica keeps its own partly accumulated gradients, so it keeps the remainder.
-                component.assign(newest - newest % cycle + component % cycle)
+                with tf.device(component.device):
+                    newest = tf.cast(furthest[k], component.dtype)
+                    # A replica keeps the gradients that it has accumulated, and so the remainder.
+                    component.assign(newest - newest % cycle + component % cycle)
 
     def others(self, replica: int, anchors: Buckets) -> list[tf.Tensor]:
         """Returns the buckets of a replica's state minus `anchors`, and of its averaged slots."""
@@ -195,12 +202,18 @@ class Replicas:
 
     def write_weights(self, per_device: Sequence[Buckets], fragment: int | None = None) -> None:
         """Writes the weights from the buckets of each device, by their constraints."""
-        run = slice(None) if fragment is None else self.layout.variables[fragment]
-        tensors = []
-        for device, buckets in zip(self.devices, per_device, strict=True):
+        for replica, buckets in enumerate(per_device):
+            device = self.devices[replica]
+            write = functools.partial(self._write_weights, replica, fragment)
             with tf.device(device):
-                tensors.append(self.constrained(self.layout.unpack(buckets, fragment), run))
-        assign(self._of(fragment), tensors)
+                # A user's constraint may be what XLA does not take.
+                constraints = any(self.variables.constraints)
+                (write if constraints else fused(write, device))(list(buckets))
+
+    def _write_weights(self, replica: int, fragment: int | None, buckets: Buckets) -> None:
+        run = slice(None) if fragment is None else self.layout.variables[fragment]
+        tensors = self.constrained(self.layout.unpack(buckets, fragment), run)
+        assign([[v[replica]] for v in self._of(fragment)], [tensors])
 
     def constrained(
         self, weights: Sequence[tf.Tensor], run: slice = slice(None)
@@ -243,14 +256,18 @@ class Replicas:
             (self.slot_layout, slots, self.averaged_slots),
         ):
             copies = broadcast_to_devices(buckets, self.devices)
-            assign(variables, [layout.unpack(copy) for copy in copies])
+            for replica, (device, copy) in enumerate(zip(self.devices, copies, strict=True)):
+                with tf.device(device):
+                    assign([[v[replica]] for v in variables], [layout.unpack(copy)])
         if self._local_state == "reset":
             for slot, value in zip(self.variables.slots, self.variables.slot_resets, strict=True):
                 for component in slot:
-                    component.assign(tf.fill(component.shape, tf.cast(value, component.dtype)))
+                    with tf.device(component.device):
+                        component.assign(tf.fill(component.shape, tf.cast(value, component.dtype)))
             for count, cycle in zip(self.variables.counts, self.variables.cycles, strict=True):
                 for component in count:
-                    component.assign(component % cycle)
+                    with tf.device(component.device):
+                        component.assign(component % cycle)
 
     def average_devices(self, samples: tf.Tensor) -> None:
         """Sets the weights and state of all local replicas to their mean.

@@ -67,16 +67,14 @@ class Synchronizer:
             of_all = tf.add_n([tf.cast(n, tf.float64) for n in samples])
             counts = [tf.cast(n, tf.float64) for n in weights]
             steps = block.count(of_all, counts)
-            is_due = steps >= block.period.read_value()
             if period is not None:
                 self._device_samples.assign_add(tf.stack(counts))
-                devices_due = self._device_steps.assign_add(1) >= period
-        if period is not None:
-            where(devices_due, self._average_devices)
-        if self._overlap is not None:
-            self._overlap.after_step(steps)
-        else:
-            where(is_due, lambda: self.graph.sync(tf.constant(True)))
+                where(self._device_steps.assign_add(1) >= period, self._average_devices)
+            if self._overlap is not None:
+                self._overlap.after_step(steps)
+            else:
+                is_due = steps >= block.period.read_value()
+                where(is_due, lambda: self.graph.sync(tf.constant(True)))
 
     def _average_devices_step(self) -> None:
         """Sets the local replicas to their mean.

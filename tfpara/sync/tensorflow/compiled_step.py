@@ -34,9 +34,25 @@ class CompiledStep:
     @tf.autograph.experimental.do_not_convert
     def __call__(self, *args: Nest, **kwargs: Nest) -> Nest:
         """Calls the step in the graph that Keras traces, for one replica."""
+
+        def restored(leaves: list[Any]) -> Nest:
+            tensors = [
+                tf.bitcast(leaf, tf.int32) if was_int32 else leaf
+                for leaf, was_int32 in zip(leaves, int32, strict=True)
+            ]
+            step_args, step_kwargs = tf.nest.pack_sequence_as((args, kwargs), tensors)
+            return self._step(*step_args, **step_kwargs)
+
+        # TensorFlow keeps the arguments of a function that are int32 in the host's memory. Labels
+        # that lie on a GPU would be brought to the host, which waits for the step before.
+        leaves = tf.nest.flatten((args, kwargs))
+        int32 = [isinstance(leaf, tf.Tensor) and leaf.dtype == tf.int32 for leaf in leaves]
+        carried = [
+            tf.bitcast(leaf, tf.float32) if was_int32 else leaf
+            for leaf, was_int32 in zip(leaves, int32, strict=True)
+        ]
         # A replica's variables are its own, so each replica needs a function of its own.
-        function = tf.function(self._step, jit_compile=True, autograph=False)
-        return function(*args, **kwargs)
+        return tf.function(restored, jit_compile=True, autograph=False)(carried)
 
 
 # XLA's words for an operation that it has no code for, and for one whose shapes depend on data.
