@@ -10,6 +10,7 @@ import keras
 import tensorflow as tf
 
 from tfpara.sync.keras.replacing import trainer
+from tfpara.sync.one_sync.graph_ops import where
 from tfpara.typing import Nest
 
 _Optional = tf.experimental.Optional
@@ -38,27 +39,44 @@ def several_steps(
     @functools.partial(tf.function, reduce_retracing=True)
     @tf.autograph.experimental.do_not_convert
     def several(iterator: Any) -> Any:
-        last: Any = _Optional.empty(None)  # its spec is known when the loop has been traced
+        traced: list[tuple[Any, list[Any]]] = []  # a minibatch's outputs, and what it left to do
 
-        def goes_on(number: tf.Tensor, outputs: Any, data: Any) -> tf.Tensor:
+        def goes_on(number: tf.Tensor, outputs: tf.Tensor, data: Any) -> tf.Tensor:
             del outputs
             there_are = data.has_value()
             with tf.device("CPU:0"):
                 return (number < most) & there_are
 
-        def body(number: tf.Tensor, outputs: Any, data: Any) -> tuple[tf.Tensor, Any, Any]:
-            outputs = _Optional.from_value(one(data.get_value()))
-            last._element_spec = outputs.element_spec
+        def minibatch(due: tf.Tensor, number: tf.Tensor, outputs: tf.Tensor, data: Any) -> Any:
+            with strategy.extended.steps.leaving_syncs() as left:
+                optional = _Optional.from_value(one(data.get_value()))
+            traced.append((optional, left))
+            # The type of the outputs is not known where the loop begins, so it carries a variant.
+            (outputs,) = tf.nest.flatten(optional, expand_composites=True)
             with tf.device("CPU:0"):
+                due = left[0][0] if left else due
                 number += 1
                 more = number < most
-            return number, outputs, tf.cond(more, iterator.get_next_as_optional, lambda: data)
+            data = tf.cond(more, iterator.get_next_as_optional, lambda: data)
+            return due, number, outputs, data
+
+        def within(due: tf.Tensor, *state: Any) -> tf.Tensor:
+            with tf.device("CPU:0"):
+                return goes_on(*state) & ~due
+
+        def block(*state: Any) -> Any:
+            with tf.device("CPU:0"):
+                due = tf.constant(False)
+            due, *state = tf.while_loop(within, minibatch, (due, *state))
+            for _, act in traced[-1][1]:
+                where(due, act)
+            return tuple(state)
 
         with tf.device("CPU:0"):
             first = tf.constant(0)
-        _, outputs, _ = tf.while_loop(goes_on, body, [first, last, iterator.get_next_as_optional()])
-        outputs._element_spec = last._element_spec
-        return outputs
+        state = (first, tf.raw_ops.OptionalNone(), iterator.get_next_as_optional())
+        _, outputs, _ = tf.while_loop(goes_on, block, state)
+        return tf.nest.pack_sequence_as(traced[-1][0], [outputs], expand_composites=True)
 
     def function(iterator: Any) -> Nest:
         if not isinstance(iterator, (tf.data.Iterator, tf.distribute.DistributedIterator)):

@@ -48,19 +48,26 @@ class Overlap:
         self._merge = not_inlined(self._merge_step)
         self._start = not_inlined(self._start_step)
 
-    def after_step(self, steps: tf.Tensor) -> None:
-        """Merges and starts syncs where they are due.
+    def is_due(self, steps: tf.Tensor) -> tf.Tensor:
+        """Returns whether `act` has something to do.
 
         Args:
             steps: minibatches of each replica since the last sync point.
         """
-        with tf.device("CPU:0"):
-            period = self._graph.block.period.read_value()
-            delay = period if self._overlap is True else tf.constant(self._overlap, tf.int64)
-            arrives = (self.flight.state.read_value() != NONE) & (steps >= delay)
-            begins = steps >= period
-            where(arrives, self.merge)
-            where(begins, self._start)
+        arrives, begins = self._due(steps)
+        return arrives | begins
+
+    def act(self) -> None:
+        """Merges and starts syncs, each where it is due."""
+        arrives, begins = self._due(self._graph.block.steps.read_value())
+        where(arrives, self.merge)
+        where(begins, self._start)
+
+    def _due(self, steps: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        period = self._graph.block.period.read_value()
+        delay = period if self._overlap is True else tf.constant(self._overlap, tf.int64)
+        arrives = (self.flight.state.read_value() != NONE) & (steps >= delay)
+        return arrives, steps >= period
 
     def await_landing(self) -> None:
         """Waits until the flight has landed, if there is one, and notes what all agreed on."""

@@ -55,26 +55,40 @@ class Synchronizer:
 
     # -- steps and syncs ---------------------------------------------------------------------
 
-    def after_step(self, samples: Sequence[tf.Tensor], weights: Sequence[tf.Tensor]) -> None:
-        """Counts a minibatch of each local replica and syncs at the end of a block.
+    def count(self, samples: Sequence[tf.Tensor], weights: Sequence[tf.Tensor]) -> tf.Tensor:
+        """Counts a minibatch of each local replica; returns whether `act` has something to do.
 
         Args:
             samples: number of samples that each local replica has just processed.
             weights: weight of these minibatches in the mean of the replicas.
         """
-        block, period = self.graph.block, self._device_period
         with tf.device("CPU:0"):  # a GPU would be waited for
             of_all = tf.add_n([tf.cast(n, tf.float64) for n in samples])
             counts = [tf.cast(n, tf.float64) for n in weights]
-            steps = block.count(of_all, counts)
-            if period is not None:
-                self._device_samples.assign_add(tf.stack(counts))
-                where(self._device_steps.assign_add(1) >= period, self._average_devices)
+            steps = self.graph.block.count(of_all, counts)
             if self._overlap is not None:
-                self._overlap.after_step(steps)
+                due = self._overlap.is_due(steps)
             else:
-                is_due = steps >= block.period.read_value()
-                where(is_due, lambda: self.graph.sync(tf.constant(True)))
+                due = self._ends_block(steps)
+            if self._device_period is not None:
+                self._device_samples.assign_add(tf.stack(counts))
+                due |= self._device_steps.assign_add(1) >= self._device_period
+            return due
+
+    def act(self) -> None:
+        """Averages the local replicas and syncs all, each where it is due."""
+        with tf.device("CPU:0"):
+            if self._device_period is not None:
+                devices_due = self._device_steps.read_value() >= self._device_period
+                where(devices_due, self._average_devices)
+            if self._overlap is not None:
+                self._overlap.act()
+                return
+            due = self._ends_block(self.graph.block.steps.read_value())
+            where(due, lambda: self.graph.sync(tf.constant(True)))
+
+    def _ends_block(self, steps: tf.Tensor) -> tf.Tensor:
+        return steps >= self.graph.block.period.read_value()
 
     def _average_devices_step(self) -> None:
         """Sets the local replicas to their mean.

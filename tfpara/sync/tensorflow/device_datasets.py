@@ -30,7 +30,9 @@ def iterator_over(data: Any, begin: Callable[[], Iterator[Nest]]) -> Iterator[Ne
         begin: returns TensorFlow's iterator.
     """
     devices = data._input_workers.compute_devices_for_worker(0)
-    if len(devices) > 1 or "CPU" not in devices[0].upper():
+    if len(devices) > 1 or (
+        "CPU" not in devices[0].upper() and os.environ.get("TFPARA_X_ITER") != "plain"
+    ):
         with _own_iterators():
             return begin()
     (dataset,) = getattr(data, "_cloned_datasets", None) or data._datasets

@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from tfpara.keras_model import check_optimizers_known
 from tfpara.steps import after, batch_size, skip_empty, weight_of
+from tfpara.sync.one_sync.graph_ops import where
 from tfpara.sync.one_sync.synchronizer import Synchronizer
 from tfpara.sync.settings import Settings
 from tfpara.sync.tensorflow.trained_models import TrainedModels
@@ -67,6 +68,7 @@ class RunSteps:
         self._models = models
         self.minibatch_weight: Callable[..., Scalar] | None = None
         self.trace = StepTrace()
+        self._left: list[tuple[tf.Tensor, Callable[[], None]]] | None = None
         # All optimizers that have taken steps in run(), by id.
         self._stepping: weakref.WeakValueDictionary[int, keras.optimizers.Optimizer]
         self._stepping = weakref.WeakValueDictionary()
@@ -118,11 +120,28 @@ class RunSteps:
             check(models.model_of(fn), self._strategy)
         self.check_written(synchronizer, trace.written)
         with after(locals_):
-            synchronizer.after_step(
+            due = synchronizer.count(
                 [1 if n is None else n for n in samples],
                 [self.weight_of(fn, *values) for values in locals_],
             )
+            if self._left is None:
+                where(due, synchronizer.act)
+            else:
+                self._left.append((due, synchronizer.act))
         return outputs
+
+    @contextlib.contextmanager
+    def leaving_syncs(self) -> Iterator[list[tuple[tf.Tensor, Callable[[], None]]]]:
+        """Leaves the syncs that are due after the steps inside to the caller.
+
+        Yields a list to which each step adds whether something is due, and the function to call
+        then, before the next step.
+        """
+        former, self._left = self._left, []
+        try:
+            yield self._left
+        finally:
+            self._left = former
 
     def weight_of(self, fn: Callable[..., Nest], args: Nest, kwargs: Nest) -> Scalar:
         """Returns the weight of a replica's minibatch in the mean of the replicas."""
