@@ -366,6 +366,7 @@ def histories(run, number):
     return [event[1:] for event in run.events(number) if event[0] == "history"]
 
 
+@pytest.mark.one_version
 @pytest.mark.latest
 @pytest.mark.nightly_cases("anew-*", "step*")
 @pytest.mark.parametrize("place,times", [("between", 1), ("anew", 2), ("step", 47)])
