@@ -51,9 +51,10 @@ check() { # check NAME COMMAND...
   "$@" || failed+=("$name")
 }
 
-# There is one process more than cores, since some tests wait for time-outs. Each test file runs in
-# one of them. With "-n 0" among the arguments all run in one process, for a debugger.
-processes=$(($(nproc) + 1))
+# There are two processes for each core, since tests that start programs spend most of their time
+# waiting: for deadlines, pauses, and other programs. Each test file runs in one of them. With "-n 0"
+# among the arguments all run in one process, for a debugger.
+processes=$(($(nproc) * 2))
 pytest_arguments=(-c "$root/pyproject.toml" -o "cache_dir=$root/.pytest_cache" -n "$processes"
   --dist loadfile --no-loadscope-reorder --durations=30 --durations-min=1)
 if [ -z "$nightly" ]; then pytest_arguments+=(--hypothesis-profile=thorough); fi

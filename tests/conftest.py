@@ -7,6 +7,7 @@ import gc
 import itertools
 import os
 import re
+import resource
 import sys
 import sysconfig
 from collections.abc import Callable, Iterator
@@ -39,6 +40,7 @@ _STARTS = ("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.sy
 # Programs that modules of Python and numpy.testing start.
 _TOOLS = {"ldconfig", "gcc", "cc", "ld", "objdump", "uname", "lscpu"}
 _running: list[pytest.Item] = []  # the test that is set up or called
+_began: list[float] = []  # the CPU seconds until then
 
 
 def _tier(node: str) -> str:
@@ -76,11 +78,19 @@ def _refuse_in_unit(what: str, tier: str) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     _running[:] = [item]
+    _began[:] = [_cpu_seconds()]
 
 
 @pytest.hookimpl(trylast=True)
-def pytest_runtest_teardown() -> None:
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    item.user_properties.append(("cpu", round(_cpu_seconds() - _began.pop(), 2)))
     _running.clear()
+
+
+def _cpu_seconds() -> float:
+    """Returns the CPU seconds of this process and of those that it started and that have ended."""
+    used = map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(one.ru_utime + one.ru_stime for one in used)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -102,16 +112,29 @@ def _refused_in_unit(train: Callable) -> Callable:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Prints the number of tests and the seconds of each tier."""
+    """Prints the tests that took most of the CPU, and the number and the seconds of each tier's.
+
+    CPU seconds are those of a test and its processes: unlike the others, they hardly depend on what
+    else the machine does.
+    """
     tests: collections.Counter[str] = collections.Counter()
     seconds: collections.Counter[str] = collections.Counter()
+    cpu: collections.Counter[str] = collections.Counter()
     for report in itertools.chain(*terminalreporter.stats.values()):
         if isinstance(report, pytest.TestReport):
             seconds[_tier(report.nodeid)] += report.duration
             tests[_tier(report.nodeid)] += report.when == "call"
+            if report.when == "teardown":
+                cpu[report.nodeid] += dict(report.user_properties).get("cpu", 0)
+    terminalreporter.section("CPU seconds")
+    for node, used in cpu.most_common(30):
+        terminalreporter.line(f"{used:7.1f} {node}")
     terminalreporter.section("tiers")
     for tier in tests:
-        terminalreporter.line(f"{tier:10} {tests[tier]:5} tests {seconds[tier]:7.0f} s of one core")
+        used = sum(one for node, one in cpu.items() if _tier(node) == tier)
+        terminalreporter.line(
+            f"{tier:10} {tests[tier]:5} tests {seconds[tier]:7.0f} s, {used:7.0f} CPU seconds"
+        )
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:

@@ -1,4 +1,8 @@
-"""Fixtures: runs that nothing interrupts, tiny corpora, and functions that run the programs."""
+"""Fixtures: runs that nothing interrupts, tiny corpora, and functions that run the programs.
+
+What imports TensorFlow is imported by the fixtures that need it, since conftest.py imports this
+file also in the process that only hands tests out.
+"""
 
 import dataclasses
 import os
@@ -8,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from input import corpus, index
-from tests.lib import resumable_runs, warm
+from tests.lib import warm
 
 ROOT = Path(__file__).parents[2]
 
@@ -25,6 +28,8 @@ class Ended:
 
 @pytest.fixture(scope="session")
 def corpus_directory(tmp_path_factory):
+    from input import corpus
+
     directory = str(tmp_path_factory.mktemp("corpus") / "tiny")
     options = corpus.Options(
         train_minutes=0.5,
@@ -85,6 +90,8 @@ def run_well(run):
 @pytest.fixture(scope="session")
 def uninterrupted(tmp_path_factory):
     """A function of the number of workers: what each ends with in a run without interruption."""
+    from tests.lib import resumable_runs
+
     ends = {}
 
     def of(workers):
@@ -98,6 +105,8 @@ def uninterrupted(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def tiny_options():
+    from input import corpus
+
     return corpus.Options(
         train_minutes=0.6,
         validation_minutes=0.15,
@@ -113,6 +122,8 @@ def tiny_options():
 @pytest.fixture(scope="session")
 def tiny_directory(tmp_path_factory, tiny_options):
     """A corpus of 0.9 minutes in several shards. Tests must not change it."""
+    from input import corpus
+
     directory = str(tmp_path_factory.mktemp("corpus") / "tiny")
     _, reused = corpus.prepare(directory, tiny_options)
     assert not reused
@@ -121,4 +132,6 @@ def tiny_directory(tmp_path_factory, tiny_options):
 
 @pytest.fixture(scope="session")
 def tiny(tiny_directory):
+    from input import index
+
     return index.read(tiny_directory)

@@ -6,7 +6,7 @@ and the test this is like an interpreter of its own; `test_warm.py` compares the
 
 - The process is the test process's own child: exit code, signals, pipes and times are real.
 - It has the arguments, directory, environment and standard streams that were asked for. Variables
-  that are read before TensorFlow has been imported must be as in the parent (see `_LATE`). An
+  that are read before TensorFlow has been imported must be as in the parent (see `_EARLY`). An
   environment in which they differ gets other parents or, if there are enough of those, a new
   interpreter.
 - TensorFlow has no context and no threads yet, and nothing of ours has been imported.
@@ -35,8 +35,11 @@ from tests.lib.launched import default_signals
 
 _PARENT = pathlib.Path(__file__).with_name("warm_parent.py")
 _MAX_PAIRS = 2
-# Prefixes of the variables that are read when a program runs, not when TensorFlow is imported.
-_LATE = ("TF_CONFIG", "TF_NUM_INT", "HOROVOD_", "TFPARA_", "PYTEST_")
+# Prefixes of variables that are read when Python starts or TensorFlow is imported, and of those
+# among them that are read later.
+_EARLY = ("PYTHON", "LANG", "LC_", "LD_", "HOME", "TF", "KERAS_", "XLA_", "CUDA_", "NPY_")
+_EARLY += ("OMP_", "MKL_", "KMP_", "OPENBLAS_", "MALLOC_", "GRPC_")
+_LATE = ("TF_CONFIG", "TF_NUM_INT", "TFPARA_")
 _SET_CHILD_SUBREAPER = 36  # of prctl
 
 _lock = threading.Lock()
@@ -79,13 +82,13 @@ class Popen(subprocess.Popen):
 
 def _parent_for(environment: dict[str, str]) -> _Parent | None:
     """Returns a parent for the variables that are read early; None if there are enough others."""
-    early = {k: v for k, v in environment.items() if not k.startswith(_LATE)}
-    key = frozenset(early.items())
+    others = {k: v for k, v in environment.items() if not k.startswith(_LATE)}
+    key = frozenset(item for item in others.items() if item[0].startswith(_EARLY))
     with _lock:
         if key not in _pairs:
             if len(_pairs) == _MAX_PAIRS or sys.platform != "linux":
                 return None
-            _pairs[key] = itertools.cycle([_Parent(early), _Parent(early)])
+            _pairs[key] = itertools.cycle([_Parent(others), _Parent(others)])
         return next(_pairs[key])
 
 

@@ -34,6 +34,7 @@ def test_a_directory_that_is_not_shared(tmp_path):
     assert not list(tmp_path.glob("[ab]/*checkpoint*")) + list(tmp_path.glob("[ab]/.partial*"))
 
 
+@pytest.mark.nightly
 def test_a_directory_of_which_only_the_chief_has_the_checkpoints(tmp_path):
     run = Run(tmp_path / "run", 2, every_syncs=None)
     run.kill_at("sync", 2, [0])
@@ -47,6 +48,7 @@ def test_a_directory_of_which_only_the_chief_has_the_checkpoints(tmp_path):
     assert run.checkpoints() == [1]
 
 
+@pytest.mark.nightly_cases("unwritable")
 @pytest.mark.parametrize("kind", ["file", "unwritable"])
 def test_a_directory_that_cannot_be_written_to(tmp_path, kind):
     path = tmp_path / "file"

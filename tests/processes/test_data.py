@@ -130,6 +130,7 @@ def test_data_that_would_leave_rows_out_are_refused_by_every_worker(workers):
         assert words in refused[0][name], (name, refused[0][name])
 
 
+@pytest.mark.nightly_cases("spawn")
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_one_worker_reads_in_processes(method, strategy, model, plain, monkeypatch):
     context = multiprocessing.get_context(method)

@@ -31,7 +31,7 @@ TOLD = {
 
 
 @pytest.mark.latest
-@pytest.mark.nightly_cases("reports-*", "step-*", "written-*")
+@pytest.mark.nightly_cases("metric-*", "reports-*", "step-*", "written-*")
 @pytest.mark.parametrize(
     "place,times,rank,told",
     [
@@ -366,6 +366,7 @@ def histories(run, number):
     return [event[1:] for event in run.events(number) if event[0] == "history"]
 
 
+@pytest.mark.one_version
 @pytest.mark.latest
 @pytest.mark.nightly_cases("anew-*", "step*")
 @pytest.mark.parametrize("place,times", [("between", 1), ("anew", 2), ("step", 47)])
@@ -473,6 +474,8 @@ def test_a_meeting_point_by_itself_knows_how_scripts_without_run_end(how, code, 
     assert meeting.returncode == code and says in told
 
 
+# Daily: without TensorFlow, in test_launch.py.
+@pytest.mark.nightly
 def test_the_launcher_starts_workers_again_that_join(tmp_path):
     options = {"epochs": 6, "step_seconds": 0.1, "log": str(tmp_path / "{pid}.jsonl")}
     options |= {"faults": {"1": ["step", 5, "SIGKILL"]}, "max_workers": 2}
@@ -497,6 +500,7 @@ def test_a_run_that_others_complete_ends_well(tmp_path):
     assert "restart" not in errors and "1 worker trains on" in errors
 
 
+@pytest.mark.nightly
 def test_the_launcher_does_not_start_again_what_fails_before_training(tmp_path):
     options = json.dumps({"log": str(tmp_path / "{pid}.jsonl"), "rule": "tfpara.NoSuchRule()"})
     code, output, errors = launch("-n", 2, "--elastic", elastic_runs.PROGRAM, options)

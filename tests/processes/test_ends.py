@@ -69,6 +69,8 @@ def test_a_run_prints_what_the_user_prints_one_progress_bar_and_a_line_of_its_ow
     assert re.fullmatch(r"tfpara-launch: all 2 workers done after [\d.]+ s", last)
 
 
+@pytest.mark.nightly
+@pytest.mark.one_version
 def test_parameter_servers_of_a_synchronous_run_end_at_once(monkeypatch):
     monkeypatch.delenv("TF_CPP_MIN_LOG_LEVEL", raising=False)
     options = json.dumps({"how": "return", "run": True})
@@ -95,6 +97,7 @@ def test_an_error_of_one_is_a_traceback_there_and_a_sentence_elsewhere(with_run)
     assert 'KeyError: "the user\'s"' in worker.output
 
 
+@pytest.mark.one_version
 def test_a_fit_that_fails_ends_though_a_generator_is_at_work():
     """At the end of the interpreter its thread would wait for Python for ever."""
     (alone,) = run("end.py", [{"how": "reading", "run": False}], environ=QUIET[:1])
@@ -111,6 +114,7 @@ def test_an_error_in_a_thread_has_the_sentence_as_a_note():
     assert re.fullmatch(GONE.format("worker 1"), failed)
 
 
+@pytest.mark.one_version
 def test_the_frames_are_shown_if_they_are_asked_for():
     options = {"how": "leave", "rank": 0, "run": True}
     _, worker = run("end.py", [options] * 2, environ=[{"TFPARA_TRACEBACK": "1"}] * 2)
@@ -119,6 +123,7 @@ def test_the_frames_are_shown_if_they_are_asked_for():
     assert re.search(GONE.format("chief"), worker.output)
 
 
+@pytest.mark.one_version
 def test_an_exit_code_is_that_of_the_worker_also_where_another_does_not_exit():
     chief, worker = run("end.py", [{"how": "exit", "rank": 1, "run": True}] * 2, environ=QUIET)
     assert worker.returncode == 7

@@ -14,6 +14,7 @@ def both(option, other):
     return run("faults.py", [option, other])
 
 
+@pytest.mark.one_version
 def test_without_a_fault_all_train():
     """Neither a candidate rate that diverges on one worker alone nor a worse epoch is one, nor a
     rate that each worker sets by the minibatches that it has taken."""
@@ -22,6 +23,7 @@ def test_without_a_fault_all_train():
         assert "trained [0.09" in result.output
 
 
+@pytest.mark.one_version
 @pytest.mark.nightly_cases("option2-*", "option3-*")
 @pytest.mark.parametrize(
     ("option", "other", "words"),

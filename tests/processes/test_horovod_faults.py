@@ -42,6 +42,7 @@ def test_bad_weights_on_one_worker_stop_all():
         assert "replica 1 (worker 1) has NaN or Inf in weight " in result.output
 
 
+@pytest.mark.nightly_cases("option1-*")
 @pytest.mark.parametrize(
     ("option", "other", "word"),
     [

@@ -1,5 +1,6 @@
 """The launcher, with real processes."""
 
+import contextlib
 import io
 import json
 import os
@@ -15,10 +16,11 @@ import time
 
 import pytest
 
+from tests.lib.cluster_of_processes import free_ports
 from tests.lib.launched import DEADLINE, FOREVER, Launched, default_signals, launch
 from tfpara import cluster
 from tfpara.cluster import parent
-from tfpara.launch import launcher, supervisor
+from tfpara.launch import clusters, launcher, supervisor
 from tfpara.launch import output as launch_output
 
 RANK = "from tfpara import cluster\nrank = cluster.read().rank\n"
@@ -86,9 +88,16 @@ def test_workers_read_their_cluster(script):
     assert all(address.startswith("127.0.0.1:") for address in clusters[0].addresses)
 
 
+def first_of_free_ports(count):
+    while True:
+        base = free_ports(1)[0]
+        with contextlib.suppress(clusters.LaunchError):
+            return clusters.ports("127.0.0.1", base, count)[0]
+
+
 def test_ports_from_a_base_and_an_ipv6_host():
     show = "import os; print(os.environ['TF_CONFIG'])"
-    base = 10000 + os.getpid() % 20000
+    base = first_of_free_ports(2)
     try:
         with socket.create_server(("::1", base), family=socket.AF_INET6):
             pass
@@ -648,7 +657,7 @@ def test_restarts_end_with_the_last_failures_code(script, tmp_path):
 
 
 def test_restarts_keep_a_port_that_was_asked_for(script, tmp_path):
-    base = 10000 + (os.getpid() + 777) % 20000
+    base = first_of_free_ports(1)
     listen = """
 import socket, sys, os
 config = cluster.read()

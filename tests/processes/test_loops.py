@@ -29,11 +29,13 @@ def plain():
 
 
 @pytest.fixture(scope="module")
-def workers(tmp_path_factory):
-    """What two workers, of one device or two, found."""
+def workers(request, tmp_path_factory):
+    """What two workers, of one device or two, found: of metrics alone where no test is nightly."""
     place = tmp_path_factory.mktemp("loops")
     outs = [place / f"{rank}.npz" for rank in range(2)]
-    options = [{"out": str(out), "folder": str(place / "run")} for out in outs]
+    tests = [item for item in request.session.items if item.path == request.path]
+    whole = any(item.get_closest_marker("nightly") for item in tests)
+    options = [{"out": str(out), "folder": str(place / "run"), "whole": whole} for out in outs]
     run_all_well("train_loops.py", options, timeout=400)
     return [dict(np.load(out)) for out in outs]
 

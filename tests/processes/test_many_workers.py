@@ -42,7 +42,7 @@ def check(path, workers, uneven, epochs=1):
 @pytest.mark.parametrize(
     ("workers", "of_strategy", "uneven"),
     [
-        pytest.param(12, SHARDED, True, id="sharded, 12"),
+        pytest.param(12, SHARDED, True, id="sharded, 12", marks=pytest.mark.one_version),
         pytest.param(3, {}, True, id="3"),
         pytest.param(12, {"aggregation": "replicated"}, True, id="replicated, 12"),
         pytest.param(13, {}, False, id="13"),

@@ -28,7 +28,9 @@ def recorded(folder, **options):
     return json.loads((folder / "timeline.json").read_text())["traceEvents"]
 
 
-@pytest.fixture(scope="module", params=["replicated", "sharded"])
+@pytest.fixture(
+    scope="module", params=[pytest.param("replicated", marks=pytest.mark.nightly), "sharded"]
+)
 def events(request, tmp_path_factory):
     return recorded(tmp_path_factory.mktemp("traced") / "trace", aggregation=request.param)
 

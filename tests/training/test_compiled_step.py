@@ -209,6 +209,7 @@ def test_a_compiled_run_is_the_run_but_for_rounding(name, monkeypatch):
     )
 
 
+@pytest.mark.one_version
 def test_a_policy_of_float16_with_its_loss_scale():
     keras.config.set_dtype_policy("mixed_float16")
     try:
@@ -261,6 +262,7 @@ def rows(count):
     return tf.data.Dataset.from_tensor_slices((X[:count], Y[:count])).batch(4)
 
 
+@pytest.mark.one_version
 def test_a_resumed_run_has_the_same_bits(tmp_path):
     case = CASES["batch normalisation"]
     whole = fitted(case, True, epochs=3)
@@ -272,6 +274,7 @@ def test_a_resumed_run_has_the_same_bits(tmp_path):
         fitted(case, False, [tfpara.callbacks.Checkpoint(tmp_path)], 4)
 
 
+@pytest.mark.one_version
 def test_train_on_batch_is_compiled():
     expected, found = [], []
     for jit_compile, results in ((False, expected), (True, found)):

@@ -296,6 +296,7 @@ IMPORTS = {
 }
 
 
+@pytest.mark.one_version
 def test_the_former_module_is_the_function_and_its_function_warns(tmp_path):
     checks = [f"{FORGET}\n{i}\nassert {n}.__name__ == 'export'" for i, n in IMPORTS.items()]
     subprocess.run([sys.executable, "-c", "\n".join(checks)], check=True, timeout=120)

@@ -328,12 +328,12 @@ def main():
         )
         for devices in (["CPU:0", "CPU:1"], ["CPU:0"])
     )
-    found = {}
-    for name, case in CASES.items():
-        results = case(one if name in ON_ONE_DEVICE else strategy)
-        found |= {f"{name}/{key}": value for key, value in results.items()}
-    found |= gan_resumed(one, options["folder"]) | unequal(strategy) | refused(strategy)
-    found |= {f"aggregated/{key}": value for key, value in aggregated(strategy).items()}
+    found = {f"aggregated/{key}": value for key, value in aggregated(strategy).items()}
+    if options["whole"]:
+        for name, case in CASES.items():
+            results = case(one if name in ON_ONE_DEVICE else strategy)
+            found |= {f"{name}/{key}": value for key, value in results.items()}
+        found |= gan_resumed(one, options["folder"]) | unequal(strategy) | refused(strategy)
     np.savez(options["out"], **found)
 
 

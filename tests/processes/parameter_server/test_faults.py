@@ -67,6 +67,7 @@ def test_all_end_with_a_parameter_server_and_go_on_from_the_checkpoint(tmp_path)
     assert f"weight {2 * MINIBATCHES}" in output
 
 
+@pytest.mark.one_version
 def test_all_end_with_the_chief(tmp_path):
     with start(tmp_path) as run:
         run["chief"].wait_for("minibatch")
@@ -77,6 +78,7 @@ def test_all_end_with_the_chief(tmp_path):
         assert re.search(r"chief \(127.0.0.1:\d+\) is gone", output)
 
 
+@pytest.mark.one_version
 @pytest.mark.nightly_cases("ps*", "the*")
 @pytest.mark.parametrize(
     ("asked", "killed"),

@@ -70,6 +70,7 @@ def test_every_minibatch_is_in_once_though_workers_are_killed():
     assert got["kills"] >= 2
 
 
+@pytest.mark.nightly
 def test_a_shuffled_dataset_is_read_once_though_a_worker_is_killed():
     options = {"minibatches": 512, "batch": 1, "epochs": 2, "chunks": 3, "during": "kill"}
     got = run("counting", workers=3, ps=2, shuffled=True, **options)
@@ -336,6 +337,7 @@ class Late:
 
 
 @pytest.mark.one_version
+@pytest.mark.nightly_cases("2")
 @pytest.mark.parametrize("bound", [0, 1, 2])
 def test_the_bound_holds_on_every_server(bound):
     """Workers in threads, and two servers of which the second is slow at times."""

@@ -74,6 +74,8 @@ def test_every_worker_says_what_is_wrong(run, corpus_directory, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+# Daily: on Horovod, in test_on_horovod.py.
+@pytest.mark.nightly
 def test_divergence_names_the_replica_and_the_weight(run, corpus_directory, tmp_path):
     flags = (f"--corpus={corpus_directory}", f"--run_dir={tmp_path}", *SMALL)
     ended = run("train", *flags, "--learning_rate=1e30", "--sync_period=3", workers=2)

@@ -320,6 +320,7 @@ def test_log_likelihoods_of_classes_without_a_training_frame():
     assert decoding.about_unseen({"frames": [1, 2]}) is None
 
 
+@pytest.mark.nightly
 def test_decoding_under_the_launcher_is_refused(run, trained):
     ended = run("evaluate", f"--run_dir={trained}", "--decode", workers=2)
     assert ended.returncode != 0

@@ -45,7 +45,7 @@ class TrainingState:
             strategy.synchronize()  # closes the block, in a run without parameter servers
         # TensorFlow copies a tensor that is kept here when its variable is next written.
         slots = _shared_slots(model) if shared else model_slots(model)
-        self._kept = [(variable, tf.identity(variable)) for variable in _changing(model, slots)]
+        self._kept = [(variable, variable.read_value()) for variable in _changing(model, slots)]
 
     def restore(self) -> None:
         """Puts everything back, bit for bit. It may be called again."""
@@ -63,7 +63,7 @@ class TrainingState:
     def has_diverged(self) -> bool:
         """Returns whether a variable of this worker has become NaN or Inf since the copy."""
         return any(
-            not _is_finite(variable) and _is_finite(value)
+            not _is_finite(variable.read_value()) and _is_finite(value)
             for variable, value in self._kept
             if variable.dtype.is_floating
         )
