@@ -42,7 +42,7 @@ class _Watch(keras.callbacks.Callback):
         time.sleep(max(0.0, self.begun + self.seconds - time.monotonic()))
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        tell(time=time.time(), done=epoch + 1)
+        tell(time=time.monotonic(), done=epoch + 1)
         if self.strategy.is_chief:
             tell(minibatches={"loss": float((logs or {})["val_loss"])})
 

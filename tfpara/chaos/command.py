@@ -33,6 +33,7 @@ Faults: {", ".join(FAULTS)}.
   term       SIGTERM of a worker
   stop       SIGSTOP of a worker, and SIGCONT after --lasting
   slow       a quarter of the time for a worker, for --lasting
+  memory     a worker gets no memory any more, until it ends
   partition  a worker's connections to all others take nothing, for --lasting; needs pidfd_getfd(2)
   disk_full  the disk of --checkpoints is full, for --lasting; needs a small one, such as a tmpfs
   corrupt    a byte of the newest checkpoint in --checkpoints changes, and all processes are killed
@@ -40,9 +41,9 @@ Faults: {", ".join(FAULTS)}.
 Points: {", ".join(POINTS)}: where the library has printed that it is there.
 
 A script may tell of its progress in the file that {PROGRESS} names, by lines of JSON:
-{{"time": time.time(), "pid": os.getpid(), "done": minibatches that are in the model}}. Then faults
-are made in workers that have told alone, and the report has what each fault has cost. At its end it
-may add {{"minibatches": {{"trained": ..., "lost": ..., "doubled": ...}}}}. A script that does both:
+{{"time": time.monotonic(), "pid": os.getpid(), "done": minibatches that are in the model}}.
+Then faults are made in workers that have told alone, and the report has what each fault has cost.
+At its end it may add {{"minibatches": {{"trained": ..., "lost": ..., "doubled": ...}}}}. A script that does both:
 
   tfpara-chaos --every=20s --for=2m --faults=kill,stop,term --quiet_run -- \\
     tfpara-launch -n 4 --elastic --threads 1 -- python -m tfpara.examples.drill --out=drill-{{run}}

@@ -76,7 +76,7 @@ class Drill:
         self._samples: list[report.Sample] = []
         self._seen: queue.SimpleQueue[str] = queue.SimpleQueue()  # points
         self._open = set(plan.points)  # where the next such line is a place for a fault
-        self._begin = time.time()
+        self._begin = time.monotonic()
         self._due: float | None = None
         self._process: subprocess.Popen[str] | None = None
 
@@ -102,7 +102,7 @@ class Drill:
             steps, told = self._progress(progress)
         lines = [line._replace(time=line.time - self._begin) for line in self._lines]
         return report.Run(
-            time.time() - self._begin, code, starts, lines, self._made, self._missed, steps,
+            time.monotonic() - self._begin, code, starts, lines, self._made, self._missed, steps,
             self._samples, told,
         )  # fmt: skip
 
@@ -133,7 +133,7 @@ class Drill:
     def _read(self, process: subprocess.Popen[str]) -> None:
         assert process.stdout is not None
         for text in process.stdout:
-            self._lines.append(report.Line(time.time(), text))
+            self._lines.append(report.Line(time.monotonic(), text))
             with contextlib.suppress(OSError):
                 sys.stdout.write(text)
                 sys.stdout.flush()
@@ -146,7 +146,7 @@ class Drill:
         point = ""
         with contextlib.suppress(queue.Empty):
             point = self._seen.get(timeout=_POLL_SECONDS)
-        now = time.time() - self._begin
+        now = time.monotonic() - self._begin
         if self._due is None:
             if not self._plan.kinds or not self._has_begun(progress):
                 return
@@ -159,7 +159,9 @@ class Drill:
         elif now >= self._due:
             self._open = set(self._plan.points)
             self._make(launcher, progress)
-            self._due = max(self._due, time.time() - self._begin - self._plan.every) + self._wait()
+            self._due = (
+                max(self._due, time.monotonic() - self._begin - self._plan.every) + self._wait()
+            )
 
     def _has_begun(self, progress: Path) -> bool:
         return progress.exists() or any(POINTS["begin"] in line.text for line in self._lines)
@@ -175,7 +177,7 @@ class Drill:
         scene = faults.Scene(
             launcher, workers, self._draw, self._plan.lasting, self._plan.checkpoints
         )
-        began = time.time() - self._begin
+        began = time.monotonic() - self._begin
         made, seen = self._made, ""
         try:
             if len(workers) < 2 and kind != "corrupt":
@@ -185,7 +187,7 @@ class Drill:
             made, seen = self._missed, str(missed)
         at = f" at {point!r}" if point else ""
         say(f"{began:.1f} s: {kind}{at}: {'not made: ' if made is self._missed else ''}{seen}")
-        made.append(report.Made(kind, began, time.time() - self._begin, seen, point))
+        made.append(report.Made(kind, began, time.monotonic() - self._begin, seen, point))
 
     def _sample(self, over: threading.Event) -> None:
         while not over.wait(_SAMPLE_SECONDS):
@@ -196,7 +198,7 @@ class Drill:
             for worker in [launcher, *processes.workers(process.pid)]:
                 size = processes.size(worker.pid)
                 if size is not None:
-                    at = time.time() - self._begin
+                    at = time.monotonic() - self._begin
                     self._samples.append(report.Sample(at, worker.name, worker.pid, size))
 
     def _progress(self, progress: Path) -> tuple[list[report.Step], dict[str, Any]]:

@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import os
 import random
+import resource
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -97,6 +98,21 @@ def slow(scene: Scene) -> str:
     if not stopped:
         raise Missed(f"{victim} was never seen to stand still")
     return f"{victim} had a quarter of its time: stood still in {stopped} of {slices} slices"
+
+
+def memory(scene: Scene) -> str:
+    """No more memory for a worker: what it asks for is refused (RLIMIT_AS)."""
+    victim, began = scene.victim(), time.monotonic()
+    try:
+        former = resource.prlimit(victim.pid, resource.RLIMIT_AS, (1, resource.RLIM_INFINITY))
+    except (OSError, ValueError) as error:
+        raise Missed(f"{victim} cannot be limited: {error}") from None
+    try:
+        _await(lambda: processes.has_ended(victim.pid), f"{victim} has not ended", _END_SECONDS)
+    except Missed:
+        resource.prlimit(victim.pid, resource.RLIMIT_AS, former)
+        raise
+    return f"{victim} got no memory, and has ended {time.monotonic() - began:.1f} s later"
 
 
 def partition(scene: Scene) -> str:
@@ -191,6 +207,7 @@ FAULTS = {
     "kill": Fault(kill),
     "stop": Fault(stop),
     "slow": Fault(slow),
+    "memory": Fault(memory),
     "partition": Fault(partition, lambda checkpoints: cable.need()),
     "disk_full": Fault(disk_full, _need_disk),
     "corrupt": Fault(corrupt, _need_folder),

@@ -57,7 +57,7 @@ class Progress(keras.callbacks.Callback):
         self.steps += 1
         if self.steps % PERIOD == 0:
             counts = self.model.get_weights()[0]
-            tell(time=time.time(), pid=os.getpid(), done=int(np.count_nonzero(counts)))
+            tell(time=time.monotonic(), pid=os.getpid(), done=int(np.count_nonzero(counts)))
         time.sleep(max(0.0, self.begun + self.step_seconds - time.monotonic()))
 
 
