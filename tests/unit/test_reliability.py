@@ -1,4 +1,4 @@
-"""The table of docs/reliability.md: each row names tests that there are; and what it says of clocks."""
+"""docs/reliability.md: each row names tests that there are, and the time of day decides nothing."""
 
 import ast
 import re

@@ -43,7 +43,8 @@ Points: {", ".join(POINTS)}: where the library has printed that it is there.
 A script may tell of its progress in the file that {PROGRESS} names, by lines of JSON:
 {{"time": time.monotonic(), "pid": os.getpid(), "done": minibatches that are in the model}}.
 Then faults are made in workers that have told alone, and the report has what each fault has cost.
-At its end it may add {{"minibatches": {{"trained": ..., "lost": ..., "doubled": ...}}}}. A script that does both:
+At its end it may add {{"minibatches": {{"trained": ..., "lost": ..., "doubled": ...}}}}. A script
+that does both:
 
   tfpara-chaos --every=20s --for=2m --faults=kill,stop,term --quiet_run -- \\
     tfpara-launch -n 4 --elastic --threads 1 -- python -m tfpara.examples.drill --out=drill-{{run}}
