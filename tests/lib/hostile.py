@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 import tracemalloc
 
 # Never where a reader reads: programs, other machines, code in a pickle, changes of files.
@@ -14,13 +15,13 @@ _CHANGES = ("os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.symlink", "os.
 _CHANGES += ("os.truncate", "shutil.rmtree", "shutil.move")
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 _SECONDS = 10.0  # reached only by a hang
-_watching = []  # the lists of what was done, and the folder in which writing is allowed
+_watching = []  # what was done, the folder in which writing is allowed, and the reader's thread
 
 
 def _hook(event, arguments):
-    if not _watching:
-        return
-    done, folder = _watching[-1]
+    if not _watching or threading.get_ident() != _watching[-1][2]:
+        return  # threads that tests before have left do other things
+    done, folder, _ = _watching[-1]
     if event in _NEVER:
         done.append((event, str(arguments)[:200]))
     elif event in _CHANGES or (event == "open" and (arguments[2] or 0) & _WRITES):
@@ -59,7 +60,7 @@ def watched(size, folder=None, factor=500, least=4e6):
     before = tracemalloc.get_traced_memory()[0]
     tracemalloc.reset_peak()
     signal.setitimer(signal.ITIMER_REAL, _SECONDS)
-    _watching.append((done, folder))
+    _watching.append((done, folder, threading.get_ident()))
     try:
         yield
     finally:

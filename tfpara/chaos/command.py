@@ -19,6 +19,7 @@ from tfpara.chaos.faults import FAULTS
 from tfpara.version import __version__
 
 _UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
+_KINDS = "\n".join(f"  {kind:10} {fault.make.__doc__}" for kind, fault in FAULTS.items())
 _EPILOG = f"""
 COMMAND is tfpara-launch with its arguments, or what starts it. Faults begin with the training, and
 are drawn from --seed: the kind, the worker, the time. Each is looked at until it has really
@@ -28,15 +29,8 @@ fault is started again, as an engine would do. What it prints is shown.
 {{run}} in COMMAND and in --checkpoints is "quiet" in the quiet run and "faults" in the other, so
 that each has folders of its own.
 
-Faults: {", ".join(FAULTS)}.
-  kill       SIGKILL of a worker
-  term       SIGTERM of a worker
-  stop       SIGSTOP of a worker, and SIGCONT after --lasting
-  slow       a quarter of the time for a worker, for --lasting
-  memory     a worker gets no memory any more, until it ends
-  partition  a worker's connections to all others take nothing, for --lasting; needs pidfd_getfd(2)
-  disk_full  the disk of --checkpoints is full, for --lasting; needs a small one, such as a tmpfs
-  corrupt    a byte of the newest checkpoint in --checkpoints changes, and all processes are killed
+Faults:
+{_KINDS}
 
 Points: {", ".join(POINTS)}: where the library has printed that it is there.
 

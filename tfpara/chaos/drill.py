@@ -180,7 +180,7 @@ class Drill:
         began = time.monotonic() - self._begin
         made, seen = self._made, ""
         try:
-            if len(workers) < 2 and kind != "corrupt":
+            if len(workers) < 2 and kind not in ("corrupt", "disk_full"):
                 raise faults.Missed("no other worker trains, which could go on")
             seen = faults.FAULTS[kind].make(scene)
         except faults.Missed as missed:

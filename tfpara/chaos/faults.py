@@ -74,7 +74,7 @@ def term(scene: Scene) -> str:
 
 
 def stop(scene: Scene) -> str:
-    """SIGSTOP of a worker, and SIGCONT after a while."""
+    """SIGSTOP of a worker, and SIGCONT after --lasting."""
     victim = scene.victim()
     _send(victim, signal.SIGSTOP)
     try:
@@ -86,7 +86,7 @@ def stop(scene: Scene) -> str:
 
 
 def slow(scene: Scene) -> str:
-    """A quarter of the time for a worker."""
+    """A quarter of the time for a worker, for --lasting."""
     victim = scene.victim()
     until, stopped, slices = time.monotonic() + scene.seconds, 0, 0
     while time.monotonic() < until and not processes.has_ended(victim.pid):
@@ -101,7 +101,7 @@ def slow(scene: Scene) -> str:
 
 
 def memory(scene: Scene) -> str:
-    """No more memory for a worker: what it asks for is refused (RLIMIT_AS)."""
+    """What a worker asks of memory is refused (RLIMIT_AS), until it ends."""
     victim, began = scene.victim(), time.monotonic()
     try:
         former = resource.prlimit(victim.pid, resource.RLIMIT_AS, (1, resource.RLIM_INFINITY))
@@ -116,7 +116,7 @@ def memory(scene: Scene) -> str:
 
 
 def partition(scene: Scene) -> str:
-    """A cut between a worker and all others, the launcher included."""
+    """A cut between a worker and all others, for --lasting; needs pidfd_getfd(2)."""
     victim, until = scene.victim(), time.monotonic() + scene.seconds
     cut = cable.Cut(victim.pid, processes.tree(scene.launcher))
     try:
@@ -134,7 +134,7 @@ def partition(scene: Scene) -> str:
 
 
 def disk_full(scene: Scene) -> str:
-    """No byte more on the disk of the checkpoints, for a while."""
+    """The disk of --checkpoints is full, for --lasting; needs a small one, such as a tmpfs."""
     folder, until, refused = _folder(scene), time.monotonic() + scene.seconds, 0
     path, block = folder / _NAME, bytes(1 << 16)
     try:
@@ -155,7 +155,7 @@ def disk_full(scene: Scene) -> str:
 
 
 def corrupt(scene: Scene) -> str:
-    """Damage in the newest checkpoint; then the end of all, so that the next start reads it."""
+    """A byte of the newest of --checkpoints changes, and all processes are killed, to read it."""
     folder = _folder(scene)
     found = sorted(folder.glob("checkpoint-*"))
     if len(found) < 2:

@@ -15,6 +15,7 @@ _NOTICED = re.compile(
     r"waits? for|did not come|asked to end|restart \d"
 )
 _WHOLE = re.compile(r"has come: |joins? again|continues? from|resumed|tfpara: \d+ workers?, ")
+_TIMES = ("noticed after", "whole after", "cost")
 
 
 class Line(NamedTuple):
@@ -158,14 +159,10 @@ def text(found: dict[str, Any]) -> str:
     """Returns the report for a terminal."""
     lines = ["", "faults:"]
     for fault in found["faults"]:
-        lines.append(
-            f"  {fault['at']:7.1f} s  {fault['kind']:9} "
-            f"noticed after {_seconds(fault['noticed_after'])}, whole after "
-            f"{_seconds(fault['whole_after'])}, cost {_seconds(fault['cost'])}"
-        )
+        times = [f"{name} {_seconds(fault[name.replace(' ', '_')])}" for name in _TIMES]
+        lines.append(f"  {fault['at']:7.1f} s  {fault['kind']:9} {', '.join(times)}")
         lines.append(f"             {fault['seen']}")
-        if fault["said"]:
-            lines.append(f"             said: {fault['said'].strip()[:150]}")
+        lines += [f"             said: {fault['said'].strip()[:150]}"] if fault["said"] else []
     lines += [f"  not made: {each['kind']}: {each['why']}" for each in found["missed"]]
     lines.append("by kind:")
     for kind in dict.fromkeys(fault["kind"] for fault in found["faults"]):
@@ -175,13 +172,9 @@ def text(found: dict[str, Any]) -> str:
         lines.append(f"  {kind:9} {len(of)} made, cost {_seconds(mean)} each")
     lines.append("processes (after a third of their life, at its end):")
     for each in found["processes"]:
-        third, end = each["third"], each["end"]
-        lines.append(
-            f"  {each['name']:10} {each['pid']:7} {each['seconds']:6.0f} s  "
-            f"{third['bytes'] / 1e6:.0f}, {end['bytes'] / 1e6:.0f} MB  "
-            f"{third['descriptors']}, {end['descriptors']} descriptors  "
-            f"{third['threads']}, {end['threads']} threads"
-        )
+        sizes = [f"{each['third'][what]:,}, {each['end'][what]:,} {what}" for what in Size._fields]
+        life = f"{each['name']:10} {each['pid']:7} {each['seconds']:6.0f} s"
+        lines.append(f"  {life}  {'; '.join(sizes)}")
     told = ", ".join(f"{value} {name}" for name, value in found["minibatches"].items())
     lines.append(f"minibatches: {told or 'the script has not told'}")
     goodput = found["goodput"]
