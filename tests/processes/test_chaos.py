@@ -36,7 +36,7 @@ while True:
     peer.sendall(b"x")
     assert peer.recv(100)
     count += 1
-    bytes(1 << 24)
+    bytes(1 << 26)  # more than malloc keeps for the next time
     with open(path + ".new", "w") as file:
         file.write(str(count))
     os.rename(path + ".new", path)
