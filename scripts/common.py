@@ -30,6 +30,7 @@ import tfpara.cluster.failures
 from tfpara import files
 from tfpara.cluster.startup import StartupError
 
+_LONGEST_LINE = 4000  # characters of a complaint
 _THREADS = flags.DEFINE_integer(
     "threads",
     0,
@@ -226,12 +227,13 @@ def _parse(argv: list[str]) -> list[str]:
     except flags.Error as error:
         _complain(_one_line(error))
         sys.exit(2)
-    except ValueError as error:  # of absl's reading of a file of flags, which does not name it
+    except (ValueError, RecursionError) as error:  # of absl's reading, which names no file
         pairs = zip(["", *argv], argv, strict=False)
         flag = ("-flagfile", "--flagfile")
         files = [w for before, w in pairs if "flagfile=" in w or before in flag or w in flag]
+        what = "is no text in UTF-8" if isinstance(error, UnicodeError) else "has no flags"
         _complain(
-            f"{' '.join(files)}, or a file that it names, is no text in UTF-8 "
+            f"{' '.join(files)}, or a file that it names, {what} "
             f"({_one_line(error)}). Give a file with one --name=value in a line."
         )
         sys.exit(2)
@@ -265,7 +267,9 @@ def _cause(text: str) -> str:
 
 def _one_line(error: Exception) -> str:
     text = error.args[0] if isinstance(error, KeyError) and error.args else str(error)
-    return " ".join(str(text).split())
+    line = " ".join(str(text).split())
+    # A value or a flag that a damaged file has may be of any length.
+    return line if len(line) <= _LONGEST_LINE else f"{line[: _LONGEST_LINE // 2]} …{line[-200:]}"
 
 
 def _complain(message: str) -> None:

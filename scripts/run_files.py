@@ -14,6 +14,7 @@ from pathlib import Path
 
 from scripts import common
 from tfpara.checkpoint.store import Store
+from tfpara.cluster.tf_config import shown
 from tfpara.files import append_line, no_link
 
 RECORD = "files.txt"
@@ -23,6 +24,7 @@ _CHECKPOINT_NAMES = f"{_CHECKPOINTS}/checkpoint-" + 8 * "[0-9]"
 _EVENTS = "tensorboard/events.out.tfevents.*"
 # Files that a run has before its first checkpoint; all others are results.
 _AT_START = ("flags.txt", "model.json", "held_out.csv", _EVENTS)
+_LONGEST_NAME = 1000  # characters; a pattern takes time by its length
 _BEING_WRITTEN = ".[0-9]*."  # begins the second name of a file of weights, while it is written
 
 
@@ -75,9 +77,9 @@ def check(run_dir: Path, names: Sequence[str], start_over: bool, init: str | Non
         )
     results = [path for path in own if path not in set(_found(run_dir, _AT_START))]
     if results and not start_over:
-        shown = ", ".join(sorted(os.fspath(path.relative_to(run_dir)) for path in results))
+        listed = ", ".join(sorted(os.fspath(path.relative_to(run_dir)) for path in results))
         raise ValueError(
-            f"--run_dir={run_dir} has results of a run ({shown}) and no checkpoint to go on from. "
+            f"--run_dir={run_dir} has results of a run ({listed}) and no checkpoint to go on from. "
             "Give --start_over to remove them and begin anew, or give another directory."
         )
 
@@ -135,14 +137,17 @@ def _recorded(run_dir: Path) -> list[str]:
     names = [line for line in lines if line and not line.startswith("#")]
     for name in names:
         parts = Path(name).parts
-        if Path(name).is_absolute() or ".." in parts or not parts:
-            raise ValueError(f"{path} names {name}, which is not in {run_dir}. Delete that line.")
+        outside = Path(name).is_absolute() or ".." in parts or not parts
+        if outside or "\0" in name or len(name) > _LONGEST_NAME:
+            raise ValueError(
+                f"{path} names {shown(name)}, which is not in {run_dir}. Delete that line."
+            )
         if name not in (_CHECKPOINT_NAMES, _EVENTS) and glob.has_magic(
             name.removeprefix(_BEING_WRITTEN)
         ):
             raise ValueError(
-                f"{path} has the pattern {name}, which no program writes there, and which may mean "
-                "files that are not of a run. Delete that line."
+                f"{path} has the pattern {shown(name)}, which no program writes there, and which "
+                "may mean files that are not of a run. Delete that line."
             )
     return names
 

@@ -57,7 +57,10 @@ check() { # check NAME COMMAND...
 processes=$(($(nproc) * 2))
 pytest_arguments=(-c "$root/pyproject.toml" -o "cache_dir=$root/.pytest_cache" -n "$processes"
   --dist loadfile --no-loadscope-reorder --durations=30 --durations-min=1)
-if [ -z "$nightly" ]; then pytest_arguments+=(--hypothesis-profile=thorough); fi
+if [ -z "$nightly" ]; then
+  pytest_arguments+=(--hypothesis-profile=thorough)
+  export TFPARA_MUTANTS="${TFPARA_MUTANTS:-700}" # of each kind of input: above 20,000 in total
+fi
 if [ "$stack" = full ]; then
   if [ -n "$fast" ]; then
     mapfile -t quick < <(grep -rl --include='test_*.py' 'mark\.quick' tests/training tests/processes)

@@ -18,6 +18,8 @@ Examples, to run and to read:
   tfpara-launch -n 2 -- python -m tfpara.examples.classify
   tfpara-launch -n 2 -- python -m tfpara.examples.loop
   tfpara-launch -n 3 --elastic -- python -m tfpara.examples.elastic
+Faults in a run of yours, and what each has cost:
+  tfpara-chaos --every=30s --for=10m --faults=kill,stop -- tfpara-launch -n 4 --elastic script.py
 Which sync period a link needs:
   tfpara-plan --step_ms=110 --model_mb=50 --link_mbit=1000
 In Python:

@@ -396,7 +396,6 @@ _COLUMNS = {  # key: (title, width, format)
     "epoch_seconds": ("s/epoch", 8, ".2f"),
     "kills": ("kills", 5, ".0f"),
     "loss": ("loss", 7, ".4f"),
-    "changes": ("changes", 7, ".0f"),
     "more_bytes": ("more bytes", 12, ",.0f"),
     "more_threads": ("more threads", 12, ".0f"),
     "more_descriptors": ("more files", 10, ".0f"),

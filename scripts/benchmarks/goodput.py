@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import random
-import signal
-import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from scripts import common
+from tfpara.chaos import report
+from tfpara.chaos.drill import Drill, Plan
 
 _WORKER = "scripts.benchmarks.goodput_worker"
-_POLL_SECONDS = 0.1
 
 
 class Way(NamedTuple):
@@ -54,7 +48,6 @@ def measured(
     epochs: int,
     kill_every: float,
     options: dict[str, Any],
-    seconds: float = 3600.0,
 ) -> list[dict[str, Any]]:
     """Trains in each way, while one of the workers that train is killed again and again.
 
@@ -65,9 +58,8 @@ def measured(
         ways: keys of `WAYS`, in their order.
         workers: number of workers that train.
         epochs: number of epochs of each run.
-        kill_every: seconds between two kills (SIGKILL).
+        kill_every: mean seconds between two kills (SIGKILL).
         options: `step_seconds`, `epoch_steps`, `width`, `sync_period` of the workers.
-        seconds: time after which a run is ended.
 
     Returns:
         One row for each way.
@@ -78,7 +70,7 @@ def measured(
     rows: list[dict[str, Any]] = []
     for name in ways:
         row = {"system": name, "workers": workers}
-        row |= _run(WAYS[name], workers, epochs, kill_every, options, seconds)
+        row |= _run(WAYS[name], workers, epochs, kill_every, options)
         quiet = next((each for each in rows if each["system"] == QUIET), None)
         if quiet or name == QUIET:
             row["goodput"] = (quiet or row)["epoch_seconds"] / row["epoch_seconds"]
@@ -88,93 +80,30 @@ def measured(
 
 
 def _run(
-    way: Way, workers: int, epochs: int, kill_every: float, options: dict[str, Any], seconds: float
+    way: Way, workers: int, epochs: int, kill_every: float, options: dict[str, Any]
 ) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="tfpara-goodput-") as folder:
-        out = Path(folder)
         told = {**options, **way.options, "workers": workers, "epochs": epochs, "out": folder}
-        command = [sys.executable, "-m", "tfpara.launch", "-n", str(workers), "--threads", "1"]
-        command += [*way.launcher, "--", "python", "-m", _WORKER, json.dumps(told)]
-        with (out / "output").open("wb") as output:
-            launcher = subprocess.Popen(
-                command,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
-            )
-        try:
-            kills = _kill_workers(launcher, out, kill_every if way.kills else None, seconds)
-        finally:
-            launcher.terminate()  # it ends its workers
-            launcher.wait()
-        if launcher.returncode:
-            raise common.Failure(
-                f"{' '.join(command)} ended with {launcher.returncode}.\n"
-                + (out / "output").read_text(errors="replace")[-3000:]
-            )
-        ends = [json.loads(line) for line in (out / "epochs.jsonl").read_text().splitlines()]
-        return {
-            "epoch_seconds": (ends[-1]["time"] - ends[0]["time"]) / (epochs - 1),
-            "kills": kills,
-            "loss": ends[-1]["loss"],
-            **_growth(out),
-        }
+        command = ["env", "CUDA_VISIBLE_DEVICES=", sys.executable, "-m", "tfpara.launch"]
+        command += ["-n", str(workers), "--threads", "1", *way.launcher]
+        command += ["--", "python", "-m", _WORKER, json.dumps(told)]
+        kinds = ["kill"] if way.kills else []
+        run = Drill(command, Plan(kinds, kill_every, starts=1)).run()
+    if run.code:
+        raise common.Failure(f"{' '.join(command)} ended with {run.code}.")
+    return {
+        "epoch_seconds": 1.0 / (report.rate(run.steps) or float("nan")),
+        "kills": len(run.faults),
+        "loss": run.told.get("loss"),
+        **_growth(run),
+    }
 
 
-def _kill_workers(
-    launcher: subprocess.Popen, out: Path, every: float | None, seconds: float
-) -> int:
-    """Kills a worker at equal intervals from the end of the first epoch; returns how often.
-
-    The only worker that trains is spared.
-    """
-    begun, kills, choose = time.monotonic(), 0, random.Random(0)
-    due = None
-    while launcher.poll() is None:
-        now = time.monotonic()
-        if now - begun > seconds:
-            raise common.Failure(f"a run took longer than {seconds:g} s, after {kills} kills.")
-        if due is None and every is not None and (out / "epochs.jsonl").exists():
-            due = now + every
-        if due is not None and now >= due:
-            due += every or 0.0
-            training = _training(out)
-            if len(training) > 1:  # where no other trains, nobody is left to go on
-                kills += 1
-                # It may end by itself in between.
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(choose.choice(training), signal.SIGKILL)
-        time.sleep(_POLL_SECONDS)
-    return kills
-
-
-def _training(out: Path) -> list[int]:
-    """Returns the ids of the workers that train."""
-    found = []
-    for path in sorted(out.glob("*.training")):
-        with contextlib.suppress(OSError):
-            if _WORKER.encode() in Path(f"/proc/{path.stem}/cmdline").read_bytes():
-                found.append(int(path.stem))
-    return found
-
-
-def _growth(out: Path) -> dict[str, Any]:
-    """Returns what the worker with the most changes of members has more at its end.
-
-    The first two epochs of a worker do not count: there it still makes what it needs once.
-    """
-    lives = []
-    for path in [*out.glob("*.training"), *out.glob("*.ended")]:
-        lines = [json.loads(line) for line in path.read_text().splitlines()][2:]
-        if lines:
-            lives.append(lines)
+def _growth(run: report.Run) -> dict[str, Any]:
+    """Returns what the worker that lived longest has more at its end than after a third of that."""
+    lives = [life for life in report.growth(run.samples) if life["name"] != "launcher"]
     if not lives:
         return {}
-    longest = max(lives, key=lambda lines: (lines[-1]["changes"] - lines[0]["changes"], len(lines)))
-    first, last = longest[0], longest[-1]
-    return {
-        "changes": last["changes"] - first["changes"],
-        "more_bytes": last["bytes"] - first["bytes"],
-        "more_threads": last["threads"] - first["threads"],
-        "more_descriptors": last["descriptors"] - first["descriptors"],
-    }
+    longest = max(lives, key=lambda life: life["seconds"])
+    more = {name: longest["end"][name] - longest["third"][name] for name in longest["end"]}
+    return {"seconds": longest["seconds"]} | {f"more_{name}": more[name] for name in more}

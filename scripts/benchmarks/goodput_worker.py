@@ -3,8 +3,7 @@
     python -m scripts.benchmarks.goodput_worker JSON
 
 It trains a small network in steps that take at least `step_seconds`, as if a device of its own did
-them: on one machine many workers would otherwise share its cores. Each worker writes a line to
-PID.training for each epoch that it ends, and the chief one to epochs.jsonl.
+them: on one machine many workers would otherwise share its cores.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import json
 import os
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import keras
@@ -21,23 +19,21 @@ import numpy as np
 import tensorflow as tf
 
 import tfpara
-from scripts.benchmarks.peers.process import resident_bytes, threads
+from tfpara.examples.drill import tell
 
 _BATCH, _FEATURES, _CLASSES = 32, 64, 10
 _SYNCS = 5  # from one checkpoint to the next
 
 
 class _Watch(keras.callbacks.Callback):
-    """Keeps the pace, and writes where the worker is."""
+    """Keeps the pace, and tells the drill where the worker is."""
 
-    def __init__(self, strategy: tfpara.PeriodicSyncStrategy, options: dict[str, Any]) -> None:
+    def __init__(self, strategy: tfpara.PeriodicSyncStrategy, seconds: float) -> None:
         super().__init__()
-        self.strategy, self.seconds = strategy, options["step_seconds"]
-        self.out = Path(options["out"])
-        self.own = self.out / f"{os.getpid()}.training"
+        self.strategy, self.seconds = strategy, seconds
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        self.own.touch()  # a worker that waits to be let in is not yet here
+        tell(pid=os.getpid())  # a worker that waits to be let in is not yet here
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         self.begun = time.monotonic()
@@ -46,24 +42,9 @@ class _Watch(keras.callbacks.Callback):
         time.sleep(max(0.0, self.begun + self.seconds - time.monotonic()))
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        line = {
-            "changes": self.strategy.generation,
-            "bytes": resident_bytes(),
-            "threads": threads(),
-            "descriptors": len(os.listdir("/proc/self/fd")),
-        }
-        _add(self.own, line)
+        tell(time=time.monotonic(), done=epoch + 1)
         if self.strategy.is_chief:
-            loss = float((logs or {})["val_loss"])
-            _add(self.out / "epochs.jsonl", {"epoch": epoch, "time": time.time(), "loss": loss})
-
-    def on_train_end(self, logs: Any = None) -> None:
-        self.own.rename(self.own.with_suffix(".ended"))
-
-
-def _add(path: Path, line: dict[str, Any]) -> None:
-    with path.open("a") as file:
-        file.write(json.dumps(line) + "\n")
+            tell(minibatches={"loss": float((logs or {})["val_loss"])})
 
 
 def main() -> None:
@@ -103,7 +84,7 @@ def main() -> None:
         validation_batch_size=2000,
         callbacks=[
             tfpara.callbacks.Checkpoint(f"{options['out']}/checkpoints", every_syncs=_SYNCS),
-            _Watch(strategy, options),
+            _Watch(strategy, options["step_seconds"]),
         ],
     )
 

@@ -2,7 +2,11 @@
 
 import copy
 import json
+import os
 import random
+import re
+
+_MANY = int(os.environ.get("TFPARA_MUTANTS", "0"))
 
 # Values that readers are seldom written for, of every type and size that JSON has.
 HOSTILE = (
@@ -10,6 +14,33 @@ HOSTILE = (
     *("", "x", "\0", "\ud800", "../x", "/dev/zero", "9" * 400),
     *([], [[]], [1, 2], ["x"], [[[0], 1, 10**9]], {}, {"x": 1}, [None] * 100),
 )
+
+
+# Words that readers of text are seldom written for.
+WORDS = (
+    *("", "0", "-1", "1.5", "nan", "1e999", "2147483648", "18446744073709551616", "9" * 5000),
+    *("x" * 5000, "a\0b", "[", "]", "{}", "null", "true", "é", "\u0663", "../x", "-", "|", ","),
+    *("/dev/null/x", "x:99999999999999999999", "[0:99999999999999999999]", "[0-999999999]", "::1"),
+    *("rm x |", "$(touch x)", "127.0.0.1:70000", "[::1]:1", "--flagfile=x", "\ud800", "\x1b[31m"),
+)
+
+
+def count(daily):
+    """Returns how many mutants a test makes: `daily` for each change, or TFPARA_MUTANTS."""
+    return _MANY or daily
+
+
+def of_text(content, seed, count):
+    """Yields `count` mutants of a text: one to three of its words are others, twice or left out."""
+    rng = random.Random(seed)
+    for _ in range(count):
+        found = content
+        for _ in range(rng.randrange(1, 4)):
+            words = list(re.finditer(r"[^\s,:\"\[\]{}=-]+", found)) or [re.match("", found)]
+            word = rng.choice(words)
+            new = rng.choice((rng.choice(WORDS), word[0] * 2, word[0][:-1], word[0] + "9"))
+            found = found[: word.start()] + new + found[word.end() :]
+        yield found
 
 
 def of_bytes(content, seed, count):

@@ -10,6 +10,8 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
+from tfpara.cluster.tf_config import shown
+
 RESTART_VARIABLE, LOST_VARIABLE = "TFPARA_RESTART_EXIT_CODE", "TFPARA_LOST_WORKER_EXIT_CODE"
 # 75 is EX_TEMPFAIL of sysexits.h: another attempt may succeed.
 _RESTART, _LOST = 75, 1
@@ -45,7 +47,7 @@ def _checked(
     name, value = (variable, text) if given is None else (argument, str(given))
     if not (value.isdecimal() and len(value) < 4 and 1 <= int(value) <= 255):
         raise ValueError(
-            f"{name}={value!r} is no exit code of a failure: give a number from 1 to 255, or "
+            f"{name}={shown(value)} is no exit code of a failure: give a number from 1 to 255, or "
             f"leave it out for {default}."
         )
     return int(value)

@@ -185,7 +185,7 @@ def _check_takes_part(task: Json, kind: Kind) -> None:
 
 def _listed(job: str, value: Json) -> Json:
     """Converts a map from indices to addresses to a list; returns other values as they are."""
-    if not isinstance(value, dict) or not all(map(str.isdecimal, value)):
+    if not isinstance(value, dict) or not all(i.isdecimal() and len(i) < 10 for i in value):
         return value
     if len(value) < 2 or sorted(map(int, value)) != list(range(len(value))):
         raise ClusterError(

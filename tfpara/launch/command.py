@@ -24,7 +24,7 @@ from tfpara import cluster
 from tfpara.cluster import asynchronous as async_cluster
 from tfpara.cluster import engines, rendezvous, secret
 from tfpara.cluster.ports import joined
-from tfpara.elastic.meeting import ADDRESS, NAME
+from tfpara.elastic.meeting import ADDRESS
 from tfpara.elastic.meeting_point import Meeting
 from tfpara.launch import cards
 from tfpara.launch.clusters import LaunchError, local_async_clusters, local_clusters, ports
@@ -230,9 +230,8 @@ def _elastic(
     gpus = _gpus(options, options.workers + options.spares)
 
     def worker(number: int) -> Process:
-        name = f"worker {number}"
-        own = {NAME: name, **gpus[number % len(gpus)]}
-        return Process(name, {**environment, **own}, expendable=True)
+        own = gpus[number % len(gpus)]
+        return Process(f"worker {number}", {**environment, **own}, expendable=True)
 
     def takes_in(killed: bool) -> bool:
         # A mistake in the script, for example, fails before training has begun, and again.

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 from tfpara.cluster import parent, quiet
+from tfpara.elastic.meeting import NAME
 from tfpara.launch import output, signals
 from tfpara.launch.supervisor import (
     SETTLE_SECONDS,
@@ -166,7 +167,7 @@ class Launcher:
         try:
             popen = subprocess.Popen(
                 self._command,
-                env={**process.environment, **parent.variables(reports.writer)},
+                env={**process.environment, NAME: name, **parent.variables(reports.writer)},
                 stdin=subprocess.DEVNULL,
                 stdout=out_end,
                 stderr=err_end,

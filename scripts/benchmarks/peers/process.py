@@ -87,16 +87,6 @@ def peak_memory_bytes() -> int:
     return 1024 * _field("/proc/self/status", "VmHWM:", 0)
 
 
-def resident_bytes() -> int:
-    """Returns the resident memory of this process now; 0 if the system does not tell it."""
-    return 1024 * _field("/proc/self/status", "VmRSS:", 0)
-
-
-def threads() -> int:
-    """Returns the number of this process's threads; 0 if the system does not tell it."""
-    return _field("/proc/self/status", "Threads:", 0)
-
-
 def sent_bytes(options: dict[str, Any]) -> int:
     """Returns the bytes that all processes have sent so far on the measured network interface."""
     return _field("/proc/net/dev", f"{options.get('interface', 'lo')}:", 8)

@@ -6,6 +6,7 @@ They are sent to the real listeners, over real connections, signed with the run'
 import contextlib
 import copy
 import json
+import os
 import random
 import socket
 import threading
@@ -13,9 +14,10 @@ import time
 
 import pytest
 
+from tests.lib import hostile, mutants
 from tests.lib.cluster_of_processes import free_ports
 from tfpara import cluster, version
-from tfpara.cluster import messages, ports, startup, whereabouts
+from tfpara.cluster import messages, parent, ports, startup, whereabouts
 from tfpara.cluster.asynchronous import AsyncCluster
 from tfpara.elastic.meeting import Line, MeetingError
 from tfpara.elastic.meeting_point import Meeting
@@ -293,3 +295,46 @@ def test_a_start_names_what_is_wrong_or_goes_on():
                 speak(addresses[0], "start", [mutated(hello, draw)])
         thread.join()
         assert ends
+
+
+def test_of_bytes_that_were_changed_no_message_comes_and_none_that_was_not_sent():
+    """Somebody in the middle changes what one end has sent; the greeting, too."""
+    said = [{"met": 1, "report": {"x": [1.5, None]}}, {"ready": 1}, {"done": True}]
+    whole = 0
+    for seed in range(mutants.count(200)):
+        (near, far), (inner, outer) = socket.socketpair(), socket.socketpair()
+        with far, inner:
+            caller = messages.Channel(near, OURS, "meeting", caller=True)
+            called = messages.Channel(outer, OURS, "meeting", caller=False)
+            far.sendall(inner.recv(1000))
+            for message in said:
+                caller.send(**message)
+            caller.receive()
+            sent = far.recv(100_000)
+            (case,) = mutants.of_bytes(sent, seed, 1)
+            with hostile.watched(len(case)):
+                inner.setblocking(False)
+                with contextlib.suppress(BlockingIOError):
+                    inner.sendall(case)
+                inner.shutdown(socket.SHUT_WR)
+                heard = called.receive()
+                called.receive()
+            assert heard == said[: len(heard)] and (heard != said or case.startswith(sent))
+            assert called.closed
+            whole += heard == said
+            for channel in (caller, called):
+                channel.close()
+    assert whole < mutants.count(200) // 4
+
+
+def test_reports_of_anything_are_none_or_what_they_say():
+    told = json.dumps({"because": ["worker 1"], "at": 7.5}).encode() + b"\n"
+    told += json.dumps({"saves": True}).encode() + b"\n"
+    for case in mutants.of_bytes(told, 3, mutants.count(200)):
+        reports = parent.Reports()
+        with contextlib.suppress(BlockingIOError), hostile.watched(len(case)):
+            for at in range(0, len(case), 60_000):
+                os.write(reports.writer, case[at : at + 60_000])
+                assert isinstance(reports.read(), dict)
+        os.close(reports.writer)
+        reports.close()

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.lib import mutants, record
+from tests.lib import hostile, mutants, record
 from tfpara import files
 from tfpara.elastic.plan import Plan, begin
 
@@ -40,8 +40,8 @@ def test_a_record_of_anything_is_refused_by_file_and_line_or_can_be_replayed(tmp
     plan = Plan(0, (0, 2), ((0, 2, 4), ()), (1, 3, 5), 6)
     second = line(2, 0, plan, took_over=[2], late=[0, 3])
     path = tmp_path / "generations.jsonl"
-    cases = [*mutants.of_bytes(f"{line()}\n{second}\n".encode(), 1, 300)]
-    for told in mutants.of_json(json.loads(second), 2, 500):
+    cases = [*mutants.of_bytes(f"{line()}\n{second}\n".encode(), 1, mutants.count(300))]
+    for told in mutants.of_json(json.loads(second), 2, mutants.count(500)):
         cases.append(line().encode() + b"\n" + mutants.text(told))
     packed = {**begin(0, [0, 1]).state(), "owed": [[[1], 2, 10**9]], "first": 10**10}
     cases.append(f"{line()}\n{json.dumps(json.loads(line(2)) | {'plan': packed})}\n".encode())
@@ -49,7 +49,8 @@ def test_a_record_of_anything_is_refused_by_file_and_line_or_can_be_replayed(tmp
     for case in cases:
         path.write_bytes(case)
         try:
-            generations = record.read(path)
+            with hostile.watched(len(case)):
+                generations = record.read(path)
         except ValueError as error:
             assert str(path) in str(error) and len(str(error)) < 1000
             continue
@@ -57,7 +58,7 @@ def test_a_record_of_anything_is_refused_by_file_and_line_or_can_be_replayed(tmp
         units = [unit for row in rows for unit in row.units if unit is not None]
         assert len(set(units)) == len(units) and set(units) <= set(range(10)), case
         replayed += 1
-    assert 0 < replayed < 400
+    assert 0 < replayed < len(cases) // 2
 
 
 def test_lines_are_added_to_the_record_itself_and_not_through_a_link(tmp_path):

@@ -161,7 +161,7 @@ def test_a_record_does_not_lead_out_of_the_directory(tmp_path):
     recorded = (run_dir / "files.txt").read_text()
     for name in ("../precious", ".", str(tmp_path / "precious")):
         (run_dir / "files.txt").write_text(f"{recorded}{name}\n")
-        with pytest.raises(ValueError, match=f"names {re.escape(name)}, which is not in"):
+        with pytest.raises(ValueError, match=f"names {re.escape(repr(name))}, which is not in"):
             begin(run_dir, start_over=True)
     assert (tmp_path / "precious").is_file()
 

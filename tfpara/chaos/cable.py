@@ -1,0 +1,133 @@
+"""A cut between one process and the others of a run, on the sockets that they have.
+
+The kernel drops what arrives at a socket that has a filter which takes nothing (socket(7),
+SO_ATTACH_FILTER), so the sender gets no acknowledgement and sends again, as on a cut cable. A
+process may have the sockets of its own descendants by pidfd_getfd(2). No namespace is needed, and
+no root.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import os
+import socket
+import struct
+import subprocess
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+_PIDFD_GETFD = 438  # the number of the system call on all architectures
+_ATTACH, _DETACH = 26, 27  # SO_ATTACH_FILTER, SO_DETACH_FILTER
+_RETURN = 6  # BPF_RET | BPF_K: of 0 bytes
+_TCP_INFO, _RETRANSMITTED = 11, 8 + 4 * 23  # struct tcp_info: the place of tcpi_total_retrans
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_Connection = tuple[str, str]
+
+
+def need() -> str:
+    """Returns what is missing for a cut; "" where nothing is."""
+    if not Path("/proc/net/tcp").exists():
+        return "Linux with /proc/net/tcp"
+    with subprocess.Popen(["sleep", "60"]) as child:
+        try:
+            os.close(_descriptor_of(child.pid, 0))
+        except OSError as error:
+            why = os.strerror(error.errno or 0)
+            return f"pidfd_getfd(2) of Linux 5.6, which says {why!r} here (CAP_SYS_PTRACE gives it)"
+        finally:
+            child.kill()
+    return ""
+
+
+class Cut:
+    """A cut around a process; `again` cuts what was connected since.
+
+    Args:
+        pid: the process.
+        others: the processes to which its connections are cut.
+    """
+
+    def __init__(self, pid: int, others: Iterable[int]) -> None:
+        self._pid, self._others = pid, [other for other in others if other != pid]
+        self._cut: dict[str, socket.socket] = {}  # by the number of the socket
+
+    @property
+    def sockets(self) -> int:
+        """The number of sockets that are cut."""
+        return len(self._cut)
+
+    def again(self) -> None:
+        """Cuts all connections that there are now, and those that listen for more."""
+        table = dict(_connections(self._pid))
+        own = dict(_sockets(self._pid))
+        within = {table[number] for number in own if number in table}
+        # What a process says to itself needs no cable.
+        outward = {(here, there) for here, there in within if (there, here) not in within}
+        for number, descriptor in own.items():
+            if table.get(number) in outward:
+                self._attach(self._pid, number, descriptor)
+        for other in self._others:
+            for number, descriptor in _sockets(other):
+                here, there = table.get(number, ("", ""))
+                if (there, here) in outward:
+                    self._attach(other, number, descriptor)
+
+    def retransmitted(self) -> int:
+        """Returns how many packets were sent again on the connections since they were made."""
+        told = (each.getsockopt(socket.IPPROTO_TCP, _TCP_INFO, 192) for each in self._cut.values())
+        return sum(struct.unpack_from("I", info, _RETRANSMITTED)[0] for info in told)
+
+    def mend(self) -> None:
+        """Lets all through again."""
+        for each in self._cut.values():
+            with contextlib.suppress(OSError):
+                each.setsockopt(socket.SOL_SOCKET, _DETACH, 0)
+            each.close()
+        self._cut = {}
+
+    def _attach(self, pid: int, number: str, descriptor: int) -> None:
+        if number in self._cut:
+            return
+        with contextlib.suppress(OSError):  # it may have been closed meanwhile
+            copy = socket.socket(fileno=_descriptor_of(pid, descriptor))
+            program = ctypes.create_string_buffer(struct.pack("HBBI", _RETURN, 0, 0, 0))
+            filter_ = struct.pack("HL", 1, ctypes.addressof(program))
+            copy.setsockopt(socket.SOL_SOCKET, _ATTACH, filter_)
+            self._cut[number] = copy
+
+
+def _descriptor_of(pid: int, descriptor: int) -> int:
+    """Returns a copy of a descriptor that another process has."""
+    if not hasattr(os, "pidfd_open"):
+        raise OSError(errno.ENOSYS, "")
+    process = os.pidfd_open(pid)
+    try:
+        copy = _LIBC.syscall(_PIDFD_GETFD, process, descriptor, 0)
+    finally:
+        os.close(process)
+    if copy < 0:
+        raise OSError(ctypes.get_errno(), "")
+    return int(copy)
+
+
+def _sockets(pid: int) -> Iterator[tuple[str, int]]:
+    """Yields the number and the descriptor of each socket of a process."""
+    with contextlib.suppress(OSError):
+        for name in os.listdir(f"/proc/{pid}/fd"):
+            with contextlib.suppress(OSError):
+                found = os.readlink(f"/proc/{pid}/fd/{name}")
+                if found.startswith("socket:["):
+                    yield found[8:-1], int(name)
+
+
+def _connections(pid: int) -> Iterator[tuple[str, _Connection]]:
+    """Yields the number of each TCP socket that a process can see, and its two addresses."""
+    for name in ("tcp", "tcp6"):
+        with contextlib.suppress(OSError):
+            for line in Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:]:
+                words = line.split()
+                # An IPv4 address is the end of the IPv6 one that stands for it.
+                here, there = (word[-13:] for word in words[1:3])
+                yield words[9], (here, there)

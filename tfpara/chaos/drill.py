@@ -1,0 +1,227 @@
+"""A run of a command in which faults are made."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tfpara.chaos import faults, processes, report
+
+PROGRESS = "TFPARA_CHAOS_PROGRESS"  # the variable that names the file of a script's progress
+# Where the library says in its output where it is: a name, and words of that line.
+POINTS = {
+    "begin": " replicas",
+    "join": "joins a run that is under way",
+    "loss": "is lost",
+    "come": "has come: ",
+    "restart": "; restart ",
+}
+_POLL_SECONDS = 0.2
+_SAMPLE_SECONDS = 2.0
+_AGAIN_SECONDS = 1.0  # between the end of the command and its next start
+
+
+class Plan(NamedTuple):
+    """What faults are made when.
+
+    Attributes:
+        kinds: of faults, to draw from; none for a quiet run.
+        every: mean seconds between two; each wait is drawn from half of it to one and a half.
+        until: seconds from the begin of training, after which there are no more.
+        lasting: seconds of a fault that has an end.
+        points: names of `POINTS`, at each of which there is one more fault after each timed one.
+        seed: of all that is drawn.
+        checkpoints: the folder of the run's checkpoints, if it was told.
+        starts: most starts of the command.
+    """
+
+    kinds: Sequence[str] = ()
+    every: float = 30.0
+    until: float = float("inf")
+    lasting: float = 8.0
+    points: Sequence[str] = ()
+    seed: int = 0
+    checkpoints: Path | None = None
+    starts: int = 20
+
+
+class Drill:
+    """Runs a command to its end, and makes faults in it.
+
+    A command that fails after a fault is started again, as an engine does.
+
+    Args:
+        command: the launcher and its arguments.
+        plan: the faults.
+    """
+
+    def __init__(self, command: Sequence[str], plan: Plan) -> None:
+        self._command, self._plan = command, plan
+        self._draw = random.Random(plan.seed)
+        self._lines: list[report.Line] = []
+        self._made: list[report.Made] = []
+        self._missed: list[report.Made] = []
+        self._samples: list[report.Sample] = []
+        self._seen: queue.SimpleQueue[str] = queue.SimpleQueue()  # points
+        self._open = set(plan.points)  # where the next such line is a place for a fault
+        self._begin = time.monotonic()
+        self._due: float | None = None
+        self._process: subprocess.Popen[str] | None = None
+
+    def run(self) -> report.Run:
+        """Runs the command; returns what was seen."""
+        with tempfile.TemporaryDirectory(prefix="tfpara-chaos-") as folder:
+            progress, starts, code = Path(folder) / "progress", 0, 1
+            over = threading.Event()
+            watch = threading.Thread(target=self._sample, args=(over,), daemon=True)
+            watch.start()
+            try:
+                while code and starts < self._plan.starts:
+                    starts, before = starts + 1, len(self._made)
+                    code = self._once(progress)
+                    if code and len(self._made) == before:
+                        break  # it has not failed because of a fault
+                    if code:
+                        say(f"the command has ended with {code}; it is started again")
+                        time.sleep(_AGAIN_SECONDS)
+            finally:
+                over.set()
+                watch.join()
+            steps, told = self._progress(progress)
+        lines = [line._replace(time=line.time - self._begin) for line in self._lines]
+        return report.Run(
+            time.monotonic() - self._begin, code, starts, lines, self._made, self._missed, steps,
+            self._samples, told,
+        )  # fmt: skip
+
+    def _once(self, progress: Path) -> int:
+        process = subprocess.Popen(
+            self._command,
+            env={**os.environ, PROGRESS: str(progress)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+        )
+        self._process = process
+        reader = threading.Thread(target=self._read, args=(process,), daemon=True)
+        reader.start()
+        try:
+            while process.poll() is None:
+                self._look(process.pid, progress)
+            reader.join()
+        finally:
+            if process.poll() is None:  # it ends its workers
+                process.send_signal(signal.SIGTERM)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(30.0)
+                process.kill()
+        return process.wait()
+
+    def _read(self, process: subprocess.Popen[str]) -> None:
+        assert process.stdout is not None
+        for text in process.stdout:
+            self._lines.append(report.Line(time.monotonic(), text))
+            with contextlib.suppress(OSError):
+                sys.stdout.write(text)
+                sys.stdout.flush()
+            for point in self._plan.points:
+                if POINTS[point] in text:
+                    self._seen.put(point)
+
+    def _look(self, launcher: int, progress: Path) -> None:
+        """Makes a fault where one is due, or a point has come."""
+        point = ""
+        with contextlib.suppress(queue.Empty):
+            point = self._seen.get(timeout=_POLL_SECONDS)
+        now = time.monotonic() - self._begin
+        if self._due is None:
+            if not self._plan.kinds or not self._has_begun(progress):
+                return
+            self._due = now + self._wait()
+        if now > self._plan.until:
+            return
+        if point in self._open:
+            self._open.discard(point)
+            self._make(launcher, progress, point)
+        elif now >= self._due:
+            self._open = set(self._plan.points)
+            self._make(launcher, progress)
+            self._due = (
+                max(self._due, time.monotonic() - self._begin - self._plan.every) + self._wait()
+            )
+
+    def _has_begun(self, progress: Path) -> bool:
+        return progress.exists() or any(POINTS["begin"] in line.text for line in self._lines)
+
+    def _wait(self) -> float:
+        return self._plan.every * self._draw.uniform(0.5, 1.5)
+
+    def _make(self, launcher: int, progress: Path, point: str = "") -> None:
+        kind = self._draw.choice(list(self._plan.kinds))
+        workers = processes.workers(launcher)
+        trains = {line.get("pid") for line in _told(progress)}
+        workers = [each for each in workers if each.pid in trains] if trains else workers
+        scene = faults.Scene(
+            launcher, workers, self._draw, self._plan.lasting, self._plan.checkpoints
+        )
+        began = time.monotonic() - self._begin
+        made, seen = self._made, ""
+        try:
+            if len(workers) < 2 and kind not in ("corrupt", "disk_full"):
+                raise faults.Missed("no other worker trains, which could go on")
+            seen = faults.FAULTS[kind].make(scene)
+        except faults.Missed as missed:
+            made, seen = self._missed, str(missed)
+        at = f" at {point!r}" if point else ""
+        say(f"{began:.1f} s: {kind}{at}: {'not made: ' if made is self._missed else ''}{seen}")
+        made.append(report.Made(kind, began, time.monotonic() - self._begin, seen, point))
+
+    def _sample(self, over: threading.Event) -> None:
+        while not over.wait(_SAMPLE_SECONDS):
+            process = self._process
+            if process is None or process.poll() is not None:
+                continue
+            launcher = processes.Worker(process.pid, "launcher")
+            for worker in [launcher, *processes.workers(process.pid)]:
+                size = processes.size(worker.pid)
+                if size is not None:
+                    at = time.monotonic() - self._begin
+                    self._samples.append(report.Sample(at, worker.name, worker.pid, size))
+
+    def _progress(self, progress: Path) -> tuple[list[report.Step], dict[str, Any]]:
+        steps, told = [], {}
+        for line in _told(progress):
+            match line:
+                case {"time": int() | float() as at, "done": int() | float() as done}:
+                    steps.append(report.Step(at - self._begin, done))
+                case {"minibatches": dict() as minibatches}:
+                    told = minibatches
+        return sorted(steps), told
+
+
+def say(text: str) -> None:
+    """Prints a line of the program's own."""
+    print(f"tfpara-chaos: {text}", flush=True)
+
+
+def _told(progress: Path) -> list[dict[str, Any]]:
+    found = []
+    with contextlib.suppress(OSError):
+        for line in progress.read_text(errors="replace").splitlines():
+            with contextlib.suppress(ValueError):
+                told = json.loads(line)
+                found += [told] if isinstance(told, dict) else []
+    return found

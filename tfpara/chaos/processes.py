@@ -1,0 +1,84 @@
+"""The processes of a run, as /proc has them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from tfpara.elastic.meeting import NAME
+
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+
+
+class Worker(NamedTuple):
+    """A process that a launcher has started: its id, and its name in messages."""
+
+    pid: int
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.name} (process {self.pid})"
+
+
+class Size(NamedTuple):
+    """What a process has: bytes of memory, open descriptors, threads."""
+
+    bytes: int
+    descriptors: int
+    threads: int
+
+
+def tree(root: int) -> Iterator[int]:
+    """Yields a process and all that descend from it."""
+    yield root
+    with contextlib.suppress(OSError):
+        for task in os.listdir(f"/proc/{root}/task"):
+            with contextlib.suppress(OSError):
+                for child in Path(f"/proc/{root}/task/{task}/children").read_text().split():
+                    yield from tree(int(child))
+
+
+def workers(root: int) -> list[Worker]:
+    """Returns the processes that the launcher `root` has started, and that run."""
+    found = []
+    for pid in tree(root):
+        named = _name(pid)
+        if named and state(pid) not in ("", "Z", "X"):
+            found.append(Worker(pid, named))
+    # The children of a worker have its environment; the first of a name is the worker.
+    return list({worker.name: worker for worker in reversed(found)}.values())[::-1]
+
+
+def state(pid: int) -> str:
+    """Returns the letter of a process' state ("T": stopped), "" where there is no such process."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return ""
+
+
+def has_ended(pid: int) -> bool:
+    """Returns whether a process is gone, or waits to be reaped."""
+    return state(pid) in ("", "Z", "X")
+
+
+def size(pid: int) -> Size | None:
+    """Returns what a process has now; None where it is gone."""
+    try:
+        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+        descriptors = len(os.listdir(f"/proc/{pid}/fd"))
+        return Size(pages * _PAGE, descriptors, len(os.listdir(f"/proc/{pid}/task")))
+    except (OSError, IndexError):
+        return None
+
+
+def _name(pid: int) -> str:
+    """Returns the name that a launcher has given a process; "" where none has started it."""
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+            if line.startswith(f"{NAME}=".encode()):
+                return line.partition(b"=")[2].decode(errors="replace")
+    return ""
