@@ -44,8 +44,11 @@ class RBM:
         hidden: the number of hidden units, which are Bernoulli.
         visible_kind: "gaussian" (of unit variance) or "bernoulli".
         seed: two numbers, which determine all random numbers.
-        learning_rate, momentum, momentum_minibatches, weight_decay, initial_stddev: as in
-            `tfpara.pretraining.pretrain`.
+        learning_rate: as in `tfpara.pretraining.pretrain`, and so are the others.
+        momentum: in the end.
+        momentum_minibatches: minibatches until then.
+        weight_decay: of the weights.
+        initial_stddev: of the weights' initial values.
     """
 
     def __init__(

@@ -1,0 +1,24 @@
+"""Docstrings as the site shows them: an extension of Griffe, which reads them (mkdocs.yml)."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import griffe
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from scripts.docs import equations
+
+
+class Docstrings(griffe.Extension):
+    """Has equations set, pages linked, and examples shown as code, as Griffe does of `Examples:`."""
+
+    def on_instance(self, *, obj: griffe.Object, **_: Any) -> None:
+        """Changes the docstring of an object."""
+        if obj.docstring:
+            text = equations.docstring(obj.docstring.value)
+            text = re.sub(r"(?m)^Example:$", "Examples:", text)
+            obj.docstring.value = re.sub(r"\bdocs/([\w/]+)\.md\b", r"[\1](../\1.html)", text)
