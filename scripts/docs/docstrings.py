@@ -21,4 +21,4 @@ class Docstrings(griffe.Extension):
         if obj.docstring:
             text = equations.docstring(obj.docstring.value)
             text = re.sub(r"(?m)^Example:$", "Examples:", text)
-            obj.docstring.value = re.sub(r"\bdocs/([\w/]+)\.md\b", r"[\1](../\1.html)", text)
+            obj.docstring.value = re.sub(r"\bdocs/([\w/]+)\.md\b", r"[\1](../\1.md)", text)
