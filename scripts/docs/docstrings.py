@@ -14,11 +14,12 @@ from scripts.docs import equations
 
 
 class Docstrings(griffe.Extension):
-    """Has equations set, pages linked, and examples shown as code, as Griffe does of `Examples:`."""
+    """Has equations set, pages linked, and examples shown as code."""
 
     def on_instance(self, *, obj: griffe.Object, **_: Any) -> None:
         """Changes the docstring of an object."""
         if obj.docstring:
             text = equations.docstring(obj.docstring.value)
+            # What is under `Examples:` Griffe shows as code.
             text = re.sub(r"(?m)^Example:$", "Examples:", text)
             obj.docstring.value = re.sub(r"\bdocs/([\w/]+)\.md\b", r"[\1](../\1.md)", text)

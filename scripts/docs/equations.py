@@ -44,9 +44,13 @@ def typeset(line: str) -> str:
 
 def _is_symbol(word: str, before: str, after: str) -> bool:
     letters = re.sub("[\u0300-\u036f]", "", word)
-    if before.endswith("'") or (word == "a" and re.match(" [a-z]{2}", after)):  # block's; an article
+    if before.endswith("'") or (
+        word == "a" and re.match(" [a-z]{2}", after)
+    ):  # block's; an article
         return False
-    return (len(letters) == 1 and letters.isalpha()) or any("Α" <= c <= "ω" or c == "ᵀ" for c in letters)
+    return (len(letters) == 1 and letters.isalpha()) or any(
+        "Α" <= c <= "ω" or c == "ᵀ" for c in letters
+    )
 
 
 def fence(source: str, *_: Any, **__: Any) -> str:

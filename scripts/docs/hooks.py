@@ -72,7 +72,9 @@ def _there(nav: Any) -> Any:
         return [
             _there(entry)
             for entry in nav
-            if not isinstance(entry, str) or entry not in PLANNED or (ROOT / "docs" / entry).exists()
+            if not isinstance(entry, str)
+            or entry not in PLANNED
+            or (ROOT / "docs" / entry).exists()
         ]
     return nav
 

@@ -21,8 +21,10 @@ from tfpara.cluster import exit_codes
 ROOT = Path(__file__).resolve().parents[2]
 _WORDS = 4  # a text of fewer is no message
 # Calls that print, by their names; what raises ends with one of _RAISES.
-_PRINTS = {"print": "printed", "tell": "note", "note": "note", "say": "printed", "warn": "warning",
-           "warning": "log", "error": "log", "info": "log", "add_note": "added to an error"}  # fmt: skip
+_PRINTS = {
+    "print": "printed", "say": "printed", "tell": "note", "note": "note", "warn": "warning",
+    "warning": "log", "error": "log", "info": "log", "add_note": "added to an error",
+}  # fmt: skip
 _RAISES = ("Error", "Exception", "Preempted", "Exit")
 _HELP = {"help", "description", "epilog", "usage"}  # what argparse prints is in the help texts
 
@@ -89,7 +91,7 @@ def messages_by_module() -> str:
 
 
 def messages() -> Iterator[Message]:
-    """Every text of four words or more that the library may show, with "…" for what is filled in."""
+    """Every text of four words or more that may be shown, with "…" for what is filled in."""
     for path in sorted((ROOT / "tfpara").rglob("*.py")):
         module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
         seen: set[str] = set()
