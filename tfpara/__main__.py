@@ -1,4 +1,4 @@
-"""`python -m tfpara`, which prints versions, commands and environment variables. It does not import TensorFlow."""
+"""`python -m tfpara`: versions, commands and environment variables, without TensorFlow."""
 
 from __future__ import annotations
 

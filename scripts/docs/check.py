@@ -1,8 +1,8 @@
 """Checks the built site: python -m scripts.docs.check SITE
 
-Every link within it leads to a page, and to a section of it; nothing is loaded from elsewhere. Where
-there is a Chromium, all pages are opened in it: they load, their pictures show, the search finds, and
-the console has no error. Links to other sites are not followed.
+Every link within it leads to a page, and to a section of it; nothing is loaded from elsewhere.
+Where there is a Chromium, all pages are opened in it: they load, their pictures show, the search
+finds, and the console has no error. Links to other sites are not followed.
 """
 
 from __future__ import annotations

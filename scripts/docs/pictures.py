@@ -152,7 +152,7 @@ def batch() -> Figure:
 
 
 def _loss_steps(weights: Any, best: Any, steps: int, rate: float = 0.14) -> list[Any]:
-    """Plain SGD on ½ (w − best)ᵀ H (w − best): the data of one replica have their own best point."""
+    """Plain SGD on ½ (w − best)ᵀ H (w − best): each replica's data have a best point."""
     curvature = np.array([1.0, 0.35])
     path = [weights]
     for _ in range(steps):
@@ -328,8 +328,8 @@ def sharded() -> Figure:
     texts = (
         "Each replica keeps the whole global model,\nits momentum and averages.\n"
         "A sync is one all-reduce of the mean.",
-        "Each replica keeps a quarter of them.\nA sync sends each owner its part (reduce-scatter),\n"
-        "then every part to all (all-gather).",
+        "Each replica keeps a quarter of them.\nA sync sends each owner its part "
+        "(reduce-scatter),\nthen every part to all (all-gather).",
     )
     for side, text in enumerate(texts):
         axes.text(0.6 + side * 20.2, 6.2, text, va="center", fontsize=SMALLEST, linespacing=1.4)
@@ -393,7 +393,7 @@ def servers() -> Figure:
 
 def elastic() -> Figure:
     """A worker is lost, the others regroup, and it comes back."""
-    figure, axes = _canvas(3.7, 46, 10.6)
+    figure, axes = _canvas(3.9, 46, 11.2)
     _title(axes, 0.4, 0.5, "elastic=tfpara.Elastic(): worker 2 is killed, and started again")
     regroup, join = 19.0, 36.0
     for worker in range(3):
@@ -428,11 +428,12 @@ def elastic() -> Figure:
     ):
         axes.text(x, 1.45, text, va="center", fontsize=SMALLEST)
     note = (
-        "The sync with the lost worker fails as a whole; the others meet and repeat it. What worker\n"
-        "2 had trained since its last sync is dealt out again. Later it takes another one's state."
+        "The sync with the lost worker fails as a whole; the others meet and repeat it. What\n"
+        "worker 2 had trained since its last sync is dealt out again. Later it takes the state\n"
+        "of another one."
     )
-    axes.text(0.4, 8.1, note, va="center", fontsize=SMALLEST, linespacing=1.4)
-    _key(axes, 0.4, 9.9, [(STEP, "local steps"), (SYNC, "sync"), (WAIT, "meeting, start")], 9.0)
+    axes.text(0.4, 8.3, note, va="center", fontsize=SMALLEST, linespacing=1.4)
+    _key(axes, 0.4, 10.5, [(STEP, "local steps"), (SYNC, "sync"), (WAIT, "meeting, start")], 9.0)
     return figure
 
 
@@ -555,21 +556,8 @@ def link() -> Figure:
 
 PICTURES: dict[str, Callable[[], Figure]] = {
     each.__name__: each
-    for each in (
-        block,
-        batch,
-        rules,
-        momentum,
-        together,
-        overlap,
-        sharded,
-        levels,
-        servers,
-        elastic,
-        error,
-        link,
-    )  # fmt: skip
-}
+    for each in (block, batch, rules, momentum, together, overlap, sharded, levels)
+} | {each.__name__: each for each in (servers, elastic, error, link)}
 
 
 def main(names: Sequence[str]) -> int:

@@ -19,7 +19,7 @@ from tfpara.__main__ import VARIABLES
 from tfpara.cluster import exit_codes
 
 ROOT = Path(__file__).resolve().parents[2]
-_WORDS = 4  # a text of fewer is no message
+_WORDS = 3  # of small letters; a text of fewer is no message
 # Calls that print, by their names; what raises ends with one of _RAISES.
 _PRINTS = {
     "print": "printed", "say": "printed", "tell": "note", "note": "note", "warn": "warning",
@@ -41,7 +41,7 @@ def made(words: str) -> str:
     """Returns the Markdown of what a page asks for: the name of a function here, and arguments."""
     name, *arguments = words.split()
     makers = {
-        "help": help_of, "module": docstring_of, "environment": environment,
+        "help": help_of, "docstring": docstring_of, "environment": environment,
         "exit-codes": codes, "messages": messages_by_module,
     }  # fmt: skip
     if name not in makers:
@@ -49,20 +49,19 @@ def made(words: str) -> str:
     return makers[name](*arguments)
 
 
-def help_of(module: str) -> str:
-    """What `python -m MODULE --help` prints."""
+def help_of(path: str) -> str:
+    """What a program of the library prints for --help; its path is that of its module."""
     environ = {**os.environ, "COLUMNS": "88", "PYTHONPATH": str(ROOT), "NO_COLOR": "1"}
-    command = [sys.executable, "-m", module, "--help"]
+    command = [sys.executable, "-m", path.replace("/", "."), "--help"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environ)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)} fails:\n{done.stderr}")
     return f"```text\n{done.stdout.strip()}\n```"
 
 
-def docstring_of(module: str) -> str:
-    """The docstring of a module, as it stands."""
-    place = ROOT / Path(*module.split(".")).with_suffix(".py")
-    return f"```text\n{ast.get_docstring(ast.parse(place.read_text()))}\n```"
+def docstring_of(path: str) -> str:
+    """The docstring of a file, as it stands."""
+    return f"```text\n{ast.get_docstring(ast.parse((ROOT / path).read_text()))}\n```"
 
 
 def environment() -> str:
@@ -91,13 +90,15 @@ def messages_by_module() -> str:
 
 
 def messages() -> Iterator[Message]:
-    """Every text of four words or more that may be shown, with "…" for what is filled in."""
+    """Every text of some words that may be shown, with "…" for what is filled in."""
     for path in sorted((ROOT / "tfpara").rglob("*.py")):
+        if path.name == "__main__.py":
+            continue  # prints its help alone
         module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
         seen: set[str] = set()
         for kind, text in _texts(ast.parse(path.read_text()), ""):
             text = " ".join(text.split())
-            if text not in seen and len(re.findall(r"[^\W\d_]{2,}", text)) >= _WORDS:
+            if text not in seen and len(re.findall(r"(?:^| )[a-z]+(?= |$)", text)) >= _WORDS:
                 seen.add(text)
                 yield Message(module.removesuffix(".__init__"), kind, text)
 

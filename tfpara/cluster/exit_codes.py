@@ -21,9 +21,10 @@ MEANINGS = {
     2: "`tfpara-launch`, `tfpara-meet` or `tfpara-plan` was started with wrong arguments, or could "
     "not start anything",
     INTERRUPTED: "Ctrl-C",
-    "128 + N": "signal N ended the process: 137 is SIGKILL (often the kernel, for memory), 143 SIGTERM",
-    f"{_RESTART}, or {RESTART_VARIABLE}": "the program was asked to end (SIGTERM) and has written a "
-    "checkpoint: start it again",
+    "128 + N": "signal N ended the process: 137 is SIGKILL (by the kernel, if memory ran out), 143 "
+    "SIGTERM",
+    f"{_RESTART}, or {RESTART_VARIABLE}": "the program was asked to end (SIGTERM) and has written "
+    "a checkpoint: start it again",
     f"{_LOST}, or {LOST_VARIABLE}": "another worker was lost, or was silent for too long",
 }
 

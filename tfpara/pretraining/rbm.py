@@ -26,8 +26,11 @@ LARGEST_BIAS = 8.0
 class Statistics(NamedTuple):
     """The estimate by CD-1 of the gradient of the log-likelihood, as means over a minibatch.
 
-    kernel: [visible, hidden]. visible_bias: [visible]. hidden_bias: [hidden]. error: mean squared
-    reconstruction error of a visible unit.
+    Attributes:
+        kernel: [visible, hidden].
+        visible_bias: [visible].
+        hidden_bias: [hidden].
+        error: mean squared reconstruction error of a visible unit.
     """
 
     kernel: tf.Tensor

@@ -7,8 +7,10 @@ import inspect
 import re
 from pathlib import Path
 
+import keras
 import pytest
 
+import tfpara
 from scripts.docs import equations, reference
 from tfpara.__main__ import VARIABLES
 
@@ -56,7 +58,7 @@ def test_every_argument_has_a_text(name):
     arguments = [
         parameter.name
         for parameter in inspect.signature(function).parameters.values()
-        if parameter.name != "unnamed"  # which is there to be refused
+        if parameter.name != "unnamed" and not parameter.name.startswith("_")  # not for users
     ]
     text = inspect.getdoc(function) or ""
     said = re.findall(r"^    \*{0,2}(\w+): ", text, re.M)
@@ -72,7 +74,8 @@ def test_every_argument_has_a_text(name):
     ],
 )
 def test_examples_in_docstrings(module):
-    done = doctest.testmod(importlib.import_module(module))
+    names = {"tfpara": tfpara, "keras": keras}
+    done = doctest.testmod(importlib.import_module(module), extraglobs=names)
     assert done.failed == 0
     assert done.attempted > 0
 
@@ -106,15 +109,15 @@ def test_messages_are_found_with_the_error_that_they_are_of():
 
 
 def test_what_a_page_asks_for_must_be_known():
-    with pytest.raises(ValueError, match="made: nothing: there are help, module"):
+    with pytest.raises(ValueError, match="made: nothing: there are help, docstring"):
         reference.made("nothing")
 
 
 @pytest.mark.quick
 def test_help_is_that_of_the_program():
-    assert "--sync_periods" in reference.made("help tfpara.plan")
+    assert "--sync_periods" in reference.made("help tfpara/plan")
     with pytest.raises(RuntimeError, match=r"tfpara\.nothing --help fails"):
-        reference.made("help tfpara.nothing")
+        reference.made("help tfpara/nothing")
 
 
 def test_equations_are_set():

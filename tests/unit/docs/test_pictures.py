@@ -31,7 +31,7 @@ def test_text_is_large_enough_where_a_picture_is_as_wide_as_a_page(path):
     assert path.stem in pictures.PICTURES
     root = ElementTree.fromstring(path.read_text())
     width = float(root.get("viewBox").split()[2])
-    sizes = [float(size) for size in re.findall(r"font: (?:\w+ )*([\d.]+)px", path.read_text())]
+    sizes = [float(size) for size in re.findall(r"font-size: ([\d.]+)px", path.read_text())]
     assert min(sizes) * 690 / width >= 11
     pages = (ROOT / "docs").rglob("*.md")
     assert any(f"pictures/{path.name})" in page.read_text() for page in pages)
