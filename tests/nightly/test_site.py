@@ -1,5 +1,6 @@
 """The site as scripts/docs.sh builds it, its links, and its pages in a browser."""
 
+import os
 import shutil
 import subprocess
 import sys
@@ -17,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def site(tmp_path_factory):
     folder = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", folder]
-    subprocess.run(command, cwd=ROOT, check=True, env={"PYTHONPATH": str(ROOT)})
+    subprocess.run(command, cwd=ROOT, check=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
     return folder
 
 
