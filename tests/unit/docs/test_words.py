@@ -1,4 +1,4 @@
-"""Pages of the concepts and the reference say what they are for, and are short enough to be read."""
+"""Pages of concepts and of the reference say what they are for, and are short enough to read."""
 
 import re
 from pathlib import Path
