@@ -4,7 +4,7 @@
 #   scripts/test.sh [--fast | --all] [--stack=full|latest] [--venv=DIR] [pytest arguments]
 #
 # full (default): TensorFlow 2.17 with tensorflow-io, and Horovod, which scripts/install_horovod.sh
-# builds (g++, make and cmake are needed); formatting, lint, types and tests.
+# builds (g++, make and cmake are needed); formatting, lint, types, the site of the pages, and tests.
 # latest: the latest TensorFlow, without Horovod; the tests of what depends on TensorFlow's version.
 # --all: also the tests of tests/nightly, and those that are marked so.
 # --fast: at most three minutes; the tests of tests/unit, and a few that are marked "quick". Does not
@@ -34,7 +34,7 @@ while [ $# -gt 0 ]; do
   shift
 done
 case $stack in
-  full) extras=test,speech,plot,io ;;
+  full) extras=test,speech,plot,io,docs ;;
   latest) extras=test,speech,plot ;;
   *) fail "--stack=$stack: there are full and latest" ;;
 esac
@@ -77,6 +77,9 @@ if [ "$stack" = full ]; then
   export TFPARA_TEST_GRAPPLER=0
   check "Lint (ruff check)" "$venv/bin/ruff" check .
   check "Format (ruff format)" "$venv/bin/ruff" format --check .
+  if [ -z "$fast" ]; then
+    check "Pages (scripts/docs.sh)" scripts/docs.sh --venv="$venv" --out="$venv/site"
+  fi
   # Beside the tests, some of which wait for time-outs; what it says comes after theirs.
   types=$(mktemp)
   "$venv/bin/mypy" >"$types" 2>&1 &

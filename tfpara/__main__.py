@@ -1,4 +1,4 @@
-"""`python -m tfpara`, which prints versions and commands. It does not import TensorFlow."""
+"""`python -m tfpara`: versions, commands and environment variables, without TensorFlow."""
 
 from __future__ import annotations
 
@@ -23,7 +23,25 @@ Faults in a run of yours, and what each has cost:
 Which sync period a link needs:
   tfpara-plan --step_ms=110 --model_mb=50 --link_mbit=1000
 In Python:
-  import tfpara; help(tfpara.PeriodicSyncStrategy)"""
+  import tfpara; help(tfpara.PeriodicSyncStrategy)
+Environment variables:
+{variables}"""
+
+# All that the library reads whose names are its own. Those of TensorFlow and of engines:
+# docs/engines.md.
+VARIABLES = {
+    "TFPARA_COORDINATOR": "HOST:PORT at which the worker of rank 0 listens for the others",
+    "TFPARA_SIZE": "the number of workers",
+    "TFPARA_RANK": "this worker, 0 … TFPARA_SIZE − 1",
+    "TFPARA_MEETING": "HOST:PORT of the meeting point of an elastic run (tfpara-meet)",
+    "TFPARA_WORKER_NAME": "a name of this worker in the messages of an elastic run",
+    "TFPARA_SECRET": "the run's secret, with which its messages are signed",
+    "TFPARA_SECRET_FILE": "a file that has the secret, which only its owner may read",
+    "TFPARA_RESTART_EXIT_CODE": "exit code of a program that is to be started again (75)",
+    "TFPARA_LOST_WORKER_EXIT_CODE": "exit code where another worker was lost (1)",
+    "TFPARA_TRACEBACK": "1: an error that one sentence explains is shown with its traceback, too",
+    "TFPARA_LAUNCHER": "set by tfpara-launch alone: how a program tells it why it ends",
+}
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -36,7 +54,9 @@ def main(arguments: Sequence[str]) -> int:
         )
         return 2
     found = {name: _version(name) for name in ("tensorflow", "keras")}
-    print(_TEXT.format(version=__version__, python=platform.python_version(), **found))
+    variables = "\n".join(f"  {name:<30}{text}" for name, text in VARIABLES.items())
+    python = platform.python_version()
+    print(_TEXT.format(version=__version__, python=python, variables=variables, **found))
     return 0
 
 

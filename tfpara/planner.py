@@ -159,17 +159,27 @@ class Costs:
 
 
 class KnownError(NamedTuple):
-    """An error that was measured: of how many replicas, at which period, and what it is."""
+    """An error that was measured.
+
+    Attributes:
+        replicas: N.
+        period: τ, minibatches.
+        percent: how much it is above the error of one replica.
+    """
 
     replicas: int
     period: int
-    percent: float  # above the error of one replica
+    percent: float
 
 
 def known_error(num_workers: int, sync_period: int) -> KnownError | None:
     """Returns what was measured with as many replicas and as long a period, or the next more.
 
     None where only fewer replicas or shorter periods were measured.
+
+    Args:
+        num_workers: N.
+        sync_period: τ, minibatches.
     """
     replicas = min((n for n in _ERRORS if n >= num_workers), default=None)
     if replicas is None:
@@ -182,6 +192,11 @@ def calibrated_link(reduce_seconds: float, nbytes: float, num_workers: int) -> L
     """Returns the link that explains a measured all-reduce of `nbytes` among `num_workers`.
 
     Its delay is 0: the measured time includes the delay, and does not say how long it was.
+
+    Args:
+        reduce_seconds: the time of the all-reduce.
+        nbytes: its bytes on each worker.
+        num_workers: N ≥ 2.
 
     Raises:
         ValueError: a time or size that is not above 0, or fewer than two workers.

@@ -23,7 +23,6 @@ from tfpara.cluster.failures import Explanation
 FRAMES_VARIABLE = "TFPARA_TRACEBACK"
 # A worker with another exit code than 0 waits so long for the others to come to the same end.
 _PARTING_SECONDS = 10.0
-_INTERRUPTED = 130  # the exit code that shells use for SIGINT
 _RAISE = dis.opmap["RAISE_VARARGS"]  # the instruction of Python's statement `raise`
 
 
@@ -119,7 +118,7 @@ def _ran(
         return leaving.code, is_number, "" if is_number else f"{of_chief}{leaving.code}"
     except KeyboardInterrupt:
         _say(name, Explanation("interrupted"))
-        return _INTERRUPTED, False, f"{of_chief}interrupted"
+        return exit_codes.INTERRUPTED, False, f"{of_chief}interrupted"
     except Exception as error:
         failures.say_last(error)
         found = _explained(error)

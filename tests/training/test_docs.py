@@ -51,6 +51,7 @@ def anchors(page):
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
     for heading in re.findall(r"^#+ (.*)", text, re.M):
         yield re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+    yield from re.findall(r"^::: ([\w.]+)", text, re.M)  # of the reference, on the site
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)

@@ -109,7 +109,10 @@ class AveragedASGD(ASGD):
 
     Args:
         running_rate: r, the rate of the running average in the first part of the training.
-        **others: those of `ASGD`.
+        max_staleness: as of `ASGD`, and so are the others.
+        delay_compensation: λ.
+        rate_by_staleness: whether old pushes count less.
+        reduction: "sum" or "mean" of the gradients of a push.
 
     Raises:
         TypeError: an argument without its name, or a value that must be a number and is none.

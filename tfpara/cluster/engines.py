@@ -114,6 +114,9 @@ def left_alone(environ: Mapping[str, str] = os.environ) -> str:
 
     It is for a process that trains alone. The sentence is empty where TFPARA_SIZE, TF_CONFIG or an
     engine says that this is meant, or nothing points to several processes.
+
+    Args:
+        environ: the environment.
     """
     value = {name: text.strip() for name, text in environ.items()}
     if value.get("TF_CONFIG") or find(environ):

@@ -15,6 +15,20 @@ from tfpara.cluster.tf_config import shown
 RESTART_VARIABLE, LOST_VARIABLE = "TFPARA_RESTART_EXIT_CODE", "TFPARA_LOST_WORKER_EXIT_CODE"
 # 75 is EX_TEMPFAIL of sysexits.h: another attempt may succeed.
 _RESTART, _LOST = 75, 1
+INTERRUPTED = 130  # by Ctrl-C, as shells have it
+# What the reference says of each; the two above have settings.
+MEANINGS = {
+    0: "the program is done",
+    1: "an error of the program or of the library",
+    2: "`tfpara-launch`, `tfpara-meet` or `tfpara-plan` was started with wrong arguments, or could "
+    "not start anything",
+    INTERRUPTED: "Ctrl-C",
+    "128 + N": "signal N ended the process: 137 is SIGKILL (by the kernel, if memory ran out), 143 "
+    "SIGTERM",
+    f"{_RESTART}, or {RESTART_VARIABLE}": "the program was asked to end (SIGTERM) and has written "
+    "a checkpoint: start it again",
+    f"{_LOST}, or {LOST_VARIABLE}": "another worker was lost, or was silent for too long",
+}
 
 
 def restart(given: int | None = None, environ: Mapping[str, str] = os.environ) -> int:

@@ -118,12 +118,19 @@ ALONE = Cluster((), "worker", 0)
 
 
 def label(rank: int) -> str:
-    """Names a rank: "chief", "worker 1", "worker 2", ..."""
+    """Names a rank: "chief", "worker 1", "worker 2", ...
+
+    Args:
+        rank: of a worker, from 0.
+    """
     return "chief" if rank == 0 else f"worker {rank}"
 
 
 def read(environ: Mapping[str, str] = os.environ) -> Cluster:
     """Reads and checks TF_CONFIG and the rank variables in `environ`.
+
+    Args:
+        environ: the environment.
 
     Returns:
         The cluster; that of a single process if TF_CONFIG is unset, blank or `{}`, and no rank

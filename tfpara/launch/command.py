@@ -111,7 +111,11 @@ _HELP = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the launcher; returns the exit code."""
+    """Runs the launcher; returns the exit code.
+
+    Args:
+        argv: the arguments of `tfpara-launch`. None: those of this process.
+    """
     options = _parser().parse_args(argv)
     try:
         command = _command(options.command)

@@ -68,6 +68,7 @@ class NGSGD(keras.optimizers.SGD):
             beyond which this is scaled down; None for no limit. Momentum m can add up such steps
             to max_change / (1 − m).
         layers: how each layer gets its gradient; `attach` fills it in, for saving.
+        name: of the optimizer.
         **options: options of any Keras optimizer, such as `clipnorm`; they apply to the natural
             gradients.
 

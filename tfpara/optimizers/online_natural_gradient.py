@@ -22,8 +22,10 @@ ORTHONORMALITY = 1e-3
 class Scatter(NamedTuple):
     """The estimate F = Rᵀ diag(d) R + ρ I of the rows' mean scatter XᵀX / N.
 
-    basis: R, float32 [rank, D], orthonormal rows. diagonal: d, float32 [rank], positive.
-    rho: ρ, float32 [], positive.
+    Attributes:
+        basis: R, float32 [rank, D], orthonormal rows.
+        diagonal: d, float32 [rank], positive.
+        rho: ρ, float32 [], positive.
     """
 
     basis: tf.Tensor

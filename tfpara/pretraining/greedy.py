@@ -26,8 +26,10 @@ _BIAS_MINIBATCHES = 100
 class Pretrained(NamedTuple):
     """The result of pretraining for one layer.
 
-    layer: its name. visible: the kind of its visible units. errors: for each epoch the mean squared
-    reconstruction error of a visible unit.
+    Attributes:
+        layer: its name.
+        visible: the kind of its visible units.
+        errors: for each epoch the mean squared reconstruction error of a visible unit.
     """
 
     layer: str

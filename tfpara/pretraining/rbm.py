@@ -26,8 +26,11 @@ LARGEST_BIAS = 8.0
 class Statistics(NamedTuple):
     """The estimate by CD-1 of the gradient of the log-likelihood, as means over a minibatch.
 
-    kernel: [visible, hidden]. visible_bias: [visible]. hidden_bias: [hidden]. error: mean squared
-    reconstruction error of a visible unit.
+    Attributes:
+        kernel: [visible, hidden].
+        visible_bias: [visible].
+        hidden_bias: [hidden].
+        error: mean squared reconstruction error of a visible unit.
     """
 
     kernel: tf.Tensor
@@ -44,8 +47,11 @@ class RBM:
         hidden: the number of hidden units, which are Bernoulli.
         visible_kind: "gaussian" (of unit variance) or "bernoulli".
         seed: two numbers, which determine all random numbers.
-        learning_rate, momentum, momentum_minibatches, weight_decay, initial_stddev: as in
-            `tfpara.pretraining.pretrain`.
+        learning_rate: as in `tfpara.pretraining.pretrain`, and so are the others.
+        momentum: in the end.
+        momentum_minibatches: minibatches until then.
+        weight_decay: of the weights.
+        initial_stddev: of the weights' initial values.
     """
 
     def __init__(

@@ -10,10 +10,12 @@ from typing import NamedTuple
 class NewbobState(NamedTuple):
     """The state of Newbob between epochs.
 
-    score: the score that the next one is compared with; None before the first. gain: the gain of
-    the last epoch; None before there were two scores. fading: whether the rate falls at every epoch
-    from here on. stopped: whether training is over. rejected: whether the last epoch's model is to
-    be given up.
+    Attributes:
+        score: the score that the next one is compared with; None before the first.
+        gain: the gain of the last epoch; None before there were two scores.
+        fading: whether the rate falls at every epoch from here on.
+        stopped: whether training is over.
+        rejected: whether the last epoch's model is to be given up.
     """
 
     score: float | None = None

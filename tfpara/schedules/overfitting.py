@@ -10,8 +10,10 @@ from typing import NamedTuple
 class OverfittingState(NamedTuple):
     """The state of the guard between epochs.
 
-    smallest: the smallest gap so far; None before the first. epochs: open epochs in a row, up to
-    the last one. stopped: whether training is over.
+    Attributes:
+        smallest: the smallest gap so far; None before the first.
+        epochs: open epochs in a row, up to the last one.
+        stopped: whether training is over.
     """
 
     smallest: float | None = None

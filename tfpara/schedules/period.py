@@ -70,7 +70,12 @@ class Quadratic:
 
 
 class AdaCommState(NamedTuple):
-    """State of AdaComm: the period in minibatches, and the first epoch's loss F₀ (None before)."""
+    """State of AdaComm.
+
+    Attributes:
+        period: in minibatches.
+        first_loss: F₀, of the first epoch; None before.
+    """
 
     period: int
     first_loss: float | None = None

@@ -87,7 +87,13 @@ class Hand:
 
 
 class Segment(NamedTuple):
-    """A part of an epoch: the samples `first` … `end` − 1, and their value."""
+    """A part of an epoch.
+
+    Attributes:
+        first: its first sample.
+        end: the sample after its last one.
+        value: what the samples of the part have.
+    """
 
     first: int
     end: int

@@ -9,6 +9,10 @@ from collections.abc import Sequence
 def candidate_rates(rate: float, factors: Sequence[float]) -> list[float]:
     """Returns the candidates factor · rate, ascending, each once.
 
+    Args:
+        rate: the rate so far.
+        factors: by which it is multiplied.
+
     Raises:
         ValueError: there is no factor, or a candidate is not positive and finite.
     """
@@ -24,6 +28,10 @@ def candidate_rates(rate: float, factors: Sequence[float]) -> list[float]:
 
 def best_rate(rates: Sequence[float], losses: Sequence[float]) -> float:
     """Returns the rate with the smallest finite loss; of equal losses, the lowest rate.
+
+    Args:
+        rates: those that were tried.
+        losses: one for each.
 
     Raises:
         ValueError: no loss is finite.

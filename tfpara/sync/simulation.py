@@ -49,9 +49,9 @@ def simulate(
         RuntimeError: TensorFlow has made its devices already.
 
     Example:
-        >>> strategy = simulate(8, tfpara.BMUF(), sync_period=20)
+        >>> strategy = simulate(4, tfpara.BMUF(), sync_period=20)
         >>> strategy.num_replicas
-        8
+        4
     """
     program.explain_errors()
     if "record" in options:

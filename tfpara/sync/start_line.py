@@ -29,7 +29,7 @@ def start_line(
         divided: whether batches are divided among the replicas of all workers.
 
     Example:
-        >>> start_line(1, ["/device:GPU:0"], BSP(), 20, {}, "")
+        >>> start_line(1, ["/device:GPU:0"], tfpara.BSP(), 20, {}, "")
         '1 worker, 1 replica; BSP every 20 steps; on GPU:0'
     """
     replicas = workers * len(devices)

@@ -1,9 +1,5 @@
 """The rules and averages as pure functions: trajectories by hand, identities, invariants."""
 
-import doctest
-import importlib
-import pkgutil
-
 import keras
 import numpy as np
 import pytest
@@ -12,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-import tfpara.algorithms
 from tfpara.algorithms import BMUF, BSP, EASGD, EMA, MA, BMUFAdam
 from tfpara.algorithms.local_momentum import in_a_block
 
@@ -32,15 +27,6 @@ def follow(rule, start, averages, num_replicas=2, parts=None):
         before, state = state, rule.update(state, average, num_replicas, part)
         out.append((state.global_model, rule.restart(average, rule.broadcast(before, state))))
     return out
-
-
-@pytest.mark.parametrize(
-    "module", [m.name for m in pkgutil.iter_modules(tfpara.algorithms.__path__)]
-)
-def test_examples_in_docstrings(module):
-    result = doctest.testmod(importlib.import_module(f"tfpara.algorithms.{module}"))
-    assert result.failed == 0
-    assert result.attempted > 0
 
 
 def test_classical_bmuf_by_hand():

@@ -10,18 +10,19 @@ from tfpara.sync.one_sync.reports import Request
 class SyncStatistics(NamedTuple):
     """Counts and times of a worker's syncs so far.
 
-    steps: minibatches taken by each replica.
-    samples: samples processed by all local replicas.
-    syncs: committed syncs.
-    sync_seconds: seconds for which training stood still for syncs, waiting included. The work of an
-        overlapped sync beside the training is not in it, nor the copying of its snapshot in the
-        next step.
-    wait_seconds: the part of `sync_seconds` spent waiting for the slowest replica, or for an
-        overlapped sync to arrive.
-    distance: relative distance ‖w_i − w̄‖ / ‖w̄‖ of the local replicas before a sync, root mean
-        square. Where the global state is sharded, it is taken on the parts of the weights that the
-        replicas hold. It is measured at the first 16 syncs and then at every 16th.
-    bytes_sent: bytes sent to other workers in syncs, without headers.
+    Attributes:
+        steps: minibatches taken by each replica.
+        samples: samples processed by all local replicas.
+        syncs: committed syncs.
+        sync_seconds: seconds for which training stood still for syncs, waiting included. The work
+            of an overlapped sync beside the training is not in it, nor the copying of its snapshot
+            in the next step.
+        wait_seconds: the part of `sync_seconds` spent waiting for the slowest replica, or for an
+            overlapped sync to arrive.
+        distance: relative distance ‖w_i − w̄‖ / ‖w̄‖ of the local replicas before a sync, root
+            mean square. Where the global state is sharded, it is taken on the parts of the weights
+            that the replicas hold. It is measured at the first 16 syncs and then at every 16th.
+        bytes_sent: bytes sent to other workers in syncs, without headers.
     """
 
     steps: int

@@ -1,0 +1,1 @@
+"""The documentation: its site, what is made of the code for it, and its pictures."""

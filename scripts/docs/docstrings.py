@@ -1,0 +1,25 @@
+"""Docstrings as the site shows them: an extension of Griffe, which reads them (mkdocs.yml)."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import griffe
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from scripts.docs import equations
+
+
+class Docstrings(griffe.Extension):
+    """Has equations set, pages linked, and examples shown as code."""
+
+    def on_instance(self, *, obj: griffe.Object, **_: Any) -> None:
+        """Changes the docstring of an object."""
+        if obj.docstring:
+            text = equations.docstring(obj.docstring.value)
+            # What is under `Examples:` Griffe shows as code.
+            text = re.sub(r"(?m)^Example:$", "Examples:", text)
+            obj.docstring.value = re.sub(r"\bdocs/([\w/]+)\.md\b", r"[\1](../\1.md)", text)

@@ -1,0 +1,104 @@
+"""What MkDocs calls while it builds the site (mkdocs.yml).
+
+The pages are read as they are on a code host: links lead to files of the repository, wherever these
+are. Here they lead to pages of the site, or to copies of those files in it. Where a page has a line
+`<!-- made: NAME ARGUMENTS -->`, what `scripts.docs.reference` makes of the code takes its place.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+from scripts.docs import reference  # after the path is set, which MkDocs does not do
+
+# Pages that may be absent; any other page of mkdocs.yml that is not there fails the build.
+PLANNED = {
+    "quickstart.md", "choosing.md", "examples.md", "tensorboard.md",
+    "moving/multiworkermirrored.md", "moving/horovod.md", "moving/torch-localsgd.md",
+    "moving/cntk-fairseq-bmuf.md",
+}  # fmt: skip
+# Pages outside of docs/, by their place in the site.
+_OUTSIDE = {
+    "index.md": "README.md",
+    "CONTRIBUTING.md": "CONTRIBUTING.md",
+    "CHANGELOG.md": "CHANGELOG.md",
+}
+_LINK = re.compile(r"(\]\()([^)#\s]+)(#[^)]*)?(\))")
+
+
+def on_config(config: Any) -> Any:
+    """Leaves out the planned pages that are not written yet."""
+    config.nav = _there(config.nav)
+    return config
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Adds the pages that are outside of docs/."""
+    for place, source in _OUTSIDE.items():
+        files.append(File.generated(config, place, abs_src_path=str(ROOT / source)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
+    """Turns links to files of the repository into links of the site, and fills in what is made."""
+    place = page.file.src_uri
+    source = _OUTSIDE.get(place, f"docs/{place}")
+
+    def link(found: re.Match[str]) -> str:
+        opening, target, anchor, closing = found.groups()
+        there = posixpath.normpath(posixpath.join(posixpath.dirname(source), target))
+        if "://" in target or target.startswith("mailto:") or not (ROOT / there).exists():
+            return found[0]
+        new = posixpath.relpath(_in_site(there, files, config), posixpath.dirname(place) or ".")
+        return f"{opening}{new}{anchor or ''}{closing}"
+
+    markdown = _outside_code(markdown, lambda text: _LINK.sub(link, text))
+    return re.sub(r"^<!-- made: (.*?) -->$", lambda m: reference.made(m[1]), markdown, flags=re.M)
+
+
+def _there(nav: Any) -> Any:
+    """The navigation without planned pages that are absent."""
+    if isinstance(nav, dict):
+        return {title: _there(entry) for title, entry in nav.items()}
+    if isinstance(nav, list):
+        return [
+            _there(entry)
+            for entry in nav
+            if not isinstance(entry, str)
+            or entry not in PLANNED
+            or (ROOT / "docs" / entry).exists()
+        ]
+    return nav
+
+
+def _in_site(path: str, files: Files, config: Any) -> str:
+    """The place in the site of a file of the repository; a folder's is that of a list of it."""
+    for place, source in _OUTSIDE.items():
+        if path == source:
+            return place
+    if path.startswith("docs/") and (ROOT / path).is_file():
+        return path.removeprefix("docs/")
+    place = f"source/{path}"
+    if (ROOT / path).is_dir():
+        place += "/contents.txt"
+        content = "\n".join(sorted(each.name for each in (ROOT / path).iterdir())) + "\n"
+        added = File.generated(config, place, content=content)
+    else:
+        added = File.generated(config, place, abs_src_path=str(ROOT / path))
+    if place not in files.src_uris:
+        files.append(added)
+    return place
+
+
+def _outside_code(markdown: str, change: Any) -> str:
+    """Changes what is in no block of code."""
+    parts = re.split(r"(^ *```.*?^ *```$)", markdown, flags=re.M | re.S)
+    return "".join(part if number % 2 else change(part) for number, part in enumerate(parts))

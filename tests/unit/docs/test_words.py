@@ -1,0 +1,34 @@
+"""Pages of concepts and of the reference say what they are for, and are short enough to read."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+CONCEPTS = sorted((ROOT / "docs" / "concepts").glob("*.md"))
+PAGES = [*CONCEPTS, *sorted((ROOT / "docs" / "reference").glob("*.md"))]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_page_begins_with_what_it_is_for(page):
+    title, first = page.read_text().split("# ", 1)[1].split("\n\n", 2)[:2]
+    assert title and re.match(r"What this (page|part) is for: ", first)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_no_cell_of_a_table_is_long(page):
+    rows = re.findall(r"^\|(.*)\|$", page.read_text(), re.M)
+    assert all(len(cell.split()) <= 25 for row in rows for cell in row.split("|"))
+
+
+@pytest.mark.parametrize("page", CONCEPTS, ids=lambda page: page.name)
+def test_a_concept_has_a_picture_and_at_most_600_words(page):
+    text = page.read_text()
+    assert len(text.split()) <= 600 and "](../pictures/" in text
+
+
+def test_the_glossary_is_in_order():
+    text = (ROOT / "docs" / "concepts" / "glossary.md").read_text()
+    words = re.findall(r"^\| ([a-z][\w ,-]*?) \|", text.split("|---|---|\n")[1], re.M)
+    assert words == sorted(words, key=lambda word: word.replace("-", " ")) and len(words) > 30
