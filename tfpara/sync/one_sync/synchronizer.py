@@ -67,7 +67,7 @@ class Synchronizer:
             of_all = tf.add_n([tf.cast(n, tf.float64) for n in samples])
             counts = [tf.cast(n, tf.float64) for n in weights]
             steps = block.count(of_all, counts)
-            is_due = steps >= block.period.read_value()
+            is_due = steps >= block.due()
             if period is not None:
                 self._device_samples.assign_add(tf.stack(counts))
                 devices_due = self._device_steps.assign_add(1) >= period
