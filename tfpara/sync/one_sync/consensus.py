@@ -253,7 +253,7 @@ class Consensus:
                 by_speed=by_speed,
             )
             if balance is not None and not text:
-                balance.close(found.trained, table[::own, columns.seconds.start])
+                balance.close(found.trained.astype(int), table[::own, columns.seconds.start])
             return at, not text, *found
 
         replicas, first = self._site.replicas_now()
