@@ -354,7 +354,7 @@ def _agree(strategy: Any, began: Began, facts: Facts) -> Order:
                 raise ValueError(problem)
         order.seed = drawn
     if order.parts is None:
-        order.parts, order.devices = began
+        order.parts, order.devices = began.replicas, began.devices
     return order
 
 
