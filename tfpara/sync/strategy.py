@@ -86,11 +86,11 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, ForCallbac
         balance: True: in each block worker i of W takes a number τ_i of steps by its speed, with
             Σ τ_i = W·τ, so that all end the block together: the τ_i, 1 ≤ τ_i ≤ 4τ, for which
             max_i s_i·τ_i is least, about τ_i = W·τ·(1/s_i) / Σ_j (1/s_j), where s_i are the seconds
-            of a step in the blocks before. A worker's devices take the same steps. The mean of the
-            replicas weighs by samples, as always, and `fit` deals the minibatches of an epoch out by
-            the τ_i, each to one replica. Not with `elastic`, `overlap`, `fragments`,
-            `device_sync_period` or BMUFAdam. A record, `strategy.balance_record` of another run:
-            its τ_i again, block by block (then τ for all). False: τ_i = τ. See docs/syncs.md.
+            of a step in the blocks before. The mean of the replicas weighs by samples, as always,
+            and `fit` deals the minibatches of an epoch out by the τ_i, each to one replica. Workers
+            have one device each. Not with `elastic`, `overlap`, `fragments` or BMUFAdam. A record,
+            `strategy.balance_record` of another run: its τ_i again, block by block (then τ for
+            all). False: τ_i = τ. See docs/syncs.md.
 
     Raises:
         TypeError: `rule` is not a rule object, or an average is not one.

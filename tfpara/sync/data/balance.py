@@ -68,9 +68,6 @@ def dealing_order(shares: Array) -> Array:
 class Balance(EpochUnits):
     """The shares of the workers in the present block, the same on all of them.
 
-    Where a simulation replays a record, its replicas stand for workers, and take a step together:
-    those that have no minibatch in it get one without rows.
-
     Args:
         settings: of the strategy.
         worker: this worker.
@@ -93,11 +90,13 @@ class Balance(EpochUnits):
         make: Callable[..., tf.Variable],
     ) -> None:
         self._settings, self._worker, self._momentum = settings, worker, momentum
-        self._given = [] if settings.balance is True else settings.balance
-        devices = len(worker.devices)
-        self._together = bool(self._given) and worker.num_workers == 1
-        self._workers = devices if self._together else worker.num_workers
-        self._size = 1 if self._together else devices  # minibatches of a worker's step
+        self._given = [] if isinstance(settings.balance, bool) else settings.balance
+        self._workers = worker.num_workers
+        if len(worker.devices) > 1:
+            raise ValueError(
+                f"balance= deals minibatches out to workers of one device, and this one has "
+                f"{len(worker.devices)}. Start a worker for each device, or leave balance out."
+            )
         if self._given and len(self._given[0]) != self._workers:
             raise ValueError(
                 f"balance= has the shares of {len(self._given[0])} workers in each block, and the "
@@ -117,7 +116,6 @@ class Balance(EpochUnits):
         self._steps = np.zeros(self._workers, int)
         self._first = self._next = 0
         self._owes = False  # whether minibatches before the present block are not trained yet
-        self._empty = 0  # slots at the end of the last step that have no minibatch
         self._queue: tf.queue.QueueBase | None = None
 
     # -- a pass over data ----------------------------------------------------------------------
@@ -131,13 +129,13 @@ class Balance(EpochUnits):
                 compiles, whose time says nothing.
         """
         self.end()
-        self._next, self._empty = first, 0
+        self._next = first
         if self._momentum.sync_period is None:
             return None
-        self._queue = tf.queue.FIFOQueue(-1, [tf.int64, tf.int64], [[], []])
+        self._queue = tf.queue.FIFOQueue(-1, tf.int64, [[]])
         self.since.assign(time.monotonic() if warm else 0.0)
         self._deal(np.zeros(self._workers, int))
-        return Dealt(self._queue, self._together)
+        return Dealt(self._queue)
 
     def end(self) -> None:
         """Ends the present pass, also for those that still wait for its minibatches."""
@@ -145,7 +143,7 @@ class Balance(EpochUnits):
             self._queue.close(cancel_pending_enqueues=True)
         self._queue = None
         self.due.assign(0)
-        self._momentum.set_shares(None)
+        self._momentum.set_share(None)
 
     def mean_steps(self) -> float | None:
         """Returns the steps of a worker in the present block in the mean; None: no pass is dealt."""
@@ -162,14 +160,13 @@ class Balance(EpochUnits):
             return
         self.record.append(self._shares.tolist())
         self._blocks += 1
-        if self._together:  # all have taken the steps that one of them has taken
-            steps = np.full(self._workers, steps[0])
-        else:
-            measured = np.divide(seconds, steps, out=np.zeros(len(steps)), where=(steps > 0) & (seconds > 0.0))
-            former = np.where(self._seconds > 0.0, self._seconds, measured)
-            within = np.clip(measured, former / _LARGEST_CHANGE, former * _LARGEST_CHANGE)
-            smoothed = former + _TRUST * (within - former)
-            self._seconds = np.where(measured > 0.0, smoothed, former)
+        measured = np.divide(
+            seconds, steps, out=np.zeros(len(steps)), where=(steps > 0) & (seconds > 0.0)
+        )
+        former = np.where(self._seconds > 0.0, self._seconds, measured)
+        within = np.clip(measured, former / _LARGEST_CHANGE, former * _LARGEST_CHANGE)
+        smoothed = former + _TRUST * (within - former)
+        self._seconds = np.where(measured > 0.0, smoothed, former)
         self._deal(np.maximum(self._steps - steps, 0))
 
     def _deal(self, left: Array) -> None:
@@ -184,47 +181,31 @@ class Balance(EpochUnits):
         else:
             self._shares = shares_of(self._seconds, period, self._shares)
         new = np.maximum(self._shares - left, 0)
-        if self._together and left.any():
-            new = np.zeros_like(left)
         order = dealing_order(new)
+        numbers = self._next + np.arange(len(order), dtype=np.int64)
         self._owes, self._first = bool(left.any()), self._next
-        numbers = self._next + self._size * np.arange(len(order))
-        self._next += self._size * len(order)
-        if self._together:
-            slots = _slots(order, self._workers)
-            empty = np.diff(slots, prepend=-1 - self._empty) - 1
-            new = np.full(self._workers, -(-(1 + slots.max(initial=-1)) // self._workers))
-            self._empty = int(new[0]) * self._workers - 1 - int(slots.max(initial=-1))
-        else:
-            own = numbers[order == self._worker.rank]
-            numbers = (own[:, np.newaxis] + np.arange(self._size)).ravel()
-            empty = np.zeros_like(numbers)
+        self._next += len(order)
         self._steps = left + new
-        mine = int(self._steps[0 if self._together else self._worker.rank])
+        mine = int(self._steps[self._worker.rank])
         self.due.assign(mine)
-        each = self._shares.tolist() if self._together else [mine] * self._size
-        self._momentum.set_shares(each)
+        self._momentum.set_share(mine)
         assert self._queue is not None
-        self._queue.enqueue_many([numbers.astype(np.int64), empty.astype(np.int64)])
+        self._queue.enqueue_many(numbers[order == self._worker.rank])
 
     # -- where in the epoch the run is ---------------------------------------------------------
-
-    @property
-    def _replicas(self) -> int:
-        return self._workers * self._size
 
     def total(self, steps: int | None) -> int:
         return steps or self.steps_of_epoch or 0
 
     def trained(self, steps: int) -> int:
-        return steps if self._queue is None else self._first // self._replicas
+        return steps if self._queue is None else self._first // self._workers
 
     def reached(self, steps: int) -> int:
         due = int(self.due)
         if self._queue is None or due == 0:
             return steps
         done = (self._next - self._first) * min(1.0, self.open_steps() / due)
-        return round((self._first + done) / self._replicas)
+        return round((self._first + done) / self._workers)
 
     def position(self) -> dict[str, Json]:
         if self._queue is None:
@@ -253,17 +234,3 @@ class Balance(EpochUnits):
         if len(state["seconds"]) == self._workers:
             self._blocks = state["blocks"]
             self._seconds, self._shares = np.array(state["seconds"]), np.array(state["shares"])
-
-
-def _slots(order: Array, replicas: int) -> Array:
-    """Returns the slots of minibatches, where each step has a slot for each replica in turn.
-
-    Args:
-        order: the replica of each minibatch, in the order in which they are read.
-        replicas: that take steps together.
-    """
-    slots, last = [], -1
-    for replica in order:
-        last += 1 + (replica - last - 1) % replicas
-        slots.append(last)
-    return np.array(slots, int)

@@ -367,23 +367,15 @@ def _mapped(
         flat: whether it is a dataset of one minibatch.
     """
 
-    def mapped(numbers: tf.data.Dataset, function: Callable[..., Any]) -> tf.data.Dataset:
-        if flat:
-            return numbers.flat_map(function)
-        return numbers.map(function, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
-
     dealt = data_place.dealt()
     if dealt is None:
         own = np.array(_numbers(strategy, first, count), np.int64)
-        return mapped(tf.data.Dataset.from_tensor_slices(own), taken)
-
-    def beside(number: tf.Tensor, empty: tf.Tensor) -> Any:
-        found = taken(number)
-        if flat:
-            return tf.data.Dataset.zip((tf.data.Dataset.from_tensors(empty), found))
-        return empty, found
-
-    return dealt.with_empty(mapped(dealt.numbers(count), beside))
+        numbers = tf.data.Dataset.from_tensor_slices(own)
+    else:
+        numbers = dealt.numbers(count)
+    if flat:
+        return numbers.flat_map(taken)
+    return numbers.map(taken, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
 
 
 def _numbers(strategy: Any, first: int, count: int) -> list[int]:
