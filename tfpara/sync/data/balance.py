@@ -47,10 +47,9 @@ def shares_of(seconds: Array, period: int, former: Array) -> Array:
         shares[after.argmin()] += 1
     while shares.sum() > total:
         shares[np.where(shares > 1, shares * seconds, 0.0).argmax()] -= 1
-    if former.sum() == total and former.max() <= CEILING * period:
-        if (former * seconds).max() <= (1.0 + _GAIN) * (shares * seconds).max():
-            return former
-    return shares
+    still_fit = former.sum() == total and former.max() <= CEILING * period
+    gains = (former * seconds).max() > (1.0 + _GAIN) * (shares * seconds).max()
+    return former if still_fit and not gains else shares
 
 
 def dealing_order(shares: Array) -> Array:
@@ -146,7 +145,7 @@ class Balance(EpochUnits):
         self._momentum.set_share(None)
 
     def mean_steps(self) -> float | None:
-        """Returns the steps of a worker in the present block in the mean; None: no pass is dealt."""
+        """Returns the mean of the workers' steps in the present block; None: no pass is dealt."""
         return None if self._queue is None else float(self._steps.mean())
 
     def close(self, steps: Array, seconds: Array) -> None:

@@ -78,9 +78,10 @@ def deal_out_by_speed(strategy: Any, given: dict[str, Any]) -> None:
         )
     if not hasattr(given.get("x"), "built_for"):
         raise ValueError(
-            f"balance= deals minibatches out by number, and those of x, a "
-            f"{type(given.get('x')).__name__}, have none. Give fit arrays, a PyDataset, a tf.data.Dataset of known "
-            "order, strategy.minibatches_by_epoch(...) or strategy.datasets_by_epoch(...)."
+            "balance= deals minibatches out by number, and those of x, a "
+            f"{type(given.get('x')).__name__}, have none. Give fit arrays, a PyDataset, a "
+            "tf.data.Dataset of known order, strategy.minibatches_by_epoch(...) or "
+            "strategy.datasets_by_epoch(...)."
         )
 
 

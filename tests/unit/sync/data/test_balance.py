@@ -19,7 +19,7 @@ def test_no_other_shares_make_a_shorter_block(seconds, period):
     workers = len(seconds)
     shares = shares_of(np.array(seconds), period, np.zeros(workers, int))
     assert shares.sum() == workers * period
-    assert 1 <= shares.min() and shares.max() <= 4 * period
+    assert shares.min() >= 1 and shares.max() <= 4 * period
     all_of_them = itertools.product(range(1, 4 * period + 1), repeat=workers)
     best = min(
         max(t * s for t, s in zip(each, seconds, strict=True))
@@ -59,12 +59,16 @@ def test_the_order_of_dealing():
         ({"elastic": tfpara.Elastic()}, "balance=True and elastic="),
         ({"balance": "table"}, "'table' must be True, False, or the record"),
         ({"balance": [[3, 3], [4]]}, r"block 1 of the record is \[4\]"),
+        ({"devices": ["CPU:0", "CPU:1"]}, "workers of one device, and this one has 2"),
+        ({"rule": tfpara.BMUFAdam()}, "BMUFAdam.* filters moments of equal blocks"),
         ({"balance": [[3, 3]]}, "the shares of 2 workers in each block, and the run has 1"),
     ],
 )
 def test_bad_arguments(options, words):
     with pytest.raises(ValueError, match=words):
-        tfpara.PeriodicSyncStrategy(tfpara.BMUF(), **{"sync_period": 3, "balance": True, **options})
+        tfpara.PeriodicSyncStrategy(
+            **{"rule": tfpara.BMUF(), "sync_period": 3, "balance": True, **options}
+        )
 
 
 @pytest.mark.parametrize("kind", ["generator", "steps"])
