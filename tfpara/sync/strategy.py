@@ -15,7 +15,7 @@ from tfpara.checks import check_backend, checked_seconds
 from tfpara.cluster.place import call
 from tfpara.elastic.settings import Elastic
 from tfpara.group import as_list
-from tfpara.sync.data.elastic_data import by_epoch, by_number, of_one_reader
+from tfpara.sync.data.elastic_data import by_epoch, of_one_reader
 from tfpara.sync.for_callbacks import ForCallbacks
 from tfpara.sync.keras import scope
 from tfpara.sync.one_sync.statistics import SyncStatistics
@@ -315,7 +315,19 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, ForCallbac
             resumed run `tfpara.callbacks.Checkpoint` sets the epoch and `first`.
         """
 
-        return by_number(self, of_one_reader(dataset_fn))
+        return self.datasets_by_number(of_one_reader(dataset_fn))
+
+    def datasets_by_number(
+        self, minibatches: Callable[[int, int], tf.data.Dataset]
+    ) -> tf.distribute.DistributedDataset:
+        """Internal: as `datasets_by_epoch`, of a function that deals minibatches out itself."""
+
+        def make(context: object) -> tf.data.Dataset:
+            place = data_place.present()
+            assert place is not None
+            return minibatches(place.epoch, place.first)
+
+        return self.extended.datasets_by_epoch(make)
 
     def minibatches_by_epoch(
         self, dataset_fn: Callable[[int], tf.data.Dataset]

@@ -112,7 +112,7 @@ def deal_out_arrays(strategy: Any, began: Began, given: dict[str, Any]) -> None:
 
         return _mapped(strategy, first, in_an_epoch, taken)
 
-    given["x"] = by_number(strategy, minibatches)
+    given["x"] = strategy.datasets_by_number(minibatches)
     given["x"].facts = facts
     for name in ("y", "sample_weight", "batch_size", "steps_per_epoch"):
         given[name] = None
@@ -154,7 +154,7 @@ def deal_out_dataset(strategy: Any, began: Began, given: dict[str, Any]) -> None
     def minibatches(epoch: int, first: int) -> tf.data.Dataset:
         return _parts_of(dataset, order.known()[1], _Own(strategy, first))
 
-    given["x"] = by_number(strategy, minibatches)
+    given["x"] = strategy.datasets_by_number(minibatches)
     given["x"].facts = _without_values(facts)
 
 
@@ -248,7 +248,7 @@ def deal_out_py_dataset(
 
         return tf.data.Dataset.from_generator(read, output_signature=batches.signature)
 
-    given["x"] = by_number(strategy, minibatches)
+    given["x"] = strategy.datasets_by_number(minibatches)
     given["x"].facts = facts
     given["class_weight"] = None
 
@@ -281,24 +281,13 @@ def by_epoch(strategy: Any, dataset_fn: Callable[[int], tf.data.Dataset]) -> Any
             lambda number, element: element
         )
 
-    data = by_number(strategy, minibatches)
+    data = strategy.datasets_by_number(minibatches)
     data.facts = _without_values(facts)
     return data
 
 
-def by_number(strategy: Any, minibatches: Callable[[int, int], tf.data.Dataset]) -> Any:
-    """Returns `strategy.datasets_by_epoch` of a function that deals minibatches out itself."""
-
-    def make(context: object) -> tf.data.Dataset:
-        place = data_place.present()
-        assert place is not None
-        return minibatches(place.epoch, place.first)
-
-    return strategy.extended.datasets_by_epoch(make)
-
-
 def of_one_reader(dataset_fn: Callable[[int, int], tf.data.Dataset]) -> Callable[..., Any]:
-    """Returns a function for `by_number` from one that gives a worker's minibatches by its place.
+    """Returns a function for `datasets_by_number` from one that gives a worker's minibatches by its place.
 
     Where minibatches are dealt by number, it reads those of all workers, as a run of one would.
     """
