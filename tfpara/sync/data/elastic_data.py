@@ -287,7 +287,7 @@ def by_epoch(strategy: Any, dataset_fn: Callable[[int], tf.data.Dataset]) -> Any
 
 
 def of_one_reader(dataset_fn: Callable[[int, int], tf.data.Dataset]) -> Callable[..., Any]:
-    """Returns a function for `datasets_by_number` from one that gives a worker's minibatches by its place.
+    """Returns a function for `datasets_by_number` from one of a worker's minibatches by its place.
 
     Where minibatches are dealt by number, it reads those of all workers, as a run of one would.
     """
