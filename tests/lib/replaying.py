@@ -52,8 +52,8 @@ def replayed(path, rule, elastic=None, **options):
 class _Replaying(PeriodicSyncStrategy):
     _is_simulated = True
 
-    def datasets_by_epoch(self, dataset_fn):
-        return super().datasets_by_epoch(self.extended.worker.company.dealt(dataset_fn))
+    def datasets_by_number(self, dataset_fn):
+        return super().datasets_by_number(self.extended.worker.company.dealt(dataset_fn))
 
 
 class Replay(Fixed):

@@ -20,14 +20,14 @@ class SyncWatch:
     def __init__(self) -> None:
         self._anchor = 0  # steps of the epoch at the last sync
         self._closed = 0
-        self._syncs = 0  # at the last look, where members change
+        self._syncs = 0  # at the last look, where blocks differ
 
     def begin(self, model: keras.Model) -> None:
         """An epoch begins: its blocks are counted from here."""
         self._anchor = 0
         strategy = model.distribute_strategy
         self._closed = strategy.blocks_closed
-        if strategy.members_change and strategy.has_trained:
+        if strategy.blocks_differ and strategy.has_trained:
             self._syncs = strategy.synchronizer_of(model).agreement().syncs
 
     def after_batch(
@@ -42,7 +42,7 @@ class SyncWatch:
                 far, alike on all workers. An overlapped sync is waited for only then.
         """
         strategy = model.distribute_strategy
-        if strategy.members_change:
+        if strategy.blocks_differ:
             return self._after_any(strategy.synchronizer_of(model), needed)
         steps, period = batch + 1, strategy.sync_period
         if strategy.blocks_closed != self._closed:

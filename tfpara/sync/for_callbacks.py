@@ -54,6 +54,11 @@ class ForCallbacks(Strategy):
         return self._company.changes
 
     @property
+    def blocks_differ(self) -> bool:
+        """Whether a block may have other steps than the sync period, and on each worker others."""
+        return self.members_change or self.extended.balance is not None
+
+    @property
     def joining(self) -> bool:
         return self._company.joining
 

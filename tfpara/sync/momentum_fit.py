@@ -51,6 +51,7 @@ class MomentumFit:
         self.sync_period: int | None = settings.sync_period
         self.is_scheduled = False
         self._steps_in_epoch = NEVER
+        self._share: int | None = None  # minibatches of the present block; None: the sync period
         self._without_length: keras.Model | None = None  # in an epoch of unknown length
         self._epochs_to_note = 0  # of a `fit` whose epochs have no known length yet
         with tf.device("CPU:0"):
@@ -67,6 +68,12 @@ class MomentumFit:
         self.is_scheduled |= self._worker.place.fits > 0
         self.period.assign(NEVER if sync_period is None else sync_period)
         self._write_blocks()
+
+    def set_share(self, share: int | None) -> None:
+        """Sets this worker's minibatches in the present block; None: the sync period."""
+        if share != self._share:
+            self._share = share
+            self._write_blocks()
 
     def begin_epoch(self, model: keras.Model, steps: int | None) -> None:
         """Notes that an epoch of `fit` begins, with which a block ends, or that the last is over.
@@ -180,7 +187,7 @@ class MomentumFit:
 
     def _fit(self, optimizer: keras.optimizers.Optimizer) -> tf.Tensor:
         """Returns an optimizer's momentum in a block, and the factor of its rate."""
-        steps = tf.constant(self._steps_of_a_block(self.sync_period))
+        steps = tf.constant(self._steps_of_a_block(self._share or self.sync_period))
         return tf.stack(in_a_block(memory_of(optimizer), steps / minibatches_of_a_step(optimizer)))
 
     def _steps_of_a_block(self, period: int | None) -> float:

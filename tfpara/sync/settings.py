@@ -61,6 +61,7 @@ class Settings:
     fragments: int = dataclasses.field(default=1, metadata=_RUN)
     device_sync_period: int | None = dataclasses.field(default=None, metadata=_RUN)
     compression: str = dataclasses.field(default="none", metadata=_RUN)
+    balance: bool | Sequence[Sequence[int]] = dataclasses.field(default=False, metadata=_WORKERS)
     asked_rule: Rule | None = None  # before `resolved` filled in its defaults
     replicas: int = 0  # the N of `resolved`
     # If hyper-parameters follow the number of replicas: the user's rule, and that rule for the
@@ -82,6 +83,7 @@ class Settings:
         self._check_fragments()
         self._check_compression()
         self._check_device_period()
+        self._check_balance()
 
     def resolved(self, num_replicas: int) -> Settings:
         """Returns these settings with the rule resolved for N replicas.
@@ -109,6 +111,7 @@ class Settings:
             ("fragments", self.fragments > 1, f"a sync of a part {apart}"),
             ("collectives", self.collectives == "horovod", "Horovod's groups cannot change."),
             ("communication", self.communication == "NCCL", "a worker that joins is left out."),
+            ("balance", self.balance is not False, "the plan of the data has steps of all alike."),
         ):
             if refused:
                 raise ValueError(
@@ -224,6 +227,40 @@ class Settings:
                 "workers sync where their devices have just been averaged. Give a period of which "
                 "sync_period is a multiple."
             )
+
+    def _check_balance(self) -> None:
+        balance = self.balance
+        if balance is False:
+            return
+        for name, refused, why in (
+            ("rule", isinstance(self.rule, algorithms.BMUFAdam), "filters moments of equal blocks"),
+            ("overlap", bool(self.overlap), "has a sync begin before workers have met"),
+            ("fragments", self.fragments > 1, "gives each fragment a block of its own"),
+            ("device_sync_period", self.device_sync_period, "must divide each worker's block"),
+        ):
+            if refused:
+                raise ValueError(
+                    f"balance= gives each worker a block by its speed, and {name}="
+                    f"{getattr(self, name)!r} {why}. Leave {name} out, or balance."
+                )
+        if balance is True:
+            return
+        if isinstance(balance, str) or not isinstance(balance, Sequence) or not len(balance):
+            raise ValueError(
+                f"balance={balance!r} must be True, False, or the record of another run: a list "
+                "with each block's list of minibatches of each worker (strategy.balance_record)."
+            )
+        for block, shares in enumerate(balance):
+            if (
+                not isinstance(shares, Sequence)
+                or len(shares) != len(balance[0])
+                or not all(isinstance(share, numbers.Integral) and share >= 0 for share in shares)
+                or not sum(shares)
+            ):
+                raise ValueError(
+                    f"balance=: block {block} of the record is {shares!r}, and must be a list of "
+                    f"{len(balance[0])} whole numbers of 0 or more, with one above 0 at least."
+                )
 
     @property
     def has_momentum(self) -> bool:

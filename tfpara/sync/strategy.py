@@ -15,7 +15,7 @@ from tfpara.checks import check_backend, checked_seconds
 from tfpara.cluster.place import call
 from tfpara.elastic.settings import Elastic
 from tfpara.group import as_list
-from tfpara.sync.data.elastic_data import by_epoch
+from tfpara.sync.data.elastic_data import by_epoch, of_one_reader
 from tfpara.sync.for_callbacks import ForCallbacks
 from tfpara.sync.keras import scope
 from tfpara.sync.one_sync.statistics import SyncStatistics
@@ -83,6 +83,14 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, ForCallbac
             process, else TensorFlow. See docs/horovod.md.
         elastic: a `tfpara.Elastic`: training goes on while workers die, leave and come. See
             docs/elastic.md. None: the loss of a worker ends the run.
+        balance: True: in each block worker i of W takes a number τ_i of steps by its speed, with
+            Σ τ_i = W·τ, so that all end the block together: the τ_i, 1 ≤ τ_i ≤ 4τ, for which
+            max_i s_i·τ_i is least, about τ_i = W·τ·(1/s_i) / Σ_j (1/s_j), where s_i are the seconds
+            of a step in the blocks before. The mean of the replicas weighs by samples, as always,
+            and `fit` deals the minibatches of an epoch out by the τ_i, each to one replica. Workers
+            have one device each. Not with `elastic`, `overlap`, `fragments` or BMUFAdam. A record,
+            `strategy.balance_record` of another run: its τ_i again, block by block (then τ for
+            all). False: τ_i = τ. See docs/syncs.md.
 
     Raises:
         TypeError: `rule` is not a rule object, or an average is not one.
@@ -114,6 +122,7 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, ForCallbac
         communication: str = "AUTO",
         collectives: str = "auto",
         elastic: Elastic | None = None,
+        balance: bool | Sequence[Sequence[int]] = False,
     ) -> None:
         """Joins the other workers and compares settings with them; for the arguments see above."""
         program.explain_errors()
@@ -132,6 +141,7 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, ForCallbac
             fragments=fragments,
             compression=compression,
             device_sync_period=device_sync_period,
+            balance=balance,
         )
         checked_seconds("startup_timeout_seconds", startup_timeout_seconds)
         start(self, settings, devices, elastic, startup_timeout_seconds, self._is_simulated)
@@ -191,6 +201,12 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, ForCallbac
     def sync_period(self) -> int | None:
         """τ, minibatches of each replica between two syncs; None while there are none."""
         return self.extended.momentum.sync_period
+
+    @property
+    def balance_record(self) -> list[list[int]]:
+        """With `balance`: the steps τ_i of each worker in each block of this process so far."""
+        balance = self.extended.balance
+        return [] if balance is None else [list(shares) for shares in balance.record]
 
     def set_sync_period(self, sync_period: int | None) -> None:
         """Sets τ from here on. Every worker must call it between blocks: where an epoch begins.
@@ -299,10 +315,17 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, ForCallbac
             resumed run `tfpara.callbacks.Checkpoint` sets the epoch and `first`.
         """
 
+        return self.datasets_by_number(of_one_reader(dataset_fn))
+
+    def datasets_by_number(
+        self, minibatches: Callable[[int, int], tf.data.Dataset]
+    ) -> tf.distribute.DistributedDataset:
+        """Internal: as `datasets_by_epoch`, of a function that deals minibatches out itself."""
+
         def make(context: object) -> tf.data.Dataset:
             place = data_place.present()
             assert place is not None
-            return dataset_fn(place.epoch, place.first)
+            return minibatches(place.epoch, place.first)
 
         return self.extended.datasets_by_epoch(make)
 

@@ -3,6 +3,7 @@
 Options (JSON): minibatches (of an epoch), epochs, period, uneven (whether minibatches differ in
 their rows), options (of the strategy), elastic (settings of a run whose members change),
 checkpoints (a directory), killed (for each rank that kills itself, the syncs after which it does),
+pauses (seconds of each rank after a minibatch),
 out (npz path; `{rank}` is replaced).
 """
 
@@ -11,6 +12,7 @@ import os
 import pathlib
 import signal
 import sys
+import time
 
 import keras
 import numpy as np
@@ -33,6 +35,17 @@ class Kill(keras.callbacks.Callback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
+class Pause(keras.callbacks.Callback):
+    """Sleeps after each minibatch."""
+
+    def __init__(self, seconds):
+        super().__init__()
+        self.seconds = seconds
+
+    def on_train_batch_end(self, batch, logs=None):
+        time.sleep(self.seconds)
+
+
 def main():
     options = json.loads(sys.argv[1])
     count, epochs = options["minibatches"], options.get("epochs", 1)
@@ -51,6 +64,8 @@ def main():
         callbacks.append(tfpara.callbacks.Checkpoint(options["checkpoints"], every_syncs=1))
     if str(rank) in options.get("killed", {}):
         callbacks.append(Kill(options["killed"][str(rank)]))
+    if "pauses" in options:
+        callbacks.append(Pause(options["pauses"][rank]))
     data = strategy.minibatches_by_epoch(lambda epoch: minibatches(epoch * count, count, uneven))
     model.fit(data, epochs=epochs, verbose=0, callbacks=callbacks)
     found = {}
@@ -58,6 +73,7 @@ def main():
         with strategy.weights(model, which):
             found[which] = model.get_weights()[0]
     found["syncs"] = strategy.statistics().syncs
+    found["record"], found["steps"] = strategy.balance_record, strategy.statistics().steps
     np.savez(options["out"].replace("{rank}", str(rank)), **found)
 
 

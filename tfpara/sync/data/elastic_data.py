@@ -1,13 +1,14 @@
-"""Data given to `fit` in an elastic run, as minibatches that can be dealt out anew.
+"""Data given to `fit` as minibatches that can be dealt out by number.
 
 A replica's minibatch is a part of a batch, which is cut for the N replicas with which the run
 began. Minibatches have numbers, from 0 in each epoch. Any worker can read any of them, so those
-that a lost worker has not trained can be given to others.
+that a lost worker has not trained can be given to others, and more to faster workers.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import operator
 import random
@@ -20,7 +21,9 @@ import tensorflow as tf
 
 from tfpara.cluster.place import FIT_BEGIN
 from tfpara.sync.data import same_data
+from tfpara.sync.data.dealt import rows_of, slice_of
 from tfpara.sync.data.reading import Order, ahead, shuffled, shuffled_rows
+from tfpara.sync.workers import data_place
 from tfpara.typing import Json
 
 Facts: TypeAlias = dict[str, Json]
@@ -29,10 +32,14 @@ _BATCH_SIZE = 32  # Keras' own
 
 
 class Began(NamedTuple):
-    """The replicas with which a run began, and how many of them each worker had."""
+    """The replicas with which a run began, and how many of them each worker had.
+
+    option: the strategy's argument for which data are dealt out, as messages name it.
+    """
 
     replicas: int
     devices: int
+    option: str = "elastic="
 
 
 def leaves_of(given: Mapping[str, Any]) -> list[Any]:
@@ -94,20 +101,18 @@ def deal_out_arrays(strategy: Any, began: Began, given: dict[str, Any]) -> None:
         orders = [
             shuffled_rows(rows, seed, each) if shuffle else np.arange(rows) for each in passes
         ]
-        numbers = _numbers(strategy, first, in_an_epoch)
-        places = [divmod(begin + number, in_a_pass) for number in numbers]
         ordered = tf.constant(np.array(orders), tf.int64)
-        from_first = [[each - passes.start, number] for each, number in places]
-        dataset = tf.data.Dataset.from_tensor_slices(np.array(from_first, np.int64).reshape(-1, 2))
 
-        def taken(place: tf.Tensor) -> Any:
-            own = ordered[place[0], place[1] * size : (place[1] + 1) * size]
+        def taken(number: tf.Tensor) -> Any:
+            since = number + (begin - passes.start * in_a_pass)
+            place = since % in_a_pass
+            own = ordered[since // in_a_pass, place * size : (place + 1) * size]
             gathered = tf.nest.map_structure(lambda array: tf.gather(array, own), arrays)
             return gathered if len(gathered) > 1 else gathered[0]
 
-        return dataset.map(taken, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
+        return _mapped(strategy, first, in_an_epoch, taken)
 
-    given["x"] = strategy.datasets_by_epoch(minibatches)
+    given["x"] = strategy.datasets_by_number(minibatches)
     given["x"].facts = facts
     for name in ("y", "sample_weight", "batch_size", "steps_per_epoch"):
         given[name] = None
@@ -135,8 +140,8 @@ def deal_out_dataset(strategy: Any, began: Began, given: dict[str, Any]) -> None
     same_data.check_batched(dataset.element_spec)
     if not same_data.divided_between_workers(dataset):
         raise ValueError(
-            "the dataset has AutoShardPolicy.OFF, so each worker has data of its own, and elastic= "
-            "gives what a lost worker has not trained to others. Give all workers the same data."
+            "the dataset has AutoShardPolicy.OFF, so each worker has data of its own, and "
+            f"{began.option} deals minibatches out to others. Give all workers the same data."
         )
     _check_order(
         dataset,
@@ -149,7 +154,7 @@ def deal_out_dataset(strategy: Any, began: Began, given: dict[str, Any]) -> None
     def minibatches(epoch: int, first: int) -> tf.data.Dataset:
         return _parts_of(dataset, order.known()[1], _Own(strategy, first))
 
-    given["x"] = strategy.datasets_by_epoch(minibatches)
+    given["x"] = strategy.datasets_by_number(minibatches)
     given["x"].facts = _without_values(facts)
 
 
@@ -177,7 +182,7 @@ def deal_out_py_dataset(
     """Replaces a `keras.utils.PyDataset` among the arguments of `fit`, as arrays are.
 
     Each batch is cut into N minibatches, for the N replicas with which the run begins, whose rows
-    differ by one at most. As without `elastic=` a worker reads every W-th batch, while there are W
+    differ by one at most. As otherwise a worker reads every W-th batch, while there are W
     workers as at the begin; where members have come or gone, it reads each that it needs a part of.
 
     Args:
@@ -194,13 +199,15 @@ def deal_out_py_dataset(
     for hook in ("on_epoch_begin", "on_epoch_end"):
         if getattr(type(data), hook, None) is not getattr(keras.utils.PyDataset, hook, None):
             raise ValueError(
-                f"{type(data).__name__}.{hook} changes the dataset, and a worker that joins an "
-                "elastic run would not have called it. Leave the order to fit(shuffle=True)."
+                f"{type(data).__name__}.{hook} changes the dataset, which {began.option} deals out "
+                "by number, also to workers that have not called it. Leave the order to "
+                "fit(shuffle=True)."
             )
     if data.use_multiprocessing and data.workers > 0:
         raise ValueError(
-            "PyDataset(use_multiprocessing=True) would start its processes anew at each change of "
-            "an elastic run's members. Write use_multiprocessing=False, for threads."
+            f"PyDataset(use_multiprocessing=True) does not go with {began.option}, which would "
+            "start its processes anew whenever it deals data out. Write use_multiprocessing=False, "
+            "for threads."
         )
     facts: Facts = {"kind": "PyDataset", "batches": batches.number}
     order = _agree(strategy, began, {**facts, "values": batches.values})
@@ -208,9 +215,23 @@ def deal_out_py_dataset(
 
     def minibatches(epoch: int, first: int) -> tf.data.Dataset:
         count, (seed, parts, devices) = batches.number, order.known()
+        in_order = shuffled(count, seed, epoch) if shuffle else range(count)
+        if data_place.dealt() is not None:
+            # The parts of a batch follow each other, so that a worker reads few batches twice.
+            standard, recent = batches.standard, functools.lru_cache(1)(data.__getitem__)
+
+            def one(number: int) -> Iterator[Any]:
+                place, part = divmod(int(number), parts)
+                yield batches.part_of(standard(recent(in_order[place])), part, parts)
+
+            def taken(number: tf.Tensor) -> tf.data.Dataset:
+                return tf.data.Dataset.from_generator(
+                    one, args=(number,), output_signature=batches.signature
+                )
+
+            return _mapped(strategy, first, count * parts, taken, flat=True)
         numbers = _numbers(strategy, first, count * parts)
         places = [_place(number, count, parts, devices) for number in numbers]
-        in_order = shuffled(count, seed, epoch) if shuffle else range(count)
         runs = [
             (in_order[place], [part for _, part in own])
             for place, own in itertools.groupby(places, operator.itemgetter(0))
@@ -227,7 +248,7 @@ def deal_out_py_dataset(
 
         return tf.data.Dataset.from_generator(read, output_signature=batches.signature)
 
-    given["x"] = strategy.datasets_by_epoch(minibatches)
+    given["x"] = strategy.datasets_by_number(minibatches)
     given["x"].facts = facts
     given["class_weight"] = None
 
@@ -252,15 +273,33 @@ def by_epoch(strategy: Any, dataset_fn: Callable[[int], tf.data.Dataset]) -> Any
                     "called again, and so another order. Let the epoch decide what is drawn: "
                     "dataset.shuffle(1000, seed=epoch), np.random.default_rng(epoch)."
                 )
-        own = _Own(strategy, 0)
-        numbered = dataset.skip(first).enumerate()
+        numbered, dealt = dataset.skip(first).enumerate(first), data_place.dealt()
+        if dealt is not None:
+            return dealt.among(numbered)
+        own = _Own(strategy, first)
         return numbered.filter(lambda number, element: own.has(number)).map(
             lambda number, element: element
         )
 
-    data = strategy.datasets_by_epoch(minibatches)
+    data = strategy.datasets_by_number(minibatches)
     data.facts = _without_values(facts)
     return data
+
+
+def of_one_reader(dataset_fn: Callable[[int, int], tf.data.Dataset]) -> Callable[..., Any]:
+    """Returns a function for `datasets_by_number` from one of a worker's minibatches by its place.
+
+    Where minibatches are dealt by number, it reads those of all workers, as a run of one would.
+    """
+
+    def minibatches(epoch: int, first: int) -> tf.data.Dataset:
+        dealt = data_place.dealt()
+        if dealt is None:
+            return dataset_fn(epoch, first)
+        with data_place.making(data_place.DataPlace(0, 1, 1, epoch, first)):
+            return dealt.among(dataset_fn(epoch, first).enumerate(first))
+
+    return minibatches
 
 
 _BY_EPOCH = (
@@ -275,8 +314,8 @@ def _check_order(dataset: tf.data.Dataset, fix: str, made_anew: bool = False) ->
     problem = same_data.why_order_differs(dataset, made_anew)
     if problem:
         raise ValueError(
-            f"the dataset {problem}. Workers that come in the middle of an epoch, and a resumed "
-            f"run, need its order. {fix}"
+            f"the dataset {problem}. Where minibatches are dealt out by number, and in a resumed "
+            f"run, its order must be known. {fix}"
         )
 
 
@@ -304,8 +343,28 @@ def _agree(strategy: Any, began: Began, facts: Facts) -> Order:
                 raise ValueError(problem)
         order.seed = drawn
     if order.parts is None:
-        order.parts, order.devices = began
+        order.parts, order.devices = began.replicas, began.devices
     return order
+
+
+def _mapped(
+    strategy: Any, first: int, count: int, taken: Callable[[tf.Tensor], Any], flat: bool = False
+) -> tf.data.Dataset:
+    """Returns `taken(number)` for this worker's minibatches, of `count` in an epoch, from `first`.
+
+    Args:
+        flat: whether it is a dataset of one minibatch.
+    """
+
+    dealt = data_place.dealt()
+    if dealt is None:
+        own = np.array(_numbers(strategy, first, count), np.int64)
+        numbers = tf.data.Dataset.from_tensor_slices(own)
+    else:
+        numbers = dealt.numbers(count)
+    if flat:
+        return numbers.flat_map(taken)
+    return numbers.map(taken, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
 
 
 def _numbers(strategy: Any, first: int, count: int) -> list[int]:
@@ -319,22 +378,24 @@ class _Own:
     """The numbers of this worker's minibatches from `first` on, for graphs."""
 
     def __init__(self, strategy: Any, first: int) -> None:
-        self._first, self._replicas = first, strategy.num_replicas
+        self.first, self._replicas = first, strategy.num_replicas
         self._ids = np.array(strategy.local_replica_ids, np.int64)
 
     def has(self, number: tf.Tensor) -> tf.Tensor:
-        since = number - self._first - self._ids
+        since = number - self.first - self._ids
         return tf.reduce_any((since >= 0) & (since % self._replicas == 0))
 
 
 def _parts_of(dataset: tf.data.Dataset, parts: int, own: _Own) -> tf.data.Dataset:
     """Returns those minibatches of a dataset of batches that are a worker's own."""
 
+    dealt = data_place.dealt()
+
     def cut(batch: tf.Tensor, element: Any) -> tf.data.Dataset:
         leaves = tf.nest.flatten(element)
-        rows = _rows_of(leaves[0])
+        rows = rows_of(leaves[0])
         alike = [
-            tf.debugging.assert_equal(_rows_of(leaf), rows, "the tensors of a batch differ in rows")
+            tf.debugging.assert_equal(rows_of(leaf), rows, "the tensors of a batch differ in rows")
             for leaf in leaves[1:]
         ]
 
@@ -344,30 +405,15 @@ def _parts_of(dataset: tf.data.Dataset, parts: int, own: _Own) -> tf.data.Datase
 
         with tf.control_dependencies(alike):
             first = tf.identity(batch) * parts
-        return tf.data.Dataset.range(first, first + parts).filter(own.has).map(part)
+        numbers = tf.data.Dataset.range(first, first + parts)
+        if dealt is None:
+            return numbers.filter(own.has).map(part)
+        return numbers.map(lambda number: (number, part(number)))
 
-    return dataset.enumerate().flat_map(cut)
-
-
-def _rows_of(leaf: Any) -> tf.Tensor:
-    if isinstance(leaf, tf.SparseTensor):
-        return leaf.dense_shape[0]
-    return leaf.nrows() if isinstance(leaf, tf.RaggedTensor) else tf.shape(leaf, tf.int64)[0]
-
-
-def slice_of(leaf: Any, begin: tf.Tensor, end: tf.Tensor) -> Any:
-    """Returns the rows of a batch from `begin` to before `end`, as far as there are any."""
-    if not isinstance(leaf, tf.SparseTensor):
-        return leaf[begin:end]
-    count = tf.minimum(end, leaf.dense_shape[0]) - begin
-    rest = leaf.dense_shape[1:]
-    start, size = (
-        tf.concat([[first], others], 0)
-        for first, others in ((begin, tf.zeros_like(rest)), (count, rest))
-    )
-    sliced = tf.sparse.slice(leaf, start, size)
-    sliced.set_shape([None, *leaf.shape[1:]])
-    return sliced
+    minibatches = dataset.enumerate().flat_map(cut)
+    if dealt is None:
+        return minibatches
+    return dealt.among(minibatches.filter(lambda number, minibatch: number >= own.first))
 
 
 def _place(number: int, count: int, parts: int, devices: int) -> tuple[int, int]:

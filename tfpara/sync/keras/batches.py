@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfpara.sync.data import reading, same_data
-from tfpara.sync.data.elastic_data import slice_of
+from tfpara.sync.data.dealt import slice_of
 from tfpara.sync.keras.replacing import data_adapter_utils, data_adapters
 from tfpara.sync.tensorflow.extended import PeriodicSyncExtended
 from tfpara.sync.tensorflow.variables import host_variable

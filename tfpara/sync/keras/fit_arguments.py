@@ -57,6 +57,34 @@ def deal_out(strategy: Any, began: Began, given: dict[str, Any]) -> None:
         deal_out_arrays(strategy, began, given)
 
 
+def deal_out_by_speed(strategy: Any, given: dict[str, Any]) -> None:
+    """Replaces data among the arguments of `fit`, in place, by data that speeds deal out.
+
+    Raises:
+        ValueError: minibatches of such data have no numbers; or `fit` runs in a callback of `fit`.
+    """
+    if strategy.extended.place.fits > 1:
+        raise ValueError(
+            "fit was called in a callback of fit, and balance= deals out the data of one fit at a "
+            "time. Call one after the other."
+        )
+    devices = len(strategy.extended.worker_devices)
+    deal_out(strategy, Began(strategy.num_replicas, devices, "balance="), given)
+    if given.get("steps_per_epoch") is not None:
+        raise ValueError(
+            f"steps_per_epoch={given['steps_per_epoch']} and balance= contradict each other: a "
+            "worker takes as many steps as its speed allows. Give arrays, or data for as long an "
+            "epoch."
+        )
+    if not hasattr(given.get("x"), "built_for"):
+        raise ValueError(
+            "balance= deals minibatches out by number, and those of x, a "
+            f"{type(given.get('x')).__name__}, have none. Give fit arrays, a PyDataset, a "
+            "tf.data.Dataset of known order, strategy.minibatches_by_epoch(...) or "
+            "strategy.datasets_by_epoch(...)."
+        )
+
+
 def _batches_of(data: keras.utils.PyDataset, given: dict[str, Any]) -> Batches:
     """Returns the batches of a dataset that `fit` was given."""
     for name in ("y", "sample_weight", "validation_split"):
@@ -70,7 +98,9 @@ def _batches_of(data: keras.utils.PyDataset, given: dict[str, Any]) -> Batches:
     adapter.enqueuer = None  # its threads would read batches that nobody uses
     count = adapter.num_batches
     if count is None:
-        raise ValueError("the PyDataset has no end, which elastic= needs: write its __len__.")
+        raise ValueError(
+            "the PyDataset has no end, and its minibatches are to be dealt out: write its __len__."
+        )
     if count == 0:
         raise ValueError("the data have no batch: their length is 0.")
 

@@ -37,7 +37,7 @@ from tfpara.sync.keras.building import looking, of_a_row
 from tfpara.sync.keras.callbacks import HOOKS, with_files_of_the_chief
 from tfpara.sync.keras.compiling import compiled_by_default, compiled_by_replica
 from tfpara.sync.keras.data_passes import with_divided_data
-from tfpara.sync.keras.fit_arguments import refuse_spent
+from tfpara.sync.keras.fit_arguments import deal_out_by_speed, refuse_spent
 from tfpara.sync.keras.logs import of_all_workers
 from tfpara.sync.keras.optimizer_steps import step_noted, with_fitted_average, with_fitted_momentum
 from tfpara.sync.keras.replacing import (
@@ -138,6 +138,8 @@ def _together(
     extended = strategy.extended
     in_fit = extended.in_fit(model, given.get("initial_epoch", 0))
     with program.noting(), in_fit, _with_data("fit", strategy):
+        if extended.balance is not None:
+            deal_out_by_speed(strategy, given)
         return extended.worker.company.fit(model, given, lambda given: fit(model, **given))
 
 

@@ -47,6 +47,9 @@ def several_steps(
             with tf.device("CPU:0"):
                 return (number < most) & there_are
 
+        def read_if(condition: tf.Tensor, data: Any) -> Any:
+            return tf.cond(condition, iterator.get_next_as_optional, lambda: data)
+
         def minibatch(due: tf.Tensor, number: tf.Tensor, outputs: tf.Tensor, data: Any) -> Any:
             with strategy.extended.steps.leaving_syncs() as left:
                 optional = _Optional.from_value(one(data.get_value()))
@@ -56,9 +59,8 @@ def several_steps(
             with tf.device("CPU:0"):
                 due = left[0][0] if left else due
                 number += 1
-                more = number < most
-            data = tf.cond(more, iterator.get_next_as_optional, lambda: data)
-            return due, number, outputs, data
+                more = (number < most) & ~due
+            return due, number, outputs, read_if(more, data)
 
         def within(due: tf.Tensor, *state: Any) -> tf.Tensor:
             with tf.device("CPU:0"):
@@ -67,10 +69,13 @@ def several_steps(
         def block(*state: Any) -> Any:
             with tf.device("CPU:0"):
                 due = tf.constant(False)
-            due, *state = tf.while_loop(within, minibatch, (due, *state))
+            due, number, outputs, data = tf.while_loop(within, minibatch, (due, *state))
             for _, act in traced[-1][1]:
                 where(due, act)
-            return tuple(state)
+            # A sync may decide which minibatch is the next one.
+            with tf.device("CPU:0"):
+                more = (number < most) & due
+            return number, outputs, read_if(more, data)
 
         with tf.device("CPU:0"):
             first = tf.constant(0)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+import numpy as np
 import tensorflow as tf
 
 from tfpara.sync.one_sync.counter import Counter
@@ -43,7 +44,7 @@ class Block:
         self._fragments = settings.fragments
         self._whole = whole
         self.parts = settings.fragments + (0 if whole else 1)
-        self.period = site.period
+        self.period, self._balance = site.period, site.balance
         # A step writes one variable. float64 is exact for whole numbers up to 2^53.
         parts, replicas = self.parts, range(len(site.devices))
         counts = make(tf.zeros([3 + parts * (1 + len(replicas))], tf.float64), "counts")
@@ -61,6 +62,20 @@ class Block:
     def trained(self) -> int:
         """Minibatches of each replica since the last sync, of a block of the whole model."""
         return int(self.part_steps.read_value()[0])
+
+    def due(self) -> tf.Tensor:
+        """Returns the minibatches of a replica in the open block, after which a sync is due."""
+        period = self.period.read_value()
+        if self._balance is None:
+            return period
+        share = self._balance.due.read_value()
+        return tf.where(share > 0, share, period)
+
+    def began(self) -> tf.Tensor:
+        """Returns when a block by speed began, as by `now`; a time to come if that is not known."""
+        assert self._balance is not None
+        since = self._balance.since.read_value()
+        return tf.where(since > 0.0, since, tf.constant(np.inf, tf.float64))
 
     @property
     def is_open(self) -> bool:

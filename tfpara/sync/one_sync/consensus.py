@@ -148,6 +148,7 @@ class Consensus:
                 "taken": block.taken.read_value(),
                 "pending": block.steps.read_value(),
                 "period": block.period.read_value(),
+                "seconds": began - block.began() if self._site.balance else 0.0 * began,
             }
             each = [
                 (self._replicas.summary(r, anchors), block.samples[r].read_value())
@@ -239,9 +240,20 @@ class Consensus:
             if text and patient and not self._site.is_alone:
                 time.sleep(_GRACE_SECONDS)
             # With F fragments, each fragment's block is F sync periods long.
-            block = float(period) * self._fragments
-            local = slice(first, first + own)
-            found = decide(table, columns, text, local=local, replicas=replicas, block=block)
+            block, balance = float(period) * self._fragments, self._site.balance
+            share = None if balance is None else balance.mean_steps()
+            local, by_speed = slice(first, first + own), share is not None
+            found = decide(
+                table,
+                columns,
+                text,
+                local=local,
+                replicas=replicas,
+                block=share or block,
+                by_speed=by_speed,
+            )
+            if balance is not None and not text:
+                balance.close(found.trained.astype(int), table[::own, columns.seconds.start])
             return at, not text, *found
 
         replicas, first = self._site.replicas_now()

@@ -139,6 +139,8 @@ class SyncGraph:
         def closed() -> None:
             ended = now()
             self.note(verdict, committed, tf.stack([ended - began, verdict.at - began]))
+            if self._site.balance is not None:
+                self._site.balance.since.assign(ended)
             self.block.close(self.block.turn.read_value(), verdict.is_last)
 
         if self.whole:

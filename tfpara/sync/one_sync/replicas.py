@@ -13,6 +13,7 @@ import tensorflow as tf
 from tfpara.cluster.place import Place
 from tfpara.collectives import Collectives, Loopback, broadcast_to_devices
 from tfpara.keras_model import constrained
+from tfpara.sync.data.balance import Balance
 from tfpara.sync.one_sync.buckets import Layout
 from tfpara.sync.one_sync.graph_ops import fused
 from tfpara.sync.settings import Settings
@@ -36,6 +37,7 @@ class Site(NamedTuple):
     make: creates a plain variable, `make(initial_value, name)`, or `make(value, name, shape)` for
         one whose shape may change.
     period: the sync period in minibatches, of all models of the strategy.
+    balance: of the workers' blocks; None: all have the sync period.
     """
 
     name: str
@@ -47,6 +49,7 @@ class Site(NamedTuple):
     place: Place
     make: Callable[..., tf.Variable]
     period: tf.Variable
+    balance: Balance | None = None
 
     def replicas_now(self) -> tuple[Scalar, Scalar]:
         """Returns N, and the number of this worker's first replica, as graphs read them."""
@@ -178,7 +181,7 @@ class Replicas:
         """Sets the step counts of optimizers whose slots are now the same on all replicas.
 
         Args:
-            furthest: for each of `shared_counts` the largest value over all replicas.
+            furthest: for each of `shared_counts` the value that all replicas get.
         """
         for k, count in enumerate(self.shared_counts):
             cycle = self.variables.cycles[k]

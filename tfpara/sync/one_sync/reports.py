@@ -15,6 +15,7 @@ a vector of float64 with these columns:
 - the step counts of the optimizers whose slots are the same on all replicas after the sync;
 - all minibatches that the replica has taken;
 - the signature of the state and of the frozen weights, as `signature`;
+- the seconds in which the worker has trained the block, 0 or less if that is not known;
 - the learning rate of each optimizer, NaN where nothing was trained with it.
 """
 
@@ -45,6 +46,7 @@ class Columns(NamedTuple):
     samples, steps: since the last sync, one for each part; at first `samples`, then minibatches.
     counts: the step counts that all share. taken: all minibatches of the replica, one column.
     others: the signature of what is not trained, one column.
+    seconds: the time of the block, one column.
     rates: learning rates of the optimizers.
     """
 
@@ -53,12 +55,13 @@ class Columns(NamedTuple):
     counts: slice
     taken: slice
     others: slice
+    seconds: slice
     rates: slice
 
     @classmethod
     def of(cls, parts: int, counts: int, rates: int) -> Columns:
         """Returns the columns for so many parts, shared step counts and learning rates."""
-        ends = np.cumsum([SAMPLES, parts, parts, counts, 1, 1, rates]).tolist()
+        ends = np.cumsum([SAMPLES, parts, parts, counts, 1, 1, 1, rates]).tolist()
         return cls(*map(slice, ends[:-1], ends[1:]))
 
     @property
@@ -86,6 +89,7 @@ def report_of(
     running: bool,
     signature: float,
     others: float,
+    seconds: float = 0.0,
     request: float,
     mark: Array,
     steps: Array,
@@ -103,6 +107,7 @@ def report_of(
         running: whether the replica has data left.
         signature: of the weights with which the worker began.
         others: the signature of the state and the frozen weights.
+        seconds: in which the worker has trained the block; 0 or less if that is not known.
         request: of the worker.
         mark: of the worker.
         steps: minibatches since the last sync, one number for each part.
@@ -116,7 +121,7 @@ def report_of(
     # NaN: it has trained nothing with its rate.
     used = np.full(len(rates), np.nan) if idle or never else rates
     flags = [running, bad[0] if len(bad) else -1, signature, request]
-    return np.concatenate([flags, mark, samples, steps, counts, [taken, others], used])
+    return np.concatenate([flags, mark, samples, steps, counts, [taken, others, seconds], used])
 
 
 def signature_of(value: tf.Tensor) -> tf.Tensor:
@@ -256,11 +261,12 @@ class Decision(NamedTuple):
     problem: the sentence that says why the reports forbid the sync, "" if nothing does.
     is_last: whether no replica has data left.
     agreed: the largest request; the number of replicas with data left, and of all.
-    counts: for each of the shared step counts the largest value over all replicas.
+    counts: for each of the shared step counts the largest value over all replicas, or the mean.
     trained: by worker, the minibatches of a replica since the last sync.
     committed: by part, whether it is averaged: whether any replica has trained it, and no problem
         forbids it.
-    steps: by part, the minibatches of the replica that has most.
+    steps: by part, the minibatches of the replica that has most; where blocks are by speed, those
+        of a replica in the mean.
     portions: by part, n_i / Σ_j n_j for the n_i samples of each local replica.
     divisor: by part, N if all replicas have equal shares, else 1.
     of_block: by part, its block's length as a fraction of a whole one, 0 < f ≤ 1.
@@ -279,7 +285,14 @@ class Decision(NamedTuple):
 
 
 def decide(
-    reports: Array, columns: Columns, problem: str, *, local: slice, replicas: int, block: float
+    reports: Array,
+    columns: Columns,
+    problem: str,
+    *,
+    local: slice,
+    replicas: int,
+    block: float,
+    by_speed: bool = False,
 ) -> Decision:
     """Returns what follows from the table of reports.
 
@@ -290,17 +303,20 @@ def decide(
         local: the rows of this worker's replicas.
         replicas: N. The table may have rows of idle replicas beyond it.
         block: minibatches of a whole block.
+        by_speed: whether replicas have unlike numbers of minibatches in a whole block, of which
+            `block` is the mean. Then the mean of their steps counts, for learning rates too.
     """
     running = reports[:, RUNNING]
     samples = _counted(reports, columns, replicas, block)
     totals = samples.sum(0)
-    steps = reports[:, columns.steps].max(0)
+    steps, counts = reports[:, columns.steps], reports[:, columns.counts]
+    steps = steps.mean(0) if by_speed else steps.max(0)
     alike = (samples == samples[0]).all(0)
     return Decision(
         problem=problem,
         is_last=not running.any(),
         agreed=np.array([reports[:, REQUEST].max(), running.sum(), len(reports)]),
-        counts=reports[:, columns.counts].max(0),
+        counts=np.rint(counts.mean(0)) if by_speed else counts.max(0),
         trained=reports[:: local.stop - local.start, columns.steps.start],
         committed=(totals > 0.0) & (problem == ""),
         steps=steps,

@@ -88,7 +88,7 @@ class Synchronizer:
             where(due, lambda: self.graph.sync(tf.constant(True)))
 
     def _ends_block(self, steps: tf.Tensor) -> tf.Tensor:
-        return steps >= self.graph.block.period.read_value()
+        return steps >= self.graph.block.due()
 
     def _average_devices_step(self) -> None:
         """Sets the local replicas to their mean.

@@ -14,6 +14,8 @@ import tensorflow as tf
 from numpy.typing import NDArray
 
 from tfpara.steps import with_open_batches, with_own_memory, without_tuner
+from tfpara.sync.data.balance import Balance
+from tfpara.sync.data.dealt import Dealt
 from tfpara.sync.data.position import Position
 from tfpara.sync.data.reading import Order, shuffled, shuffled_rows
 from tfpara.sync.data.same_data import (
@@ -46,6 +48,7 @@ class DistributedData:
         worker: this worker.
         models: the trained models.
         momentum: the momentum of the models' optimizers, which depends on the length of an epoch.
+        balance: of the workers' blocks; None: all have the same.
 
     Attributes:
         position: in the data of `fit`.
@@ -56,6 +59,7 @@ class DistributedData:
     worker: Worker
     models: TrainedModels
     momentum: MomentumFit
+    balance: Balance | None
     position: Position = dataclasses.field(default_factory=Position, init=False)
     order: Order = dataclasses.field(default_factory=Order, init=False)
     passes: Any = dataclasses.field(default=None, init=False)
@@ -75,12 +79,12 @@ class DistributedData:
         finally:
             self._undivided = False
 
-    def place_of(self, epoch: int, first: int) -> DataPlace:
+    def place_of(self, epoch: int, first: int, dealt: Dealt | None = None) -> DataPlace:
         """Returns the place of this worker's data of an epoch, from minibatch `first` on."""
         worker = self.worker
         # Before a worker has joined an elastic run, its number may be that of workers or more.
         rank = worker.rank % worker.num_workers
-        return DataPlace(rank, worker.num_workers, len(worker.devices), epoch, first)
+        return DataPlace(rank, worker.num_workers, len(worker.devices), epoch, first, dealt)
 
     # -- passes ----------------------------------------------------------------------------------
 
@@ -99,6 +103,8 @@ class DistributedData:
                 yield
         finally:
             self.passes = passes
+            if self.balance is not None:
+                self.balance.end()
         if within:
             self.order.seed = seed
 
@@ -233,7 +239,16 @@ class DistributedData:
         dataset.__class__ = _EpochDatasets
         dataset.dataset_fn = dataset_fn
         dataset.built_for = (0, 0, self.share)
+        steps = dataset.known_steps()
+        if self.balance is not None and steps is not None:
+            self.balance.steps_of_epoch = steps
         return dataset
+
+    def deal(self, first: int) -> Dealt | None:
+        """Deals out the minibatches of a pass by the workers' speeds; None: by their numbers."""
+        if self.balance is None or self.worker.place.calls:
+            return None
+        return self.balance.begin(first, warm=self.models.steps_seen > 0)
 
 
 class _UndividedDataset(_input_lib.DistributedDataset):
@@ -287,6 +302,11 @@ class _EpochDatasets(_Datasets):
         # Epochs may have different lengths.
         return tf.data.UNKNOWN_CARDINALITY
 
+    def known_steps(self) -> int | None:
+        """Returns the steps of a pass over the present datasets; None: they are not known."""
+        steps = super().cardinality
+        return steps if steps >= 0 else None
+
     def map(self, function: Callable[..., Nest]) -> _EpochDatasets:
         with making(self.data.place_of(*self.built_for[:2])):
             made = super().map(function)
@@ -298,13 +318,14 @@ class _EpochDatasets(_Datasets):
         if not self.data.worker.place.calls:
             # `dataset_fn` leaves out minibatches by `first`: they must not be skipped again.
             self.data.position.take_steps()
+        dealt = self.data.deal(first)
         wanted = epoch, first, self.data.share
-        if wanted != self.built_for:
+        if dealt is not None or wanted != self.built_for:
             self._built = False
-            with making(self.data.place_of(epoch, first)):
+            with making(self.data.place_of(epoch, first, dealt)):
                 self.build()
-            self.built_for = wanted
-        if (steps := super().cardinality) >= 0:
+            self.built_for = (-1, 0, self.data.share) if dealt is not None else wanted
+        if (steps := self.known_steps()) is not None:
             self.data.note_length(steps)
         return super().__iter__()
 

@@ -14,6 +14,7 @@ import tensorflow as tf
 from tfpara import cluster
 from tfpara.cluster.place import call
 from tfpara.strategy import StateHolder
+from tfpara.sync.data.balance import Balance
 from tfpara.sync.momentum_fit import MomentumFit
 from tfpara.sync.notes import Notes
 from tfpara.sync.settings import Settings
@@ -116,18 +117,27 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         strategy, settings, worker = self._container_strategy(), self.settings, self.worker
         self.notes = Notes(settings, worker)
         self.momentum = MomentumFit(settings, worker, self.notes, plain_variable)
+        self.balance: Balance | None = None
+        if settings.balance is not False:
+            self.balance = Balance(settings, worker, self.momentum, plain_variable)
         self.models = TrainedModels(
-            strategy, settings, worker, self.links, self.momentum, self.notes
+            strategy, settings, worker, self.links, self.momentum, self.notes, self.balance
         )
         self.waits.synchronizers, self.waits.abort = self.models.in_turn, self.links.abort
         collectives = self.links.for_control()
         self.control = Control(collectives, worker.place, self.models.in_turn, worker.company)
         worker.control = self.control
         self.steps = RunSteps(strategy, settings, self.models)
-        self.data = DistributedData(worker, self.models, self.momentum)
+        self.data = DistributedData(worker, self.models, self.momentum, self.balance)
         self.metrics = MetricReads(worker)
         self.initial_values = InitialValues(worker)
         self.states: dict[str, StateHolder] = {"order of data": self.data.order}
+        if self.balance is not None:
+            self.states["balance"] = self.balance
+            self.balance.open_steps = lambda: sum(
+                each.graph.block.trained for each in self.models.synchronizers
+            )
+            worker.company.epoch_units = self.balance
 
     # -- the workers -----------------------------------------------------------------------------
 

@@ -44,6 +44,9 @@ def replica_variables(
     slots = [slot for optimizer in written for slot in _slots(optimizer)]
     moments: list[keras.Variable] = []
     counting = _counting(written, local_state)
+    if settings.balance is not False:
+        # Replicas take unlike numbers of steps, and have one schedule of the learning rate.
+        counting += [o for o in optimizers(model) if _has_schedule(o) and o not in counting]
     rule = settings.rule
     if hasattr(rule, "check_optimizer"):
         (optimizer,) = _only_optimizer(model)
@@ -77,6 +80,11 @@ def _rate_can_be_set(optimizer: keras.optimizers.Optimizer) -> bool:
     return isinstance(getattr(optimizer, "_learning_rate", None), keras.Variable)
 
 
+def _has_schedule(optimizer: keras.optimizers.Optimizer) -> bool:
+    rate = getattr(optimizer, "_learning_rate", None)  # `learning_rate` would call a schedule
+    return isinstance(rate, keras.optimizers.schedules.LearningRateSchedule)
+
+
 def _counting(
     model_optimizers: Sequence[keras.optimizers.Optimizer], local_state: str
 ) -> list[keras.optimizers.Optimizer]:
@@ -103,8 +111,7 @@ def _counting(
             )
         if kinds & _WITHOUT_COUNT:
             continue
-        rate = getattr(optimizer, "_learning_rate", None)  # `learning_rate` would call a schedule.
-        if isinstance(rate, keras.optimizers.schedules.LearningRateSchedule):
+        if _has_schedule(optimizer):
             raise ValueError(
                 f'local_state="reset" sets back the number of steps from which {name} corrects its '
                 "moments, and from which its learning-rate schedule counts too. Give a number as "

@@ -17,6 +17,7 @@ from tfpara.cluster.place import COMPILED_ANEW, Purpose, call
 from tfpara.group import Group
 from tfpara.keras_model import build_optimizer, hyperparameters, optimizers
 from tfpara.steps import reductions
+from tfpara.sync.data.balance import Balance
 from tfpara.sync.momentum_fit import MomentumFit
 from tfpara.sync.notes import Notes
 from tfpara.sync.one_sync.replicas import ReplicaVariables, Site
@@ -68,6 +69,7 @@ class TrainedModels:
         links: the collectives.
         momentum: the momentum of the models' optimizers.
         notes: for the user.
+        balance: of the workers' blocks; None: all have the sync period.
 
     Attributes:
         settings: of the strategy.
@@ -84,6 +86,7 @@ class TrainedModels:
         links: Links,
         momentum: MomentumFit,
         notes: Notes,
+        balance: Balance | None,
     ) -> None:
         self._strategy = strategy
         self.settings = settings
@@ -91,7 +94,7 @@ class TrainedModels:
         self._place = worker.place
         self._links = links
         self._momentum = momentum
-        self._notes = notes
+        self._notes, self._balance = notes, balance
         self._company = worker.company
         self.rule: Rule = settings.rule
         self.tracked: keras.Model | None = None
@@ -315,6 +318,7 @@ class TrainedModels:
             place=self._place,
             make=plain_variable,
             period=self._momentum.period,
+            balance=self._balance,
         )
         self._made += 1
         return site

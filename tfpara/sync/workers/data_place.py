@@ -6,6 +6,7 @@ import contextlib
 import contextvars
 import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,6 +19,7 @@ class DataPlace:
         devices: of each worker, with a replica on each.
         epoch: number of the epoch, from 0.
         first: minibatches of the epoch, over all replicas, that are left out.
+        dealt: the worker's minibatches, where speeds decide (a `Dealt`); None: those of its number.
     """
 
     worker: int
@@ -25,6 +27,7 @@ class DataPlace:
     devices: int
     epoch: int
     first: int = 0
+    dealt: Any = None
 
     @property
     def num_replicas(self) -> int:
@@ -57,3 +60,9 @@ def making(place: DataPlace) -> Iterator[None]:
 def present() -> DataPlace | None:
     """Returns the place for which a dataset is being constructed; None outside of `making`."""
     return _PLACE.get()
+
+
+def dealt() -> Any:
+    """Returns the `Dealt` of the present place; None where there is none."""
+    place = _PLACE.get()
+    return None if place is None else place.dealt

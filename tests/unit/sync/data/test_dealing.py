@@ -37,7 +37,7 @@ def strategy_of(order, replicas, ids):
         extended=extended,
         num_replicas=replicas,
         local_replica_ids=ids,
-        datasets_by_epoch=lambda minibatches: types.SimpleNamespace(made=minibatches),
+        datasets_by_number=lambda minibatches: types.SimpleNamespace(made=minibatches),
     )
 
 

@@ -132,7 +132,7 @@ def test_a_replica_that_trained_nothing_reports_no_rate_and_independent_ones_no_
     assert np.isnan(never[COLUMNS.rates]) and not never[COLUMNS.samples].any()
     assert never[COLUMNS.taken] == [9.0] and never[COLUMNS.others] == [6.0]
     assert never[COLUMNS.counts] == [7.0]
-    assert len(row) == COLUMNS.width == SAMPLES + 2 + 2 + 1 + 1 + 1 + 1
+    assert len(row) == COLUMNS.width == SAMPLES + 2 + 2 + 1 + 1 + 1 + 1 + 1
 
 
 @pytest.mark.parametrize(

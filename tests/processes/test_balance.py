@@ -1,0 +1,52 @@
+"""Blocks by speed: a slow worker trains less, and every minibatch counts once."""
+
+import numpy as np
+import pytest
+
+from tests.lib.cluster_of_processes import run, run_all_well
+
+MINIBATCHES, PERIOD = 125, 5
+
+
+def expected(record, epochs):
+    """The weights under BSP: n_i / Σ n_j for a minibatch of worker i, by the shares of blocks."""
+    weights, first, epoch = np.zeros((epochs, MINIBATCHES)), 0, 0
+    for shares in record:
+        places = sorted((c / n, i) for i, n in enumerate(shares) for c in range(n))
+        owners = np.array([i for _, i in places])[: MINIBATCHES - first]
+        counts = np.bincount(owners, minlength=len(shares))
+        weights[epoch, first : first + len(owners)] = counts[owners] / len(owners)
+        first += len(owners)
+        if first == MINIBATCHES:
+            first, epoch = 0, epoch + 1
+    assert epoch == epochs  # the record has all blocks
+    return weights.ravel()
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_every_minibatch_counts_once(killed, tmp_path):
+    """Three workers, of which one pauses three times as long; killed in the second epoch."""
+    options = {
+        "minibatches": MINIBATCHES,
+        "epochs": 2,
+        "period": PERIOD,
+        "options": {"balance": True},
+        "pauses": [0.01, 0.03, 0.01],
+        "out": str(tmp_path / "{rank}.npz"),
+    }
+    if killed:
+        options["checkpoints"] = str(tmp_path / "run")
+        run("count_minibatches.py", [{**options, "killed": dict.fromkeys(range(3), 12)}] * 3)
+    run_all_well("count_minibatches.py", [options] * 3)
+    found = [np.load(tmp_path / f"{rank}.npz") for rank in range(3)]
+    record = found[0]["record"].tolist()
+    for each in found:
+        assert each["record"].tolist() == record
+        np.testing.assert_array_equal(each["global"], found[0]["global"])
+        assert each["global"].min() > 0.0  # each once at least
+        if not killed:
+            np.testing.assert_allclose(each["global"], expected(record, 2), rtol=1e-5)
+    assert sum(int(each["steps"]) for each in found) == 2 * MINIBATCHES  # and once at most
+    fast, slow, other = np.mean(record[-6:], 0)
+    assert fast + slow + other == 3 * PERIOD
+    assert slow < 0.7 * min(fast, other)
