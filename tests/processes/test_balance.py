@@ -23,14 +23,18 @@ def expected(record, epochs):
     return weights.ravel()
 
 
-@pytest.mark.parametrize("killed", [False, True])
-def test_every_minibatch_counts_once(killed, tmp_path):
-    """Three workers, of which one pauses three times as long; killed in the second epoch."""
+@pytest.mark.parametrize(("killed", "execution"), [(False, 1), (True, 1), (False, 4)])
+def test_every_minibatch_counts_once(killed, execution, tmp_path):
+    """Three workers, of which one pauses three times as long; killed in the second epoch.
+
+    With several minibatches of a call, a block ends within a call.
+    """
     options = {
         "minibatches": MINIBATCHES,
         "epochs": 2,
         "period": PERIOD,
         "options": {"balance": True},
+        "execution": execution,
         "pauses": [0.01, 0.03, 0.01],
         "out": str(tmp_path / "{rank}.npz"),
     }

@@ -3,7 +3,7 @@
 Options (JSON): minibatches (of an epoch), epochs, period, uneven (whether minibatches differ in
 their rows), options (of the strategy), elastic (settings of a run whose members change),
 checkpoints (a directory), killed (for each rank that kills itself, the syncs after which it does),
-pauses (seconds of each rank after a minibatch),
+pauses (seconds of each rank after a call), execution (minibatches of a call),
 out (npz path; `{rank}` is replaced).
 """
 
@@ -59,6 +59,7 @@ def main():
     )
     with strategy.scope():
         model = counting_model(count * epochs)
+    model.steps_per_execution = options.get("execution", 1)
     rank, callbacks = strategy.worker_index, []
     if "checkpoints" in options:
         callbacks.append(tfpara.callbacks.Checkpoint(options["checkpoints"], every_syncs=1))

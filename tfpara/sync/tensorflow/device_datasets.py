@@ -23,16 +23,15 @@ def iterator_over(data: Any, begin: Callable[[], Iterator[Nest]]) -> Iterator[Ne
 
     The host's only device gets a plain one. TensorFlow's iterator over devices calls functions for
     each element, and asks each time whether some devices have none, which would be a fifth of the
-    step of a small network.
+    step of a small network. To a GPU it brings the data while a step is computed, which is worth
+    more: 0.5 of 2.3 ms for a minibatch of 5 MB on an H200.
 
     Args:
         data: of a class of TensorFlow's distributed datasets.
         begin: returns TensorFlow's iterator.
     """
     devices = data._input_workers.compute_devices_for_worker(0)
-    if len(devices) > 1 or (
-        "CPU" not in devices[0].upper() and os.environ.get("TFPARA_X_ITER") != "plain"
-    ):
+    if len(devices) > 1 or "CPU" not in devices[0].upper():
         with _own_iterators():
             return begin()
     (dataset,) = getattr(data, "_cloned_datasets", None) or data._datasets
