@@ -10,6 +10,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from tensorflow.python.eager import context
 
 import tfpara
 from tfpara.sync.keras import compiling
@@ -321,6 +322,44 @@ def test_a_global_step_compiled_by_xla_is_the_same_but_for_rounding(rule, monkey
                 averages.append(model.get_weights())
         for one, other in zip(*averages, strict=True):
             np.testing.assert_allclose(one, other, atol=2e-5)
+
+
+def test_a_sync_brings_one_vector_to_the_host(monkeypatch):
+    """A GPU is waited for at each value that the host needs, and weights must stay there.
+
+    The second CPU device stands for the GPU, and what is compiled there is compiled.
+    """
+    monkeypatch.setattr(graph_ops, "compiles_on", lambda device: "CPU:1" in device)
+    options = {"sync_period": 2, "devices": ["CPU:1"], "averages": {"ema": tfpara.EMA(0.8)}}
+    strategy = tfpara.PeriodicSyncStrategy(tfpara.BMUF(), **options)
+    with strategy.scope():
+        model = dense(L.Dense(7), L.BatchNormalization())
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(keras.optimizers.SGD(0.1, momentum=0.9), loss, steps_per_execution=5)
+    with context.collect_graphs(optimized=True) as graphs:
+        model.fit(X, Y, batch_size=10, verbose=0)
+    (sync,) = {
+        frozenset(crossing(graph, "CPU:1", "CPU:0"))
+        for graph in graphs
+        if any(node.name.startswith("sync/check") for node in graph.node)
+    }
+    assert len(sync) == 1
+    assert next(iter(sync)).startswith("sync/check/")
+
+
+def crossing(graph, source, target):
+    """Yields the nodes on one device whose values nodes on another one take; no resources."""
+    nodes = {node.name: node for node in graph.node}
+    for node in graph.node:
+        for name in node.input:
+            giver = nodes.get(name.split(":")[0])  # None for a control dependency
+            if giver is None or not giver.device.endswith(source):
+                continue
+            if (
+                node.device.endswith(target)
+                and giver.attr["T"].type != tf.resource.as_datatype_enum
+            ):
+                yield giver.name
 
 
 def test_what_xla_cannot_take_is_named():
