@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from tfpara.sync.keras.replacing import trainer
 from tfpara.sync.one_sync.graph_ops import where
+from tfpara.sync.tensorflow.run_steps import RunSteps
 from tfpara.typing import Nest
 
 _Optional = tf.experimental.Optional
@@ -36,6 +37,30 @@ def several_steps(
         given = keras.tree.map_structure(lambda d: None if isinstance(d, _Optional) else d, data)
         return trainer.reduce_per_replica(strategy.run(step, args=(given,)), strategy, "auto")
 
+    several = _loop(one, strategy.extended.steps, most)
+
+    def function(iterator: Any) -> Nest:
+        if not isinstance(iterator, (tf.data.Iterator, tf.distribute.DistributedIterator)):
+            return single(iterator)
+        outputs = several(iterator)
+        if not outputs.has_value():
+            raise StopIteration
+        return outputs.get_value()
+
+    return function
+
+
+def _loop(one: Callable[[Nest], Nest], steps: RunSteps, most: int) -> Callable[[Any], Any]:
+    """Returns a graph function that takes up to `most` minibatches of an iterator.
+
+    It returns an optional with the outputs of the last one; without a value if there was none.
+
+    Args:
+        one: the step of one minibatch.
+        steps: of the strategy, which leave their syncs to this loop.
+        most: number of minibatches.
+    """
+
     @functools.partial(tf.function, reduce_retracing=True)
     @tf.autograph.experimental.do_not_convert
     def several(iterator: Any) -> Any:
@@ -51,7 +76,7 @@ def several_steps(
             return tf.cond(condition, iterator.get_next_as_optional, lambda: data)
 
         def minibatch(due: tf.Tensor, number: tf.Tensor, outputs: tf.Tensor, data: Any) -> Any:
-            with strategy.extended.steps.leaving_syncs() as left:
+            with steps.leaving_syncs() as left:
                 optional = _Optional.from_value(one(data.get_value()))
             traced.append((optional, left))
             # The type of the outputs is not known where the loop begins, so it carries a variant.
@@ -83,12 +108,4 @@ def several_steps(
         _, outputs, _ = tf.while_loop(goes_on, block, state)
         return tf.nest.pack_sequence_as(traced[-1][0], [outputs], expand_composites=True)
 
-    def function(iterator: Any) -> Nest:
-        if not isinstance(iterator, (tf.data.Iterator, tf.distribute.DistributedIterator)):
-            return single(iterator)
-        outputs = several(iterator)
-        if not outputs.has_value():
-            raise StopIteration
-        return outputs.get_value()
-
-    return function
+    return several
