@@ -5,8 +5,7 @@ kernels for both, and other work on the machine slows both. A figure is the medi
 
 Options: `network`; `system` ("keras", which is plain Keras and tfpara, or "torch"); `periods`, the
 sync periods; `small`, sizes for a CPU; `steps`, the minibatches of a turn; `turns`; `execution`,
-minibatches of a call (`steps_per_execution`); `resident`, whether the features lie on the card
-rather than in the host's memory.
+minibatches of a call (`steps_per_execution`).
 """
 
 from __future__ import annotations
@@ -82,14 +81,13 @@ def _keras(options: dict[str, Any]) -> dict[str, Any]:
             turns.setdefault(name, []).append(with_period(period))
     steps = {k: statistics.median(turn["step"] for turn in of) for k, of in turns.items()}
     figures = {f"{name}_step_ms": 1000 * seconds for name, seconds in steps.items()}
-    shape, _, batch = NETWORKS[options["network"]][bool(options["small"])]
-    del shape
     for period in options["periods"]:
         name = f"period_{period}"
         figures[f"{name}_of_plain"] = steps["plain"] / steps[name]
         # What a sync adds to a run. What the host measures has waits for steps before it.
         figures[f"{name}_sync_ms"] = 1000 * period * (steps[name] - steps["never"])
         figures[f"{name}_host_ms"] = 1000 * statistics.median(turn["sync"] for turn in turns[name])
+    batch = NETWORKS[options["network"]][bool(options["small"])][-1]
     figures["plain_samples_per_second"] = batch / steps["plain"]
     cards = tf.config.list_physical_devices("GPU")
     details = tf.config.experimental.get_device_details(cards[0]) if cards else {}
@@ -107,8 +105,6 @@ def _trainer(options: dict[str, Any], strategy: Any) -> Callable[[], float]:
     keras.config.set_dtype_policy("mixed_float16" if half else "float32")
     with strategy.scope() if strategy else contextlib.nullcontext():
         model = _network(options["network"], x.shape[1:], classes, options["small"])
-        if options.get("resident"):
-            model = _of_rows(model, x)
         optimizer = keras.optimizers.SGD(0.001, momentum=0.9)
         if options["network"] == "transformer":
             optimizer = keras.optimizers.AdamW(1e-4)
@@ -116,8 +112,7 @@ def _trainer(options: dict[str, Any], strategy: Any) -> Callable[[], float]:
         model.compile(optimizer, loss, steps_per_execution=execution)
 
     def repeated(_: Any = None) -> tf.data.Dataset:
-        given = tf.range(len(x)) if options.get("resident") else x
-        return tf.data.Dataset.from_tensors((given, y)).repeat()
+        return tf.data.Dataset.from_tensors((x, y)).repeat()
 
     data = strategy.distribute_datasets_from_function(repeated) if strategy else repeated()
     marks: list[float] = []
@@ -135,23 +130,6 @@ def _trainer(options: dict[str, Any], strategy: Any) -> Callable[[], float]:
 
     train()  # compiles
     return train
-
-
-def _of_rows(network: Any, x: Any) -> Any:
-    """Returns the network with numbers of rows as its input; the rows lie on the card."""
-    import keras
-    import tensorflow as tf
-
-    on_card = tf.constant(x)
-
-    class Rows(keras.layers.Layer):
-        """Takes rows of what lies on the card."""
-
-        def call(self, rows: Any) -> Any:
-            return tf.gather(on_card, rows)
-
-    entry = keras.Input((), dtype="int32")
-    return keras.Model(entry, network(Rows(dtype="float32")(entry)))
 
 
 def _network(name: str, shape: tuple[int, ...], classes: int, small: bool) -> Any:

@@ -19,12 +19,6 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 from scripts.docs import reference  # after the path is set, which MkDocs does not do
 
-# Pages that may be absent; any other page of mkdocs.yml that is not there fails the build.
-PLANNED = {
-    "quickstart.md", "choosing.md", "examples.md", "tensorboard.md",
-    "moving/multiworkermirrored.md", "moving/horovod.md", "moving/torch-localsgd.md",
-    "moving/cntk-fairseq-bmuf.md",
-}  # fmt: skip
 # Pages outside of docs/, by their place in the site.
 _OUTSIDE = {
     "index.md": "README.md",
@@ -32,12 +26,6 @@ _OUTSIDE = {
     "CHANGELOG.md": "CHANGELOG.md",
 }
 _LINK = re.compile(r"(\]\()([^)#\s]+)(#[^)]*)?(\))")
-
-
-def on_config(config: Any) -> Any:
-    """Leaves out the planned pages that are not written yet."""
-    config.nav = _there(config.nav)
-    return config
 
 
 def on_files(files: Files, config: Any) -> Files:
@@ -62,21 +50,6 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
 
     markdown = _outside_code(markdown, lambda text: _LINK.sub(link, text))
     return re.sub(r"^<!-- made: (.*?) -->$", lambda m: reference.made(m[1]), markdown, flags=re.M)
-
-
-def _there(nav: Any) -> Any:
-    """The navigation without planned pages that are absent."""
-    if isinstance(nav, dict):
-        return {title: _there(entry) for title, entry in nav.items()}
-    if isinstance(nav, list):
-        return [
-            _there(entry)
-            for entry in nav
-            if not isinstance(entry, str)
-            or entry not in PLANNED
-            or (ROOT / "docs" / entry).exists()
-        ]
-    return nav
 
 
 def _in_site(path: str, files: Files, config: Any) -> str:

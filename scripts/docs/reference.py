@@ -105,7 +105,7 @@ def messages() -> Iterator[Message]:
 
 def _texts(node: ast.AST, kind: str) -> Iterator[tuple[str, str]]:
     """The texts within a node, docstrings left out, with the kind of the call that they are of."""
-    text = _text(node)
+    text = text_of(node)
     if text is not None:
         yield kind, text
         return
@@ -119,13 +119,14 @@ def _texts(node: ast.AST, kind: str) -> Iterator[tuple[str, str]]:
             yield from _texts(child, kind)
 
 
-def _text(node: ast.AST) -> str | None:
+def text_of(node: ast.AST) -> str | None:
+    """The words of a string in the sources, with "…" for what is filled in; None if it is none."""
     if isinstance(node, ast.Constant):
         return node.value if isinstance(node.value, str) else None
     if isinstance(node, ast.JoinedStr):
-        return "".join(_text(value) or "…" for value in node.values)
+        return "".join(text_of(value) or "…" for value in node.values)
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
-        parts = _text(node.left), _text(node.right)
+        parts = text_of(node.left), text_of(node.right)
         return "".join(part or "…" for part in parts) if any(parts) else None
     return None
 

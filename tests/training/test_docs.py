@@ -10,6 +10,7 @@ import pytest
 import tensorflow as tf
 
 import tfpara
+from scripts.docs import reference
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -63,22 +64,10 @@ def test_links_lead_somewhere(page):
             assert not anchor or anchor in anchors(there), f"{target}#{anchor}"
 
 
-def text_of(node):
-    """The words of a string in the sources, with "…" for what is filled in; None if it is none."""
-    if isinstance(node, ast.Constant):
-        return node.value if isinstance(node.value, str) else None
-    if isinstance(node, ast.JoinedStr):
-        return "".join(text_of(value) or "…" for value in node.values)
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
-        parts = text_of(node.left), text_of(node.right)
-        return "".join(part or "…" for part in parts) if any(parts) else None
-    return None
-
-
 def texts_of_the_library():
     for path in (ROOT / "tfpara").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
-            text = text_of(node)
+            text = reference.text_of(node)
             if text:
                 yield " ".join(text.split())
 

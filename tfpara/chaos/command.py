@@ -58,7 +58,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         if quiet.code:
             say(f"the quiet run has ended with {quiet.code}, so there is no drill")
             return quiet.code
-    folder = options.checkpoints
     plan = Plan(
         kinds=options.faults,
         every=options.every,
@@ -66,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         lasting=options.lasting,
         points=options.at,
         seed=options.seed,
-        checkpoints=Path(folder.replace("{run}", "faults")) if folder else None,
+        checkpoints=options.checkpoints,
     )
     run = Drill(_words(options.command, "faults"), plan).run()
     quiet_seconds = quiet.seconds if quiet else options.quiet_seconds
@@ -121,9 +120,10 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
         options.command[0]
     ):
         parser.error(f"program {options.command[0]!r} was not found in PATH. Check its name.")
-    folder = options.checkpoints and Path(options.checkpoints.replace("{run}", "faults"))
+    folder = options.checkpoints
+    options.checkpoints = Path(folder.replace("{run}", "faults")) if folder else None
     for kind in options.faults:
-        if missing := FAULTS[kind].need(folder):
+        if missing := FAULTS[kind].need(options.checkpoints):
             parser.error(f"the fault {kind!r} cannot be made here: it needs {missing}")
     return options
 

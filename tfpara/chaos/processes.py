@@ -46,7 +46,7 @@ def workers(root: int) -> list[Worker]:
     found = []
     for pid in tree(root):
         named = _name(pid)
-        if named and state(pid) not in ("", "Z", "X"):
+        if named and not has_ended(pid):
             found.append(Worker(pid, named))
     # The children of a worker have its environment; the first of a name is the worker.
     return list({worker.name: worker for worker in reversed(found)}.values())[::-1]

@@ -110,7 +110,8 @@ def deal_out_arrays(strategy: Any, began: Began, given: dict[str, Any]) -> None:
             gathered = tf.nest.map_structure(lambda array: tf.gather(array, own), arrays)
             return gathered if len(gathered) > 1 else gathered[0]
 
-        return _mapped(strategy, first, in_an_epoch, taken)
+        numbers = _own(strategy, first).numbers(in_an_epoch)
+        return numbers.map(taken, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
 
     given["x"] = strategy.datasets_by_number(minibatches)
     given["x"].facts = facts
@@ -216,7 +217,8 @@ def deal_out_py_dataset(
     def minibatches(epoch: int, first: int) -> tf.data.Dataset:
         count, (seed, parts, devices) = batches.number, order.known()
         in_order = shuffled(count, seed, epoch) if shuffle else range(count)
-        if data_place.dealt() is not None:
+        dealt = data_place.dealt()
+        if dealt is not None:
             # The parts of a batch follow each other, so that a worker reads few batches twice.
             standard, recent = batches.standard, functools.lru_cache(1)(data.__getitem__)
 
@@ -229,7 +231,7 @@ def deal_out_py_dataset(
                     one, args=(number,), output_signature=batches.signature
                 )
 
-            return _mapped(strategy, first, count * parts, taken, flat=True)
+            return dealt.numbers(count * parts).flat_map(taken)
         numbers = _numbers(strategy, first, count * parts)
         places = [_place(number, count, parts, devices) for number in numbers]
         runs = [
@@ -273,17 +275,32 @@ def by_epoch(strategy: Any, dataset_fn: Callable[[int], tf.data.Dataset]) -> Any
                     "called again, and so another order. Let the epoch decide what is drawn: "
                     "dataset.shuffle(1000, seed=epoch), np.random.default_rng(epoch)."
                 )
-        numbered, dealt = dataset.skip(first).enumerate(first), data_place.dealt()
-        if dealt is not None:
-            return dealt.among(numbered)
-        own = _Own(strategy, first)
-        return numbered.filter(lambda number, element: own.has(number)).map(
-            lambda number, element: element
-        )
+        return _own(strategy, first).among(dataset.skip(first).enumerate(first))
 
     data = strategy.datasets_by_number(minibatches)
     data.facts = _without_values(facts)
     return data
+
+
+def check_dealt(given: Mapping[str, Any], option: str, steps: str, data: str) -> None:
+    """Checks that the data given to `fit` are dealt out by number.
+
+    Args:
+        given: the arguments of `fit`, after what has numbers was replaced.
+        option: the strategy's argument for which data are dealt out, as the message names it.
+        steps: why no number of steps can be given: the end of a sentence.
+        data: the message about other data.
+
+    Raises:
+        ValueError: they are not, or a number of steps was given, too.
+    """
+    if given.get("steps_per_epoch") is not None:
+        raise ValueError(
+            f"steps_per_epoch={given['steps_per_epoch']} and {option} contradict each other: "
+            f"{steps}. Give arrays, or data for as long an epoch."
+        )
+    if not hasattr(given.get("x"), "built_for"):
+        raise ValueError(data)
 
 
 def of_one_reader(dataset_fn: Callable[[int, int], tf.data.Dataset]) -> Callable[..., Any]:
@@ -347,26 +364,6 @@ def _agree(strategy: Any, began: Began, facts: Facts) -> Order:
     return order
 
 
-def _mapped(
-    strategy: Any, first: int, count: int, taken: Callable[[tf.Tensor], Any], flat: bool = False
-) -> tf.data.Dataset:
-    """Returns `taken(number)` for this worker's minibatches, of `count` in an epoch, from `first`.
-
-    Args:
-        flat: whether it is a dataset of one minibatch.
-    """
-
-    dealt = data_place.dealt()
-    if dealt is None:
-        own = np.array(_numbers(strategy, first, count), np.int64)
-        numbers = tf.data.Dataset.from_tensor_slices(own)
-    else:
-        numbers = dealt.numbers(count)
-    if flat:
-        return numbers.flat_map(taken)
-    return numbers.map(taken, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
-
-
 def _numbers(strategy: Any, first: int, count: int) -> list[int]:
     """Returns the numbers of this worker's minibatches, of `count` in an epoch, from `first` on."""
     starts = range(first, count, strategy.num_replicas)
@@ -375,15 +372,31 @@ def _numbers(strategy: Any, first: int, count: int) -> list[int]:
 
 
 class _Own:
-    """The numbers of this worker's minibatches from `first` on, for graphs."""
+    """This worker's minibatches from `first` on, by its replicas' numbers, as `Dealt` has them."""
 
     def __init__(self, strategy: Any, first: int) -> None:
-        self.first, self._replicas = first, strategy.num_replicas
+        self.first, self._strategy = first, strategy
+        self._replicas = strategy.num_replicas
         self._ids = np.array(strategy.local_replica_ids, np.int64)
 
     def has(self, number: tf.Tensor) -> tf.Tensor:
         since = number - self.first - self._ids
         return tf.reduce_any((since >= 0) & (since % self._replicas == 0))
+
+    def numbers(self, end: int) -> tf.data.Dataset:
+        """Returns the numbers that are below `end`."""
+        own = np.array(_numbers(self._strategy, self.first, end), np.int64)
+        return tf.data.Dataset.from_tensor_slices(own)
+
+    def among(self, numbered: tf.data.Dataset) -> tf.data.Dataset:
+        """Returns the own minibatches among pairs of a number and a minibatch."""
+        found = numbered.filter(lambda number, element: self.has(number))
+        return found.map(lambda number, element: element)
+
+
+def _own(strategy: Any, first: int) -> Any:
+    """Returns this worker's minibatches from `first` on: a `Dealt` where speeds decide."""
+    return data_place.dealt() or _Own(strategy, first)
 
 
 def _parts_of(dataset: tf.data.Dataset, parts: int, own: _Own) -> tf.data.Dataset:

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from tfpara.elastic.plan import Plan, begin
 from tfpara.strategy import EpochUnits
-from tfpara.sync.data.elastic_data import Began
+from tfpara.sync.data.elastic_data import Began, check_dealt
 from tfpara.sync.elastic.connection import Connection
 from tfpara.sync.tensorflow.extended import PeriodicSyncExtended
 from tfpara.sync.workers.data_place import DataPlace, making
@@ -48,18 +48,14 @@ class DataPlan(EpochUnits):
         Raises:
             ValueError: they cannot be dealt out anew where workers come and go.
         """
-        if given.get("steps_per_epoch") is not None:
-            raise ValueError(
-                f"steps_per_epoch={given['steps_per_epoch']} and elastic= contradict each other: "
-                "workers take as many steps as are left to them. Give arrays, or data for as long "
-                "an epoch."
-            )
-        if not hasattr(given.get("x"), "built_for"):
-            raise ValueError(
-                "elastic= deals the data of an epoch out anew where workers come and go. Give fit "
-                "arrays, a tf.data.Dataset or PyDataset of whole epochs, or "
-                "strategy.minibatches_by_epoch(...): docs/elastic.md."
-            )
+        check_dealt(
+            given,
+            "elastic=",
+            steps="workers take as many steps as are left to them",
+            data="elastic= deals the data of an epoch out anew where workers come and go. Give fit "
+            "arrays, a tf.data.Dataset or PyDataset of whole epochs, or "
+            "strategy.minibatches_by_epoch(...): docs/elastic.md.",
+        )
         self._dataset_fn = given["x"].dataset_fn
         self.facts = getattr(given["x"], "facts", {})
 

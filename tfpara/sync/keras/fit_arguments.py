@@ -13,6 +13,7 @@ from tfpara.sync.data.elastic_data import (
     Batches,
     Began,
     are_arrays,
+    check_dealt,
     deal_out_arrays,
     deal_out_dataset,
     deal_out_py_dataset,
@@ -70,19 +71,15 @@ def deal_out_by_speed(strategy: Any, given: dict[str, Any]) -> None:
         )
     devices = len(strategy.extended.worker_devices)
     deal_out(strategy, Began(strategy.num_replicas, devices, "balance="), given)
-    if given.get("steps_per_epoch") is not None:
-        raise ValueError(
-            f"steps_per_epoch={given['steps_per_epoch']} and balance= contradict each other: a "
-            "worker takes as many steps as its speed allows. Give arrays, or data for as long an "
-            "epoch."
-        )
-    if not hasattr(given.get("x"), "built_for"):
-        raise ValueError(
-            "balance= deals minibatches out by number, and those of x, a "
-            f"{type(given.get('x')).__name__}, have none. Give fit arrays, a PyDataset, a "
-            "tf.data.Dataset of known order, strategy.minibatches_by_epoch(...) or "
-            "strategy.datasets_by_epoch(...)."
-        )
+    check_dealt(
+        given,
+        "balance=",
+        steps="a worker takes as many steps as its speed allows",
+        data="balance= deals minibatches out by number, and those of x, a "
+        f"{type(given.get('x')).__name__}, have none. Give fit arrays, a PyDataset, a "
+        "tf.data.Dataset of known order, strategy.minibatches_by_epoch(...) or "
+        "strategy.datasets_by_epoch(...).",
+    )
 
 
 def _batches_of(data: keras.utils.PyDataset, given: dict[str, Any]) -> Batches:

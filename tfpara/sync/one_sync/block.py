@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-import numpy as np
 import tensorflow as tf
 
 from tfpara.sync.one_sync.counter import Counter
@@ -70,12 +69,6 @@ class Block:
             return period
         share = self._balance.due.read_value()
         return tf.where(share > 0, share, period)
-
-    def began(self) -> tf.Tensor:
-        """Returns when a block by speed began, as by `now`; a time to come if that is not known."""
-        assert self._balance is not None
-        since = self._balance.since.read_value()
-        return tf.where(since > 0.0, since, tf.constant(np.inf, tf.float64))
 
     @property
     def is_open(self) -> bool:

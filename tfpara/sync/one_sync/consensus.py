@@ -148,8 +148,9 @@ class Consensus:
                 "taken": block.taken.read_value(),
                 "pending": block.steps.read_value(),
                 "period": block.period.read_value(),
-                "seconds": began - block.began() if self._site.balance else 0.0 * began,
             }
+            if self._site.balance is not None:
+                common["seconds"] = self._site.balance.seconds(began)
             each = [
                 (self._replicas.summary(r, anchors), block.samples[r].read_value())
                 for r in range(len(self._site.devices))

@@ -216,7 +216,7 @@ class Replicas:
     def _write_weights(self, replica: int, fragment: int | None, buckets: Buckets) -> None:
         run = slice(None) if fragment is None else self.layout.variables[fragment]
         tensors = self.constrained(self.layout.unpack(buckets, fragment), run)
-        assign([[v[replica]] for v in self._of(fragment)], [tensors])
+        assign_on(replica, self._of(fragment), tensors)
 
     def constrained(
         self, weights: Sequence[tf.Tensor], run: slice = slice(None)
@@ -247,7 +247,7 @@ class Replicas:
         """Writes the field "momentum" or "velocity" of one local replica's moments."""
         slots = self.variables.moments[0 if field == "momentum" else 1]
         with tf.device(self.devices[replica]):
-            assign([[slot[replica]] for slot in slots], [self.layout.unpack(buckets)])
+            assign_on(replica, slots, self.layout.unpack(buckets))
 
     def write_others(self, state: Buckets, slots: Buckets) -> None:
         """Writes the same state and averaged slots on all devices.
@@ -261,7 +261,7 @@ class Replicas:
             copies = broadcast_to_devices(buckets, self.devices)
             for replica, (device, copy) in enumerate(zip(self.devices, copies, strict=True)):
                 with tf.device(device):
-                    assign([[v[replica]] for v in variables], [layout.unpack(copy)])
+                    assign_on(replica, variables, layout.unpack(copy))
         if self._local_state == "reset":
             for slot, value in zip(self.variables.slots, self.variables.slot_resets, strict=True):
                 for component in slot:
@@ -316,7 +316,14 @@ def assign(
 ) -> None:
     """Assigns tensors to the variables' components; `per_device` has a list for each device."""
     for replica, tensors in enumerate(per_device):
-        for variable, tensor in zip(variables, tensors, strict=True):
-            component = variable[replica]
-            with tf.device(component.device):
-                component.assign(tf.cast(tensor, component.dtype))
+        assign_on(replica, variables, tensors)
+
+
+def assign_on(
+    replica: int, variables: Sequence[Sequence[tf.Variable]], tensors: Sequence[tf.Tensor]
+) -> None:
+    """Assigns tensors to the variables' components of one local replica."""
+    for variable, tensor in zip(variables, tensors, strict=True):
+        component = variable[replica]
+        with tf.device(component.device):
+            component.assign(tf.cast(tensor, component.dtype))
