@@ -168,7 +168,7 @@ _NOT_KEPT = {
     "flight_committed",
     "flight_rows",
     "flight_table",
-    "flight_apart",
+    "flight_problem",
 }
 
 

@@ -144,11 +144,6 @@ class Balance(EpochUnits):
         self.due.assign(0)
         self._momentum.set_share(None)
 
-    def seconds(self, now: tf.Tensor) -> tf.Tensor:
-        """Returns the seconds of the present block until `now`; -1 if its begin is not known."""
-        since = self.since.read_value()
-        return tf.where(since > 0.0, now - since, -tf.ones_like(since))
-
     def mean_steps(self) -> float | None:
         """Returns the mean of the workers' steps in the present block; None: no pass is dealt."""
         return None if self._queue is None else float(self._steps.mean())

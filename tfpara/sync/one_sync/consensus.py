@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 import time
-from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
 
-from tfpara.cluster.place import MARKS, TEXT_BYTES, sentence
+from tfpara.cluster.place import TEXT_BYTES, sentence
 from tfpara.sync.one_sync.block import Block
-from tfpara.sync.one_sync.graph_ops import in_python
+from tfpara.sync.one_sync.graph_ops import in_python, now
 from tfpara.sync.one_sync.replicas import Buckets, Replicas
 from tfpara.sync.one_sync.reports import (
+    MET,
+    NONFINITE,
     SAMPLES,
     Columns,
+    Decision,
     are_apart,
     decide,
     problem_of,
@@ -29,8 +33,8 @@ from tfpara.typing import Array
 # A worker waits this long before it fails, so that the others receive the table that says why. Its
 # failure would end what they have not received yet.
 _GRACE_SECONDS = 1.0
-# What the reports are made of: numbers of the worker, and for each replica its own.
-_Read: TypeAlias = tuple[dict[str, Any], Sequence[tuple[Any, Any]]]
+# Stands for the sentence that the workers have yet to exchange.
+_APART = "the workers are apart"
 
 
 class Part(NamedTuple):
@@ -98,10 +102,9 @@ class Consensus:
         """
         if self._site.is_alone:
             began, read = self._read(running, anchors)
-            return began, self.decide(read, tf.constant(""))
+            return began, self._decide(read, self._rows)
         began, rows = self.report(running, anchors)
-        reports = self.gather(rows, began)
-        return began, self.decide(reports, self.apart(reports))
+        return began, self.decide(self.gather(rows, began))
 
     def met(self, number: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         """Exchanges one number of each worker.
@@ -112,14 +115,23 @@ class Consensus:
         Returns:
             The numbers by rank; and the error if workers came to different exchanges, else "".
         """
+        columns, devices = self.columns, len(self._site.devices)
+
+        def rows_of(number: Array) -> list[Array]:
+            row = np.zeros(columns.width)  # no data
+            row[NONFINITE] = -1.0
+            row[MET:SAMPLES] = self._site.place.mark()
+            row[SAMPLES] = number
+            return [np.tile(row, (devices, 1))]
+
         with tf.device("CPU:0"):
-            began, mark = self._arrival()
-            flags = tf.constant([0.0, -1.0, 0.0, 0.0], tf.float64)  # no data, no bad weight
-            others = tf.zeros([self.columns.width - SAMPLES - 1], tf.float64)
-            row = tf.concat([flags, mark, number[tf.newaxis], others], 0)
-            devices = len(self._site.devices)
-            reports = self.gather(tf.stack([row] * devices), began)
-            return reports[::devices, SAMPLES], self.apart(reports)
+            (rows,) = in_python(rows_of, [number], self._of_rows)
+            reports = self.gather(rows, now())
+            (differ,) = in_python(
+                lambda table: [self._are_apart(table)], [reports], tf.TensorSpec([], tf.bool)
+            )
+            told = functools.partial(self._told, patient=False)
+            return reports[::devices, SAMPLES], tf.cond(differ, told, lambda: tf.constant(""))
 
     def report(self, running: tf.Tensor | bool, anchors: Buckets) -> tuple[tf.Tensor, tf.Tensor]:
         """Returns when this worker came to the sync, as by `now`, and its reports.
@@ -127,57 +139,86 @@ class Consensus:
         The reports have the shape [local replicas, columns].
         """
         began, read = self._read(running, anchors)
-        shape = [len(self._site.devices), self.columns.width]
-        (rows,) = in_python(
-            lambda *read: [self._rows(*read)], read, tf.TensorSpec(shape, tf.float64)
-        )
+        (rows,) = in_python(lambda *read: [self._rows(*read)], read, self._of_rows)
         return began, rows
 
-    def _read(self, running: tf.Tensor | bool, anchors: Buckets) -> tuple[tf.Tensor, _Read]:
-        """Returns when this worker came to the sync, and the arguments of `_rows`."""
-        began, mark = self._arrival()
-        block = self._block
-        with tf.control_dependencies([mark]), phase("check"):
-            common = {
-                "mark": mark,
-                "running": running,
-                "request": self.request.read_value(),
-                "signature": self.signatures.read_value(),
-                "others": self.other_signatures.read_value(),
-                "steps": block.part_steps.read_value(),
-                "taken": block.taken.read_value(),
-                "pending": block.steps.read_value(),
-                "period": block.period.read_value(),
-            }
-            if self._site.balance is not None:
-                common["seconds"] = self._site.balance.seconds(began)
-            each = [
-                (self._replicas.summary(r, anchors), block.samples[r].read_value())
-                for r in range(len(self._site.devices))
+    @property
+    def _of_rows(self) -> tf.TensorSpec:
+        return tf.TensorSpec([len(self._site.devices), self.columns.width], tf.float64)
+
+    def _read(self, running: tf.Tensor | bool, anchors: Buckets) -> tuple[tf.Tensor, list[Any]]:
+        """Returns when this worker came to the sync, as by `now`, and the arguments of `_rows`."""
+        block, balance, replicas = self._block, self._site.balance, self._replicas
+        began = now()
+        with tf.control_dependencies([began]), phase("check"):
+            since = 0.0 if balance is None else balance.since.read_value()
+            return began, [
+                began,
+                since,
+                running,
+                self.request.read_value(),
+                self.signatures.read_value(),
+                self.other_signatures.read_value(),
+                block.part_steps.read_value(),
+                block.taken.read_value(),
+                block.steps.read_value(),
+                block.period.read_value(),
+                *(replicas.summary(r, anchors) for r in range(len(self._site.devices))),
+                *(samples.read_value() for samples in block.samples),
             ]
-            return began, (common, each)
 
-    def _rows(self, common: dict[str, Any], each: Sequence[tuple[Array, Array]]) -> np.ndarray:
-        """Returns the reports of the local replicas, [local replicas, columns]."""
-        period, pending = common.pop("period"), common.pop("pending")
-        common["signature"] = common["signature"].sum()
-        common["others"] = common["others"].sum()
-        common.update(never=period >= NEVER, idle=pending == 0)
+    def _rows(
+        self,
+        began: Array,
+        since: Array,
+        running: Array,
+        request: Array,
+        signatures: Array,
+        others: Array,
+        steps: Array,
+        taken: Array,
+        pending: Array,
+        period: Array,
+        *each: Array,
+    ) -> Array:
+        """Returns the reports of the local replicas, [local replicas, columns].
+
+        Args:
+            began: when this worker came to the sync, as by `now`.
+            since: when the block began on it, 0 if that is not known.
+            running: whether this worker has data left.
+            request: of this worker.
+            signatures: of the weights.
+            others: the signatures of the state and the frozen weights.
+            steps: minibatches since the last sync, one number for each part.
+            taken: all minibatches of each replica.
+            pending: minibatches of each replica since the last sync point.
+            period: the sync period.
+            *each: `Replicas.summary` of each local replica; then the samples of each.
+        """
         names, counts = len(self._replicas.averaged_names), len(self._replicas.shared_counts)
+        own = len(self._site.devices)
         rows = []
-        for summary, samples in each:
-            sums, of_steps, rates = np.split(summary, [names, names + counts])
-            rows.append(report_of(sums, samples, of_steps, rates, **common))
+        for summary, samples in zip(each[:own], each[own:], strict=True):
+            rows.append(
+                report_of(
+                    summary[:names],
+                    samples,
+                    summary[names : names + counts],
+                    summary[names + counts :],
+                    running=bool(running),
+                    signature=float(signatures.sum()),
+                    others=float(others.sum()),
+                    seconds=float(began - since) if since > 0.0 else -1.0,
+                    request=float(request),
+                    mark=self._site.place.mark(),
+                    steps=steps,
+                    taken=int(taken),
+                    idle=bool(pending == 0),
+                    never=bool(period >= NEVER),
+                )
+            )
         return np.stack(rows)
-
-    def _arrival(self) -> tuple[tf.Tensor, tf.Tensor]:
-        """Returns when this worker came to an exchange, as by `now`, and its mark."""
-
-        def arrival() -> list[np.ndarray]:
-            return [np.array([time.monotonic(), *self._site.place.mark()])]
-
-        (numbers,) = in_python(arrival, (), tf.TensorSpec([1 + MARKS], tf.float64))
-        return numbers[0], numbers[1:]
 
     def gather(self, rows: tf.Tensor, began: tf.Tensor) -> tf.Tensor:
         """Returns the table of all replicas' reports, [N, columns], the same on every worker."""
@@ -192,28 +233,27 @@ class Consensus:
             self.began.assign(0.0)
         return reports
 
-    def apart(self, reports: tf.Tensor) -> tf.Tensor:
-        """Returns the sentence that says which worker is where, if they are apart; else ""."""
+    def _are_apart(self, table: Array) -> bool:
+        return not self._site.is_alone and are_apart(table, self._site.company.changes)
+
+    def _told(self, patient: bool) -> tf.Tensor:
+        """Returns the sentence that says which worker is where; all workers exchange it."""
         site = self._site
-        if self._site.is_alone:
-            return tf.constant("")
-
-        def told() -> tf.Tensor:
-            mine = tf.numpy_function(
-                lambda: np.array(site.place.told(), np.int32), [], tf.int32, stateful=True
-            )
-            mine.set_shape([TEXT_BYTES])
-            table = site.reports.all_gather(mine, f"{site.name}/places")
-            return tf.numpy_function(lambda rows: sentence(rows).encode(), [table], tf.string)
-
-        changes = site.company.changes
-        (differ,) = in_python(
-            lambda table: [are_apart(table, changes)], (reports,), tf.TensorSpec([], tf.bool)
+        mine = tf.numpy_function(
+            lambda: np.array(site.place.told(), np.int32), [], tf.int32, stateful=True
         )
-        return tf.cond(differ, told, lambda: tf.constant(""))
+        mine.set_shape([TEXT_BYTES])
+        table = site.reports.all_gather(mine, f"{site.name}/places")
+
+        def text(rows: Array) -> bytes:
+            if patient:
+                time.sleep(_GRACE_SECONDS)
+            return sentence(rows).encode()
+
+        return tf.numpy_function(text, [table], tf.string)
 
     def decide(
-        self, reports: tf.Tensor | _Read, apart: tf.Tensor, *, patient: bool = True
+        self, reports: tf.Tensor, known: tf.Tensor | str = "", *, patient: bool = True
     ) -> Verdict:
         """Returns what all workers decide from the table of reports.
 
@@ -221,49 +261,48 @@ class Consensus:
         to be made and optimised before the first step.
 
         Args:
-            reports: the table of all replicas' reports; or what `_rows` makes it of, where this
-                worker is alone.
-            apart: the sentence for workers that have come to different exchanges, else "".
+            reports: the table of all replicas' reports.
+            known: the sentence of an earlier decision from the same table, "" if it forbade
+                nothing or there was none.
             patient: whether to wait a little if the sync is forbidden. A worker that fails ends
                 what the others have not received yet, such as the table that says why.
         """
-        columns, names = self.columns, self._replicas.averaged_names
+        return self._decide([reports], lambda table: table, known, patient)
+
+    def _decide(
+        self,
+        given: Sequence[tf.Tensor | bool],
+        table_of: Callable[..., Array],
+        known: tf.Tensor | str = "",
+        patient: bool = True,
+    ) -> Verdict:
+        """Returns what all workers decide from the table that `table_of` returns.
+
+        Args:
+            given: arguments of `table_of`.
+            table_of: returns the table of all replicas' reports, in Python.
+            known: as `decide` has it.
+            patient: as `decide` has it.
+        """
         own = len(self._site.devices)
 
         def decided(
-            table: Any, apart: bytes, replicas: int, first: int, period: int
-        ) -> Sequence[Array | bytes]:
-            at = time.monotonic()
-            table = self._rows(*table) if isinstance(table, tuple) else table
-            text = apart.decode() or problem_of(table, columns, names, own)
-            if not text and len(table) == len(self.weights_seen):
-                self.weights_seen += table[:, columns.samples].max(1)
-            if text and patient and not self._site.is_alone:
+            known: bytes, replicas: int, first: int, period: int, *given: Array
+        ) -> Sequence[Any]:
+            at, table = time.monotonic(), table_of(*given)
+            apart = not known and self._are_apart(table)
+            text = _APART if apart else known.decode() or self._problem_of(table)
+            if text and not apart and patient and not self._site.is_alone:
                 time.sleep(_GRACE_SECONDS)
-            # With F fragments, each fragment's block is F sync periods long.
-            block, balance = float(period) * self._fragments, self._site.balance
-            share = None if balance is None else balance.mean_steps()
-            local, by_speed = slice(first, first + own), share is not None
-            found = decide(
-                table,
-                columns,
-                text,
-                local=local,
-                replicas=replicas,
-                block=share or block,
-                by_speed=by_speed,
-            )
-            if balance is not None and not text:
-                balance.close(found.trained.astype(int), table[::own, columns.seconds.start])
-            return at, not text, *found
+            return at, apart, not text, *self._decision(table, text, replicas, first, period)
 
-        replicas, first = self._site.replicas_now()
-        arguments = reports, apart, replicas, first, self._block.period.read_value()
+        arguments = [known, *self._site.replicas_now(), self._block.period.read_value(), *given]
         parts, f32, f64 = self._block.parts, tf.float32, tf.float64
-        at, allowed, problem, is_last, agreed, counts, trained, *of_parts = in_python(
+        at, apart, allowed, problem, is_last, agreed, counts, trained, *of_parts = in_python(
             decided,
             arguments,
             tf.TensorSpec([], f64),
+            tf.TensorSpec([], tf.bool),
             tf.TensorSpec([], tf.bool),
             tf.TensorSpec([], tf.string),
             tf.TensorSpec([], tf.bool),
@@ -276,6 +315,9 @@ class Consensus:
             tf.TensorSpec([parts], f32),
             tf.TensorSpec([parts], f32),
         )
+        if not self._site.is_alone:
+            told = functools.partial(self._told, patient)
+            problem = tf.cond(apart, told, functools.partial(tf.identity, problem))
         made = [
             Part(committed, steps, Shares(portions, divisor, of_block))
             for committed, steps, portions, divisor, of_block in zip(
@@ -283,6 +325,34 @@ class Consensus:
             )
         ]
         return Verdict(at, allowed, problem, is_last, agreed, counts, trained, made)
+
+    def _problem_of(self, table: Array) -> str:
+        """Returns what forbids the sync, "" if nothing does; notes who has trained if not."""
+        names, own = self._replicas.averaged_names, len(self._site.devices)
+        text = problem_of(table, self.columns, names, own)
+        if not text and len(table) == len(self.weights_seen):
+            self.weights_seen += table[:, self.columns.samples].max(1)
+        return text
+
+    def _decision(
+        self, table: Array, text: str, replicas: int, first: int, period: int
+    ) -> Decision:
+        """Returns what follows from the table, where `text` forbids the sync, or is empty."""
+        own, balance = len(self._site.devices), self._site.balance
+        share = None if balance is None else balance.mean_steps()
+        found = decide(
+            table,
+            self.columns,
+            text,
+            local=slice(first, first + own),
+            replicas=replicas,
+            # With F fragments, each fragment's block is F sync periods long.
+            block=share or float(period) * self._fragments,
+            by_speed=share is not None,
+        )
+        if balance is not None and not text:
+            balance.close(found.trained.astype(int), table[::own, self.columns.seconds.start])
+        return found
 
 
 def _signatures(variables: Sequence[Sequence[tf.Variable]]) -> tf.Tensor:

@@ -51,7 +51,7 @@ class Flight:
 
     Args:
         fly: does the exchange, called in the thread. It reads `rows`, `fragment` and `snapshots`,
-            and writes `table`, `apart`, `arrived` and `committed`.
+            and writes `table`, `problem`, `arrived` and `committed`.
         devices: devices of this worker's replicas.
         sizes: lengths of the buckets of all fragments.
         columns: number of columns of a report.
@@ -63,7 +63,7 @@ class Flight:
         fragment: number of the fragment that is exchanged.
         rows: this worker's reports, [local replicas, columns].
         table: the reports of all replicas, [N, columns].
-        apart: the sentence for workers that have come to different exchanges; else "".
+        problem: what forbids the sync; "" if nothing does.
         committed: 1 if the sync was committed, else 0.
         snapshots: for each local replica its buckets at the start.
         arrived: for each local device the buckets that the rule broadcast.
@@ -90,7 +90,7 @@ class Flight:
             self.committed = make(tf.zeros([], tf.int64), "flight_committed")
             self.rows = make(tf.zeros([len(devices), columns], tf.float64), "flight_rows")
             self.table = make(tf.zeros([num_replicas, columns], tf.float64), "flight_table")
-            self.apart = make(tf.constant(""), "flight_apart")
+            self.problem = make(tf.constant(""), "flight_problem")
         self.snapshots: list[list[tf.Variable]] = []
         self.arrived: list[list[tf.Variable]] = []
         for number, device in enumerate(devices):

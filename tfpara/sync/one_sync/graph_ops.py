@@ -14,22 +14,21 @@ from tfpara.typing import Nest
 
 
 def in_python(
-    function: Callable[..., Sequence[Any]], arguments: Nest, *specs: tf.TensorSpec
+    function: Callable[..., Sequence[Any]], arguments: Sequence[Any], *specs: tf.TensorSpec
 ) -> list[tf.Tensor]:
     """Returns as operations what a Python function returns; it gets NumPy arrays.
 
     Args:
         function: called with `arguments` as arrays.
-        arguments: a tuple of tensors, or of structures of tensors.
+        arguments: tensors, or what becomes one.
         *specs: of what it returns, arrays or what NumPy makes arrays of.
     """
-    tensors = tf.nest.flatten(arguments)
 
     def called(*values: np.ndarray) -> list[np.ndarray]:
-        returned = function(*tf.nest.pack_sequence_as(arguments, values))
+        returned = function(*values)
         return [np.asarray(r, s.dtype.as_numpy_dtype) for r, s in zip(returned, specs, strict=True)]
 
-    results = tf.numpy_function(called, tensors, [spec.dtype for spec in specs])
+    results = tf.numpy_function(called, arguments, [spec.dtype for spec in specs])
     for result, spec in zip(results, specs, strict=True):
         result.set_shape(spec.shape)
     return results

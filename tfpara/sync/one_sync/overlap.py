@@ -108,9 +108,9 @@ class Overlap:
         reports = graph.consensus.gather(flight.rows.read_value(), now())
         with tf.control_dependencies([reports]):
             flight.table.assign(reports)
-            apart = flight.apart.assign(graph.consensus.apart(reports))
         # If the reports forbid the sync, `_touch_down` tells the training why.
-        verdict = graph.consensus.decide(reports, apart, patient=False)
+        verdict = graph.consensus.decide(reports, patient=False)
+        flight.problem.assign(verdict.problem)
         committed = graph.of_fragment(
             flight.fragment,
             lambda f: if_any(verdict.parts[f], lambda: self._exchange(f, verdict)),
@@ -169,7 +169,7 @@ class Overlap:
 
     def _touch_down(self, waited: tf.Tensor) -> tf.Tensor:
         graph, flight = self._graph, self.flight
-        verdict = graph.consensus.decide(flight.table.read_value(), flight.apart.read_value())
+        verdict = graph.consensus.decide(flight.table.read_value(), flight.problem.read_value())
 
         def landed() -> None:
             committed = flight.committed.read_value()

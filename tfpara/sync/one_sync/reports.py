@@ -228,24 +228,28 @@ def problem_of(
 
 
 def _differing_rates(reports: Array, columns: Columns) -> Array:
-    """Returns which pairs of replicas wrongly differ in an optimizer's learning rate, [N, N, K].
+    """Returns which pairs of replicas wrongly differ in an optimizer's learning rate, [N, N, K] or empty.
 
     Two replicas must have the same rate if both have taken as many minibatches, in the open block
     and in all: a callback may set the rate before every minibatch.
     """
-    alike = _alike(reports, columns)[:, :, np.newaxis]
     rates = reports[:, columns.rates]
+    if (rates == rates[0]).all():
+        return np.zeros([0, 0, 0], bool)  # as in most syncs, so no pairs are compared
+    alike = _alike(reports, columns)[:, :, np.newaxis]
     larger = np.maximum(np.abs(rates[:, np.newaxis]), np.abs(rates))
     with np.errstate(invalid="ignore"):  # two rates may be infinite
         return alike & (np.abs(rates[:, np.newaxis] - rates) > _ROUNDING * larger)
 
 
 def _differing_others(reports: Array, columns: Columns) -> Array:
-    """Returns which pairs of replicas wrongly differ in what is not trained, [N, N].
+    """Returns which pairs of replicas wrongly differ in what is not trained, [N, N] or empty.
 
     What a callback sets before every minibatch may differ as rates may.
     """
     others = reports[:, columns.others]
+    if (others == others[0]).all():
+        return np.zeros([0, 0], bool)
     return _alike(reports, columns) & (others != others.T)
 
 
