@@ -54,3 +54,9 @@ def test_every_minibatch_counts_once(killed, execution, tmp_path):
     fast, slow, other = np.mean(record[-6:], 0)
     assert fast + slow + other == 3 * PERIOD
     assert slow < 0.7 * min(fast, other)
+    if execution > 1:  # the record, replayed by workers of equal speed, gives the same weights
+        again = {**options, "pauses": [0.0] * 3, "out": str(tmp_path / "again_{rank}.npz")}
+        run_all_well("count_minibatches.py", [{**again, "options": {"balance": record}}] * 3)
+        replayed = np.load(tmp_path / "again_0.npz")
+        assert replayed["record"].tolist() == record
+        np.testing.assert_array_equal(replayed["global"], found[0]["global"])
