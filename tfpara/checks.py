@@ -40,7 +40,7 @@ def checked_period(sync_period: int) -> int:
         raise ValueError(
             f"sync_period={sync_period!r} must be a whole number of minibatches. For a period that "
             "changes give the first one here, and fit the callback "
-            "tfpara.callbacks.SyncPeriod(...): docs/schedules.md."
+            "tfpara.callbacks.SyncPeriod(...)."
         )
     return checked_whole("sync_period", sync_period, of="minibatches", at_most=LARGEST_COUNT)
 

@@ -22,8 +22,8 @@ from tfpara.planner import LONGEST_KNOWN, Costs, Link, known_error
 
 _PROGRAM = "tfpara-plan"
 _ERRORS = (
-    'Errors are those of `BMUF()` on 40 minutes of speech, eight epochs (docs/study.md, "Rules '
-    'compared"). A run with more syncs loses less, and one with fewer more.'
+    "Errors are those of `BMUF()` on 40 minutes of speech, eight epochs. A run with more syncs "
+    "loses less, and one with fewer more."
 )
 
 

@@ -82,7 +82,7 @@ class BMUF(Rule):
             as good or better than one of 16 at all rates and periods that were tried. None:
             "linear"; but where `warmup` is not False and the local optimizer divides by the size
             of gradients, as Adam does, with `warmup` = 5, and "sqrt" where its average of gradients
-            is not shortened to fit the block (docs/study.md has figures).
+            is not shortened to fit the block.
         block_learning_rate: ζ > 0.
         nesterov: the form; see above.
         compat: None, "cntk" or "fairseq".

@@ -106,7 +106,7 @@ class Rule:
         """Returns whether the global step has a momentum of its own.
 
         With `local_state="auto"` the momentum of local SGD is fitted to the block then: the two in
-        a row are stable only at far smaller learning rates than either (docs/rules.md).
+        a row are stable only at far smaller learning rates than either.
         """
         return False
 

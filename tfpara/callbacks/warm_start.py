@@ -134,8 +134,8 @@ class WarmStart(Schedule):
         if self._alone and not self._asked and strategy.num_replicas > 1:
             strategy.note(
                 "WarmStart: the data did not ask `replicas`, so each replica trains on a part of "
-                "them, and what all but the first learn in these epochs is dropped. Make the data "
-                "by a function: docs/schedules.md"
+                "them, and what all but the first learn in these epochs is dropped. Give fit "
+                "strategy.datasets_by_epoch(...) of a function that reads what `replicas` says."
             )
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:

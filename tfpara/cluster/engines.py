@@ -234,7 +234,7 @@ def _read(engine: _Engine, environ: Mapping[str, str]) -> Told | None:
         if engine.size == "PET_NNODES" and ":" in given[1]:
             raise ClusterError(
                 f"{text}: a range of nodes is for PyTorch's elastic runs. Give one number of "
-                "nodes; docs/elastic.md says how workers come and go here."
+                "nodes. Workers come and go here by elastic= and tfpara-meet."
             )
         raise ClusterError(
             f"{text}: the first must be a number from 0 below the second, which counts the "

@@ -71,8 +71,7 @@ def warn_without(secret: bytes, addresses: Iterable[str]) -> None:
     if not secret and not all(is_loopback(address) for address in addresses):
         _log.warning(
             "tfpara: the processes' meeting is not authenticated: whoever reaches its port can "
-            f"take part in it. Set {FILE_VARIABLE} or {VARIABLE} to the same for all; "
-            "see docs/security.md."
+            f"take part in it. Set {FILE_VARIABLE} or {VARIABLE} to the same for all."
         )
 
 

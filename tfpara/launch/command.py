@@ -49,8 +49,8 @@ writes a checkpoint (tfpara.callbacks.Checkpoint) has {SAVING_SECONDS:g} s, unle
 --grace is given.
 
 Each start has a fresh secret, by which its processes know each other, in TFPARA_SECRET, unless that
-or TFPARA_SECRET_FILE is set. They listen on --host alone, but TensorFlow on all interfaces, and
-without authentication: see docs/security.md.
+or TFPARA_SECRET_FILE is set. They listen on --host alone. But TensorFlow listens on all
+interfaces, and asks nobody for a password: on a shared network keep others from its ports.
 
 With --max_restarts=K all workers are started again, at most K times, after one has failed: with
 any exit code but 0, or by a signal. That is for programs that go on from checkpoints
@@ -70,7 +70,7 @@ Exit code: 0 if all workers returned 0, but for those that others went on withou
 else that of the worker that failed first, or 128 + N if signal N ended it; 2 if workers could not
 be started. 75 means that a program was asked to end, by SIGTERM, wrote a checkpoint, and is to be
 started again: on Slurm by `sbatch --requeue` and `scontrol requeue`, on Kubernetes by a Job's
-podFailurePolicy; see docs/checkpoints.md.
+podFailurePolicy.
 
 Examples (the first is there to be run):
   tfpara-launch -n 2 -- python -m tfpara.examples.classify

@@ -157,7 +157,7 @@ class MomentumFit:
                 f"an epoch has {steps} steps, and its last block {rest} of {block}: shorter than "
                 f"what the local momentum {momentum_of(optimizer):g} remembers, so that training "
                 f"may diverge. Choose a sync_period that divides {steps}, or one below "
-                f"{steps // 2}: docs/rules.md"
+                f"{steps // 2}."
             )
 
     def of_step(

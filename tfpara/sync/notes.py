@@ -62,7 +62,7 @@ class Notes:
             self.tell(
                 f"fit divides batches of {counted(rows, 'row')} among {replicas} "
                 f"replicas, which leaves {replicas - rows} of them without a row in the whole run. "
-                f"Give batch_size={replicas} at least, better a multiple of it: docs/data.md"
+                f"Give batch_size={replicas} at least, better a multiple of it."
             )
 
     def idle_replicas(self, idle: Sequence[int]) -> None:
@@ -78,5 +78,5 @@ class Notes:
                 f"replicas without a row in this epoch: {', '.join(map(str, idle))} (of 0 … "
                 f"{replicas - 1}). They do not train. Give batches of a multiple of {replicas} "
                 "rows, or, where each worker has its own minibatches, at least one for each of its "
-                "devices: docs/data.md"
+                "devices."
             )

@@ -346,7 +346,7 @@ def few_syncs(syncs: int, replicas: int) -> str:
     return (
         f"fit has {counted(syncs, 'sync')} of {replicas} replicas. With fewer than some {enough} "
         f"their model falls behind that of one replica: take a shorter sync_period, "
-        "if only in the first epoch (callbacks.SyncPeriod), or more epochs: docs/rules.md"
+        "if only in the first epoch (callbacks.SyncPeriod), or more epochs."
     )
 
 

@@ -57,8 +57,7 @@ def simulate(
     if "record" in options:
         raise ValueError(
             f"record={options['record']!r}: the replay of elastic runs has left the library. "
-            "tests/lib/replaying.py in the sources of tfpara has it, and docs/elastic.md "
-            "says how a record is read."
+            "tests/lib/replaying.py in the sources of tfpara has it."
         )
     num_replicas = checked_whole("num_replicas", num_replicas)
     if cluster.read().num_workers > 1:

@@ -188,7 +188,7 @@ def _checked_elastic(settings: Settings, elastic: object) -> Settings:
                 f"elastic= needs a meeting point, and {told} has started {found.num_workers} "
                 f"workers without one. Start tfpara-meet --workers={found.num_workers} "
                 f"--host=0.0.0.0 --port=4000 on one machine, and set {MEETING}=HOST:4000, with its "
-                "name, for all workers: docs/elastic.md."
+                "name, for all workers."
             )
         if found.is_chief:
             _say(f"workers meet at {MEETING}; ranks and addresses of {told} are not used")

@@ -33,7 +33,7 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, ForCallbac
     Keras' `compile`, `fit`, `evaluate`, `predict` and callbacks work as usual on a model that is
     made and compiled in the strategy's scope. A replica is one device of one worker; the workers
     are those of TF_CONFIG, or those that srun, mpirun, horovodrun, torchrun or another engine has
-    started (docs/engines.md; without them, this process alone). Only every `sync_period`-th
+    started; without them, this process trains alone. Only every `sync_period`-th
     training step exchanges anything.
 
     The end of an epoch closes the open block: all workers, however much data each had, join a last
@@ -41,7 +41,7 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, ForCallbac
     reduced over all replicas of all workers.
 
     A weight's Keras constraint holds in what replicas go on from, and in the global model and the
-    averages as they are shown and written; the state of the rule is without it (docs/rules.md).
+    averages as they are shown and written; the state of the rule is without it.
 
     Args:
         rule: `tfpara.BSP()`, `BMUF(...)`, `EASGD(...)`, `BMUFAdam(...)`, `DiLoCo(...)`,
@@ -52,7 +52,7 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, ForCallbac
         local_state: what a sync does to the optimizer's slots (momentum …): "keep", "reset" to
             their initial value, or "average" over the replicas. "auto" keeps them; where the rule
             has a momentum of its own (BMUF, DiLoCo, SlowMo), that of local SGD, and β₁ of Adam, are
-            shortened to fit into the block, since two in a row are unstable. See docs/rules.md.
+            shortened to fit into the block, since two in a row are unstable.
         aggregation: "replicated": every worker keeps the whole global model and averages.
             "sharded": every replica keeps 1/N of them (paper 000, section 3.2). "auto": sharded
             with `compression`, or if there are several replicas and the model has 16 MB or more.
@@ -62,7 +62,7 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, ForCallbac
             the same kind. None: all GPUs that this process sees, or CPU:0.
         overlap: False: training stops for a sync. True: a sync runs while the next block trains,
             and is merged at that block's end. A number d ≤ τ: it is merged d minibatches after its
-            start. See docs/syncs.md.
+            start.
         fragments: number of fragments of the model, which are synchronised in turn: one at each
             sync point, and so each at every `fragments`-th. 1: the whole model at each.
         compression: format of the bytes between workers. "none": float32. "bf16" and "fp16": half
@@ -80,9 +80,9 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, ForCallbac
             `elastic` is None; else the ring.
         collectives: the backend that connects the workers: "tensorflow", "horovod", or "auto":
             Horovod if horovodrun, mpirun or `tfpara-launch --collectives=horovod` has started the
-            process, else TensorFlow. See docs/horovod.md.
-        elastic: a `tfpara.Elastic`: training goes on while workers die, leave and come. See
-            docs/elastic.md. None: the loss of a worker ends the run.
+            process, else TensorFlow.
+        elastic: a `tfpara.Elastic`: training goes on while workers die, leave and come.
+            None: the loss of a worker ends the run.
         balance: True: in each block worker i of W takes a number τ_i of steps by its speed, with
             Σ τ_i = W·τ, so that all end the block together: the τ_i, 1 ≤ τ_i ≤ 4τ, for which
             max_i s_i·τ_i is least, about τ_i = W·τ·(1/s_i) / Σ_j (1/s_j), where s_i are the seconds
@@ -90,7 +90,7 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, ForCallbac
             and `fit` deals the minibatches of an epoch out by the τ_i, each to one replica. Workers
             have one device each. Not with `elastic`, `overlap`, `fragments` or BMUFAdam. A record,
             `strategy.balance_record` of another run: its τ_i again, block by block (then τ for
-            all). False: τ_i = τ. See docs/syncs.md.
+            all). False: τ_i = τ.
 
     Raises:
         TypeError: `rule` is not a rule object, or an average is not one.

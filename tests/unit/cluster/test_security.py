@@ -247,7 +247,7 @@ def test_a_meeting_without_a_secret_says_so_on_a_network(addresses, given, lines
     secret.warn_without(given, addresses)
     assert len(caplog.records) == lines
     if lines:
-        assert "not authenticated" in caplog.text and "docs/security.md" in caplog.text
+        assert "not authenticated" in caplog.text and "Set TFPARA_SECRET_FILE" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,7 @@ class DataPlan(EpochUnits):
             steps="workers take as many steps as are left to them",
             data="elastic= deals the data of an epoch out anew where workers come and go. Give fit "
             "arrays, a tf.data.Dataset or PyDataset of whole epochs, or "
-            "strategy.minibatches_by_epoch(...): docs/elastic.md.",
+            "strategy.minibatches_by_epoch(...).",
         )
         self._dataset_fn = given["x"].dataset_fn
         self.facts = getattr(given["x"], "facts", {})

@@ -158,7 +158,7 @@ class PyDatasetSteps(Steps):
             self._extended.notes.tell(
                 f"the run goes on within an epoch, whose PyDataset was divided among {former} "
                 f"workers and now is among {self._workers}: rows of this epoch may be trained "
-                "twice or not at all. See docs/checkpoints.md, On another number of replicas"
+                f"twice or not at all. Start {former} workers to have each once."
             )
 
     def _batches(self) -> Iterator[tuple[Data, range, int]]:

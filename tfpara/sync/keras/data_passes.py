@@ -191,7 +191,8 @@ class Passes(trainer.TFEpochIterator):
         if why:
             self.extended.notes.tell(
                 f"the run goes on within its data, but their dataset {why}: rows may be trained "
-                "twice or not at all. See docs/checkpoints.md, Data by epoch"
+                "twice or not at all. Give fit strategy.datasets_by_epoch(...), whose data can be "
+                "entered in the middle of an epoch."
             )
 
 

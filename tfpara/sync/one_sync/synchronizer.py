@@ -337,7 +337,7 @@ class Synchronizer:
         if weights is None or not closed:
             note(
                 f"a model is saved within a block: the file has {has}. Save where an epoch ends, "
-                "or call strategy.synchronize() on every worker before: docs/saving.md"
+                "or call strategy.synchronize() on every worker before."
             )
         if weights is None:
             yield

@@ -204,8 +204,8 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         if not self.steps.trace.applying and self._num_replicas_in_sync > 1:
             self.notes.tell(
                 "all_reduce in a replica gives its own value, since replicas are independent "
-                "between syncs. So BatchNormalization(synchronized=True) does as without it: "
-                "docs/loops.md"
+                "between syncs. So BatchNormalization(synchronized=True) normalises by a "
+                "replica's own part of the batch."
             )
         return value
 

@@ -291,12 +291,12 @@ class TrainedModels:
             self._notes.tell(
                 'the loss has reduction="sum". A replica sums over its own minibatch, and the mean '
                 "of the replicas counts: 1/N of the sum over all of them, in the step as in the "
-                "log. Multiply the learning rate by N, or let the loss be a mean: docs/moving.md"
+                "log. Multiply the learning rate by N, or let the loss be a mean."
             )
         if any(v[0].dtype == tf.float64 for v in (*variables.weights, *variables.state)):
             self._notes.tell(
                 "the model has weights of float64, and every sync rounds them to float32, in which "
-                "the global model is kept: docs/training.md"
+                "the global model is kept."
             )
         if settings is not self.settings and settings.rule.has_momentum():
             self._notes.tell(
