@@ -14,6 +14,13 @@ import tensorflow as tf
 import tfpara
 
 
+def network() -> keras.Model:
+    """A network of one hidden layer."""
+    return keras.Sequential(
+        [keras.Input((1,)), keras.layers.Dense(32, "tanh"), keras.layers.Dense(1)]
+    )
+
+
 def main() -> None:
     """Trains by a custom loop."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
@@ -23,10 +30,7 @@ def main() -> None:
 
     strategy = tfpara.PeriodicSyncStrategy(tfpara.EASGD(), sync_period=4)
     with strategy.scope():  # models, optimizers and metrics
-        model = keras.Sequential(
-            [keras.Input((1,)), keras.layers.Dense(32, "tanh"), keras.layers.Dense(1)]
-        )
-        optimizer = keras.optimizers.Adam(0.01)
+        model, optimizer = network(), keras.optimizers.Adam(0.01)
         mean_loss = keras.metrics.Mean()
     strategy.track(model)  # what is synchronised
 
@@ -56,8 +60,7 @@ def main() -> None:
         if strategy.is_chief:
             print(f"epoch {epoch + 1}: mean squared error {loss:.4f}")
 
-    with strategy.weights(model, "global"):  # Under EASGD a replica's own weights differ.
-        model.save(options.out)  # called by all, written by the chief
+    model.save(options.out)  # called by all; the chief writes the global model
 
 
 if __name__ == "__main__":
