@@ -4,7 +4,8 @@ scripts/demo.sh        (or python -m scripts.demo)
 
 From one common initial model, an epoch of single-process SGD, it trains single SGD on one process
 and each rule on --workers processes, a thread each, for the same epochs with the same schedule;
-asynchronous SGD has a parameter server and a chief beside them.
+asynchronous SGD has a parameter server and a chief beside them. It takes about three minutes on two
+free cores; --thorough has three more rules and more epochs, and takes about six.
 The run with Nesterov block momentum also keeps averages of its global models, which are rows of
 their own: they are never fed back, so that the training is the same. Then it prints a table, and
 leaves results.json, learning_curves.png, the runs and a SavedModel of the model that is best on the
@@ -37,7 +38,12 @@ _WORKERS = flags.DEFINE_integer("workers", 2, "processes of each run with a rule
 _PERIOD = flags.DEFINE_integer(
     "sync_period", 10, "minibatches of each replica between two syncs", lower_bound=1
 )
-_EPOCHS = flags.DEFINE_integer("epochs", 5, "after the common first one", lower_bound=1)
+_EPOCHS = flags.DEFINE_integer(
+    "epochs", None, "after the common first one; 3 if not set, 5 with --thorough", lower_bound=1
+)
+_THOROUGH = flags.DEFINE_bool(
+    "thorough", False, "also classical BMUF, syncs in int8 and EASGD, and more epochs"
+)
 _RATE = flags.DEFINE_float("learning_rate", 0.05, "at the start, per minibatch of 256 frames")
 _FINAL_RATE = flags.DEFINE_float("final_learning_rate", 0.002, "of the last epoch")
 _LAYERS = flags.DEFINE_integer("layers", 4, "hidden layers", lower_bound=0)
@@ -70,12 +76,14 @@ _SINGLE = _Run("single", "single SGD", _ALONE)
 _RUNS = (
     _SINGLE,
     _Run("bsp", "BSP", ("--rule=bsp",)),
-    _Run("bmuf-classical", "classical BMUF", ("--rule=bmuf", "--nonesterov")),
     _Run("bmuf-nesterov", "Nesterov BMUF", ("--rule=bmuf", "--ma", f"--ema_decay={_EMA_DECAY}")),
-    _Run("bmuf-int8", "Nesterov BMUF, syncs in int8", ("--rule=bmuf", "--compression=int8")),
-    _Run("easgd", "EASGD", ("--rule=easgd",)),
     # This run has a parameter server, to which each worker pushes every minibatch.
     _Run("asgd", "asynchronous SGD", ("--rule=asgd", "--sync_period=1", "--chunk_minutes=2")),
+)
+_THOROUGH_RUNS = (
+    _Run("bmuf-classical", "classical BMUF", ("--rule=bmuf", "--nonesterov")),
+    _Run("bmuf-int8", "Nesterov BMUF, syncs in int8", ("--rule=bmuf", "--compression=int8")),
+    _Run("easgd", "EASGD", ("--rule=easgd",)),
 )
 _AVERAGES = {"ma": "MA", f"ema-{_EMA_DECAY}": f"EMA({_EMA_DECAY})"}
 
@@ -88,6 +96,7 @@ def main() -> None:
     with common.bad_input():
         out.mkdir(parents=True, exist_ok=True)
     corpus = out / "corpus"
+    print(_plan(), flush=True)
     _prepare(corpus)
     with _Progress() as progress:
         _train_all(out, corpus, progress)
@@ -108,18 +117,33 @@ def main() -> None:
     )
 
 
+def _plan() -> str:
+    """Returns what the demo is about to do, and how long that takes, in words."""
+    titles = ", ".join(run.title for run in _runs()[1:])
+    # About what the parts take on two free cores, with the default network.
+    speech = _TRAIN.value + 2 * _HELD_OUT.value
+    seconds = 20 + 1.0 * speech
+    for run in (_INITIAL, *_runs()):
+        seconds += 10 + 0.7 * _epochs(run) * _TRAIN.value / _workers(run)
+    return (
+        f"The demo makes {speech:g} minutes of speech. It trains a network on them in one process, "
+        f"and in {_WORKERS.value} by {titles}. Then it compares the errors, and exports the best "
+        f"model. That takes about {max(1, round(seconds / 60))} min on two free cores."
+    )
+
+
 def _train_all(out: Path, corpus: Path, progress: _Progress) -> None:
     """Trains the common first epoch, and the runs that start from its model."""
     first = [f"--learning_rate={_RATE.value}", "--epochs=1", "--seed=0"]
     _train(_INITIAL, out, corpus, first, progress)
     rest = [
         f"--init={out / 'initial' / 'model.weights.h5'}",
-        f"--epochs={_EPOCHS.value}",
+        f"--epochs={_epochs(_SINGLE)}",
         f"--learning_rate={_RATE.value}",
         f"--final_learning_rate={_FINAL_RATE.value}",
         "--seed=1",
     ]
-    for run in _RUNS:
+    for run in _runs():
         _train(run, out, corpus, rest, progress)
 
 
@@ -145,7 +169,7 @@ class _Progress:
 
     def __enter__(self) -> _Progress:
         total = _epochs(_INITIAL) / _workers(_INITIAL)
-        total += sum(_epochs(run) / _workers(run) for run in _RUNS)
+        total += sum(_epochs(run) / _workers(run) for run in _runs())
         shape = "{desc} {bar} {percentage:3.0f} %, {elapsed} gone, {remaining} left"
         self._bar = tqdm(total=total, bar_format=shape, disable=not sys.stderr.isatty())
         self._done = 0.0
@@ -203,8 +227,12 @@ def _train(run: _Run, out: Path, corpus: Path, schedule: list[str], progress: _P
     )
 
 
+def _runs() -> tuple[_Run, ...]:
+    return _RUNS + (_THOROUGH_RUNS if _THOROUGH.value else ())
+
+
 def _epochs(run: _Run) -> int:
-    return 1 if run is _INITIAL else _EPOCHS.value
+    return 1 if run is _INITIAL else _EPOCHS.value or (5 if _THOROUGH.value else 3)
 
 
 def _is_async(run: _Run) -> bool:
@@ -227,7 +255,7 @@ def _errors(history: dict[str, Any], weights: str = "global") -> list[float]:
 
 def _rows() -> list[_Row]:
     rows = []
-    for run in _RUNS:
+    for run in _runs():
         rows.append(_Row(run, "global", "global"))
         if "--ma" in run.options:
             rows += [_Row(run, weights, title) for weights, title in _AVERAGES.items()]

@@ -42,14 +42,20 @@ ensure_venv() {
   python=$(find_python) || exit 1
   say "Making $venv with $("$python" --version) (stack $stack); the first time takes some minutes"
   "$python" -m venv --clear "$venv"
-  say "Installing the dependencies: $extras"
+  say "Installing the dependencies, about 500 MB: $extras"
   "$venv/bin/python" -m pip install --disable-pip-version-check --quiet \
     -c "constraints/$stack.txt" setuptools wheel
   build_wheel "$venv"
-  "$venv/bin/python" -m pip install --disable-pip-version-check --quiet \
-    -c "constraints/$stack.txt" "$WHEEL[$extras]"
+  "$venv/bin/python" -m pip install --disable-pip-version-check --progress-bar off \
+    -c "constraints/$stack.txt" "$WHEEL[$extras]" | large_packages
   "$venv/bin/python" -m pip uninstall --quiet --yes tfpara
   printf '%s\n' "$stamp" > "$venv/stamp"
+}
+
+# large_packages: shows of pip's output, as it comes, the packages of a megabyte or more.
+large_packages() {
+  sed -un -e 's/^ *\(Downloading\|Using cached\) \([^ ]*\)-[pc][^ ]* (\(.* MB\))$/    \2, \3/p' \
+    -e 's/^Installing collected packages:.*/    unpacking all of them/p'
 }
 
 # build_wheel VENV: builds the wheel from a copy of what it consists of, so that nothing an earlier
