@@ -40,6 +40,7 @@ VARIABLES = {
     "TFPARA_RESTART_EXIT_CODE": "exit code of a program that is to be started again (75)",
     "TFPARA_LOST_WORKER_EXIT_CODE": "exit code where another worker was lost (1)",
     "TFPARA_TRACEBACK": "1: an error that one sentence explains is shown with its traceback, too",
+    "TFPARA_TENSORBOARD": "0: TensorBoard shows no speed and no syncs, as under plain Keras",
     "TFPARA_CHAOS_PROGRESS": "set by tfpara-chaos alone: the file of a script's progress",
     "TFPARA_LAUNCHER": "set by tfpara-launch alone: how a program tells it why it ends",
 }

@@ -11,6 +11,7 @@ import keras
 from keras.callbacks import CallbackList
 
 from tfpara import fit_call
+from tfpara.clock import for_tensorboard
 from tfpara.sync.keras import chiefs_callbacks
 from tfpara.sync.keras.replacing import Method, strategy_of_ours
 
@@ -32,7 +33,9 @@ def with_files_of_the_chief(make: Callable[..., None]) -> Callable[..., None]:
         model = given.arguments.get("model")
         strategy = None if model is None else strategy_of_ours(model)
         if strategy is not None:
-            callbacks = keras.tree.flatten(given.arguments.get("callbacks") or [])
+            callbacks = for_tensorboard(
+                keras.tree.flatten(given.arguments.get("callbacks") or [])
+            )
             callbacks = [
                 chiefs_callbacks.prepared(each, strategy) for each in fit_call.arranged(callbacks)
             ]
