@@ -20,8 +20,9 @@ Examples, to run and to read:
   tfpara-launch -n 3 --elastic -- python -m tfpara.examples.elastic
 Faults in a run of yours, and what each has cost:
   tfpara-chaos --every=30s --for=10m --faults=kill,stop -- tfpara-launch -n 4 --elastic script.py
-Which sync period a link needs:
+Which sync period a link needs, from your numbers or by a short run of your script:
   tfpara-plan --step_ms=110 --model_mb=50 --link_mbit=1000
+  tfpara-plan --measure script.py
 In Python:
   import tfpara; help(tfpara.PeriodicSyncStrategy)
 Environment variables:
@@ -40,7 +41,9 @@ VARIABLES = {
     "TFPARA_RESTART_EXIT_CODE": "exit code of a program that is to be started again (75)",
     "TFPARA_LOST_WORKER_EXIT_CODE": "exit code where another worker was lost (1)",
     "TFPARA_TRACEBACK": "1: an error that one sentence explains is shown with its traceback, too",
+    "TFPARA_TENSORBOARD": "0: TensorBoard shows no speed and no syncs, as under plain Keras",
     "TFPARA_CHAOS_PROGRESS": "set by tfpara-chaos alone: the file of a script's progress",
+    "TFPARA_MEASURE": "set by tfpara-plan --measure alone: the first fit is measured, and the end",
     "TFPARA_LAUNCHER": "set by tfpara-launch alone: how a program tells it why it ends",
 }
 

@@ -1,9 +1,11 @@
-"""The program `tfpara-plan`: which sync period a link needs, for how many workers.
+"""The program `tfpara-plan`: which sync period and options a link needs, for how many workers.
 
     tfpara-plan --step_ms=110 --model_mb=50 --link_mbit=1000
+    tfpara-plan --measure script.py --epochs=3
 
 From the time of a minibatch, the size of the model and the link it predicts the speed-up (see
-`tfpara.planner`), and recommends a period whose effect on the error is known. No TensorFlow here.
+`tfpara.planner`), and recommends what loses little of the speed with an error that is known. No
+TensorFlow here.
 """
 
 from __future__ import annotations
@@ -15,46 +17,186 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from tfpara import files
-from tfpara.planner import LONGEST_KNOWN, Costs, Link, known_error
+from tfpara.measuring import MeasuringError, measure
+from tfpara.planner import Costs, Link, Plan, choose
 
 _PROGRAM = "tfpara-plan"
+_USAGE = f"""{_PROGRAM} --step_ms=MS --model_mb=MB --link_mbit=MBIT [more flags]
+       {_PROGRAM} [flags] --measure SCRIPT.py [its arguments]"""
+_ASSUMED = {"link_delay_ms": 0.0, "sync_ms": 0.0, "slowdown": 1.0}
+_NEEDED = ("step_ms", "model_mb", "link_mbit")
 _ERRORS = (
-    "Errors are those of `BMUF()` on 40 minutes of speech, eight epochs. A run with more syncs "
-    "loses less, and one with fewer more."
+    "Errors are how much `BMUF()` was above one replica with as many replicas and as long a period "
+    "or the next more, on 40 minutes of speech, eight epochs. A run with more syncs loses less, and "
+    "one with fewer more."
 )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints what the cost model predicts and recommends; returns the exit code."""
-    known = parser(_PROGRAM)
-    options = known.parse_args(argv)
-    missing = [name for name in ("step_ms", "model_mb", "link_mbit") if vars(options)[name] is None]
-    if missing:
-        known.error(
-            f"--{', --'.join(missing)} must be given: measure a minibatch on one worker, the size "
-            "of the weights (4 bytes each) and the link"
-        )
-    report(options)
+    parser = _parser()
+    options = parser.parse_args(argv)
+    values = {name: getattr(options, name) for name in (*_NEEDED, *_ASSUMED)}
+    values = {name: value for name, value in values.items() if value is not None}
+    if options.measure is None:
+        missing = [f"--{name}" for name in _NEEDED if name not in values]
+        if missing:
+            parser.error(
+                f"{', '.join(missing)} must be given, or --measure SCRIPT.py, which measures "
+                "them: a minibatch on one worker, the weights (4 bytes each), and the link"
+            )
+        if options.hosts:
+            parser.error("--hosts is for --measure SCRIPT.py, which is not given")
+    else:
+        _check_script(parser, options.measure)
+        # A link that is given is one between machines.
+        apart = options.link_mbit is not None
+        try:
+            found = measure(options.measure, options.hosts, apart=apart)
+        except MeasuringError as error:
+            print(f"{_PROGRAM}: {error}", file=sys.stderr)
+            return 1
+        if apart:
+            del found["link_delay_ms"]  # of another link
+        print(f"Measured with {found.pop('batch'):g} samples in a minibatch of a worker.")
+        values = found | values
+    _report(options, values)
     return 0
 
 
-def parser(program: str) -> argparse.ArgumentParser:
-    """Returns the parser of the flags, to which a caller may add flags of its own."""
-    known = argparse.ArgumentParser(
-        prog=program,
-        description="Predict the speed-up of N workers, and recommend a sync period.",
-        usage=f"{program} --step_ms=MS --model_mb=MB --link_mbit=MBIT [more flags; see --help]",
+def _report(options: argparse.Namespace, values: dict[str, float]) -> None:
+    """Prints the plan, and writes --out."""
+    assumed = {name: value for name, value in _ASSUMED.items() if name not in values}
+    values = assumed | values
+    costs = Costs(
+        step_seconds=values["step_ms"] / 1e3,
+        model_bytes=values["model_mb"] * 1e6,
+        link=Link.of_mbit(values["link_mbit"], values["link_delay_ms"]),
+        local_seconds=values["sync_ms"] / 1e3,
+        slowdown=values["slowdown"],
+    )
+    plans = [
+        choose(
+            costs,
+            workers,
+            loss=options.loss,
+            error_percent=options.error,
+            overlaps={"auto": (False, True), "no": (False,), "yes": (True,)}[options.overlap],
+            compressions=("none", "int8")
+            if options.compression == "auto"
+            else (options.compression,),
+        )
+        for workers in options.workers
+    ]
+    print(
+        f"A minibatch takes {values['step_ms']:.4g} ms on one worker, and {costs.slowdown:.2f} "
+        f"times that where all work.\nA sync sends {values['model_mb']:.4g} MB over "
+        f"{values['link_mbit']:.4g} Mbit/s with {values['link_delay_ms']:.2g} ms of delay, and "
+        f"takes {values['sync_ms']:.3g} ms beside that."
+    )
+    if assumed:
+        flags = ", ".join(f"--{name}={value:g}" for name, value in assumed.items())
+        print(f"Assumed, since not given: {flags}.")
+    print("\n".join(["", *_table(plans), "", *_notes(plans, options), _ERRORS]))
+    if options.out:
+        content = {
+            **values,
+            "assumed": assumed,
+            "loss": options.loss,
+            "error": options.error,
+            "plans": [
+                {**each._asdict(), "error": each.error and each.error._asdict()} for each in plans
+            ],
+        }
+        with files.whole(options.out) as place:
+            place.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def _table(plans: Sequence[Plan]) -> list[str]:
+    rows = [
+        ("workers", "sync_period", "overlap", "compression", "aggregation", "speed-up", "of N")
+        + ("error, % above one",)
+    ]
+    for each in plans:
+        error = "0"
+        if each.workers > 1:
+            error = "not known"
+            if each.error is not None:
+                measured = f"{each.error.replicas} replicas, period {each.error.period}"
+                error = f"{each.error.percent:g} ({measured})"
+        rows.append(
+            (str(each.workers), str(each.sync_period), str(each.overlap), each.compression)
+            + (each.aggregation, f"{each.speedup:.2f}", f"{each.speedup / each.workers:.0%}", error)
+        )
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
+
+
+def _notes(plans: Sequence[Plan], options: argparse.Namespace) -> list[str]:
+    """Returns what is to be said of numbers of workers for which nothing is good enough."""
+    slower, unknown, wrong, slow = [], [], [], []
+    for each in plans:
+        if each.workers > 1 and each.speedup <= 1:
+            slower.append(each.workers)
+        elif each.error is None:
+            unknown.append(each.workers)
+        elif not each.is_enough:
+            (wrong if each.error.percent > options.error else slow).append(each.workers)
+    said = [
+        (slower, "no faster than one. A longer minibatch (more samples) or a faster link helps"),
+        (unknown, "no error is known of so many replicas"),
+        (
+            wrong,
+            f"no error of at most {options.error:g} % is known with these options. Give --error",
+        ),
+        (
+            slow,
+            f"no period with an error of at most {options.error:g} % loses less than "
+            f"{options.loss:.0%} of the speed; this one is the fastest. A longer minibatch, a faster "
+            "link or fewer workers lose less",
+        ),
+    ]
+    return [f"{', '.join(map(str, numbers))} workers: {text}." for numbers, text in said if numbers]
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says in one sentence what is wrong with the flags."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}.\n")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog=_PROGRAM,
+        description="Recommend a sync period and options for N workers, with their speed and error.",
+        usage=_USAGE,
         allow_abbrev=False,
     )
-    add = known.add_argument
-    above_0 = _number(lambda x: x > 0, "a number above 0")
-    at_least_0 = _number(lambda x: x >= 0, "a number of at least 0")
-    add("--step_ms", type=above_0, help="a minibatch on one worker, in milliseconds")
-    add("--model_mb", type=above_0, help="the weights in float32, in megabytes (millions of bytes)")
-    add("--link_mbit", type=above_0, help="speed of each worker's link, in Mbit/s")
+    add = parser.add_argument
+    above_0 = "a number above 0, since "
+    at_least_0 = _number(lambda x: x >= 0, "a number of at least 0, since no time is negative")
+    add(
+        "--step_ms",
+        type=_number(lambda x: x > 0, f"{above_0}each minibatch takes some time"),
+        help="a minibatch on one worker, in milliseconds",
+    )
+    add(
+        "--model_mb",
+        type=_number(lambda x: x > 0, f"{above_0}a sync sends weights"),
+        help="the weights in float32, in megabytes (10^6 bytes)",
+    )
+    add(
+        "--link_mbit",
+        type=_number(lambda x: x > 0, f"{above_0}no sync ends on a link that carries nothing"),
+        help="speed of each worker's link, in Mbit/s",
+    )
     add("--link_delay_ms", type=at_least_0, help="delay of the link (default: 0)")
     add(
         "--sync_ms",
@@ -63,149 +205,58 @@ def parser(program: str) -> argparse.ArgumentParser:
     )
     add(
         "--slowdown",
-        type=_number(lambda x: x >= 1, "a number of at least 1"),
+        type=_number(
+            lambda x: x >= 1, "a number of at least 1, since others at work make no worker faster"
+        ),
         help="how many times as long a minibatch takes where all work (default: 1)",
     )
-    add("--workers", type=_whole_numbers, default=[1, 2, 4, 8, 16], help="numbers of workers")
-    add("--sync_periods", type=_whole_numbers, default=[1, 5, 20, 80], help="periods of the table")
+    add("--workers", type=_workers, default=[2, 4, 8, 16], help="numbers of workers, with commas")
     add(
         "--loss",
-        type=_number(lambda x: 0 < x < 1, "a share between 0 and 1"),
+        type=_number(lambda x: 0 < x < 1, "a share between 0 and 1, since syncs cost something"),
         default=0.05,
         help="share of the speed that the syncs may cost (default: 0.05)",
     )
-    add("--overlap", action="store_true", help="a sync travels while the next block trains")
     add(
-        "--wire_bits",
-        type=int,
-        choices=(32, 16, 8),
-        default=32,
-        help='bits of a weight on the link: float32, compression="bf16", "int8" (default: 32)',
+        "--error",
+        type=_number(
+            lambda x: x >= 0, "a number of at least 0: less than one replica is not known"
+        ),
+        default=5.0,
+        help="by how many %% the error may be above one replica's (default: 5)",
     )
-    add("--out", type=writable, help="JSON file to write the table into")
-    return known
-
-
-def report(options: argparse.Namespace, found: dict[str, float] | None = None) -> dict[str, Any]:
-    """Prints the table and the recommendations, and writes --out.
-
-    Args:
-        options: from `parser`.
-        found: measured values in place of those that are not given, by the names of their flags.
-
-    Returns:
-        The table and the recommendations, as they are in --out.
-    """
-    values = {"link_delay_ms": 0.0, "sync_ms": 0.0, "slowdown": 1.0}
-    given = {name: value for name, value in vars(options).items() if value is not None}
-    known = {**(found or {}), **given}
-    assumed = {name: value for name, value in values.items() if name not in known}
-    values |= known
-    costs = Costs(
-        step_seconds=values["step_ms"] / 1e3,
-        model_bytes=values["model_mb"] * 1e6 * options.wire_bits / 32,
-        link=Link.of_mbit(values["link_mbit"], values["link_delay_ms"]),
-        local_seconds=values["sync_ms"] / 1e3,
-        slowdown=values["slowdown"],
-        overlap=options.overlap,
+    add("--overlap", choices=("auto", "no", "yes"), default="auto", help="syncs beside training")
+    add(
+        "--compression",
+        choices=("auto", "none", "bf16", "fp16", "int8"),
+        default="auto",
+        help="format of the bytes between workers (default: auto, none or int8)",
     )
-    table = {n: {p: costs.speedup(n, p) for p in options.sync_periods} for n in options.workers}
-    _print_table(costs, table, assumed)
-    chosen = {n: _recommend(costs, n, options) for n in options.workers if n > 1}
-    print(_ERRORS if chosen else "One worker has no sync. Give more: --workers=2,4.")
-    content = {
-        **{k: v for k, v in dataclasses.asdict(costs).items() if k != "link"},
-        "link_bytes_per_second": costs.link.bytes_per_second,
-        "link_delay_seconds": costs.link.delay_seconds,
-        "assumed": assumed,
-        "loss": options.loss,
-        "rows": [
-            {"workers": n, "sync_period": p, "speedup": s, "loss": costs.loss(n, p)}
-            for n, speedups in table.items()
-            for p, s in speedups.items()
-        ],
-        "smallest_period": {str(n): costs.smallest_period(n, options.loss) for n in table},
-        "recommended_period": {str(n): period for n, period in chosen.items()},
-    }
-    if options.out:
-        with files.whole(options.out) as place:
-            place.write_text(json.dumps(content, indent=1) + "\n")
-    return content
-
-
-def _print_table(
-    costs: Costs, table: dict[int, dict[int, float]], assumed: dict[str, float]
-) -> None:
-    print(
-        f"a minibatch {1e3 * costs.step_seconds:.1f} ms, {costs.slowdown:.2f} times that where "
-        f"all work; {costs.model_bytes / 1e6:.1f} MB to send over "
-        f"{costs.link.bytes_per_second * 8 / 1e6:.0f} Mbit/s with "
-        f"{1e3 * costs.link.delay_seconds:g} ms of delay; "
-        f"{1e3 * costs.local_seconds:.1f} ms of a sync for packing, rule and unpacking"
+    add("--out", type=_writable, help="JSON file to write the plan into")
+    add(
+        "--hosts",
+        type=lambda text: text.split(","),
+        default=[],
+        help="machines for --measure, with commas; ssh reaches them, and the script is at the same "
+        "path on each (default: two processes on this machine)",
     )
-    if assumed:
-        flags = ", ".join(f"--{name}={value:g}" for name, value in assumed.items())
-        print(f"assumed, since not given: {flags}")
-    print("\nspeed-up over one worker, by sync period")
-    periods = list(next(iter(table.values())))
-    print(f"{'workers':>8}" + "".join(f"{p:>9}" for p in periods) + f"{'sync ms':>10}")
-    for workers, speedups in table.items():
-        cells = "".join(f"{speedups[p]:>9.2f}" for p in periods)
-        print(f"{workers:>8}{cells}{1e3 * costs.sync_seconds(workers):>10.0f}")
-    print()
-
-
-def _recommend(costs: Costs, workers: int, options: argparse.Namespace) -> int:
-    """Prints the recommendation for a number of workers; returns its period."""
-    smallest = costs.smallest_period(workers, options.loss)
-    period = min(smallest or LONGEST_KNOWN, LONGEST_KNOWN)
-    times = f"{costs.speedup(workers, period):.2f} times as fast as one"
-    if period == smallest:
-        print(
-            f"{workers} workers: sync_period={period} is the smallest that loses less than "
-            f"{options.loss:.0%} of the speed. It makes them {times}.{_error(workers, period)}"
-        )
-        return period
-    need = f"takes a period of {smallest}" if smallest else "is not possible with any period"
-    print(
-        f"{workers} workers: sync_period={period} loses {costs.loss(workers, period):.0%} of the "
-        f"speed and makes them {times}.{_error(workers, period)} To lose less than "
-        f"{options.loss:.0%} {need}, and no error is known of periods above {LONGEST_KNOWN}."
-        + _other_ways(costs, workers, options)
+    add(
+        "--measure",
+        nargs=argparse.REMAINDER,
+        metavar="SCRIPT",
+        help="the last flag: run this script for some syncs, with the arguments that follow, on "
+        "one worker and on two or --hosts, and measure all that is not given. Its callbacks are "
+        "left out, and what follows its first `fit` does not run. With --link_mbit each worker is "
+        "taken to have a machine of its own",
     )
-    return period
+    return parser
 
 
-def _other_ways(costs: Costs, workers: int, options: argparse.Namespace) -> str:
-    """Returns a sentence on what else would make syncs cheaper; "" if all is in use."""
-    ways = {}
-    if not costs.overlap:
-        ways["overlap=True"] = dataclasses.replace(costs, overlap=True)
-    if options.wire_bits > 8:
-        nbytes = costs.model_bytes * 8 / options.wire_bits
-        ways['compression="int8"'] = dataclasses.replace(costs, model_bytes=nbytes)
-        if ways.keys() > {'compression="int8"'}:
-            ways["both"] = dataclasses.replace(costs, model_bytes=nbytes, overlap=True)
-    if not ways:
-        return ""
-    said = []
-    for name, other in ways.items():
-        enough = other.smallest_period(workers, options.loss)
-        if enough is None or enough > LONGEST_KNOWN:
-            said.append(f"{name} (loses {other.loss(workers, LONGEST_KNOWN):.0%} at it)")
-        else:
-            said.append(f"{name} (period {enough} is enough)")
-    return f" What helps: {', '.join(said)}."
-
-
-def _error(workers: int, period: int) -> str:
-    found = known_error(workers, period)
-    if found is None:
-        return " No error is known of so many replicas."
-    return (
-        f" Error: {found.percent:g} % above one replica's, measured with {found.replicas} replicas "
-        f"and a period of {found.period}."
-    )
+def _check_script(parser: argparse.ArgumentParser, command: Sequence[str]) -> None:
+    if not command:
+        parser.error("--measure needs a script: --measure SCRIPT.py, as the last flag")
+    if command[0] != "-m" and not Path(command[0]).is_file():
+        parser.error(f"--measure: there is no file {command[0]}")
 
 
 def _number(valid: Callable[[float], bool], rule: str) -> Callable[[str], float]:
@@ -221,14 +272,16 @@ def _number(valid: Callable[[float], bool], rule: str) -> Callable[[str], float]
     return parse
 
 
-def _whole_numbers(text: str) -> list[int]:
+def _workers(text: str) -> list[int]:
     parts = text.split(",")
     if not all(part.isdecimal() and 0 < int(part) <= 10**6 for part in parts):
-        raise argparse.ArgumentTypeError(f"{text} must be whole numbers above 0, with commas")
+        raise argparse.ArgumentTypeError(
+            f"{text} must be whole numbers above 0, with commas: somebody must train"
+        )
     return sorted({int(part) for part in parts})
 
 
-def writable(text: str) -> Path:
+def _writable(text: str) -> Path:
     """Returns the path of a file whose folder is there; a type of argparse."""
     folder = Path(text).absolute().parent
     if not folder.is_dir():

@@ -18,11 +18,12 @@ from __future__ import annotations
 import dataclasses
 import math
 import numbers
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from tfpara.whole_number import checked_whole
 
-__all__ = ["Costs", "KnownError", "Link", "calibrated_link", "known_error"]
+__all__ = ["Costs", "KnownError", "Link", "Plan", "calibrated_link", "choose", "known_error"]
 
 # The longest sync period that `Costs.smallest_period` tries.
 LONGEST_PERIOD = 10**6
@@ -34,8 +35,13 @@ _ERRORS = {
     8: {5: 1.9, 20: 0.9, 80: 5.9},
     16: {5: 4.0, 20: 5.6, 80: 12.3},
 }
+# By how many % of one replica's error `overlap=True` adds to it, on 20 minutes (docs/syncs.md).
+_OVERLAP_ADDS = {4: {5: 0.0, 20: 3.2, 80: 2.2}, 8: {20: 7.3}}
 # The longest sync period whose error is known.
 LONGEST_KNOWN = 80
+# A model of as many bytes and more is kept in parts by the replicas (`aggregation="auto"`).
+SHARDED_FROM_BYTES = 16 << 20
+_BITS = {"none": 32, "bf16": 16, "fp16": 16, "int8": 8}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +84,7 @@ class Costs:
 
     Args:
         step_seconds: t, the time of a minibatch on one replica that has its machine to itself.
-        model_bytes: bytes of the weights as they travel: 4 for each, 2 with half precision.
+        model_bytes: bytes of the weights as they travel: 4 for each, without `compression`.
         link: between the workers.
         local_seconds: the part of a sync that is not travel: packing, the rule, unpacking.
         slowdown: α of equation 16, at least 1.
@@ -172,7 +178,7 @@ class KnownError(NamedTuple):
     percent: float
 
 
-def known_error(num_workers: int, sync_period: int) -> KnownError | None:
+def known_error(num_workers: int, sync_period: int, overlap: bool = False) -> KnownError | None:
     """Returns what was measured with as many replicas and as long a period, or the next more.
 
     None where only fewer replicas or shorter periods were measured.
@@ -180,32 +186,139 @@ def known_error(num_workers: int, sync_period: int) -> KnownError | None:
     Args:
         num_workers: N.
         sync_period: τ, minibatches.
+        overlap: whether syncs travel while the next block trains. What that adds was measured in
+            shorter runs, where errors differ more.
     """
-    replicas = min((n for n in _ERRORS if n >= num_workers), default=None)
-    if replicas is None:
-        return None
-    period = min((p for p in _ERRORS[replicas] if p >= sync_period), default=None)
-    return None if period is None else KnownError(replicas, period, _ERRORS[replicas][period])
+    for replicas, periods in sorted((_OVERLAP_ADDS if overlap else _ERRORS).items()):
+        for period, percent in sorted(periods.items()):
+            if replicas >= num_workers and period >= sync_period:
+                if overlap:
+                    percent += _ERRORS[replicas][period]
+                return KnownError(replicas, period, round(percent, 1))
+    return None
 
 
-def calibrated_link(reduce_seconds: float, nbytes: float, num_workers: int) -> Link:
+class Plan(NamedTuple):
+    """A period and options for a number of workers, with what they bring and cost.
+
+    Attributes:
+        workers: N.
+        sync_period: τ, minibatches.
+        overlap, compression, aggregation: as `PeriodicSyncStrategy` takes them.
+        speedup: over one worker, predicted.
+        loss: share of the speed that the syncs cost.
+        error: measured with as many replicas and as long a period, or the next more; None: not
+            known.
+        is_enough: whether neither the loss nor the error is above what was asked for.
+    """
+
+    workers: int
+    sync_period: int
+    overlap: bool
+    compression: str
+    aggregation: str
+    speedup: float
+    loss: float
+    error: KnownError | None
+    is_enough: bool
+
+
+def choose(
+    costs: Costs,
+    num_workers: int,
+    *,
+    loss: float = 0.05,
+    error_percent: float = 5.0,
+    overlaps: Sequence[bool] = (False, True),
+    compressions: Sequence[str] = ("none", "int8"),
+) -> Plan:
+    """Returns the first of some options that loses little, with the shortest period that does.
+
+    Options are tried from the left to the right, `compressions` first, since rounding errors are
+    made good at the next sync and late syncs are not. Periods are as long as the link needs, and
+    none is longer than one whose error is known. Where nothing is enough, it is what is fastest
+    within the error.
+
+    Args:
+        costs: of float32 on the link, and without overlap.
+        num_workers: N.
+        loss: share of the speed that the syncs may cost.
+        error_percent: by how many % the error may be above one replica's.
+        overlaps: what may be chosen, in order.
+        compressions: the same.
+
+    Raises:
+        ValueError: `loss` is not between 0 and 1.
+    """
+    tried = []
+    for overlap in overlaps:
+        for compression in compressions:
+            nbytes = costs.model_bytes * _BITS[compression] / 32
+            here = dataclasses.replace(costs, model_bytes=nbytes, overlap=overlap)
+            sharded = compression != "none" or costs.model_bytes >= SHARDED_FROM_BYTES
+            smallest = here.smallest_period(num_workers, loss) or LONGEST_PERIOD
+            period, error = _within(num_workers, smallest, error_percent, overlap)
+            lost = here.loss(num_workers, period)
+            fits = error is not None and error.percent <= error_percent
+            found = Plan(
+                num_workers,
+                period,
+                overlap,
+                compression,
+                "sharded" if sharded and num_workers > 1 else "replicated",
+                here.speedup(num_workers, period),
+                lost,
+                error,
+                is_enough=num_workers == 1 or (fits and lost < loss),
+            )
+            if found.is_enough:
+                return found
+            # Of errors that are too large, or not known, the first option is the safest.
+            tried.append((fits, found.speedup if fits else 0.0, -len(tried), found))
+    return max(tried)[-1]
+
+
+def _within(
+    num_workers: int, smallest: int, error_percent: float, overlap: bool
+) -> tuple[int, KnownError | None]:
+    """Returns the period from `smallest` on whose error is within a limit, or the longest below.
+
+    If there is none with such an error, it is the shortest that was measured.
+    """
+    periods = sorted({period for measured in _ERRORS.values() for period in measured})
+    at_least = [min(smallest, LONGEST_KNOWN), *(p for p in periods if p > smallest)]
+    for period in [*at_least, *reversed(periods)]:
+        error = known_error(num_workers, period, overlap)
+        if error is not None and error.percent <= error_percent:
+            return period, error
+    period = min(smallest, periods[0])
+    return period, known_error(num_workers, period, overlap)
+
+
+def calibrated_link(
+    reduce_seconds: float, nbytes: float, num_workers: int, empty_seconds: float = 0.0
+) -> Link:
     """Returns the link that explains a measured all-reduce of `nbytes` among `num_workers`.
-
-    Its delay is 0: the measured time includes the delay, and does not say how long it was.
 
     Args:
         reduce_seconds: the time of the all-reduce.
         nbytes: its bytes on each worker.
         num_workers: N ≥ 2.
+        empty_seconds: the time of an all-reduce of next to nothing, which is all delay. 0: not
+            measured, and `reduce_seconds` counts as travel alone. It counts as at most 0.9 of
+            `reduce_seconds`.
 
     Raises:
         ValueError: a time or size that is not above 0, or fewer than two workers.
     """
     _check("reduce_seconds", reduce_seconds, above_zero=True)
     _check("nbytes", nbytes, above_zero=True)
+    _check("empty_seconds", empty_seconds)
     if checked_whole("num_workers", num_workers) < 2:
         raise ValueError("num_workers=1 says nothing of a link: measure with two or more.")
-    return Link(2 * (num_workers - 1) / num_workers * nbytes / reduce_seconds)
+    rounds = 2 * (num_workers - 1)
+    delays = min(empty_seconds, 0.9 * reduce_seconds)
+    return Link(rounds / num_workers * nbytes / (reduce_seconds - delays), delays / rounds)
 
 
 def _check(name: str, value: float, above_zero: bool = False) -> None:

@@ -93,17 +93,17 @@ def test_a_log_has_each_epoch_once(ran):
 
 
 def test_tensorboard_has_each_point_once(ran):
-    for kind in ("train",):
-        files = list((ran.folder / "board" / kind).glob("events*"))
-        points = [
-            (value.tag, event.step)
-            for file in files
-            for event in tf.compat.v1.train.summary_iterator(str(file))
-            for value in event.summary.value
-            if value.tag == "epoch_loss"
-        ]
-        assert len(files) == 2  # of two fits
-        assert sorted(points) == sorted([("epoch_loss", k) for k in range(3)] * 2)
+    files = list((ran.folder / "board" / "train").glob("events*"))
+    assert len(files) == 2  # of two fits
+    names = ("epoch_loss", "epoch_samples_per_second", "epoch_syncs", "epoch_sync_fraction")
+    points = [
+        (value.tag, event.step)
+        for file in files
+        for event in tf.compat.v1.train.summary_iterator(str(file))
+        for value in event.summary.value
+        if value.tag in names
+    ]
+    assert sorted(points) == sorted([(name, k) for name in names for k in range(3)] * 2)
 
 
 def test_the_chief_alone_posts_and_prints(ran):

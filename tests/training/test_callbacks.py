@@ -246,7 +246,7 @@ def test_telemetry_divides_the_counts_by_the_time(elastic, monkeypatch):
     marks = iter(
         [
             (10.0, tfpara.SyncStatistics(1, 8, 0, 0.25, 0.0, 0.0)),
-            (12.0, tfpara.SyncStatistics(13, 100, 5, 0.75, 0.0, 0.125)),
+            (12.0, tfpara.SyncStatistics(13, 100, 5, 0.75, 0.25, 0.125)),
         ]
     )
     telemetry = tfpara.callbacks.Telemetry()
@@ -259,14 +259,21 @@ def test_telemetry_divides_the_counts_by_the_time(elastic, monkeypatch):
             monkeypatch.setattr(elastic, "statistics", lambda: statistics)
             return seconds
 
-    monkeypatch.setattr("tfpara.callbacks.telemetry.time", Clock)
+    monkeypatch.setattr("tfpara.clock.time", Clock)
     telemetry.on_epoch_begin(0)
     for step in range(13):
         telemetry.on_train_batch_end(step)
     log = {}
     telemetry.on_epoch_end(0, log)
     assert log == pytest.approx(
-        {"samples_per_second": 46.0, "sync_ms": 100.0, "sync_fraction": 0.25, "distance": 0.125}
+        {
+            "samples_per_second": 46.0,
+            "syncs": 5.0,
+            "sync_ms": 100.0,
+            "sync_fraction": 0.25,
+            "wait_fraction": 0.125,
+            "distance": 0.125,
+        }
     )
 
 
@@ -277,6 +284,55 @@ def test_telemetry_without_a_strategy_counts_what_it_is_told(tmp_path):
     assert log["samples_per_second"][0] > 0
     assert "sync_ms" not in log
     assert set(scalars(tmp_path)) == set(log)
+
+
+def test_tensorboard_shows_speed_and_syncs_and_the_log_stays_as_it_is(tmp_path):
+    """Two fits with one callback: the numbers of each epoch are its own, and nothing stays on it."""
+    model = make_model(strategy_of(2, sync_period=PERIOD))
+    board = keras.callbacks.TensorBoard(tmp_path, write_graph=False)
+    names = {"samples_per_second", "syncs", "sync_ms", "sync_fraction", "wait_fraction", "distance"}
+    steps = -(-COUNT // BATCH)
+    for first in (0, 2):
+        epochs = {"initial_epoch": first, "epochs": first + 2}
+        history = model.fit(X, Y, batch_size=BATCH, **epochs, verbose=0, callbacks=[board])
+        assert set(history.history) == {"loss", "accuracy"}
+        assert "on_epoch_end" not in vars(board)
+    written = scalars(tmp_path / "train")
+    assert {f"epoch_{name}" for name in names} <= set(written)
+    assert set(written["epoch_syncs"]) == {0, 1, 2, 3}
+    assert set(written["epoch_syncs"].values()) == {float(-(-steps // PERIOD))}
+    assert all(0 < part < 1 for part in written["epoch_sync_fraction"].values())
+    assert all(value > 0 for value in written["epoch_distance"].values())
+
+
+def test_a_number_of_the_users_own_is_the_one_that_tensorboard_shows(elastic, tmp_path):
+    model = make_model(elastic)
+    own = keras.callbacks.LambdaCallback(on_epoch_end=lambda _, logs: logs.update(syncs=0.5))
+    board = keras.callbacks.TensorBoard(tmp_path, write_graph=False)
+    model.fit(X, Y, batch_size=BATCH, verbose=0, callbacks=[own, board])
+    assert scalars(tmp_path / "train")["epoch_syncs"] == {0: 0.5}
+
+
+def test_a_variable_leaves_them_out_and_telemetry_measures_alone(elastic, tmp_path, monkeypatch):
+    def fit(folder, *others):
+        board = keras.callbacks.TensorBoard(tmp_path / folder, write_graph=False)
+        make_model(elastic).fit(X, Y, batch_size=BATCH, verbose=0, callbacks=[board, *others])
+        return scalars(tmp_path / folder / "train")
+
+    assert len(fit("both", tfpara.callbacks.Telemetry())["epoch_syncs"]) == 1
+    monkeypatch.setenv("TFPARA_TENSORBOARD", "0")
+    assert set(fit("off")) == {"epoch_loss", "epoch_accuracy", "epoch_learning_rate"}
+
+
+def test_a_fit_that_fails_leaves_the_tensorboard_callback_as_it_was(elastic, tmp_path):
+    def fail(*_):
+        raise RuntimeError("of the test")
+
+    board = keras.callbacks.TensorBoard(tmp_path, write_graph=False)
+    failing = keras.callbacks.LambdaCallback(on_epoch_end=fail)
+    with pytest.raises(RuntimeError, match="of the test"):
+        make_model(elastic).fit(X, Y, batch_size=BATCH, verbose=0, callbacks=[board, failing])
+    assert "on_epoch_end" not in vars(board)
 
 
 def test_only_the_chief_writes(elastic, tmp_path, monkeypatch):

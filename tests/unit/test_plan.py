@@ -1,4 +1,4 @@
-"""`tfpara-plan`: the table by hand, and what is recommended where the link asks for too much."""
+"""`tfpara-plan`: the plan by hand, and what is said where nothing is good enough."""
 
 import json
 import re
@@ -6,11 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from tfpara import plan
-from tfpara.planner import _ERRORS, known_error
+from tfpara import plan, planner
+from tfpara.planner import _ERRORS, _OVERLAP_ADDS, Costs, Link, choose, known_error
+from tfpara.sync.one_sync import placement
 
 # A sync of two takes 0.1 s and 40 MB at 100 MB/s, 0.4 s; one of four 0.1 + 0.6 s.
 GIVEN = ("--step_ms=100", "--sync_ms=100", "--link_mbit=800", "--model_mb=40")
+COSTS = Costs(0.1, 40e6, Link(100e6), local_seconds=0.1)
+DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 
 @pytest.fixture
@@ -25,46 +28,80 @@ def run(capsys, tmp_path):
     return call
 
 
-def test_the_table_by_hand(run):
-    said, content = run(*GIVEN, "--workers=1,2,4", "--sync_periods=1,20", "--loss=0.08")
-    speedups = {(r["workers"], r["sync_period"]): r["speedup"] for r in content["rows"]}
-    assert speedups == {
-        (1, 1): pytest.approx(1.0),
-        (1, 20): pytest.approx(1.0),
-        (2, 1): pytest.approx(0.2 / 0.6),
-        (2, 20): pytest.approx(4.0 / 2.5),
-        (4, 1): pytest.approx(0.4 / 0.8),
-        (4, 20): pytest.approx(8.0 / 2.7),
-    }
-    # 0.5 / (0.1 τ + 0.5) < 0.08 from τ > 57.5 on, 0.7 / (0.1 τ + 0.7) from τ > 80.5 on.
-    assert content["smallest_period"] == {"1": 1, "2": 58, "4": 81}
-    assert "2 workers: sync_period=58 is the smallest that loses less than 8%" in said
-    assert "1.60" in said and "assumed, since not given: --link_delay_ms=0, --slowdown=1" in said
+def row(said, workers):
+    (line,) = [line for line in said.splitlines() if re.match(rf"{workers}\s", line)]
+    return re.split(r"\s{2,}", line)
 
 
-def test_no_period_is_recommended_whose_error_is_not_known(run):
-    """0.7 / (0.1 τ + 0.7) < 0.06 from τ > 109.7 on."""
-    said, content = run(*GIVEN, "--workers=4,32", "--loss=0.06")
-    assert content["smallest_period"]["4"] == 110
-    assert content["recommended_period"] == {"4": 80, "32": 80}
-    line = next(line for line in said.splitlines() if line.startswith("4 workers"))
-    assert "sync_period=80 loses 8% of the speed" in line
-    assert "Error: 1.3 % above one replica's, measured with 4 replicas and a period of 80" in line
-    assert "To lose less than 6% takes a period of 110, and no error is known of" in line
-    # Overlap leaves 0.1 s of a sync, for which 1.57 s of training do; int8 0.25 s, and 3.92 s.
-    assert "overlap=True (period 16 is enough)" in line
-    assert 'compression="int8" (period 40 is enough)' in line
-    assert "32 workers: sync_period=80" in said and "No error is known of so many replicas" in said
+def test_the_plan_by_hand(run):
+    """0.5 / (0.1 τ + 0.5) < 0.08 from τ > 57.5 on; the next longer period of the study is 80."""
+    said, content = run(*GIVEN, "--workers=1,2", "--loss=0.08")
+    assert row(said, 1)[1:] == ["1", "False", "none", "replicated", "1.00", "100%", "0"]
+    speedup = 11.6 / 6.3  # 2 · 58 minibatches of 0.1 s in 5.8 s and a sync
+    assert row(said, 2)[1:] == [
+        *("58", "False", "none", "sharded", "1.84", "92%", "1.3 (4 replicas, period 80)")
+    ]
+    assert content["plans"][1]["speedup"] == pytest.approx(speedup)
+    assert content["plans"][1]["error"] == {"replicas": 4, "period": 80, "percent": 1.3}
+    assert "A minibatch takes 100 ms on one worker, and 1.00 times that" in said
+    assert "Assumed, since not given: --link_delay_ms=0, --slowdown=1." in said
+    assert "workers:" not in said  # all is good enough
 
 
-def test_half_the_bits_and_overlap_are_in_the_prediction(run):
-    _, content = run(*GIVEN, "--workers=2", "--sync_periods=1", "--wire_bits=16", "--overlap")
-    (row,) = content["rows"]
-    assert row["speedup"] == pytest.approx(0.2 / 0.3)  # 0.2 s of travel hide 0.1 s of training
+def test_options_come_in_where_the_link_asks_for_more_than_is_known():
+    """Four workers: 0.7 s of a sync, 0.25 s with int8. 0.25 / (0.1 τ + 0.25) < 0.06 from 40 on."""
+    found = choose(COSTS, 4, loss=0.06)
+    assert (found.sync_period, found.overlap, found.compression) == (40, False, "int8")
+    assert found.aggregation == "sharded" and found.is_enough
+    # Overlap leaves 0.1 s of a sync: 0.1 / (0.1 τ + 0.1) < 0.06 from τ = 16 on.
+    found = choose(COSTS, 4, loss=0.06, compressions=["none"])
+    assert (found.sync_period, found.overlap, found.error) == (16, True, (4, 20, 3.4))
+    # At 80 a sync without either takes 0.7 of 8.7 s.
+    found = choose(COSTS, 4, loss=0.06, compressions=["none"], overlaps=[False])
+    assert (found.sync_period, found.is_enough) == (80, False)
+    assert found.loss == pytest.approx(0.7 / 8.7)
+
+
+def test_a_longer_period_is_taken_where_its_error_is_smaller():
+    """Four replicas: 0.9 % at a period of 5, and 0.2 % at one of 20, as the study has it."""
+    fast = Costs(0.1, 4e6, Link(1e10))
+    assert choose(fast, 4).sync_period == 1
+    assert choose(fast, 4, error_percent=0.5).sync_period == 20
+
+
+def test_no_period_is_recommended_whose_error_is_too_large_or_not_known(run):
+    said, content = run(*GIVEN, "--workers=8,16,32")
+    eight, sixteen, many = content["plans"]
+    # With int8 a sync of eight takes 0.1 + 0.175 s, and one of sixteen 0.1 + 0.1875 s.
+    assert (eight["sync_period"], eight["compression"]) == (20, "int8")
+    assert eight["loss"] == pytest.approx(0.275 / 2.275)
+    assert (sixteen["sync_period"], sixteen["error"]["percent"]) == (5, 4.0)
+    assert (many["sync_period"], many["error"]) == (5, None)
+    assert (many["overlap"], many["compression"]) == (False, "none")
+    assert "8, 16 workers: no period with an error of at most 5 % loses less than 5% of" in said
+    assert "32 workers: no error is known of so many replicas." in said
+    said, _ = run(*GIVEN, "--workers=16", "--error=1")
+    assert "16 workers: no error of at most 1 % is known with these options" in said
+
+
+def test_workers_that_are_slower_than_one_are_named(run):
+    said, content = run("--step_ms=1", "--model_mb=400", "--link_mbit=10", "--workers=2,4")
+    assert all(each["speedup"] < 1 for each in content["plans"])
+    assert "2, 4 workers: no faster than one." in said
+
+
+def test_what_is_asked_for_is_what_is_planned(run):
+    flags = ("--overlap=yes", "--compression=bf16", "--workers=2", "--loss=0.06")
+    said, content = run(*GIVEN, *flags)
+    (found,) = content["plans"]
+    assert (found["overlap"], found["compression"]) == (True, "bf16")
+    # 0.2 s travel while 16 minibatches train, and 0.1 s do not: 2 · 1.6 / 1.7.
+    assert found["sync_period"] == 16 and found["speedup"] == pytest.approx(3.2 / 1.7)
+    assert row(said, 2)[2:4] == ["True", "bf16"]
 
 
 def test_the_known_errors_are_those_of_the_study():
-    page = (Path(__file__).resolve().parents[2] / "docs" / "study.md").read_text()
+    page = (DOCS / "study.md").read_text()
     rows = re.findall(r"^\| (\d+) \| `BMUF\(\)` \|(.+; .+%\).+; .+%\).+; .+%\)) \|$", page, re.M)
     found = {int(period): re.findall(r"; ([\d.]+) %\)", cells) for period, cells in rows}
     assert {p: [f"{e[p]:g}" for e in _ERRORS.values()] for p in (5, 20, 80)} == {
@@ -74,20 +111,47 @@ def test_the_known_errors_are_those_of_the_study():
     assert known_error(17, 5) is None and known_error(4, 81) is None
 
 
+def test_what_overlap_adds_is_in_the_page_on_syncs():
+    page = (DOCS / "syncs.md").read_text()
+    alone = float(re.search(r"replica ([\d.]+)\):", page)[1])
+    stops, overlaps = (
+        [float(cell) for cell in re.search(rf"^\| {what} \|(.+)\|$", page, re.M)[1].split("|")]
+        for what in ("training stops for a sync", "`overlap=True`")
+    )
+    assert "| N = 4, period 5 | 20 | 80 | N = 8, 20 |" in page
+    places = [(4, 5), (4, 20), (4, 80), (8, 20)]
+    for (n, p), without, with_it in zip(places, stops, overlaps, strict=True):
+        percent = max(0.0, 100 * (with_it - without) / alone)
+        assert _OVERLAP_ADDS[n][p] == pytest.approx(percent, abs=0.05)
+    assert known_error(3, 6, overlap=True) == (4, 20, 3.4)
+    assert known_error(16, 5, overlap=True) is None
+
+
+def test_models_are_sharded_from_the_same_size_on():
+    assert planner.SHARDED_FROM_BYTES == placement.SHARDED_FROM_BYTES
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (("--workers=0",), "0 must be whole numbers above 0, with commas"),
-        (("--sync_periods=5,x",), "5,x must be whole numbers above 0"),
+        (("--workers=0",), "0 must be whole numbers above 0, with commas: somebody must train"),
+        (("--workers=2,x",), "2,x must be whole numbers above 0"),
         (("--loss=1.5",), "1.5 must be a share between 0 and 1"),
-        (("--link_mbit=0",), "0 must be a number above 0"),
-        (("--step_ms=nan",), "nan must be a number above 0"),
+        (("--error=-1",), "-1 must be a number of at least 0"),
+        (("--link_mbit=0",), "0 must be a number above 0, since no sync ends on a link that"),
+        (("--model_mb=-50",), "-50 must be a number above 0, since a sync sends weights"),
+        (("--step_ms=nan",), "nan must be a number above 0, since each minibatch takes some time"),
         (("--slowdown=0.5",), "0.5 must be a number of at least 1"),
+        (("--link_delay_ms=-1",), "-1 must be a number of at least 0, since no time is negative"),
         (("--out=/nowhere/plan.json",), "there is no folder /nowhere"),
-        (("--step_ms=1",), "--model_mb, --link_mbit must be given"),
+        (("--step_ms=1",), "--model_mb, --link_mbit must be given, or --measure SCRIPT.py"),
+        ((*GIVEN, "--hosts=a,b"), "--hosts is for --measure SCRIPT.py"),
+        (("--measure",), "--measure needs a script"),
+        (("--measure", "nowhere.py", "--epochs=3"), "there is no file nowhere.py"),
     ],
 )
-def test_bad_flags_are_refused(capsys, flags, message):
+def test_bad_flags_are_refused_in_one_sentence(capsys, flags, message):
     with pytest.raises(SystemExit, match="2"):
         plan.main(flags)
-    assert message in capsys.readouterr().err.splitlines()[-1]
+    (said,) = capsys.readouterr().err.splitlines()
+    assert message in said and said.startswith("tfpara-plan: ")

@@ -73,6 +73,9 @@ def test_calibration_gives_the_measured_time_back():
     link = calibrated_link(0.08, 50e6, 2)
     assert link.bytes_per_second == pytest.approx(625e6)
     assert link.reduce_seconds(50e6, 2) == pytest.approx(0.08)
+    delayed = calibrated_link(0.08, 50e6, 4, empty_seconds=0.03)
+    assert delayed.delay_seconds == pytest.approx(0.005)  # six messages, one after the other
+    assert delayed.reduce_seconds(50e6, 4) == pytest.approx(0.08)
     with pytest.raises(ValueError, match="says nothing of a link"):
         calibrated_link(0.08, 50e6, 1)
 

@@ -13,6 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfpara import fit_call
+from tfpara.clock import for_tensorboard
 from tfpara.parameter_server.chunks import Chunks, as_chunks
 from tfpara.parameter_server.errors import explained
 from tfpara.parameter_server.models import Models
@@ -94,7 +95,7 @@ class Fit:
         else:
             verbose = 1 if verbose == "auto" else verbose
             callbacks = keras.callbacks.CallbackList(
-                fit_call.arranged(keras.tree.flatten(callbacks or [])),
+                fit_call.arranged(for_tensorboard(keras.tree.flatten(callbacks or []))),
                 add_history=True,
                 add_progbar=verbose != 0,
                 verbose=verbose,

@@ -54,6 +54,26 @@ class AsyncStatistics(NamedTuple):
         total = self.staleness.sum()
         return float((self.staleness * range(len(self.staleness))).sum() / max(1, total))
 
+    def of_epoch(
+        self, begin: AsyncStatistics, first: AsyncStatistics, seconds: float, workers: int
+    ) -> dict[str, float]:
+        """Returns what TensorBoard shows of an epoch at whose end these are the statistics.
+
+        Args:
+            begin: the statistics where the epoch began; workers push before the first batch hook.
+            first: those at the first batch hook.
+            seconds: since then.
+            workers: of no use here; the samples are those of all.
+        """
+        del workers
+        epoch = self._replace(staleness=self.staleness - begin.staleness)
+        return {
+            "samples_per_second": (self.samples - first.samples) / seconds,
+            "pushes": float(epoch.staleness.sum()),
+            "staleness": epoch.mean_staleness,
+            "staleness_max": float(np.flatnonzero(self.staleness).max(initial=0)),
+        }
+
 
 class AsyncStrategy(tf.distribute.OneDeviceStrategy, Strategy):
     """Asynchronous training: workers pull the model from servers, and push without waiting.

@@ -756,6 +756,24 @@ def test_telemetry_reports_pushes_and_their_staleness(tmp_path):
     assert {"staleness", "pushes", "loss"} <= tags
 
 
+def test_tensorboard_shows_pushes_and_their_staleness(tmp_path):
+    strategy, model = made()
+    board = keras.callbacks.TensorBoard(tmp_path, write_graph=False)
+    for _ in range(2):  # fits
+        history = train(strategy, model, 1, [board])
+        assert not {"pushes", "staleness"} & set(history.history)
+    written = [
+        (value.tag, float(tf.make_ndarray(value.tensor)))
+        for file in (tmp_path / "train").glob("events.out.*")
+        for event in tf.compat.v1.train.summary_iterator(str(file))
+        for value in event.summary.value
+        if value.tag.startswith("epoch_")
+    ]
+    assert [value for tag, value in written if tag == "epoch_pushes"] == [24.0, 24.0]
+    assert all(0 <= value < 3 for tag, value in written if tag == "epoch_staleness")
+    assert {"epoch_staleness_max", "epoch_samples_per_second"} <= {tag for tag, _ in written}
+
+
 @pytest.mark.parametrize("kind", ["start_mean", "held_out"])
 def test_models_that_are_scored_together_are_of_one_moment(kind, monkeypatch):
     """Though workers push between two scores: here the server's model and its mean move."""

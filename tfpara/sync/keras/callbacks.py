@@ -11,7 +11,9 @@ import keras
 from keras.callbacks import CallbackList
 
 from tfpara import fit_call
+from tfpara.clock import for_tensorboard
 from tfpara.sync.keras import chiefs_callbacks
+from tfpara.sync.keras.measured_fit import MeasuredFit, is_asked
 from tfpara.sync.keras.replacing import Method, strategy_of_ours
 
 # The attribute of a list of callbacks that has the `PeriodicSyncExtended` of their model.
@@ -31,8 +33,10 @@ def with_files_of_the_chief(make: Callable[..., None]) -> Callable[..., None]:
         given = signature.bind(*args, **kwargs)
         model = given.arguments.get("model")
         strategy = None if model is None else strategy_of_ours(model)
-        if strategy is not None:
-            callbacks = keras.tree.flatten(given.arguments.get("callbacks") or [])
+        if strategy is not None and given.arguments.get("add_history") and is_asked():
+            given.arguments |= {"callbacks": [MeasuredFit(strategy)], "add_progbar": False}
+        elif strategy is not None:
+            callbacks = for_tensorboard(keras.tree.flatten(given.arguments.get("callbacks") or []))
             callbacks = [
                 chiefs_callbacks.prepared(each, strategy) for each in fit_call.arranged(callbacks)
             ]

@@ -38,6 +38,27 @@ class SyncStatistics(NamedTuple):
         sums = (one + other for one, other in zip(self, later, strict=True))
         return SyncStatistics._make(sums)._replace(distance=later.distance)
 
+    def of_epoch(
+        self, begin: SyncStatistics, first: SyncStatistics, seconds: float, workers: int
+    ) -> dict[str, float]:
+        """Returns what TensorBoard shows of an epoch at whose end these are the statistics.
+
+        Args:
+            begin: the statistics where the epoch began.
+            first: those after its first step.
+            seconds: since then.
+            workers: of the run; each counts its own samples.
+        """
+        waited = self.sync_seconds - first.sync_seconds
+        return {
+            "samples_per_second": (self.samples - first.samples) * workers / seconds,
+            "syncs": float(self.syncs - begin.syncs),
+            "sync_ms": 1000.0 * waited / max(self.syncs - first.syncs, 1),
+            "sync_fraction": waited / seconds,
+            "wait_fraction": (self.wait_seconds - first.wait_seconds) / seconds,
+            "distance": self.distance,
+        }
+
 
 NO_SYNCS = SyncStatistics(0, 0, 0, 0.0, 0.0, 0.0)
 

@@ -1,0 +1,134 @@
+"""A clock of the epochs of `fit`, and what of it TensorBoard shows."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import keras
+
+from tfpara import fit_call
+from tfpara.strategy import Strategy
+from tfpara.typing import Logs
+
+VARIABLE = "TFPARA_TENSORBOARD"
+
+
+class Clock(keras.callbacks.Callback):
+    """Measures each epoch, from the end of its first step, which may compile, to its last sync.
+
+    It runs before other callbacks, so that it stops before they work. It reads the strategy's
+    counts twice an epoch, and nothing in a step.
+
+    Args:
+        samples_per_epoch: samples of an epoch, of all replicas. None: the strategy counts them.
+
+    Attributes:
+        measured: of the last epoch, by name; empty where nothing could be measured.
+        begin, end: the strategy's counts where that epoch began, and where it ended.
+    """
+
+    order = fit_call.Order.CLOCK
+    # Keras may call the batch hooks of other callbacks later, from a thread of its own.
+    async_safe = False
+
+    def __init__(self, samples_per_epoch: int | None = None) -> None:
+        super().__init__()
+        self.measured: dict[str, float] = {}
+        self._samples_per_epoch = samples_per_epoch
+        self.begin: Any = None
+        self.end: Any = None
+        self._first: _Mark | None = None
+        self._steps = 0
+
+    def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
+        self.measured = {}
+        self._first = None
+        self.begin = Strategy.of(self.model).statistics_of(self.model)
+        self._steps = 0
+
+    def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
+        self._steps = batch + 1
+        if self._first is None:
+            self._first = self._mark()
+
+    def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
+        if self._first is not None:
+            last = self._mark()
+            self.end = last.counts
+            self.measured = self._since(self._first, last)
+
+    def _mark(self) -> _Mark:
+        seconds = time.perf_counter()
+        return _Mark(seconds, self._steps, Strategy.of(self.model).statistics_of(self.model))
+
+    def _since(self, first: _Mark, last: _Mark) -> dict[str, float]:
+        seconds = max(last.seconds - first.seconds, 1e-9)
+        strategy = Strategy.of(self.model)
+        measured: dict[str, float] = {}
+        if last.counts is not None:
+            measured = last.counts.of_epoch(self.begin, first.counts, seconds, strategy.num_workers)
+            if strategy.members_change:
+                measured["workers"] = float(strategy.num_workers)
+        if self._samples_per_epoch is not None:
+            rest = (self._steps - first.step) / max(self._steps, 1)  # share of the epoch measured
+            measured["samples_per_second"] = rest * self._samples_per_epoch / seconds
+        if not measured.get("samples_per_second"):
+            measured.pop("samples_per_second", None)
+        return measured
+
+
+class BoardClock(Clock):
+    """Gives what it measures to TensorBoard callbacks, beside the epoch's log.
+
+    The log itself stays as it is: `History`, CSV files and callbacks that watch a number see what
+    they see under plain Keras.
+
+    Args:
+        boards: the callbacks, which belong to this run.
+    """
+
+    def __init__(self, boards: Sequence[keras.callbacks.TensorBoard]) -> None:
+        super().__init__()
+        self._boards = boards
+
+    def on_train_begin(self, logs: Logs | None = None) -> None:
+        for board in self._boards:
+            self._attach(board)
+
+    def _attach(self, board: keras.callbacks.TensorBoard) -> None:
+        hook = board.on_epoch_end
+        own = "on_epoch_end" in vars(board)
+
+        def on_epoch_end(epoch: int, logs: Logs | None = None) -> None:
+            # A number of the user's own with such a name is the one that is shown.
+            hook(epoch, {**self.measured, **(logs or {})})
+
+        board.on_epoch_end = on_epoch_end
+        fit_call.at_end(
+            lambda: setattr(board, "on_epoch_end", hook) if own else delattr(board, "on_epoch_end")
+        )
+
+
+def for_tensorboard(
+    callbacks: Sequence[keras.callbacks.Callback],
+) -> list[keras.callbacks.Callback]:
+    """Returns callbacks, with a clock where TensorBoard is among them and no clock is.
+
+    TFPARA_TENSORBOARD=0 in the environment leaves it out.
+    """
+    boards = [each for each in callbacks if isinstance(each, keras.callbacks.TensorBoard)]
+    timed = any(isinstance(each, Clock) for each in callbacks)
+    if not boards or timed or os.environ.get(VARIABLE) == "0":
+        return list(callbacks)
+    return [BoardClock(boards), *callbacks]
+
+
+class _Mark(NamedTuple):
+    """A moment of training: the clock, steps of the epoch so far, the strategy's counts."""
+
+    seconds: float
+    step: int
+    counts: Any

@@ -1,0 +1,240 @@
+"""Runs a script for a few syncs, and measures its minibatch, its syncs and its link.
+
+The script runs as it is, on one worker and on several. TFPARA_MEASURE in their environment has a
+strategy's first `fit` take some blocks without the callbacks it was given, print what they took,
+and end the program. No TensorFlow here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import shlex
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from tfpara.cluster.ports import bind
+from tfpara.cluster.secret import for_start
+from tfpara.planner import calibrated_link
+
+VARIABLE = "TFPARA_MEASURE"
+MARK = "tfpara measured: "
+_SHOWN_LINES = 15  # of what a script printed before it failed
+
+
+class MeasuringError(Exception):
+    """A script could not be measured, with the reason in one sentence."""
+
+
+def measure(
+    command: Sequence[str],
+    hosts: Sequence[str] = (),
+    *,
+    workers: int = 2,
+    apart: bool = False,
+    quiet_seconds: float = 300.0,
+) -> dict[str, float]:
+    """Runs a script on one worker and on several, and returns what a plan needs.
+
+    Args:
+        command: the script and its arguments.
+        hosts: the machines of the workers, which ssh reaches, and where the script, its data and
+            Python are at the same paths. None given: `workers` processes on this machine.
+        workers: their number, 2 or more, where no hosts are given.
+        apart: whether the run's workers will have a machine each: then the worker that is alone
+            has all cores, and the others do not slow it down.
+        quiet_seconds: longest time without a line of progress.
+
+    Returns:
+        The values by the names of `tfpara-plan`'s flags: step_ms, model_mb, link_mbit,
+        link_delay_ms, sync_ms and slowdown; and `batch`, the samples of a worker's minibatch.
+
+    Raises:
+        MeasuringError: a script failed, was too short, or has no `fit` that can be measured.
+    """
+    count = len(hosts) or workers
+    apart = apart or len(set(hosts)) > 1
+    threads = 0 if apart else max(1, _cores() // count)
+    if hosts:
+        single, several = _remote(command, hosts[:1]), _remote(command, hosts)
+        places = f"{count} workers on {', '.join(hosts)}"
+    else:
+        single = _local(command, 1, threads)
+        several = _local(command, count, max(1, _cores() // count))
+        places = f"{count} workers on this machine"
+    (alone,) = _run(single, "1 worker", 1, quiet_seconds)
+    return found(alone, _run(several, places, count, quiet_seconds), apart)
+
+
+def found(
+    alone: dict[str, float], together: Sequence[dict[str, float]], apart: bool
+) -> dict[str, float]:
+    """Returns a plan's values from what the workers measured; see `measure`.
+
+    The time of a sample, and not of a minibatch, is compared: where the script's batch is divided
+    by the workers, a worker that is alone has larger minibatches.
+    """
+    count = len(together)
+    mean = {name: sum(each[name] for each in together) / count for name in together[0]}
+    sample = alone["step_ms"] / alone["batch"]
+    together_sample = mean["step_ms"] / mean["batch"]
+    slowdown = 1.0 if apart else max(1.0, together_sample / sample)
+    # The minibatch of the run with several workers, on one that has its machine to itself.
+    step_ms = sample * mean["batch"] if apart else mean["step_ms"] / slowdown
+    nbytes = mean["bytes"]
+    seconds = {name: mean[f"{name}_ms"] / 1e3 for name in ("reduce", "empty")}
+    link = calibrated_link(seconds["reduce"], mean["reduce_bytes"], count, seconds["empty"])
+    reduce_ms = 1e3 * link.reduce_seconds(nbytes, count)
+    return {
+        "step_ms": step_ms,
+        "slowdown": slowdown,
+        "model_mb": nbytes / 1e6,
+        "link_mbit": link.bytes_per_second * 8 / 1e6,
+        "link_delay_ms": 1e3 * link.delay_seconds,
+        "sync_ms": max(0.0, mean["sync_ms"] - reduce_ms),
+        "batch": mean["batch"],
+    }
+
+
+def _local(command: Sequence[str], workers: int, threads: int) -> list[tuple[list[str], str]]:
+    limit = ["--threads", str(threads)] if threads else []
+    launch = [sys.executable, "-m", "tfpara.launch", "-n", str(workers), *limit]
+    return [([*launch, "--", sys.executable, *command], "")]
+
+
+def _remote(command: Sequence[str], hosts: Sequence[str]) -> list[tuple[list[str], str]]:
+    """Returns a command for each host, and what it reads from its input: the run's secret."""
+    with bind("", 0) as listener:  # free here, and so most likely there
+        port = listener.getsockname()[1]
+    secret = for_start({})
+    started = []
+    for rank, host in enumerate(hosts):
+        variables = {
+            VARIABLE: "1",
+            "TFPARA_RANK": str(rank),
+            "TFPARA_SIZE": str(len(hosts)),
+            "TFPARA_COORDINATOR": f"{hosts[0]}:{port}",
+            "TF_CPP_MIN_LOG_LEVEL": "3",
+        }
+        given = " ".join(f"{name}={shlex.quote(value)}" for name, value in variables.items())
+        # The secret is not in the command, which other users of a machine can see.
+        reads = " ".join(f"read -r {name}; export {name};" for name in secret)
+        program = shlex.join([sys.executable, *command])
+        text = f"{reads} cd {shlex.quote(os.getcwd())} && {given} exec {program}"
+        words = ["ssh", "-o", "BatchMode=yes", host, text]
+        started.append((words, "".join(f"{value}\n" for value in secret.values())))
+    return started
+
+
+def _run(
+    started: Sequence[tuple[list[str], str]], places: str, count: int, quiet_seconds: float
+) -> list[dict[str, float]]:
+    """Starts processes, tells of their progress, and returns what their workers measured."""
+    _tell(f"{places}: starting")
+    results: list[dict[str, float]] = []
+    printed: deque[str] = deque(maxlen=_SHOWN_LINES)
+    with _Processes(started, quiet_seconds) as processes:
+        for line in processes.lines():
+            _, marked, text = line.partition(MARK)
+            if not marked:
+                printed.append(line)
+                continue
+            processes.is_alive()
+            said = json.loads(text)
+            if "error" in said:
+                raise MeasuringError(said["error"])
+            if "block" in said:
+                _tell(f"{places}: block {said['block']} of {said['of']}", over=True)
+            else:
+                results.append(said)
+            if len(results) == count:
+                break
+    if sys.stderr.isatty():
+        print(file=sys.stderr)
+    if len(results) < count:
+        raise MeasuringError(_why(printed, places, processes.was_quiet and quiet_seconds))
+    return results
+
+
+class _Processes:
+    """Processes whose output is read as one, and which all end when the context ends.
+
+    Args:
+        started: their commands, and their input.
+        quiet_seconds: time without `is_alive` after which their output is read no more.
+    """
+
+    def __init__(self, started: Sequence[tuple[list[str], str]], quiet_seconds: float) -> None:
+        self._started, self._seconds = started, quiet_seconds
+        self.was_quiet = False
+
+    def __enter__(self) -> _Processes:
+        self._output, write = os.pipe()
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": write, "stderr": write}
+        environment = {**os.environ, VARIABLE: "1"}
+        self._popens = [
+            subprocess.Popen(words, env=environment, text=True, **pipes)
+            for words, _ in self._started
+        ]
+        os.close(write)
+        for popen, (_, given) in zip(self._popens, self._started, strict=True):
+            assert popen.stdin is not None
+            with popen.stdin, contextlib.suppress(BrokenPipeError):
+                popen.stdin.write(given)
+        self.is_alive()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._output)
+        for popen in self._popens:
+            popen.terminate()  # a launcher ends its workers
+            popen.wait()
+
+    def is_alive(self) -> None:
+        """Notes that there is progress."""
+        self._deadline = time.monotonic() + self._seconds
+
+    def lines(self) -> Iterator[str]:
+        """Yields the lines that any of them prints, until all have ended or were quiet."""
+        begun = b""
+        while (left := self._deadline - time.monotonic()) > 0:
+            if not select.select([self._output], [], [], left)[0]:
+                break
+            read = os.read(self._output, 1 << 16)
+            if not read:
+                return
+            *lines, begun = (begun + read).split(b"\n")
+            yield from (line.decode(errors="replace") for line in lines)
+        self.was_quiet = True
+
+
+def _why(printed: Sequence[str], places: str, quiet_seconds: float) -> str:
+    by_hand = "Measure by hand, and give --step_ms, --model_mb and --link_mbit."
+    if quiet_seconds:
+        return (
+            f"{places} measured nothing in {quiet_seconds:.0f} s. The script must call `fit` of a "
+            f"model of a PeriodicSyncStrategy; loops of one's own are not measured. {by_hand}"
+        )
+    said = "\n".join(f"  {line}" for line in printed) or "  (nothing)"
+    return (
+        f"{places}: the script ended before it was measured. It must call `fit` of a model of a "
+        f"PeriodicSyncStrategy, for some dozen minibatches. {by_hand} Its last lines were:\n{said}"
+    )
+
+
+def _tell(text: str, over: bool = False) -> None:
+    """Prints progress; `over` the last line where that can be done."""
+    terminal = sys.stderr.isatty()
+    start = "\r" if over and terminal else ""
+    print(f"{start}measuring: {text}", end="" if terminal and over else "\n", file=sys.stderr)
+    sys.stderr.flush()
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
