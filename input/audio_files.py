@@ -47,8 +47,11 @@ class Options:
     resample: bool = False  # whether a file at another rate is resampled, not refused
     decoder: str = "soundfile"
     parallel: int = 2  # number of files that are decoded at once
+    channel: int | None = None  # of recordings whose `Location` names none; None expects one alone
 
     def __post_init__(self) -> None:
+        if self.channel is not None and self.channel < 0:
+            raise ValueError(f"channel must be 0 (left) or more. Received: {self.channel}")
         if not _RATES[0] <= self.sample_rate <= _RATES[1] or self.parallel < 1:
             raise ValueError(
                 f"sample_rate must lie in [{_RATES[0]}, {_RATES[1]}] Hz and parallel be at least 1."
@@ -109,8 +112,11 @@ def read(recording: Location, options: Options) -> np.ndarray:
     """Returns the samples of one recording; soundfile decodes files, kaldiio entries of archives.
 
     Raises:
-      AudioError: the recording cannot be read, has several channels, or is at another rate.
+      AudioError: the recording cannot be read, is at another rate, lacks the channel that is asked
+        for, or has several where none is.
     """
+    if recording.channel is None:
+        recording = recording._replace(channel=options.channel)
     if recording.offset:
         samples, rate = _read_in_archive(recording)
     elif recording.pipe:
@@ -135,12 +141,13 @@ def _read_whole(file: BinaryIO, size: int, recording: Location) -> tuple[np.ndar
     _check_length(file, size, recording)
     try:
         with soundfile.SoundFile(file) as sound:
-            _check_format(sound.channels, sound.samplerate, recording)
+            channel = _channel(sound.channels, recording)
+            _check_rate(sound.samplerate, recording)
             # In blocks: a damaged header may say any number of samples.
             parts = []
-            while len(part := sound.read(_BLOCK, dtype="float32", always_2d=True)):
+            while len(part := sound.read(_BLOCK, dtype="float32", always_2d=True)[:, channel]):
                 parts.append(part)
-            return np.concatenate(parts or [np.zeros((0, 1), np.float32)])[:, 0], sound.samplerate
+            return np.concatenate(parts or [np.zeros(0, np.float32)]), sound.samplerate
     except soundfile.LibsndfileError as error:
         raise _error(
             recording, f"is damaged, or no audio that libsndfile reads ({error.error_string})"
@@ -182,15 +189,27 @@ def _read_in_archive(recording: Location) -> tuple[np.ndarray, int]:
         raise _error(recording, f"is damaged ({error})") from error
     if samples.dtype != np.int16:
         raise _error(recording, "has samples of 8 bits; Kaldi takes 16")
-    _check_format(1 if samples.ndim == 1 else samples.shape[1], rate, recording)
-    return (samples.reshape(-1) / _SCALE).astype(np.float32), rate
+    _check_rate(rate, recording)
+    samples = samples.reshape(len(samples), -1)
+    chosen = samples[:, _channel(samples.shape[1], recording)]
+    return (chosen / _SCALE).astype(np.float32), rate
 
 
-def _check_format(channels: int, rate: int, recording: Location) -> None:
-    if channels != 1:
+def _channel(channels: int, recording: Location) -> int:
+    """Returns the number of the channel to take, of a recording that has so many."""
+    if recording.channel is None and channels != 1:
         raise _error(
-            recording, f"has {channels} channels, where one is expected. Split it with sox remix"
+            recording,
+            f"has {channels} channels, where one is expected. Name one with --channel (0 is the"
+            " left), or in the fifth column of segments",
         )
+    chosen = recording.channel or 0
+    if chosen >= channels:
+        raise _error(recording, f"has {channels} channel(s), numbered from 0, and none {chosen}")
+    return chosen
+
+
+def _check_rate(rate: int, recording: Location) -> None:
     if not _RATES[0] <= rate <= _RATES[1]:
         raise _error(recording, f"is at {rate} Hz, which is no rate of speech; it is damaged")
 
@@ -215,6 +234,8 @@ def _finish(samples: np.ndarray, rate: int, recording: Location, options: Option
 def _tfio_dataset(recordings: Sequence[Location], options: Options) -> tf.data.Dataset:
     tfio = _tfio()
     paths = []
+    channels = [options.channel if r.channel is None else r.channel for r in recordings]
+    recordings = [r._replace(channel=c) for r, c in zip(recordings, channels, strict=True)]
     for recording in recordings:
         if recording.pipe or recording.offset:
             raise _error(recording, "is no file of its own; read it with --decoder=soundfile")
@@ -235,8 +256,9 @@ def _tfio_dataset(recordings: Sequence[Location], options: Options) -> tf.data.D
         info = _soundfile().info(paths[int(number)])
         if len(samples) != info.frames or not _as_encoded(samples, paths[int(number)]):
             raise _error(recordings[int(number)], "is damaged")
-        _check_format(info.channels, info.samplerate, recordings[int(number)])
-        shaped = (samples[:, 0] / _SCALE).astype(np.float32)
+        channel = _channel(info.channels, recordings[int(number)])
+        _check_rate(info.samplerate, recordings[int(number)])
+        shaped = (samples[:, channel] / _SCALE).astype(np.float32)
         return _finish(shaped, info.samplerate, recordings[int(number)], options)
 
     def decode(number: tf.Tensor) -> tf.Tensor:

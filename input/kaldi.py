@@ -196,15 +196,20 @@ def _read_value(file: BinaryIO, where: str) -> np.ndarray:
     """Reads the object that starts at the file's position."""
     matio = _matio()
     start = file.tell()
-    head = file.read(6)
+    head = file.read(8)
     file.seek(start)
+    if head.removeprefix(_BINARY).startswith(b"<Nnet3"):  # <Nnet3Eg>, <Nnet3ChainEg>, ...
+        raise CorpusError(
+            f"{where}: these are examples for nnet3 (egs), which are not read. Give the features"
+            " and alignments that they were made of"
+        )
     try:
         if head[:2] != _BINARY:
             return _read_text(file)
         if head[2:3] == b"\4":
             return _read_integers(_Whole(file))
         if not head[2:].startswith(_FLOATS):
-            raise ValueError(f"unknown type {head[2:]!r}")
+            raise ValueError(f"unknown type {head[2:6]!r}")
         with np.errstate(all="ignore"):  # a damaged header gives NaN or Inf
             value = matio.read_matrix_or_vector(_Whole(file))
         if len(value) and not value.size:

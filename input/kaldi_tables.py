@@ -14,6 +14,7 @@ from typing import NamedTuple
 from input.records import CorpusError
 
 _RANGE = re.compile(r"([0-9]*):([0-9]*)(?:,([0-9]*):([0-9]*))?")
+_CHANNEL = re.compile(r"[0-9]{1,4}")
 _OFFSET = re.compile(r":([0-9]+)$")
 _MAX_DIGITS = 18  # what has more is no place in a file: offsets are below 2^63
 _NOT_IN_KEYS = re.compile(r"[\0-\x20\x7f]")  # white space and control characters of ASCII
@@ -28,6 +29,7 @@ class Location(NamedTuple):
     columns: slice
     pipe: bool
     where: str  # file, line and key, for messages
+    channel: int | None = None  # of a recording, from 0; None where it has one alone
 
     def __str__(self) -> str:
         return f"{self.where} ({self.path}, byte {self.offset})"
@@ -39,6 +41,7 @@ class Segment(NamedTuple):
     recording: str
     start: float  # seconds
     end: float | None  # seconds; None for the end of the recording
+    channel: int | None = None  # from 0; None if the line names none
 
 
 def read(path: str | Path) -> dict[str, str]:
@@ -100,8 +103,8 @@ def check_order(where: str, key: str, last: str | None) -> None:
 def segments(path: str | Path) -> dict[str, Segment]:
     """Reads a `segments` table: the segment of each utterance.
 
-    A line has the utterance, its recording, and start and end in seconds; an end of -1 is the end
-    of the recording.
+    A line has the utterance, its recording, start and end in seconds, and the number of a channel,
+    from 0, where the recording has several. An end of -1 is the end of the recording.
 
     Raises:
       FileNotFoundError, CorpusError: as `read`, and for times that are not a segment.
@@ -111,17 +114,25 @@ def segments(path: str | Path) -> dict[str, Segment]:
         parts = words(value)
         try:
             recording, start, end = parts[0], float(parts[1]), float(parts[2])
-            valid = len(parts) == 3 and start >= 0 and (start < end or end == -1)
+            valid = len(parts) <= 4 and start >= 0 and (start < end or end == -1)
             valid = valid and math.isfinite(start) and math.isfinite(end)
+            channel = _channel(parts[3]) if len(parts) == 4 else None
         except (ValueError, IndexError):
             valid = False
         if not valid:
             raise CorpusError(
                 f"{path}, line {number}: utterance {key} must have a recording, a start and a later"
-                f" end in seconds (or -1). Received: {value[:80]!r}"
+                " end in seconds (or -1), and may have a channel, a whole number from 0. Received:"
+                f" {value[:80]!r}"
             )
-        found[key] = Segment(recording, start, None if end == -1 else end)
+        found[key] = Segment(recording, start, None if end == -1 else end, channel)
     return found
+
+
+def _channel(text: str) -> int:
+    if not _CHANNEL.fullmatch(text):
+        raise ValueError(text)
+    return int(text)
 
 
 def locate(text: str, where: str, allow_pipes: bool) -> Location:

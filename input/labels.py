@@ -30,16 +30,17 @@ class Labels(Protocol):
 
     class_names: list[str]
     digest: str  # SHA-256 of their files
+    subsampling: int  # frames to a label; see `of_frames`
     silence: str | None  # the phone where no other is; None if it is not known
 
     def ids(self) -> list[str]:
         """Returns the utterances that have labels, at least one each."""
 
     def count(self, utterance: str, num_frames: int) -> int:
-        """Returns the number of labels of an utterance, which may differ from `num_frames`."""
+        """Returns the number of labels of an utterance, ceil(num_frames / subsampling) if right."""
 
     def read(self, utterance: str, num_frames: int) -> np.ndarray:
-        """Returns the labels of an utterance, int32 [count(utterance, num_frames)].
+        """Returns the label of each frame, int32 [count(utterance, num_frames) * subsampling].
 
         Ask for the count first: a damaged time makes it as large as any number.
         """
@@ -62,6 +63,7 @@ class _OfFiles(abc.ABC):
     """
 
     class_names: list[str]
+    subsampling = 1
     silence: str | None = None
 
     def __init__(self, patterns: list[str]) -> None:
@@ -100,8 +102,12 @@ class KaldiAlignments(_OfFiles):
       patterns: files or shell patterns; gzipped or not, binary or text.
       num_classes: number of classes; None for the highest id + 1.
       progress: called with ("alignments", None) for each utterance.
+      subsampling: F, frames to a label (`--frame-subsampling-factor` of a chain model, which is 3).
+        See `of_frames` for the frames that label i is of.
+      frame_shift: frames by which the aligned features had been moved (`shift-feats --shift`).
 
     Raises:
+      ValueError: `subsampling` is below 1, or `frame_shift` not below it.
       FileNotFoundError: there is no such file.
       CorpusError: a file is damaged, an utterance is there twice or out of order, or an id is
         negative or not below `num_classes`; the message names file, utterance and byte. Without
@@ -114,9 +120,18 @@ class KaldiAlignments(_OfFiles):
         patterns: list[str],
         num_classes: int | None = None,
         progress: Progress = lambda stage, total: None,
+        subsampling: int = 1,
+        frame_shift: int = 0,
     ) -> None:
+        if subsampling < 1 or abs(frame_shift) >= subsampling:
+            raise ValueError(
+                "frame_subsampling must be at least 1, and frame_shift less than it in both"
+                f" directions. Received: frame_subsampling={subsampling}, frame_shift={frame_shift}"
+            )
         self._num_classes = num_classes
         self._progress = progress
+        self.subsampling = subsampling
+        self._shift = frame_shift
         super().__init__(patterns)
 
     def count(self, utterance: str, num_frames: int) -> int:
@@ -126,7 +141,8 @@ class KaldiAlignments(_OfFiles):
         place = self._places[utterance]
         path = self._files.paths[place.archive]
         where = f"{path}, utterance {utterance} at byte {place.offset}"
-        return kaldi.read_vector(self._files[place.archive], place.offset, where)
+        labels = kaldi.read_vector(self._files[place.archive], place.offset, where)
+        return of_frames(labels, self.subsampling, self._shift)
 
     def _scan(self) -> list[str]:
         lowest, highest, where = 0, -1, ""
@@ -135,7 +151,7 @@ class KaldiAlignments(_OfFiles):
             if high > highest:
                 highest, where = high, place
         if self._num_classes is None:
-            frames = sum(place.length for place in self._places.values())
+            frames = sum(place.length for place in self._places.values()) * self.subsampling
             self._check_ids(lowest, highest, where, int(frames))
         return [f"pdf-{number}" for number in range(self._num_classes or highest + 1)]
 
@@ -167,6 +183,28 @@ class KaldiAlignments(_OfFiles):
                 _check_classes(labels, self._num_classes, where)
                 self._progress("alignments", None)
                 yield int(labels.min()), int(labels.max()), where
+
+
+def of_frames(labels: np.ndarray, subsampling: int, shift: int = 0) -> np.ndarray:
+    """Returns the label of each frame, [F * n], of labels [n] at an F-th of the frame rate.
+
+    A chain model's output i is centred on frame F i. Features that `shift-feats --shift=s` has
+    moved have frame F i - s there. Kaldi trains on all F shifts, from -floor(F/2) on, in turn, so
+    output i is trained on the frames
+
+        F i - (F - 1 - floor(F/2)), ..., F i + floor(F/2)
+
+    less s; with F = 3 these are 3i - 1, 3i and 3i + 1. The first and last label are also those of
+    the frames before and after, as `shift-feats` repeats the first and last frame.
+
+    Args:
+      labels: int32 [n].
+      subsampling: F.
+      shift: s, of the features that were aligned.
+    """
+    first = subsampling - 1 - subsampling // 2
+    chosen = (np.arange(subsampling * len(labels)) + shift + first) // subsampling
+    return labels[np.clip(chosen, 0, len(labels) - 1)]
 
 
 class PhoneTimes(_OfFiles):

@@ -238,12 +238,13 @@ class _Joiner:
             if problem:
                 _skip(problem, self._options, self._skipped)
                 continue
-            length = min(len(frames), count)
+            length = min(len(frames), count * self._labels.subsampling)
             classes = self._labels.read(utterance, len(frames))
             yield utterance, frames[:length], classes[:length]
 
     def _mismatch(self, utterance: str, num_frames: int, num_labels: int) -> Problem | None:
-        surplus = num_labels - num_frames
+        factor = self._labels.subsampling
+        surplus = num_labels - -(-num_frames // factor)
         allowed = self._options.max_length_mismatch
         if not num_frames:
             return Problem(
@@ -253,10 +254,19 @@ class _Joiner:
             return None
         return Problem(
             "length",
-            f"utterance {utterance} has {num_labels} labels for {num_frames} frames,"
-            f" {abs(surplus)} too {'many' if surplus > 0 else 'few'} (--max_length_mismatch is"
-            f" {allowed})",
+            f"utterance {utterance} has {num_labels} labels for {num_frames} frames"
+            + (f" with --frame_subsampling={factor}" if factor > 1 else "")
+            + f", {abs(surplus)} too {'many' if surplus > 0 else 'few'} (--max_length_mismatch is"
+            f" {allowed})" + _about_rate(num_frames, num_labels, factor),
         )
+
+
+def _about_rate(num_frames: int, num_labels: int, factor: int) -> str:
+    """Returns a hint where the labels would fit with another factor."""
+    fitting = [other for other in range(1, 10) if -(-num_frames // other) == num_labels]
+    if not fitting or factor in fitting:
+        return ""
+    return f"; they would fit with --frame_subsampling={fitting[0]}"
 
 
 def _made_with(

@@ -136,14 +136,15 @@ class Audio:
         self._extraction = extraction
 
     def read(self, utterances: Collection[str]) -> Iterator[tuple[str, Features]]:
-        # Neighbouring utterances of one recording are a run, for which it is decoded once.
-        runs: list[tuple[str, list[str]]] = []
+        # Neighbouring utterances of one channel are a run, for which it is decoded once.
+        runs: list[tuple[Location, list[str]]] = []
         for utterance in utterances:
-            recording = self._segments[utterance].recording
-            if not runs or runs[-1][0] != recording:
-                runs.append((recording, []))
+            segment = self._segments[utterance]
+            place = self._recordings[segment.recording]._replace(channel=segment.channel)
+            if not runs or runs[-1][0] != place:
+                runs.append((place, []))
             runs[-1][1].append(utterance)
-        locations = [self._recordings[recording] for recording, _ in runs]
+        locations = [place for place, _ in runs]
         for number, samples in audio_files.decoded(locations, self._extraction.audio):
             for utterance in runs[number][1]:
                 yield utterance, self._features(utterance, samples)
@@ -152,7 +153,7 @@ class Audio:
         if isinstance(samples, audio_files.AudioError):
             return Problem("audio", f"utterance {utterance}: {samples}")
         rate = self._extraction.audio.sample_rate
-        recording, start, end = self._segments[utterance]
+        recording, start, end, _ = self._segments[utterance]
         seconds = len(samples) / rate
         for what, time, latest in (("starts", start, seconds), ("ends", end, seconds + OVERSHOOT)):
             if time is not None and time > latest:
@@ -329,7 +330,7 @@ def _digest(tables: list[Path], locations: Mapping[str, Location]) -> str:
     for table in tables:
         digest.update(table.read_bytes())
     contents: dict[str, str] = {}
-    for key, (path, *parts, _) in locations.items():
+    for key, (path, *parts, _, _) in locations.items():
         if path not in contents:
             contents[path] = _content(path) if os.path.isfile(path) else ""
         digest.update(f"{key} {os.path.basename(path)} {contents[path]} {parts}\n".encode())

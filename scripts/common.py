@@ -62,10 +62,19 @@ def bad_input() -> Iterator[None]:
         raise Failure(_one_line(error)) from error
 
 
-def run(main: Callable[[], None]) -> NoReturn:
-    """Parses the flags, runs `main`, and ends the process: with one line on stderr if it fails."""
+def run(main: Callable[[], None], evaluator: Callable[[], None] | None = None) -> NoReturn:
+    """Parses the flags, runs `main`, and ends the process: with one line on stderr if it fails.
+
+    Args:
+        main: the program.
+        evaluator: the program of an evaluator, which takes no part in the training. None: there is
+            none, and such a process ends at once.
+    """
 
     def checked() -> None:
+        if evaluator is not None and tfpara.cluster.is_evaluator():
+            evaluator()
+            return
         with bad_input():  # before TensorFlow, which would hang over a wrong one
             asynchronous = tfpara.cluster.asynchronous
             meant = asynchronous.is_meant()

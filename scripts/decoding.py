@@ -180,20 +180,40 @@ def score(
     }
 
 
+def outputs_per_row(description: dict[str, Any], trained: runs.Frames) -> int:
+    """Returns how many outputs of a model there are to a row of log-likelihoods for Kaldi.
+
+    With labels of F frames each (`--frame_subsampling`) Kaldi's decoders take a row for every F
+    frames, of frames 0, F, 2F and so on; the model has an output for each frame or each stack.
+
+    Raises:
+        ValueError: F frames are no whole number of stacks.
+    """
+    factor, stack = trained.options.get("frame_subsampling", 1), description.get("stack", 1)
+    if factor > 1 and factor % stack:
+        raise ValueError(
+            f"the model stacks {stack} frames, and Kaldi's decoders expect a row for every "
+            f"{factor} (--frame_subsampling of the corpus), which must be a multiple of it. Train "
+            "a model of another stack."
+        )
+    return max(1, factor // stack)
+
+
 def log_likelihoods(
-    log_posteriors: Iterable[tuple[str, np.ndarray]], content: dict[str, Any]
+    log_posteriors: Iterable[tuple[str, np.ndarray]], content: dict[str, Any], every: int = 1
 ) -> Iterator[tuple[str, np.ndarray]]:
     """Yields (id, log posteriors minus log priors), in the order of the classes, for Kaldi.
 
     Those of a class without a training frame are about `models.decoding.UNSEEN`.
 
     Args:
-        log_posteriors: of each utterance: its id, and float32 [num_frames, num_classes].
+        log_posteriors: of each utterance: its id, and float32 [num_outputs, num_classes].
         content: from `statistics`.
+        every: outputs to a row, from `outputs_per_row`; the first of them is taken.
     """
     prior = decoding.log_prior(np.array(content["frames"])).astype(np.float32)
     for utterance, found in log_posteriors:
-        yield utterance, found - prior
+        yield utterance, found[::every] - prior
 
 
 def about_unseen(content: dict[str, Any]) -> str | None:

@@ -73,6 +73,7 @@ def main() -> None:
         corpus = runs.corpus_for(description, _CORPUS.value)
         dataset = held_out(corpus, _SPLIT.value, strategy, description, _MINIBATCH.value)
         statistics, hmm = _statistics(corpus, description)
+        every = decoding.outputs_per_row(description, runs.frames(description))
     scores = model.evaluate(dataset, verbose=0, return_dict=True)
     phones: dict[str, float] = {}
     with common.bad_input():
@@ -86,7 +87,7 @@ def main() -> None:
     if _LOGLIKES.value:
         with common.bad_input():
             posteriors = ((each.id, each.log_posteriors) for each in spoken())
-            matrices = decoding.log_likelihoods(posteriors, statistics)
+            matrices = decoding.log_likelihoods(posteriors, statistics, every)
             written = kaldi_write.write_matrices(_LOGLIKES.value, matrices)
         print(f"wrote log-likelihoods to {written[0]} and {written[1]}")
 

@@ -3,10 +3,10 @@
 python -m scripts.forward --run_dir=runs/bmuf --data=data/test --out=exp/bmuf/loglikes
 
 Writes OUT.ark and OUT.scp: for each utterance log posteriors minus log priors, a row for each frame
-(of a model that stacks frames, for each stack), a column for each pdf-id. `latgen-faster-mapped`
-reads them. Features are made as those of the corpus that the run was trained on: taken from
-feats.scp, or computed from wav.scp; --cmvn, deltas. Priors are counted in that corpus, once; they
-are kept in RUN_DIR/decoding.json.
+(of a model that stacks frames, for each stack; of labels of --frame_subsampling=F, for every F
+frames), a column for each pdf-id. `latgen-faster-mapped` reads them. Features are made as those of
+the corpus that the run was trained on: taken from feats.scp, or computed from wav.scp; --cmvn,
+deltas. Priors are counted in that corpus, once; they are kept in RUN_DIR/decoding.json.
 """
 
 from __future__ import annotations
@@ -54,6 +54,12 @@ _ALLOW_PIPES = flags.DEFINE_bool(
 _RESAMPLE = flags.DEFINE_bool(
     "resample", False, "convert audio of another rate; it is an error if not set"
 )
+_CHANNEL = flags.DEFINE_integer(
+    "channel",
+    None,
+    "of recordings that have several, from 0 (left); a fifth column of segments goes before it",
+    lower_bound=0,
+)
 _DECODER = flags.DEFINE_enum(
     "decoder",
     audio_files.Options().decoder,
@@ -74,6 +80,7 @@ def main() -> None:
         model, description = runs.load(Path(_RUN_DIR.value), _WEIGHTS.value)
         trained = runs.frames(description)
         part = _part(trained.options)
+        every = decoding.outputs_per_row(description, trained)
         counts = decoding.statistics(Path(_RUN_DIR.value), description)
         about = decoding.about_unseen(counts)
         if about is not None:
@@ -89,7 +96,7 @@ def main() -> None:
                 count += 1
 
         written = kaldi_write.write_matrices(
-            _OUT.value, decoding.log_likelihoods(outputs(), counts)
+            _OUT.value, decoding.log_likelihoods(outputs(), counts, every)
         )
     print(f"wrote {written[0]} and {written[1]}: {count} utterances" + skipped(skips))
 
@@ -115,13 +122,15 @@ def _part(made: dict[str, Any]) -> Part:
         raise FileNotFoundError(
             f"the run was trained on {how}, and --data={directory} has no {table}."
         )
-    common.only_for(computed, (_RESAMPLE, _DECODER), "runs on features computed from audio")
+    of_audio = (_RESAMPLE, _CHANNEL, _DECODER)
+    common.only_for(computed, of_audio, "runs on features computed from audio")
     extraction = plain
     if computed:
         reading = audio_files.Options(
             sample_rate=made.get("sample_rate", features.SAMPLE_RATE),
             resample=_RESAMPLE.value,
             decoder=_DECODER.value,
+            channel=_CHANNEL.value,
         )
         extraction = sources.Extraction(
             kind,

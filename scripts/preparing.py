@@ -50,6 +50,19 @@ _NUM_CLASSES = flags.DEFINE_integer(
     "number of pdf-ids of --ali (Kaldi: tree-info); the highest that occurs + 1 if not set",
     lower_bound=1,
 )
+_SUBSAMPLING = flags.DEFINE_integer(
+    "frame_subsampling",
+    1,
+    "frames to a label of --ali, 3 for alignments of chain models (--frame-subsampling-factor); "
+    "each label goes to as many frames",
+    lower_bound=1,
+)
+_FRAME_SHIFT = flags.DEFINE_integer(
+    "frame_shift",
+    0,
+    "with --frame_subsampling: frames by which the features that were aligned had been moved "
+    "(shift-feats --shift)",
+)
 _PHONES = flags.DEFINE_list(
     "phones",
     None,
@@ -78,6 +91,13 @@ _SAMPLE_RATE = flags.DEFINE_integer(
 )
 _RESAMPLE = flags.DEFINE_bool(
     "resample", False, "convert audio of another rate; it is an error if not set"
+)
+_CHANNEL = flags.DEFINE_integer(
+    "channel",
+    None,
+    "of recordings that have several, from 0 (left); a fifth column of segments goes before it; "
+    "several are an error if not set",
+    lower_bound=0,
 )
 _DECODER = flags.DEFINE_enum(
     "decoder",
@@ -142,7 +162,12 @@ def run(
                     opened,
                     found,
                     options,
-                    {**made_with, "program": common.program(), **_recorded(opened, extraction)},
+                    {
+                        **made_with,
+                        "program": common.program(),
+                        **_recorded(opened, extraction),
+                        **_rate(),
+                    },
                     stats,
                     bars,
                 )
@@ -156,6 +181,7 @@ def _check() -> None:
     cepstra = _FEATURES.value != "fbank"
     common.only_for(_CMVN.value != "none", (_NORM_VARS,), "--cmvn")
     common.only_for(bool(_PHONES.value), (_SILENCE,), "--phones")
+    common.only_for(not _PHONES.value, (_SUBSAMPLING, _FRAME_SHIFT), "--ali")
     common.only_for(not cepstra, (_NUM_MEL,), "--features=fbank")
     common.only_for(cepstra, (_NUM_CEPS,), "--features=mfcc and plp")
     for data, share in ((_VALIDATION, _VALIDATION_SHARE), (_TEST, _TEST_SHARE)):
@@ -178,7 +204,10 @@ def _options() -> preparation.Options:
 
 def _extraction() -> sources.Extraction:
     reading = audio_files.Options(
-        sample_rate=_SAMPLE_RATE.value, resample=_RESAMPLE.value, decoder=_DECODER.value
+        sample_rate=_SAMPLE_RATE.value,
+        resample=_RESAMPLE.value,
+        decoder=_DECODER.value,
+        channel=_CHANNEL.value,
     )
     return sources.Extraction(
         _FEATURES.value, _NUM_MEL.value, _NUM_CEPS.value, _PITCH.value, reading
@@ -195,11 +224,12 @@ def _recorded(opened: Mapping[str, sources.Source], extraction: sources.Extracti
             " features from audio. Make all of the same kind, or add --from_audio"
         )
     computed = from_audio["train"]
-    of_audio = (_FEATURES, _NUM_MEL, _NUM_CEPS, _PITCH, _SAMPLE_RATE, _RESAMPLE, _DECODER)
+    of_audio = (_FEATURES, _NUM_MEL, _NUM_CEPS, _PITCH, _SAMPLE_RATE, _RESAMPLE, _CHANNEL, _DECODER)
     what = "features computed from audio (with --from_audio, where there is a feats.scp)"
     common.only_for(computed, of_audio, what)
     if not computed:
         return {"features": "given"}
+    channel = extraction.audio.channel
     size = "num_mel" if extraction.kind == "fbank" else "num_ceps"
     return {
         "features": extraction.kind,
@@ -207,7 +237,15 @@ def _recorded(opened: Mapping[str, sources.Source], extraction: sources.Extracti
         **({"pitch": True} if extraction.pitch else {}),
         "sample_rate": extraction.audio.sample_rate,
         "resample": extraction.audio.resample,
+        **({} if channel is None else {"channel": channel}),
     }
+
+
+def _rate() -> dict[str, int]:
+    """Returns the options of labels at a fraction of the frame rate, for the index."""
+    if _SUBSAMPLING.value == 1:
+        return {}
+    return {"frame_subsampling": _SUBSAMPLING.value, "frame_shift": _FRAME_SHIFT.value}
 
 
 def _directories() -> dict[str, str]:
@@ -228,4 +266,6 @@ def _labels(bars: Bars) -> labels.KaldiAlignments | labels.PhoneTimes:
         if _NUM_CLASSES.value:
             raise ValueError("--num_classes goes with --ali; --phones has three to a phone")
         return labels.PhoneTimes(_PHONES.value, _SILENCE.value, bars)
-    return labels.KaldiAlignments(_ALI.value or [], _NUM_CLASSES.value, bars)
+    return labels.KaldiAlignments(
+        _ALI.value or [], _NUM_CLASSES.value, bars, _SUBSAMPLING.value, _FRAME_SHIFT.value
+    )

@@ -149,11 +149,11 @@ def strategy(sync_period: int, data_plan: dict[str, Any]) -> Any:
         ValueError: flags do not go together, or a value is out of range.
     """
     _check()
-    rule, averages = _rule(), _averages()
+    rule, kept = _rule(), averages()
     devices = common.setup_tensorflow()
     shared: dict[str, Any] = {
         "sync_period": sync_period,
-        "averages": averages,
+        "averages": kept,
         "timeout_seconds": _TIMEOUT.value,
         "startup_timeout_seconds": _STARTUP.value,
     }
@@ -250,11 +250,12 @@ def _given(**chosen: flags.FlagHolder) -> dict[str, Any]:
     return {name: flag.value for name, flag in chosen.items() if flag.value is not None}
 
 
-def _averages() -> dict[str, Any]:
+def averages() -> dict[str, Any]:
+    """Returns the averages of the global model that the flags say, by name."""
     try:
-        averages: dict[str, Any] = {
+        found: dict[str, Any] = {
             f"ema-{decay}": algorithms.EMA(float(decay), _COUNTED.value) for decay in _EMA.value
         }
     except ValueError as error:
         raise ValueError(f"--ema_decay={','.join(_EMA.value)}: {error}") from error
-    return {**averages, "ma": algorithms.MA()} if _MA.value else averages
+    return {**found, "ma": algorithms.MA()} if _MA.value else found

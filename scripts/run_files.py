@@ -22,6 +22,8 @@ _HEADER = "# Written here by the programs of a run: train --start_over removes t
 _CHECKPOINTS = "checkpoints"
 _CHECKPOINT_NAMES = f"{_CHECKPOINTS}/checkpoint-" + 8 * "[0-9]"
 _EVENTS = "tensorboard/events.out.tfevents.*"
+EVALUATOR = "evaluator"  # the directory of its scores
+_SCORES = f"{EVALUATOR}/scores.csv"
 # Files that a run has before its first checkpoint; all others are results.
 _AT_START = ("flags.txt", "model.json", "held_out.csv", _EVENTS)
 _LONGEST_NAME = 1000  # characters; a pattern takes time by its length
@@ -45,7 +47,7 @@ def of_training(weights: Iterable[str]) -> list[str]:
         weights: names of the files of weights.
     """
     named = [name for file in weights for name in (file, f"{_BEING_WRITTEN}{file}")]
-    return [*_AT_START, "history.json", _CHECKPOINT_NAMES, *named]
+    return [*_AT_START, "history.json", _CHECKPOINT_NAMES, _SCORES, *named]
 
 
 def check(run_dir: Path, names: Sequence[str], start_over: bool, init: str | None) -> None:

@@ -41,6 +41,7 @@ _MADE = (
     "cmvn",
     "norm_vars",
     "deltas",
+    "frame_subsampling",
 )
 
 

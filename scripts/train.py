@@ -3,11 +3,13 @@
 python -m scripts.train --corpus=corpus --run_dir=runs/single --rule=none
 tfpara-launch -n 2 -- python -m scripts.train --corpus=corpus --run_dir=runs/bmuf --rule=bmuf
 tfpara-launch --ps 1 -n 2 -- python -m scripts.train --corpus=corpus --run_dir=runs/asgd --rule=asgd
+tfpara-launch --evaluator -n 2 -- python -m scripts.train --corpus=corpus --run_dir=runs/2
 
 A replica is a device of a worker. The run directory gets the weights, the log, the flags,
 checkpoints and TensorBoard's event files; scripts.evaluate and scripts.export read it. Started
 again with the same flags, a run that was interrupted goes on; asked to end (SIGTERM), it writes a
-checkpoint and ends with exit code 75.
+checkpoint and ends with exit code 75. An evaluator scores each checkpoint on the validation data
+while others train: RUN_DIR/evaluator/scores.csv, and the best weights in RUN_DIR/best.weights.h5.
 """
 
 from __future__ import annotations
@@ -91,6 +93,8 @@ _TRACE = flags.DEFINE_string(
     "tracing page or TensorBoard; none if not set",
 )
 
+_BEST = "best"  # the name of the weights that the evaluator finds best
+
 _PLANNED = (_SEED, _SHUFFLE, _STREAMS, _TRUNCATION, _DELAY, _COEFFICIENTS, _NORMALISATION)
 
 for _module in (common, model_flags, rule_flags, async_flags, schedule_flags):
@@ -145,6 +149,33 @@ def main() -> None:
         anew = "" if _START_OVER.value else " To begin anew, give --start_over."
         raise common.Failure(f"{error}{anew}") from error
     _finish(model, strategy, run_dir, history.epochs, data)
+
+
+def score_checkpoints() -> None:
+    """The program of an evaluator."""
+    run_dir = Path(_RUN_DIR.value)
+    with common.bad_input():
+        _check()
+        corpus = index.read(_CORPUS.value)
+        description = _description(corpus)
+        common.setup_tensorflow()
+        validation = held_out(corpus, "validation", None, description)
+        model = runs.build(description, **_streams(description))
+        model.compile(optimizer=None, **runs.metrics(description))
+    try:
+        tfpara.evaluate_checkpoints(
+            model,
+            run_files.checkpoints(run_dir),
+            validation,
+            run_dir / run_files.EVALUATOR,
+            epochs=schedule_flags.epochs(),
+            averages=rule_flags.averages(),
+            monitor=runs.entropy_name(description),
+            best=runs.weights_path(run_dir, _BEST),
+            save=lambda model, path: model.save_weights(path),
+        )
+    except CheckpointError as error:
+        raise common.Failure(str(error)) from error
 
 
 class _History(keras.callbacks.Callback):
@@ -233,9 +264,8 @@ def _file_mark(path: str | None) -> str:
 
 
 def _model(description: dict[str, Any], strategy: Any) -> keras.Model:
-    streams_ = {"streams": description["streams"]} if is_recurrent(description) else {}
     with strategy.scope():
-        model = runs.build(description, seed=_SEED.value, **streams_)
+        model = runs.build(description, seed=_SEED.value, **_streams(description))
         if _INIT.value:
             runs.check_activation(description, Path(_INIT.value))
             runs.load_weights(model, Path(_INIT.value))
@@ -244,9 +274,13 @@ def _model(description: dict[str, Any], strategy: Any) -> keras.Model:
     return model
 
 
+def _streams(description: dict[str, Any]) -> dict[str, int]:
+    return {"streams": description["streams"]} if is_recurrent(description) else {}
+
+
 def _files(strategy: Any) -> list[str]:
     """Returns the names of all files that the run writes in its directory."""
-    kept = ("global", *strategy.averages)
+    kept = ("global", *strategy.averages, _BEST)
     return run_files.of_training(runs.weights_path(Path(), which).name for which in kept)
 
 
@@ -345,4 +379,4 @@ def _finish(
 
 
 if __name__ == "__main__":
-    common.run(main)
+    common.run(main, score_checkpoints)

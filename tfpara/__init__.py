@@ -42,8 +42,10 @@ if TYPE_CHECKING:  # for type checkers and editors; the same names as below
     from tfpara.callbacks.async_checkpointing import AsyncCheckpoint as AsyncCheckpoint
     from tfpara.callbacks.start_mean import StartMean as StartMean
     from tfpara.checkpoint.store import CheckpointError as CheckpointError
+    from tfpara.cluster import is_evaluator as is_evaluator
     from tfpara.cluster.startup import StartupError as StartupError
     from tfpara.elastic.settings import Elastic as Elastic
+    from tfpara.evaluator import evaluate_checkpoints as evaluate_checkpoints
     from tfpara.parameter_server.chunks import Chunks as Chunks
     from tfpara.parameter_server.control.lobby import ParameterServerError as ParameterServerError
     from tfpara.parameter_server.counters import Pushed as Pushed
@@ -71,8 +73,10 @@ _NAMES = {
     "tfpara.callbacks.async_checkpointing": "AsyncCheckpoint",
     "tfpara.callbacks.start_mean": "StartMean",
     "tfpara.checkpoint.store": "CheckpointError",
+    "tfpara.cluster": "is_evaluator",
     "tfpara.cluster.startup": "StartupError",
     "tfpara.elastic.settings": "Elastic",
+    "tfpara.evaluator": "evaluate_checkpoints",
     "tfpara.parameter_server.chunks": "Chunks",
     "tfpara.parameter_server.control.lobby": "ParameterServerError",
     "tfpara.parameter_server.counters": "Pushed",

@@ -71,7 +71,7 @@ def export(
             f"tfpara.export(..., which={which!r}) inside strategy.weights(model, {shown!r}): it is "
             f"not clear which are meant. Call tfpara.export(model, path, which={shown!r}) outside."
         )
-    write = _writer(model, path, signature, preprocessing, postprocessing)
+    write = writer(model, path, signature, preprocessing, postprocessing)
 
     def write_and_tell() -> None:
         write()
@@ -110,7 +110,7 @@ def _warn_of_young_average(strategy: Any, model: keras.Model, which: str) -> Non
         )
 
 
-def _writer(
+def writer(
     model: keras.Model,
     path: str | os.PathLike[str],
     signature: Sequence[tf.TensorSpec] | None = None,
@@ -183,7 +183,7 @@ def _former_export(
         export(model, path, strategy=strategy, **options)
         return
     options.pop("which", None)
-    _writer(model, path, **options)()
+    writer(model, path, **options)()
 
 
 export.export = _former_export  # type: ignore[attr-defined]

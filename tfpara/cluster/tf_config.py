@@ -37,12 +37,17 @@ class ClusterError(ValueError):
 
 
 class NoPart(ClusterError):
-    """TF_CONFIG gives this process a job that takes no part in the training."""
+    """TF_CONFIG gives this process a `job` that takes no part in the training."""
+
+    def __init__(self, message: str, job: str) -> None:
+        super().__init__(message)
+        self.job = job
 
 
 EVALUATOR = {
-    "evaluator": "the training processes evaluate by themselves; to score checkpoints on the side, "
-    "start a program of its own without TF_CONFIG",
+    "evaluator": "the training processes evaluate by themselves; to score checkpoints beside them, "
+    "the script calls tfpara.evaluate_checkpoints where tfpara.is_evaluator() is true, before it "
+    "makes a strategy",
 }
 
 
@@ -179,7 +184,8 @@ def _check_takes_part(task: Json, kind: Kind) -> None:
     if reason:
         raise NoPart(
             f"this process is of the job {job!r} of TF_CONFIG, and has nothing to do: {reason}. It "
-            "ends with exit code 0."
+            "ends with exit code 0.",
+            str(job),
         )
 
 

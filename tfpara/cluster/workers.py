@@ -34,6 +34,8 @@ _KIND = tf_config.Kind(
         "ps": "a synchronous strategy has no parameter servers; tfpara.AsyncStrategy uses them",
     },
 )
+# Any cluster, of which the evaluator alone is asked for.
+_EVALUATORS = _KIND._replace(jobs=("chief", "worker", "ps"), without_part=tf_config.EVALUATOR)
 # The variables of rank and size that horovodrun and Open MPI's mpirun set. Under these, Horovod's
 # processes find each other by themselves.
 RANK_VARIABLES = (
@@ -158,6 +160,28 @@ def read(environ: Mapping[str, str] = os.environ) -> Cluster:
     if told.rank_variable not in dict(RANK_VARIABLES):
         return found
     return found._replace(rank_variable=told.rank_variable, size=told.size)
+
+
+def is_evaluator(environ: Mapping[str, str] = os.environ) -> bool:
+    """Returns whether this process is to score checkpoints, and takes no part in the training.
+
+    It is where TF_CONFIG's task is of the type "evaluator", as `tfpara-launch --evaluator`,
+    Kubernetes' TFJob and Vertex AI have it. Call `tfpara.evaluate_checkpoints` there. By hand, on
+    any machine that sees the checkpoints:
+
+        TF_CONFIG='{"task": {"type": "evaluator", "index": 0}}' python train.py
+
+    Args:
+        environ: the environment.
+
+    Raises:
+        tfpara.cluster.ClusterError: TF_CONFIG breaks a rule; the message says which.
+    """
+    try:
+        tf_config.read(environ, _EVALUATORS)
+    except tf_config.NoPart:
+        return True
+    return False
 
 
 def taking_part(read: Callable[[], _Read]) -> _Read:

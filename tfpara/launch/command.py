@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import json
 import math
 import os
 import re
@@ -62,6 +63,10 @@ elastic=tfpara.Elastic(...). A worker that fails is started again by itself, aft
 hand, on other machines too, join where they are given TFPARA_MEETING=HOST:PORT. SIGUSR1 to the
 launcher adds a worker, and SIGUSR2 has the last one leave at its next sync: kill -USR1 PID.
 
+With --evaluator one more process scores the checkpoints while others train, for programs that call
+tfpara.evaluate_checkpoints where tfpara.is_evaluator() is true; others end there at once. It has no
+GPU. Training goes on without it where it fails, and the launcher waits for its last score.
+
 With --ps=P there are P parameter servers and N workers besides the chief, for programs with
 tfpara.AsyncStrategy. The failure of a worker does not end the run as long as there is another, or
 --restart_workers=R allows to start it again; that of the chief or a parameter server does.
@@ -79,6 +84,7 @@ Examples (the first is there to be run):
   tfpara-launch -n 2 --max_restarts 3 -- python -m package.program
   tfpara-launch -n 2 --collectives=horovod script.py
   tfpara-launch -n 4 --elastic script.py
+  tfpara-launch -n 2 --evaluator script.py
   tfpara-launch --ps 1 -n 2 --restart_workers 3 script.py
 """
 
@@ -91,6 +97,7 @@ _HELP = {
     "--port; training goes on while workers fail, and those started again join it",
     "spares": "with --elastic: start K workers more, which wait, built and traced, until one is "
     "lost; give Elastic(max_workers=N) (default: 0)",
+    "evaluator": "start a process more, which scores the checkpoints beside the training",
     "host": "address of this machine on which the workers listen (default: 127.0.0.1)",
     "port": "port of the chief; workers use the next ones (default: 0, any free ports). With "
     "--collectives=horovod: where its processes find each other",
@@ -134,6 +141,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             else:
                 policy = Policy(options.grace, options.restart_workers or 0)
                 processes = functools.partial(_processes, options, stores)
+            if options.evaluator:
+                processes = _and_evaluator(options, processes)
             launcher = Launcher(console, options.log_dir, policy, options.max_restarts)
             return launcher.run(command, processes)
     except (LaunchError, secret.SecretError, OSError) as error:
@@ -247,6 +256,20 @@ def _elastic(
     return policy, lambda: [worker(number) for number in range(options.workers + options.spares)]
 
 
+def _and_evaluator(
+    options: argparse.Namespace, processes: Callable[[], list[Process]]
+) -> Callable[[], list[Process]]:
+    """Returns a function that returns the processes and, as the last one, the evaluator."""
+
+    def with_evaluator() -> list[Process]:
+        others = processes()
+        task = {"TF_CONFIG": json.dumps({"task": {"type": "evaluator", "index": 0}})}
+        environment = {**_common(options, len(others) + 1), **cards.NONE, **task}
+        return [*others, Process("evaluator", environment, beside=True)]
+
+    return with_evaluator
+
+
 def _common(options: argparse.Namespace, count: int) -> dict[str, str]:
     """Returns the environment that all `count` processes of a start share."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -337,6 +360,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--ps", type=whole(0, 10000), default=0, metavar="P")
     add("--restart_workers", type=whole(0, many), metavar="R")
     add("--elastic", action="store_true")
+    add("--evaluator", action="store_true")
     add("--spares", type=whole(0, many), default=0, metavar="K")
     add("--host", default="127.0.0.1")
     add("--port", type=whole(0, 65535), default=0)

@@ -50,11 +50,14 @@ class Process(NamedTuple):
         name: its name in messages, in the prefix of its output, and of its log file.
         environment: its environment.
         expendable: whether the run continues without it, as long as another expendable one runs.
+        beside: whether it takes no part in the run, as an evaluator: its end is no event of the
+            run, which it outlives until it ends by itself.
     """
 
     name: str
     environment: dict[str, str]
     expendable: bool = False
+    beside: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -221,7 +224,12 @@ class Supervisor:
         forced = self.phase in ("stopping", "killed")
         worker.ended_here |= forced and end.by_signal
         actions: list[Action] = []
-        if worker.removed:
+        if worker.process.beside:
+            if end.code and self.phase == "running":
+                actions = [
+                    Note(f"{worker.process.name} failed: {end.how}; the run goes on without")
+                ]
+        elif worker.removed:
             actions = [Note(f"{worker.process.name} has left: {end.how}")]
         elif self._is_spared(worker, end):
             # It is not restarted at once: it may have ended because the chief ends.
@@ -300,9 +308,14 @@ class Supervisor:
         return any(worker.process.expendable for worker in self._workers[1:])
 
     @property
+    def _members(self) -> list[_Worker]:
+        """The processes that take part in the run."""
+        return [worker for worker in self._workers if not worker.process.beside]
+
+    @property
     def _has_finished(self) -> bool:
         """Whether a process has come to the end of its program."""
-        return any(worker.end is not None and not worker.end.code for worker in self._workers)
+        return any(worker.end is not None and not worker.end.code for worker in self._members)
 
     def _is_spared(self, worker: _Worker, end: Exit) -> bool:
         """Returns whether the end of a process is not that of the run."""
@@ -326,16 +339,26 @@ class Supervisor:
     def _at_deadline(self, now: float) -> list[Action]:
         if self.phase == "settling":
             self.phase, self._deadline = "stopping", now + self._grace
-            return self._send_all(signal.SIGTERM)
+            return self._send_all(signal.SIGTERM, self._needed)
         saves = any(w.running and w.said.get("saves") is True for w in self._workers)
         if saves and self._policy.grace is None and now < self._saving_until:
             self._deadline = now + _LOOK_SECONDS
             return []
         self.phase, self._deadline = "killed", _NEVER
-        return self._send_all(signal.SIGKILL)
+        return self._send_all(signal.SIGKILL, self._needed)
 
-    def _send_all(self, number: int) -> list[Action]:
-        return [Send(rank, number) for rank, w in enumerate(self._workers) if w.running]
+    def _needed(self, worker: _Worker) -> bool:
+        """Returns whether a process has work left where the run has ended well."""
+        return worker.process.beside and not (self._failure or self._signal)
+
+    def _send_all(
+        self, number: int, spared: Callable[[_Worker], bool] = lambda worker: False
+    ) -> list[Action]:
+        return [
+            Send(rank, number)
+            for rank, worker in enumerate(self._workers)
+            if worker.running and not spared(worker)
+        ]
 
     def _start_again(self, worker: _Worker, now: float) -> list[Action]:
         """Starts a process that has failed, or does without it, or ends the run."""
@@ -367,7 +390,7 @@ class Supervisor:
         chief = self._workers[0]
         over = not chief.running and not chief.process.expendable
         # All that are left have come to their end, and the others are not needed any more.
-        over |= self._has_finished and not any(worker.running for worker in self._workers)
+        over |= self._has_finished and not any(worker.running for worker in self._members)
         if over or self._failure or self._signal:
             for worker in self._workers:
                 worker.again_at = None
@@ -389,7 +412,7 @@ class Supervisor:
         if not self._may_change:
             return [Note(f"no worker is removed: {_NOT_NOW}")]
         there = [
-            w for w in self._workers if (w.running or w.again_at is not None) and not w.removed
+            w for w in self._members if (w.running or w.again_at is not None) and not w.removed
         ]
         if len(there) < 2:
             return [Note("no worker is removed: there is no other. SIGTERM ends the run")]
@@ -428,7 +451,7 @@ class Supervisor:
         return found or failure
 
     def _summary(self, failure: Exit | None, cause: Exit | None) -> str:
-        count, kind = len(self._workers), "processes" if self._is_asynchronous else "workers"
+        count, kind = len(self._members), "processes" if self._is_asynchronous else "workers"
         if failure is None or cause is None:
             return f"all {count} {kind} done" if count > 1 else "worker done"
         name = self._workers[cause.rank].process.name

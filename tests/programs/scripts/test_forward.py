@@ -100,6 +100,28 @@ def test_utterances_without_labels_have_log_likelihoods(run_well, root, run_dir,
             np.testing.assert_allclose(found[key][:, seen], matrix[:, seen], atol=0.02)
 
 
+def test_labels_of_three_frames_give_rows_of_three_frames(run_well, root, tmp_path):
+    """A chain model's alignments: log-likelihoods have the rows that Kaldi's decoders expect."""
+    third = {key: pdf[::3] for key, pdf in kaldiio.load_ark(str(root / "pdf.1"))}
+    kaldiio.save_ark(str(root / "third.1"), third)
+    made = ("--cmvn=speaker", "--norm_vars", "--deltas=1", "--frame_subsampling=3")
+    run, aligned = trained(run_well, root, tmp_path, *SMALL, ali="third.1", made=made)
+    out = tmp_path / "loglikes"
+    run_well("forward", f"--run_dir={run}", f"--data={root}/test", f"--out={out}")
+    found = dict(kaldiio.load_scp(f"{out}.scp"))
+    frames = dict(kaldiio.load_scp(str(root / "test" / "feats.scp")))
+    for key, matrix in found.items():
+        assert len(matrix) == -(-len(frames[key]) // 3)
+        if key in aligned:
+            np.testing.assert_allclose(matrix, aligned[key], rtol=1e-5, atol=1e-5)
+    mine = {key: value for key, value in frames.items() if key[0] == "x"}
+    for key, matrix in by_hand(run, mine).items():
+        seen = np.isfinite(matrix[0])
+        np.testing.assert_allclose(found[key][:, seen], matrix[::3, seen], atol=0.02)
+    counts = json.loads((run / "decoding.json").read_text())["frames"]
+    assert sum(counts) == sum(40 + 3 * n for n in range(9))  # every frame has a label
+
+
 def test_audio_through_a_recurrent_model(run, run_well, root, tmp_path):
     recurrent = ("--model=lstm-000", "--scale=0.01", "--streams=2", "--truncation=10")
     made = ("--features=plp", "--from_audio", "--deltas=0")

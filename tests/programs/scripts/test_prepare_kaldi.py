@@ -149,6 +149,11 @@ def test_bad_input_is_one_line(run, kaldi, tmp_path, program, flags, words):
     [
         (("--norm_vars",), "--norm_vars=True is for --cmvn."),
         (("--silence=sp",), "--silence=sp is for --phones."),
+        (("--channel=0",), "--channel=0 is for features computed from audio"),
+        (
+            ("--frame_shift=1",),
+            "frame_subsampling must be at least 1, and frame_shift less than it",
+        ),
         (("--num_ceps=20",), "--num_ceps=20 is for --features=mfcc and plp."),
         (("--num_mel=23", "--features=plp"), "--num_mel=23 is for --features=fbank."),
         (("--sample_rate=8000",), "--sample_rate=8000 is for features computed from audio"),

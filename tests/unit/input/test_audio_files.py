@@ -144,7 +144,53 @@ def test_wav_within_an_archive(tmp_path):
         audio_files.read(at(f"{path}:{second + 1}"), Options())
 
 
+STEREO = np.stack([SAMPLES, SAMPLES[::-1] // 2], 1)
+
+
+@pytest.mark.parametrize("decoder", DECODERS)
+@pytest.mark.parametrize("suffix", ["wav", "flac"])
+def test_a_channel_of_several(tmp_path, suffix, decoder):
+    soundfile.write(tmp_path / f"a.{suffix}", STEREO, 16000)
+    place = at(tmp_path / f"a.{suffix}")
+    for channel in (0, 1):
+        (samples,) = audio_files.dataset([place], Options(decoder=decoder, channel=channel))
+        np.testing.assert_array_equal(samples, STEREO[:, channel])
+    wanted = [place._replace(channel=1), place, place._replace(channel=2)]  # before the option's
+    found = [value for _, value in audio_files.decoded(wanted, Options(decoder=decoder, channel=0))]
+    np.testing.assert_array_equal(found[0], STEREO[:, 1])
+    np.testing.assert_array_equal(found[1], STEREO[:, 0])
+    assert "has 2 channel(s), numbered from 0, and none 2" in str(found[2])
+    ((_, error),) = audio_files.decoded([place], Options(decoder=decoder))
+    assert "has 2 channels, where one is expected. Name one with --channel" in str(error)
+
+
+@pytest.mark.quick
+def test_a_channel_of_a_command_and_of_an_archive(tmp_path):
+    soundfile.write(tmp_path / "a.wav", STEREO, 16000)
+    piped = at(f"cat {tmp_path}/a.wav |", True)._replace(channel=1)
+    np.testing.assert_array_equal(audio_files.read(piped, Options()), STEREO[:, 1])
+    kaldiio.save_ark(f"{tmp_path}/wav.ark", {"rec": (16000, STEREO), "sec": (16000, SAMPLES)})
+    stored = at(f"{tmp_path}/wav.ark:4")
+    np.testing.assert_array_equal(audio_files.read(stored, Options(channel=1)), STEREO[:, 1])
+    with pytest.raises(AudioError, match="has 2 channels, where one is expected"):
+        audio_files.read(stored, Options())
+    second = (tmp_path / "wav.ark").read_bytes().rindex(b"sec ") + 4
+    with pytest.raises(AudioError, match=r"has 1 channel\(s\), numbered from 0, and none 1"):
+        audio_files.read(at(f"{tmp_path}/wav.ark:{second}"), Options(channel=1))
+
+
+def test_a_channel_is_resampled_like_a_recording_of_it_alone(tmp_path):
+    left, right = tone(8000), tone(8000)[::-1].copy()
+    soundfile.write(tmp_path / "both.wav", np.stack([left, right], 1), 8000)
+    soundfile.write(tmp_path / "right.wav", right, 8000)
+    alone = audio_files.read(at(tmp_path / "right.wav"), Options(resample=True))
+    taken = audio_files.read(at(tmp_path / "both.wav"), Options(resample=True, channel=1))
+    np.testing.assert_array_equal(taken, alone)
+
+
 def test_options_out_of_range():
+    with pytest.raises(ValueError, match="channel must be 0 .* Received: -1"):
+        Options(channel=-1)
     with pytest.raises(ValueError, match="decoder must be one of .* Received: 'sox'"):
         Options(decoder="sox")
     with pytest.raises(ValueError, match="sample_rate=0"):

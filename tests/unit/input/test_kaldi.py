@@ -226,6 +226,13 @@ def test_sizes_that_cannot_be(tmp_path, size):
         archive(path)
 
 
+@pytest.mark.parametrize("content", [b"\0B<Nnet3ChainEg> <NumInputs> ", b"<Nnet3Eg> <NumIo> 2 "])
+def test_egs_are_refused_with_what_to_give(tmp_path, content):
+    (tmp_path / "cegs.1.ark").write_bytes(b"u " + content + b"x" * 99)
+    with pytest.raises(CorpusError, match=r"u at byte 2: these are examples for nnet3 \(egs\), "):
+        archive(tmp_path / "cegs.1.ark")
+
+
 @settings(max_examples=300)
 @given(st.binary(max_size=200))
 @example(b"")

@@ -69,16 +69,21 @@ def test_a_missing_table(tmp_path):
 
 
 def test_segments(table):
-    path = table("u1 rec 0.5 2\nu2 rec 2 -1\n")
+    path = table("u1 rec 0.5 2\nu2 rec 2 -1\nu3 rec 2 -1 0\nu4 rec 2 3 1\n")
     assert kaldi_tables.segments(path) == {
         "u1": Segment("rec", 0.5, 2.0),
         "u2": Segment("rec", 2.0, None),
+        "u3": Segment("rec", 2.0, None, 0),
+        "u4": Segment("rec", 2.0, 3.0, 1),
     }
 
 
 @pytest.mark.parametrize(
     "times",
-    ["rec 1", "rec 2 1", "rec 1 1", "rec -1 2", "rec x 2", "rec 0 nan", "rec 0 inf", "rec 0 1 2"],
+    [
+        *("rec 1", "rec 2 1", "rec 1 1", "rec -1 2", "rec x 2", "rec 0 nan", "rec 0 inf"),
+        *("rec 0 1 A", "rec 0 1 -1", "rec 0 1 1.5", "rec 0 1 ١", "rec 0 1 2 3"),
+    ],
 )
 def test_segments_that_are_wrong(table, times):
     path = table(f"u0 rec 0 1\nu1 {times}\n")

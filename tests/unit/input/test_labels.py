@@ -6,7 +6,8 @@ import kaldiio
 import numpy as np
 import pytest
 
-from input.labels import KaldiAlignments, PhoneTimes
+from input import features
+from input.labels import KaldiAlignments, PhoneTimes, of_frames
 from input.records import CorpusError
 
 
@@ -81,6 +82,56 @@ def test_more_classes_than_frames_are_damage(tmp_path, highest, fits):
     where = rf"{path}, utterance b at byte \d+: the highest label, {highest}, .* of 4 frames"
     with pytest.raises(CorpusError, match=where):
         KaldiAlignments([str(path)])
+
+
+def kaldis_frames(num_frames, factor, *shifts):
+    """The frame that each output of a chain model is centred on; None where an edge is repeated.
+
+    As `shift-feats --shift=s` for each s, one after the other, and then `subsample-feats --n=F`.
+    """
+    frames = list(range(num_frames))
+    for shift in shifts:
+        rows = [r - shift for r in range(num_frames)]
+        frames = [frames[r] if 0 <= r < num_frames else None for r in rows]
+    return frames[::factor]
+
+
+@pytest.mark.parametrize(("factor", "shift"), [(1, 0), (2, 0), (2, 1), (3, 0), (3, -1), (4, 2)])
+@pytest.mark.parametrize("num_frames", [1, 7, 8, 9, 12, 13])
+def test_labels_of_a_chain_model_go_to_the_frames_that_kaldi_trains_on(num_frames, factor, shift):
+    expected_length = (num_frames + factor - 1) // factor  # nnet3's LengthsMatch
+    labels = np.arange(10, 10 + expected_length, dtype=np.int32)
+    found = of_frames(labels, factor, shift)
+    assert found.dtype == np.int32 and len(found) == factor * expected_length >= num_frames
+    seen = set()
+    for training in range(-(factor // 2), -(factor // 2) + factor):  # shift_and_combine_feats.sh
+        frames = kaldis_frames(num_frames, factor, shift, training)
+        assert len(frames) == expected_length
+        for frame, label in zip(frames, labels, strict=True):
+            if frame is not None:
+                assert found[frame] == label
+                seen.add(frame)
+    # Kaldi trains on the others, at the edges, where an edge is repeated, or never.
+    assert len(seen) >= num_frames - 2 * factor
+    assert list(found) == sorted(found)
+
+
+def test_a_stack_of_as_many_frames_has_the_label_itself():
+    for num_frames in range(1, 20):
+        labels = np.arange((num_frames + 2) // 3)
+        stacked = features.stack_labels(of_frames(labels, 3)[:num_frames], 3)
+        np.testing.assert_array_equal(stacked, labels)
+
+
+def test_alignments_at_a_third_of_the_frame_rate(tmp_path):
+    write_alignments(tmp_path / "pdf.1", {"a": [0, 5, 2], "b": [4]})
+    with KaldiAlignments([f"{tmp_path}/pdf.1"], subsampling=3) as labels:
+        assert (labels.count("a", 8), labels.subsampling) == (3, 3)
+        np.testing.assert_array_equal(labels.read("a", 8), [0, 0, 5, 5, 5, 2, 2, 2, 2])
+    with KaldiAlignments([f"{tmp_path}/pdf.1"], subsampling=3, frame_shift=-1) as labels:
+        np.testing.assert_array_equal(labels.read("a", 8), [0, 0, 0, 5, 5, 5, 2, 2, 2])
+    with pytest.raises(ValueError, match="Received: frame_subsampling=3, frame_shift=-3"):
+        KaldiAlignments([f"{tmp_path}/pdf.1"], subsampling=3, frame_shift=-3)
 
 
 def test_an_utterance_in_two_files(tmp_path):

@@ -1,6 +1,7 @@
 """Kaldi directories to a corpus: values, splits, and everything that can be wrong."""
 
 import os
+import shutil
 from collections import Counter
 from pathlib import Path
 
@@ -65,10 +66,10 @@ def data(tmp_path):
             write_feats(self.directory, self.frames)
             write_pdfs(self.pdfs, self.labels)
 
-        def make(self, stats=None, made_with=None, others=None, **options):
+        def make(self, stats=None, made_with=None, others=None, subsampling=1, **options):
             options = {"deltas": 0, **options}
             opened = {"train": sources.kaldi_directory(self.directory, Extraction())}
-            with KaldiAlignments([self.pdfs], CLASSES) as labels:
+            with KaldiAlignments([self.pdfs], CLASSES, subsampling=subsampling) as labels:
                 return preparation.prepare(
                     self.out,
                     opened | (others or {}),
@@ -359,6 +360,35 @@ def test_lengths_that_differ_a_little_are_cut(data):
     np.testing.assert_array_equal(found["s1-u1"][1], data.labels["s1-u1"][:-2])
     whole = features.add_deltas(data.frames["s2-u2"], 1)  # from all frames, then cut
     np.testing.assert_allclose(found["s2-u2"][0], whole[:-1], atol=1e-6)
+
+
+def test_labels_of_a_chain_model(data):
+    """Labels of 3 frames each; one too many or too few is cut, and named with the factor."""
+    every = {key: np.asarray(labels) for key, labels in data.labels.items()}
+    data.labels = {key: labels[::3] for key, labels in every.items()}
+    data.write()
+    found = content(data.make(subsampling=3).corpus)
+    for key, (frames, labels, _) in found.items():
+        np.testing.assert_array_equal(frames, data.frames[key])
+        np.testing.assert_array_equal(labels[::3], data.labels[key])  # frame 3i is label i's
+        np.testing.assert_array_equal(labels[1:-1:3], data.labels[key][: len(labels[1:-1:3])])
+    shutil.rmtree(data.out)
+    with pytest.raises(CorpusError, match=r"has 7 labels for 20 frames, 13 too few .*would fit wi"):
+        data.make()
+    data.labels["s1-u1"] = np.append(data.labels["s1-u1"], 1)
+    data.write()
+    with pytest.raises(
+        CorpusError, match="s1-u1 has 8 labels for 21 frames with --frame_subsampling=3, 1 too many"
+    ):
+        data.make(subsampling=3)
+    data.labels["s2-u2"] = data.labels["s2-u2"][:-1]
+    data.write()
+    cut = content(data.make(subsampling=3, max_length_mismatch=1).corpus)
+    np.testing.assert_array_equal(cut["s1-u1"][0], data.frames["s1-u1"])
+    # The last frame is nearest to the label that is one too many.
+    np.testing.assert_array_equal(cut["s1-u1"][1][:-1], found["s1-u1"][1][:-1])
+    kept = 3 * len(data.labels["s2-u2"])
+    np.testing.assert_array_equal(cut["s2-u2"][0], data.frames["s2-u2"][:kept])
 
 
 @pytest.mark.parametrize("empty", ["s0-u0", "s1-u1"])

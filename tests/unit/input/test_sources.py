@@ -85,6 +85,32 @@ def test_segments_are_cut_by_seconds(tmp_path):
     assert "u7 is shorter than one frame" in found["u7"].message
 
 
+def test_segments_of_the_channels_of_a_conversation(tmp_path):
+    """The fifth column of `segments`, as extract-segments reads it, and the default beside it."""
+    left, right = speech(2.0), speech(2.0, 1)
+    soundfile.write(tmp_path / "r.wav", np.stack([left, right], 1), 16000)
+    (tmp_path / "wav.scp").write_text(f"r {tmp_path}/r.wav\n")
+    (tmp_path / "segments").write_text(
+        "u1 r 0 0.5 0\nu2 r 0.25 1.75 1\nu3 r 1 -1 1\nu4 r 0 0.5\nu5 r 0 0.5 2\n"
+    )
+    write_utt2spk(tmp_path, [f"u{number}" for number in range(1, 6)])
+    found = read_all(sources.kaldi_directory(str(tmp_path), Extraction()))
+    assert list(found) == [f"u{number}" for number in range(1, 6)]
+    for key, part in {
+        "u1": left[:8000],
+        "u2": right[4000:28000],
+        "u3": right[16000:],
+    }.items():
+        np.testing.assert_array_equal(found[key], features.log_mel(part))
+    assert found["u4"].kind == found["u5"].kind == "audio"
+    assert "utterance u4" in found["u4"].message and "--channel" in found["u4"].message
+    assert "numbered from 0, and none 2" in found["u5"].message
+    chosen = Extraction(audio=AudioOptions(channel=1))
+    found = read_all(sources.kaldi_directory(str(tmp_path), chosen))
+    np.testing.assert_array_equal(found["u1"], features.log_mel(left[:8000]))
+    np.testing.assert_array_equal(found["u4"], features.log_mel(right[:8000]))
+
+
 def test_segment_of_an_unknown_recording(tmp_path):
     (tmp_path / "wav.scp").write_text("r x.wav\n")
     (tmp_path / "segments").write_text("u1 other 0 1\n")

@@ -1,0 +1,198 @@
+"""The global model and averages of a checkpoint, for a model that no strategy trains.
+
+They are read from checkpoints of runs of either kind, on any number of replicas and servers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfpara.checkpoint.base import facts_of_model
+from tfpara.checkpoint.store import CheckpointError, Store
+from tfpara.keras_model import carried_states, constrained, is_seed, training_variables
+from tfpara.sync.one_sync.buckets import Layout
+from tfpara.sync.one_sync.replicas import BUCKET_BYTES
+from tfpara.typing import Array, Json, State
+
+
+class Weights(NamedTuple):
+    """The models of a checkpoint, in memory.
+
+    Attributes:
+        models: by name, "global" or an average's, a value for each trainable variable.
+        others: other variables, such as moving statistics and frozen weights, and their values.
+    """
+
+    models: dict[str, list[tf.Tensor]]
+    others: list[tuple[keras.Variable, Array]]
+
+    def put_into(self, model: keras.Model, which: str) -> None:
+        """Assigns one of the models to the variables of a Keras model."""
+        for variable, value in zip(model.trainable_variables, self.models[which], strict=True):
+            variable.assign(value)
+        for variable, value in self.others:
+            variable.assign(value)
+
+
+def check(
+    store: Store,
+    number: int,
+    manifest: Mapping[str, Json],
+    model: keras.Model,
+    averages: Mapping[str, Any],
+) -> None:
+    """Makes sure that a checkpoint is of a model like this one, and has these averages.
+
+    Raises:
+        CheckpointError: it is not; the message says what differs.
+    """
+    run, mine = manifest["run"], facts_of_model(model)["model"]
+    if run.get("model") != mine:
+        raise CheckpointError(
+            f"{store.path(number)} is of another model: its trainable weights are {run['model']}, "
+            f"and here {mine}. Build the model that the run trains."
+        )
+    kept = run.get("averages", {})
+    for name, average in averages.items():
+        # Runs of workers have them as one text, those of parameter servers one by one.
+        said = f"{name!r}: {average!r}"
+        same = said in kept if isinstance(kept, str) else kept.get(name) == repr(average)
+        if not same:
+            raise CheckpointError(
+                f"{store.path(number)} has not the average {said}: the run's averages are {kept}. "
+                "Give those of its strategy."
+            )
+
+
+def read(
+    store: Store,
+    number: int,
+    manifest: Mapping[str, Json],
+    model: keras.Model,
+    averages: Mapping[str, Any],
+) -> Weights:
+    """Reads the models of a checkpoint that `check` has passed.
+
+    Args:
+        store: the directory.
+        number: number of the checkpoint.
+        manifest: its manifest.
+        model: a built model like the run's.
+        averages: the averages to read, as the run's strategy has them.
+
+    Raises:
+        CheckpointError: a file is damaged, or the checkpoint lacks a value.
+        OSError, tf.errors.OpError: a file is not there, such as where the run has removed it.
+    """
+    store.check(number, manifest)
+    readers = store.readers(number, manifest)
+    tensors = _Tensors({n: each for each in readers for n in each.get_variable_to_shape_map()})
+    of = _of_workers if "bucket_sizes" in manifest else _of_servers
+    return of(tensors, manifest, model, averages)
+
+
+class _Tensors:
+    """The tensors of all parts of a checkpoint, by name."""
+
+    def __init__(self, readers: Mapping[str, Any]) -> None:
+        self._readers = readers
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._readers
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._readers:
+            raise CheckpointError(f"the checkpoint lacks {name}, which this model has")
+        return self._readers[name].get_tensor(name)
+
+    def bucket(self, field: str, number: int, size: int) -> tf.Tensor:
+        """Returns a whole bucket of a field of the global state; a scalar field's number."""
+        begin = f"global/{field}/{number}/"
+        starts = sorted(int(n.removeprefix(begin)) for n in self._readers if n.startswith(begin))
+        if not starts:
+            raise CheckpointError(f"the checkpoint lacks {begin}, which this model has")
+        parts = [self[f"{begin}{start}"] for start in starts]
+        # Each part of a scalar field has the same number. The last part goes beyond the bucket.
+        return tf.constant(np.concatenate(parts)[:size] if np.ndim(parts[0]) else parts[0])
+
+
+def _of_workers(
+    tensors: _Tensors,
+    manifest: Mapping[str, Json],
+    model: keras.Model,
+    averages: Mapping[str, Any],
+) -> Weights:
+    """Reads the checkpoint of a `PeriodicSyncStrategy`."""
+    weights = model.trainable_variables
+    fragments = int(manifest["run"].get("fragments", 1))
+    layout = Layout([v.value.shape for v in weights], BUCKET_BYTES, fragments)
+    if layout.bucket_sizes != manifest["bucket_sizes"]:
+        raise CheckpointError(
+            f"the checkpoint has its weights in {len(manifest['bucket_sizes'])} buckets, of other "
+            f"sizes than the {len(layout.bucket_sizes)} of this version of tfpara"
+        )
+
+    def whole(field: str) -> list[tf.Tensor]:
+        return [tensors.bucket(field, k, size) for k, size in enumerate(layout.bucket_sizes)]
+
+    found = {"global": whole("rule/global_model")}
+    for name, average in averages.items():
+        fields = [whole(f"averages/{name}/{field}") for field in _state_of(average)._fields]
+        states = zip(*fields, strict=True)
+        found[name] = [average.value(type(_state_of(average))(*state)) for state in states]
+    models = {name: _cast(layout.unpack(buckets), weights) for name, buckets in found.items()}
+    others = [
+        (variable, tensors[f"replica-0/{name}"])
+        for name, variable in training_variables(model)
+        if name.startswith("state/") and not is_seed(variable.path)
+    ]
+    return Weights(models, others)
+
+
+def _of_servers(
+    tensors: _Tensors,
+    manifest: Mapping[str, Json],
+    model: keras.Model,
+    averages: Mapping[str, Any],
+) -> Weights:
+    """Reads the checkpoint of an `AsyncStrategy`."""
+    del manifest
+    weights = model.trainable_variables
+    models = {"global": [tf.constant(tensors[f"weight/{k}"]) for k in range(len(weights))]}
+    for name, average in averages.items():
+        kind = type(_state_of(average))
+        states = (
+            kind(*(tf.constant(tensors[f"average/{name}/{k}/{field}"]) for field in kind._fields))
+            for k in range(len(weights))
+        )
+        models[name] = _cast([average.value(state) for state in states], weights)
+    return Weights(models, list(_of_chief(tensors, model)))
+
+
+def _of_chief(tensors: _Tensors, model: keras.Model) -> Iterator[tuple[keras.Variable, Array]]:
+    """Yields the moving statistics and the frozen weights, in the order of `WorkerStep`."""
+    carried = {id(v) for v in carried_states(model)}
+    others = [v for v in model.non_trainable_variables if id(v) not in carried]
+    statistics = [v for v in others if not v.value.trainable and v.value.dtype.is_floating]
+    frozen = [v for v in others if v.value.trainable]
+    yield from ((v, tensors[f"state/{k}"]) for k, v in enumerate(statistics))
+    # Checkpoints of older versions lack them: they stay as they were built.
+    yield from (
+        (v, tensors[f"frozen/{k}"]) for k, v in enumerate(frozen) if f"frozen/{k}" in tensors
+    )
+
+
+def _state_of(average: Any) -> State:
+    """Returns a state of an average, which has the names of its fields."""
+    return average.init(tf.zeros([1]))
+
+
+def _cast(values: Sequence[tf.Tensor], weights: Sequence[keras.Variable]) -> list[tf.Tensor]:
+    """Returns values as the variables hold them: of their types, and by their constraints."""
+    cast = [tf.cast(value, v.value.dtype) for value, v in zip(values, weights, strict=True)]
+    return constrained(cast, [v.constraint for v in weights])

@@ -1,0 +1,370 @@
+"""A process that scores the checkpoints of a run while others train."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import fcntl
+import io
+import math
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfpara import files
+from tfpara.algorithms import Average
+from tfpara.algorithms.asgd import AsyncAverage
+from tfpara.callbacks.held_out import evaluate
+from tfpara.callbacks.scalars import Scalars
+from tfpara.checkpoint import weights
+from tfpara.checkpoint.store import CheckpointError, Store
+from tfpara.cluster import exit_codes
+from tfpara.program import explain_errors
+from tfpara.saved_model import writer
+from tfpara.strategy import Strategy
+from tfpara.typing import Data, Json
+from tfpara.whole_number import checked_whole
+
+_LOOK_SECONDS = 1.0  # between two looks for a new checkpoint
+_PLACE = ("checkpoint", "mark", "epoch", "step", "weights")  # the first columns of the table
+_REMOVED = "removed too early; a larger keep= of the run's callback keeps more"
+_BETTER: dict[str, Callable[[float, float], bool]] = {
+    "min": lambda new, best: new < best,
+    "max": lambda new, best: new > best,
+}
+
+
+def evaluate_checkpoints(
+    model: keras.Model,
+    directory: str | os.PathLike[str],
+    data: Data,
+    out: str | os.PathLike[str],
+    *,
+    epochs: int,
+    averages: Mapping[str, Average | AsyncAverage] | None = None,
+    monitor: str = "loss",
+    mode: str = "min",
+    best: str | os.PathLike[str] | None = None,
+    save: Callable[[keras.Model, Path], object] | None = None,
+    wait_minutes: float = 60.0,
+) -> list[dict[str, Json]]:
+    """Scores each checkpoint of a run on held-out data, until the run has ended.
+
+    Call it in a process of its own, which takes no part in the training (`tfpara.is_evaluator`).
+    It reads what `Checkpoint` or `AsyncCheckpoint` writes, of workers that stay or come and go, and
+    of parameter servers. Training does not know of it, and never waits for it. Checkpoints are
+    scored in their order. One that the run removes before it was read is left out, with a line.
+
+    Started again, it goes on after the last checkpoint in the table. On SIGTERM it ends with exit
+    code 75, or TFPARA_RESTART_EXIT_CODE.
+
+    In `out` it writes
+
+        scores.csv      a row for each checkpoint and model: number and mark of the checkpoint,
+                        epochs and steps that are done, weights ("global" or an average), and loss
+                        and metrics
+        tensorboard/    the same for TensorBoard, by the number of the checkpoint
+        best            the model with the best score so far, whole or not there: the one of the
+                        row with the best score, of equal ones the first
+
+    Args:
+        model: built as the run's, without a strategy, and compiled with loss and metrics.
+        directory: of the checkpoints.
+        data: held-out data, in any form that `fit` takes as `validation_data`.
+        out: directory of the results, of this evaluator alone.
+        epochs: of the run's `fit`. The run has ended where a checkpoint has so many, or where
+            training has stopped by itself.
+        averages: the averages of the run's strategy, or some of them, to be scored as well.
+        monitor: the name of the score that decides which model is the best, as `evaluate` has it.
+        mode: "min" if a lower score is better, "max" if a higher one is.
+        best: path of the best model. None: `best` in `out`.
+        save: called with the model and a path of that name; writes the best model there, to a file
+            or a folder. None: a SavedModel, as `tfpara.export` writes it.
+        wait_minutes: longest wait for a new checkpoint.
+
+    Returns:
+        The rows of the table.
+
+    Raises:
+        ValueError: an argument out of its range, a model of a strategy of tfpara, or one that is
+            not built; an unknown `monitor`; or a table in `out` that has other columns.
+        tfpara.CheckpointError: there was no new checkpoint for `wait_minutes`; checkpoints are of
+            another model, have no such averages, or are not those of the table; or another
+            evaluator has `out`.
+    """
+    if mode not in _BETTER:
+        raise ValueError(f"mode={mode!r} must be one of {', '.join(_BETTER)}.")
+    if not wait_minutes > 0:
+        raise ValueError(f"wait_minutes={wait_minutes!r} must be positive.")
+    epochs = checked_whole("epochs", epochs)
+    if type(Strategy.of(model)) is not Strategy:
+        raise ValueError(
+            "the model was made in the scope of a strategy of tfpara, whose workers train it. "
+            "Build it without one where tfpara.is_evaluator() is true."
+        )
+    if not model.built:
+        raise ValueError("the model has no weights yet. Call it on data, or build it, first.")
+    explain_errors()
+    out = Path(out)
+    path = out / "best" if best is None else Path(best)
+    if save is None:
+        writer(model, path)  # raises ValueError now for a model that cannot be exported
+    evaluator = _Evaluator(
+        model, Store(directory, keep=1), data, out, averages or {}, monitor, mode, path, save
+    )
+    with _locked(out), _sigterm():
+        return evaluator.run(epochs, wait_minutes)
+
+
+class _Evaluator:
+    """Scores checkpoints; the arguments are those of `evaluate_checkpoints`."""
+
+    def __init__(
+        self,
+        model: keras.Model,
+        store: Store,
+        data: Data,
+        out: Path,
+        averages: Mapping[str, Any],
+        monitor: str,
+        mode: str,
+        path: Path,
+        save: Callable[[keras.Model, Path], object] | None,
+    ) -> None:
+        self._model, self._store, self._data, self._out = model, store, data, out
+        self._path = path
+        self._averages = dict(averages)
+        self._names = ["global", *self._averages]
+        self._monitor, self._is_better, self._save = monitor, _BETTER[mode], save
+        self._table = _Table(out / "scores.csv")
+        self._scalars = Scalars(out / "tensorboard")
+        self._last = 0  # the checkpoint that was looked at last
+
+    def run(self, epochs: int, wait_minutes: float) -> list[dict[str, Json]]:
+        """Scores checkpoints until that of the last epoch."""
+        since, told, after = time.monotonic(), False, ""
+        while True:
+            number = self._next()
+            if number is None:
+                what = f"new checkpoint{after} in {self._store.directory}"
+                if time.monotonic() - since > 60 * wait_minutes:
+                    raise CheckpointError(
+                        f"there was no {what} for {wait_minutes:g} minutes. The run has stopped, "
+                        "or writes checkpoints elsewhere, or seldom: then give a longer "
+                        "wait_minutes. Started again, this goes on."
+                    )
+                if not told:
+                    _say(f"waits for a {what}, at most {wait_minutes:g} minutes")
+                told = True
+                time.sleep(_LOOK_SECONDS)
+                continue
+            try:
+                manifest = self._store.read_manifest(number)
+            except CheckpointError as error:
+                self._leave_out(number, error)
+                continue
+            missing = self._missing(number, manifest)
+            if missing and not self._score(number, manifest, missing):
+                continue
+            if missing:
+                since, told = time.monotonic(), False
+            position = manifest["position"]
+            after = f" after checkpoint {number} (epoch {position['epoch']} of {epochs})"
+            if position["finished"] or position["epoch"] >= epochs:
+                _say(f"the run has ended; scores are in {self._table.path}")
+                return self._table.rows()
+
+    def _next(self) -> int | None:
+        """Returns the first checkpoint that is there and was not looked at yet."""
+        new = [number for number in self._store.numbers() if number > self._last]
+        if not new:
+            return None
+        former, self._last = self._last, min(new)
+        if 0 < former < self._last - 1:
+            _say(f"checkpoints {former + 1} to {self._last - 1} are not scored: {_REMOVED}")
+        return self._last
+
+    def _leave_out(self, number: int, error: Exception) -> None:
+        there = self._store.path(number).is_dir()
+        why = " ".join(str(error).split())[:300] if there else _REMOVED
+        _say(f"checkpoint {number} is not scored: {why}")
+
+    def _missing(self, number: int, manifest: Mapping[str, Json]) -> list[str]:
+        """Returns the models of a checkpoint that the table has not.
+
+        Raises:
+            CheckpointError: the table has the checkpoint of another run under this number.
+        """
+        rows = [row for row in self._table.rows() if row["checkpoint"] == str(number)]
+        if any(row["mark"] != _mark(manifest) for row in rows):
+            raise CheckpointError(
+                f"{self._table.path} has scores of a checkpoint {number} that is not the one in "
+                f"{self._store.directory}: they are of another run. Give another out=, or remove "
+                f"{self._out}."
+            )
+        there = {row["weights"] for row in rows}
+        return [name for name in self._names if name not in there]
+
+    def _score(self, number: int, manifest: Mapping[str, Json], names: Sequence[str]) -> bool:
+        """Scores some models of a checkpoint; returns False if it could not be read."""
+        averages = {name: a for name, a in self._averages.items() if name in names}
+        weights.check(self._store, number, manifest, self._model, averages)
+        try:
+            found = weights.read(self._store, number, manifest, self._model, averages)
+        except (CheckpointError, OSError, tf.errors.OpError) as error:
+            self._leave_out(number, error)
+            return False
+        best, rows = self._best(), []
+        for name in names:
+            found.put_into(self._model, name)
+            scores = {k: float(v) for k, v in evaluate(self._model, self._data).items()}
+            if self._monitor not in scores:
+                raise ValueError(
+                    f"monitor={self._monitor!r} is no score of this model. There are: "
+                    f"{', '.join(scores)}."
+                )
+            place = {
+                "checkpoint": number,
+                "mark": _mark(manifest),
+                "epoch": manifest["position"]["epoch"],
+                "step": manifest["position"].get("steps", 0),
+                "weights": name,
+            }
+            rows.append({**place, **scores})
+            score = scores[self._monitor]
+            is_best = not math.isnan(score) and (best is None or self._is_better(score, best))
+            if is_best:
+                best = score
+                self._keep()
+            told = ", ".join(f"{key} {value:.6g}" for key, value in scores.items())
+            note = f"; the best so far, in {self._path}" if is_best else ""
+            _say(f"checkpoint {number}, {name}: {told}{note}")
+        self._scalars.write(
+            number, {f"{r['weights']}/{k}": r[k] for r in rows for k in r if k not in _PLACE}
+        )
+        # The rows come last: where this process is killed before, the checkpoint is scored again.
+        self._table.add(rows)
+        return True
+
+    def _keep(self) -> None:
+        """Writes the model as it is now in place of the best one before it."""
+        if self._save is None:
+            writer(self._model, self._path)()
+            return
+        with files.whole(self._path) as place:
+            self._save(self._model, place)
+
+    def _best(self) -> float | None:
+        """Returns the best score in the table."""
+        best = None
+        for row in self._table.rows():
+            score = float(row.get(self._monitor, "nan"))
+            if not math.isnan(score) and (best is None or self._is_better(score, best)):
+                best = score
+        return best
+
+
+class _Table:
+    """A CSV file to which rows are added; half a row, which a killed process left, is removed."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def rows(self) -> list[dict[str, Json]]:
+        """Returns the rows, as texts.
+
+        Raises:
+            ValueError: the file is another table.
+        """
+        found = list(csv.DictReader(io.StringIO(self._text())))
+        if found and list(found[0])[: len(_PLACE)] != list(_PLACE):
+            raise ValueError(
+                f"{self.path} has the columns {', '.join(map(str, found[0]))}, so it is no table "
+                "of an evaluator. Give another out=."
+            )
+        return found
+
+    def add(self, rows: Sequence[Mapping[str, Json]]) -> None:
+        """Adds rows, which have the same columns, with one call of the system.
+
+        Raises:
+            ValueError: the table has other columns.
+        """
+        there, text = self.rows(), io.StringIO()
+        writing = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
+        if not there:
+            writing.writeheader()
+        elif list(there[0]) != list(rows[0]):
+            raise ValueError(
+                f"{self.path} has the columns {', '.join(there[0])}, and the model now has the "
+                f"scores {', '.join(list(rows[0])[len(_PLACE) :])}. Compile it as before, or give "
+                "another out=."
+            )
+        writing.writerows(rows)
+        whole = self._text()
+        if self.path.exists() and self.path.stat().st_size != len(whole.encode()):
+            with files.whole(self.path) as place:
+                place.write_text(whole)
+        files.append_line(self.path, text.getvalue().removesuffix("\n"))
+
+    def _text(self) -> str:
+        if not self.path.exists():
+            return ""
+        with open(self.path, "rb", opener=files.no_link) as file:
+            text = file.read().decode(errors="replace")
+        return text[: text.rfind("\n") + 1]
+
+
+def _say(text: str) -> None:
+    print(f"tfpara: {text}", flush=True)
+
+
+def _mark(manifest: Mapping[str, Json]) -> str:
+    """Returns some digits that no other checkpoint of this number has, of this run or another."""
+    return min(str(each["sha256"]) for each in manifest["files"].values())[:8]
+
+
+@contextlib.contextmanager
+def _locked(out: Path) -> Iterator[None]:
+    """A context in which no other process is the evaluator of `out`."""
+    out.mkdir(parents=True, exist_ok=True)
+    with open(out / "lock", "a+", opener=files.no_link) as file:
+        try:
+            # A lock of this process alone: none that it has forked, to read data, keeps it.
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):  # the second is NFS'
+            file.seek(0)
+            raise CheckpointError(
+                f"{out} is in use by another evaluator ({file.read(200) or 'an unknown process'}). "
+                "One is enough: end it first, or give this one another out=."
+            ) from None
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}")
+        file.flush()
+        yield
+
+
+@contextlib.contextmanager
+def _sigterm() -> Iterator[None]:
+    """A context in which SIGTERM ends the program with the code of what is to be started again."""
+    code = exit_codes.restart()
+
+    def leave(number: int, frame: object) -> None:
+        raise SystemExit(code)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    former = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, former)
