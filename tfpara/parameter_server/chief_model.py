@@ -25,21 +25,21 @@ class ChiefModel:
         self._server = server
         self._work = work
         self._weights = model.trainable_variables
-        self._shown: str | None = None  # the name that `showing` was given, inside its context
+        self._shown: str | None = None  # the argument of `showing`, inside its context
         self._moment: Moment | None = None  # what `showing` shows, inside `at_one_moment`
         self._remember()
 
     def _remember(self) -> None:
-        """Keeps the present values, which the servers have too, to find later changes.
+        """Keeps the present values to find later changes; the servers have the same values.
 
-        They are not copied: the tensors share the variables' memory until a variable is assigned.
+        The values are not copied: the tensors share the variables' memory until an assignment.
         """
         self._seen = _values(self._weights)
         self._seen_state = _values(self._work.state)
 
     @property
     def shows(self) -> bool:
-        """Whether the chief's model shows weights of `showing` now."""
+        """Whether the chief's model shows the weights chosen with `showing` now."""
         return self._shown is not None
 
     def read(self) -> None:
@@ -54,7 +54,7 @@ class ChiefModel:
 
         Args:
             within_epoch: whether workers are training now.
-            within_fit: whether a `fit` is running; its graphs have the frozen weights in them.
+            within_fit: whether a `fit` is running; its graphs contain the frozen weights.
 
         Raises:
             ValueError: weights were set that cannot be sent now. The message says when they can be.
@@ -123,7 +123,7 @@ class ChiefModel:
 
     @contextlib.contextmanager
     def at_one_moment(self, names: Sequence[str]) -> Iterator[int]:
-        """A context in which `showing` shows these models as they are now; yields the pushes."""
+        """A context in which `showing` shows these models at one moment; yields its push count."""
         former, self._moment = self._moment, self._server.weights_at_once(names)
         try:
             yield self._moment.pushes

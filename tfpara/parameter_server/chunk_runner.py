@@ -19,8 +19,8 @@ from tfpara.typing import Nest
 class ChunkRunner:
     """Trains chunks on the workers of a cluster, by TensorFlow's coordinator.
 
-    If a worker dies, its chunk is given to another one, which goes on with the first minibatch that
-    is not in the model yet.
+    If a worker dies, another one gets its chunk, and continues with the first minibatch that is not
+    in the model yet.
     """
 
     def __init__(
@@ -28,7 +28,7 @@ class ChunkRunner:
     ) -> None:
         self._coordinator = coordinator
         self._training = training
-        # (epoch, chunk) and the result, which may not be there yet.
+        # (epoch, chunk) and the result, which may still be computed.
         self._scheduled: list[tuple[tuple[int, int], Any]] = []
         self._train = chunk_function(training)
 
@@ -44,14 +44,14 @@ class ChunkRunner:
             self._scheduled.append(((epoch, chunk), value))
 
     def wait(self, seconds: float) -> bool:
-        """Waits at most so long; returns whether the runs of all chunks have ended.
+        """Waits at most `seconds`; returns whether the runs of all chunks have ended.
 
-        A run ends at the end of its chunk, after a push that was left out, or when workers are
+        A run ends at the end of its chunk, after a push that was not applied, or when workers are
         halted.
 
         Raises:
-            tf.errors.OpError: a chunk has failed; the others are given up. The attribute `chunk`
-                has its epoch and number, or None if these are not known.
+            tf.errors.OpError: a chunk has failed; the other chunks are cancelled. The attribute
+                `chunk` has its epoch and number, or None if these are not known.
         """
         until = time.monotonic() + seconds
         try:
@@ -80,7 +80,7 @@ class ChunkRunner:
         return None
 
     def halt(self) -> None:
-        """Does nothing: workers end their chunks themselves when `Counters.halted` is set."""
+        """Does nothing: workers stop by themselves when `Counters.halted` is set."""
 
 
 class _At(NamedTuple):
@@ -89,16 +89,17 @@ class _At(NamedTuple):
     element: tf.experimental.Optional  # the next minibatch
     own: list[tf.Tensor]  # the worker's own state: `Block.own`
     done: tf.Tensor  # minibatches of the chunk before this one
-    go: tf.Tensor  # whether to go on after the last push
+    go: tf.Tensor  # whether to continue after the last push
 
 
 def chunk_function(training: Training) -> Callable[..., tf.Tensor]:
     """Returns a graph function for `ClusterCoordinator.schedule` that trains one chunk.
 
-    It is called as `fn(epoch, chunk, generation, stream, *arguments)`: int64 scalars, of which the
-    last is the chunk's `stream_of`, and the chunk's arguments. It starts with the first minibatch
-    that is not in the model yet, and repeats: pull, `sync_period` minibatches, push. The last push
-    of a chunk may have fewer. It ends early when workers are halted or a push is left out.
+    The function is called as `fn(epoch, chunk, generation, stream, *arguments)`: four int64
+    scalars, the last of which is the chunk's `stream_of`, and the chunk's arguments. It starts with
+    the first minibatch that is not in the model yet, and repeats: pull, `sync_period` minibatches,
+    push. The last push of a chunk may have fewer. The loop ends early when workers are halted or a
+    push is not applied.
     """
     server, work, chunks, sync_period, choose_rate, *_ = training
     exchange = Exchange(server)
@@ -135,8 +136,8 @@ def chunk_function(training: Training) -> Callable[..., tf.Tensor]:
             if local:
                 written += local.write(*work.kept(trained, answer.moves), generation)
             with tf.control_dependencies(written):
-                # Once a push is left out, all later ones of this chunk would be left out too,
-                # because each must have the chunk's next minibatches.
+                # After a push that was not applied, no later push of this chunk would be applied:
+                # each must have the chunk's next minibatches.
                 go = tf.logical_and(answer.included, tf.logical_not(pulled.halted))
                 return (_At(element, trained.own, at.done + trained.minibatches, go),)
 
@@ -144,7 +145,7 @@ def chunk_function(training: Training) -> Callable[..., tf.Tensor]:
         at = _At(first, work.own_start(stream + done), done, tf.logical_not(halted))
         (at,) = tf.while_loop(lambda p: tf.logical_and(p.go, p.element.has_value()), block, (at,))
         with tf.control_dependencies([at.go]):
-            # If the last push was left out, the chunk is not finished and is handed out again.
+            # If the last push was not applied, the chunk is not finished and is handed out again.
             all_in = exchange.done(chunk) >= at.done
             ended = tf.logical_and(tf.logical_not(at.element.has_value()), all_in)
             return exchange.finish(epoch, chunk, ended)
@@ -174,10 +175,10 @@ def _minibatches(
 class _LocalModel:
     """A worker's local optimizer, and local weights if the rule has them, kept between blocks.
 
-    They are variables in the worker's process. The graph finds them by name on whichever worker it
-    runs, so the next `fit` goes on with them. A worker begins with the server's model if it has no
-    such variables (it is new or was restarted), or if these are of an earlier generation of the
-    server's model.
+    They are variables in the worker's process. The graph finds them by name on the worker that
+    runs it, so the next `fit` continues with them. A worker begins with the server's model if it
+    has no such variables (it is new or was restarted), or if they are of an earlier generation of
+    the server's model.
     """
 
     def __init__(self, work: WorkerStep, server: Server) -> None:

@@ -24,15 +24,15 @@ _NO_DATA = (str, bytes, int, float, keras.utils.PyDataset)
 class Chunks:
     """Training data that every epoch divides into the same number of chunks.
 
-    A worker trains one chunk at a time, and then gets the next. When a worker dies, another one
-    goes on with its chunk. The workers read the data by TensorFlow operations, without Python.
+    A worker trains one chunk at a time. When a worker dies, another one continues with its chunk.
+    The workers read the data by TensorFlow operations, without Python.
 
     Args:
         count: chunks of an epoch, at least 1.
-        dataset: called, while a graph is made, as `dataset(epoch, chunk, *arguments)` with int64
+        dataset: called while a graph is made, as `dataset(epoch, chunk, *arguments)` with int64
             tensors; returns the chunk's minibatches, (x, y) or (x, y, sample_weight). Equal
-            arguments must give the same minibatches in the same order, because a chunk that is
-            continued skips the minibatches that are done. So a shuffle needs a seed:
+            arguments must give the same minibatches in the same order, because a worker that
+            continues a chunk skips the minibatches that are done. So a shuffle needs a seed:
             `shuffle(n, seed=epoch)`.
         arguments: called on the chief as `arguments(epoch, chunk)` with numbers; returns a tuple of
             arrays that are sent to the worker with the chunk. Their types and ranks must be the
@@ -41,8 +41,8 @@ class Chunks:
             `ChunkRateSearch(part=...)` and the check that no chunk is shorter than `sync_period`.
 
     Attributes:
-        shares: whether each chunk reads one dataset whole and keeps every `count`-th minibatch.
-        facts: settings that decide which samples a minibatch has, by name, as far as known.
+        shares: whether each chunk reads one whole dataset and keeps every `count`-th minibatch.
+        facts: the known settings, by name, that decide which samples a minibatch has.
 
     Raises:
         ValueError: `count` is not a whole number of at least 1.
@@ -87,11 +87,13 @@ class Chunks:
     def check(self, epoch: int, done: Sequence[int]) -> None:
         """Checks that an epoch had minibatches and, if `shares`, that they were of one dataset.
 
-        The numbers `done` are the trained minibatches of each chunk.
+        Args:
+            epoch: the epoch, from 0.
+            done: number of trained minibatches of each chunk.
 
         Raises:
-            ValueError: there were none; or the numbers do not fit, so minibatches have been left
-                out or trained twice.
+            ValueError: the epoch had no minibatch; or the numbers of the chunks contradict each
+                other, so that minibatches were left out or trained twice.
         """
         total = sum(done)
         if not total:
@@ -130,14 +132,14 @@ def as_chunks(
             `Chunks`.
         class_weight: sample weight of each class, for integer or one-hot labels.
         count: chunks of an epoch; 1 if None.
-        order: numbers that the order depends on, beside the epoch. They are read when a chunk is
-            handed out, so changing the list changes the order of later chunks.
-        sent: whether the chunks are read in other processes. Then a copy of all arrays is part of
-            the graph that reads them; else one is made for all.
+        order: the numbers, beside the epoch, that determine the order. They are read when a chunk
+            is handed out, so changing the list changes the order of later chunks.
+        sent: whether other processes read the chunks. Then the graph that reads them contains a
+            copy of all arrays; else all graphs share one copy.
 
     Raises:
         TypeError: data of another kind.
-        ValueError: arrays of different lengths, arguments that do not go with such data, or a
+        ValueError: arrays of different lengths, arguments that do not apply to such data, or a
             dataset that has a Python function in it or an order that cannot be repeated.
     """
     if isinstance(x, Chunks | tf.data.Dataset):
@@ -169,7 +171,7 @@ def _check(chunks: Chunks) -> None:
 
     @tf.function(autograph=False)
     def read(*place_and_arguments: Nest) -> tf.Tensor:
-        # With a global seed, TensorFlow would fill in the seeds that shuffles lack.
+        # With a global seed, TensorFlow would supply the seeds that shuffles lack.
         tf.compat.v1.get_default_graph().seed = None
         return tf.data.experimental.to_variant(chunks.dataset(*place_and_arguments))
 
@@ -231,7 +233,7 @@ def _of_arrays(
         )
 
     if not sent:
-        with tf.device("CPU:0"):  # a graph refers to a tensor of this process, and copies an array
+        with tf.device("CPU:0"):  # a graph refers to a tensor of this process, but copies an array
             data = tf.nest.map_structure(tf.convert_to_tensor, data)
 
     def samples(epoch: int, chunk: int) -> tuple[np.ndarray]:
@@ -257,7 +259,7 @@ def _of_arrays(
 
 
 def _weighted(chunks: Chunks, class_weight: Mapping[int, float]) -> Chunks:
-    """Returns the chunks with sample weights that are the weights of the samples' classes."""
+    """Returns the chunks with each sample weighted by the weight of its class."""
     classes = range(max(class_weight) + 1)
     table = np.asarray([class_weight.get(c, 1.0) for c in classes], np.float32)
 

@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from tfpara.parameter_server.messages import Push
 
-# Pushes of a higher staleness are counted in the last row of the histogram, that of this one.
+# The last row of the histogram counts pushes of this and of any higher staleness.
 LARGEST_STALENESS = 255
 
 # A variable and its next value.
@@ -16,7 +16,7 @@ Change = tuple[tf.Variable, tf.Tensor]
 
 
 class Pushed(NamedTuple):
-    """A line of a record: push number `version` (from 0) of a run.
+    """One push in a record: push number `version` (from 0) of a run.
 
     Attributes:
         worker: index of the worker that pushed.
@@ -32,16 +32,17 @@ class Pushed(NamedTuple):
 
 
 class Counters:
-    """Counters on the first parameter server, written inside its lock.
+    """Counters on the first parameter server, written while its lock is held.
 
-    The variables are created on the current device. With `record` a line is kept for each push.
+    The variables are created on the current device. With `record`, each push is recorded.
 
     Attributes:
-        histogram: int64 [256], pushes by staleness; the last counts all staler ones too.
+        histogram: int64 [256], pushes by staleness; the last element counts all higher ones too.
         by_worker: int64 [workers], pushes of each worker.
         samples, minibatches: int64, totals of all pushes.
         finished: bool [chunks], whether all minibatches of the chunk are in the model.
-        halted: whether workers have to stop; they read it with each pull, and push once more.
+        halted: whether workers have to stop. A worker reads it with each pull, and pushes once
+            more.
     """
 
     def __init__(self, num_workers: int, record: bool) -> None:
@@ -74,7 +75,7 @@ class Counters:
         ]
 
     def record(self, push: Push, staleness: tf.Tensor, pulled: tf.Tensor) -> None:
-        """Keeps a line for a push, if lines are kept; inside the lock."""
+        """Records a push, if pushes are recorded; inside the lock."""
         if self._log is not None:
             line = tf.stack([push.worker, push.place.chunk, pulled])
             self._log.insert([pulled + staleness], [line])
@@ -86,10 +87,10 @@ class Counters:
             return tf.identity(ended)
 
     def lines(self) -> list[Pushed]:
-        """Returns the record, in the order of the pushes.
+        """Returns the recorded pushes, in their order.
 
         Raises:
-            ValueError: no record is kept.
+            ValueError: pushes are not recorded.
         """
         if self._log is None:
             raise ValueError("no record is kept: give the strategy record=True.")
@@ -99,8 +100,8 @@ class Counters:
     def variables(self) -> dict[str, tf.Variable]:
         """Returns the variables that a checkpoint must hold, by name.
 
-        `by_worker` and the record are of this process only, so they are left out. The progress is
-        among the variables of each `Shard`.
+        `by_worker` and the record belong to this process alone, so they are left out. The progress
+        is among the variables of each `Shard`.
         """
         kept = ("histogram", "samples", "finished", "minibatches")
         return {f"books/{name}": getattr(self, name) for name in kept}
@@ -110,25 +111,25 @@ class Progress:
     """The number of minibatches of each chunk that are in the weights of one parameter server.
 
     A worker may die after its push and before it gets the answer; another worker then pushes the
-    same minibatches again. With these numbers, `done` (int64 [chunks]), the second push is
-    recognised and left out. The variables are on the device that is current where they are made,
-    and used inside the server's lock.
+    same minibatches again. The numbers `done` (int64 [chunks]) show that the second push is a
+    repetition, which is not applied. The variables are created on the current device and used while
+    the server's lock is held.
     """
 
     def __init__(self, num_chunks: int) -> None:
-        # A new variable for each number of chunks: TensorFlow's workers abort on a variable whose
-        # shape is not fixed.
+        # A new variable for each number of chunks: TensorFlow's workers abort on a variable without
+        # a fixed shape.
         self.done = tf.Variable(tf.zeros([num_chunks], tf.int64), trainable=False)
         self._epoch = tf.Variable(0, dtype=tf.int64, trainable=False)
 
     def open(self, epoch: int, anew: bool) -> None:
-        """Accepts pushes of an epoch; with `anew` the epoch starts with no minibatch done."""
+        """Accepts pushes of an epoch; if `anew`, no minibatch of the epoch is done yet."""
         if anew:
             self.done.assign(tf.zeros_like(self.done))
         self._epoch.assign(epoch)
 
     def close(self) -> tf.Tensor:
-        """Accepts no push from here on."""
+        """Accepts no push until `open`."""
         return tf.identity(self._epoch.assign(-1))
 
     def is_of(self, epoch: tf.Tensor) -> tf.Tensor:

@@ -23,11 +23,9 @@ class ChunkError(RuntimeError):
 
 
 def explained(error: tf.errors.OpError, check: Callable[[], None]) -> Exception:
-    """Returns the error to raise in place of one that TensorFlow raised for work on the workers.
+    """Returns the error to raise in place of `error`, TensorFlow's for work on the workers.
 
-    Args:
-        error: TensorFlow's.
-        check: raises a RuntimeError if the run cannot go on.
+    `check` raises a RuntimeError if the run cannot continue.
     """
     found = re.search(re.escape(NOT_FINITE) + r" '([^']*)'", error.message)
     if found:
@@ -44,10 +42,10 @@ def explained(error: tf.errors.OpError, check: Callable[[], None]) -> Exception:
 
 
 def lost(error: BaseException, check: Callable[[], None]) -> Exception | None:
-    """Returns the error that ends the run, if a lost process has caused an error of TensorFlow.
+    """Returns the error that ends the run, if a lost process has caused TensorFlow's `error`.
 
-    Returns None for other errors, and if the run can go on. Waits up to 3 seconds for `check`,
-    which raises a RuntimeError if it cannot.
+    Returns None for other errors, and if the run can continue. Waits up to 3 seconds for `check` to
+    raise a RuntimeError, as it does if the run cannot continue.
     """
     if isinstance(error, tf.errors.UnavailableError | tf.errors.AbortedError):
         until = time.monotonic() + _SETTLE_SECONDS

@@ -1,8 +1,8 @@
-"""Pull, push and the rest of a worker's part in the global model, as operations of its graphs.
+"""Pull, push and the other operations of a worker on the global model.
 
-A pull reads a shard, and a push changes it, while holding the shard's lock. Tensors are sent over
-the network before the lock is taken or after it is released. So the pushes on a server are applied
-one after another. Where the rule bounds staleness, the first server says which worker may go on.
+A pull reads a shard, and a push changes it, while holding the shard's lock. Tensors cross the
+network before the lock is taken or after it is released, and pushes on a server are applied one
+after another. If the rule bounds the staleness, the first server decides which worker may continue.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Exchange:
         self._staleness: Any = server.staleness
 
     def pull(self, worker: tf.Tensor) -> Pulled:
-        """Reads the model for a worker; if the rule bounds the staleness, waits for its turn."""
+        """Reads the model for a worker; waits if the bound on staleness requires it."""
         if self._staleness is None:
             return self.read()
         (may,) = self._until_settled(worker, 1, lambda: [self.ask_to_pull(worker)])
@@ -38,9 +38,9 @@ class Exchange:
             return self.read()
 
     def ask_to_pull(self, worker: tf.Tensor, waits: bool = True) -> tf.Tensor:
-        """Returns whether a worker may pull now; if so, its pull is counted as done.
+        """Returns whether a worker may pull now; if so, counts the pull as done.
 
-        If it may not, and `waits`, it will get a token (`Staleness.wait`) in time.
+        If it may not pull and `waits` is set, it will get a token (`Staleness.wait`).
         """
         if self._staleness is None:
             return tf.constant(True)
@@ -71,7 +71,7 @@ class Exchange:
         return Pulled(weights, state, versions, *of_first)
 
     def push(self, push: Push, pulled: Pulled, waits: bool = True) -> Answer:
-        """Applies a push on each server that does not have it yet.
+        """Applies a push on each server that has not applied it yet.
 
         If a weight would become infinite or NaN, the graph fails with
         `tf.errors.InvalidArgumentError` and `NOT_FINITE` in its message; nothing is written on the
@@ -79,15 +79,15 @@ class Exchange:
 
         Args:
             push: the push.
-            pulled: the pulled model from which it was computed.
-            waits: whether to wait for the turn if the rule bounds the staleness. Without waiting,
-                the answer may be not `settled`.
+            pulled: the pulled model from which the push was computed.
+            waits: whether to wait until the bound on staleness, if there is one, allows the push.
+                Without waiting, the answer may not be `settled`.
         """
         server = self.server
-        # TensorFlow releases a graph's locks in the order in which they are written there. So a
-        # push that had a lock before the pull is over would keep it until the pull has got its own
-        # locks, and two workers could wait for each other for ever. A weight's gradient may not
-        # depend on what another server has, so the pull is waited for here.
+        # TensorFlow releases a graph's locks in the order in which the graph names them. So a push
+        # that had a lock before the pull is over would keep it until the pull has its own locks,
+        # and two workers could wait for each other forever. A weight's gradient may not depend on
+        # all servers, so the pull is awaited explicitly.
         with tf.control_dependencies(pulled.versions):
             parts = [self.part(shard, push) for shard in server.shards]
         settled = accepted = tf.constant(True)
@@ -98,7 +98,7 @@ class Exchange:
             part = parts[shard.number]
             if self._staleness is None or shard is not server.first:
                 answers[shard.number] = self.apply(shard, part, pulled, accepted)
-            else:  # the first server comes last, and gives the turn to others
+            else:  # the first server comes last, and ends the push's turn
                 everywhere = tf.stack([accepted, *(there for there, *_ in answers[1:])])
                 answers[0] = self._end_turn(part, pulled, accepted, tf.reduce_all(everywhere))
         moves: list[tf.Tensor] = [None] * len(server.names) if server.rule.local_models else []
@@ -124,16 +124,16 @@ class Exchange:
     def apply(
         self, shard: Shard, part: Push, pulled: Pulled, accepted: tf.Tensor
     ) -> list[tf.Tensor]:
-        """Applies the part of a push if it is `accepted`; returns what `_take` does."""
+        """Applies the part of a push if it is `accepted`; returns as `_take` does."""
         accepted = shard.sent(accepted)
         return shard.locked((part, accepted), lambda: self._take(shard, part, pulled, accepted))
 
     def _take(
         self, shard: Shard, part: Push, pulled: Pulled, accepted: tf.Tensor
     ) -> list[tf.Tensor]:
-        """Applies a push if it is accepted and not in the weights yet; inside the lock.
+        """Applies a push that is accepted and not in the weights yet; inside the lock.
 
-        Returns whether its minibatches are in the weights afterwards, the version, and the moves.
+        Returns whether its minibatches are in the weights now, the version, and the moves.
         """
 
         def write() -> list[tf.Tensor]:
@@ -159,7 +159,7 @@ class Exchange:
             return [shard.progress.includes(part), *result]
 
     def _shared(self, part: Push, staleness: tf.Tensor) -> list[tuple[tf.Variable, tf.Tensor]]:
-        """Returns the changes of what the first server has beside a shard."""
+        """Returns the changes of the variables that only the first server has."""
         server = self.server
         # A moving statistic that is NaN would stay NaN.
         added = [
@@ -179,7 +179,7 @@ class Exchange:
     def _until_settled(
         self, worker: tf.Tensor, count: int, ask: Callable[[], list[tf.Tensor]]
     ) -> tuple[tf.Tensor, ...]:
-        """Asks until the first of `count` answers is true, and waits for a token in between."""
+        """Repeats `ask` until its first answer is true; waits for a token in between."""
 
         def again(*_: tf.Tensor) -> tuple[tf.Tensor, ...]:
             settled, *rest = ask()
@@ -192,9 +192,10 @@ class Exchange:
             return tuple(tf.while_loop(lambda settled, *_: ~settled, again, no))
 
     def _turn(self, part: Push, pulled: Pulled, waits: bool) -> tuple[tf.Tensor, ...]:
-        """Waits for a push's turn on the first server, if `waits`.
+        """Waits, if `waits`, until a push may be applied (has the turn) on the first server.
 
-        Returns whether the push is settled (it need not wait), and whether it has the turn.
+        Returns whether the push is settled (need not be offered again), and whether it has the
+        turn.
         """
         first, staleness = self.server.first, self._staleness
 
@@ -227,7 +228,7 @@ class Exchange:
     def begin(self, worker: tf.Tensor, chunk: tf.Tensor) -> tf.Tensor:
         """Begins a chunk on a worker; returns how many of its minibatches are in the model.
 
-        With bounded staleness, no worker waits any longer for a former worker of the chunk.
+        With bounded staleness, workers stop waiting for any earlier worker of the chunk.
         """
         if self._staleness is None:
             return self.done(chunk)
@@ -252,10 +253,7 @@ class Exchange:
         return tf.reduce_min(tf.stack(counts))
 
     def finish(self, epoch: tf.Tensor, chunk: tf.Tensor, ended: tf.Tensor) -> tf.Tensor:
-        """Marks a chunk as finished if it has `ended`; returns `ended`.
-
-        A chunk of another epoch than the open one is not marked.
-        """
+        """Marks a chunk as finished if it has `ended` and is of the open epoch; returns `ended`."""
         first, counters = self.server.first, self.server.counters
         epoch, chunk, ended = first.sent((epoch, chunk, ended))
         return first.locked(

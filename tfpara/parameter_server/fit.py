@@ -23,8 +23,8 @@ from tfpara.parameter_server.workers import Training
 from tfpara.typing import Data, Json, Logs
 
 _POLL_SECONDS = 0.2
-# Workers that are to stop finish their block first, unless the run was asked to end: its time is
-# short, and workers may be gone.
+# Longest wait for workers to finish their block when the run is asked to end. Time is short then,
+# and workers may be gone. Otherwise there is no limit.
 _LEAVING_SECONDS = 1.0
 
 
@@ -33,11 +33,11 @@ class Fit:
 
     Attributes:
         epoch: the epoch that is trained, from 0.
-        order: numbers that the order of the data and random layers depend on, beside the epoch: the
-            strategy's seed and the number of fits before this one.
-        within_epoch: whether the epoch has begun and is not over; workers may be paused.
+        order: the numbers, beside the epoch, that determine the order of the data and the random
+            layers: the strategy's seed and the number of earlier fits.
+        within_epoch: whether an epoch has begun and is not over; workers may be paused.
         chunks_done: chunks of the epoch that are in the model.
-        at_poll: called several times a second while workers train, whether they push or not.
+        at_poll: called several times a second while workers train, with or without new pushes.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Fit:
         search_rate: ChunkRateSearch | None,
         **data: Any,
     ) -> None:
-        """Makes the graphs of the workers; `data` are further arguments of `as_chunks`."""
+        """Makes the graphs of the workers; `data` are more arguments of `as_chunks`."""
         x, workers = data["x"], models.workers
         self.order = [models.seed, next(models.fits)]
         if chunks is None and not isinstance(x, Chunks):
@@ -83,9 +83,9 @@ class Fit:
         callbacks: Any,
         validation: tuple[Data, int | None, int | Collection[int]],
     ) -> keras.callbacks.History:
-        """Trains the epochs `first` … `epochs` − 1, or goes on from a restored checkpoint.
+        """Trains the epochs `first` … `epochs` − 1, or continues from a restored checkpoint.
 
-        The arguments are those of Keras' `fit`, and so is the history that is returned.
+        Arguments and history are those of Keras' `fit`.
         """
         model = self.model
         model.stop_training = False
@@ -139,7 +139,7 @@ class Fit:
         """Continues from a restored checkpoint; called in `on_train_begin`.
 
         Args:
-            epoch: the epoch to go on with.
+            epoch: the epoch to continue with.
             within: whether the checkpoint is from the middle of that epoch; the servers' restored
                 counters then tell which minibatches are in the model.
             finished: whether the run had already been stopped (`stop_training`).
@@ -147,10 +147,10 @@ class Fit:
         """
         self.epoch = epoch
         self.order[:] = order
-        self.server.generation += 1  # workers begin with what the servers have now
+        self.server.generation += 1  # workers start from the servers' present state
         self._resumed_epoch = epoch if within else None
         # The checkpoint has the rates of the model's optimizer and of the servers. They may differ,
-        # for a ChunkRateSearch changes the servers' only; that is no change by a callback.
+        # since a ChunkRateSearch changes the servers' only; no callback has changed the rate then.
         self.server.told_rate = self._chiefs_rate()
         self.work.read_frozen()
         self._copy.read()
@@ -163,7 +163,7 @@ class Fit:
             self.server.learning_rate = self.server.told_rate = rate
 
     def give_up(self, longest_seconds: float) -> None:
-        """Leaves the workers idle and the model with the global weights; `run` has failed."""
+        """Stops the workers and shows the global weights in the model, after `run` has failed."""
         with contextlib.suppress(tf.errors.OpError, RuntimeError):  # the cluster may be gone
             # Wait, so that no push of this fit arrives during the next one.
             self._halt(longest_seconds)
@@ -182,14 +182,14 @@ class Fit:
 
     @property
     def data_facts(self) -> dict[str, Json]:
-        """The facts that decide which samples a minibatch has: `Chunks.facts`."""
+        """The known settings that decide which samples a minibatch has: `Chunks.facts`."""
         return self._chunks.facts
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Pauses the workers inside the context, so that the servers' state does not change.
 
-        Afterwards unfinished chunks go on.
+        Unfinished chunks continue afterwards.
         """
         self._halt()
         yield
@@ -197,10 +197,9 @@ class Fit:
         self._submit()
 
     def _halt(self, longest_seconds: float = float("inf")) -> None:
-        """Tells the workers to stop, and waits until they have, at most for so long.
+        """Tells the workers to stop, and waits at most `longest_seconds` until they have.
 
-        Then the servers take no push until the epoch is opened again. The wait is short where the
-        run is asked to end, since workers may be gone.
+        Afterwards the servers accept no push until the epoch is opened again.
         """
         self.server.counters.halted.assign(True)
         self._executor.halt()
@@ -222,7 +221,7 @@ class Fit:
                 self._write()  # raises early if a batch hook has set weights
                 first = False
             self.follow_rate()
-            if self.model.stop_training:  # the epoch ends here, and with it the training
+            if self.model.stop_training:  # the epoch ends here, and so does training
                 if not done:
                     self._halt()
                 return
@@ -230,7 +229,7 @@ class Fit:
             if done and (self.model.stop_training or not self._left()):
                 return
             if done:
-                self._submit()  # the chunks whose run ended before they were finished
+                self._submit()  # the chunks that are not finished although their run ended
 
     def _write(self) -> None:
         """Sends weights that were set in the chief's model to the servers."""
@@ -240,7 +239,7 @@ class Fit:
         """Shows the servers' weights to a callback that saves the model within epochs.
 
         Raises:
-            ValueError: the callback cannot work here.
+            ValueError: the callback cannot be used with parameter servers.
         """
         if isinstance(callback, keras.callbacks.BackupAndRestore):
             raise ValueError(
@@ -277,7 +276,7 @@ class Fit:
             raise explained(error, self._models.check) from error
 
     def _tell(self, callbacks: keras.callbacks.CallbackList) -> bool:
-        """Calls the batch hooks for the newest minibatch; returns False if there was no push."""
+        """Calls the batch hooks for the newest minibatch; returns False without a new push."""
         seen = self.server.trained()
         if seen <= self._seen:
             return False
@@ -315,7 +314,7 @@ class Fit:
 
 
 def _number(value: Any) -> Any:
-    """Returns the result of a metric as a float, or as it is if it has several, as Keras does."""
+    """Returns a metric's result as a float, or unchanged if it has several values."""
     return float(value) if np.ndim(value) == 0 else value
 
 

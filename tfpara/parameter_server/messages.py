@@ -15,11 +15,12 @@ class Pulled(NamedTuple):
     state: list[tf.Tensor]  # the averaged state (moving statistics), in the model's order
     versions: list[tf.Tensor]  # number of pushes so far on each server
     halted: tf.Tensor  # whether workers have to stop after this block
-    minibatches: tf.Tensor | None = None  # in the model so far; None for optimizers on the servers
-    rate: tf.Tensor | None = None  # of the workers' optimizers; None for others, and a schedule
+    minibatches: tf.Tensor | None = None  # in the model so far; None if servers have the optimizers
+    # of the workers' optimizers; None without them, and for a schedule
+    rate: tf.Tensor | None = None
 
     def with_rate(self, rate: tf.Tensor) -> Pulled:
-        """Returns it with the learning rate of a chunk, unless that is negative, or it has none."""
+        """Returns it with a chunk's learning rate, unless `rate` is negative or it has no rate."""
         if self.rate is None:
             return self
         return self._replace(rate=tf.where(rate >= 0.0, rate, self.rate))
@@ -40,8 +41,8 @@ class Push(NamedTuple):
         values: for each weight its gradient (ASGD), its change since the pull (Downpour), or the
             local weight (EASGD).
         state: s − D S_pulled, for each tensor of the averaged state S (moving statistics); s is the
-            worker's after the block. The server sets S ← D S + (s − D S_pulled). So S becomes that
-            of one worker with all minibatches, however many pushes came since the pull.
+            worker's state after the block. The server sets S ← D S + (s − D S_pulled). So S becomes
+            the state of one worker with all minibatches, however many pushes came since the pull.
         kept: D, the factor of each element of the state: a product over the minibatches, such as
             ρ^τ for a moving average with decay ρ.
     """
@@ -49,11 +50,11 @@ class Push(NamedTuple):
     values: Sequence[tf.Tensor]
     state: Sequence[tf.Tensor]
     kept: Sequence[tf.Tensor]
-    metrics: Sequence[tf.Tensor]  # contributions to the metrics' variables, which are sums
-    worker: tf.Tensor  # its index
-    place: Place  # of the block's first minibatch
-    minibatches: tf.Tensor  # their number
-    samples: tf.Tensor  # their number
+    metrics: Sequence[tf.Tensor]  # increments of the metrics' variables, which are sums
+    worker: tf.Tensor  # index of the worker
+    place: Place  # the place of the block's first minibatch
+    minibatches: tf.Tensor  # number of minibatches
+    samples: tf.Tensor  # number of samples
     rate: tf.Tensor  # learning rate of this push; if negative, the servers' rate is used
     squares: Sequence[tf.Tensor] = ()  # sums of the gradients' squares; empty if not needed
 
@@ -64,19 +65,19 @@ class Answer(NamedTuple):
     Attributes:
         settled: False if the push must be offered again later, because it would now make other
             workers' pushes too stale.
-        included: whether the minibatches are in the model on all servers, by this push or by a
-            former one.
+        included: whether the minibatches are in the model on all servers, by this or an earlier
+            push.
     """
 
-    versions: list[tf.Tensor]  # number of pushes on each server after it
-    moves: list[tf.Tensor]  # what local models, if there are any, lose of each weight
+    versions: list[tf.Tensor]  # number of pushes on each server, with this one
+    moves: list[tf.Tensor]  # what is subtracted from each local weight; empty without local models
     settled: tf.Tensor
     included: tf.Tensor
 
 
 class Moment(NamedTuple):
-    """Models on the servers that were read between two pushes."""
+    """The models on the servers at one moment, between two pushes."""
 
     weights: dict[str, list[tf.Tensor]]  # by "global" or an average's name, in the model's order
     state: list[tf.Tensor]  # the moving statistics, in the order of `Server.state`
-    pushes: int  # their number before, on the first server
+    pushes: int  # pushes on the first server before that moment

@@ -28,11 +28,11 @@ class Trained(NamedTuple):
 
 
 class Models(dict[keras.Model, Trained]):
-    """The models, and the settings with which they are trained; arguments as for `AsyncStrategy`.
+    """The trained models, and the settings of their training; arguments as for `AsyncStrategy`.
 
     Attributes:
         workers: the workers of the run.
-        fits: the numbers of coming calls of `fit`, on which the order of the data depends.
+        fits: the numbers of future calls of `fit`, which determine the order of the data.
     """
 
     def __init__(
@@ -52,10 +52,10 @@ class Models(dict[keras.Model, Trained]):
         self.fits = itertools.count()
 
     def of(self, model: keras.Model | None) -> Trained:
-        """Returns a model's parts; for None those of the model whose first `fit` was last.
+        """Returns a model's parts; for None those of the model whose first `fit` was the latest.
 
         Raises:
-            ValueError: it was not trained.
+            ValueError: the model was not trained.
         """
         if model is None and self:
             return list(self.values())[-1]
@@ -64,7 +64,7 @@ class Models(dict[keras.Model, Trained]):
         return self[model]
 
     def check(self) -> None:
-        """Raises an error if the run cannot go on; frees the others from waiting for lost workers.
+        """Raises an error if the run cannot continue; stops waits for lost workers.
 
         Raises:
             tfpara.ParameterServerError: a parameter server is lost, or all workers are.
@@ -75,11 +75,11 @@ class Models(dict[keras.Model, Trained]):
                 trained.server.forget(worker)
 
     def for_fit(self, model: keras.Model, spec: Nest) -> Trained:
-        """Returns a model's parts for a `fit`; creates them in the first one.
+        """Returns a model's parts for a `fit`; creates them at the first one.
 
-        They are created anew, from the weights of the chief's model, if it was compiled with
-        another optimizer since, or layers were frozen or unfrozen. Otherwise weights that were set
-        in the chief's model are sent to the servers.
+        The parts are created again, from the weights of the chief's model, if since then it was
+        compiled with another optimizer, or layers were frozen or unfrozen. Otherwise weights that
+        were set in the chief's model are sent to the servers.
 
         Args:
             model: built and compiled.

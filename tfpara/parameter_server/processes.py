@@ -1,4 +1,4 @@
-"""The processes of a cluster with parameter servers, for the chief; TensorFlow's server in each."""
+"""The processes of a cluster with parameter servers, and TensorFlow's server in each."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def join(timeout_seconds: float, startup_timeout_seconds: float) -> Processes:
     """Returns the processes of TF_CONFIG to the chief; a worker or parameter server never returns.
 
     Args:
-        timeout_seconds: silence after which another process is taken for lost.
+        timeout_seconds: silence after which another process counts as lost.
         startup_timeout_seconds: longest wait for all processes.
 
     Raises:
         tfpara.cluster.ClusterError: TF_CONFIG is wrong.
-        tfpara.StartupError: processes did not come, or have another TF_CONFIG.
+        tfpara.StartupError: processes did not connect, or have another TF_CONFIG.
     """
     found = taking_part(cluster.read)
     if not found.is_chief:
@@ -114,8 +114,8 @@ class Processes(Workers):
     def _end(self) -> None:
         self._lobby.end_with_process(self._exit_code, self._failure)
         if self._exit_code:
-            # The cause has been printed. TensorFlow would still print, for each of its functions
-            # and each process, that it cannot remove the function there.
+            # The cause is printed already. TensorFlow would add, for each of its functions and each
+            # process, that it cannot remove the function there.
             sys.stderr.flush()
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
@@ -124,9 +124,9 @@ def serve_forever(found: cluster.AsyncCluster, startup_timeout_seconds: float) -
     """Runs TensorFlow's server for the chief; ends the process when the run is over.
 
     The numbers of threads are those of `tf.config.threading`, or else of TF_NUM_INTRAOP_THREADS and
-    TF_NUM_INTEROP_THREADS. There are at least as many inter-op threads as workers, and one more:
-    a worker's call may occupy a thread here while it waits for another process, so fewer threads
-    could lead to a deadlock. A parameter server uses no GPU. Arguments as for `member.serve`.
+    TF_NUM_INTEROP_THREADS. There is at least one more inter-op thread than workers: a worker's call
+    may occupy a thread here while it waits for another process, so fewer threads could lead to a
+    deadlock. A parameter server uses no GPU. Arguments as for `member.serve`.
     """
 
     def start(spec: dict[str, list[str]]) -> None:

@@ -1,10 +1,10 @@
 """Datasets whose copies all have the same minibatches in the same order.
 
 Each chunk of an epoch reads a copy of the dataset and keeps its share of the minibatches. So all
-copies must have the same minibatches in the same order, also a copy that another worker reads again
-after a failure. But `shuffle` draws an order of its own in each copy, and `deterministic=False`
-takes elements in the order in which they are ready. This module rewrites the dataset's TensorFlow
-graph: the chief fills in the seeds of all shuffles for each epoch, and operations keep their order.
+copies must have the same minibatches in the same order, also if another worker reads one again
+after a failure. But `shuffle` draws another order in each copy, and `deterministic=False` takes
+elements in the order in which they are ready. This module rewrites the dataset's TensorFlow graph:
+the chief inserts the seeds of all shuffles for each epoch, and operations keep their order.
 Datasets with other randomness that decides which elements come are refused.
 """
 
@@ -34,13 +34,13 @@ _PYTHON = {"EagerPyFunc", "PyFunc", "PyFuncStateless"}
 
 
 class RepeatableProgram:
-    """A dataset as a graph that any process can read; its order depends on given seeds only.
+    """A dataset as a graph that any process can read; its order depends only on the given seeds.
 
     Args:
         dataset: a finite dataset without Python functions.
 
     Raises:
-        ValueError: the dataset has more than 1 GB of data inside, Python functions, or randomness
+        ValueError: the dataset contains more than 1 GB of data, Python functions, or randomness
             that decides which elements come.
     """
 
@@ -79,10 +79,12 @@ class RepeatableProgram:
         if generator is not None:
             node.input[generator] = scope.add("DummySeedGenerator", "handle")
         seeds = [node.input[place] for place in (first, second)]
-        if not all(map(scope.is_fixed, seeds)):  # computed from the data: the same in all copies
+        # seeds computed from the data: the same in all copies
+        if not all(map(scope.is_fixed, seeds)):
             return
         anew = any(node.attr[name].b for name in _ANEW if name in node.attr)
-        if not anew and list(map(scope.number, seeds)) != [0, 0]:  # one order, as the dataset says
+        # the dataset asks for the same order in all epochs
+        if not anew and list(map(scope.number, seeds)) != [0, 0]:
             return
         self._anew.append(anew)
         for place in (first, second):
@@ -92,25 +94,21 @@ class RepeatableProgram:
         """Returns the seeds of all shuffles for `dataset`.
 
         Args:
-            order: numbers ≥ 0 that the order depends on.
+            order: numbers ≥ 0 that determine the order, beside the epoch.
             epoch: the epoch, from 0.
         """
         found: list[int] = []
         for number, anew in enumerate(self._anew):
             # The dataset's own seeds are not used: under a global seed they depend on the number of
-            # operations that the program has created before.
+            # operations that the program created earlier.
             key = [*order, epoch, number] if anew else [*order[:1], number]
             drawn = np.random.default_rng(key).integers(1, 1 << 62, size=2)
             found += map(int, drawn)
-        # A seed has 8 bytes, as many as its placeholder, so that lengths in the graph stay right.
+        # A seed has 8 bytes, as its placeholder has, so that lengths in the graph stay valid.
         return tf.constant([*(np.int64(seed).tobytes() for seed in found), b""])
 
     def dataset(self, seeds: tf.Tensor) -> tf.data.Dataset:
-        """Returns the dataset with these seeds; in a graph or eagerly.
-
-        Args:
-            seeds: the result of the method `seeds`, a string tensor.
-        """
+        """Returns the dataset with `seeds`, a result of `seeds()`; in a graph or eagerly."""
         pieces = [part for k, piece in enumerate(self._pieces) for part in (piece, seeds[k])]
         variant = tf.raw_ops.DatasetFromGraph(graph_def=tf.strings.join(pieces))
         return tf.data.experimental.from_variant(variant, self._spec)
@@ -150,7 +148,7 @@ def check_order(graph: tf.compat.v1.GraphDef, what: str) -> None:
 
 
 def check_seeds(graph: tf.compat.v1.GraphDef) -> None:
-    """Refuses chunks whose order may differ each time that they are read.
+    """Refuses chunks whose order may differ each time they are read.
 
     Args:
         graph: a GraphDef with the operations of a chunk's dataset.

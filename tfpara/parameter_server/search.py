@@ -23,18 +23,18 @@ from tfpara.typing import Nest
 class ChunkRateSearch:
     """Tries several learning rates on the first part of each chunk and takes the best one.
 
-    The worker that gets a chunk pulls the model. For each candidate rate it trains a copy on the
-    first minibatches of the chunk, the sample, with a new optimizer. The candidate with the
-    smallest loss on the sample after that training wins; of equal losses the lowest rate. Losses
-    that are not finite never win, and if none is finite, the rate stays as it is. The chunk is then
-    trained with the chosen rate. The candidates of the next chunks are multiples of it, so the rate
-    may rise or fall. The sample needs some tens of minibatches: after fewer, rates that are too
-    high still look good.
+    The worker that gets a chunk pulls the model. For each candidate rate it trains a copy of the
+    model on the first minibatches of the chunk, the sample, with a new optimizer. The candidate
+    with the smallest loss on the sample after that training wins; of equal losses the lowest rate.
+    Losses that are not finite never win; if none is finite, the rate does not change. The chunk is
+    then trained with the chosen rate. The candidates of the next chunks are multiples of it, so the
+    rate may rise or fall. The sample needs some tens of minibatches: after fewer, rates that are
+    too high still look good.
 
     Args:
         factors: candidates, as multiples of the present rate, each > 0.
         part: the sample's part of a chunk, 0 < part ≤ 1; the sample has at least one minibatch.
-            Needs data whose number of minibatches is known.
+            The number of minibatches must be known.
         minibatches: number of minibatches of the sample, in place of `part`.
 
     Raises:
@@ -56,7 +56,7 @@ class ChunkRateSearch:
             raise ValueError(f"minibatches={self.minibatches!r} must be at least 1.")
 
     def function(self, server: Server, work: WorkerStep, chunks: Chunks) -> ChooseRate:
-        """Returns the graph function that gets a chunk's minibatches and returns its rate.
+        """Returns the graph function that chooses a chunk's rate from its minibatches.
 
         Raises:
             ValueError: the rate is a schedule, or workers have models of their own, or the number
@@ -87,7 +87,7 @@ class _Trial:
         self._at: Any = self._steps.rate_index
 
     def best(self, factors: list[float], minibatches: tf.data.Dataset) -> tf.Tensor:
-        """Returns the best multiple of the present rate, and sets it on the servers."""
+        """Returns the best multiple of the present rate, and sets the best rate on the servers."""
         sample = minibatches.take(self._count)
         pulled = Exchange(self._server).read()
         before = self._server.rate()

@@ -28,13 +28,13 @@ class Server:
 
     Args:
         model: built and compiled; the initial weights are read from it.
-        state: those of the model's non-trainable variables that workers share: moving statistics.
+        state: the model's non-trainable variables that workers share: moving statistics.
         rule: a resolved rule of `tfpara.algorithms.asgd`.
         averages: averages of the global model, by name.
         devices: devices of the parameter servers. The weights are placed in the order of their
             size, largest first, each on the device with the fewest elements so far.
         num_workers: number of workers.
-        record: whether to keep a line for each push.
+        record: whether to record each push.
 
     Attributes:
         number: a number that no other `Server` of this process has.
@@ -94,8 +94,8 @@ class Server:
     def _rates(self) -> list[tuple[Shard, tf.Variable]]:
         """Returns the servers with a variable of the learning rate, and these variables.
 
-        There is one on the first server if workers have the optimizers, otherwise one on each; none
-        if the rate is a schedule.
+        If workers have the optimizers, the first server has the only one; else each server has one.
+        There is none if the rate is a schedule.
         """
         if self._local_rate is not None:
             return [(self.first, self._local_rate)]
@@ -103,7 +103,7 @@ class Server:
         return [] if at is None else [(shard, shard.optimizer[at]) for shard in self.order]
 
     def rate(self) -> tf.Tensor:
-        """Returns the learning rate, in a graph; only if it is a number, not a schedule."""
+        """Returns the learning rate, in a graph; the rate must not be a schedule."""
         with tf.device(self.first.device):
             return tf.identity(dict(self._rates())[self.first])
 
@@ -139,7 +139,7 @@ class Server:
             self.metrics = [variable(tf.zeros_like(v.value)) for v in metric_variables(model)]
 
     def open_epoch(self, epoch: int, anew: bool) -> None:
-        """Accepts the minibatches of an epoch, which begins `anew` or continues, and ends a halt.
+        """Accepts the minibatches of an epoch, which begins `anew` or continues; ends a halt.
 
         No worker may be training.
         """
@@ -152,17 +152,17 @@ class Server:
         self.counters.halted.assign(False)
 
     def close(self) -> None:
-        """Takes no push from here on, until `open_epoch`; each is taken in whole or not at all.
+        """Accepts no push until `open_epoch`; each push is applied completely or not at all.
 
-        So the servers' state stays as it is, though workers may be between a pull and a push. On
-        several servers a push may be on some of them; the next one of the same minibatches is then
-        taken on the others alone.
+        So the servers' state does not change, even if workers are between a pull and a push. A push
+        may be on some of several servers only; the others accept the next push of the same
+        minibatches.
         """
         for shard in self.shards:
             shard.locked((), shard.progress.close)
 
     def forget(self, worker: int) -> None:
-        """Ends the pull and push of a lost worker, so that no other waits for it."""
+        """Ends the pull and push of a lost worker, so that no other worker waits for it."""
         staleness = self.staleness
         if staleness is not None:
             self.first.locked((), lambda: staleness.leave(tf.constant(worker, tf.int64)))
@@ -192,15 +192,15 @@ class Server:
             for name in names:
                 for index in shard.indices:
                     found[name][index] = next(values)
-            rest += values  # of the first server
+            rest += values  # variables of the first server
         *state, version = rest
         return Moment(found, state, int(version))
 
     def set_weights(self, weights: Sequence[tf.Tensor]) -> None:
         """Replaces the weights, given in the model's order.
 
-        Averages, the rule's state but for what lasts, and the workers' local models and optimizers
-        start anew. No worker may be between a pull and a push.
+        Averages, the rule's state except its lasting fields, and the workers' local models and
+        optimizers restart. No worker may be between a pull and a push.
         """
         self.generation += 1
         for shard in self.shards:
@@ -214,7 +214,7 @@ class Server:
     def _started(
         self, shard: Shard, place: int, weight: tf.Tensor
     ) -> Iterator[tuple[tf.Variable, tf.Tensor]]:
-        """Yields the state that belongs to a weight, and its values where a run starts at it."""
+        """Yields the state that belongs to a weight, with the values that a start from it gives."""
         if shard.kept:
             rule: Any = self.rule
             for name, new in rule.init(weight)._asdict().items():
@@ -232,8 +232,8 @@ class Server:
         """Keeps weights, moving statistics, averages, and the optimizers' slots and steps.
 
         Returns:
-            A function that restores them; workers' local models and optimizers then start anew. It
-            does not change the learning rate, nor whether an average has become a mean.
+            A function that restores them; workers' local models and optimizers then restart. It
+            changes neither the learning rate nor whether an average has become a mean.
         """
         left_out = {id(rate) for _, rate in self._rates()}
         left_out |= {
@@ -245,7 +245,8 @@ class Server:
         }
         kinds = ("weight", "state", "average", "optimizer", "rule")
         held = [v for name, v in self.variables().items() if name.split("/")[0] in kinds]
-        held.append(self.counters.minibatches)  # the steps of workers' optimizers, for a schedule
+        # the step count of workers' optimizers, for a schedule
+        held.append(self.counters.minibatches)
         kept = [(v, tf.identity(v)) for v in held if id(v) not in left_out]
 
         def restore() -> None:

@@ -21,16 +21,16 @@ NOT_FINITE = "a push would make this weight infinite or NaN:"
 class Shard:
     """A shard of the model: some weights with their optimizer slots and averages, and a lock.
 
-    Methods whose description ends with "inside the lock" must be called in `locked`. The device and
-    the number, from 0, are those of the parameter server.
+    Methods marked "inside the lock" must be called in `locked`. Device and number (from 0) are
+    those of the parameter server.
 
     Attributes:
         indices: the indices of the shard's weights among the model's trainable weights.
-        weights, optimizer: variables: the weights, and the state of `steps`.
+        weights, optimizer: the variables of the weights, and of the state of `steps`.
         averages: for each average, by name, a list of states, one for each weight; the fields of
             a state are variables.
-        kept: for each weight the rule's state; its fields are variables. Empty if it has none.
-        steps: the optimizer's step; None if the rule has the optimizers on the workers.
+        kept: the rule's state for each weight; its fields are variables. Empty if there is none.
+        steps: the optimizer's step; None if the workers have the optimizers.
         version: number of pushes applied so far.
         progress: number of minibatches of each chunk that are in these weights.
     """
@@ -45,8 +45,9 @@ class Shard:
         self.steps: KerasSteps | None = None
         self.optimizer: list[tf.Variable] = []
         with tf.device(device):
-            # TensorFlow 2.17 ignores the name here: all locks that are made eagerly on one device
-            # are one mutex. So pushes of different models on a server exclude each other, too.
+            # TensorFlow 2.17 ignores the name here: all locks made eagerly on one device are one
+            # mutex.
+            # So pushes of different models on a server exclude each other, too.
             self.lock = tf.CriticalSection(name=f"shard_{number}")
             self.version = tf.Variable(0, dtype=tf.int64, trainable=False)
             self.progress = Progress(1)
@@ -61,9 +62,9 @@ class Shard:
         """Creates the variables, with values from those of the model's `weights` in `indices`.
 
         Raises:
-            ValueError: the rule has `rate_by_staleness`, and the optimizer a schedule.
+            ValueError: the rule has `rate_by_staleness`, and the optimizer has a schedule.
         """
-        self._rule: Any = rule  # Any: its flags tell which of the rules' methods it has
+        self._rule: Any = rule  # Any: its flags tell which of the rules' methods exist
         self._averages: Mapping[str, Any] = averages
         self.names = [weights[k].path for k in self.indices]
         self._constraints = [weights[k].constraint for k in self.indices]
@@ -86,9 +87,9 @@ class Shard:
                     )
 
     def sent(self, values: Nest) -> Nest:
-        """Sends tensors to this server. Only such tensors may be used while its lock is held.
+        """Sends tensors to this server, so that the lock is not held while they cross the network.
 
-        Otherwise the lock would be held while tensors travel over the network.
+        Only tensors that were sent may be used inside the lock.
         """
         with tf.device(self.device):
             return tf.nest.map_structure(tf.identity, values)
@@ -99,7 +100,7 @@ class Shard:
             return self.lock.execute(inside)
 
     def divide(self, num_chunks: int) -> None:
-        """Sets the number of chunks of the next epochs; later pushes of former fits are refused."""
+        """Sets the number of chunks of the next epochs; refuses later pushes of earlier fits."""
         self.progress.close()
         with tf.device(self.device):
             self.progress = Progress(num_chunks)
@@ -119,8 +120,9 @@ class Shard:
         """Computes the changes that this shard's part of a push makes; inside the lock.
 
         Returns:
-            The changes. The moves: for each weight, what is subtracted from the local model; empty
-            if the rule has no local models. The staleness.
+            The changes; the moves, which are subtracted from each local weight and are empty
+            without
+            local models; and the staleness.
         """
         before = [tf.identity(v) for v in self.weights]
         version = tf.identity(self.version)
@@ -130,7 +132,7 @@ class Shard:
             tf.debugging.check_numerics(w, f"{NOT_FINITE} {name!r}")
             for w, name in zip(after, self.names, strict=True)
         ]
-        if self._rule.local_steps:  # else the optimizer's step has done so
+        if self._rule.local_steps:  # otherwise the optimizer's step has applied the constraints
             after = constrained(after, self._constraints)
         changes = [*zip(self.weights, after, strict=True), *state]
         for name, average in self._averages.items():
@@ -155,7 +157,7 @@ class Shard:
             return [update(w, v, tf.cast(staleness, w.dtype)) for w, v in pairs], [], []
         after, changes = [], list[Change]()
         for (weight, value), kept in zip(pairs, self.kept, strict=True):
-            exact = precise(weight)  # in bfloat16 the rounds would be counted no further than 256
+            exact = precise(weight)  # bfloat16 could count rounds only up to 256
             state = type(kept)(*(tf.cast(v, exact.dtype) for v in _read(kept)))
             new, state = self._rule.update(exact, state, precise(value))
             after.append(tf.cast(new, weight.dtype))
@@ -184,7 +186,7 @@ class Shard:
         return after, state
 
     def average(self, name: str) -> list[tf.Tensor]:
-        """Returns the weights of an average, by their constraints."""
+        """Returns the weights of an average, after their constraints."""
         found = [self._averages[name].value(_read(state)) for state in self.averages[name]]
         found = [tf.cast(v, w.dtype) for v, w in zip(found, self.weights, strict=True)]
         return constrained(found, self._constraints)
@@ -221,7 +223,7 @@ class Shard:
 
 
 def commit(changes: Sequence[Change], record: Callable[[], None] = lambda: None) -> tf.Tensor:
-    """Makes all changes and calls `record`, or, if the worker dies before, does nothing.
+    """Makes all changes and calls `record`; does nothing if the worker dies before.
 
     When a worker dies, TensorFlow stops the graph that the worker runs on a server, between two
     operations. So all assignments are in one function that is not inlined. It is one operation of
@@ -239,7 +241,7 @@ def commit(changes: Sequence[Change], record: Callable[[], None] = lambda: None)
 
 
 def precise(weights: Array) -> tf.Tensor:
-    """Returns weights as averages take them: in float32 at least, since small shares need bits."""
+    """Returns weights in at least float32, as averages take them: small shares need the bits."""
     weights = tf.convert_to_tensor(weights)
     return tf.cast(weights, tf.float32) if weights.dtype.size < 4 else tf.identity(weights)
 

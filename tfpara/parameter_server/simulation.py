@@ -34,7 +34,7 @@ class Speed:
 
     Args:
         mean: mean time in seconds, > 0. Only the ratios between workers matter.
-        spread: standard deviation of the time's logarithm, ≥ 0; with 0 it is always the mean.
+        spread: standard deviation of the logarithm of the time, ≥ 0; if 0, each time is the mean.
 
     Raises:
         ValueError: a value outside its range.
@@ -66,26 +66,25 @@ def simulate_async(
 ) -> AsyncStrategy:
     """Returns an `AsyncStrategy` with simulated workers and a repeatable order of pulls and pushes.
 
-    `fit` and all else work as on a cluster, with the same functions for pull, minibatch and push.
-    The time that a worker takes for a minibatch is drawn from its speed. It is simulated time; the
-    program does not wait for it. Two runs with the same arguments, data and seeds are equal bit for
-    bit.
+    All methods work as on a cluster, with the same functions for pull, minibatch and push. The time
+    that a worker takes for a minibatch is drawn from its speed. It is simulated time; the program
+    does not wait for it. Two runs with the same arguments, data and seeds are equal bit for bit.
 
     Args:
         num_workers: number of workers, N ≥ 1.
         rule: a rule of `AsyncStrategy`.
-        speeds: one speed for each worker, or one for all. A slow one: `tfpara.Speed(10.0)`.
+        speeds: one speed for each worker, or one for all. A slow worker: `tfpara.Speed(10.0)`.
         order: the record of another run (`strategy.record()`), to repeat its order of pulls and
-            pushes and its chunks of each worker; the speeds are then not used.
+            pushes and each worker's chunks; the speeds are then not used.
         **options: the other arguments of `AsyncStrategy`; `seed` is also the seed of the speeds.
 
     Returns:
         The strategy. Its `record()` lists all pushes.
 
     Raises:
-        ValueError: `num_workers` is not a whole number of at least 1, or the number of speeds is
-            another, or the record has more workers. `fit` raises it if the record is of a run with
-            other data or settings.
+        ValueError: `num_workers` is not a whole number of at least 1, or the number of speeds
+            differs from it, or the record has more workers. `fit` raises it if the record is of a
+            run with other data or settings.
 
     Example:
         >>> strategy = simulate_async(8, tfpara.ASGD(), speeds=tfpara.Speed(1.0, spread=0.5))
@@ -147,7 +146,7 @@ class _Worker:
         self.element: Nest = None  # the next minibatch
         self.own: list[tf.Tensor] = []
         self.start = 0  # the block's first minibatch in the chunk
-        self.idle_since = 0  # number of pushes after this worker's last one
+        self.idle_since = 0  # number of pushes up to this worker's last one
         self.rate = tf.constant(-1.0)
         self.pulled: Pulled | None = None
         self.block: Block | None = None
@@ -158,9 +157,8 @@ class _Simulation:
 
     Each worker pulls, computes `sync_period` minibatches, pushes, and pulls again at once. Its
     speed gives the simulated time of a block. Pushes are made in the order of their simulated time,
-    and by worker if the times are equal; or in that of the record `order`. The functions that pull,
-    compute and push are those that run on a cluster. The local models and optimizers, `kept` by
-    worker, are those of the former `fit`, and are updated for the next one.
+    and by worker if the times are equal; or in that of the record `order`. The local models and
+    optimizers, `kept` by worker, continue from one `fit` to the next.
     """
 
     def __init__(
@@ -194,11 +192,11 @@ class _Simulation:
         self._push = tf.function(self._push_block, autograph=False)
 
     def submit(self, epoch: int, chunks: Sequence[int]) -> None:
-        """Adds chunks of an epoch to those that wait for a worker."""
+        """Appends chunks of an epoch to the queue of chunks without a worker."""
         self._waiting.extend((epoch, chunk) for chunk in chunks)
 
     def wait(self, seconds: float) -> bool:
-        """Trains until all chunks are done, or for `seconds` of real time and one push at least.
+        """Trains until all chunks are done, or for `seconds` of real time, but at least one push.
 
         Returns whether all chunks are done.
 
@@ -218,7 +216,7 @@ class _Simulation:
                 return False
 
     def halt(self) -> None:
-        """Takes the chunks back from the workers; minibatches that are not pushed yet are lost."""
+        """Takes the chunks back from the workers; minibatches that were not pushed are lost."""
         self._waiting.clear()
         self._events.clear()
         self._refused.clear()
@@ -226,7 +224,7 @@ class _Simulation:
             worker.iterator = worker.element = worker.block = None
 
     def _pull_where_free(self) -> None:
-        """Lets every idle worker that has a chunk, or gets one, pull and compute its block."""
+        """Makes every idle worker that has a chunk, or gets one, pull and compute its block."""
         for worker in sorted(self._workers, key=lambda w: w.idle_since):
             if worker.block is not None or not self._may_pull(worker):
                 continue
@@ -253,16 +251,16 @@ class _Simulation:
             heapq.heappush(self._events, (self._now + duration, worker.index))
 
     def _may_pull(self, worker: _Worker) -> bool:
-        """Returns whether the worker pulls now in the record; True if no record is repeated.
+        """Returns whether the record has a pull of this worker next; True without a record.
 
-        If the worker needs a chunk, the one that it has in the record is moved to the front.
+        If the worker needs a chunk, its chunk in the record is moved to the front of the queue.
         """
         if not self._repeats:
             return True
         coming = next((p for p in self._order if p.worker == worker.index), None)
         if coming is None or coming.pulled != int(self._server.first.version):
             return False
-        if worker.element is None:  # it needs a chunk: the one that it has in the record
+        if worker.element is None:  # it needs a chunk: the one it has in the record
             mine = [place for place in self._waiting if place[1] == coming.chunk]
             if not mine:
                 return False
@@ -321,7 +319,7 @@ class _Simulation:
             raise
 
     def _push_of(self, worker: _Worker) -> bool:
-        """Offers a push; returns False if it is not its turn, and keeps it to be offered again."""
+        """Offers a push; returns False, and keeps it, if the bound on staleness forbids it."""
         block: Any = worker.block
         place = Place(*map(_long, (worker.epoch, worker.chunk, worker.start)))
         answer = self._push(block, worker.pulled, _long(worker.index), place, worker.rate)
@@ -339,7 +337,7 @@ class _Simulation:
         return True
 
     def _push_refused(self) -> None:
-        """Offers the refused pushes again, the oldest first, until none of them can be made."""
+        """Offers the refused pushes again, oldest first, until none of them can be applied."""
         again = True
         while again:
             waiting, self._refused = self._refused, []

@@ -1,4 +1,4 @@
-"""The bound on staleness: which workers may pull and push now, and how the others wait."""
+"""The bound on staleness: which workers may pull and push now, and how other workers wait."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def may_push(
     """
     pulls = tf.sort(_others(outstanding, worker))
     turns = version + 1 + tf.range(tf.size(pulls, tf.int64), dtype=tf.int64)
-    return tf.reduce_all(turns - pulls <= bound)  # negative for those that have no pull
+    return tf.reduce_all(turns - pulls <= bound)  # negative for workers without an outstanding pull
 
 
 def _none() -> tf.Tensor:
@@ -45,24 +45,25 @@ def _none() -> tf.Tensor:
 
 
 def _others(outstanding: tf.Tensor, worker: tf.Tensor) -> tf.Tensor:
-    """Returns the outstanding pulls without the worker's own; `_NEVER` stands for none."""
+    """Returns the other workers' outstanding pulls; `_NEVER` stands for none."""
     workers = tf.range(tf.size(outstanding, tf.int64), dtype=tf.int64)
     there = tf.logical_and(outstanding >= 0, tf.not_equal(workers, worker))
     return tf.where(there, outstanding, _NEVER)
 
 
 class Staleness:
-    """The pulls and pushes under way, and the waiting workers; used inside the first server's lock.
+    """The outstanding pulls and pushes, and the waiting workers; used inside the first server's
+    lock.
 
-    One worker at a time has the turn to push, until the push is on all servers. The first server
-    gets the push last. So after a worker has asked to pull, it reads from each server at least as
-    many pushes as the first server had then. And when a worker may push, all servers have as many
-    pushes as the first.
+    One worker at a time has the turn to push, until all servers have the push. The first server
+    gets it last. So a worker that was allowed to pull reads from each server at least as many
+    pushes as the first server had then, and when a worker may push, all servers have equally many
+    pushes.
 
     A worker that has to wait dequeues a token from its own queue, which occupies no thread, and
-    asks again. Each event that may let workers go on puts tokens into the queues of all that wait.
-    The waiting calls are counted, because two calls of one worker may wait: one that TensorFlow has
-    given up, and the one that replaces it.
+    asks again. Each event that may let workers continue puts tokens into the queues of all that
+    wait. The waiting calls are counted, because two calls of one worker may wait: one that
+    TensorFlow has abandoned, and its replacement.
 
     The variables are created on the current device; `bound` is s, the largest staleness.
     """
@@ -80,8 +81,8 @@ class Staleness:
     def ask_to_pull(self, worker: tf.Tensor, version: tf.Tensor, waits: bool) -> tf.Tensor:
         """Returns whether a worker may pull now; notes the pull, or that the worker `waits`.
 
-        An outstanding pull of the same worker is of a call that was started again, and is given
-        up; `version` is the number of pushes so far.
+        An outstanding pull of the same worker is dropped: its call was restarted. `version` is the
+        number of pushes so far.
         """
         before = self._outstanding.read_value()
         may = may_pull(before, worker, self._bound)
@@ -103,9 +104,10 @@ class Staleness:
     ) -> list[tf.Tensor]:
         """Returns whether a push is settled, and whether its worker has the turn, until `leave`.
 
-        A push is dropped for good if it is not `due` (it has not the next minibatches), or too
-        stale: its worker was given up, and others did not wait. One that is not settled is offered
-        again; its worker gets a token in time if it `waits`.
+        A push is dropped for good if it is not `due` (does not have the next minibatches), or if it
+        is
+        too stale, since its worker counted as lost and others did not wait. A push that is not
+        settled is offered again; its worker will get a token if it `waits`.
         """
         pushing = self._pushing.read_value()
         free = tf.logical_or(tf.equal(pushing, _NONE), tf.equal(pushing, worker))
@@ -124,9 +126,8 @@ class Staleness:
     def begin(self, worker: tf.Tensor, chunk: tf.Tensor) -> tf.Tensor:
         """Notes that a worker begins a chunk; returns the chunk.
 
-        Former pulls and pushes of this worker are given up, and so are those of a worker that had
-        the chunk before: TensorFlow starts a chunk again when it has given up the call that
-        trained it.
+        Earlier pulls and pushes of this worker, and of the chunk's previous worker, are dropped:
+        TensorFlow restarts a chunk when it has abandoned the call that trained it.
         """
         chunks = self._chunks.read_value()
         former = tf.logical_or(tf.equal(chunks, chunk), self._is(worker))
@@ -135,17 +136,17 @@ class Staleness:
             return tf.identity(chunk)
 
     def leave(self, worker: tf.Tensor, condition: bool | tf.Tensor = True) -> tf.Tensor:
-        """Ends a worker's pull and push (it is done, or lost), if the condition holds."""
+        """Ends the pull and push of a worker that is done or lost, if the condition holds."""
         with tf.control_dependencies(self._leave(tf.logical_and(self._is(worker), condition))):
             return tf.identity(worker)
 
     def clear(self) -> None:
-        """Ends all pulls and pushes; outside graphs."""
+        """Ends all pulls and pushes; not in a graph."""
         self._outstanding.assign(tf.fill(self._outstanding.shape, _none()))
         self._pushing.assign(_NONE)
 
     def wait(self, worker: tf.Tensor) -> tf.Tensor:
-        """Waits for a token; outside the lock."""
+        """Waits for a token; must not be called inside the lock."""
         return tf.switch_case(tf.cast(worker, tf.int32), [q.dequeue for q in self._queues])
 
     def _is(self, worker: tf.Tensor) -> tf.Tensor:
@@ -163,7 +164,7 @@ class Staleness:
         ]
 
     def _announce(self, worker: tf.Tensor, waiting: tf.Tensor, waits: bool) -> list[tf.Tensor]:
-        """Counts the worker as waiting for a token, if it is `waiting` and it `waits`."""
+        """Counts the worker as waiting for a token, if `waiting` and `waits`."""
         if not waits:
             return []
         waiting = tf.cast(tf.logical_and(self._is(worker), waiting), tf.int32)

@@ -29,12 +29,12 @@ from tfpara.whole_number import checked_whole
 
 
 class AsyncStatistics(NamedTuple):
-    """The numbers of pushes so far, by staleness and by worker.
+    """The numbers of pushes so far.
 
     Attributes:
         pushes: number of pushes, which are updates of the global model.
         samples: number of samples of these pushes.
-        staleness: int64 [256], pushes by staleness k; the last counts all staler ones too.
+        staleness: int64 [256], pushes by staleness k; the last counts all higher ones too.
         by_worker: int64 [workers], pushes of each worker in this process's lifetime.
     """
 
@@ -45,7 +45,7 @@ class AsyncStatistics(NamedTuple):
 
     @property
     def syncs(self) -> int:
-        """The same as `pushes`: scores within a run are listed by it."""
+        """The same as `pushes`: the number by which scores within a run are listed."""
         return self.pushes
 
     @property
@@ -85,7 +85,7 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy, Strategy):
 
     The chief has a copy of the model, for Keras' `evaluate`, `predict` and `export`. To train it,
     call the strategy's `fit`. The workers compute the model's loss (`compute_loss`) and metrics.
-    Weights, gradients, and changes of moving statistics and metrics are sent over the network. Each
+    The processes exchange weights, gradients, and changes of moving statistics and metrics. Each
     worker process uses one device: its first GPU, or the CPU.
 
     Args:
@@ -93,13 +93,12 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy, Strategy):
             `tfpara.AsyncBMUF(...)` or `tfpara.AsyncEASGD(...)`.
         sync_period: τ ≥ 1, minibatches between a worker's pull and its push.
         averages: averages of the global model by name, such as `{"ema": tfpara.EMA(0.999)}`. They
-            are updated after every push, and have no influence on training. Beside EMA and MA there
+            are updated after every push, and do not influence training. Beside EMA and MA there
             is `tfpara.RunningThenMean(...)`; the callback `tfpara.StartMean` starts the mean of the
             one named "average".
         seed: seed ≥ 0 of the order of arrays and shuffled datasets, and of simulated workers.
-        record: whether the first parameter server keeps a line for each push, for the method
-            `record`.
-        timeout_seconds: silence after which a worker or parameter server is taken for lost; also
+        record: whether the first parameter server records each push, for the method `record`.
+        timeout_seconds: silence after which a worker or parameter server counts as lost; also
             how long training waits for a worker when all are lost.
         startup_timeout_seconds: longest wait for all processes to start.
 
@@ -107,7 +106,7 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy, Strategy):
         TypeError: `rule` is not an asynchronous rule.
         ValueError: a value outside its range.
         tfpara.cluster.ClusterError: TF_CONFIG is wrong, or has no parameter server or chief.
-        tfpara.StartupError: processes did not come, or have another TF_CONFIG.
+        tfpara.StartupError: processes did not connect, or have another TF_CONFIG.
     """
 
     def __init__(
@@ -160,7 +159,7 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy, Strategy):
 
     @property
     def rule_of_a_run(self) -> AsyncRule:
-        """The rule without the number of workers, unless it was given: a run may change that."""
+        """The rule; if the user gave no number of workers, without one, as it may change."""
         asked, rule = self._asked_rule, self._models.rule
         if not isinstance(asked, AsyncBMUF) or not isinstance(rule, AsyncBMUF):
             return rule
@@ -215,14 +214,15 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy, Strategy):
         """Trains the model on the workers; arguments, callbacks and history are as in Keras' `fit`.
 
         An epoch is divided into chunks. One worker at a time trains a chunk. If it dies, another
-        one goes on with the first minibatch that is not in the model yet. So every minibatch is
+        one continues with the first minibatch that is not in the model yet. So every minibatch is
         applied exactly once on every parameter server.
 
         Local optimizers (all rules but ASGD) and local models (AsyncEASGD) are kept from one
-        `fit` to the next, and so is the servers' optimizer.
+        `fit` to the next, and so is the servers' optimizer. After `fit` the model has the global
+        weights.
 
         The progress bar and the callbacks' batch hooks are updated several times a second, not at
-        each push. After `fit` the model has the global weights.
+        each push.
 
         Args:
             model: built and compiled in the scope.
@@ -231,16 +231,10 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy, Strategy):
                 epoch.
             y: the targets, if `x` is arrays.
             batch_size: rows of a worker's minibatch, if `x` is arrays. None: 32.
-            epochs: as in Keras.
-            verbose: as in Keras.
-            callbacks: as in Keras.
-            validation_data: as in Keras.
+            epochs, verbose, callbacks, validation_data: as in Keras.
             shuffle: whether arrays have a new order in every epoch.
-            class_weight: as in Keras, for arrays.
-            sample_weight: as in Keras, for arrays.
-            initial_epoch: as in Keras.
-            validation_batch_size: as in Keras.
-            validation_freq: as in Keras.
+            class_weight, sample_weight: as in Keras, for arrays.
+            initial_epoch, validation_batch_size, validation_freq: as in Keras.
             chunks: number of chunks of an epoch, for arrays and datasets. None: for arrays four
                 times the number of workers; for a dataset, which every chunk reads as a whole, the
                 number of workers; but never more than there are minibatches.
@@ -250,7 +244,7 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy, Strategy):
             The history: metrics of each epoch.
 
         Raises:
-            ValueError: an argument that does not fit; a model that is not built or compiled, or
+            ValueError: an argument that is not valid; a model that is not built or compiled, or
                 has a training step of its own; `sync_period` longer than a chunk.
             tfpara.DivergedError: a push would have made a weight infinite or NaN.
             tfpara.ParameterServerError: a parameter server is lost, or all workers are.
@@ -315,14 +309,14 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy, Strategy):
     def at_one_moment(
         self, model: keras.Model, names: Sequence[str]
     ) -> Iterator[Callable[[], int]]:
-        """A context in which `weights` gives weights of one moment, while workers train on.
+        """A context in which `weights` gives weights of one moment, while workers keep training.
 
         With several parameter servers it is one moment on each of them. Yields a function that
-        returns the number of pushes before it, on the first server.
+        returns the number of pushes on the first server before that moment.
 
         Args:
             model: as for `weights`.
-            names: the names that `weights` is asked for inside; copies of these are kept.
+            names: the values of `which` that may be used inside; these models are copied.
         """
         trained = self._models.get(model)
         if trained is None:
@@ -332,7 +326,7 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy, Strategy):
             yield lambda: pushes
 
     def read(self, model: keras.Model) -> None:
-        """Copies weights and moving statistics from the servers into a model that was trained."""
+        """Copies weights and moving statistics from the servers into a trained model."""
         self._models.of(model).copy.read()
 
     def write(self, model: keras.Model) -> None:
@@ -342,7 +336,7 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy, Strategy):
         on_train_end. So `model.set_weights` and the like work in these callbacks, and between two
         fits. Call it yourself only if the servers must have the weights at once.
 
-        The weights become those of the global model. Averages start anew from them, and so do the
+        The weights become those of the global model. Averages restart from them, and so do the
         workers' local optimizers and local models, and the momentum of AsyncBMUF. The slots of
         an optimizer on the servers stay. Nothing happens if nothing was set, or the model has not
         been trained yet.
@@ -352,8 +346,8 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy, Strategy):
 
         Raises:
             ValueError: weights were set in the middle of an epoch, where they would be lost; or
-                frozen weights were set during a `fit`; or the model shows other weights now
-                (`weights`).
+                frozen weights were set during a `fit`; or the model shows other weights now, inside
+                `weights`.
         """
         trained = self._models.get(model)
         if trained is not None:
@@ -362,12 +356,11 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy, Strategy):
             trained.copy.write(within_epoch, within_fit=running is not None)
 
     def forget(self, model: keras.Model) -> None:
-        """Gives up what the strategy and the servers keep of a model that `fit` has trained.
+        """Deletes all that the strategy and the servers keep of a model that `fit` has trained.
 
-        That is its global model, slots and averages, and the model itself, which stay in memory
-        until then. The chief's model keeps its weights, and may be trained again as one that was
-        never trained. Write what is wanted of the averages before (`tfpara.export`). Nothing
-        happens to a model that was not trained.
+        This frees the memory of its global model, slots and averages. The chief's model keeps its
+        weights, and may be trained again like a new one. Export the averages that you need before
+        (`tfpara.export`). Nothing happens to a model that was not trained.
 
         Args:
             model: a model made in the strategy's scope.
@@ -392,7 +385,7 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy, Strategy):
             A function that restores the weights and moving statistics on the servers and in the
             chief's model, and on the servers also the averages, and the optimizer's slots and
             number of steps. It does not restore the learning rate. The workers' local models and
-            optimizers start anew.
+            optimizers restart.
 
         Raises:
             ValueError: it is the middle of an epoch, or the model has not been trained yet. The
@@ -420,8 +413,8 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy, Strategy):
         """Returns the numbers of pushes so far, by staleness and by worker.
 
         Args:
-            model: a model that `fit` was called with. None: of all these, the one whose first
-                `fit` was the latest.
+            model: a model that `fit` was called with. None: the one whose first `fit` was the
+                latest.
 
         Raises:
             ValueError: the model has not been trained yet.
@@ -438,9 +431,9 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy, Strategy):
     statistics_of = statistics
 
     def record(self, model: keras.Model | None = None) -> list[Pushed]:
-        """Returns the order of pulls and pushes since this process started: a line for each push.
+        """Returns the pushes since this process started, in their order.
 
-        `tfpara.simulate_async(order=...)` repeats it.
+        `tfpara.simulate_async(order=...)` repeats the order.
 
         Args:
             model: as for `statistics`.
@@ -458,7 +451,7 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy, Strategy):
     def mean_started(self, model: keras.Model) -> bool:
         """Returns whether the average named "average" has become a mean.
 
-        After weights were set (`write`) it starts anew, and is no mean.
+        After weights were set (`write`) it restarts, and is no mean.
         """
         return self._models.of(model).server.mean_started("average")
 
@@ -468,19 +461,19 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy, Strategy):
         return self._processes.asked_to_end
 
     def ask_to_end(self, sentence: str) -> None:
-        """Notes that the chief was asked to end; from here on training waits for no worker."""
+        """Notes that the chief was asked to end; from now on training waits for no worker."""
         self._processes.asked_to_end = sentence
 
     def answer_leaving(self, exit_code: int | None) -> None:
-        """Sets the exit code of workers that are asked to end while the run goes on.
+        """Sets the exit code of workers that are asked to end while the run continues.
 
-        None: that of the signal. While SIGTERM in the chief leads to a checkpoint, it is the code
-        of a process that is to be started again.
+        The code asks for a restart while SIGTERM in the chief leads to a checkpoint. None: the
+        code is that of the signal.
         """
         self._processes.answer_leaving(exit_code)
 
     def end_with(self, exit_code: int, sentence: str) -> None:
-        """Sets the exit code and last sentence of the other processes, for when this one ends."""
+        """Sets the exit code and last sentence with which other processes end after this one."""
         self._processes.end_with(exit_code, sentence)
 
     def keep_state(self, name: str, holder: StateHolder) -> None:

@@ -38,9 +38,9 @@ ChooseRate: TypeAlias = Callable[[tf.data.Dataset], tf.Tensor]
 
 
 def stream_of(order: Sequence[int], epoch: int, chunk: int) -> int:
-    """Returns the first random stream of a chunk: each minibatch has the next one.
+    """Returns the first random stream of a chunk; each minibatch uses the next one.
 
-    The numbers `order` are what the order of the data depends on, beside the epoch.
+    `order` has the numbers, beside the epoch, that determine the order of the data.
     """
     return int(np.random.default_rng([*order, epoch, chunk]).integers(1 << 62))
 
@@ -54,11 +54,11 @@ class Block(NamedTuple):
     optimizer: list[tf.Tensor]  # state of the local optimizer; empty for ASGD
     before: tf.Tensor  # minibatches in the model before the block, for a local schedule
     state: list[tf.Tensor]  # moving statistics that workers share
-    kept: list[tf.Tensor]  # the factor, in [0, 1], with which `state` still has the pulled one
-    own: list[tf.Tensor]  # the worker's own: random seeds and carried recurrent states
+    kept: list[tf.Tensor]  # the factor, in [0, 1], of the pulled state in `state`
+    own: list[tf.Tensor]  # the worker's own state: random seeds and carried recurrent states
     metrics: list[tf.Tensor]  # values of the metrics' variables, summed
-    minibatches: tf.Tensor  # their number so far, int64
-    samples: tf.Tensor  # their number so far, int64
+    minibatches: tf.Tensor  # number so far, int64
+    samples: tf.Tensor  # number so far, int64
 
 
 class WorkerStep:
@@ -74,7 +74,7 @@ class WorkerStep:
         state: the model's variables whose values are in `Block.state`.
         local, local_models: whether workers have local optimizers, and local models.
         frozen, frozen_values: weights that are not trained, and their values in the graphs.
-        fit: how the local momentum is fitted to the block, in words; empty where it is not.
+        fit: how the local momentum is fitted to the block, in words; empty if it is not fitted.
 
     Raises:
         ValueError: the model is not built or compiled, or has a training step of its own.
@@ -86,8 +86,8 @@ class WorkerStep:
         self.model = model
         self.optimizer = model.optimizer
         self.weights = model.trainable_variables
-        self._rule: Any = rule  # Any: its flags tell which of the rules' methods it has
-        states = carried_states(model)  # Keras does not list them among the model's variables
+        self._rule: Any = rule  # Any: its flags tell which of the rules' methods exist
+        states = carried_states(model)  # Keras' lists of the model's variables lack them
         carried = {id(v) for v in states}
         self.frozen = [v for v in model.non_trainable_variables if v.value.trainable]
         rest = [v for v in model.non_trainable_variables if not v.value.trainable]
@@ -122,11 +122,11 @@ class WorkerStep:
 
     @property
     def has_these_metrics(self) -> bool:
-        """Whether the model still has the same metrics: compiling makes others."""
+        """Whether the model still has the same metrics: compiling makes new ones."""
         return _are_same(self._metrics, metric_variables(self.model))
 
     def read_frozen(self) -> None:
-        """Reads the present values of the frozen weights, for graphs that are made from here on."""
+        """Reads the present values of the frozen weights, for graphs made later."""
         self.frozen_values = [v.numpy() for v in self.frozen]
 
     @property
@@ -160,7 +160,7 @@ class WorkerStep:
 
         Args:
             pulled: the servers' model, and the block's learning rate for local steps.
-            own: `Block.own` of the former block in the same chunk, or `own_start`.
+            own: `Block.own` of the previous block in the same chunk, or `own_start`.
             weights, optimizer: the local model and optimizer, if the rule has them.
         """
         optimizer = list(optimizer)
@@ -239,11 +239,12 @@ class WorkerStep:
         )
 
     def _moved(self, block: Block, gradients: list[tf.Tensor]) -> Block:
-        """Returns the block with a local step by these gradients, or with the gradients added."""
+        """Returns the block after a local step by these gradients, or with the gradients added."""
         steps = self._steps
         if steps is not None:
             optimizer = list(block.optimizer)
-            if steps.schedule is not None:  # of the minibatches in the global model and the block
+            # the schedule counts minibatches in the global model and the block
+            if steps.schedule is not None:
                 self._set_rate(optimizer, steps.schedule(block.before + block.minibatches))
             weights, optimizer = steps(block.weights, optimizer, gradients)
             return block._replace(weights=weights, optimizer=optimizer)
@@ -255,11 +256,7 @@ class WorkerStep:
         return block._replace(gradients=gradients, squares=squares)
 
     def _check_assigned(self, assigned: Mapping[int, object]) -> None:
-        """Refuses what a layer assigns to weights where it would be lost.
-
-        Raises:
-            ValueError: the message names a weight.
-        """
+        """Raises ValueError if a value that a layer assigns to weights would be lost."""
         for variable in self.frozen:
             if id(variable) in assigned:
                 raise ValueError(
@@ -339,9 +336,9 @@ class WorkerStep:
     def kept(
         self, block: Block, moves: Sequence[tf.Tensor]
     ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
-        """Returns the local weights, within their constraints, and optimizer for the next block.
+        """Returns the local weights, after their constraints, and optimizer for the next block.
 
-        The weights are empty where there is no local model; `moves` are those of the `Answer`.
+        The weights are empty without a local model; `moves` are those of the `Answer`.
         """
         if not self.local_models:
             return [], block.optimizer
@@ -352,12 +349,12 @@ class WorkerStep:
 class _Scope(keras.StatelessScope):
     """A scope that keeps what layers such as SpectralNormalization assign to `weights`.
 
-    In Keras the gradient of a weight is that of its variable, before and after such an assignment,
-    but not through it. Here it is the sum of the gradients of all tensors that stood for the
-    weight; the tape watches them.
+    Keras computes a weight's gradient with respect to its variable, before and after such an
+    assignment, but not through it. Here the gradient is the sum of those of all tensors that stood
+    for the weight; the tape watches them.
 
     Attributes:
-        assigned: by the variable's id, the values that were assigned to a weight, in order.
+        assigned: by the variable's id, the values assigned to a weight, in order.
     """
 
     def __init__(
@@ -399,9 +396,10 @@ def _build_metrics(model: keras.Model, spec: Nest) -> None:
         _loss(model, x, y, outputs, sample_weight, training=False)
         model.compute_metrics(x, y, outputs, sample_weight=sample_weight)
 
-    # The graph is never run: its minibatch may have dimensions that are not known. Keras makes the
-    # variables when the scope ends, and what the graph assigns to others is forgotten then.
-    weights = [(v, v.value) for v in model.trainable_variables]  # regularizers read them there
+    # The graph is never run: dimensions of its minibatch may be unknown. Keras makes the variables
+    # when the scope ends, and drops whatever the graph assigned to others.
+    # regularizers read them in the scope
+    weights = [(v, v.value) for v in model.trainable_variables]
     with keras.StatelessScope(weights, collect_losses=True):
         measure.get_concrete_function(spec)
 
@@ -413,8 +411,8 @@ def _are_same(some: Sequence[keras.Variable], others: Sequence[keras.Variable]) 
 def _left(tape: tf.GradientTape, block: Block, state: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """Returns `Block.kept` after one more minibatch.
 
-    Each element is multiplied by the derivative of the new state with respect to the former one:
-    ρ for S ← ρ S + (1 − ρ) x, and 1 if S is not changed or only added to. It is clipped to [0, 1].
+    Each element is multiplied by the derivative of the new state with respect to the previous one:
+    ρ for S ← ρ S + (1 − ρ) x, and 1 if S is unchanged or only added to. It is clipped to [0, 1].
     """
     zero = tf.UnconnectedGradients.ZERO
     slopes = tape.gradient(state, block.state, unconnected_gradients=zero) if state else []
@@ -427,7 +425,7 @@ def _left(tape: tf.GradientTape, block: Block, state: Sequence[tf.Tensor]) -> li
 def clipped(
     optimizer: keras.optimizers.Optimizer, gradients: Sequence[tf.Tensor]
 ) -> list[tf.Tensor]:
-    """Returns the gradients, clipped as the Keras optimizer is set up to do."""
+    """Returns the gradients, clipped as the Keras optimizer is configured."""
     if optimizer.clipnorm:
         return [tf.clip_by_norm(g, optimizer.clipnorm) for g in gradients]
     if optimizer.global_clipnorm:
@@ -444,7 +442,7 @@ def _current(scope: keras.StatelessScope, variable: keras.Variable) -> tf.Tensor
 
 
 def _check_sums(metrics: Sequence[keras.Variable]) -> None:
-    """Raises ValueError for a metric whose state is not added up."""
+    """Raises ValueError for a metric whose state cannot be summed over workers."""
     for variable in metrics:
         if variable.aggregation != "sum":
             raise ValueError(

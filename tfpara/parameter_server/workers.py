@@ -11,41 +11,42 @@ from tfpara.parameter_server.worker_step import ChooseRate, WorkerStep
 
 
 class Training(NamedTuple):
-    """The training of a `fit`."""
+    """Everything that the workers need to train in one `fit`."""
 
     server: Server  # the global model
     work: WorkerStep  # the computation of a minibatch
     chunks: Chunks  # the data
     sync_period: int  # τ, minibatches of a push
     choose_rate: ChooseRate | None  # the rate of a chunk; None: that of the servers
-    order: Sequence[int]  # of random layers, beside epoch and chunk; read when a chunk begins
-    seed: int  # of the times that simulated workers take
+    # numbers for random layers, beside epoch and chunk; read when a chunk begins
+    order: Sequence[int]
+    seed: int  # seed of the simulated workers' times
 
 
 class Executor(Protocol):
     """Trains the chunks of a `fit` on the workers."""
 
     def submit(self, epoch: int, chunks: Sequence[int]) -> None:
-        """Has chunks of an epoch trained; each worker gets one at a time."""
+        """Schedules chunks of an epoch on the workers; each worker gets one at a time."""
 
     def wait(self, seconds: float) -> bool:
-        """Waits at most so long; returns whether the runs of all chunks have ended."""
+        """Waits at most `seconds`; returns whether the runs of all chunks have ended."""
 
     def halt(self) -> None:
-        """Takes the chunks back, where workers do not stop by themselves."""
+        """Takes the chunks back from workers that do not stop by themselves."""
 
 
 class Workers:
-    """The workers of a run. The methods of this class are right where none can be lost.
+    """The workers of a run. The methods of this class suit workers that cannot be lost.
 
     Attributes:
-        asked_to_end: a sentence if the chief or a parameter server was asked to end, and waits for
+        asked_to_end: a sentence if the chief or a parameter server was asked to end and waits for
             the end of the run; else None. The chief's program sets it for the chief.
     """
 
     is_simulated: bool = True  # whether this process has all workers
     num_workers: int
-    chief_device: str  # of the chief's model
+    chief_device: str  # device of the chief's model
     server_devices: Sequence[str]
     asked_to_end: str | None = None
 
@@ -54,7 +55,7 @@ class Workers:
         raise NotImplementedError
 
     def check(self) -> None:
-        """Raises ParameterServerError if the run cannot go on."""
+        """Raises ParameterServerError if the run cannot continue."""
 
     def lost(self) -> list[int]:
         """Returns the indices of workers that were lost since the last call."""
@@ -64,7 +65,7 @@ class Workers:
         """Sets the exit code of workers that are asked to end; None: that of the signal."""
 
     def end_with(self, exit_code: int, sentence: str) -> None:
-        """Sets the exit code and last sentence of the other processes, for when this one ends.
+        """Sets the exit code and last sentence with which other processes end after this one.
 
-        An empty sentence leaves the one that was set before, if there is one.
+        An empty sentence keeps an earlier one.
         """

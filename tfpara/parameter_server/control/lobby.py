@@ -1,17 +1,17 @@
 """The chief's side of the control channel: its sockets and its thread.
 
-TensorFlow waits without end for a process that does not start or stops answering, and it does not
-tell a parameter server that the run is over. So every worker and parameter server keeps a TCP
-connection to the chief's address of TF_CONFIG for the whole run (`member.py` is its other end), and
-`membership.py` decides which process is lost, and when the run ends. TensorFlow's server in the
-chief listens on another port.
+TensorFlow waits forever for a process that does not start or stops answering, and it does not tell
+a parameter server that the run is over. So every worker and parameter server keeps a TCP connection
+to the chief's address of TF_CONFIG during the whole run (`member.py` is the other end). By its
+state machine, `membership.py` decides which process is lost and when the run ends. TensorFlow's
+server in the chief listens on another port.
 
 Messages are signed with the run's secret (`tfpara/cluster/messages.py`). Workers and parameter
 servers send `hello` (job, index, addresses and version), `serving` (TensorFlow's server listens),
-`problem` (why it does not) and `leaving` (the signal that asked the process to end). The chief
-sends `welcome`, `end` (exit code and a sentence), `finishing` (the same, for when the chief is
-gone) and `leave` (the exit code of a worker that has sent `leaving`, or null). Empty messages, from
-both sides, are signs of life.
+`problem` (the cause why it cannot listen) and `leaving` (the signal that asked the process to end).
+The chief sends `welcome`, `end` (exit code and a sentence), `finishing` (the same, to be obeyed
+when the chief is gone) and `leave` (the exit code of a worker that has sent `leaving`, or null).
+Empty messages, from both sides, are signs of life.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _log = logging.getLogger(__name__)
 
 
 class ParameterServerError(RuntimeError):
-    """The run cannot go on. The message names the process that is lost, with its address."""
+    """The run cannot continue. The message names the lost process and its address."""
 
 
 class Lobby:
@@ -50,13 +50,13 @@ class Lobby:
 
     Args:
         cluster: the chief's view of the cluster.
-        startup_timeout_seconds: longest wait for all processes to come.
-        timeout_seconds: silence after which a process is taken for lost; also how long the run
-            goes on waiting when there is no worker.
+        startup_timeout_seconds: longest wait for all processes to connect.
+        timeout_seconds: silence after which a process counts as lost; also how long the run waits
+            when no worker is left.
 
     Attributes:
         tensorflow_address: "host:port" on which TensorFlow's server of the chief is to listen.
-        state: the processes, by the tables of `membership.py`; the chief's program sets its
+        state: the state machine of the processes (`membership.py`); the chief's program sets its
             `asked_to_end` and `restart_code`.
 
     Raises:
@@ -92,9 +92,10 @@ class Lobby:
         """Waits until TensorFlow's server listens in every worker and parameter server.
 
         Raises:
-            tfpara.StartupError: a process did not come in time, has another TF_CONFIG or another
+            tfpara.StartupError: a process did not connect in time, has another TF_CONFIG or another
                 version of tfpara, has the same task as another, could not start its server, or has
-                an address that cannot be reached. All that came end with the same sentence.
+                an address that cannot be reached. All connected processes end with the same
+                message.
         """
         state = self.state
         while state.phase == "gathering":
@@ -108,7 +109,7 @@ class Lobby:
                 raise startup.StartupError(state.problem)
 
     def check(self) -> None:
-        """Raises ParameterServerError if the run cannot go on."""
+        """Raises ParameterServerError if the run cannot continue."""
         if self.state.failure:
             raise ParameterServerError(self.state.failure)
 
@@ -125,7 +126,7 @@ class Lobby:
     def end_with_process(self, code: int = 0, sentence: str = "") -> None:
         """Tells all processes to end as soon as this process is gone; arguments as for `fail`.
 
-        This is for the exit of the chief's program: until then TensorFlow still needs them.
+        The chief's program calls it at its exit: until then TensorFlow still needs the others.
         """
         with self._changed:
             self._do(self.state.end(code, sentence, "finishing"))
@@ -134,7 +135,7 @@ class Lobby:
         """Tells all processes to end with an error, waits until they do, and stops listening.
 
         Args:
-            sentence: the cause, which they print if the code is not 0.
+            sentence: the cause, which the processes print if the code is not 0.
             code: their exit code; 75 if the chief has written a checkpoint and asks for a restart.
         """
         with self._changed:
@@ -158,7 +159,7 @@ class Lobby:
     def _hear(
         self, channel: Channel, task: membership.Task | None, message: dict[str, Json]
     ) -> None:
-        """Takes in a message."""
+        """Handles a message."""
         match message:
             case {"problem": sentence} if task:
                 self._do(self.state.fails_to_serve(str(sentence)))
@@ -170,9 +171,9 @@ class Lobby:
                 self._greet(channel, message)
 
     def _greet(self, channel: Channel, message: dict[str, Json]) -> None:
-        """Takes in the first message of a connection.
+        """Handles the first message of a connection.
 
-        That of a process that is refused stays open: the process closes it, or `Door` does.
+        The connection of a refused process stays open until the process or `Door` closes it.
         """
         try:
             task = (str(message["job"]), int(message["index"]))
@@ -183,11 +184,11 @@ class Lobby:
         self._do(self.state.hello(task, view, version, time.monotonic()), channel)
 
     def _lose(self, task: membership.Task) -> None:
-        """Takes in the end of a connection."""
+        """Handles the end of a connection."""
         self._do(self.state.gone(task, "its connection ended", time.monotonic()))
 
     def _do(self, actions: list[membership.Action], stranger: Any = None) -> None:
-        """Does what the state machine says; the `stranger` is the connection that says hello."""
+        """Executes the state machine's actions; `stranger` is the connection that said hello."""
         for action in actions:
             match action:
                 case membership.Send(task, message):
@@ -203,16 +204,16 @@ class Lobby:
 
 
 def _leave(sentence: str) -> NoReturn:
-    """Ends this process at once, because a call of TensorFlow blocks its program."""
+    """Ends this process at once, because a TensorFlow call blocks its program."""
     with contextlib.suppress(OSError):
         print(sentence, file=sys.stderr, flush=True)
     os._exit(1)
 
 
 def _astray(cluster: AsyncCluster) -> str | None:
-    """Returns the message on addresses at which nothing accepts a connection; None if all do.
+    """Returns a message that names the addresses where nothing accepts a connection, or None.
 
-    TensorFlow would wait for them without end.
+    TensorFlow would wait for them forever.
     """
     addresses = {
         cluster.describe(job, index): cluster.spec()[job][index] for job, index in cluster.members

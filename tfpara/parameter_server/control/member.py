@@ -20,17 +20,17 @@ from tfpara.typing import Json
 PURPOSE = "lobby"
 _TICK_SECONDS = 0.2
 _ANSWER_SECONDS = 10.0
-# A worker that is asked to end serves on for so long. If all are, the chief ends the run before.
+# Seconds that a worker serves after it is asked to end, unless the chief ends the run before.
 _LEAVING_SECONDS = 3.0
 
 
 def beat_seconds(timeout_seconds: float) -> float:
-    """Returns the seconds between two signs of life; `timeout_seconds` of silence mean a loss."""
+    """Returns the seconds between signs of life; after `timeout_seconds` of silence one is lost."""
     return min(2.0, timeout_seconds / 5.0)
 
 
 class _Over(Exception):
-    """This process has to end: with an exit code, and the cause, empty if the run was finished."""
+    """This process has to end, with an exit code and a cause, empty if the run was finished."""
 
 
 def serve(
@@ -40,15 +40,15 @@ def serve(
 ) -> NoReturn:
     """Takes part in a run until the chief says that it is over, then ends the process.
 
-    The exit code is 0 if the chief finished. Otherwise the cause is printed in one sentence, and
-    the code is the one that the chief gives, or 1.
+    The exit code is 0 if the chief finished. Otherwise this process prints the cause in one
+    sentence, and the code is the one that the chief sends, or 1.
 
     On SIGTERM a worker tells the chief. If the chief writes checkpoints, the worker ends some
-    seconds later, or with the chief, with the exit code of a process that is to be started again;
-    else it ends at once, with 128 plus the signal's number. A parameter server passes SIGTERM and
-    SIGINT on to the chief and goes on until that ends the run, so that the model can still be
-    saved. SIGTERM again changes nothing, since some schedulers repeat it; SIGINT after another
-    signal ends a parameter server at once.
+    seconds later, or with the chief, with the exit code that asks for a restart; else it ends at
+    once, with 128 plus the signal's number. A parameter server passes SIGTERM and SIGINT on to the
+    chief and keeps serving until the chief ends the run, so that the model can still be saved. A
+    repeated SIGTERM changes nothing, since some schedulers repeat it. SIGINT after another signal
+    ends a parameter server at once.
 
     Args:
         cluster: this process's view of the cluster.
@@ -62,9 +62,9 @@ def serve(
                 signal.signal(number, lambda n, _: _note(received, n))
             else:
                 signal.signal(number, signal.SIG_DFL)
-    with quiet.starting():  # to the end, since the chief may connect again
+    with quiet.starting():  # until the end, since the chief may connect again
         code, sentence = attend(cluster, start_server, startup_timeout_seconds, received)
-    # TensorFlow's threads would keep the process, and its end waits for others.
+    # TensorFlow's threads would keep the process alive, and its exit waits for other processes.
     with contextlib.suppress(OSError):
         if sentence:
             print(f"tfpara: {sentence}", file=sys.stderr)
@@ -112,7 +112,7 @@ def attend(
 def _enter(
     cluster: AsyncCluster, shared: bytes, startup_timeout_seconds: float, received: list[int]
 ) -> tuple[Channel, dict[str, Json]]:
-    """Connects to the chief, as often as is needed; returns the connection and the welcome."""
+    """Connects to the chief, retrying as needed; returns the connection and the welcome."""
     deadline = time.monotonic() + startup_timeout_seconds
     chief = cluster.describe("chief", 0)
 
@@ -139,7 +139,7 @@ def _enter(
 
 
 def _greet(cluster: AsyncCluster, channel: Channel, deadline: float) -> dict[str, Json] | None:
-    """Says hello; returns the chief's welcome, or None if none came."""
+    """Sends hello; returns the chief's welcome, or None if none came."""
     channel.send(
         hello=cluster.spec(),
         job=cluster.task_type,
@@ -198,7 +198,7 @@ def _stay(
             lost = f"{chief} is gone: its connection ended before the run did"
         elif now - channel.heard > timeout_seconds:
             lost = f"{chief} was silent for longer than timeout_seconds={timeout_seconds:g}"
-        if lost and finishing:  # the chief's interpreter is ending, in which its threads stop first
+        if lost and finishing:  # the chief's interpreter is ending: its threads stop first
             raise _Over(int(finishing["code"]), str(finishing["sentence"]))
         if lost:
             raise _Over(code, f"{lost}; its output may say why. Start all processes again.")

@@ -1,9 +1,9 @@
 """The workers and parameter servers of an asynchronous run, as a state machine.
 
-It has no sockets, no threads and no clock. `lobby.py` hands in events with the time, and does what
-the returned actions say. A *task* is a worker or a parameter server (ps), by its job and index in
-TF_CONFIG; in an empty cell nothing happens, or the state stays. "Problem" is why the tasks cannot
-come together; the chief's program then ends the run.
+The machine has no sockets, no threads and no clock. `lobby.py` passes events with the time, and
+executes the returned actions. A *task* is a worker or a parameter server (ps), identified by its
+job and index in TF_CONFIG. In the tables an empty cell means no action, or the same state. A
+"problem" is the cause why the tasks cannot connect; the chief's program then ends the run.
 
 | task | event | actions | next |
 |---|---|---|---|
@@ -33,8 +33,8 @@ come together; the chief's program then ends the run.
 | ended | hello | the same `end` | |
 | ended | 60 s after it failed | Exit | |
 
-Where the run is about to end with a checkpoint (a ps or the chief was asked to end, and a restart
-code is set), workers that are gone are neither noted nor a failure: the checkpoint needs none.
+While the run is about to end with a checkpoint (a ps or the chief was asked to end, and a restart
+code is set), a lost worker is neither logged nor a failure: the checkpoint needs no worker.
 """
 
 from __future__ import annotations
@@ -48,40 +48,40 @@ from tfpara.cluster.asynchronous import AsyncCluster
 from tfpara.typing import Json
 
 _LOG_SECONDS = 30.0
-# Seconds that the chief's program has, once the run has failed, to end by itself. A call of
-# TensorFlow may block it.
+# Seconds that the chief's program has to end by itself after the run has failed. A TensorFlow call
+# may block it.
 _LAST_SECONDS = 60.0
 
 Task: TypeAlias = tuple[str, int]
 
 
 class Send(NamedTuple):
-    """A message goes to a task; if None, to the connection that has said hello."""
+    """Send a message to a task; if the task is None, to the connection that said hello."""
 
     task: Task | None
     message: dict[str, Json]
 
 
 class Admit(NamedTuple):
-    """The connection that has said hello is that of a task from here on."""
+    """Assign the connection that said hello to a task."""
 
     task: Task
 
 
 class Drop(NamedTuple):
-    """The connection of a task is closed."""
+    """Close the connection of a task."""
 
     task: Task
 
 
 class Note(NamedTuple):
-    """A sentence is logged."""
+    """Log a sentence."""
 
     sentence: str
 
 
 class Exit(NamedTuple):
-    """This process ends at once, with a sentence."""
+    """End this process at once, with a sentence."""
 
     sentence: str
 
@@ -94,29 +94,31 @@ class _Present:
     """A task with a connection."""
 
     heard: float  # time of its last sign of life
-    serving: bool = False  # whether TensorFlow's server listens in it
-    signal: str = ""  # name of the signal that asked it to end
+    serving: bool = False  # whether TensorFlow's server listens in the task
+    signal: str = ""  # name of the signal that asked the task to end
 
 
 class Membership:
-    """The state; methods that return actions are the events, in the order of the tables above.
+    """The state of the tasks and the run; the events are methods that return actions.
 
     Args:
         cluster: the chief's view of the cluster.
         tensorflow_address: "host:port" of TensorFlow's server in the chief.
-        startup_seconds, timeout_seconds: as in the tables.
-        beat_seconds: seconds between two signs of life.
-        now: the time, in seconds of any clock, as in all methods.
+            startup_seconds, timeout_seconds: as in the tables.
+            beat_seconds: seconds between two signs of life.
+            now: the time in seconds, of any clock; so in all methods.
 
-    Attributes:
-        phase: that of the run.
-        problem: why the tasks cannot come together; None if they can.
-        failure: why training cannot go on; None if it can.
-        lost: indices of workers without which training goes on; a reader takes them out.
-        asked_to_end: a sentence on the process that got a signal and waits for the end of the run;
-            None if none did. The chief's program sets it for the chief.
-        restart_code: the exit code of a process that is asked to end and is to be started again,
-            while the chief's program writes checkpoints; else None.
+        Attributes:
+            phase: the phase of the run.
+            problem: the cause why the tasks cannot connect, or None.
+            failure: the cause why training cannot continue, or None.
+            lost: indices of workers that were lost while training continues; the reader removes
+                them.
+            asked_to_end: a sentence that names the process that got a signal and waits for the end
+                of
+                the run, or None. The chief's program sets it for the chief.
+            restart_code: the exit code that asks for a restart, while the chief's program writes
+                checkpoints; else None.
     """
 
     def __init__(
@@ -141,7 +143,7 @@ class Membership:
         }
         self._startup, self._timeout, self._beat = startup_seconds, timeout_seconds, beat_seconds
         self._present: dict[Task, _Present] = {}
-        self._end: dict[str, Json] = {}  # the last message, for tasks that come late too
+        self._end: dict[str, Json] = {}  # the last message, also for tasks that connect late
         self._deadline = now + startup_seconds
         self._note_at = now + _LOG_SECONDS
         self._beat_at = self._looked_at = now
@@ -155,7 +157,7 @@ class Membership:
 
     @property
     def missing(self) -> str:
-        """The names of the other tasks; empty if there are none."""
+        """The names of the tasks that do not serve yet; empty if there are none."""
         serving = self.serving
         names = [self._cluster.describe(*t) for t in self._cluster.members if t not in serving]
         return ", ".join(names)
@@ -163,7 +165,7 @@ class Membership:
     # -- events of a task -------------------------------------------------------------------------
 
     def hello(self, task: Task, view: object, number: object, now: float) -> list[Action]:
-        """A connection says that it is a task's, and which cluster and version it has."""
+        """Event: a connection says which task, cluster view and version its process has."""
         former = self._present.get(task)
         problem = self._objection(task, view, number)
         if former and now - former.heard < 3 * self._beat:
@@ -175,11 +177,12 @@ class Membership:
             self._have(problem)
             return [Send(None, {"end": self._end or {"code": 1, "sentence": problem}})]
         self._present[task] = _Present(now)
-        drop: list[Action] = [Drop(task)] if former else []  # its machine may have died
+        # the former process's machine may have died
+        drop: list[Action] = [Drop(task)] if former else []
         return [*drop, Admit(task), Send(task, self._welcome)]
 
     def serves(self, task: Task) -> list[Action]:
-        """TensorFlow's server listens in a task."""
+        """Event: TensorFlow's server listens in a task."""
         its = self._present[task]
         came, its.serving = not its.serving, True
         if not came or self.phase != "training" or task[0] != "worker":
@@ -187,12 +190,12 @@ class Membership:
         return [Note(f"{self._cluster.describe(*task)} is back.")]
 
     def fails_to_serve(self, sentence: str) -> list[Action]:
-        """TensorFlow's server cannot start in a task."""
+        """Event: TensorFlow's server cannot start in a task."""
         self._have(sentence)
         return [Note(sentence)] if self.phase == "training" else []
 
     def leaves(self, task: Task, signal: str) -> list[Action]:
-        """A signal has asked a task to end."""
+        """Event: a signal has asked a task to end."""
         if task[0] == "ps":
             self.asked_to_end = f"{self._cluster.describe(*task)} was asked to end ({signal})."
             return []
@@ -200,11 +203,11 @@ class Membership:
         return [Send(task, {"leave": self.restart_code})]
 
     def gone(self, task: Task, how: str, now: float) -> list[Action]:
-        """A task is lost: its connection has ended, or it was silent for too long."""
+        """Event: a task is lost, since its connection has ended or it was silent for too long."""
         its, name = self._present.pop(task), self._cluster.describe(*task)
         if its.signal:
             how = f"it was asked to end ({its.signal})"
-        # A process that was suspended reads this when it goes on.
+        # A process that was suspended reads this message when it resumes.
         end = {"code": 1, "sentence": f"the chief has given {name} up: {how}."}
         actions: list[Action] = [Send(task, {"end": end}), Drop(task)]
         if not its.serving or self.phase != "training":
@@ -223,14 +226,14 @@ class Membership:
     # -- events of the run ------------------------------------------------------------------------
 
     def tick(self, now: float, heard: Mapping[Task, float], turned_away: str = "") -> list[Action]:
-        """Time passes; called several times a second.
+        """Event: time has passed. Called several times a second.
 
         Args:
-            now: the time.
-            heard: when each present task was last heard.
-            turned_away: a sentence on processes that were not let in; empty if there were none.
+            now: the time in seconds.
+            heard: the time of each present task's last message.
+            turned_away: a sentence that names the refused processes; empty if there are none.
         """
-        suspended = now - self._looked_at > self._timeout / 2  # this process itself was
+        suspended = now - self._looked_at > self._timeout / 2  # this process itself was suspended
         self._looked_at = now
         for task, its in self._present.items():
             its.heard = now if suspended else max(its.heard, heard.get(task, its.heard))
@@ -257,14 +260,14 @@ class Membership:
         return [*actions, Exit(f"tfpara: {self.failure}")] if now > self._exit_at else actions
 
     def reached(self, problem: str | None) -> None:
-        """Connections to all addresses were tried; `problem` names those that lead nowhere."""
-        if not self.missing:  # one that has just died may come back
+        """Event: all addresses were tried; `problem` names those that do not answer."""
+        if not self.missing:  # a task that has just died may come back
             self._have(problem)
             if self.phase == "gathering" and not self.problem:
                 self.phase = "training"
 
     def end(self, code: int, sentence: str, how: str = "end") -> list[Action]:
-        """The chief's program is over: all end with a code and a sentence.
+        """Event: the chief's program is over; all tasks end with a code and a sentence.
 
         Args:
             code: their exit code.
