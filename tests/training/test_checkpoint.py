@@ -21,7 +21,7 @@ import tensorflow as tf
 import tfpara
 from tfpara.checkpoint import manifest as manifests
 from tfpara.checkpoint.base import check_run
-from tfpara.checkpoint.store import Store
+from tfpara.checkpoint.local_store import LocalStore
 from tfpara.checks import versions
 
 pytestmark = pytest.mark.latest
@@ -647,7 +647,7 @@ def test_what_flock_says_is_told_apart(tmp_path, monkeypatch, number, message):
 
     monkeypatch.setattr(fcntl, "flock", flock)
     with pytest.raises(tfpara.CheckpointError, match=message):
-        Store(tmp_path, 1).lock()
+        LocalStore(tmp_path, 1).lock()
     assert (tmp_path / "lock").read_text() == "process 7 on elsewhere"
 
 
