@@ -75,6 +75,8 @@ class RemoteFolder:
             ) from error
         self.url = url.rstrip("/")
         scheme = url.split("://", 1)[0]
+        if scheme == "file":
+            raise ValueError(f"{url!r} is of this machine: give its path, without file://.")
         try:
             self._fs, root = fsspec.core.url_to_fs(self.url)
         except ImportError as error:
@@ -88,7 +90,16 @@ class RemoteFolder:
 
     def place(self, name: str) -> str:
         """Returns the URL of a file."""
-        return f"{self.url}/{name}"
+        return f"{self.url}/{name}" if name else self.url
+
+    def exists(self) -> bool:
+        """Returns whether there is anything at the URL, a file or a folder."""
+
+        def found() -> bool:
+            self._fs.invalidate_cache()
+            return bool(self._fs.exists(self._root))
+
+        return self._tried(found, "")
 
     def sizes(self, below: str = "") -> dict[str, int]:
         """Returns the size in bytes of each file, also in folders, whose name begins so."""
@@ -121,7 +132,7 @@ class RemoteFolder:
 
     def write(self, name: str, content: bytes) -> None:
         """Writes a file, over a former one."""
-        self._tried(lambda: self._fs.pipe_file(self._path(name), content), name)
+        self._tried(lambda: self._fs.pipe_file(self._path(name), content), name, writes=True)
 
     def create(self, name: str, content: bytes) -> bool:
         """Writes a file unless there is one; returns whether the file has this content now.
@@ -143,11 +154,11 @@ class RemoteFolder:
             return True
 
         # A try whose answer was lost may have written it.
-        return self._tried(written, name) or self.read(name) == content
+        return self._tried(written, name, writes=True) or self.read(name) == content
 
     def upload(self, path: Path, name: str) -> None:
         """Writes a file with the content of one of this machine."""
-        self._tried(lambda: self._fs.put_file(os.fspath(path), self._path(name)), name)
+        self._tried(lambda: self._fs.put_file(os.fspath(path), self._path(name)), name, writes=True)
 
     def download(self, name: str, path: Path) -> None:
         """Writes a file of this machine with the content of one."""
@@ -166,7 +177,7 @@ class RemoteFolder:
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}"
 
-    def _tried(self, action: Callable[[], _Result], name: str) -> _Result:
+    def _tried(self, action: Callable[[], _Result], name: str, writes: bool = False) -> _Result:
         """Calls an action until it succeeds, a few times where the error may be passing.
 
         Raises:
@@ -177,7 +188,7 @@ class RemoteFolder:
                 return action()
             except Exception as error:  # of the store's own library
                 if wait is None or _is_final(error):
-                    raise _explained(error, self.place(name)) from error
+                    raise _explained(error, self.place(name), writes) from error
                 time.sleep(wait)
         raise AssertionError("the last turn returns or raises")
 
@@ -191,8 +202,8 @@ def _is_of_credentials(error: Exception) -> bool:
     return "credential" in type(error).__name__.lower()
 
 
-def _explained(error: Exception, url: str) -> OSError:
-    said = (str(error).strip() or type(error).__name__).splitlines()[0][:200].rstrip(".")
+def _explained(error: Exception, url: str, writes: bool) -> OSError:
+    said = " ".join(str(error).split())[:200].rstrip(".") or type(error).__name__
     scheme = url.split("://", 1)[0]
     if _is_of_credentials(error):
         number = errno.EACCES
@@ -202,9 +213,9 @@ def _explained(error: Exception, url: str) -> OSError:
         said = f"{said}: the account must be allowed to list, read, write and delete there"
     elif isinstance(error, FileNotFoundError):
         number = errno.ENOENT
-        if "bucket" not in said.lower():
+        if not writes:
             return FileNotFoundError(number, said, url)
-        said = f"{said}: make it first, for none is made here"
+        said = f"{said}: make the bucket first, for none is made here"
     elif _is_final(error):
         number = getattr(error, "errno", None) or errno.EINVAL
     else:
@@ -212,25 +223,32 @@ def _explained(error: Exception, url: str) -> OSError:
     return RefusedError(number, said, url)
 
 
-@contextlib.contextmanager
-def whole(url: str) -> Iterator[Path]:
-    """Yields a path of this machine to write a file or folder to, which then comes to the URL.
+def whole(path: str | os.PathLike[str]) -> contextlib.AbstractContextManager[Path]:
+    """Yields a path of this machine to write a file or folder to, which then comes to `path`.
 
-    If the block raises, nothing is changed there. A single file replaces a former one in one step.
-    Of a folder, such as a SavedModel, the files directly in it are removed first and come last, so
-    that a reader finds the new one, or none. So do other files that the block writes beside it.
+    At a path of this machine it is as `files.whole`. At a URL a single file replaces a former one
+    in one step. Of a folder, such as a SavedModel, the files directly in it are removed first and
+    come last, so that a reader finds the new one, or none. If the block raises, nothing is changed.
 
     Raises:
-        OSError: the store refuses.
+        OSError: the place cannot be written to.
+        ValueError, ImportError: as of `RemoteFolder`.
     """
+    return _uploaded(os.fspath(path)) if is_url(path) else files.whole(path)
+
+
+@contextlib.contextmanager
+def _uploaded(url: str) -> Iterator[Path]:
     parent, _, name = url.rstrip("/").rpartition("/")
+    if parent.endswith(":/"):
+        raise ValueError(f"{url!r} names no file or folder in {name!r}: give a longer URL.")
     folder = RemoteFolder(parent)
     with temporary_folder() as scratch:
         yield scratch / name
         written = [path.relative_to(scratch) for path in scratch.rglob("*") if path.is_file()]
         written.sort(key=lambda p: (-len(p.parts), str(p) == name, p.suffix == ".json"))
         if (scratch / name).is_dir():
-            former = folder.sizes(f"{name}/")
+            former = folder.sizes(name)
             folder.remove(path for path in former if path.count("/") == 1)
         for path in written:
             folder.upload(scratch / path, path.as_posix())

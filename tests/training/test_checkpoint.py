@@ -726,7 +726,7 @@ def test_the_callback_of_a_fit_that_has_ended_goes_on_with_another_model(tmp_pat
 
 @pytest.mark.one_version
 def test_a_disk_that_is_full_leaves_the_checkpoints_before_it(tmp_path, monkeypatch):
-    from tfpara.checkpoint import store as checkpoint_store
+    from tfpara.checkpoint import local_store
 
     whole = uninterrupted()[0]
     writes = []
@@ -736,7 +736,7 @@ def test_a_disk_that_is_full_leaves_the_checkpoints_before_it(tmp_path, monkeypa
         if len(writes) > 12:
             raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(checkpoint_store, "sync_to_disk", full)
+    monkeypatch.setattr(local_store, "sync_to_disk", full)
     with pytest.raises(tfpara.CheckpointError, match="No space left on device"):
         run(tmp_path / "run", every_syncs=1)
     monkeypatch.undo()

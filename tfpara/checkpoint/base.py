@@ -25,7 +25,6 @@ from tfpara.strategy import StateHolder
 from tfpara.sync.workers.settings_check import differences
 from tfpara.typing import Array, Json
 
-_LOCAL = "file://"
 IF_DAMAGED = ("refuse", "start")
 # Errors that come of reading a part, or of setting a state that it has.
 _UNREADABLE = (tf.errors.OpError, ValueError, TypeError, AttributeError, LookupError)
@@ -228,15 +227,14 @@ def store_at(
     keep: int,
     fields: Mapping[str, type] = MappingProxyType({}),
 ) -> Store:
-    """Returns the store of a directory: at a URL other than of a local file, a remote one.
+    """Returns the store of a directory, which is a path or a URL.
 
     Raises:
         ValueError, ImportError: as of `RemoteFolder`.
     """
-    text = os.fspath(directory)
-    if is_url(directory) and not text.startswith(_LOCAL):
-        return RemoteStore(text, keep, fields)
-    return LocalStore(text.removeprefix(_LOCAL), keep, fields)
+    if is_url(directory):
+        return RemoteStore(os.fspath(directory), keep, fields)
+    return LocalStore(directory, keep, fields)
 
 
 def facts_of_model(model: keras.Model) -> dict[str, Json]:

@@ -22,6 +22,7 @@ from tfpara.remote_files import RemoteFolder
 from tfpara.typing import Json
 
 LOCK = "lock"
+THREAD = "tfpara lease"  # the name of the thread that renews one
 SECONDS = 30.0  # after which a lease that was not renewed is over
 _EVERY = 3  # renewals in that time
 _LOOK = 0.5  # seconds between two looks at another's lease
@@ -64,7 +65,7 @@ class Lease:
         if taken_over or overwrites or not self._folder.creates_in_one_step:
             time.sleep(_SETTLE)
         self.renew()
-        threading.Thread(target=self._keep, name="tfpara lease", daemon=True).start()
+        threading.Thread(target=self._keep, name=THREAD, daemon=True).start()
 
     def renew(self) -> None:
         """Says that this run goes on.
@@ -103,8 +104,8 @@ class Lease:
         found = first
         if found and found.get("mark") != self._mark:
             print(
-                f"tfpara: {self._folder.url} is locked by {self._holder(found)}; waits whether that "
-                f"one still runs, for {self._limit(found):.0f} s at most.",
+                f"tfpara: {self._folder.url} is locked by {self._holder(found)}; waits whether "
+                f"that one still runs, for {self._limit(found):.0f} s at most.",
                 file=sys.stderr,
                 flush=True,
             )

@@ -135,7 +135,7 @@ def test_a_forked_process_that_lives_longer_does_not_hold_the_lock(tmp_path):
             open(tmp_path / "lock", "rb+") as lock,
             pytest.raises(CheckpointError, match="in use"),
         ):
-            LocalStore(tmp_path, 1)._take(lock.fileno())
+            LocalStore(tmp_path, 1)._hold(lock.fileno())
         os.close(store._lock)  # as the end of this process does, by SIGKILL too
         store._lock = None
         other = LocalStore(tmp_path, 1)
