@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from scripts import common
-from tfpara.checkpoint.store import Store
+from tfpara.checkpoint.local_store import LocalStore
 from tfpara.cluster.tf_config import shown
 from tfpara.files import append_line, no_link
 
@@ -37,7 +37,7 @@ def checkpoints(run_dir: Path) -> Path:
 
 def can_resume(run_dir: Path) -> bool:
     """Returns whether there is a checkpoint from which the run can be resumed."""
-    return bool(Store(checkpoints(run_dir), 1).numbers())
+    return bool(LocalStore(checkpoints(run_dir), 1).numbers())
 
 
 def of_training(weights: Iterable[str]) -> list[str]:
@@ -98,7 +98,7 @@ def begin(run_dir: Path, names: Sequence[str], start_over: bool) -> None:
         CheckpointError: another run is still writing there.
     """
     run_dir.mkdir(parents=True, exist_ok=True)
-    store = Store(checkpoints(run_dir), 1)
+    store = LocalStore(checkpoints(run_dir), 1)
     store.lock()
     try:
         if start_over:
@@ -116,7 +116,7 @@ def record(run_dir: Path, name: str) -> None:
     append_line(path, name if path.is_file() and path.stat().st_size else f"{_HEADER}{name}")
 
 
-def _remove(run_dir: Path, store: Store) -> None:
+def _remove(run_dir: Path, store: LocalStore) -> None:
     """Removes the files in the record.
 
     The checkpoints go first, so that no run is resumed if only a part of the files is removed.

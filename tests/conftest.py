@@ -20,9 +20,11 @@ import pytest
 
 import tfpara
 from tests.lib.fixtures import (  # noqa: F401
+    bucket,
     corpus_directory,
     run,
     run_well,
+    s3_server,
     tiny,
     tiny_directory,
     tiny_options,

@@ -69,14 +69,15 @@ def whole(path: str | os.PathLike[str]) -> Iterator[Path]:
             shutil.rmtree(scratch, ignore_errors=True)
 
 
-def foreign_entries(folder: Path) -> list[str]:
-    """Returns the names in a folder that no saved model has; replacing it would delete them."""
-    return sorted(entry.name for entry in folder.iterdir() if entry.name not in _OF_A_MODEL)
+def foreign_entries(names: Iterable[str]) -> list[str]:
+    """Returns the names of a folder that no saved model has; replacing it would delete them."""
+    return sorted({*names} - _OF_A_MODEL)
 
 
 def holds_a_model_alone(folder: Path) -> bool:
     """Returns whether another model can replace a folder: no mount, and nothing else in it."""
-    return any(folder.iterdir()) and not foreign_entries(folder) and not os.path.ismount(folder)
+    names = os.listdir(folder)
+    return bool(names) and not foreign_entries(names) and not os.path.ismount(folder)
 
 
 def regular(path: str | os.PathLike[str], flags: int) -> int:

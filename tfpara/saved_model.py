@@ -7,15 +7,15 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from tfpara import files
+from tfpara import files, remote_files
 from tfpara.graph_files import without_tasks
 from tfpara.keras_model import strategy_of
+from tfpara.remote_files import RemoteFolder
 from tfpara.strategy import Strategy
 from tfpara.sync.strategy import PeriodicSyncStrategy
 from tfpara.typing import Nest
@@ -42,7 +42,7 @@ def export(
 
     Args:
         model: a built model.
-        path: directory of the SavedModel.
+        path: directory of the SavedModel, or a URL that fsspec knows, such as s3://bucket/path.
         which: the weights: "global", "local" (the chief's) or an average's name. For a model that
             belongs to no strategy of tfpara, "global" and "local" both are its own weights.
         strategy: the strategy that trained the model; None finds it from the model.
@@ -54,6 +54,8 @@ def export(
 
     Raises:
         FileExistsError: `path` exists, and is no SavedModel or has other files in it.
+        ImportError: it is a URL, and fsspec or its package for the scheme is not installed.
+        OSError: it cannot be written to.
         ValueError: `which` is unknown, the model has not been built, its inputs are not known, or
             this is called inside `strategy.weights(...)`.
     """
@@ -118,15 +120,8 @@ def writer(
     postprocessing: Callable[[Nest], Mapping[str, tf.Tensor]] | None = None,
 ) -> Callable[[], None]:
     """Checks the arguments; returns a function that writes the model as it is when called."""
-    path = Path(path)
-    if path.exists():
-        foreign = files.foreign_entries(path) if path.is_dir() else [path.name]
-        if foreign or not (path / "saved_model.pb").is_file():
-            raise FileExistsError(
-                f"{path} exists and is no SavedModel, or not that alone: it has "
-                f"{', '.join(foreign[:3]) or 'no saved_model.pb'}. Remove it, or export to another "
-                "path."
-            )
+    if not remote_files.is_url(path):
+        _check_place(path)
     if not model.built:
         raise ValueError("The model has no weights yet. Call it on data, or build it, first.")
     specs = list(signature) if signature is not None else _input_specs(model)
@@ -139,11 +134,30 @@ def writer(
         archive = keras.export.ExportArchive()
         archive.track(model)
         archive.add_endpoint("serve", serve, input_signature=specs)
-        with files.whole(path) as scratch:
+        if remote_files.is_url(path):
+            _check_place(path)  # by the chief alone: others may look when a part is there
+        with remote_files.whole(path) as scratch:
             archive.write_out(os.fspath(scratch), verbose=False)
             without_tasks(scratch)
 
     return write
+
+
+def _check_place(path: str | os.PathLike[str]) -> None:
+    """Refuses a place where there is anything but a SavedModel."""
+    if remote_files.is_url(path):
+        names = {name.split("/")[0] for name in RemoteFolder(os.fspath(path)).sizes()}
+    elif os.path.isdir(path):
+        names = {*os.listdir(path)} or {""}
+    else:
+        names = {os.path.basename(path)} if os.path.exists(path) else set()
+    foreign = files.foreign_entries(names - {""})
+    if names and (foreign or "saved_model.pb" not in names):
+        raise FileExistsError(
+            f"{os.fspath(path)} exists and is no SavedModel, or not that alone: it has "
+            f"{', '.join(foreign[:3]) or 'no saved_model.pb'}. Remove it, or export to another "
+            "path."
+        )
 
 
 def _input_specs(model: keras.Model) -> list[Nest]:

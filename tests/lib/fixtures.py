@@ -6,6 +6,7 @@ file also in the process that only hands tests out.
 
 import dataclasses
 import os
+import secrets
 import subprocess
 import sys
 from pathlib import Path
@@ -85,6 +86,32 @@ def run_well(run):
         return ended
 
     return call
+
+
+@pytest.fixture(scope="session")
+def s3_server():
+    """A server of S3's protocol in this process."""
+    from tests.lib import s3_server
+
+    server = s3_server.Server()
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def bucket(s3_server, monkeypatch):
+    """The URL of an empty bucket of `s3_server`; processes that the test starts can use it, too."""
+    import boto3
+    import s3fs
+
+    for name, value in s3_server.environment.items():
+        monkeypatch.setenv(name, value)
+    s3fs.S3FileSystem.clear_instance_cache()
+    name = f"bucket-{secrets.token_hex(4)}"
+    boto3.client("s3").create_bucket(Bucket=name)
+    yield f"s3://{name}"
+    s3_server.calm()
+    s3fs.S3FileSystem.clear_instance_cache()
 
 
 @pytest.fixture(scope="session")

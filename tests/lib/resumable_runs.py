@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from tests.lib.cluster_of_processes import HERE, Workers
+from tfpara.remote_files import RemoteFolder
 
 EPOCHS = 5
 RULES = {1: "tfpara.BMUF(0.5)", 2: "tfpara.EASGD(0.2)"}  # by the number of workers
@@ -102,6 +103,21 @@ class Run:
     def _options(self):
         # Each start has another seed, so that all it knows of the run is in the checkpoint.
         return {**self.options, "seed": 1 + max(self.checkpoints(), default=0)}
+
+
+class RemoteRun(Run):
+    """A run whose checkpoints are at a URL, under leases of 2 s."""
+
+    def __init__(self, path, workers, url, **options):
+        super().__init__(path, workers, directory=url, lease_seconds=2.0, **options)
+
+    def names(self):
+        """Returns the names of all files at the URL."""
+        return sorted(RemoteFolder(self.options["directory"]).sizes())
+
+    def checkpoints(self):
+        found = (name.split("/") for name in self.names())
+        return [int(at[-8:]) for at, *rest in found if rest == ["manifest.json"]]
 
 
 def assert_same(ends, others):

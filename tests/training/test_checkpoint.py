@@ -21,7 +21,7 @@ import tensorflow as tf
 import tfpara
 from tfpara.checkpoint import manifest as manifests
 from tfpara.checkpoint.base import check_run
-from tfpara.checkpoint.store import Store
+from tfpara.checkpoint.local_store import LocalStore
 from tfpara.checks import versions
 
 pytestmark = pytest.mark.latest
@@ -647,7 +647,7 @@ def test_what_flock_says_is_told_apart(tmp_path, monkeypatch, number, message):
 
     monkeypatch.setattr(fcntl, "flock", flock)
     with pytest.raises(tfpara.CheckpointError, match=message):
-        Store(tmp_path, 1).lock()
+        LocalStore(tmp_path, 1).lock()
     assert (tmp_path / "lock").read_text() == "process 7 on elsewhere"
 
 
@@ -726,7 +726,7 @@ def test_the_callback_of_a_fit_that_has_ended_goes_on_with_another_model(tmp_pat
 
 @pytest.mark.one_version
 def test_a_disk_that_is_full_leaves_the_checkpoints_before_it(tmp_path, monkeypatch):
-    from tfpara.checkpoint import store as checkpoint_store
+    from tfpara.checkpoint import local_store
 
     whole = uninterrupted()[0]
     writes = []
@@ -736,7 +736,7 @@ def test_a_disk_that_is_full_leaves_the_checkpoints_before_it(tmp_path, monkeypa
         if len(writes) > 12:
             raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(checkpoint_store, "sync_to_disk", full)
+    monkeypatch.setattr(local_store, "sync_to_disk", full)
     with pytest.raises(tfpara.CheckpointError, match="No space left on device"):
         run(tmp_path / "run", every_syncs=1)
     monkeypatch.undo()

@@ -7,7 +7,7 @@ import time
 
 from tfpara import fit_call
 from tfpara.callbacks.base import Callback
-from tfpara.checkpoint.base import IF_DAMAGED, Checkpoints
+from tfpara.checkpoint.base import IF_DAMAGED, Checkpoints, store_at
 from tfpara.cluster import exit_codes
 from tfpara.typing import Json
 from tfpara.whole_number import checked_whole
@@ -45,6 +45,7 @@ class CheckpointBase(Callback):
         if if_damaged not in IF_DAMAGED:
             raise ValueError(f"if_damaged={if_damaged!r} is not one of {', '.join(IF_DAMAGED)}.")
         self._directory = directory
+        store_at(directory, keep)  # for its errors
         self._every_minutes = every_minutes
         self._if_damaged = if_damaged
         self._exit_code = exit_codes.restart(restart_exit_code)
@@ -64,6 +65,8 @@ class CheckpointBase(Callback):
         except BaseException:
             checkpoints.store.release()
             raise
+        finally:
+            checkpoints.store.drop_copies()
         if restored is None:
             return None
         number, position = restored[0], restored[1]["position"]

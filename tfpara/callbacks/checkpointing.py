@@ -6,12 +6,12 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 
 from tfpara import fit_call
 from tfpara.callbacks.checkpoint_base import CheckpointBase, Preempted
 from tfpara.callbacks.sync_watch import SyncWatch
 from tfpara.callbacks.termination import Termination
+from tfpara.checkpoint.base import store_at
 from tfpara.checkpoint.run import SyncCheckpoints
 from tfpara.cluster.place import of_callback
 from tfpara.sync.one_sync.reports import Request
@@ -111,7 +111,7 @@ class Checkpoint(CheckpointBase):
             )
         self._stand_down()  # A loop of the user's own may have failed before.
         fit_call.at_end(self._stand_down)
-        strategy.keep_record(self, Path(self._directory))
+        strategy.keep_record(self, store_at(self._directory, self._keep).append)
         ended, self._ended = self._ended, False
         former = self._checkpoints
         if former is not None and former.is_of(self.model) and (ended or strategy.members_change):

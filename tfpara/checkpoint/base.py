@@ -10,13 +10,17 @@ import secrets
 import socket
 import warnings
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import keras
 import tensorflow as tf
 
+from tfpara.checkpoint.local_store import LocalStore
+from tfpara.checkpoint.remote_store import RemoteStore
 from tfpara.checkpoint.store import CheckpointError, Store
 from tfpara.cluster.place import Purpose
+from tfpara.remote_files import is_url
 from tfpara.strategy import StateHolder
 from tfpara.sync.workers.settings_check import differences
 from tfpara.typing import Array, Json
@@ -32,13 +36,19 @@ class Checkpoints(abc.ABC):
 
     Args:
         model: a built and compiled model of one of tfpara's strategies.
-        store: the directory.
+        directory, keep, fields: as of `Store`.
     """
 
-    def __init__(self, model: keras.Model, store: Store) -> None:
+    def __init__(
+        self,
+        model: keras.Model,
+        directory: str | os.PathLike[str],
+        keep: int,
+        fields: Mapping[str, type],
+    ) -> None:
         self._model = model
         self._strategy = model.distribute_strategy
-        self.store = store
+        self.store = store_at(directory, keep, fields)
         self._next = 0
 
     # -- defined by each kind of run -------------------------------------------------------------
@@ -69,9 +79,9 @@ class Checkpoints(abc.ABC):
         Raises:
             CheckpointError: on every worker, if the chief cannot, or they see other directories.
         """
-        self._together(self.store.lock, "lock", chief_only=True)
         # Each run has its own mark, since a worker of an earlier run may still write its part.
         self.store.mark = self._everyones(secrets.token_hex(4), "mark")[0]
+        self._together(self.store.lock, "lock", chief_only=True)
         seen = self._together(lambda: [socket.gethostname(), self.store.numbers()], "numbers")
         (chief_host, numbers), *_ = seen
         for worker, (host, theirs) in enumerate(seen):
@@ -128,7 +138,7 @@ class Checkpoints(abc.ABC):
                 the newest undamaged one is of another run.
         """
         problems = []
-        for number in self.store.numbers():
+        for number in self._together(self.store.numbers, "numbers")[0]:
             problem = self._problem(number)
             if problem is None:
                 read = self._together(lambda n=number: self.store.read_manifest(n), "manifest")
@@ -201,13 +211,30 @@ class Checkpoints(abc.ABC):
 
     def _problem(self, number: int) -> str | None:
         """Returns why a checkpoint cannot be used, the same on all workers; None if it can."""
-        problem = None
-        if self._strategy.is_chief:
+
+        def found() -> str | None:
             try:
                 self.store.check(number, self.store.read_manifest(number))
             except CheckpointError as error:
-                problem = str(error)
-        return self._everyones(problem, "problem")[0]
+                return str(error)
+            return None
+
+        return self._together(found, "problem", chief_only=True)[0]
+
+
+def store_at(
+    directory: str | os.PathLike[str],
+    keep: int,
+    fields: Mapping[str, type] = MappingProxyType({}),
+) -> Store:
+    """Returns the store of a directory, which is a path or a URL.
+
+    Raises:
+        ValueError, ImportError: as of `RemoteFolder`.
+    """
+    if is_url(directory):
+        return RemoteStore(os.fspath(directory), keep, fields)
+    return LocalStore(directory, keep, fields)
 
 
 def facts_of_model(model: keras.Model) -> dict[str, Json]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,6 +17,10 @@ from tfpara.typing import Json
 FORMAT = 2
 _ENDINGS = (".index", ".data-00000-of-00001")  # of the files that TensorFlow writes for a part
 _SUM = "sha256"
+# The name of the folder within the checkpoint that has the files; a manifest without it: none. In a
+# store without `rename` each run has its own, so that none writes over another one's files.
+FOLDER = "folder"
+_FOLDER = re.compile("[0-9a-f]{1,32}")
 # The keys of every manifest, and their types; a key within another one follows a dot.
 _FIELDS = {
     "files": dict,
@@ -88,6 +93,10 @@ def _check_files(content: Mapping[str, Json]) -> None:
     # First the number: a wrong one may be too large for a list.
     if not workers or len(files) != workers * len(_ENDINGS):
         raise ValueError(f"it lists {len(files)} files for the parts of {workers} workers")
+    if not _FOLDER.fullmatch(str(content.get(FOLDER, "0"))):
+        raise ValueError(
+            f"its {FOLDER} is {str(content[FOLDER])[:40]!r}, which is no mark of a run"
+        )
     for name in (f"{part(rank)}{ending}" for rank in range(workers) for ending in _ENDINGS):
         mark = files.get(name)
         if not isinstance(mark, dict) or set(mark) != {"bytes", "sha256"}:
@@ -97,3 +106,8 @@ def _check_files(content: Mapping[str, Json]) -> None:
 def part(rank: int) -> str:
     """Returns the prefix of the files of a worker's part."""
     return f"part-{rank:05d}"
+
+
+def inside(manifest: Mapping[str, Json], name: str) -> str:
+    """Returns the path of a file within its checkpoint."""
+    return f"{manifest[FOLDER]}/{name}" if FOLDER in manifest else name

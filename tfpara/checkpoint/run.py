@@ -24,7 +24,7 @@ import tensorflow as tf
 
 from tfpara.checkpoint.base import Checkpoints, facts_of_model
 from tfpara.checkpoint.parts import Parts
-from tfpara.checkpoint.store import CheckpointError, Store
+from tfpara.checkpoint.store import CheckpointError
 from tfpara.checks import versions
 from tfpara.sync.data.reading import random_states, set_random_states
 from tfpara.sync.keras.optimizer_steps import build_optimizers
@@ -62,7 +62,7 @@ class SyncCheckpoints(Checkpoints):
         may_change: tuple[str, ...] = (),
     ) -> None:
         build_optimizers(model)
-        super().__init__(model, Store(directory, keep, _FIELDS))
+        super().__init__(model, directory, keep, _FIELDS)
         self._may_change = may_change
         self._began_in: int | None = None  # generation in which a checkpoint is begun
         self._told_of_lock = False

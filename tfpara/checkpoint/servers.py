@@ -14,7 +14,7 @@ import keras
 import tensorflow as tf
 
 from tfpara.checkpoint.base import Checkpoints, check_run, facts_of_model
-from tfpara.checkpoint.store import CheckpointError, Store
+from tfpara.checkpoint.store import CheckpointError
 from tfpara.checks import versions
 from tfpara.typing import Array, Json
 
@@ -41,7 +41,7 @@ class ServerCheckpoints(Checkpoints):
         keep: int,
         data_plan: Mapping[str, Json],
     ) -> None:
-        super().__init__(model, Store(directory, keep, _FIELDS))
+        super().__init__(model, directory, keep, _FIELDS)
         self._running: Any = self._strategy.running
         self._plan = data_plan
 

@@ -1,21 +1,20 @@
-"""Checkpoints on disk, each of which is complete or not visible.
+"""Checkpoints, each of which is complete or not visible, wherever they are kept.
 
 DIRECTORY/lock                          held by the run that writes here
-DIRECTORY/checkpoint-00000012/          the twelfth; made visible by one rename
+DIRECTORY/checkpoint-00000012/          the twelfth
     manifest.json                       facts about the run; every file's size and SHA-256; its own
     part-00000.index, part-00000.data-00000-of-00001     worker 0's part, in TensorFlow's format
-DIRECTORY/.partial-…/                   a checkpoint being written, or left by a killed run
+
+`LocalStore` makes it visible by one rename, and `RemoteStore` by the manifest, which comes last.
 """
 
 from __future__ import annotations
 
+import abc
 import contextlib
-import errno
-import fcntl
 import hashlib
 import os
 import re
-import socket
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -25,15 +24,12 @@ import tensorflow as tf
 
 from tfpara.checkpoint import manifest as manifests
 from tfpara.checkpoint.manifest import part
-from tfpara.files import cleared, no_link, regular, sync_to_disk
+from tfpara.files import regular
+from tfpara.remote_files import RefusedError
 from tfpara.typing import Array, Json
 
-_NAME = re.compile(r"checkpoint-(\d{8})")
-_PARTIAL = ".partial-"
-_HOLDER = "process "  # the beginning of the lock's content
-# Error numbers of flock for a lock that another process holds; EACCES and EAGAIN come from NFS.
-_HELD = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
-_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP)
+MANIFEST = "manifest.json"
+NAME = re.compile(r"checkpoint-(\d{8})")  # of the folder of a checkpoint
 _LOCKS: dict[str, Store] = {}  # the directories that this process has locked
 
 
@@ -43,11 +39,11 @@ class CheckpointError(RuntimeError):
     of_all_workers = True  # it is raised on all workers, at the same place
 
 
-class Store:
+class Store(abc.ABC):
     """A directory of checkpoints. All workers see the same one, and the chief makes the changes.
 
     Args:
-        directory: path of the directory.
+        directory: path or URL of the directory.
         keep: number of the newest checkpoints that stay.
         fields: further keys of the manifests of such a run, beside those of all, and their types.
 
@@ -63,12 +59,88 @@ class Store:
         keep: int,
         fields: Mapping[str, type] = MappingProxyType({}),
     ) -> None:
-        self.directory = Path(directory)
+        self.directory = directory
         self._fields = fields
         self.mark = "0"
         self.damaged: set[int] = set()
         self._keep = keep
-        self._lock: int | None = None
+        self._is_locked = False
+
+    # -- defined by each kind of storage ---------------------------------------------------------
+
+    @abc.abstractmethod
+    def _key(self) -> str:
+        """Returns what identifies the directory, in this process."""
+
+    @abc.abstractmethod
+    def _take(self) -> None:
+        """Locks the directory, and removes what killed runs have begun to write."""
+
+    @abc.abstractmethod
+    def _let_go(self) -> None:
+        """Undoes the lock of `_take`."""
+
+    @abc.abstractmethod
+    def numbers(self) -> list[int]:
+        """Returns the numbers of the complete checkpoints, the newest first."""
+
+    @abc.abstractmethod
+    def path(self, number: int) -> str | os.PathLike[str]:
+        """Returns the directory of a complete checkpoint."""
+
+    @abc.abstractmethod
+    def begin(self, number: int) -> str:
+        """Prepares for the parts of a checkpoint; returns the name of this host.
+
+        Raises:
+            CheckpointError: it cannot be done.
+        """
+
+    @abc.abstractmethod
+    def _staging(self, number: int, begun_on: str) -> contextlib.AbstractContextManager[Path]:
+        """Yields the folder of this machine in which a part is written."""
+
+    @abc.abstractmethod
+    def _keep_file(self, number: int, path: Path) -> None:
+        """Has a file of a part, in the folder of `_staging`, outlive a crash."""
+
+    @abc.abstractmethod
+    def _publish(self, number: int, manifest: Mapping[str, Json]) -> None:
+        """Makes a checkpoint visible, all of whose parts are there.
+
+        Raises:
+            OSError, CheckpointError: it cannot be done.
+        """
+
+    @abc.abstractmethod
+    def abandon(self, number: int) -> None:
+        """Removes a checkpoint that is being written."""
+
+    @abc.abstractmethod
+    def _manifest(self, number: int) -> bytes:
+        """Returns the manifest of a checkpoint as it was written."""
+
+    @abc.abstractmethod
+    def _size(self, number: int, name: str) -> int:
+        """Returns the bytes of a file, of which `name` is the path within the checkpoint."""
+
+    @abc.abstractmethod
+    def _copy(self, number: int, name: str) -> Path:
+        """Returns a path of this machine with the content of a file; see `drop_copies`."""
+
+    @abc.abstractmethod
+    def remove(self, number: int) -> None:
+        """Removes a checkpoint."""
+
+    @abc.abstractmethod
+    def append(self, name: str, line: str) -> None:
+        """Adds a line to a text file beside the checkpoints."""
+
+    @abc.abstractmethod
+    def drop_copies(self) -> None:
+        """Removes the copies that were made to read checkpoints; the readers must be gone."""
+
+    # -- the same for all ------------------------------------------------------------------------
 
     def lock(self) -> None:
         """Locks the directory for this process, until the process ends.
@@ -76,57 +148,24 @@ class Store:
         Raises:
             CheckpointError: another run has it, or it cannot be locked or written to.
         """
-        if self._lock is not None:
+        if self._is_locked:
             return
-        former = _LOCKS.pop(os.path.realpath(self.directory), None)
+        former = _LOCKS.pop(self._key(), None)
         if former is not None:  # locked by a fit of this process that ended with an error
             former.release()
         try:
-            self.directory.mkdir(parents=True, exist_ok=True)
-            lock = no_link(self.directory / "lock", os.O_RDWR | os.O_CREAT)
+            self._take()
         except OSError as error:
             raise self._unwritable(error) from error
-        try:
-            self._take(lock)
-        except BaseException:
-            os.close(lock)
-            raise
-        self._lock = lock
-        _LOCKS[os.path.realpath(self.directory)] = self
-        for left_over in self.directory.glob(f"{_PARTIAL}*"):
-            cleared(left_over)
+        self._is_locked = True
+        _LOCKS[self._key()] = self
 
-    def _take(self, lock: int) -> None:
-        """Locks the open file, and writes the holder into it: this process and its host."""
-        holder = os.pread(lock, 200, 0).decode(errors="replace")
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise self._not_locked(error, holder or "an unknown process") from error
-        if holder and not holder.startswith(_HOLDER):  # it may be a second name of another file
-            raise CheckpointError(
-                f"{self.directory / 'lock'} is not the lock of a run: it begins with "
-                f"{holder[:20]!r}. Move it away, or give another directory."
-            )
-        try:
-            os.ftruncate(lock, 0)
-            os.pwrite(lock, f"{_HOLDER}{os.getpid()} on {socket.gethostname()}".encode(), 0)
-        except OSError as error:
-            raise self._unwritable(error) from error
-
-    def _not_locked(self, error: OSError, holder: str) -> CheckpointError:
-        if error.errno in _HELD:
-            return CheckpointError(
-                f"checkpoint directory {self.directory} is in use by another run ({holder}). Wait "
-                "for its end, or give this run a directory of its own."
-            )
-        if error.errno in _NO_LOCKS:
-            return CheckpointError(
-                f"checkpoint directory {self.directory} is on a file system without locks (flock: "
-                f"{error.strerror}), so a second run in it would not be noticed. Have it mounted "
-                "with locks, or give a directory on another one."
-            )
-        return self._unwritable(error)
+    def release(self) -> None:
+        """Releases the lock of the directory."""
+        if self._is_locked:
+            self._is_locked = False
+            self._let_go()
+            _LOCKS.pop(self._key(), None)
 
     def _unwritable(self, error: OSError) -> CheckpointError:
         where = f"{Path(error.filename).name}: " if error.filename else ""
@@ -134,41 +173,6 @@ class Store:
             f"checkpoint directory {self.directory} cannot be written to ({where}"
             f"{error.strerror}). Give one that can."
         )
-
-    def release(self) -> None:
-        """Releases the lock of the directory."""
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
-            _LOCKS.pop(os.path.realpath(self.directory), None)
-
-    def numbers(self) -> list[int]:
-        """Returns the numbers of the complete checkpoints, the newest first."""
-        if not self.directory.is_dir():
-            return []
-        matches = [_NAME.fullmatch(path.name) for path in self.directory.iterdir()]
-        return sorted((int(match[1]) for match in matches if match), reverse=True)
-
-    def path(self, number: int) -> Path:
-        """Returns the directory of a complete checkpoint."""
-        return self.directory / f"checkpoint-{number:08d}"
-
-    def partial(self, number: int) -> Path:
-        """Returns the directory of a checkpoint that is being written."""
-        return self.directory / f"{_PARTIAL}{number:08d}-{self.mark}"
-
-    def begin(self, number: int) -> str:
-        """Makes an empty directory for a checkpoint to write; returns the name of this host.
-
-        Raises:
-            CheckpointError: it cannot be made.
-        """
-        cleared(self.partial(number))
-        try:
-            self.partial(number).mkdir()
-        except OSError as error:
-            raise self._unwritable(error) from error
-        return socket.gethostname()
 
     def write_part(
         self, number: int, rank: int, tensors: Mapping[str, Array], begun_on: str = "its host"
@@ -184,28 +188,23 @@ class Store:
         Raises:
             CheckpointError: the directory is not there, or the part cannot be written.
         """
-        partial = self.partial(number)
-        if not partial.is_dir():
-            raise CheckpointError(
-                f"{partial}, which the chief has made on {begun_on}, is not there on "
-                f"{socket.gethostname()}: {self.directory} must be one directory that all workers "
-                "share."
-            )
-        prefix = partial / part(rank)
         try:
-            with tf.device("CPU:0"):
-                tf.raw_ops.SaveV2(
-                    prefix=os.fspath(prefix),
-                    tensor_names=list(tensors),
-                    shape_and_slices=[""] * len(tensors),
-                    tensors=[tf.convert_to_tensor(t) for t in tensors.values()],
-                )
-            written = sorted(partial.glob(f"{part(rank)}.*"))
-            for path in written:
-                sync_to_disk(path)
-            return {path.name: _mark(path) for path in written}
+            with self._staging(number, begun_on) as folder:
+                with tf.device("CPU:0"):
+                    tf.raw_ops.SaveV2(
+                        prefix=os.fspath(folder / part(rank)),
+                        tensor_names=list(tensors),
+                        shape_and_slices=[""] * len(tensors),
+                        tensors=[tf.convert_to_tensor(t) for t in tensors.values()],
+                    )
+                written = sorted(folder.glob(f"{part(rank)}.*"))
+                for path in written:
+                    self._keep_file(number, path)
+                return {path.name: _mark(path) for path in written}
         except (OSError, tf.errors.OpError) as error:
-            raise CheckpointError(f"cannot write {prefix} ({_first_line(error)})") from error
+            raise CheckpointError(
+                f"cannot write {part(rank)} of {self.path(number)} ({_first_line(error)})"
+            ) from error
 
     def commit(self, number: int, manifest: Mapping[str, Json]) -> None:
         """Makes a checkpoint visible, and removes those older than the `keep` newest whole ones.
@@ -213,14 +212,8 @@ class Store:
         Raises:
             CheckpointError: the manifest cannot be written, or the directory not renamed.
         """
-        partial = self.partial(number)
         try:
-            path = partial / "manifest.json"
-            path.write_text(manifests.text(manifest))
-            sync_to_disk(path)
-            sync_to_disk(partial)
-            partial.rename(self.path(number))
-            sync_to_disk(self.directory)
+            self._publish(number, manifest)
         except OSError as error:
             raise CheckpointError(
                 f"cannot complete {self.path(number)} ({_first_line(error)})"
@@ -231,18 +224,16 @@ class Store:
             if len(whole) == self._keep and old < whole[-1]:
                 self.remove(old)
 
-    def abandon(self, number: int) -> None:
-        """Removes a checkpoint that is being written."""
-        cleared(self.partial(number))
-
     def read_manifest(self, number: int) -> dict[str, Json]:
         """Returns the manifest of a checkpoint; raises CheckpointError if it has no whole one."""
-        path = self.path(number) / "manifest.json"
         try:
-            with open(path, "rb", opener=regular) as file:
-                return manifests.parsed(file.read(), self._fields)
+            return manifests.parsed(self._manifest(number), self._fields)
+        except RefusedError:
+            raise  # it may be whole
         except (OSError, ValueError) as error:
-            raise CheckpointError(f"{path} cannot be used ({_first_line(error)})") from error
+            raise CheckpointError(
+                f"{self.path(number)}/{MANIFEST} cannot be used ({_first_line(error)})"
+            ) from error
 
     def check(self, number: int, manifest: Mapping[str, Json]) -> None:
         """Compares every file of a checkpoint with its manifest.
@@ -251,11 +242,14 @@ class Store:
             CheckpointError: a file is missing or damaged; the message names it.
         """
         for name, expected in manifest["files"].items():
-            path = self.path(number) / name
+            inside = manifests.inside(manifest, name)
+            path = f"{self.path(number)}/{inside}"
             try:
                 # A file of another size, which may be huge, is not read.
-                same_size = path.stat().st_size == expected["bytes"]
-                found = _mark(path) if same_size else None
+                same_size = self._size(number, inside) == expected["bytes"]
+                found = _mark(self._copy(number, inside)) if same_size else None
+            except RefusedError:
+                raise
             except OSError as error:
                 raise CheckpointError(f"{path} cannot be read ({error.strerror})") from error
             if found != expected:
@@ -263,19 +257,11 @@ class Store:
 
     def readers(self, number: int, manifest: Mapping[str, Json]) -> list[Any]:
         """Returns a reader for each worker's part, of the type of `tf.train.load_checkpoint`."""
-        folder = self.path(number)
-        return [
-            tf.train.load_checkpoint(os.fspath(folder / part(rank)))
-            for rank in range(manifest["workers"])
-        ]
-
-    def remove(self, number: int) -> None:
-        """Removes a checkpoint."""
-        # It is renamed first, so that a kill in the middle leaves nothing that looks complete.
-        dying = self.directory / f"{_PARTIAL}old-{number:08d}"
-        with contextlib.suppress(OSError):
-            self.path(number).rename(dying)
-        cleared(dying)
+        copies = {}
+        for name in manifest["files"]:
+            path = self._copy(number, manifests.inside(manifest, name))
+            copies[path.with_suffix("")] = path
+        return [tf.train.load_checkpoint(os.fspath(prefix)) for prefix in sorted(copies)]
 
 
 def _release_all() -> None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import keras
@@ -104,9 +103,9 @@ class ForCallbacks(Strategy):
         """Has this worker leave at the next sync; returns whether all must leave with it."""
         return self._company.leave()
 
-    def keep_record(self, checkpoints: StateHolder, directory: Path) -> None:
+    def keep_record(self, checkpoints: StateHolder, append: Callable[[str, str], None]) -> None:
         """Keeps a record of changes of members beside the checkpoints of a callback."""
-        self._company.keep_record(checkpoints, directory)
+        self._company.keep_record(checkpoints, append)
 
     def write_record(self, syncs: int) -> None:
         """Adds the present members to the record, after so many syncs."""

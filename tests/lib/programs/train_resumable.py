@@ -3,9 +3,10 @@
 Options (JSON): rule (Python expression), local_devices, directory (of the checkpoints), out (npz
 path, `{rank}` is replaced), epochs, every_syncs, step_seconds (that each step lasts at least),
 overlap, fragments, compression, marks (a file that tells the test how far this start has come),
-limit_bytes (no file may grow longer), and kill: null, or [place, n] to send itself SIGKILL at the
-n-th time that it comes there. The places are those of `PLACES`. kill_once: [rank, file]: only that
-worker kills itself, and only if the file does not exist, which it then makes.
+limit_bytes (no file may grow longer), lease_seconds (of a directory at a URL), and kill: null, or
+[place, n] to send itself SIGKILL at the n-th time that it comes there. The places are those of
+`PLACES`. kill_once: [rank, file]: only that worker kills itself, and only if the file does not
+exist, which it then makes.
 """
 
 import json
@@ -21,8 +22,12 @@ import numpy as np
 import tensorflow as tf
 
 import tfpara
+from tfpara.checkpoint import lease
 from tfpara.checkpoint import run as checkpoint
 from tfpara.checkpoint import store as checkpoint_store
+from tfpara.checkpoint.local_store import LocalStore
+from tfpara.checkpoint.remote_store import RemoteStore
+from tfpara.remote_files import RemoteFolder
 from tfpara.sync.one_sync import global_state
 
 TAU = 2
@@ -35,8 +40,9 @@ PLACES = {
     "begin": "when the directory of a checkpoint has been made",
     "part": "while a worker's part is being written: half of its bytes are there",
     "written": "when this worker's part is complete",
-    "manifest": "when all parts and the manifest are there, before the rename",
-    "renamed": "after the rename, before those that are too old go",
+    "lease": "when the directory at a URL has been locked",
+    "manifest": "when all parts and the manifest are there, before the rename; at a URL all parts",
+    "renamed": "after the rename, or the manifest, before those that are too old go",
     "removing": "while an old checkpoint is being removed",
     "removed": "when the chief is done with a checkpoint, and the others do not know it yet",
 }
@@ -91,14 +97,41 @@ class Killer:
     def install(self):
         """Replaces functions of the library in this process, so that they call `here`."""
         store = checkpoint_store.Store
+        for kind in (LocalStore, RemoteStore):
+            self.after(kind, "begin", "begin")
         self.before(checkpoint.SyncCheckpoints, "restore", "start")
         self.before(checkpoint.Parts, "_of_holder", "restored")
-        self.after(store, "begin", "begin")
         self.after(store, "write_part", "written")
         self.after(store, "commit", "removed")
         self._around_renames()
+        self._around_objects()
         self._inside_a_part()
         self._inside_a_sync()
+
+    def _around_objects(self):
+        """The same places where the directory is at a URL."""
+        upload, create, remove = RemoteFolder.upload, RemoteFolder.create, RemoteFolder.remove
+
+        def uploading(folder, path, name):
+            if name.endswith(".index"):  # the last file of a part
+                self.here("part")
+            upload(folder, path, name)
+
+        def creating(folder, name, content):
+            if name.endswith("manifest.json"):
+                self.here("manifest")
+            created = create(folder, name, content)
+            self.here("renamed" if name.endswith("manifest.json") else "lease")
+            return created
+
+        def removing(folder, names):
+            names = list(names)
+            remove(folder, names)
+            if names and names[0].endswith("manifest.json"):
+                self.here("removing")
+
+        RemoteFolder.upload = uploading
+        RemoteFolder.create, RemoteFolder.remove = creating, removing
 
     def _inside_a_part(self):
         mark = checkpoint_store._mark
@@ -232,6 +265,7 @@ def main():
     options = json.loads(sys.argv[1])
     if options.get("limit_bytes"):
         resource.setrlimit(resource.RLIMIT_FSIZE, (options["limit_bytes"],) * 2)
+    lease.SECONDS = options.get("lease_seconds", lease.SECONDS)
     local = options["local_devices"]
     cpu = tf.config.list_physical_devices("CPU")[0]
     tf.config.set_logical_device_configuration(

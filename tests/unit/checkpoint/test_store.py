@@ -8,7 +8,8 @@ import tensorflow as tf
 
 from tests.lib import hostile, mutants
 from tfpara.checkpoint import manifest as manifests
-from tfpara.checkpoint.store import CheckpointError, Store
+from tfpara.checkpoint.local_store import LocalStore
+from tfpara.checkpoint.store import CheckpointError
 
 CONTENT = {
     "bucket_sizes": [108],
@@ -25,7 +26,7 @@ FIELDS = {"replicas": int, "bucket_sizes": list, "position.minibatches": int}
 @pytest.fixture
 def store(tmp_path):
     """A folder with one whole checkpoint."""
-    made = Store(tmp_path, 3, FIELDS)
+    made = LocalStore(tmp_path, 3, FIELDS)
     made.lock()
     made.begin(1)
     files = made.write_part(1, 0, {"x": tf.constant(1.0)})
@@ -108,17 +109,17 @@ def test_a_lock_that_leads_to_another_file_does_not_empty_it(tmp_path, kind):
     else:
         os.mkfifo(folder / "lock")
     with pytest.raises(CheckpointError, match=r"lock.*(symbolic link|is not the lock|FIFO)"):
-        Store(folder, 1).lock()
+        LocalStore(folder, 1).lock()
     assert precious.read_text() == "precious"
     (folder / "lock").unlink()
-    store = Store(folder, 1)
+    store = LocalStore(folder, 1)
     store.lock()
     store.release()
 
 
 @pytest.mark.quick
 def test_a_forked_process_that_lives_longer_does_not_hold_the_lock(tmp_path):
-    store = Store(tmp_path, 1)
+    store = LocalStore(tmp_path, 1)
     store.lock()
     reader, writer = os.pipe()
     told, tells = os.pipe()
@@ -134,10 +135,10 @@ def test_a_forked_process_that_lives_longer_does_not_hold_the_lock(tmp_path):
             open(tmp_path / "lock", "rb+") as lock,
             pytest.raises(CheckpointError, match="in use"),
         ):
-            Store(tmp_path, 1)._take(lock.fileno())
+            LocalStore(tmp_path, 1)._hold(lock.fileno())
         os.close(store._lock)  # as the end of this process does, by SIGKILL too
         store._lock = None
-        other = Store(tmp_path, 1)
+        other = LocalStore(tmp_path, 1)
         other.lock()
         other.release()
     finally:
@@ -154,7 +155,7 @@ def test_links_that_look_as_if_left_by_a_kill_go_and_what_they_lead_to_stays(tmp
     folder.mkdir()
     (folder / ".partial-00000001-0").symlink_to(tmp_path / "mine")
     (folder / "checkpoint-00000002").symlink_to(tmp_path / "mine")
-    store = Store(folder, 1)
+    store = LocalStore(folder, 1)
     store.lock()
     store.remove(2)
     store.release()

@@ -8,7 +8,8 @@ import pytest
 import tensorflow as tf
 
 from scripts import run_files, runs
-from tfpara.checkpoint.store import CheckpointError, Store
+from tfpara.checkpoint.local_store import LocalStore
+from tfpara.checkpoint.store import CheckpointError
 
 NAMES = run_files.of_training(["model.weights.h5", "ema-0.9.weights.h5"])
 
@@ -25,7 +26,7 @@ def files(run_dir):
 
 
 def add_checkpoint(run_dir):
-    store = Store(run_files.checkpoints(run_dir), 3)
+    store = LocalStore(run_files.checkpoints(run_dir), 3)
     store.lock()
     store.begin(1)
     marks = store.write_part(1, 0, {"x": tf.constant(1.0)})

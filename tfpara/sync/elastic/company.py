@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import keras
@@ -213,9 +213,9 @@ class Elastic(Company):
     def share_state(self, name: str, holder: StateHolder) -> None:
         self._rejoin.transfer.keep(name, holder)
 
-    def keep_record(self, checkpoints: StateHolder, directory: Path) -> None:
+    def keep_record(self, checkpoints: StateHolder, append: Callable[[str, str], None]) -> None:
         self._rejoin.transfer.holders["checkpoints"] = checkpoints
-        self._rejoin.record = directory / "generations.jsonl"
+        self._rejoin.record = functools.partial(append, "generations.jsonl")
 
     def write_record(self, syncs: int) -> None:
         self._rejoin.write_record(syncs)

@@ -15,15 +15,13 @@ import logging
 import sys
 import time
 import zlib
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import tensorflow as tf
 
 from tfpara.elastic.meeting import Form
 from tfpara.elastic.plan import Plan
-from tfpara.files import append_line
 from tfpara.keras_model import hyperparameters
 from tfpara.sync.elastic.connection import LOST, Connection, in_short
 from tfpara.sync.elastic.data_plan import DataPlan
@@ -79,7 +77,7 @@ class Rejoin:
         progress: how far this worker is.
         others: at the last meeting, the report with the most exchanges from Python.
         last: why all write a checkpoint and end; "" if they train on.
-        record: file to which the chief adds a line of JSON for each generation; None: no file.
+        record: with it the chief keeps a line of JSON for each generation; None: no record.
     """
 
     def __init__(self, extended: PeriodicSyncExtended, connection: Connection) -> None:
@@ -89,7 +87,7 @@ class Rejoin:
         self.progress = Progress(completed_in=connection.form.number)
         self.others: Mapping[str, Any] = {}
         self.last = ""
-        self.record: Path | None = None
+        self.record: Callable[[str], None] | None = None
         # For the record, at the last meeting: the task whose state was taken over, the tasks that
         # did, and for each rank the steps of the open block that it has missed.
         self._source: int | None = None
@@ -239,8 +237,7 @@ class Rejoin:
             "took_over": self._taken,
             "late": self._late,
         }
-        self.record.parent.mkdir(parents=True, exist_ok=True)
-        append_line(self.record, json.dumps(line))
+        self.record(json.dumps(line))
 
     def terms(self) -> dict[str, Json]:
         """Returns what must be equal on all workers."""

@@ -42,6 +42,7 @@ from tfpara.sync.keras.logs import of_all_workers
 from tfpara.sync.keras.optimizer_steps import step_noted, with_fitted_average, with_fitted_momentum
 from tfpara.sync.keras.replacing import (
     Method,
+    file_utils,
     for_ours,
     legacy_h5_format,
     replace,
@@ -49,7 +50,12 @@ from tfpara.sync.keras.replacing import (
     strategy_of_ours,
     trainer,
 )
-from tfpara.sync.keras.saving import by_the_chief, for_any_task
+from tfpara.sync.keras.saving import (
+    also_in_stores,
+    by_the_chief,
+    for_any_task,
+    not_of_stores,
+)
 
 
 def install() -> None:
@@ -60,6 +66,9 @@ def install() -> None:
     replace(saving_lib, "save_model", by_the_chief)
     replace(saving_lib, "save_weights_only", by_the_chief)
     replace(legacy_h5_format, "save_model_to_hdf5", by_the_chief)
+    # ModelCheckpoint looks for the folder that it writes to.
+    replace(file_utils, "exists", also_in_stores)
+    replace(file_utils, "makedirs", not_of_stores)
     replace(keras.Model, "export", for_any_task)
     replace(keras.Model, "export", by_the_chief)
     for method in ("fit", "evaluate", "predict"):

@@ -18,6 +18,7 @@ from keras.src.saving import saving_lib as saving_lib
 from keras.src.trainers import data_adapters as data_adapters
 from keras.src.trainers.data_adapters import array_slicing as array_slicing
 from keras.src.trainers.data_adapters import data_adapter_utils as data_adapter_utils
+from keras.src.utils import file_utils as file_utils
 
 from tfpara.keras_model import strategy_of
 from tfpara.sync.tensorflow.extended import PeriodicSyncExtended

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import os
 from collections.abc import Iterator
@@ -10,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import keras
+import tensorflow as tf
 
-from tfpara import files
+from tfpara import files, remote_files
 from tfpara.graph_files import without_tasks
+from tfpara.remote_files import RemoteFolder
 from tfpara.sync.keras.replacing import Method, for_ours
 
 
@@ -56,14 +59,44 @@ def for_any_task(
     return result
 
 
+def is_of_keras(path: str) -> bool:
+    """Returns whether a path is a URL to which Keras itself can write."""
+    scheme = path.partition("://")[0]
+    return "://" in path and scheme in {"hf", *tf.io.gfile.get_registered_schemes()}
+
+
+def not_of_stores(function: Method) -> Method:
+    """Replaces Keras' `makedirs`: stores of objects have no folders that must be made."""
+
+    @functools.wraps(function)
+    def making(path: str | os.PathLike[str]) -> object:
+        if "://" in os.fspath(path) and not is_of_keras(os.fspath(path)):
+            return None
+        return function(path)
+
+    return making
+
+
+def also_in_stores(function: Method) -> Method:
+    """Replaces Keras' `exists`, which cannot ask the stores that TensorFlow does not know."""
+
+    @functools.wraps(function)
+    def asking(path: str | os.PathLike[str]) -> object:
+        if "://" in os.fspath(path) and not is_of_keras(os.fspath(path)):
+            return RemoteFolder(os.fspath(path)).exists()
+        return function(path)
+
+    return asking
+
+
 @contextlib.contextmanager
 def _scratch(path: str) -> Iterator[str]:
     """Yields the path to which a model is written, so that it appears at `path` whole."""
-    if "://" in path or (os.path.isdir(path) and not files.holds_a_model_alone(Path(path))):
-        # Remote files cannot be renamed, and a folder with other files must not be replaced.
+    if is_of_keras(path) or (os.path.isdir(path) and not files.holds_a_model_alone(Path(path))):
+        # A folder with other files must not be replaced.
         yield path
         return
-    with files.whole(path) as scratch, _printing(os.fspath(scratch), path):
+    with remote_files.whole(path) as scratch, _printing(os.fspath(scratch), path):
         yield os.fspath(scratch)
 
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, TypeAlias
 
 import keras
@@ -154,7 +153,7 @@ class Company(abc.ABC):
     def share_state(self, name: str, holder: StateHolder) -> None:
         """Has workers that join take over an object's state. See `Strategy.share_state`."""
 
-    def keep_record(self, checkpoints: StateHolder, directory: Path) -> None:
+    def keep_record(self, checkpoints: StateHolder, append: Callable[[str, str], None]) -> None:
         """Keeps a record of changes beside checkpoints, whose callback is `checkpoints`."""
 
     def write_record(self, syncs: int) -> None:

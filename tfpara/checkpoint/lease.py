@@ -1,0 +1,157 @@
+"""The lock of a directory in a store that has no locks: an object that its holder keeps renewing.
+
+Clocks of machines are not compared: who waits for a lease to lapse measures, on its own clock, how
+long it stays the same. A holder that was cut off for longer finds another's lease when it renews
+its own, and gives up. So two runs may believe for a moment that they hold it, and the manifest of a
+checkpoint is written only where there is none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import socket
+import sys
+import threading
+import time
+
+from tfpara.checkpoint.store import CheckpointError
+from tfpara.remote_files import RemoteFolder
+from tfpara.typing import Json
+
+LOCK = "lock"
+THREAD = "tfpara lease"  # the name of the thread that renews one
+SECONDS = 30.0  # after which a lease that was not renewed is over
+_EVERY = 3  # renewals in that time
+_LOOK = 0.5  # seconds between two looks at another's lease
+# Seconds after which a lease is read again where two may have written one at once.
+_SETTLE = 2.0
+
+
+class Lease:
+    """A run's lease on a directory.
+
+    Args:
+        folder: the directory.
+        mark: of the run: a process of the same run may take it over at once.
+    """
+
+    def __init__(self, folder: RemoteFolder, mark: str) -> None:
+        self._folder, self._mark = folder, mark
+        self._token, self._beat = secrets.token_hex(8), 0
+        self._seconds = SECONDS
+        self._process = os.getpid()
+        self._ended = threading.Event()
+        self._one = threading.Lock()  # renewals, of the thread and of a checkpoint
+
+    def take(self) -> None:
+        """Takes the lease, and keeps it until `give_back` by a thread.
+
+        It waits for a lease that is not renewed, as that of a killed run, to be over: for
+        `SECONDS`, by the lease's own word.
+
+        Raises:
+            CheckpointError: another run holds it.
+            OSError: the store refuses.
+        """
+        taken_over = False
+        while not self._folder.create(LOCK, self._text()):
+            taken_over = self._remove_stale() or taken_over
+        self._beat += 1
+        # A store that writes over an object in spite of the condition does so here.
+        overwrites = self._folder.create(LOCK, self._text())
+        if taken_over or overwrites or not self._folder.creates_in_one_step:
+            time.sleep(_SETTLE)
+        self.renew()
+        threading.Thread(target=self._keep, name=THREAD, daemon=True).start()
+
+    def renew(self) -> None:
+        """Says that this run goes on.
+
+        Raises:
+            CheckpointError: another run has taken the lease.
+            OSError: the store refuses.
+        """
+        with self._one:
+            if self._ended.is_set():
+                return
+            found = self._read()
+            if found.get("token") != self._token:
+                raise self._in_use(found)
+            self._beat += 1
+            self._folder.write(LOCK, self._text())
+
+    def give_back(self) -> None:
+        """Ends the lease, unless another run has it; in a forked process, does nothing."""
+        if self._process != os.getpid():
+            return
+        self._ended.set()
+        with self._one, contextlib.suppress(OSError):
+            if self._read().get("token") == self._token:
+                self._folder.remove([LOCK])
+
+    def _keep(self) -> None:
+        while not self._ended.wait(self._seconds / _EVERY):
+            # Whether the lease is still this run's is asked again before each checkpoint.
+            with contextlib.suppress(OSError, CheckpointError):
+                self.renew()
+
+    def _remove_stale(self) -> bool:
+        """Waits until another's lease is over or gone; returns whether it was removed here."""
+        first, since = self._read(), time.monotonic()
+        found = first
+        if found and found.get("mark") != self._mark:
+            print(
+                f"tfpara: {self._folder.url} is locked by {self._holder(found)}; waits whether "
+                f"that one still runs, for {self._limit(found):.0f} s at most.",
+                file=sys.stderr,
+                flush=True,
+            )
+        while found and found.get("mark") != self._mark:
+            if found != first:
+                raise self._in_use(found)
+            if time.monotonic() - since > self._limit(first):
+                break
+            time.sleep(_LOOK)
+            found = self._read()
+        if not found:
+            return False
+        self._folder.remove([LOCK])
+        return True
+
+    def _limit(self, lease: dict[str, Json]) -> float:
+        said = lease.get("seconds")
+        return min(float(said), 10 * SECONDS) if isinstance(said, int | float) else SECONDS
+
+    def _holder(self, lease: dict[str, Json]) -> str:
+        return str(lease.get("holder", "an unknown process"))[:100]
+
+    def _read(self) -> dict[str, Json]:
+        """Returns the content of the present lease; an empty one if there is none."""
+        try:
+            content = self._folder.read(LOCK)
+        except FileNotFoundError:
+            return {}
+        try:
+            lease = json.loads(content)
+        except ValueError:
+            lease = None
+        if not isinstance(lease, dict) or "token" not in lease:
+            raise CheckpointError(
+                f"{self._folder.place(LOCK)} is not the lock of a run: it begins with "
+                f"{content[:20]!r}. Move it away, or give another directory."
+            )
+        return lease
+
+    def _text(self) -> bytes:
+        holder = f"process {self._process} on {socket.gethostname()}"
+        lease = {"holder": holder, "mark": self._mark, "token": self._token}
+        return json.dumps({**lease, "beat": self._beat, "seconds": self._seconds}).encode()
+
+    def _in_use(self, found: dict[str, Json]) -> CheckpointError:
+        return CheckpointError(
+            f"checkpoint directory {self._folder.url} is in use by another run "
+            f"({self._holder(found)}). Wait for its end, or give this run a directory of its own."
+        )

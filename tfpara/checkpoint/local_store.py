@@ -1,0 +1,161 @@
+"""Checkpoints in a directory with `rename` and `flock`, such as of a local disk or NFS.
+
+DIRECTORY/.partial-…/ is a checkpoint that is being written, or was left by a killed run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import socket
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import MappingProxyType
+
+from tfpara.checkpoint import manifest as manifests
+from tfpara.checkpoint.store import MANIFEST, NAME, CheckpointError, Store
+from tfpara.files import append_line, cleared, no_link, regular, sync_to_disk
+from tfpara.typing import Json
+
+_PARTIAL = ".partial-"
+_HOLDER = "process "  # the beginning of the lock's content
+# Error numbers of flock for a lock that another process holds; EACCES and EAGAIN come from NFS.
+_HELD = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
+_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP)
+
+
+class LocalStore(Store):
+    """A directory of this machine, or one that machines share. Args as of `Store`."""
+
+    directory: Path
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        keep: int,
+        fields: Mapping[str, type] = MappingProxyType({}),
+    ) -> None:
+        super().__init__(Path(directory), keep, fields)
+        self._lock: int | None = None
+
+    def _key(self) -> str:
+        return os.path.realpath(self.directory)
+
+    def _take(self) -> None:
+        self.directory.mkdir(parents=True, exist_ok=True)
+        lock = no_link(self.directory / "lock", os.O_RDWR | os.O_CREAT)
+        try:
+            self._hold(lock)
+        except BaseException:
+            os.close(lock)
+            raise
+        self._lock = lock
+        for left_over in self.directory.glob(f"{_PARTIAL}*"):
+            cleared(left_over)
+
+    def _hold(self, lock: int) -> None:
+        """Locks the open file, and writes the holder into it: this process and its host."""
+        holder = os.pread(lock, 200, 0).decode(errors="replace")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise self._not_locked(error, holder or "an unknown process") from error
+        if holder and not holder.startswith(_HOLDER):  # it may be a second name of another file
+            raise CheckpointError(
+                f"{self.directory / 'lock'} is not the lock of a run: it begins with "
+                f"{holder[:20]!r}. Move it away, or give another directory."
+            )
+        os.ftruncate(lock, 0)
+        os.pwrite(lock, f"{_HOLDER}{os.getpid()} on {socket.gethostname()}".encode(), 0)
+
+    def _not_locked(self, error: OSError, holder: str) -> CheckpointError:
+        if error.errno in _HELD:
+            return CheckpointError(
+                f"checkpoint directory {self.directory} is in use by another run ({holder}). Wait "
+                "for its end, or give this run a directory of its own."
+            )
+        if error.errno in _NO_LOCKS:
+            return CheckpointError(
+                f"checkpoint directory {self.directory} is on a file system without locks (flock: "
+                f"{error.strerror}), so a second run in it would not be noticed. Have it mounted "
+                "with locks, or give a directory on another one."
+            )
+        return self._unwritable(error)
+
+    def _let_go(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def numbers(self) -> list[int]:
+        if not self.directory.is_dir():
+            return []
+        matches = [NAME.fullmatch(path.name) for path in self.directory.iterdir()]
+        return sorted((int(match[1]) for match in matches if match), reverse=True)
+
+    def path(self, number: int) -> Path:
+        return self.directory / f"checkpoint-{number:08d}"
+
+    def partial(self, number: int) -> Path:
+        """Returns the directory of a checkpoint that is being written."""
+        return self.directory / f"{_PARTIAL}{number:08d}-{self.mark}"
+
+    def begin(self, number: int) -> str:
+        cleared(self.partial(number))
+        try:
+            self.partial(number).mkdir()
+        except OSError as error:
+            raise self._unwritable(error) from error
+        return socket.gethostname()
+
+    @contextlib.contextmanager
+    def _staging(self, number: int, begun_on: str) -> Iterator[Path]:
+        partial = self.partial(number)
+        if not partial.is_dir():
+            raise CheckpointError(
+                f"{partial}, which the chief has made on {begun_on}, is not there on "
+                f"{socket.gethostname()}: {self.directory} must be one directory that all workers "
+                "share."
+            )
+        yield partial
+
+    def _keep_file(self, number: int, path: Path) -> None:
+        sync_to_disk(path)
+
+    def _publish(self, number: int, manifest: Mapping[str, Json]) -> None:
+        partial = self.partial(number)
+        path = partial / MANIFEST
+        path.write_text(manifests.text(manifest))
+        sync_to_disk(path)
+        sync_to_disk(partial)
+        partial.rename(self.path(number))
+        sync_to_disk(self.directory)
+
+    def abandon(self, number: int) -> None:
+        cleared(self.partial(number))
+
+    def _manifest(self, number: int) -> bytes:
+        with open(self.path(number) / MANIFEST, "rb", opener=regular) as file:
+            return file.read()
+
+    def _size(self, number: int, name: str) -> int:
+        return (self.path(number) / name).stat().st_size
+
+    def _copy(self, number: int, name: str) -> Path:
+        return self.path(number) / name
+
+    def drop_copies(self) -> None:
+        pass  # the readers have the files themselves
+
+    def remove(self, number: int) -> None:
+        # It is renamed first, so that a kill in the middle leaves nothing that looks complete.
+        dying = self.directory / f"{_PARTIAL}old-{number:08d}"
+        with contextlib.suppress(OSError):
+            self.path(number).rename(dying)
+        cleared(dying)
+
+    def append(self, name: str, line: str) -> None:
+        self.directory.mkdir(parents=True, exist_ok=True)
+        append_line(self.directory / name, line)

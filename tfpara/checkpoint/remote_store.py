@@ -1,0 +1,147 @@
+"""Checkpoints in a store of objects: there is no rename, no lock, and no appending to a file.
+
+A part is written on this machine, and then uploaded. A checkpoint is complete when it has a
+manifest, which comes last, and is written only where there is none. Parts are in a folder of the
+run that wrote them, so that a run that was given up for lost cannot damage the checkpoint of the
+next one.
+
+DIRECTORY/checkpoint-00000012/manifest.json
+DIRECTORY/checkpoint-00000012/5c1f09aa/part-00000.index, …
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import MappingProxyType
+
+from tfpara.checkpoint import manifest as manifests
+from tfpara.checkpoint.lease import Lease
+from tfpara.checkpoint.store import MANIFEST, NAME, CheckpointError, Store
+from tfpara.remote_files import RemoteFolder, temporary_folder
+from tfpara.typing import Json
+
+
+class RemoteStore(Store):
+    """A directory at a URL. Args as of `Store`; raises as `RemoteFolder`."""
+
+    directory: str
+
+    def __init__(
+        self, directory: str, keep: int, fields: Mapping[str, type] = MappingProxyType({})
+    ) -> None:
+        super().__init__(directory, keep, fields)
+        self._folder = RemoteFolder(directory)
+        self._lease: Lease | None = None
+        self._copies = contextlib.ExitStack()
+        self._copied: Path | None = None  # the folder of the copies
+
+    def _key(self) -> str:
+        return self._folder.url
+
+    def _take(self) -> None:
+        lease = Lease(self._folder, self.mark)
+        lease.take()
+        self._lease = lease
+        try:
+            self._folder.remove(self._incomplete(self._folder.sizes()))
+        except BaseException:
+            self._let_go()
+            raise
+
+    def _incomplete(self, names: Mapping[str, int]) -> list[str]:
+        """Returns those of the names that are of a checkpoint without a manifest."""
+        begun = [name for name in names if NAME.fullmatch(name.split("/")[0])]
+        return [name for name in begun if f"{name.split('/')[0]}/{MANIFEST}" not in names]
+
+    def _let_go(self) -> None:
+        if self._lease is not None:
+            self._lease.give_back()
+            self._lease = None
+
+    def numbers(self) -> list[int]:
+        found = (name.split("/") for name in self._folder.sizes())
+        matches = [NAME.fullmatch(at) for at, *rest in found if rest == [MANIFEST]]
+        return sorted((int(match[1]) for match in matches if match), reverse=True)
+
+    def path(self, number: int) -> str:
+        return self._folder.place(_name(number))
+
+    def begin(self, number: int) -> str:
+        self.abandon(number)
+        return socket.gethostname()
+
+    @contextlib.contextmanager
+    def _staging(self, number: int, begun_on: str) -> Iterator[Path]:
+        with temporary_folder() as folder:
+            yield folder
+
+    def _keep_file(self, number: int, path: Path) -> None:
+        self._folder.upload(path, f"{self._parts(number)}/{path.name}")
+
+    def _publish(self, number: int, manifest: Mapping[str, Json]) -> None:
+        there = self._folder.sizes(self._parts(number))
+        for name, mark in manifest["files"].items():
+            part = f"{self._parts(number)}/{name}"
+            if there.get(part) != mark["bytes"]:
+                raise CheckpointError(
+                    f"{self._folder.place(part)} is not there for the chief on "
+                    f"{socket.gethostname()}: {self.directory} must be one directory that all "
+                    "workers share."
+                )
+        if self._lease is None:
+            self._take()
+        else:
+            self._lease.renew()
+        text = manifests.text({**manifest, manifests.FOLDER: self.mark})
+        if not self._folder.create(f"{_name(number)}/{MANIFEST}", text.encode()):
+            raise CheckpointError(
+                f"{self.path(number)} was written by another run meanwhile. Give this run a "
+                "directory of its own."
+            )
+
+    def abandon(self, number: int) -> None:
+        with contextlib.suppress(OSError):
+            names = self._folder.sizes(_name(number))
+            if f"{_name(number)}/{MANIFEST}" not in names:
+                self._folder.remove(names)
+
+    def _manifest(self, number: int) -> bytes:
+        return self._folder.read(f"{_name(number)}/{MANIFEST}")
+
+    def _size(self, number: int, name: str) -> int:
+        return self._folder.size(f"{_name(number)}/{name}")
+
+    def _copy(self, number: int, name: str) -> Path:
+        if self._copied is None:
+            self._copied = self._copies.enter_context(temporary_folder())
+        path = self._copied / _name(number) / name
+        if not path.exists():
+            self._folder.download(f"{_name(number)}/{name}", path)
+        return path
+
+    def drop_copies(self) -> None:
+        self._copies.close()
+        self._copied = None
+
+    def remove(self, number: int) -> None:
+        # The manifest goes first, so that a kill in the middle leaves nothing that looks complete.
+        with contextlib.suppress(OSError):
+            self._folder.remove([f"{_name(number)}/{MANIFEST}"])
+            self._folder.remove(self._folder.sizes(_name(number)))
+
+    def append(self, name: str, line: str) -> None:
+        try:
+            former = self._folder.read(name)
+        except FileNotFoundError:
+            former = b""
+        self._folder.write(name, former + f"{line}\n".encode())
+
+    def _parts(self, number: int) -> str:
+        return f"{_name(number)}/{self.mark}"
+
+
+def _name(number: int) -> str:
+    return f"checkpoint-{number:08d}"

@@ -1,0 +1,286 @@
+"""Files at URLs, such as s3://bucket/path, by fsspec; no TensorFlow.
+
+An object appears whole or not at all, and that is all that stores have in common: there is no
+rename and no lock. Errors of every store come as an OSError, whose text says what to do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import re
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path, PurePath
+from typing import TypeVar
+
+from tfpara import files
+
+_WAITS = (1.0, 2.0, 4.0)  # seconds between tries; the libraries of most stores try again, too
+# Errors that another try would meet again.
+_FINAL = (
+    *(FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError),
+    *(ImportError, NotImplementedError, TypeError, ValueError),
+)
+_FINAL_NUMBERS = (errno.EINVAL, errno.ENOSYS, errno.ENAMETOOLONG)
+_PATTERN = re.compile(r"[*?\[\]{}]")  # fsspec would take these characters for a pattern of names
+_TEMPORARY = "tfpara-copies-"
+_YOUNG = 60.0  # seconds in which a temporary folder may not be locked yet
+_Result = TypeVar("_Result")
+
+
+class RefusedError(OSError):
+    """A store does not do what it was asked, for a reason other than that a file is not there."""
+
+
+def is_url(path: str | os.PathLike[str]) -> bool:
+    """Returns whether this is the URL of a file elsewhere.
+
+    Raises:
+        ValueError: it was one, before it was made a `Path`.
+    """
+    text = os.fspath(path)
+    if isinstance(path, PurePath) and re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/(?!/)", text):
+        raise ValueError(
+            f"{text!r} is a Path of a URL, which drops a slash: give the URL as a str."
+        )
+    return "://" in text
+
+
+class RemoteFolder:
+    """A folder at a URL. Names are relative to it, and have slashes.
+
+    Args:
+        url: of the folder, which need not be there; its bucket must.
+
+    Raises:
+        ValueError: the URL has no scheme that fsspec knows, or a character of patterns.
+        ImportError: fsspec, or the package that it needs for this scheme, is not installed.
+    """
+
+    def __init__(self, url: str) -> None:
+        if _PATTERN.search(url):
+            raise ValueError(
+                f"{url!r} must have none of * ? [ ] {{ }}: fsspec takes them as a pattern."
+            )
+        try:
+            import fsspec
+        except ImportError as error:
+            raise ImportError(
+                f"{url!r} needs fsspec, which is not installed: pip install 'tfpara[remote]'."
+            ) from error
+        self.url = url.rstrip("/")
+        scheme = url.split("://", 1)[0]
+        if scheme == "file":
+            raise ValueError(f"{url!r} is of this machine: give its path, without file://.")
+        try:
+            self._fs, root = fsspec.core.url_to_fs(self.url)
+        except ImportError as error:
+            raise ImportError(
+                f"{url!r} needs fsspec's package for {scheme}://, which is not installed: {error}."
+            ) from error
+        except ValueError as error:
+            raise ValueError(f"{url!r} is no URL that fsspec knows: {error}.") from error
+        self._root = root.rstrip("/")
+        self.creates_in_one_step = True  # until the store's client is seen to have no such write
+
+    def place(self, name: str) -> str:
+        """Returns the URL of a file."""
+        return f"{self.url}/{name}" if name else self.url
+
+    def exists(self) -> bool:
+        """Returns whether there is anything at the URL, a file or a folder."""
+
+        def found() -> bool:
+            self._fs.invalidate_cache()
+            return bool(self._fs.exists(self._root))
+
+        return self._tried(found, "")
+
+    def sizes(self, below: str = "") -> dict[str, int]:
+        """Returns the size in bytes of each file, also in folders, whose name begins so."""
+
+        def found() -> dict[str, int]:
+            self._fs.invalidate_cache()
+            folder, start = f"{self._root}/{below}".rstrip("/"), f"{self._root}/"
+            entries = self._fs.find(folder, detail=True)
+            return {
+                path.removeprefix(start): int(entry["size"])
+                for path, entry in entries.items()
+                if path.startswith(start)
+            }
+
+        return self._tried(found, below)
+
+    def size(self, name: str) -> int:
+        """Returns the size of a file in bytes."""
+
+        def found() -> int:
+            self._fs.invalidate_cache()
+            return int(self._fs.info(self._path(name))["size"])
+
+        return self._tried(found, name)
+
+    def read(self, name: str) -> bytes:
+        """Returns the content of a file."""
+        content: bytes = self._tried(lambda: self._fs.cat_file(self._path(name)), name)
+        return content
+
+    def write(self, name: str, content: bytes) -> None:
+        """Writes a file, over a former one."""
+        self._tried(lambda: self._fs.pipe_file(self._path(name), content), name, writes=True)
+
+    def create(self, name: str, content: bytes) -> bool:
+        """Writes a file unless there is one; returns whether the file has this content now.
+
+        Where the store has no such write, there is a moment in which two may write.
+        """
+
+        def written() -> bool:
+            try:
+                self._fs.pipe_file(self._path(name), content, mode="create")
+            except FileExistsError:
+                return False
+            except (NotImplementedError, TypeError, ValueError):
+                self.creates_in_one_step = False
+                self._fs.invalidate_cache()
+                if self._fs.exists(self._path(name)):
+                    return False
+                self._fs.pipe_file(self._path(name), content)
+            return True
+
+        # A try whose answer was lost may have written it.
+        return self._tried(written, name, writes=True) or self.read(name) == content
+
+    def upload(self, path: Path, name: str) -> None:
+        """Writes a file with the content of one of this machine."""
+        self._tried(lambda: self._fs.put_file(os.fspath(path), self._path(name)), name, writes=True)
+
+    def download(self, name: str, path: Path) -> None:
+        """Writes a file of this machine with the content of one."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        scratch = f"{path}.partial"
+        self._tried(lambda: self._fs.get_file(self._path(name), scratch), name)
+        os.replace(scratch, path)
+
+    def remove(self, names: Iterable[str]) -> None:
+        """Removes files; those that are not there are left out."""
+        paths = [self._path(name) for name in names]
+        if paths:
+            with contextlib.suppress(FileNotFoundError):
+                self._tried(lambda: self._fs.rm(paths), "")
+
+    def _path(self, name: str) -> str:
+        return f"{self._root}/{name}"
+
+    def _tried(self, action: Callable[[], _Result], name: str, writes: bool = False) -> _Result:
+        """Calls an action until it succeeds, a few times where the error may be passing.
+
+        Raises:
+            FileNotFoundError, RefusedError: it does not. `filename` is the URL.
+        """
+        for wait in (*_WAITS, None):
+            try:
+                return action()
+            except Exception as error:  # of the store's own library
+                if wait is None or _is_final(error):
+                    raise _explained(error, self.place(name), writes) from error
+                time.sleep(wait)
+        raise AssertionError("the last turn returns or raises")
+
+
+def _is_final(error: Exception) -> bool:
+    known = isinstance(error, _FINAL) or getattr(error, "errno", None) in _FINAL_NUMBERS
+    return known or _is_of_credentials(error) or "Validation" in type(error).__name__
+
+
+def _is_of_credentials(error: Exception) -> bool:
+    return "credential" in type(error).__name__.lower()
+
+
+def _explained(error: Exception, url: str, writes: bool) -> OSError:
+    said = " ".join(str(error).split())[:200].rstrip(".") or type(error).__name__
+    scheme = url.split("://", 1)[0]
+    if _is_of_credentials(error):
+        number = errno.EACCES
+        said = f"{said}: set the credentials for {scheme}:// as its clients expect them"
+    elif isinstance(error, PermissionError):
+        number = errno.EACCES
+        said = f"{said}: the account must be allowed to list, read, write and delete there"
+    elif isinstance(error, FileNotFoundError):
+        number = errno.ENOENT
+        if not writes:
+            return FileNotFoundError(number, said, url)
+        said = f"{said}: make the bucket first, for none is made here"
+    elif _is_final(error):
+        number = getattr(error, "errno", None) or errno.EINVAL
+    else:
+        number, said = errno.EIO, f"{len(_WAITS) + 1} tries have failed: {said}"
+    return RefusedError(number, said, url)
+
+
+def whole(path: str | os.PathLike[str]) -> contextlib.AbstractContextManager[Path]:
+    """Yields a path of this machine to write a file or folder to, which then comes to `path`.
+
+    At a path of this machine it is as `files.whole`. At a URL a single file replaces a former one
+    in one step. Of a folder, such as a SavedModel, the files directly in it are removed first and
+    come last, so that a reader finds the new one, or none. If the block raises, nothing is changed.
+
+    Raises:
+        OSError: the place cannot be written to.
+        ValueError, ImportError: as of `RemoteFolder`.
+    """
+    return _uploaded(os.fspath(path)) if is_url(path) else files.whole(path)
+
+
+@contextlib.contextmanager
+def _uploaded(url: str) -> Iterator[Path]:
+    parent, _, name = url.rstrip("/").rpartition("/")
+    if parent.endswith(":/"):
+        raise ValueError(f"{url!r} names no file or folder in {name!r}: give a longer URL.")
+    folder = RemoteFolder(parent)
+    with temporary_folder() as scratch:
+        yield scratch / name
+        written = [path.relative_to(scratch) for path in scratch.rglob("*") if path.is_file()]
+        written.sort(key=lambda p: (-len(p.parts), str(p) == name, p.suffix == ".json"))
+        if (scratch / name).is_dir():
+            former = folder.sizes(name)
+            folder.remove(path for path in former if path.count("/") == 1)
+        for path in written:
+            folder.upload(scratch / path, path.as_posix())
+
+
+@contextlib.contextmanager
+def temporary_folder() -> Iterator[Path]:
+    """Yields an empty folder of this machine, which goes at the end of the block.
+
+    It is in TMPDIR, or /tmp. Those of processes that were killed go when another is made: a living
+    process holds a lock on its own.
+    """
+    _clear_up()
+    path = Path(tempfile.mkdtemp(prefix=_TEMPORARY))
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield path
+    finally:
+        files.cleared(path)
+        os.close(handle)
+
+
+def _clear_up() -> None:
+    for left in Path(tempfile.gettempdir()).glob(f"{_TEMPORARY}*"):
+        with contextlib.suppress(OSError):
+            status = left.lstat()
+            if status.st_uid != os.getuid() or time.time() - status.st_mtime < _YOUNG:
+                continue
+            handle = os.open(left, os.O_RDONLY | os.O_NOFOLLOW | os.O_DIRECTORY)
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(left, ignore_errors=True)
+            finally:
+                os.close(handle)
