@@ -12,6 +12,7 @@ import tensorflow as tf
 from tfpara.cluster.place import MARKS, TEXT_BYTES, sentence
 from tfpara.sync.one_sync.block import Block
 from tfpara.sync.one_sync.graph_ops import in_python
+from tfpara.sync.one_sync.left_out import LeftOut
 from tfpara.sync.one_sync.replicas import Buckets, Replicas
 from tfpara.sync.one_sync.reports import (
     SAMPLES,
@@ -30,7 +31,7 @@ from tfpara.typing import Array
 # failure would end what they have not received yet.
 _GRACE_SECONDS = 1.0
 # What the reports are made of: numbers of the worker, and for each replica its own.
-_Read: TypeAlias = tuple[dict[str, Any], Sequence[tuple[Any, Any]]]
+_Read: TypeAlias = tuple[dict[str, Any], Sequence[tuple[Any, Any, Any]]]
 
 
 class Part(NamedTuple):
@@ -64,6 +65,7 @@ class Consensus:
         replicas: the local replicas.
         block: the counters of the open block.
         settings: the strategy's settings.
+        left_out: minibatches that were left out for NaN or Inf; None: none are.
 
     Attributes:
         columns: the columns of a report that depend on the model.
@@ -76,11 +78,15 @@ class Consensus:
             it that counts.
     """
 
-    def __init__(self, replicas: Replicas, block: Block, settings: Settings) -> None:
+    def __init__(
+        self, replicas: Replicas, block: Block, settings: Settings, left_out: LeftOut | None
+    ) -> None:
         site, variables, make = replicas.site, replicas.variables, replicas.site.make
         self._replicas, self._block, self._site = replicas, block, site
-        self._fragments = settings.fragments
-        self.columns = Columns.of(block.parts, len(replicas.shared_counts), len(variables.rates))
+        self._fragments, self._left_out = settings.fragments, left_out
+        self._share = settings.nonfinite_share
+        shared, rates = len(replicas.shared_counts), len(variables.rates)
+        self.columns = Columns.of(block.parts, shared, rates, left_out is not None)
         self.weights_seen = np.zeros(site.num_replicas)
         # All workers must start from the same weights, also if a script has loaded them.
         others = [*variables.state, *variables.frozen]
@@ -151,13 +157,20 @@ class Consensus:
             }
             if self._site.balance is not None:
                 common["seconds"] = self._site.balance.seconds(began)
+            left_out, summary = self._left_out, self._replicas.summary
             each = [
-                (self._replicas.summary(r, anchors), block.samples[r].read_value())
-                for r in range(len(self._site.devices))
+                (
+                    summary(r, anchors),
+                    samples.read_value(),
+                    tf.zeros([0]) if left_out is None else left_out.of_epoch(r),
+                )
+                for r, samples in enumerate(block.samples)
             ]
             return began, (common, each)
 
-    def _rows(self, common: dict[str, Any], each: Sequence[tuple[Array, Array]]) -> np.ndarray:
+    def _rows(
+        self, common: dict[str, Any], each: Sequence[tuple[Array, Array, Array]]
+    ) -> np.ndarray:
         """Returns the reports of the local replicas, [local replicas, columns]."""
         period, pending = common.pop("period"), common.pop("pending")
         common["signature"] = common["signature"].sum()
@@ -165,9 +178,9 @@ class Consensus:
         common.update(never=period >= NEVER, idle=pending == 0)
         names, counts = len(self._replicas.averaged_names), len(self._replicas.shared_counts)
         rows = []
-        for summary, samples in each:
+        for summary, samples, left_out in each:
             sums, of_steps, rates = np.split(summary, [names, names + counts])
-            rows.append(report_of(sums, samples, of_steps, rates, **common))
+            rows.append(report_of(sums, samples, of_steps, rates, left_out=left_out, **common))
         return np.stack(rows)
 
     def _arrival(self) -> tuple[tf.Tensor, tf.Tensor]:
@@ -235,7 +248,7 @@ class Consensus:
         ) -> Sequence[Array | bytes]:
             at = time.monotonic()
             table = self._rows(*table) if isinstance(table, tuple) else table
-            text = apart.decode() or problem_of(table, columns, names, own)
+            text = apart.decode() or problem_of(table, columns, names, own, self._share)
             if not text and len(table) == len(self.weights_seen):
                 self.weights_seen += table[:, columns.samples].max(1)
             if text and patient and not self._site.is_alone:
