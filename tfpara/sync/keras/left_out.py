@@ -34,9 +34,7 @@ def begin_epoch(extended: PeriodicSyncExtended, model: keras.Model) -> None:
         left_out.begin_epoch()
 
 
-def tell(
-    extended: PeriodicSyncExtended, model: keras.Model, epoch: int, logs: Logs | None
-) -> None:
+def tell(extended: PeriodicSyncExtended, model: keras.Model, epoch: int, logs: Logs | None) -> None:
     """Adds the number of minibatches that were left out to the epoch's log; the chief names them.
 
     Every worker must call it.
@@ -54,7 +52,8 @@ def tell(
     mine = []
     for replica, (count, numbers) in enumerate(left_out.told()):
         inside = _inside(extended, replica, numbers) if numbers else []
-        mine.append([count, [*zip(numbers, [first + replica] * len(numbers), inside)]])
+        named = zip(numbers, inside, strict=True)
+        mine.append([count, [[number, first + replica, what] for number, what in named]])
     everyone = [of for worker in everyones(mine, extended.control, _TELL) for of in worker]
     total = sum(count for count, _ in everyone)
     if logs is not None:
@@ -71,12 +70,10 @@ def tell(
         )
 
 
-def _inside(
-    extended: PeriodicSyncExtended, replica: int, numbers: Sequence[int]
-) -> Sequence[str]:
-    """Returns in words what is in minibatches of the epoch: the rows of arrays, the batch of others.
+def _inside(extended: PeriodicSyncExtended, replica: int, numbers: Sequence[int]) -> Sequence[str]:
+    """Returns in words what is in minibatches of the epoch: rows of arrays, or the batch of others.
 
-    It is "" for each where that is not known.
+    Each is "" where that is not known.
 
     Args:
         extended: of the strategy.

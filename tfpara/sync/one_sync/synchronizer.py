@@ -74,7 +74,10 @@ class Synchronizer:
             if nonfinite and self.graph.left_out is not None:
                 self.graph.left_out.count(nonfinite)
                 of_each, counts = (
-                    [tf.where(bad, tf.zeros_like(n), n) for n, bad in zip(numbers, nonfinite, strict=True)]
+                    [
+                        tf.where(bad, tf.zeros_like(n), n)
+                        for n, bad in zip(numbers, nonfinite, strict=True)
+                    ]
                     for numbers in (of_each, counts)
                 )
             of_all = tf.add_n(of_each)

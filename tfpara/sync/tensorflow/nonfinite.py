@@ -52,7 +52,8 @@ class Guard:
             before = self._values(model)
             outputs = fn(*args, **kwargs)
             _check_known(model, len(before), len(self._own(model)))
-            return self._taken_back(model, before, outputs)
+            of_keras = getattr(fn, "__self__", None) is model
+            return self._taken_back(model, before, outputs, of_keras)
 
         return guarded
 
@@ -65,6 +66,7 @@ class Guard:
                 found.assign(0.0)
         return nonfinite
 
+    @tf.autograph.experimental.do_not_convert
     def _values(self, model: keras.Model) -> list[tuple[tf.Variable, tf.Tensor]]:
         """Returns the components of this replica that a step writes, with their values."""
         return [(component, component.read_value()) for component in self._own(model)]
@@ -76,11 +78,15 @@ class Guard:
 
     @tf.autograph.experimental.do_not_convert
     def _taken_back(
-        self, model: keras.Model, before: list[tuple[tf.Variable, tf.Tensor]], outputs: Nest
+        self,
+        model: keras.Model,
+        before: list[tuple[tf.Variable, tf.Tensor]],
+        outputs: Nest,
+        of_keras: bool,
     ) -> Nest:
         """Restores variables where the step has met NaN or Inf; returns the step's outputs.
 
-        Metrics among the outputs are then those without the minibatch.
+        Metrics among those of a step that `fit` runs are then without the minibatch.
         """
         replica = local_replica()
         bad = self._found[replica].read_value() > 0.0
@@ -98,7 +104,7 @@ class Guard:
                 restore()
         else:
             where(bad, restore)
-        if not isinstance(outputs, dict):
+        if not of_keras or not isinstance(outputs, dict):
             return outputs
         kept = model.get_metrics_result()
         return {
@@ -113,7 +119,7 @@ def _check_known(model: keras.Model, before: int, after: int) -> None:
     """Raises ValueError if a step has made variables, whose former values are not known."""
     if before != after:
         raise ValueError(
-            f"nonfinite=\"skip\" takes steps back, and the first step of model {model.name!r} makes "
+            f'nonfinite="skip" takes steps back, and the first step of model {model.name!r} makes '
             f"{after - before} variables of optimizers or metrics. Make them before it, in "
             "strategy.scope(): optimizer.build(weights) for each optimizer."
         )
