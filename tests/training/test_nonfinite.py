@@ -8,39 +8,13 @@ import pytest
 import tensorflow as tf
 
 import tfpara
+from tests.lib.bad_minibatches import BAD, adam, by_epoch, compiled, net, sgd, state
 from tests.lib.small import strategy_of
 
 pytestmark = pytest.mark.latest
 
-REPLICAS, STEPS, ROWS = 2, 12, 4
-# Minibatch k is of replica k mod 2: number 2 of replica 1, and two of one step.
-BAD = (3, 14, 15)
+REPLICAS = 2
 NAMES = "minibatch 2 of replica 1, 8 of replica 0, 8 of replica 1"
-
-
-def minibatches(epoch, kind):
-    """All minibatches of an epoch: the bad ones have NaN, have Inf, or have no rows."""
-    for k in range(REPLICAS * STEPS):
-        rng = np.random.default_rng([epoch, k])
-        x = rng.normal(size=(ROWS, 6)).astype("float32")
-        y = rng.integers(0, 3, ROWS)
-        if k in BAD:
-            rows = 0 if kind == "empty" else ROWS
-            x, y = x[:rows], y[:rows]
-            x[1:2, 2] = np.nan if kind == "nan" else np.inf
-        yield x, y
-
-
-def data(strategy, kind):
-    spec = (tf.TensorSpec([None, 6]), tf.TensorSpec([None], tf.int64))
-
-    def of_epoch(epoch, first):
-        # A resumed run goes on with minibatch `first`.
-        return tf.data.Dataset.from_generator(
-            lambda: list(minibatches(epoch, kind))[first:], output_signature=spec
-        )
-
-    return strategy.datasets_by_epoch(of_epoch)
 
 
 class TwoOptimizers(keras.Model):
@@ -51,8 +25,6 @@ class TwoOptimizers(keras.Model):
         self.first, self.second = keras.layers.Dense(5, "tanh"), keras.layers.Dense(3)
         self.other = keras.optimizers.Adam(0.01)
         self.normal = keras.layers.BatchNormalization()
-
-    def build(self, shape):
         for layer, width in ((self.first, 6), (self.normal, 5), (self.second, 5)):
             layer.build((None, width))
 
@@ -72,65 +44,27 @@ class TwoOptimizers(keras.Model):
         return self.get_metrics_result()
 
 
-def made(strategy, optimizer, model=None, **options):
-    keras.utils.set_random_seed(3)
-    with strategy.scope():
-        model = (
-            model()
-            if model
-            else keras.Sequential(
-                [
-                    keras.Input((6,)),
-                    keras.layers.Dense(7, "relu"),
-                    keras.layers.BatchNormalization(momentum=0.8),
-                    keras.layers.Dense(3),
-                ]
-            )
-        )
-        model.build((None, 6))
-        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-        model.compile(optimizer(), loss, metrics=["accuracy"], **options)
-    return model
-
-
-def sgd():
-    return keras.optimizers.SGD(0.05, momentum=0.9)
-
-
-def adam(**options):
-    return keras.optimizers.Adam(0.01, clipvalue=0.5, **options)
-
-
-def trained(kind, optimizer, rule, *, compiled=None, model=None, epochs=2, **options):
+def trained(kind, optimizer, rule, *, compile=None, model=net, epochs=2, **options):
     if kind != "empty":
         options |= {"nonfinite": "skip", "nonfinite_share": 0.2}
     strategy = strategy_of(REPLICAS, rule=rule, **{"sync_period": 5, **options})
-    net = made(strategy, optimizer, model, **(compiled or {}))
-    log = net.fit(data(strategy, kind), epochs=epochs, verbose=0).history
-    log |= net.fit(data(strategy, kind), epochs=1, verbose=0).history  # the second fit
-    local = strategy.experimental_local_results
-    values = [
-        part.numpy()
-        for v in [*net.variables, *net.optimizer.variables]
-        if "seed" not in v.path
-        for part in local(v.value)
-    ]
-    with strategy.weights(net, "global"):
-        values += net.get_weights()
-    return values, log, strategy
+    network = compiled(strategy, optimizer, model, **(compile or {}))
+    log = network.fit(by_epoch(strategy, kind), epochs=epochs, verbose=0).history
+    log |= network.fit(by_epoch(strategy, kind), epochs=1, verbose=0).history  # the second fit
+    return state(strategy, network), log, strategy
 
 
 CASES = {
     "sgd, BSP": (sgd, tfpara.BSP(), {}),
     "adam, BMUF": (adam, tfpara.BMUF(), {"kind": "inf"}),
-    "xla": (adam, tfpara.BMUF(), {"compiled": {"jit_compile": True}}),
-    "several steps": (sgd, tfpara.BMUF(), {"compiled": {"steps_per_execution": 4}}),
+    "xla": (adam, tfpara.BMUF(), {"compile": {"jit_compile": True}}),
+    "several steps": (sgd, tfpara.BMUF(), {"compile": {"steps_per_execution": 4}}),
     "several compiled steps": (
         sgd,
         tfpara.BSP(),
-        {"compiled": {"steps_per_execution": 4, "jit_compile": True}},
+        {"compile": {"steps_per_execution": 4, "jit_compile": True}},
     ),
-    "eager": (adam, tfpara.BSP(), {"compiled": {"run_eagerly": True}, "epochs": 1}),
+    "eager": (adam, tfpara.BSP(), {"compile": {"run_eagerly": True}, "epochs": 1}),
     "accumulation": (lambda: adam(gradient_accumulation_steps=3), tfpara.BSP(), {}),
     "overlap": (sgd, tfpara.BMUF(), {"overlap": True}),
     "fragments": (sgd, tfpara.BMUF(), {"fragments": 2}),
@@ -156,7 +90,7 @@ def test_equals_the_run_without_them(case, capfd):
         )
         == 2
     )
-    tolerance = 2e-6 if "jit_compile" in options.get("compiled", {}) else 0.0
+    tolerance = 2e-6 if "jit_compile" in options.get("compile", {}) else 0.0
     assert len(values) == len(others)
     for one, other in zip(values, others, strict=True):
         assert np.isfinite(one).all()
@@ -180,11 +114,11 @@ def stop_at(number):
 def test_a_resumed_epoch_goes_on_counting(tmp_path, capfd):
     def fit(*callbacks):
         strategy = strategy_of(REPLICAS, nonfinite="skip", nonfinite_share=0.2)
-        model = made(strategy, adam)
+        model = compiled(strategy, adam)
         checkpoint = tfpara.callbacks.Checkpoint(tmp_path / "run", every_syncs=1)
         try:
             log = model.fit(
-                data(strategy, "nan"), epochs=1, verbose=0, callbacks=[checkpoint, *callbacks]
+                by_epoch(strategy, "nan"), epochs=1, verbose=0, callbacks=[checkpoint, *callbacks]
             ).history
         finally:
             checkpoint._checkpoints.store.release()
@@ -202,8 +136,8 @@ def test_a_resumed_epoch_goes_on_counting(tmp_path, capfd):
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.2])
 def test_above_a_share_of_the_epoch_the_run_ends(share):
     strategy = strategy_of(REPLICAS, nonfinite="skip", nonfinite_share=share)
-    model = made(strategy, sgd)
-    fit = lambda: model.fit(data(strategy, "nan"), epochs=1, verbose=0)  # noqa: E731
+    model = compiled(strategy, sgd)
+    fit = lambda: model.fit(by_epoch(strategy, "nan"), epochs=1, verbose=0)  # noqa: E731
     if share == 0.2:  # 3 of 24 are less
         fit()
         return
@@ -219,7 +153,7 @@ def test_above_a_share_of_the_epoch_the_run_ends(share):
 
 def test_many_in_a_row_end_the_run_within_the_epoch():
     strategy = strategy_of(REPLICAS, nonfinite="skip", nonfinite_share=0.2)
-    model = made(strategy, sgd)
+    model = compiled(strategy, sgd)
     seen = []
     count = keras.callbacks.LambdaCallback(
         on_train_batch_end=lambda batch, logs: seen.append(batch)
@@ -241,7 +175,7 @@ def test_rows_of_arrays_and_batches_of_a_py_dataset_are_named(capfd):
     x, y = np.random.default_rng(0).normal(size=(80, 6)).astype("float32"), np.zeros(80)
     x[[13, 77]] = np.nan
     strategy = strategy_of(REPLICAS, nonfinite="skip", nonfinite_share=0.2)
-    model = made(strategy, sgd)
+    model = compiled(strategy, sgd)
     model.fit(x, y, batch_size=8, shuffle=False, verbose=0)
     assert "minibatch 2 of replica 1 (rows 12, 13, 14, 15), 10 of replica 1 (rows 76, " in (
         capfd.readouterr().err
@@ -258,7 +192,7 @@ def test_rows_of_arrays_and_batches_of_a_py_dataset_are_named(capfd):
 def test_what_loss_scaling_handles_is_not_counted(bad):
     """The first scales are too large, and gradients overflow."""
     strategy = strategy_of(1, nonfinite="skip", nonfinite_share=1.0)
-    model = made(strategy, lambda: keras.optimizers.LossScaleOptimizer(sgd(), 2.0**127))
+    model = compiled(strategy, lambda: keras.optimizers.LossScaleOptimizer(sgd(), 2.0**127))
     before = model.get_weights()
     x = np.random.default_rng(0).normal(size=(8, 6)).astype("float32") * 100
     x[3] = np.nan if bad else 0
@@ -272,7 +206,7 @@ def test_a_loop_of_ones_own():
     def looped(kind):
         options = {} if kind == "empty" else {"nonfinite": "skip"}
         strategy = strategy_of(REPLICAS, **options)
-        model = made(strategy, sgd)
+        model = compiled(strategy, sgd)
         strategy.track(model)
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
@@ -283,7 +217,7 @@ def test_a_loop_of_ones_own():
             model.optimizer.apply(tape.gradient(value, weights), weights)
 
         run = tf.function(lambda minibatch: strategy.run(step, args=minibatch))
-        for minibatch in data(strategy, kind):
+        for minibatch in by_epoch(strategy, kind):
             run(minibatch)
         strategy.synchronize()
         return model.get_weights(), strategy.statistics()
@@ -297,7 +231,7 @@ def test_a_loop_of_ones_own():
 
 def test_a_loops_optimizer_must_be_known_before_its_step():
     strategy = strategy_of(REPLICAS, nonfinite="skip")
-    model = made(strategy, sgd)
+    model = compiled(strategy, sgd)
     with strategy.scope():
         optimizer = adam()
     strategy.track(model, optimizer)
