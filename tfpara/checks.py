@@ -45,6 +45,25 @@ def checked_period(sync_period: int) -> int:
     return checked_whole("sync_period", sync_period, of="minibatches", at_most=LARGEST_COUNT)
 
 
+def checked_nonfinite(nonfinite: str, share: float) -> None:
+    """Checks what happens to minibatches with NaN or Inf.
+
+    Raises:
+        ValueError: `nonfinite` is neither "raise" nor "skip", or the share is not in [0, 1].
+    """
+    if nonfinite not in ("raise", "skip"):
+        raise ValueError(
+            f'nonfinite={nonfinite!r} must be "raise", which ends the run for a weight with NaN or '
+            'Inf, or "skip", which leaves out minibatches that would bring them.'
+        )
+    number = isinstance(share, int | float) and not isinstance(share, bool)
+    if not number or not 0.0 <= share <= 1.0:
+        raise ValueError(
+            f"nonfinite_share={share!r} must be a number from 0 to 1: the share of an epoch's "
+            "minibatches that may be left out."
+        )
+
+
 def checked_averages(
     averages: Mapping[str, AsyncAverage] | None, asynchronous: bool = False
 ) -> dict[str, AsyncAverage]:

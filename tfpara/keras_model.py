@@ -176,7 +176,7 @@ def training_variables(model: keras.Model) -> Iterator[tuple[str, keras.Variable
         "weights": model.trainable_variables,
         "state": model.non_trainable_variables,
         "optimizer": [
-            *getattr(model.optimizer, "variables", []),
+            *getattr(getattr(model, "optimizer", None), "variables", []),
             *(v for optimizer in optimizers(model) for v in optimizer.variables),
         ],
         "metrics": model.metrics_variables,

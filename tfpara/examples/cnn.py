@@ -1,6 +1,6 @@
 """Trains a convolutional network that sees each image moved, mirrored and in other light.
 
-    tfpara-launch -n 2 -- python -m tfpara.examples.cnn
+tfpara-launch -n 2 -- python -m tfpara.examples.cnn
 """
 
 import keras

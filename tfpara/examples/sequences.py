@@ -1,6 +1,6 @@
 """Tags the tokens of sequences of different length, some of whose labels are not to be trusted.
 
-    tfpara-launch -n 2 -- python -m tfpara.examples.sequences
+tfpara-launch -n 2 -- python -m tfpara.examples.sequences
 """
 
 import keras

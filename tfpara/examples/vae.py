@@ -1,6 +1,6 @@
 """Trains a variational autoencoder, whose `train_step` is its own.
 
-    tfpara-launch -n 2 -- python -m tfpara.examples.vae
+tfpara-launch -n 2 -- python -m tfpara.examples.vae
 """
 
 from typing import Any

@@ -11,7 +11,13 @@ import keras
 
 from tfpara import algorithms
 from tfpara.algorithms.rule import Average, Rule
-from tfpara.checks import checked_averages, checked_period, checked_seconds, versions
+from tfpara.checks import (
+    checked_averages,
+    checked_nonfinite,
+    checked_period,
+    checked_seconds,
+    versions,
+)
 from tfpara.collectives.choice import COLLECTIVES, COMMUNICATIONS
 from tfpara.keras_model import inner, is_normalised, memory_can_change, memory_of, momentum_of
 from tfpara.sync.start_line import counted
@@ -62,6 +68,8 @@ class Settings:
     device_sync_period: int | None = dataclasses.field(default=None, metadata=_RUN)
     compression: str = dataclasses.field(default="none", metadata=_RUN)
     balance: bool | Sequence[Sequence[int]] = dataclasses.field(default=False, metadata=_WORKERS)
+    nonfinite: str = dataclasses.field(default="raise", metadata=_WORKERS)
+    nonfinite_share: float = dataclasses.field(default=0.01, metadata=_WORKERS)
     asked_rule: Rule | None = None  # before `resolved` filled in its defaults
     replicas: int = 0  # the N of `resolved`
     # If hyper-parameters follow the number of replicas: the user's rule, and that rule for the
@@ -84,6 +92,7 @@ class Settings:
         self._check_compression()
         self._check_device_period()
         self._check_balance()
+        checked_nonfinite(self.nonfinite, self.nonfinite_share)
 
     def resolved(self, num_replicas: int) -> Settings:
         """Returns these settings with the rule resolved for N replicas.

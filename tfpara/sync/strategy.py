@@ -91,6 +91,11 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, ForCallbac
             have one device each. Not with `elastic`, `overlap`, `fragments` or BMUFAdam. A record,
             `strategy.balance_record` of another run: its τ_i again, block by block (then τ for
             all). False: τ_i = τ.
+        nonfinite: "raise": a weight with NaN or Inf ends the run at the next sync. "skip": a
+            minibatch whose loss or gradient has NaN or Inf changes nothing on its replica and has
+            weight 0 in the next sync. It is counted, and named where the epoch ends.
+        nonfinite_share: with "skip", the share of an epoch's minibatches, in [0, 1], above which
+            the run ends; looked at where the epoch ends, and before that once ten were left out.
 
     Raises:
         TypeError: `rule` is not a rule object, or an average is not one.
@@ -123,6 +128,8 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, ForCallbac
         collectives: str = "auto",
         elastic: Elastic | None = None,
         balance: bool | Sequence[Sequence[int]] = False,
+        nonfinite: str = "raise",
+        nonfinite_share: float = 0.01,
     ) -> None:
         """Joins the other workers and compares settings with them; for the arguments see above."""
         program.explain_errors()
@@ -142,6 +149,8 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, ForCallbac
             compression=compression,
             device_sync_period=device_sync_period,
             balance=balance,
+            nonfinite=nonfinite,
+            nonfinite_share=nonfinite_share,
         )
         checked_seconds("startup_timeout_seconds", startup_timeout_seconds)
         start(self, settings, devices, elastic, startup_timeout_seconds, self._is_simulated)

@@ -35,6 +35,11 @@ class ShuffledArrays(data_adapters.ArrayDataAdapter):
         adapter._order = host_variable(numbers, "order of rows")
         return adapter
 
+    @property
+    def order(self) -> list[int]:
+        """The rows' numbers, as the present pass has them."""
+        return self._order.numpy().tolist()
+
     def begin_pass(self) -> None:
         """Draws the order of the next pass over the data."""
         within = self._batch_size if self._shuffle == "batch" else None
@@ -137,7 +142,7 @@ class PyDatasetSteps(Steps):
         count = adapter.num_batches
         numbers = range(2 if count is None else min(2, count))
         super().__init__([adapter._standardize_batch(dataset[n]) for n in numbers], extended)
-        self._order: Sequence[int] = ()
+        self.order: Sequence[int] = ()  # of the batches, as the present pass has them
         self._hooks_called = 0
 
     def facts(self) -> dict[str, Json]:
@@ -148,7 +153,7 @@ class PyDatasetSteps(Steps):
         count = self.num_batches
         if count is not None:
             shuffle = self._adapter.shuffle
-            self._order = self._extended.data.next_order(count) if shuffle else range(count)
+            self.order = self._extended.data.next_order(count) if shuffle else range(count)
 
     def _note_workers(self) -> None:
         """Prints a note where a resumed run goes on within a pass of another number of workers."""
@@ -165,7 +170,7 @@ class PyDatasetSteps(Steps):
         if self.num_batches is None:
             plan: Any = reading.endless_reads(self._worker, self._workers)
         else:
-            plan = reading.reads(self._order, self._worker, self._workers)
+            plan = reading.reads(self.order, self._worker, self._workers)
         plan, numbers = itertools.tee(plan)
         data = self._dataset
         wanted = (read.batch for read in numbers)

@@ -12,7 +12,7 @@ from keras.callbacks import CallbackList
 
 from tfpara import fit_call
 from tfpara.clock import for_tensorboard
-from tfpara.sync.keras import chiefs_callbacks
+from tfpara.sync.keras import chiefs_callbacks, left_out
 from tfpara.sync.keras.measured_fit import MeasuredFit, is_asked
 from tfpara.sync.keras.replacing import Method, strategy_of_ours
 
@@ -60,7 +60,7 @@ def _in_place(name: str) -> Callable[[Method], Method]:
             if extended is None:
                 return hook(callbacks, *args, **kwargs)
             number = args[0] if args else 0  # of the epoch or the batch
-            _before(name, extended, number)
+            _before(name, extended, callbacks, *args)
             with extended.place.in_callbacks():
                 result = hook(callbacks, *args, **kwargs)
             _after(name, extended, callbacks, number)
@@ -71,14 +71,19 @@ def _in_place(name: str) -> Callable[[Method], Method]:
     return make
 
 
-def _before(name: str, extended: Any, number: int) -> None:
-    """Notes the begin of an epoch or a step, before callbacks run."""
+def _before(
+    name: str, extended: Any, callbacks: CallbackList, number: Any = 0, logs: Any = None
+) -> None:
+    """Notes the begin of an epoch or a step, or the end of an epoch, before callbacks run."""
     if name == "on_epoch_begin":
+        left_out.begin_epoch(extended, callbacks._model)
         extended.place.epoch_begins(number)
         extended.data.enter_epoch(number)
         extended.worker.company.epoch_begins(number)
     elif name == "on_train_batch_begin":
         extended.place.step_begins(number)
+    elif name == "on_epoch_end":
+        left_out.tell(extended, callbacks._model, number, logs)
 
 
 def _after(name: str, extended: Any, callbacks: CallbackList, number: int) -> None:

@@ -29,10 +29,13 @@ def compiled_by_replica(
     make: Method, strategy: Any, model: keras.Model, step: Callable[..., Nest]
 ) -> object:
     """Makes a function of `fit` or `evaluate`; XLA compiles each replica's step, not the sync."""
-    if not model.jit_compile or model.run_eagerly:
-        return _made(make, model, step)
-    if step.__name__ == "train_step" and model.trainable_variables:
+    compiles = model.jit_compile and not model.run_eagerly
+    guarded = strategy.extended.steps.guard is not None  # by values before the step
+    trains = step.__name__ == "train_step" and model.trainable_variables
+    if trains and (compiles or guarded):
         build_optimizers(model)  # XLA makes no variables
+    if not compiles:
+        return _made(make, model, step)
     with _holding(model, "_jit_compile", False):
         return explained(_made(make, model, CompiledStep(step)))
 

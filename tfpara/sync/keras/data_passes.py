@@ -150,6 +150,7 @@ class Passes(trainer.TFEpochIterator):
         if not place.fits or place.calls:
             yield from super()._enumerate_iterator()
             return
+        self.extended.data.last = self
         begun = position.begun if self.steps_per_epoch else None
         if position.steps or begun:
             self._note_order(begun.epoch if begun else position.epoch)

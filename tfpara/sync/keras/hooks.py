@@ -16,7 +16,8 @@ Keras 3 does not know it, so that each worker would write to the same path at on
 - `fit` and `evaluate` first check that all workers have the same data, which they divide
   (`data_passes`). Each part of a batch of Python data has one reader (`batches`), and a look at the
   first batch reads none (`building`);
-- an optimizer's steps are noted, and may have a fitted momentum (`optimizer_steps`);
+- an optimizer's steps are noted, and may have a fitted momentum; its loss and gradients are looked
+  at for NaN and Inf (`optimizer_steps`);
 - XLA compiles each replica's step, without the sync (`compiling`).
 """
 
@@ -39,7 +40,12 @@ from tfpara.sync.keras.compiling import compiled_by_default, compiled_by_replica
 from tfpara.sync.keras.data_passes import with_divided_data
 from tfpara.sync.keras.fit_arguments import deal_out_by_speed, refuse_spent
 from tfpara.sync.keras.logs import of_all_workers
-from tfpara.sync.keras.optimizer_steps import step_noted, with_fitted_average, with_fitted_momentum
+from tfpara.sync.keras.optimizer_steps import (
+    loss_looked_at,
+    step_noted,
+    with_fitted_average,
+    with_fitted_momentum,
+)
 from tfpara.sync.keras.replacing import (
     Method,
     file_utils,
@@ -84,6 +90,7 @@ def install() -> None:
     # The optimizers of a custom loop are known by their steps alone.
     for kind in (keras.optimizers.Optimizer, keras.optimizers.LossScaleOptimizer):
         replace(kind, "apply", step_noted)
+        replace(kind, "scale_loss", loss_looked_at)
     replace(keras.optimizers.SGD, "update_step", with_fitted_momentum)
     replace(keras.optimizers.Adam, "update_step", with_fitted_average)
     if hasattr(keras.optimizers, "Muon"):

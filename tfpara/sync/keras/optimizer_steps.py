@@ -40,6 +40,10 @@ def step_noted(apply: Method) -> Method:
         extended = tf.distribute.get_strategy().extended
         if not isinstance(extended, PeriodicSyncExtended) or not in_replica():
             return apply(optimizer, grads, trainable_variables)
+        guard, scaling = extended.steps.guard, keras.optimizers.LossScaleOptimizer
+        # Loss scaling handles the NaN and Inf that it makes.
+        if guard and not extended.steps.trace.applying and not isinstance(optimizer, scaling):
+            guard.look(grads)
         fitted = extended.momentum.of_step(optimizer, local_replica())
         if fitted is not None:
             _fitted[id(optimizer)] = fitted
@@ -50,6 +54,20 @@ def step_noted(apply: Method) -> Method:
             _fitted.pop(id(optimizer), None)
 
     return applying
+
+
+def loss_looked_at(scale_loss: Method) -> Method:
+    """Replaces an optimizer's `scale_loss`, which training steps call with their loss."""
+
+    @functools.wraps(scale_loss)
+    def scaling(optimizer: keras.optimizers.Optimizer, loss: tf.Tensor) -> tf.Tensor:
+        extended = tf.distribute.get_strategy().extended
+        ours = isinstance(extended, PeriodicSyncExtended) and in_replica()
+        if ours and extended.steps.guard is not None:
+            extended.steps.guard.look([loss])
+        return scale_loss(optimizer, loss)
+
+    return scaling
 
 
 def _where_fitted(step: Callable[..., None]) -> Callable[[Method], Method]:

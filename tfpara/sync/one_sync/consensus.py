@@ -13,6 +13,7 @@ import tensorflow as tf
 from tfpara.cluster.place import TEXT_BYTES, sentence
 from tfpara.sync.one_sync.block import Block
 from tfpara.sync.one_sync.graph_ops import in_python, now
+from tfpara.sync.one_sync.left_out import LeftOut
 from tfpara.sync.one_sync.replicas import Buckets, Replicas
 from tfpara.sync.one_sync.reports import (
     MET,
@@ -68,6 +69,7 @@ class Consensus:
         replicas: the local replicas.
         block: the counters of the open block.
         settings: the strategy's settings.
+        left_out: minibatches that were left out for NaN or Inf; None: none are.
 
     Attributes:
         columns: the columns of a report that depend on the model.
@@ -80,11 +82,15 @@ class Consensus:
             it that counts.
     """
 
-    def __init__(self, replicas: Replicas, block: Block, settings: Settings) -> None:
+    def __init__(
+        self, replicas: Replicas, block: Block, settings: Settings, left_out: LeftOut | None
+    ) -> None:
         site, variables, make = replicas.site, replicas.variables, replicas.site.make
         self._replicas, self._block, self._site = replicas, block, site
-        self._fragments = settings.fragments
-        self.columns = Columns.of(block.parts, len(replicas.shared_counts), len(variables.rates))
+        self._fragments, self._left_out = settings.fragments, left_out
+        self._share = settings.nonfinite_share
+        shared, rates = len(replicas.shared_counts), len(variables.rates)
+        self.columns = Columns.of(block.parts, shared, rates, left_out is not None)
         self.weights_seen = np.zeros(site.num_replicas)
         # All workers must start from the same weights, also if a script has loaded them.
         others = [*variables.state, *variables.frozen]
@@ -149,6 +155,7 @@ class Consensus:
     def _read(self, running: tf.Tensor | bool, anchors: Buckets) -> tuple[tf.Tensor, list[Any]]:
         """Returns when this worker came to the sync, as by `now`, and the arguments of `_rows`."""
         block, balance, replicas = self._block, self._site.balance, self._replicas
+        left_out, each = self._left_out, range(len(self._site.devices))
         began = now()
         with tf.control_dependencies([began]), phase("check"):
             since = 0.0 if balance is None else balance.since.read_value()
@@ -163,8 +170,9 @@ class Consensus:
                 block.taken.read_value(),
                 block.steps.read_value(),
                 block.period.read_value(),
-                *(replicas.summary(r, anchors) for r in range(len(self._site.devices))),
+                *(replicas.summary(r, anchors) for r in each),
                 *(samples.read_value() for samples in block.samples),
+                *((() if left_out is None else left_out.of_epoch(r)) for r in each),
             ]
 
     def _rows(
@@ -194,12 +202,14 @@ class Consensus:
             taken: all minibatches of each replica.
             pending: minibatches of each replica since the last sync point.
             period: the sync period.
-            *each: `Replicas.summary` of each local replica; then the samples of each.
+            *each: `Replicas.summary` of each local replica; then the samples of each; then
+                `LeftOut.of_epoch` of each.
         """
         names, counts = len(self._replicas.averaged_names), len(self._replicas.shared_counts)
         own = len(self._site.devices)
         rows = []
-        for summary, samples in zip(each[:own], each[own:], strict=True):
+        of_replicas = each[:own], each[own : 2 * own], each[2 * own :]
+        for summary, samples, left_out in zip(*of_replicas, strict=True):
             rows.append(
                 report_of(
                     summary[:names],
@@ -216,6 +226,7 @@ class Consensus:
                     taken=int(taken),
                     idle=bool(pending == 0),
                     never=bool(period >= NEVER),
+                    left_out=left_out,
                 )
             )
         return np.stack(rows)
@@ -329,7 +340,7 @@ class Consensus:
     def _problem_of(self, table: Array) -> str:
         """Returns what forbids the sync, "" if nothing does; notes who has trained if not."""
         names, own = self._replicas.averaged_names, len(self._site.devices)
-        text = problem_of(table, self.columns, names, own)
+        text = problem_of(table, self.columns, names, own, self._share)
         if not text and len(table) == len(self.weights_seen):
             self.weights_seen += table[:, self.columns.samples].max(1)
         return text

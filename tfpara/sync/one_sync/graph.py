@@ -24,6 +24,7 @@ from tfpara.sync.one_sync.compression import CompressedWire
 from tfpara.sync.one_sync.consensus import Consensus, Part, Verdict
 from tfpara.sync.one_sync.global_state import GlobalState
 from tfpara.sync.one_sync.graph_ops import not_inlined, now, where
+from tfpara.sync.one_sync.left_out import LeftOut
 from tfpara.sync.one_sync.replicas import Buckets, Replicas, ReplicaVariables, Site
 from tfpara.sync.one_sync.reports import Request, stop_if
 from tfpara.sync.one_sync.state_vars import Kind, Slot
@@ -48,6 +49,7 @@ class SyncGraph:
         whole: whether each sync in the training thread is of the whole model: the weights, and the
             state that no rule updates. Otherwise that state is averaged when a block is closed.
         block: the counters of the open block.
+        left_out: the minibatches that were left out for NaN or Inf; None: none are.
         consensus: the reports of the replicas, and the decision.
         replicas: the local replicas' variables.
         global_state: the state of the rule and the averages.
@@ -65,7 +67,8 @@ class SyncGraph:
         self._make_state(settings)
         with tf.device("CPU:0"):
             self.block = Block(settings, self.whole, site)
-            self.consensus = Consensus(self.replicas, self.block, settings)
+            self.left_out = LeftOut(site) if settings.nonfinite == "skip" else None
+            self.consensus = Consensus(self.replicas, self.block, settings, self.left_out)
             self._make_counters()
         # In a while loop (Keras' steps_per_execution) TensorFlow identifies a collective by the
         # loop's iteration too. Inlined there, the collectives of two workers that are in different
@@ -293,6 +296,8 @@ class SyncGraph:
         self._seconds.assign([past.sync_seconds, past.wait_seconds])
         self._distance.assign(past.distance)
         self._bytes_sent.assign(past.bytes_sent)
+        if self.left_out is not None:
+            self.left_out.total.assign(past.left_out)
 
     def statistics(self) -> SyncStatistics:
         """Returns the counts and times of this worker's syncs so far."""
@@ -305,6 +310,7 @@ class SyncGraph:
             wait_seconds=float(seconds[1]),
             distance=float(self._distance),
             bytes_sent=float(self._bytes_sent),
+            left_out=0 if self.left_out is None else int(self.left_out.total),
         )
 
     # -- state -------------------------------------------------------------------------------
@@ -320,6 +326,8 @@ class SyncGraph:
         if self.compressed is not None:
             yield from self.compressed.slots()
         yield from self.block.slots()
+        if self.left_out is not None:
+            yield from self.left_out.slots()
 
     def counted(self) -> list[Slot]:
         """Returns the counters that a new synchronizer of the same model takes over."""
@@ -331,6 +339,7 @@ class SyncGraph:
             Slot("counter/seconds", Kind.WORKER, self._seconds),
             Slot("counter/distance", Kind.WORKER, self._distance),
             Slot("counter/bytes_sent", Kind.WORKER, self._bytes_sent, absent=0.0),
+            *([] if self.left_out is None else [self.left_out.total_slot()]),
         ]
 
     def adopt(self, old: SyncGraph) -> None:

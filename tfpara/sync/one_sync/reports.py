@@ -16,6 +16,8 @@ a vector of float64 with these columns:
 - all minibatches that the replica has taken;
 - the signature of the state and of the frozen weights, as `signature`;
 - the seconds in which the worker has trained the block, 0 or less if that is not known;
+- where minibatches with NaN or Inf are left out, the minibatches of the epoch and those left out of
+  them, two columns;
 - the learning rate of each optimizer, NaN where nothing was trained with it.
 """
 
@@ -28,6 +30,7 @@ from typing import NamedTuple
 import numpy as np
 import tensorflow as tf
 
+from tfpara.cluster.place import EPOCH_END
 from tfpara.sync.settings import NEVER
 from tfpara.typing import Array
 
@@ -38,6 +41,9 @@ RUNNING, NONFINITE, SIGNATURE, REQUEST, MET, PURPOSE, EPOCH, SAMPLES = range(8)
 # Learning rates count as equal if they differ by less than this, relatively: two kinds of machines
 # may round them differently.
 _ROUNDING = 1e-6
+# So many minibatches with NaN or Inf of an epoch are left out before their share is looked at
+# within the epoch: the share of a few minibatches says little.
+_FEW_LEFT_OUT = 10
 
 
 class Columns(NamedTuple):
@@ -47,6 +53,7 @@ class Columns(NamedTuple):
     counts: the step counts that all share. taken: all minibatches of the replica, one column.
     others: the signature of what is not trained, one column.
     seconds: the time of the block, one column.
+    left_out: minibatches of the epoch, and those left out; none where none are left out.
     rates: learning rates of the optimizers.
     """
 
@@ -56,12 +63,13 @@ class Columns(NamedTuple):
     taken: slice
     others: slice
     seconds: slice
+    left_out: slice
     rates: slice
 
     @classmethod
-    def of(cls, parts: int, counts: int, rates: int) -> Columns:
+    def of(cls, parts: int, counts: int, rates: int, left_out: bool = False) -> Columns:
         """Returns the columns for so many parts, shared step counts and learning rates."""
-        ends = np.cumsum([SAMPLES, parts, parts, counts, 1, 1, 1, rates]).tolist()
+        ends = np.cumsum([SAMPLES, parts, parts, counts, 1, 1, 1, 2 * left_out, rates]).tolist()
         return cls(*map(slice, ends[:-1], ends[1:]))
 
     @property
@@ -96,6 +104,7 @@ def report_of(
     taken: int,
     idle: bool,
     never: bool,
+    left_out: Array | Sequence[float] = (),
 ) -> Array:
     """Returns a replica's report, a row of the table; all arguments are NumPy's.
 
@@ -114,6 +123,7 @@ def report_of(
         taken: all minibatches of the replica.
         idle: whether the replica has trained nothing since the last sync.
         never: whether the replicas are independent, so that nothing is averaged.
+        left_out: minibatches of the epoch, and those left out of them; empty: none are left out.
     """
     bad = np.flatnonzero(~np.isfinite(weights))
     if never:
@@ -121,7 +131,8 @@ def report_of(
     # NaN: it has trained nothing with its rate.
     used = np.full(len(rates), np.nan) if idle or never else rates
     flags = [running, bad[0] if len(bad) else -1, signature, request]
-    return np.concatenate([flags, mark, samples, steps, counts, [taken, others, seconds], used])
+    worker = [taken, others, seconds, *left_out]
+    return np.concatenate([flags, mark, samples, steps, counts, worker, used])
 
 
 def signature_of(value: tf.Tensor) -> tf.Tensor:
@@ -166,6 +177,7 @@ def problem_of(
     columns: Columns,
     weight_names: Sequence[str] | None = None,
     replicas_per_worker: int = 1,
+    share: float = 1.0,
 ) -> str:
     """Returns the sentence that says why the reports forbid a sync, or "".
 
@@ -177,6 +189,7 @@ def problem_of(
         columns: the columns that depend on the model.
         weight_names: names of the weights, by the index that a report gives; None: the index.
         replicas_per_worker: number of devices of a worker.
+        share: of an epoch's minibatches that may be left out for NaN or Inf.
     """
 
     def owner(replica: int) -> str:
@@ -191,6 +204,14 @@ def problem_of(
             f'{owner(replica)} has NaN or Inf in weight "{name}"; nothing was averaged and the '
             "other replicas keep their weights. Lower the learning rate or clip the gradients, and "
             "look at that replica's data."
+        )
+    if _leaves_out_too_many(reports, columns, share):
+        of_epoch, left_out = reports[:, columns.left_out].T
+        return (
+            f"{left_out.sum():.0f} of {of_epoch.sum():.0f} minibatches of this epoch had NaN or "
+            f"Inf in the loss or a gradient and were left out, more than nonfinite_share={share:g} "
+            f"allows; {left_out.max():.0f} of them were of {owner(int(left_out.argmax()))}. Lower "
+            "the learning rate or clip the gradients, and look at that replica's data."
         )
     signatures = reports[:, SIGNATURE]
     if not ((signatures == signatures[0]) | np.isnan(signatures)).all():
@@ -225,6 +246,18 @@ def problem_of(
             "that all of them have."
         )
     return ""
+
+
+def _leaves_out_too_many(reports: Array, columns: Columns, share: float) -> bool:
+    """Returns whether the replicas have left out more than a share of the epoch's minibatches.
+
+    It is looked at where an epoch ends, and before that once some have been left out.
+    """
+    if columns.left_out.start == columns.left_out.stop:
+        return False
+    of_epoch, left_out = reports[:, columns.left_out].sum(0)
+    is_over = not reports[:, RUNNING].any() and (reports[:, PURPOSE] == EPOCH_END.number).all()
+    return bool(left_out > share * of_epoch and (is_over or left_out >= _FEW_LEFT_OUT))
 
 
 def _differing_rates(reports: Array, columns: Columns) -> Array:

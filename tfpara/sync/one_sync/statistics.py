@@ -23,6 +23,7 @@ class SyncStatistics(NamedTuple):
             mean square. Where the global state is sharded, it is taken on the parts of the weights
             that the replicas hold. It is measured at the first 16 syncs and then at every 16th.
         bytes_sent: bytes sent to other workers in syncs, without headers.
+        left_out: minibatches of all local replicas that were left out for NaN or Inf.
     """
 
     steps: int
@@ -32,6 +33,7 @@ class SyncStatistics(NamedTuple):
     wait_seconds: float
     distance: float
     bytes_sent: float = 0.0
+    left_out: int = 0
 
     def and_then(self, later: SyncStatistics) -> SyncStatistics:
         """Returns the sums of these and later ones; the distance is the later's."""

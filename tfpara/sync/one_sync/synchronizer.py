@@ -55,16 +55,32 @@ class Synchronizer:
 
     # -- steps and syncs ---------------------------------------------------------------------
 
-    def count(self, samples: Sequence[tf.Tensor], weights: Sequence[tf.Tensor]) -> tf.Tensor:
+    def count(
+        self,
+        samples: Sequence[tf.Tensor],
+        weights: Sequence[tf.Tensor],
+        nonfinite: Sequence[tf.Tensor] = (),
+    ) -> tf.Tensor:
         """Counts a minibatch of each local replica; returns whether `act` has something to do.
 
         Args:
             samples: number of samples that each local replica has just processed.
             weights: weight of these minibatches in the mean of the replicas.
+            nonfinite: whether they were left out for NaN or Inf; empty: none can be.
         """
         with tf.device("CPU:0"):  # a GPU would be waited for
-            of_all = tf.add_n([tf.cast(n, tf.float64) for n in samples])
+            of_each = [tf.cast(n, tf.float64) for n in samples]
             counts = [tf.cast(n, tf.float64) for n in weights]
+            if nonfinite and self.graph.left_out is not None:
+                self.graph.left_out.count(nonfinite)
+                of_each, counts = (
+                    [
+                        tf.where(bad, tf.zeros_like(n), n)
+                        for n, bad in zip(numbers, nonfinite, strict=True)
+                    ]
+                    for numbers in (of_each, counts)
+                )
+            of_all = tf.add_n(of_each)
             steps = self.graph.block.count(of_all, counts)
             if self._overlap is not None:
                 due = self._overlap.is_due(steps)

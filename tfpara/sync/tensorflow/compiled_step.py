@@ -31,6 +31,12 @@ class CompiledStep:
         self.__name__ = step.__name__
         self._step = step
 
+    def around(self, wrap: Callable[[Callable[..., Nest]], Callable[..., Nest]]) -> CompiledStep:
+        """Returns this step with `wrap` of the method in place of the method, compiled as well."""
+        wrapped = CompiledStep(self)
+        wrapped._step = wrap(self._step)
+        return wrapped
+
     @tf.autograph.experimental.do_not_convert
     def __call__(self, *args: Nest, **kwargs: Nest) -> Nest:
         """Calls the step in the graph that Keras traces, for one replica."""

@@ -54,6 +54,7 @@ class DistributedData:
         position: in the data of `fit`.
         order: of data that are shuffled by the library.
         passes: over the data of the `fit` that runs, with `steps_per_epoch`.
+        last: the passes over data that the last epoch of `fit` was read by.
     """
 
     worker: Worker
@@ -63,6 +64,7 @@ class DistributedData:
     position: Position = dataclasses.field(default_factory=Position, init=False)
     order: Order = dataclasses.field(default_factory=Order, init=False)
     passes: Any = dataclasses.field(default=None, init=False)
+    last: Any = dataclasses.field(default=None, init=False)
     _undivided: bool = dataclasses.field(default=False, init=False)
 
     @property

@@ -23,6 +23,7 @@ from tfpara.sync.tensorflow.devices import checked_devices
 from tfpara.sync.tensorflow.distributed_data import DistributedData
 from tfpara.sync.tensorflow.links import BETWEEN_STRATEGIES, LATER_SECONDS, Links
 from tfpara.sync.tensorflow.metric_reads import MetricReads
+from tfpara.sync.tensorflow.nonfinite import Guard
 from tfpara.sync.tensorflow.run_steps import RunSteps
 from tfpara.sync.tensorflow.trained_models import TrainedModels
 from tfpara.sync.tensorflow.variables import InitialValues, plain_variable, with_our_class
@@ -127,7 +128,8 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         collectives = self.links.for_control()
         self.control = Control(collectives, worker.place, self.models.in_turn, worker.company)
         worker.control = self.control
-        self.steps = RunSteps(strategy, settings, self.models)
+        guard = Guard(strategy, worker.devices) if settings.nonfinite == "skip" else None
+        self.steps = RunSteps(strategy, settings, self.models, guard)
         self.data = DistributedData(worker, self.models, self.momentum, self.balance)
         self.metrics = MetricReads(worker)
         self.initial_values = InitialValues(worker)

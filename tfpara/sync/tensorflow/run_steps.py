@@ -11,11 +11,12 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfpara.keras_model import check_optimizers_known
+from tfpara.keras_model import build_optimizer, check_optimizers_known
 from tfpara.steps import after, batch_size, skip_empty, weight_of
 from tfpara.sync.one_sync.graph_ops import where
 from tfpara.sync.one_sync.synchronizer import Synchronizer
 from tfpara.sync.settings import Settings
+from tfpara.sync.tensorflow.nonfinite import Guard
 from tfpara.sync.tensorflow.trained_models import TrainedModels
 from tfpara.sync.tensorflow_private import values as _values
 from tfpara.typing import Nest, Scalar, Variable
@@ -53,6 +54,7 @@ class RunSteps:
         strategy: whose replicas take the steps.
         settings: of the strategy.
         models: the trained models.
+        guard: takes back steps with NaN or Inf; None: they stay.
 
     Attributes:
         minibatch_weight: a user's weight of a minibatch; None: from the compiled loss.
@@ -60,12 +62,17 @@ class RunSteps:
     """
 
     def __init__(
-        self, strategy: tf.distribute.Strategy, settings: Settings, models: TrainedModels
+        self,
+        strategy: tf.distribute.Strategy,
+        settings: Settings,
+        models: TrainedModels,
+        guard: Guard | None,
     ) -> None:
         self._strategy = strategy
         self._local_results = strategy.experimental_local_results
         self._settings = settings
         self._models = models
+        self.guard = guard
         self.minibatch_weight: Callable[..., Scalar] | None = None
         self.trace = StepTrace()
         self._left: list[tuple[tf.Tensor, Callable[[], None]]] | None = None
@@ -102,13 +109,16 @@ class RunSteps:
         # optimizers' step counts do.
         counts = self.step_counts() if tf.executing_eagerly() else []
         trace = self.trace = StepTrace()
-        outputs = run(skip_empty(fn), args, kwargs, options)
+        outputs = run(skip_empty(self._guarded(fn)), args, kwargs, options)
         locals_ = self._local_results((args, kwargs or {}))
         samples = [batch_size(values) for values in locals_]
         if _is_step_of_keras(fn):
             outputs = self.of_those_that_stepped(outputs, samples)
         self._stepping.update((id(each), each) for each in trace.optimizers)
-        stepped = bool(trace.written) or (tf.executing_eagerly() and self.have_stepped(counts))
+        nonfinite = [] if self.guard is None else self.guard.taken()
+        stepped = bool(trace.written) or (
+            tf.executing_eagerly() and (self.have_stepped(counts) or any(nonfinite))
+        )
         if not stepped and not _is_train_step(fn):
             return outputs
         self.check_optimizers(models.model_of(fn), trace.optimizers)
@@ -123,12 +133,22 @@ class RunSteps:
             due = synchronizer.count(
                 [1 if n is None else n for n in samples],
                 [self.weight_of(fn, *values) for values in locals_],
+                nonfinite,
             )
             if self._left is None:
                 where(due, synchronizer.act)
             else:
                 self._left.append((due, synchronizer.act))
         return outputs
+
+    def _guarded(self, fn: Callable[..., Nest]) -> Callable[..., Nest]:
+        """Returns `fn`, taken back where its loss or a gradient has NaN or Inf if that is asked."""
+        model = self._models.model_of(fn)
+        trains = _is_train_step(fn) or not isinstance(getattr(fn, "__self__", None), keras.Model)
+        if self.guard is None or model is None or not trains:
+            return fn
+        build_optimizer(model)
+        return self.guard.around(fn, model)
 
     @contextlib.contextmanager
     def leaving_syncs(self) -> Iterator[list[tuple[tf.Tensor, Callable[[], None]]]]:
@@ -209,6 +229,8 @@ class RunSteps:
         settings = self._settings
         if model is None:
             return
+        if self.guard is not None:
+            check_optimizers_known(model, used, 'nonfinite="skip"')
         if settings.slots_at_sync == "keep" and not hasattr(settings.rule, "check_optimizer"):
             return
         setting = (

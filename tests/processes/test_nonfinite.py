@@ -1,0 +1,37 @@
+"""`nonfinite="skip"` on two workers of two devices."""
+
+import numpy as np
+
+from tests.lib.bad_minibatches import BAD
+from tests.lib.cluster_of_processes import run, run_all_well
+
+# The graph is another one, and is optimised otherwise, so that some sums are rounded otherwise.
+RUNS = [["BSP", "sgd"], ["BMUF", "adam"]]
+# Minibatch k is of replica k mod 4.
+NAMES = "minibatch 1 of replica 3, 4 of replica 2, 4 of replica 3\n"
+
+
+def test_two_workers_train_as_without_the_bad_minibatches(tmp_path):
+    options = {"runs": RUNS, "out": str(tmp_path / "nan-{rank}.npz"), "kind": "nan"}
+    said = run_all_well("train_with_bad.py", [options] * 2)
+    for epoch in (1, 2):
+        line = f"epoch {epoch} left out 3 minibatches whose loss or gradient had NaN or Inf: "
+        assert said[0].output.count(line + NAMES) == len(RUNS)
+    assert "left out" not in said[1].output
+    others = {**options, "out": str(tmp_path / "empty-{rank}.npz"), "kind": "empty"}
+    run_all_well("train_with_bad.py", [others] * 2)
+    for rank in range(2):
+        found, expected = (np.load(tmp_path / f"{kind}-{rank}.npz") for kind in ("nan", "empty"))
+        logged = [name for name in found if name.endswith("log left_out")]
+        assert sorted(expected) == sorted(set(found) - set(logged))
+        for name in expected:
+            np.testing.assert_allclose(found[name], expected[name], atol=1e-6, err_msg=name)
+        assert [found[name].tolist() for name in logged] == [[len(BAD)] * 2] * len(RUNS)
+
+
+def test_all_workers_end_with_one_sentence_above_the_share(tmp_path):
+    options = {"runs": RUNS, "out": str(tmp_path / "{rank}.npz"), "kind": "nan", "share": 0.1}
+    for each in run("train_with_bad.py", [options] * 2):
+        assert each.returncode == 1
+        assert "3 of 24 minibatches of this epoch had NaN or Inf" in each.output
+        assert "2 of them were of replica 3 (worker 1)" in each.output

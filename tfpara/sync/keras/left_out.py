@@ -1,0 +1,111 @@
+"""The minibatches that an epoch of `fit` has left out for NaN or Inf, in the log and in a line."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import keras
+import tensorflow as tf
+
+from tfpara.cluster.place import EVALUATE, Purpose
+from tfpara.sync.data import reading
+from tfpara.sync.keras.batches import PyDatasetSteps, ShuffledArrays
+from tfpara.sync.keras.replacing import data_adapters
+from tfpara.sync.one_sync.left_out import LeftOut
+from tfpara.sync.tensorflow.extended import PeriodicSyncExtended
+from tfpara.sync.workers.json_exchange import everyones
+from tfpara.typing import Logs
+
+ENTRY = "left_out"  # in the log of an epoch
+_TOLD = 20  # minibatches that the line names at most
+_TELL = Purpose("at the end of an epoch, counting minibatches that were left out")
+
+
+def _of(extended: PeriodicSyncExtended, model: keras.Model) -> LeftOut | None:
+    trained = extended.models.trained(model)
+    return None if trained is None else trained.graph.left_out
+
+
+def begin_epoch(extended: PeriodicSyncExtended, model: keras.Model) -> None:
+    """Begins to count an epoch; a checkpoint that goes on within it sets the counts later."""
+    left_out = _of(extended, model)
+    if left_out is not None:
+        left_out.begin_epoch()
+
+
+def tell(extended: PeriodicSyncExtended, model: keras.Model, epoch: int, logs: Logs | None) -> None:
+    """Adds the number of minibatches that were left out to the epoch's log; the chief names them.
+
+    Every worker must call it.
+
+    Args:
+        extended: of the strategy.
+        model: that is trained.
+        epoch: its number, from 0.
+        logs: of the epoch, to which the number is added, of all replicas.
+    """
+    left_out = _of(extended, model)
+    if left_out is None:
+        return
+    first = extended.worker.first_replica
+    mine = []
+    for replica, (count, numbers) in enumerate(left_out.told()):
+        inside = _inside(extended, replica, numbers) if numbers else []
+        named = zip(numbers, inside, strict=True)
+        mine.append([count, [[number, first + replica, what] for number, what in named]])
+    everyone = [of for worker in everyones(mine, extended.control, _TELL) for of in worker]
+    total = sum(count for count, _ in everyone)
+    if logs is not None:
+        logs[ENTRY] = float(total)
+    if total and extended.worker.rank == 0:
+        named = sorted(each for _, of_replica in everyone for each in of_replica)[:_TOLD]
+        places = [f"{n} of replica {replica}{inside}" for n, replica, inside in named]
+        more = f" and {total - len(named)} more" if total > len(named) else ""
+        print(
+            f"tfpara: epoch {epoch + 1} left out {total} minibatches whose loss or gradient had "
+            f"NaN or Inf: minibatch {', '.join(places)}{more}",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def _inside(extended: PeriodicSyncExtended, replica: int, numbers: Sequence[int]) -> Sequence[str]:
+    """Returns in words what is in minibatches of the epoch: rows of arrays, or the batch of others.
+
+    Each is "" where that is not known.
+
+    Args:
+        extended: of the strategy.
+        replica: a local one.
+        numbers: of its minibatches in the epoch, from 1, rising.
+    """
+    passes = extended.data.last
+    unknown = [""] * len(numbers)
+    if passes is None or passes.steps_per_epoch:  # a pass may last several epochs then
+        return unknown
+    adapter = passes.data_adapter
+    if isinstance(adapter, PyDatasetSteps) and adapter.num_batches is not None:
+        reads = reading.reads(adapter.order, *extended.data.share)
+        batches = [read.batch for read in reads for _ in read.parts]
+        return [f" (of batch {batches[number - 1]})" for number in numbers]
+    if not isinstance(adapter, data_adapters.ArrayDataAdapter):
+        return unknown
+    # The numbers of the rows are divided as the rows were.
+    rows = range(adapter._num_samples)
+    order = adapter.order if isinstance(adapter, ShuffledArrays) else list(rows)
+    dataset = tf.data.Dataset.from_tensor_slices(order).batch(adapter.batch_size)
+    strategy = extended._container_strategy()
+    found, wanted = [], iter([*numbers, 0])
+    with extended.place.in_call(EVALUATE):  # so that nothing is skipped
+        awaited = next(wanted)
+        options = adapter.get_tf_dataset().options()
+        divided = strategy.experimental_distribute_dataset(dataset.with_options(options))
+        for number, minibatch in enumerate(divided, 1):
+            if number == awaited:
+                own = strategy.experimental_local_results(minibatch)[replica].numpy().tolist()
+                found.append(f" (rows {', '.join(map(str, own))})")
+                awaited = next(wanted)
+            if not awaited:
+                break
+    return found

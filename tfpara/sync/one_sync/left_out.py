@@ -1,0 +1,74 @@
+"""Counts and numbers of the minibatches that replicas have left out for NaN or Inf."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import tensorflow as tf
+
+from tfpara.sync.one_sync.replicas import Site
+from tfpara.sync.one_sync.state_vars import Kind, Slot
+from tfpara.typing import Json
+
+NAMED = 32  # of the minibatches that a replica leaves out in an epoch, so many are named
+
+
+class LeftOut:
+    """The minibatches that the local replicas have left out, of the present epoch and of all.
+
+    Args:
+        site: this worker's place and links.
+
+    Attributes:
+        total: minibatches that the local replicas have left out in the whole run.
+    """
+
+    def __init__(self, site: Site) -> None:
+        # For each replica: minibatches of the epoch, those left out, and the numbers of these.
+        self._of_epoch = [
+            site.make(tf.zeros([2 + NAMED], tf.float64), f"left_out_{replica}")
+            for replica in range(len(site.devices))
+        ]
+        self.total = site.make(tf.zeros([], tf.float64), "left_out")
+
+    def count(self, nonfinite: Sequence[tf.Tensor]) -> None:
+        """Counts a minibatch of each local replica.
+
+        Args:
+            nonfinite: for each replica whether it has left its minibatch out. It is not waited for.
+        """
+        for kept, bad in zip(self._of_epoch, nonfinite, strict=True):
+            value, one = kept.read_value(), tf.cast(bad, tf.float64)
+            number = value[0] + 1.0
+            at = tf.range(NAMED, dtype=tf.float64) == value[1]
+            named = tf.where(at & bad, number, value[2:])
+            kept.assign(tf.concat([[number, value[1] + one], named], 0))
+            self.total.assign_add(one)
+
+    def begin_epoch(self) -> None:
+        """Begins to count an epoch."""
+        for kept in self._of_epoch:
+            kept.assign(tf.zeros_like(kept))
+
+    def of_epoch(self, replica: int) -> tf.Tensor:
+        """Returns the minibatches of a local replica in the epoch, and how many it has left out."""
+        return self._of_epoch[replica].read_value()[:2]
+
+    def told(self) -> list[Json]:
+        """Returns for each local replica how many it has left out in the epoch, and their numbers.
+
+        A number counts the minibatches of a replica in the epoch, from 1. The first `NAMED` are
+        there.
+        """
+        values = [kept.numpy() for kept in self._of_epoch]
+        return [[int(v[1]), v[2:][v[2:] > 0.0].astype(np.int64).tolist()] for v in values]
+
+    def slots(self) -> Iterator[Slot]:
+        """Yields the counts of the epoch, which go on where it is continued."""
+        for replica, kept in enumerate(self._of_epoch):
+            yield Slot("counter/left_out_of_epoch", Kind.BLOCK, kept, replica, absent=0.0)
+
+    def total_slot(self) -> Slot:
+        """Returns the slot of `total`, which a new synchronizer of the same model takes over."""
+        return Slot("counter/left_out", Kind.SUM, self.total, absent=0.0)

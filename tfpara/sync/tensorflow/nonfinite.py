@@ -1,0 +1,125 @@
+"""Replicas' steps that change nothing where the loss or a gradient has NaN or Inf."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfpara.keras_model import is_seed, training_variables
+from tfpara.sync.one_sync.graph_ops import compiles_on, where
+from tfpara.sync.tensorflow.compiled_step import CompiledStep
+from tfpara.sync.tensorflow.variables import local_replica, plain_variable
+from tfpara.typing import Nest
+
+
+class Guard:
+    """Looks at the loss and the gradients of each step, and takes back a step that has NaN or Inf.
+
+    A step is taken back by the values that the model's variables, its optimizers' and its metrics'
+    had before. So it holds for whatever the step has written of them: weights, slots, counts,
+    statistics of batch normalisation. States of seed generators go on.
+
+    Args:
+        strategy: of the replicas.
+        devices: of the local replicas.
+    """
+
+    def __init__(self, strategy: tf.distribute.Strategy, devices: Sequence[str]) -> None:
+        self._local_results = strategy.experimental_local_results
+        self._devices = devices
+        self._found = []  # for each replica, whether its step has met NaN or Inf, as a number
+        for replica, device in enumerate(devices):
+            with tf.device(device), tf.init_scope():
+                self._found.append(plain_variable(tf.zeros([]), f"nonfinite_{replica}"))
+
+    def look(self, values: Sequence[Any]) -> None:
+        """Notes in a replica's step whether any of these losses or gradients has NaN or Inf."""
+        tensors = [getattr(value, "values", value) for value in values if value is not None]
+        finite = [tf.reduce_all(tf.math.is_finite(t)) for t in map(tf.convert_to_tensor, tensors)]
+        if finite:
+            found = self._found[local_replica()]
+            found.assign(tf.where(tf.reduce_all(finite), found.read_value(), 1.0))
+
+    def around(self, fn: Callable[..., Nest], model: keras.Model) -> Callable[..., Nest]:
+        """Returns a replica's step `fn` of a model, which is taken back where it has NaN or Inf."""
+        if isinstance(fn, CompiledStep):
+            return fn.around(lambda step: self.around(step, model))
+
+        def guarded(*args: Nest, **kwargs: Nest) -> Nest:
+            before = self._values(model)
+            outputs = fn(*args, **kwargs)
+            _check_known(model, len(before), len(self._own(model)))
+            of_keras = getattr(fn, "__self__", None) is model
+            return self._taken_back(model, before, outputs, of_keras)
+
+        return guarded
+
+    def taken(self) -> list[tf.Tensor]:
+        """Returns for each replica whether its last step was taken back; begins anew."""
+        nonfinite = []
+        for found in self._found:
+            with tf.device(found.device):
+                nonfinite.append(found.read_value() > 0.0)
+                found.assign(0.0)
+        return nonfinite
+
+    @tf.autograph.experimental.do_not_convert
+    def _values(self, model: keras.Model) -> list[tuple[tf.Variable, tf.Tensor]]:
+        """Returns the components of this replica that a step writes, with their values."""
+        return [(component, component.read_value()) for component in self._own(model)]
+
+    def _own(self, model: keras.Model) -> list[tf.Variable]:
+        replica, local_results = local_replica(), self._local_results
+        variables = [v for _, v in training_variables(model) if not is_seed(v.path)]
+        return [local_results(v.value)[replica] for v in variables]
+
+    @tf.autograph.experimental.do_not_convert
+    def _taken_back(
+        self,
+        model: keras.Model,
+        before: list[tuple[tf.Variable, tf.Tensor]],
+        outputs: Nest,
+        of_keras: bool,
+    ) -> Nest:
+        """Restores variables where the step has met NaN or Inf; returns the step's outputs.
+
+        Metrics among those of a step that `fit` runs are then without the minibatch.
+        """
+        replica = local_replica()
+        bad = self._found[replica].read_value() > 0.0
+
+        def restore() -> None:
+            for variable, value in before:
+                variable.assign(value)
+
+        if compiles_on(self._devices[replica]):
+            # With a branch the host would wait for the GPU before each next step.
+            for variable, value in before:
+                variable.assign(tf.where(bad, value, variable.read_value()))
+        elif tf.executing_eagerly():
+            if bad:
+                restore()
+        else:
+            where(bad, restore)
+        if not of_keras or not isinstance(outputs, dict):
+            return outputs
+        kept = model.get_metrics_result()
+        return {
+            name: tf.where(bad, tf.cast(kept[name], value.dtype), value)
+            if name in kept and tf.is_tensor(value)
+            else value
+            for name, value in outputs.items()
+        }
+
+
+def _check_known(model: keras.Model, before: int, after: int) -> None:
+    """Raises ValueError if a step has made variables, whose former values are not known."""
+    if before != after:
+        raise ValueError(
+            f'nonfinite="skip" takes steps back, and the first step of model {model.name!r} makes '
+            f"{after - before} variables of optimizers or metrics. Make them before it, in "
+            "strategy.scope(): optimizer.build(weights) for each optimizer."
+        )
