@@ -25,6 +25,7 @@ from tfpara.algorithms.asgd import AsyncAverage
 from tfpara.callbacks.held_out import evaluate
 from tfpara.callbacks.scalars import Scalars
 from tfpara.checkpoint import weights
+from tfpara.checkpoint.base import store_at
 from tfpara.checkpoint.store import CheckpointError, Store
 from tfpara.cluster import exit_codes
 from tfpara.program import explain_errors
@@ -118,7 +119,7 @@ def evaluate_checkpoints(
     if save is None:
         writer(model, path)  # raises ValueError now for a model that cannot be exported
     evaluator = _Evaluator(
-        model, Store(directory, keep=1), data, out, averages or {}, monitor, mode, path, save
+        model, store_at(directory, keep=1), data, out, averages or {}, monitor, mode, path, save
     )
     with _locked(out), _sigterm():
         return evaluator.run(epochs, wait_minutes)
@@ -193,7 +194,7 @@ class _Evaluator:
         return self._last
 
     def _leave_out(self, number: int, error: Exception) -> None:
-        there = self._store.path(number).is_dir()
+        there = number in self._store.numbers()
         why = " ".join(str(error).split())[:300] if there else _REMOVED
         _say(f"checkpoint {number} is not scored: {why}")
 
@@ -222,6 +223,8 @@ class _Evaluator:
         except (CheckpointError, OSError, tf.errors.OpError) as error:
             self._leave_out(number, error)
             return False
+        finally:
+            self._store.drop_copies()
         best, rows = self._best(), []
         for name in names:
             found.put_into(self._model, name)

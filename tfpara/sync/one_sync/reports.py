@@ -261,7 +261,7 @@ def _leaves_out_too_many(reports: Array, columns: Columns, share: float) -> bool
 
 
 def _differing_rates(reports: Array, columns: Columns) -> Array:
-    """Returns which pairs of replicas wrongly differ in an optimizer's learning rate, [N, N, K] or empty.
+    """Returns which pairs of replicas wrongly differ in an optimizer's rate, [N, N, K] or empty.
 
     Two replicas must have the same rate if both have taken as many minibatches, in the open block
     and in all: a callback may set the rate before every minibatch.
