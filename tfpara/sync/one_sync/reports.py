@@ -104,7 +104,7 @@ def report_of(
     taken: int,
     idle: bool,
     never: bool,
-    left_out: Sequence[float] = (),
+    left_out: Array | Sequence[float] = (),
 ) -> Array:
     """Returns a replica's report, a row of the table; all arguments are NumPy's.
 
