@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import keras
+import tensorflow as tf
 
 from tfpara.cluster.place import Purpose
 from tfpara.strategy import EpochUnits, StateHolder, Strategy
@@ -15,6 +16,7 @@ from tfpara.sync.one_sync.reports import Request
 from tfpara.sync.one_sync.synchronizer import Synchronizer
 from tfpara.sync.settings import Settings
 from tfpara.sync.tensorflow.extended import PeriodicSyncExtended
+from tfpara.sync.workers import data_place
 from tfpara.sync.workers.company import Company
 from tfpara.sync.workers.json_exchange import everyones
 from tfpara.typing import Json
@@ -174,3 +176,15 @@ class ForCallbacks(Strategy):
         """
         for synchronizer in self.extended.models.synchronizers:
             synchronizer.graph.answered(*requests)
+
+    def datasets_by_number(
+        self, minibatches: Callable[[int, int], tf.data.Dataset]
+    ) -> tf.distribute.DistributedDataset:
+        """Internal: as `datasets_by_epoch`, of a function that deals minibatches out itself."""
+
+        def make(context: object) -> tf.data.Dataset:
+            place = data_place.present()
+            assert place is not None
+            return minibatches(place.epoch, place.first)
+
+        return self.extended.datasets_by_epoch(make)

@@ -18,13 +18,14 @@ from tfpara.group import as_list
 from tfpara.sync.data.elastic_data import by_epoch, of_one_reader
 from tfpara.sync.for_callbacks import ForCallbacks
 from tfpara.sync.keras import scope
+from tfpara.sync.keras.predicting import predict
 from tfpara.sync.one_sync.statistics import SyncStatistics
 from tfpara.sync.settings import Settings
 from tfpara.sync.start import start
 from tfpara.sync.start_line import counted
 from tfpara.sync.tensorflow.variables import in_replica
 from tfpara.sync.workers import data_place
-from tfpara.typing import Json, Nest, Scalar
+from tfpara.typing import Data, Json, Nest, Scalar
 
 
 class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, ForCallbacks):
@@ -326,18 +327,6 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, ForCallbac
 
         return self.datasets_by_number(of_one_reader(dataset_fn))
 
-    def datasets_by_number(
-        self, minibatches: Callable[[int, int], tf.data.Dataset]
-    ) -> tf.distribute.DistributedDataset:
-        """Internal: as `datasets_by_epoch`, of a function that deals minibatches out itself."""
-
-        def make(context: object) -> tf.data.Dataset:
-            place = data_place.present()
-            assert place is not None
-            return minibatches(place.epoch, place.first)
-
-        return self.extended.datasets_by_epoch(make)
-
     def minibatches_by_epoch(
         self, dataset_fn: Callable[[int], tf.data.Dataset]
     ) -> tf.distribute.DistributedDataset:
@@ -488,6 +477,38 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, ForCallbac
                 yield
         finally:
             self.extended.shown = former
+
+    def predict(
+        self,
+        model: keras.Model,
+        x: Data,
+        batch_size: int | None = None,
+        *,
+        which: str | None = None,
+        only_chief: bool = False,
+        verbose: str | int = "auto",
+    ) -> Nest:
+        """Returns what `model.predict` does; worker r of W computes rows n·r/W to n·(r + 1)/W of n.
+
+        Of other data than arrays these are batches. Every worker must call it, with the same data.
+        If an elastic run loses a worker meanwhile, those that are left begin anew.
+
+        Args:
+            model: a model that was made in the scope.
+            x: arrays or a structure of them, a `keras.utils.PyDataset`, or a `tf.data.Dataset` of
+                batches in an order that all workers have.
+            batch_size: rows of a batch, of arrays; None: 32.
+            which: the weights: "global", "local" or a name among `averages`. None: those that
+                `strategy.weights` shows, else "global".
+            only_chief: whether the chief alone keeps the rows; the others return None.
+            verbose: as in Keras; the chief alone shows progress.
+
+        Raises:
+            ValueError: data without a known end or order, other data on another worker, or an
+                unknown name.
+        """
+        with self.weights(model, which or self.extended.shown or "global"):
+            return predict(self, model, x, batch_size, only_chief, verbose)
 
     def state_bytes(self, model: keras.Model) -> list[int]:
         """Returns the bytes of global state (model, momentum, averages) that are kept here.

@@ -52,8 +52,8 @@ def tell(extended: PeriodicSyncExtended, model: keras.Model, epoch: int, logs: L
     mine = []
     for replica, (count, numbers) in enumerate(left_out.told()):
         inside = _inside(extended, replica, numbers) if numbers else []
-        named = zip(numbers, inside, strict=True)
-        mine.append([count, [[number, first + replica, what] for number, what in named]])
+        both = zip(numbers, inside, strict=True)
+        mine.append([count, [[number, first + replica, what] for number, what in both]])
     everyone = [of for worker in everyones(mine, extended.control, _TELL) for of in worker]
     total = sum(count for count, _ in everyone)
     if logs is not None:
