@@ -58,8 +58,8 @@ class Exponential:
 class Hand:
     """The learning rate falls by a fixed factor at every minibatch of a replica.
 
-    After k minibatches it is first · factor^k (You & Xu 2014, section 4.1, "ASGD-hand"). k is
-    computed from the position, so that workers with more or fewer minibatches have the same rate.
+    After k minibatches it is first · factor^k (You & Xu 2014, section 4.1, "ASGD-hand"). The
+    position gives k, so workers with more or fewer minibatches have the same rate.
 
     Args:
         first: rate of the first minibatch, > 0.
@@ -90,9 +90,9 @@ class Segment(NamedTuple):
     """A part of an epoch.
 
     Attributes:
-        first: its first sample.
-        end: the sample after its last one.
-        value: what the samples of the part have.
+        first: the first sample.
+        end: the sample after the last one.
+        value: the value for the samples of the part.
     """
 
     first: int
@@ -104,10 +104,10 @@ class Piecewise:
     """A value that changes at given positions: `Piecewise({0: 64, 0.25: 256})`.
 
     Args:
-        values: the values by the position from which on each holds. Position 0 must be there.
+        values: values by the position from which each of them holds. Position 0 is required.
 
     Raises:
-        ValueError: there is no position 0, or a negative or infinite one.
+        ValueError: position 0 is missing, or a position is negative or infinite.
     """
 
     def __init__(self, values: Mapping[Any, Any]) -> None:
@@ -166,7 +166,7 @@ def linear_scaling(rate: float, num_replicas: int) -> float:
     Each replica takes n/N of an epoch's n minibatches, and the mean of the models moves only as far
     as one replica does: N times less than a single replica would with all n (Su et al. 2015,
     section 5.6). This is for `tfpara.BSP` only. BMUF keeps the rate of one replica, since block
-    momentum makes up for the same loss, and so does EASGD.
+    momentum compensates for the same loss, and so does EASGD.
 
     Args:
         rate: the learning rate that one replica would have, > 0.
