@@ -1,4 +1,4 @@
-"""Fixed: the company of a run whose workers stay the same, one worker alone included."""
+"""Fixed: the company of a run whose workers do not change, or of a single worker."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ class Host(Protocol):
 
 
 class Fixed(Company):
-    """The workers of a run that none leaves and none joins, or the one that trains alone.
+    """The workers of a run that none leaves and none joins, or a single worker.
 
     Args:
         found: the workers.
-        by_horovod: whether Horovod connects them, so that TensorFlow knows this one alone.
+        by_horovod: whether Horovod connects them, so that TensorFlow knows only this worker.
     """
 
     _host: Host
@@ -80,8 +80,8 @@ class Fixed(Company):
             extended.take_place(self._found.num_workers, self._found.rank)
 
     def part(self) -> None:
-        # If this exchange succeeds, all others have finished their work. If it fails, the error is
-        # ignored, since nothing follows.
+        # If this exchange succeeds, all others have finished their work. An error is ignored,
+        # since nothing follows.
         with contextlib.suppress(tf.errors.OpError, MismatchError):
             self._host.control.together(END)
 
