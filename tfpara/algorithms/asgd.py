@@ -202,7 +202,6 @@ class RunningThenMean:
         return state._replace(mean=1.0 + 0.0 * state.mean)
 
     def value(self, state: RunningState) -> Array:
-        """Returns the averaged model."""
         return state.average
 
 

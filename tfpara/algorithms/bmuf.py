@@ -220,7 +220,6 @@ class BMUF(Rule):
         return self._momentum(1, blocks)
 
     def has_momentum(self) -> bool:
-        """Returns whether η > 0; see `Rule`."""
         return bool(self.block_momentum)
 
     @property
@@ -241,7 +240,6 @@ class BMUF(Rule):
         return _SCALINGS[self._scaling][1] if given is True else float(given)
 
     def _steady_momentum(self, num_replicas: int) -> float:
-        """Returns η."""
         if not self._is_default:
             return self.block_momentum  # type: ignore[return-value]  # in graphs a tensor
         eta = 1.0 - 1.0 / _SCALINGS[self._scaling][0](num_replicas)

@@ -22,22 +22,22 @@ class Telemetry(Callback):
     Adds to each epoch's log, on every worker:
 
     * `samples_per_second`, of all replicas, from the end of the epoch's first step (which may
-      compile) to the end of its last sync, without what `HeldOut` scores at the epoch's end;
+      compile) to the end of its last sync, without the scoring of `HeldOut` at the epoch's end;
     * with a `PeriodicSyncStrategy`: `sync_ms`, mean time of a sync in milliseconds, including the
       wait for slower workers; `sync_fraction`, the share of the time in syncs; `distance`, the
       relative distance ‖w_i − w̄‖ / ‖w̄‖ of the replicas before the epoch's last sync; in an
-      elastic run `workers`, their number at the end of the epoch;
+      elastic run `workers`, the number of workers at the end of the epoch;
     * with an `AsyncStrategy`: `pushes`, the number in the epoch; `staleness`, the mean of the
       pushes' staleness; `staleness_max`, the largest so far (255 stands for 255 or more). The whole
       distribution is a histogram in `log_dir`.
 
-    The chief writes these and everything else in the epoch's log to `log_dir`.
-    It runs before other callbacks, so that its clock stops before they work.
+    The chief writes these and everything else in the epoch's log to `log_dir`. The callback runs
+    before others, so that its clock stops before they work.
 
     Args:
         log_dir: directory of the event files. None: only the epoch's log.
         samples_per_epoch: samples of an epoch, of all replicas. None: the strategy counts them.
-            TensorFlow's own strategies do not count; without a number there is no speed then.
+            TensorFlow's own strategies do not count, so they need it for a speed.
     """
 
     order = fit_call.Order.CLOCK
@@ -50,7 +50,7 @@ class Telemetry(Callback):
         self._samples_per_epoch = samples_per_epoch
         self._unwritten: tuple[int, Logs] | None = None
         self._first: _Mark | None = None
-        self._begin: Any = None  # the strategy's counts where the epoch began
+        self._begin: Any = None  # the strategy's counts at the start of the epoch
         self._staleness: NDArray[np.int64] | None = None  # pushes of the last epoch by staleness
         self._steps = 0
 

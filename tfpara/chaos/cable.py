@@ -55,7 +55,6 @@ class Cut:
 
     @property
     def sockets(self) -> int:
-        """The number of cut sockets."""
         return len(self._cut)
 
     def again(self) -> None:

@@ -51,7 +51,6 @@ class Scene:
     checkpoints: Path | None = None
 
     def victim(self) -> Worker:
-        """Chooses a worker."""
         if not self.workers:
             raise Missed("no worker trains")
         return self.draw.choice(sorted(self.workers))

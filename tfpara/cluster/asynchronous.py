@@ -53,7 +53,6 @@ class AsyncCluster(NamedTuple):
 
     @property
     def num_ps(self) -> int:
-        """Number of parameter servers."""
         return len(self.ps_addresses)
 
     @property
@@ -63,7 +62,6 @@ class AsyncCluster(NamedTuple):
 
     @property
     def address(self) -> str:
-        """This process's "host:port"."""
         return self.spec()[self.task_type][self.task_index]
 
     @property

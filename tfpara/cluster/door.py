@@ -101,12 +101,10 @@ class Door(Generic[Key]):
         self.guests[key] = channel
 
     def tell_guests(self, **message: Json) -> None:
-        """Sends a message to all guests."""
         for guest in self._keys:
             guest.send(**message)
 
     def drop(self, channel: Channel) -> None:
-        """Ends a connection."""
         self._strangers.pop(channel, None)
         key = self._keys.pop(channel, None)
         if key is not None and self.guests.get(key) is channel:

@@ -108,7 +108,6 @@ class Channel:
         self._flush()
 
     def fileno(self) -> int:
-        """The socket's number, for `selectors`."""
         return self._connection.fileno()
 
     @property

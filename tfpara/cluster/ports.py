@@ -62,7 +62,6 @@ class OpenPort:
         self._thread.start()
 
     def close(self) -> None:
-        """Frees the port."""
         self._open = False
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread

@@ -122,7 +122,6 @@ class Server(http.server.ThreadingHTTPServer):
 
     @property
     def port(self) -> int:
-        """The port that it listens on."""
         return int(self.server_address[1])
 
     def has_room(self, key: str, length: int) -> bool:
@@ -141,7 +140,6 @@ class Server(http.server.ThreadingHTTPServer):
         super().process_request(request, client_address)
 
     def shutdown_request(self, request: Any) -> None:
-        """Ends a client's connection."""
         with self._lock:
             self._clients.pop(request, None)
         super().shutdown_request(request)
@@ -157,7 +155,6 @@ class Server(http.server.ThreadingHTTPServer):
         """Prints nothing: these clients have closed their connection."""
 
     def close(self) -> None:
-        """Frees the port."""
         self.shutdown()
         self.server_close()
 

@@ -52,7 +52,6 @@ class Plan:
 
     @property
     def size(self) -> int:
-        """The number of workers."""
         return len(self.tasks)
 
     def owed_to(self, rank: int) -> tuple[int, ...]:

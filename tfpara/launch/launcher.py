@@ -90,7 +90,6 @@ class Launcher:
         return outcome.code
 
     def _run_once(self, supervisor: Supervisor) -> None:
-        """Starts each process and waits for all."""
         self._children = {}
         with contextlib.ExitStack() as end:
             threads: list[threading.Thread] = []

@@ -130,7 +130,6 @@ class Exit(NamedTuple):
 
     @property
     def how(self) -> str:
-        """The cause, in words."""
         if self.by_signal:
             return f"killed by {signals.name_of(self.code - 128)}"
         return f"exit code {self.code}"
@@ -179,7 +178,6 @@ class Supervisor:
 
     @property
     def processes(self) -> list[Process]:
-        """The processes by rank."""
         return [worker.process for worker in self._workers]
 
     @property

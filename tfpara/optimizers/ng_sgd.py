@@ -219,7 +219,6 @@ class NGSGD(keras.optimizers.SGD):
         super().apply(changed, trainable_variables)
 
     def get_config(self) -> dict[str, Json]:
-        """Returns the arguments that make an equal optimizer."""
         names = (
             "input_rank",
             "output_rank",

@@ -52,7 +52,6 @@ class Exchange:
         )
 
     def read(self) -> Pulled:
-        """Reads the model."""
         server = self.server
         weights: list[tf.Tensor] = [None] * len(server.names)
         versions: list[tf.Tensor] = [None] * len(server.shards)

@@ -105,7 +105,6 @@ class RBM:
         return self._step(rows)
 
     def is_finite(self) -> bool:
-        """Returns whether all weights are finite."""
         return all(bool(tf.reduce_all(tf.math.is_finite(v))) for v in self._variables)
 
     def _learn(self, rows: tf.Tensor) -> tf.Tensor:

@@ -45,7 +45,6 @@ class Exponential:
             raise ValueError(f"epochs={self.epochs!r} must be at least 1.")
 
     def __call__(self, position: float) -> float:
-        """Returns the learning rate at a position."""
         span = self.epochs if self.per_step else self.epochs - 1
         if not self.per_step:
             position = math.floor(position)
@@ -82,7 +81,6 @@ class Hand:
             raise ValueError(f"factor={self.factor!r} must be in (0, 1]. The paper's is 0.999.")
 
     def __call__(self, position: float) -> float:
-        """Returns the learning rate at a position."""
         return self.first * self.factor ** (position * self.steps_per_epoch)
 
 
@@ -122,7 +120,6 @@ class Piecewise:
         self._values = [values[p] for p in self._positions]
 
     def __call__(self, position: float) -> Any:
-        """Returns the value at a position ≥ 0."""
         if not position >= 0:
             raise ValueError(f"position={position!r} must be at least 0, where the run begins.")
         return self._values[bisect.bisect_right(self._positions, position) - 1]

@@ -159,7 +159,6 @@ class Lobby:
     def _hear(
         self, channel: Channel, task: membership.Task | None, message: dict[str, Json]
     ) -> None:
-        """Handles a message."""
         match message:
             case {"problem": sentence} if task:
                 self._do(self.state.fails_to_serve(str(sentence)))
@@ -184,7 +183,6 @@ class Lobby:
         self._do(self.state.hello(task, view, version, time.monotonic()), channel)
 
     def _lose(self, task: membership.Task) -> None:
-        """Handles the end of a connection."""
         self._do(self.state.gone(task, "its connection ended", time.monotonic()))
 
     def _do(self, actions: list[membership.Action], stranger: Any = None) -> None:

@@ -21,7 +21,6 @@ class Dealt:
         self._queue = queue
 
     def numbers(self, end: int) -> tf.data.Dataset:
-        """Returns the numbers that are below `end`."""
         numbers = tf.data.Dataset.counter().map(lambda _: self._queue.dequeue())
         return numbers.take_while(lambda number: number < end)
 

@@ -384,7 +384,6 @@ class _Own:
         return tf.reduce_any((since >= 0) & (since % self._replicas == 0))
 
     def numbers(self, end: int) -> tf.data.Dataset:
-        """Returns the numbers that are below `end`."""
         own = np.array(_numbers(self._strategy, self.first, end), np.int64)
         return tf.data.Dataset.from_tensor_slices(own)
 

@@ -102,7 +102,6 @@ class Connection:
 
     @property
     def rank(self) -> int:
-        """This worker's rank in the present generation."""
         return self.form.tasks.index(self.line.task)
 
     @property

@@ -63,7 +63,6 @@ class DataPlan(EpochUnits):
     # -- the plan ----------------------------------------------------------------------------
 
     def begin(self, epoch: int, fit: int) -> None:
-        """Begins an epoch of a call of `fit`."""
         # A joiner has made passes over its data while it was alone, which are not epochs.
         self._extended.data.position.move(epoch, self._extended.models.steps_seen)
         if self.plan.at == (fit, epoch):
@@ -129,7 +128,7 @@ class DataPlan(EpochUnits):
     # -- where in the epoch the run is ---------------------------------------------------------
 
     def trained(self, steps: int = 0) -> int:
-        """Returns how many units of the epoch are in the model; at a sync the same on all workers."""
+        """Returns the number of units in the model; at a sync it is the same on all workers."""
         del steps  # differs between workers
         return self.plan.in_the_model(self.trained_steps())
 

@@ -201,7 +201,6 @@ class FitAgain:
         self._synchronizer.graph.set_statistics(*before or [NO_SYNCS])
 
     def begin_epoch(self, epoch: int) -> None:
-        """Begins an epoch of `fit`."""
         self._progress.epoch = epoch
         self._data.begin(epoch, self._progress.fit)
 

@@ -38,7 +38,6 @@ class StateTransfer:
 
     @property
     def trained_model(self) -> keras.Model:
-        """The model that is trained."""
         assert self.model is not None
         return self.model
 
@@ -55,7 +54,6 @@ class StateTransfer:
             self.holders[f"{name} {same}"] = holder
 
     def states(self) -> dict[str, Json]:
-        """Returns the states of all objects, by name."""
         return {name: holder.get_state() for name, holder in self._all_holders().items()}
 
     def take_states(self, states: Mapping[str, Json]) -> None:
@@ -68,7 +66,6 @@ class StateTransfer:
         return self._extended.states | self.holders
 
     def slots(self) -> list[Slot]:
-        """Returns the slots to transfer."""
         counters = ("counter/syncs", "counter/period")
         (synchronizer,) = self._extended.models.synchronizers
         slots = [

@@ -31,7 +31,6 @@ class DataPlace:
 
     @property
     def num_replicas(self) -> int:
-        """The number of replicas that share the data."""
         return self.workers * self.devices
 
     @property

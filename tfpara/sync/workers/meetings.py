@@ -50,7 +50,6 @@ class Control:
 
     @property
     def size(self) -> int:
-        """The number of workers."""
         return self.collectives.size
 
     def together(self, purpose: Purpose, number: int = 0) -> list[int]:

@@ -40,7 +40,6 @@ class Watchdog:
         atexit.register(self.stop)
 
     def stop(self) -> None:
-        """Ends the thread."""
         self._stop.set()
         self._thread.join()
 

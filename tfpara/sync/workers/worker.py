@@ -38,7 +38,6 @@ class Worker:
 
     @property
     def changes(self) -> bool:
-        """Whether workers may come and go."""
         return self.company.changes
 
     @property
