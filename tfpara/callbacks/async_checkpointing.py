@@ -67,8 +67,6 @@ class AsyncCheckpoint(CheckpointBase):
         self._saved: tuple[int, int] = (0, 0)
         self._former_handler: Callable[..., object] | int | None = None
 
-    # -- hooks -----------------------------------------------------------------------------------
-
     def on_train_begin(self, logs: Logs | None = None) -> None:
         if self._strategy.running is None:
             raise ValueError(
@@ -113,8 +111,6 @@ class AsyncCheckpoint(CheckpointBase):
             self.model.distribute_strategy.answer_leaving(None)
         self._checkpoints.store.release()
 
-    # -- saving ----------------------------------------------------------------------------------
-
     @property
     def _running(self) -> Any:
         return self.model.distribute_strategy.running
@@ -133,8 +129,6 @@ class AsyncCheckpoint(CheckpointBase):
     def _note_saved(self, epoch: int) -> None:
         self._saved_at = time.monotonic()
         self._saved = (epoch, self._running.server.generation)
-
-    # -- SIGTERM ---------------------------------------------------------------------------------
 
     def _terminate(self, number: int, frame: object) -> None:
         del number, frame

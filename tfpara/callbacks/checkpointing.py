@@ -103,8 +103,6 @@ class Checkpoint(CheckpointBase):
         self._termination = Termination(self._exit_code, termination_watcher)
         self._asked = Request.NOTHING
 
-    # -- hooks -----------------------------------------------------------------------------------
-
     def on_train_begin(self, logs: Logs | None = None) -> None:
         strategy = self.model.distribute_strategy
         if not isinstance(strategy, PeriodicSyncStrategy):
@@ -197,8 +195,6 @@ class Checkpoint(CheckpointBase):
             self._checkpoints.store.release()
         self._asked, self._resumed, self._in_epoch = Request.NOTHING, None, False
         self.model._initial_epoch = None
-
-    # -- saving ----------------------------------------------------------------------------------
 
     @property
     def _at_sync(self) -> SyncCheckpoints:

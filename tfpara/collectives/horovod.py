@@ -189,8 +189,6 @@ class HorovodCollectives:
         ranks = self.all_gather(self._hvd.rank_op(), f"barrier/{name}")
         tf.debugging.assert_equal(ranks, tf.range(self.size))
 
-    # -- calls -------------------------------------------------------------------------------
-
     def _named(
         self, operation: Callable[..., tf.Tensor], buffer: tf.Tensor, name: tuple, **options: object
     ) -> tf.Tensor:

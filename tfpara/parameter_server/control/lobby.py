@@ -86,8 +86,6 @@ class Lobby:
         self._thread = threading.Thread(target=self._run, name="tfpara-lobby", daemon=True)
         self._thread.start()
 
-    # -- the chief's program --------------------------------------------------------------------
-
     def gather(self) -> None:
         """Waits until TensorFlow's server listens in every worker and parameter server.
 
@@ -144,8 +142,6 @@ class Lobby:
             self._closing = True
         self._thread.join()
         self._door.close()
-
-    # -- the lobby's thread ---------------------------------------------------------------------
 
     def _run(self) -> None:
         while not self._closing:

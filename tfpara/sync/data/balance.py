@@ -116,8 +116,6 @@ class Balance(EpochUnits):
         self._owes = False  # whether minibatches before the present block are not trained yet
         self._queue: tf.queue.QueueBase | None = None
 
-    # -- a pass over data ----------------------------------------------------------------------
-
     def begin(self, first: int, warm: bool) -> Dealt | None:
         """Begins a pass over an epoch; returns this worker's minibatches; None: there are no syncs.
 
@@ -195,8 +193,6 @@ class Balance(EpochUnits):
         assert self._queue is not None
         self._queue.enqueue_many(numbers[order == self._worker.rank])
 
-    # -- where in the epoch the run is ---------------------------------------------------------
-
     def total(self, steps: int | None) -> int:
         return steps or self.steps_of_epoch or 0
 
@@ -220,8 +216,6 @@ class Balance(EpochUnits):
                 "taken at a later sync, or where an epoch ends."
             )
         return {"minibatches": self._first}
-
-    # -- state ---------------------------------------------------------------------------------
 
     def get_state(self) -> Json:
         """Returns the basis of the next shares; at a sync it is the same on all workers."""

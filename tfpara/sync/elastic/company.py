@@ -61,8 +61,6 @@ class Elastic(Company):
         self._fit = FitAgain(self._rejoin)
         self.epoch_units = self._rejoin.data
 
-    # -- the members -------------------------------------------------------------------------
-
     @property
     def joining(self) -> bool:
         return self.connection.joining
@@ -102,8 +100,6 @@ class Elastic(Company):
     def replicas_now(self, devices: int) -> tuple[Scalar, Scalar]:
         size, rank = self.members.size_and_rank()
         return size * devices, rank * devices
-
-    # -- exchanges ---------------------------------------------------------------------------
 
     def together(self, exchange: Callable[[], Json]) -> Any:
         """Runs an exchange of all members, which each member calls once.
@@ -179,8 +175,6 @@ class Elastic(Company):
             for piece, part in zip(pieces, parts, strict=True)
         ]
 
-    # -- fit ---------------------------------------------------------------------------------
-
     def fit(self, model: keras.Model, given: dict[str, Any], fit: Fit) -> keras.callbacks.History:
         self._fit.check(model)
         deal_out(model.distribute_strategy, self.epoch_units.began, given)
@@ -204,8 +198,6 @@ class Elastic(Company):
     def check_step(self) -> None:
         self._fit.check_step()
 
-    # -- callbacks ---------------------------------------------------------------------------
-
     def leave(self) -> bool:
         self.connection.leaves = True
         return False
@@ -219,8 +211,6 @@ class Elastic(Company):
 
     def write_record(self, syncs: int) -> None:
         self._rejoin.write_record(syncs)
-
-    # -- the end -----------------------------------------------------------------------------
 
     @property
     def has_trained(self) -> bool:

@@ -98,8 +98,6 @@ class Connection:
         """Returns a generation of this worker alone, until it has joined the others."""
         return Form(number, (task,), (self._own_address,), (None,), "")
 
-    # -- TensorFlow's server -----------------------------------------------------------------
-
     @property
     def rank(self) -> int:
         return self.form.tasks.index(self.line.task)
@@ -166,8 +164,6 @@ class Connection:
         began = self._extended.waits.since()
         if began and time.monotonic() - began > self._extended.settings.timeout_seconds:
             links.end_collectives("tfpara: no worker and no meeting point answers")
-
-    # -- meetings ----------------------------------------------------------------------------
 
     def met(self, report: Json, failed: bool, admits: bool = False) -> Form:
         """Attends a meeting; returns the next generation. For the arguments see `Line.met`."""

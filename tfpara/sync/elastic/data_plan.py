@@ -60,8 +60,6 @@ class DataPlan(EpochUnits):
         self._dataset_fn = given["x"].dataset_fn
         self.facts = getattr(given["x"], "facts", {})
 
-    # -- the plan ----------------------------------------------------------------------------
-
     def begin(self, epoch: int, fit: int) -> None:
         # A joiner has made passes over its data while it was alone, which are not epochs.
         self._extended.data.position.move(epoch, self._extended.models.steps_seen)
@@ -98,8 +96,6 @@ class DataPlan(EpochUnits):
         (synchronizer,) = self._extended.models.synchronizers
         return synchronizer.graph.dealt.numpy().tolist()
 
-    # -- data --------------------------------------------------------------------------------
-
     def data(self) -> Iterator[Any]:
         """Returns this worker's data from the beginning of the plan to the end of the epoch."""
         rank, epoch = self._connection.rank, self.plan.epoch
@@ -124,8 +120,6 @@ class DataPlan(EpochUnits):
         assert self._dataset_fn is not None
         with making(DataPlace(rank, size, self._devices, epoch, first * self._devices)):
             return self._dataset_fn(None)
-
-    # -- where in the epoch the run is ---------------------------------------------------------
 
     def trained(self, steps: int = 0) -> int:
         """Returns the number of units in the model; at a sync it is the same on all workers."""

@@ -204,8 +204,6 @@ class FitAgain:
         self._progress.epoch = epoch
         self._data.begin(epoch, self._progress.fit)
 
-    # -- a step ------------------------------------------------------------------------------
-
     def _step(self, function: Callable[..., Any], iterator: Iterator[Any]) -> Any:
         """Runs a training step of Keras, before or after which the members may change."""
         if self._progress.epoch_is_closed:  # the others closed it while this worker was behind

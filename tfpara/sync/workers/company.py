@@ -77,8 +77,6 @@ class Company(abc.ABC):
     def founding_replicas(self, devices: int) -> int:
         """Returns N at the start of the run."""
 
-    # -- the start and the end ---------------------------------------------------------------
-
     @abc.abstractmethod
     def resolver(self) -> tf.distribute.cluster_resolver.ClusterResolver:
         """Returns the workers for TensorFlow's server, which starts now."""
@@ -93,8 +91,6 @@ class Company(abc.ABC):
 
     def program_ends(self) -> None:
         """Tells the others that a program ends without `tfpara.run`."""
-
-    # -- exchanges ---------------------------------------------------------------------------
 
     def together(self, exchange: Callable[[], Json]) -> Any:
         """All: runs an exchange, which each calls once; repeats it if a member is lost.
@@ -125,8 +121,6 @@ class Company(abc.ABC):
             evaluates: whether the metrics are those of an evaluation.
         """
 
-    # -- fit ---------------------------------------------------------------------------------
-
     @abc.abstractmethod
     def fit(self, model: keras.Model, given: dict[str, Any], fit: Fit) -> keras.callbacks.History:
         """All: makes a call of `fit`.
@@ -145,8 +139,6 @@ class Company(abc.ABC):
 
     def check_step(self) -> None:
         """Restarts a step that would read other workers' data, before it trains anything."""
-
-    # -- callbacks ---------------------------------------------------------------------------
 
     def leave(self) -> bool:
         """Makes this worker leave at the next sync; returns whether all must leave with it."""

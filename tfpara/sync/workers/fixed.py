@@ -85,8 +85,6 @@ class Fixed(Company):
         with contextlib.suppress(tf.errors.OpError, MismatchError):
             self._host.control.together(END)
 
-    # -- exchanges ---------------------------------------------------------------------------
-
     def by_the_chief(self, write: Callable[[], object], name: str) -> None:
         if self.is_chief:
             write()
@@ -119,8 +117,6 @@ class Fixed(Company):
         flat, name = tf.reshape(part, [-1]), f"metric/{part.dtype.name}"
         total = self._host.control.collectives.all_reduce([flat], name)[0]
         return tf.reshape(total, part.shape)
-
-    # -- fit ---------------------------------------------------------------------------------
 
     def fit(self, model: keras.Model, given: dict[str, Any], fit: Fit) -> keras.callbacks.History:
         history = fit(given)
