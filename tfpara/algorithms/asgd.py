@@ -109,7 +109,10 @@ class AveragedASGD(ASGD):
 
     Args:
         running_rate: r, the rate of the running average in the first part of the training.
-        max_staleness, delay_compensation, rate_by_staleness, reduction: as of `ASGD`.
+        max_staleness: s, as of `ASGD`.
+        delay_compensation: λ, as of `ASGD`.
+        rate_by_staleness: as of `ASGD`.
+        reduction: as of `ASGD`.
 
     Raises:
         TypeError: a positional argument, or a value that is not a number.

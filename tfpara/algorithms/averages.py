@@ -41,8 +41,7 @@ class EMA(Average):
             tenth of the run, at most 1/(1 − β) syncs, and is useful in short runs. False: β_t = β;
             the initial weights then keep the weight β^t.
         zero_debias: True: Ŵ starts from 0, not from W_0, and is divided by the weight that the
-        models
-            so far have in it.
+            models so far have in it.
 
     Raises:
         TypeError: a value is not a number.

@@ -217,7 +217,11 @@ def check_rule(rule: Rule, num_replicas: int) -> None:
 
 
 def check_average(average: Average) -> None:
-    """Tests an average on three weights, together and one by one; raises as `check_rule`."""
+    """Tests an average on three weights, together and one by one; raises as `check_rule`.
+
+    Args:
+        average: the average.
+    """
 
     def run(part: slice) -> list[NDArray[np.float32]]:
         weights = _WEIGHTS[part]

@@ -42,8 +42,7 @@ class Newbob(_ByScores):
 
     Args:
         validation: held-out data in any form that `HeldOut` takes. Or the name of an existing entry
-        of
-            the epoch's log, such as "validation_loss" of a `HeldOut` before this callback; then
+            of the epoch's log, such as "validation_loss" of a `HeldOut` before this callback; then
             `metric`, `which` and `name` only apply to scoring `initial`.
         metric: "loss" or the name of a compiled metric.
         rule: the thresholds. None: `NewbobRule.cross_entropy()` for a loss and
@@ -158,7 +157,7 @@ class OverfittingGuard(_ByScores):
 
     Raises:
         ValueError: one entry is an accuracy and the other is not; an entry is missing or not
-        finite.
+            finite.
     """
 
     def __init__(

@@ -52,7 +52,6 @@ def spans(recorded: xplane_pb2.XSpace) -> list[Span]:
 
     Raises:
         ValueError: the recording has no step, so its clock is unknown.
-        ValueError: the recording has no step, so its clock cannot be told.
     """
     steps: list[Span] = []
     operations: list[Span] = []

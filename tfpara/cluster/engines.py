@@ -115,6 +115,9 @@ def left_alone(environ: Mapping[str, str] = os.environ) -> str:
 
     The text is empty if TFPARA_SIZE, TF_CONFIG or an engine states that one process is meant, or
     nothing indicates several processes.
+
+    Args:
+        environ: the environment.
     """
     value = {name: text.strip() for name, text in environ.items()}
     if value.get("TF_CONFIG") or find(environ):

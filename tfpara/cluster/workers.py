@@ -118,7 +118,11 @@ ALONE = Cluster((), "worker", 0)
 
 
 def label(rank: int) -> str:
-    """Names a rank: "chief", "worker 1", "worker 2", ..."""
+    """Names a rank: "chief", "worker 1", "worker 2", ...
+
+    Args:
+        rank: rank of a worker, from 0.
+    """
     return "chief" if rank == 0 else f"worker {rank}"
 
 

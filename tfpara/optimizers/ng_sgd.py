@@ -69,7 +69,8 @@ class NGSGD(keras.optimizers.SGD):
             together; larger steps are scaled down. None: no limit. Momentum m can add up such steps
             to max_change / (1 − m).
         layers: the kind of gradient of each layer, which `attach` finds out; an argument for
-        saving. name: name of the optimizer.
+            saving.
+        name: name of the optimizer.
         **options: options of any Keras optimizer, such as `clipnorm`; they apply to the natural
             gradients.
 

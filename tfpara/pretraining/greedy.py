@@ -76,7 +76,6 @@ def pretrain(
         learning_rate: the factor of a minibatch's mean statistics, for Bernoulli-Bernoulli RBMs.
         gaussian_learning_rate: the same for the Gaussian-Bernoulli RBM, which becomes unstable at
             lower rates.
-            lower rates.
         momentum: the highest m, in [0.5, 1), or 0 for no momentum.
         momentum_minibatches: the number of a layer's minibatches after which m is the highest.
         weight_decay: the decay of W, 0 or more.

@@ -36,7 +36,8 @@ class OverfittingRule:
 
     Args:
         threshold: largest growth of the gap, > 0, in units of the error (0.05 is 5 % of the
-        frames). patience: number of open epochs in a row, ≥ 1.
+            frames).
+        patience: number of open epochs in a row, ≥ 1.
 
     Raises:
         ValueError: a value outside its range.

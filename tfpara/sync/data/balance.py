@@ -67,6 +67,7 @@ def dealing_order(shares: Array) -> Array:
 class Balance(EpochUnits):
     """The shares of the workers in the present block, the same on all of them.
 
+    Args:
         settings: settings of the strategy.
         worker: this worker.
         momentum: momentum of the models' optimizers, which is fitted to the block.
