@@ -20,13 +20,12 @@ def kernel(activation: str, seed: int | None) -> keras.initializers.Initializer:
 
 
 class Seeds:
-    """Seeds for layers, derived from one seed; call it for the next. Without one, all are None."""
+    """Seeds for layers, derived from one seed; each call returns the next. None gives only None."""
 
     def __init__(self, seed: int | None) -> None:
         self._next = None if seed is None else seed * 1000
 
     def __call__(self) -> int | None:
-        """Returns the next seed."""
         if self._next is None:
             return None
         self._next += 1

@@ -37,7 +37,7 @@ def cldnn(
     Args:
         input_dim: width of a spliced frame, a multiple of `bands`, such as 880 for 11 frames of 40
             bands and their first derivatives.
-        num_classes: tied states to tell apart.
+        num_classes: number of tied states.
         bands: number of mel bands.
         maps: number of feature maps of the convolution.
         band_filter: number of bands that a filter spans.

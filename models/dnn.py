@@ -21,7 +21,7 @@ def dnn(
 
     Args:
         input_dim: width of a spliced frame, such as 1320 for 11 frames of 120.
-        num_classes: tied states to tell apart.
+        num_classes: number of tied states.
         layers: hidden layers; 0 gives a linear classifier.
         width: units of each hidden layer.
         activation: Keras' name of the hidden activation, e.g. "relu" or "sigmoid".
@@ -34,9 +34,8 @@ def dnn(
     Raises:
         ValueError: an argument is out of range.
 
-    Source: Li et al. (2017), section 3.1: 1320-6×1024-5723, which are 12.5 million parameters. The
-    other papers' shapes are in `models.presets`, and so is a note on the 13.5 million parameters
-    that this shape has.
+    Source: Li et al. (2017), section 3.1: 1320-6×1024-5723, which are 12.5 million parameters, not
+    13.5 as the paper says. `models.presets` has a note on that, and the other papers' shapes.
     """
     check_sizes(input_dim=input_dim, width=width)
     check_sizes(2, num_classes=num_classes)

@@ -25,7 +25,7 @@ def lstm(
 
     Args:
         input_dim: width of a frame, 252 for 3 stacked frames of 84.
-        num_classes: tied states to tell apart.
+        num_classes: number of tied states.
         layers: LSTM layers, at least 1.
         cells: number of memory cells of each LSTM layer.
         projection: width of their recurrent projection (see `models.lstmp`); 0 for none.

@@ -32,7 +32,7 @@ class LSTMPCell(keras.layers.Layer):
         m_t = o_t ⊙ h(c_t)
         r_t = m_t P[:, :projection],  s_t = m_t P[:, projection:]
 
-    The output is r_t, followed by the non-recurrent projection s_t where there is one. The weights
+    The output is r_t, followed by the non-recurrent projection s_t if there is one. The weights
     are `kernel` W [input_dim, 4 units], `recurrent_kernel` R [projection, 4 units], `bias`
     [4 units], with the parts in the order i, f, c, o; `peepholes` [3, units] in the order i, f, o;
     `projection_kernel` P [units, projection + output_projection].
@@ -45,8 +45,7 @@ class LSTMPCell(keras.layers.Layer):
         cell_clip: cells are kept within ± this; None leaves them.
         activation: activation of the cells' input and output.
         recurrent_activation: activation of the gates.
-        unit_forget_bias: whether the forget gate's bias starts from 1, whatever
-            `bias_initializer` says.
+        unit_forget_bias: whether the forget gate's bias starts from 1, for any `bias_initializer`.
         kernel_initializer: initialiser of W. Those of the other weights are
             `recurrent_initializer`, `projection_initializer`, `peephole_initializer` and
             `bias_initializer`. All are keyword arguments.
@@ -150,7 +149,6 @@ class LSTMPCell(keras.layers.Layer):
         return output, [output[:, : self.projection], cells]
 
     def get_config(self) -> dict[str, Any]:
-        """The constructor's arguments."""
         initializers = {
             name: keras.initializers.serialize(start) for name, start in self._initializers.items()
         }

@@ -43,7 +43,7 @@ class Preset:
         arguments: further arguments of the builder.
         context: number of frames spliced on each side.
         stack: number of frames that are joined to one, without overlap.
-        about: source of the shape, and the choices that the paper leaves open.
+        about: source of the shape, and the project's choices for what the paper leaves open.
     """
 
     kind: str

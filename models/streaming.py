@@ -1,4 +1,4 @@
-"""Truncated BPTT: a recurrent layer that starts from its state at the end of the last batch."""
+"""Truncated BPTT: a recurrent layer that continues from its state at the end of the last batch."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class Streaming(keras.layers.Layer):
         s_i           where reset[i] is false,
         zero          where it is true: the piece is the first of an utterance.
 
-    Gradients do not reach back beyond the batch: that is truncated backpropagation through time,
-    with as many steps as the batch has frames. Keras' own `stateful=True` has one `reset_state()`
-    for all rows at once; here utterances may start and end in any row at any batch.
+    Gradients do not cross the beginning of the batch: this is truncated backpropagation through
+    time, with as many steps as the batch has frames. Keras' own `stateful=True` has one
+    `reset_state()` for all rows; here utterances may start and end in any row at any batch.
 
-    The kept state belongs to the data that is being read. As with `stateful=True` it is no weight:
+    The kept state belongs to the data that are being read. As with `stateful=True` it is no weight:
     it is not in `weights`, nor in files of weights, so a model with streams and the same model
     without (`streams=None`) can read each other's weight files.
 
@@ -71,7 +71,6 @@ class Streaming(keras.layers.Layer):
         return [] if self._carried is None else self._carried.of_streams
 
     def reset_state(self) -> None:
-        """Sets the state of all streams to zero."""
         for variable in self.states:
             variable.assign(ops.zeros_like(variable.value))
 
@@ -144,7 +143,6 @@ class Streaming(keras.layers.Layer):
         return keras.tree.pack_sequence_as(self.layer.get_initial_state(self.streams), carried)
 
     def compute_mask(self, sequences: Any, previous_mask: Any) -> Any:
-        """Returns the mask of the sequences."""
         return keras.tree.flatten(previous_mask)[0]
 
     def compute_output_shape(self, sequences_shape: Any, reset_shape: Any = None) -> Any:
@@ -152,13 +150,11 @@ class Streaming(keras.layers.Layer):
         return self.layer.compute_output_shape(sequences_shape)[0]
 
     def get_config(self) -> dict[str, Any]:
-        """The constructor's arguments."""
         layer = keras.saving.serialize_keras_object(self.layer)
         return {**super().get_config(), "layer": layer, "streams": self.streams}
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Streaming:
-        """Makes the layer that has this configuration."""
         layer = keras.saving.deserialize_keras_object(config["layer"])
         return cls(**{**config, "layer": layer})
 

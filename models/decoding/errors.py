@@ -13,9 +13,9 @@ class PhoneErrors:
     """Errors of recognised sequences, which can be added up.
 
     Attributes:
-        insertions: number of phones that are recognised but were not said.
-        deletions: number of phones that were said but are not recognised.
-        substitutions: number of phones that are recognised as another.
+        insertions: number of phones that were recognised but not said.
+        deletions: number of phones that were said but not recognised.
+        substitutions: number of phones that were recognised as another phone.
         reference: number of phones that were said.
     """
 
@@ -30,7 +30,6 @@ class PhoneErrors:
 
     @property
     def errors(self) -> int:
-        """Number of all errors."""
         return self.insertions + self.deletions + self.substitutions
 
     @property
@@ -48,7 +47,7 @@ class PhoneErrors:
 def count_errors(reference: Sequence[int], recognised: Sequence[int]) -> PhoneErrors:
     """Returns the fewest errors that turn `reference` into `recognised` (Levenshtein's distance).
 
-    Of several ways with equally few errors, the one with most substitutions is counted. It has the
+    Of several ways with equally few errors, the one with the most substitutions counts. It has the
     fewest insertions and deletions, so the three numbers do not depend on how ties are broken.
 
     Args:

@@ -10,8 +10,9 @@ import numpy as np
 
 _POOLED_WEIGHT = 10.0  # weight, in moves, of all phones' distribution in a phone's own
 _MOVE_FLOOR = 0.5  # added to the counts of every possible move of all phones together
-# Log-likelihood, about, of a class that no training frame has. It is beyond the beam of a decoder
-# even at an acoustic scale of 0.01, and so small that sums of float32 keep their hundredths.
+# Log-likelihood, approximately, of a class without a training frame. It is beyond the beam of a
+# decoder even at an acoustic scale of 0.01, and so small that sums of float32 keep their
+# hundredths.
 UNSEEN = -1e5
 
 
@@ -21,7 +22,7 @@ class PhoneStates:
 
     Attributes:
         phones: names, in the order of their first class.
-        classes: int [P, S], the class of each state; -1 behind the last state of a phone with less
+        classes: int [P, S], the class of each state; -1 after the last state of a phone with fewer
             than S states.
     """
 
@@ -65,9 +66,9 @@ class PhoneStates:
     def segments(self, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Finds where phones begin in a sequence of frame labels.
 
-        A phone begins at the first frame, where the phone changes, and where the state goes back,
-        which is a phone said twice. (If the second one shows no earlier state than the end of the
-        first, the two count as one.)
+        A phone begins at the first frame, when the phone changes, and when the state goes back,
+        since then the phone was said twice. (If the second one shows no earlier state than the end
+        of the first, the two count as one.)
 
         Args:
             labels: int [num_frames], classes.
@@ -104,7 +105,6 @@ class Counts:
 
     @classmethod
     def zero(cls, states: PhoneStates) -> Counts:
-        """Returns counts that are all 0."""
         phones, width = states.classes.shape
         return cls(
             states,
@@ -133,7 +133,7 @@ class Counts:
 
     @classmethod
     def from_json(cls, states: PhoneStates, content: dict[str, Any]) -> Counts:
-        """Returns the counts of which `to_json` gave `content`.
+        """Returns the counts from a result of `to_json`.
 
         Raises:
             ValueError: a count is missing, or has another shape.
@@ -157,7 +157,7 @@ class Hmm:
     Attributes:
         states: the phones' states.
         prior: [K], probability of each class, from `log_prior`; log posteriors minus these are
-            pseudo-log-likelihoods, log p(x | k) up to a number that depends on x alone.
+            pseudo-log-likelihoods, log p(x | k) plus a number that depends only on x.
         moves: [P, S, S], probability of a move from state (row) to state within a phone.
         entry: [P, S], probability of the state with which a phone begins.
         exit: [P, S], probability of leaving the phone after a frame in each state.
@@ -180,9 +180,10 @@ def estimate(counts: Counts) -> Hmm:
     """Estimates the model from counts; smoothed, so that nothing possible has probability 0.
 
     * Priors: see `log_prior`.
-    * Moves within a phone: (n + 10 p̄) / (N + 10), with p̄ the distribution of all phones of as many
-      states together, to each of whose counts 1/2 is added. States are passed in order; they may be
-      skipped, as a phone of one or two frames does.
+    * Moves within a phone: (n + 10 p̄) / (N + 10), with p̄ the common distribution of all phones
+    with
+      equally many states, to each of whose counts 1/2 is added. States are passed in order; they
+      may be skipped, as in a phone of one or two frames.
     * Bigram: Witten & Bell's, p(q | p) = (n_pq + t_p p(q)) / (n_p + t_p), with t_p the number of
       different phones seen after p, and at least 1; p(q) = (n_q + 1) / (n + P + 1), the utterance's
       end among the q. No utterance is empty.
@@ -207,8 +208,8 @@ def estimate(counts: Counts) -> Hmm:
 def log_prior(frames: np.ndarray) -> np.ndarray:
     """Returns log p(k) = log((n_k + 1) / (n + K)), [K], from the frames n_k of each class.
 
-    Where n_k is 0 it returns -`UNSEEN`, so that log posteriors minus it are about `UNSEEN`. Such a
-    class has a small prior, and little posterior would make it the likeliest of all.
+    If n_k is 0 it returns -`UNSEEN`, so that log posteriors minus it are about `UNSEEN`. Otherwise
+    such a class, whose prior is small, would be the likeliest of all by a small posterior.
     """
     known = np.log((frames + 1) / (frames.sum() + len(frames)))
     return np.where(frames > 0, known, -UNSEEN)

@@ -29,17 +29,17 @@ def decode(
 
         Σ_t a·ℓ_t(state_t) + Σ log p(moves within phones) + Σ (log p(phone | phone before) − b)
 
-    with the beginning and the end of the utterance counted as in the bigram. Between frames a path
-    moves within its phone, or leaves it and enters another (or the same once more). If these are
+    the beginning and the end of the utterance included, as in the bigram. Between frames a path
+    moves within its phone, or leaves it and enters another (or the same again). If these are
     equally good it stays in its phone; of equally good states or phones it takes the one with the
     lower number. All phones are computed at once: P² + P·S² additions for each frame.
 
     Args:
         log_likelihoods: ℓ, [num_frames, K], log posteriors minus `hmm.prior` or true ones.
-        hmm: of K classes.
+        hmm: the model, of K classes.
         acoustic_scale: a > 0. Neighbouring frames are not independent, so values below 1 are
             usually better.
-        insertion_penalty: b, a natural logarithm; above 0 gives fewer phones, below 0 more.
+        insertion_penalty: b, a natural logarithm; positive gives fewer phones, negative more.
 
     Raises:
         ValueError: the array has another shape, no frames or a number that is not finite, or an
@@ -48,11 +48,11 @@ def decode(
     likelihoods = np.asarray(log_likelihoods, np.float64)
     _check(likelihoods, hmm, acoustic_scale, insertion_penalty)
     classes = hmm.states.classes
-    # Scores have the shape [T, P, S], with -inf where a phone has no such state.
+    # Scores have the shape [T, P, S], with -inf if a phone has no such state.
     scores = np.where(classes >= 0, acoustic_scale * likelihoods[:, classes], -np.inf)
     entry = hmm.entry - insertion_penalty
     frames, phones, width = scores.shape
-    # How the best path came to each state: from a state of the same phone, or from a phone's end.
+    # The origin of the best path to each state: a state of the same phone, or a phone's end.
     stayed_from = np.zeros([frames, phones, width], np.int16)
     entered = np.ones([frames, phones, width], bool)
     phone_before = np.zeros([frames, phones], np.int32)

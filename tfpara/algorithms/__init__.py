@@ -1,18 +1,19 @@
 """Synchronisation rules and averages: pure functions over flat arrays.
 
-Every rule derives from `Rule`, and every average from `Average` (`rule.py`, which says what their
-methods do). They are frozen dataclasses with pure methods, written with plain arithmetic only, so
-that the same code runs on NumPy arrays (tests, simulation) and on TensorFlow tensors (clusters).
-All of it works element by element, so a rule may be applied to any part of the weights.
+Every rule derives from `Rule`, and every average from `Average` (`rule.py` describes their
+methods). They are frozen dataclasses with pure methods in plain arithmetic, so the same code runs
+on NumPy arrays (tests, simulation) and on TensorFlow tensors (clusters). All of it works element by
+element, so a rule may be applied to any part of the weights.
 
-A block may be closed early, as where an epoch ends. Such a block is a share f < 1 of a whole one.
-Its step is f times the step that a whole block would have taken, had the models moved on at the
-same pace. With s the state and B the point that the replicas started from,
+A block may be closed early, for example at the end of an epoch. Such a block is a share f < 1 of a
+whole one. Its step is f times the step that a whole block would have taken, had the models moved on
+at the same pace. With s the state and B the point from which the replicas started,
 
     s ← s + f (step of s with the average B + (w̄ − B)/f − s)
 
 A whole block has f = 1. With this rule w̄ − B moves the model in the end as far as it would in a
-whole block, momentum lasts for as many minibatches, and averages give a global model the weight f.
+whole block, momentum lasts for equally many minibatches, and averages give a global model the
+weight f.
 """
 
 from tfpara.algorithms.asgd import (

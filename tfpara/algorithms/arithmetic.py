@@ -1,4 +1,4 @@
-"""Functions that rules need, in arithmetic that NumPy and TensorFlow share."""
+"""Functions for rules, in arithmetic that NumPy and TensorFlow share."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tfpara.typing import Scalar
 
 
 def minimum(a: Scalar, b: Scalar) -> Scalar:
-    """Returns min(a, b); exactly a where that is the smaller one.
+    """Returns min(a, b); exactly a if a is smaller.
 
     Example:
         >>> minimum(0.25, 0.5), minimum(0.5, 0.25)
@@ -21,12 +21,12 @@ def check_number(name: str, value: object, usual: str) -> None:
     """Checks that a hyper-parameter is a number.
 
     Args:
-        name: of the argument.
-        value: of the argument.
+        name: name of the argument.
+        value: value of the argument.
         usual: a usual value.
 
     Raises:
-        TypeError: it is something else.
+        TypeError: the value is not a number.
     """
     if not isinstance(value, numbers.Real):
         raise TypeError(f"{name}={value!r} is no number. Give one, such as {usual}.")

@@ -13,7 +13,7 @@ from tfpara.whole_number import checked_whole
 
 
 class _Rule:
-    """The parts that asynchronous rules share."""
+    """The common part of asynchronous rules."""
 
     local_steps: ClassVar[bool] = True  # whether workers have optimizers of their own
     local_models: ClassVar[bool] = False  # whether they have models of their own
@@ -32,21 +32,21 @@ class ASGD(_Rule):
 
     g is the gradient of one minibatch at the weights that the worker pulled, or the sum over
     `sync_period` minibatches. The *staleness* k of a push is the number of other workers' pushes
-    between the pull and the push. The step itself is that of the optimizer that the model is
-    compiled with, which runs on the server; W − lr·g is the step of plain SGD.
+    between the pull and the push. The step is that of the optimizer that the model is compiled
+    with, which runs on the server; W − lr·g is the step of plain SGD.
 
     Args:
-        max_staleness: s ≥ 0, the highest staleness of a push. Workers wait, before a pull and
-            before a push, where otherwise a push that is under way could become staler. With s = 0
-            one worker at a time computes. None: unbounded.
+        max_staleness: s ≥ 0, the highest staleness of a push. Workers wait before a pull and
+            before a push, if a push under way could otherwise exceed s. With s = 0 one worker at a
+            time computes. None: unbounded.
         delay_compensation: λ ≥ 0, DC-ASGD: g + λ g⊙g⊙(W − W_pulled) in place of g, for each
             minibatch's gradient.
         rate_by_staleness: whether the step's learning rate is divided by 1 + k.
-        reduction: of the gradients of `sync_period` minibatches, "sum" (each counts as much as if
-            it were pushed alone) or "mean".
+        reduction: reduction of the gradients of `sync_period` minibatches, "sum" (each counts as
+            much as if it were pushed alone) or "mean".
 
     Raises:
-        TypeError: a value that must be a number is none.
+        TypeError: a value is not a number.
         ValueError: a value outside its range.
 
     Source: paper 003, section 2.2, eq. 2; Zheng et al., "Asynchronous stochastic gradient descent
@@ -84,8 +84,8 @@ class ASGD(_Rule):
 
         Args:
             gradient: the pushed gradient: that of a minibatch, g, or the sum or mean of several.
-            pulled: the weights that it was computed at.
-            current: the weights that it is applied to.
+            pulled: the weights at which it was computed.
+            current: the weights to which it is applied.
             squares: the sum or mean of g⊙g over the minibatches, if there are several. (The square
                 of the summed gradient would grow with the square of their number.) None: the square
                 of `gradient`.
@@ -105,17 +105,17 @@ class AveragedASGD(ASGD):
     """ASGD whose server keeps an average of the models beside the model: `RunningThenMean`.
 
     The average is not fed back; it is the model that is exported, under the name "average". All
-    arguments are given by name.
+    arguments are keyword-only.
 
     Args:
         running_rate: r, the rate of the running average in the first part of the training.
-        max_staleness: as of `ASGD`, and so are the others.
-        delay_compensation: λ.
-        rate_by_staleness: whether old pushes count less.
-        reduction: "sum" or "mean" of the gradients of a push.
+        max_staleness: s, as of `ASGD`.
+        delay_compensation: λ, as of `ASGD`.
+        rate_by_staleness: as of `ASGD`.
+        reduction: as of `ASGD`.
 
     Raises:
-        TypeError: an argument without its name, or a value that must be a number and is none.
+        TypeError: a positional argument, or a value that is not a number.
         ValueError: a value outside its range.
 
     Source: paper 002, sections 2.3 and 2.4.
@@ -152,7 +152,7 @@ class RunningState(NamedTuple):
     """State of RunningThenMean."""
 
     average: Array  # W̄
-    weight: Scalar  # that of the next model in W̄
+    weight: Scalar  # weight of the next model in W̄
     mean: Scalar  # 0 while W̄ is the running average, 1 after `start_mean`
 
 
@@ -160,17 +160,17 @@ class RunningState(NamedTuple):
 class RunningThenMean:
     """An average that is a running average of the models at first, and their mean later.
 
-        W̄ ← (1 − r) W̄ + r W;   after `start_mean`:   W̄ ← (1 − 1/n) W̄ + (1/n) W,  n = 1/r, 1/r +
-        1, …
+        W̄ ← (1 − r) W̄ + r W;   after `start_mean`:   W̄ ← (1 − 1/n) W̄ + (1/n) W
+        with n = 1/r, 1/r + 1, …
 
-    The mean goes on from the running average, which counts as 1/r − 1 models in it. Paper 002 does
-    not say what becomes of the running average.
+    The mean continues from the running average, which counts as 1/r − 1 models. Paper 002 does not
+    say what becomes of the running average.
 
     Args:
         rate: r, 0 < r ≤ 1.
 
     Raises:
-        TypeError: a value that must be a number is none.
+        TypeError: a value is not a number.
         ValueError: r outside (0, 1].
 
     Source: paper 002, section 2.3.
@@ -193,7 +193,7 @@ class RunningThenMean:
         return RunningState(average=weights, weight=self.rate, mean=0.0)
 
     def update(self, state: RunningState, global_model: Array) -> RunningState:
-        """Returns the state with the model after a push taken in."""
+        """Returns the state after a push, with the model included."""
         return RunningState(
             average=state.average + state.weight * (global_model - state.average),
             weight=state.weight / (1.0 + state.mean * state.weight),
@@ -201,11 +201,10 @@ class RunningThenMean:
         )
 
     def start_mean(self, state: RunningState) -> RunningState:
-        """Returns the state from which on W̄ is the mean."""
+        """Returns a state whose average is the mean from now on."""
         return state._replace(mean=1.0 + 0.0 * state.mean)
 
     def value(self, state: RunningState) -> Array:
-        """Returns the averaged model."""
         return state.average
 
 
@@ -221,18 +220,18 @@ class Downpour(_Rule):
     this is the same as training without servers, whatever τ is.
 
     Only the weights come from the server. The rest of the optimizer's state, such as momentum or
-    Adam's moments and their count, is the worker's own: it goes on from block to block, and starts
-    anew when the worker is started again.
+    Adam's moments and their count, belongs to the worker: it continues from block to block, and is
+    lost when the worker is restarted.
 
     Args:
         max_staleness: s ≥ 0, the highest staleness of a push, as for `ASGD`.
         rate_by_staleness: whether a push is divided by 1 + k, with k its staleness.
         block_learning_rate: ζ > 0. With 1 every local step counts as much in the global model as on
-            the worker. Where N workers with a long period diverge, lower it: with 1/N a round of
+            the worker. If N workers with a long period diverge, lower it: with 1/N a round of
             their pushes moves the model by the mean of their blocks, as model averaging does.
 
     Raises:
-        TypeError: a value that must be a number is none.
+        TypeError: a value is not a number.
         ValueError: a value outside its range.
 
     Source: Dean et al., "Large scale distributed deep networks" (2012), section 4.1 and algorithm
@@ -270,16 +269,16 @@ class AsyncEASGD(_Rule):
 
         w_i ← w_i − α(w_i − W);   W ← W + α(w_i − W)
 
-    Both use the values before the pull. Worker i does this after every `sync_period` local steps,
-    without waiting for other workers. The model's optimizer runs on the workers, each of which
-    keeps a model of its own.
+    Both use the values before the exchange. Worker i does this after every `sync_period` local
+    steps, without waiting for other workers. The model's optimizer runs on the workers, each of
+    which keeps its own model.
 
     Args:
         elasticity: α, 0 ≤ α ≤ 1. None: 0.9 divided by the number of workers. 0 leaves the workers
-            independent and the server's model as it was.
+            independent and the server's model unchanged.
 
     Raises:
-        TypeError: a value that must be a number is none.
+        TypeError: a value is not a number.
         ValueError: a value outside its range.
 
     Source: paper 003, eq. 9; Zhang, Choromanska & LeCun, "Deep learning with elastic averaging SGD"
@@ -305,7 +304,7 @@ class AsyncEASGD(_Rule):
             )
 
     def resolve(self, num_workers: int) -> AsyncEASGD:
-        """Returns this rule with the default α filled in."""
+        """Returns this rule with the default α."""
         if self.elasticity is not None:
             return self
         return dataclasses.replace(self, elasticity=0.9 / num_workers)
@@ -323,8 +322,8 @@ class AsyncBMUFState(NamedTuple):
 
     delta: Array  # Δ, zero before the first round
     gathered: Array  # the sum of the differences of this round so far
-    pushes: Scalar  # their number, a float
-    rounds: Scalar  # their number so far, a float
+    pushes: Scalar  # number of pushes in this round so far, a float
+    rounds: Scalar  # number of rounds so far, a float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -335,30 +334,30 @@ class AsyncBMUF(_Rule):
         each push:                 W ← W + ζ d / N
         each N-th push ends a round:  Δ ← ηΔ + ζG;  W ← W + ηΔ,  G the mean of the round's d
 
-    N is the number of workers. A push counts at once, and the momentum moves the model once in a
-    round, as often as it would if the workers met: momentum at every push would repeat old updates
-    N times as often. Where all workers pull at the beginning of a round and push in it, W is the
-    point from which the replicas of Nesterov `BMUF` with this η go on. With one worker, η = 0 and
-    ζ = 1, this is training without servers.
+    N is the number of workers. A push counts at once, but the momentum moves the model once a
+    round, as often as if the workers met: momentum at every push would repeat old updates N times
+    as often. If all workers pull at the beginning of a round and push in it, W is the point from
+    which the replicas of Nesterov `BMUF` with this η continue. With one worker, η = 0 and ζ = 1,
+    this is training without servers.
 
-    The local optimizers are the workers' own, as for `Downpour`; their momentum (SGD), or β₁ (Adam,
-    Muon), is fitted to blocks of τ steps, as `PeriodicSyncStrategy` does under rules with a
-    momentum, but with half of SGD's length restored for all τ. A push of fewer minibatches, at the
-    end of a chunk, counts as one.
+    Each worker has its own local optimizer, as for `Downpour`. The optimizer's momentum (SGD), or
+    β₁ (Adam, Muon), is fitted to blocks of τ steps, as `PeriodicSyncStrategy` does under rules with
+    a momentum, but only half of SGD's length is restored, for all τ. A push of fewer minibatches,
+    at the end of a chunk, counts as one.
 
     Args:
         block_momentum: η, 0 ≤ η < 1, or "linear" or "sqrt", as for `BMUF`. None: 1 − 1/N, at most
             0.75, reached over the first rounds. `BMUF` goes up to 0.9; here pushes are a round old,
-            which acts as a momentum of its own. 0.9 with ζ = 0.7 is an asynchronous `DiLoCo`.
+            which acts as a second momentum. 0.9 with ζ = 0.7 is an asynchronous `DiLoCo`.
         block_learning_rate: ζ > 0.
         warmup: the rounds in which the gain 1/(1 − η) may rise by one, as for `BMUF`. None: 1
-            where `block_momentum` is None; over a local Adam and its kin 5, and 20 where their
-            averages of gradients cannot be fitted to the block.
+            if `block_momentum` is None; 5 over a local optimizer like Adam, and 20 if its average
+            of gradients cannot be fitted to the block.
         max_staleness: s ≥ 0, the highest staleness of a push, as for `ASGD`.
-        workers: N; None: those of the strategy.
+        workers: N; None: the strategy's number of workers.
 
     Raises:
-        TypeError: a value that must be a number is none.
+        TypeError: a value is not a number.
         ValueError: a value outside its range.
 
     Source: Liu et al., "Asynchronous local-SGD training for language modeling" (2024), the delayed
@@ -379,7 +378,7 @@ class AsyncBMUF(_Rule):
     workers: int | None = None
 
     keeps_state: ClassVar[bool] = True
-    # Weights that are set lose their momentum; the run does not become a young one.
+    # Weights that a script sets lose their momentum, but the warm-up does not restart.
     lasting: ClassVar[tuple[str, ...]] = ("rounds",)
 
     def __post_init__(self) -> None:
@@ -399,7 +398,7 @@ class AsyncBMUF(_Rule):
         return rule if self.workers is None else rule.resolve(self.workers)
 
     def resolve(self, num_workers: int) -> AsyncBMUF:
-        """Returns this rule with the number of workers filled in."""
+        """Returns this rule with the number of workers."""
         return self if self.workers else dataclasses.replace(self, workers=num_workers)
 
     def for_optimizer(self, short: bool) -> AsyncBMUF:
@@ -431,7 +430,7 @@ class AsyncBMUF(_Rule):
         # 1 if the push ends a round, else 0; numbers of pushes are whole.
         ends = minimum(1.0, positive_part(state.pushes + 2.0 - self.workers))
         gathered = state.gathered + difference
-        # The round may be of other numbers of workers, where a run goes on with more or fewer.
+        # The number of workers may have changed within the round.
         mean = gathered / (state.pushes + 1.0)
         filtered = rule.momentum_after(state.rounds) * state.delta + zeta * mean
         delta = ends * filtered + (1.0 - ends) * state.delta

@@ -1,4 +1,4 @@
-"""Non-interfering averages of the global model: never broadcast, never fed back."""
+"""Averages of the global model that do not influence training: never broadcast or fed back."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class AverageState(NamedTuple):
 
     Attributes:
         average: the running value, a flat vector.
-        count: blocks seen so far, a float: a block that was a share f of a whole one counts f.
+        count: blocks so far, a float: a block that was a share f of a whole one counts f.
         bias: the weight that the starting point still has in `average`.
     """
 
@@ -36,15 +36,15 @@ class EMA(Average):
 
     Args:
         decay: β, 0 < β < 1.
-        num_updates: True: β_t = min(β, (1+t)/(10+t)) with t the blocks before this one, where a
-            share f of a block counts f, as TensorFlow has it when it is given a counter. So the
-            average spans a tenth of the run, at most 1/(1 − β) syncs, and is of use in short runs.
-            False: β_t = β; β^t of the initial weights are in it then.
-        zero_debias: True: Ŵ starts from 0 and is divided by the weight that the models seen so far
-            have in it, instead of starting from W_0.
+        num_updates: True: β_t = min(β, (1+t)/(10+t)) with t the number of blocks before this one
+            (a share f of a block counts f), as in TensorFlow with a counter. So the average spans a
+            tenth of the run, at most 1/(1 − β) syncs, and is useful in short runs. False: β_t = β;
+            the initial weights then keep the weight β^t.
+        zero_debias: True: Ŵ starts from 0, not from W_0, and is divided by the weight that the
+            models so far have in it.
 
     Raises:
-        TypeError: a value that must be a number is none.
+        TypeError: a value is not a number.
         ValueError: β outside (0, 1).
 
     Source: "Exponential moving average model in parallel speech recognition training" (paper 000
@@ -68,12 +68,11 @@ class EMA(Average):
             )
 
     def init(self, weights: Array) -> AverageState:
-        """Returns the state of a run that starts at the flat vector `weights`, before any sync."""
         start = weights * 0.0 if self.zero_debias else weights
         return AverageState(average=start, count=0.0, bias=1.0)
 
     def update(self, state: AverageState, global_model: Array, share: Scalar = 1.0) -> AverageState:
-        """Takes in the global model after a sync of a block, or of a `share` of one, 0 < f ≤ 1."""
+        """Returns the state after a sync of a block, or of a `share` of one, 0 < f ≤ 1."""
         decay: Scalar = self.decay
         if self.num_updates:
             decay = minimum(decay, (1.0 + state.count) / (10.0 + state.count))
@@ -106,11 +105,9 @@ class MA(Average):
     """
 
     def init(self, weights: Array) -> AverageState:
-        """Returns the state of a run that starts at the flat vector `weights`, before any sync."""
         return AverageState(average=weights, count=0.0, bias=1.0)
 
     def update(self, state: AverageState, global_model: Array, share: Scalar = 1.0) -> AverageState:
-        """Takes in the global model after a sync of a block, or of a `share` of one, 0 < f ≤ 1."""
         count = state.count + share
         return AverageState(
             average=state.average + (global_model - state.average) / (count / share),
@@ -119,5 +116,4 @@ class MA(Average):
         )
 
     def value(self, state: AverageState) -> Array:
-        """Returns the averaged model, as a flat vector."""
         return state.average

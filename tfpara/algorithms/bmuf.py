@@ -1,4 +1,4 @@
-"""Blockwise model-update filtering: classical and Nesterov block momentum, and other toolkits'."""
+"""Blockwise model-update filtering: classical and Nesterov block momentum, CNTK's and fairseq's."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from tfpara.algorithms.rule import Rule
 from tfpara.typing import Array, Scalar
 
 _COMPAT = (None, "cntk", "fairseq")
-# The steady gain 1/(1 − η) for N replicas that a name stands for, and the blocks in which the
-# warm-up raises it by one.
+# The steady gain 1/(1 − η) that a name stands for, as a function of N replicas, and the blocks in
+# which the warm-up raises it by one.
 _SCALINGS: Mapping[str, tuple[Callable[[int], float], float]] = {
     "linear": (float, 1.0),
     "sqrt": (math.sqrt, 20.0),
@@ -47,17 +47,17 @@ class BMUF(Rule):
     * ``nesterov=True`` (default; Chen & Huo's NBM). G is measured from the point that was
       broadcast, B = W + ηΔ:
 
-          G = w̄ − B;  Δ ← ηΔ + ζG;  W ← W + Δ;  every replica goes on from W + ηΔ.
+          G = w̄ − B;  Δ ← ηΔ + ζG;  W ← W + Δ;  every replica continues from W + ηΔ.
 
       On the pseudo-gradient −G this is SGD(ζ, momentum=η, nesterov=True).
     * ``nesterov=False`` (the papers' CBM):
 
-          G = w̄ − W;  Δ ← ηΔ + ζG;  W ← W + Δ;  every replica goes on from W.
+          G = w̄ − W;  Δ ← ηΔ + ζG;  W ← W + Δ;  every replica continues from W.
 
     * ``compat="cntk"``: Δ ← ηΔ + (1−η)ζ Σ_i (w_i − W);  ``compat="fairseq"``:
       Δ ← ηΔ + ζ mean_i(w_i − W). Both then set W ← W + Δ and, with `nesterov`, W ← W + ηΔ, and
-      measure the next update from that sum, which raises the steady gain by (1+η). For moving
-      runs over from those toolkits.
+      measure the next update from that sum, which raises the steady gain by (1+η). They serve to
+      continue or compare runs of those toolkits.
 
     A block that is closed after a share f of its minibatches takes that share of the step, with
     the update that a whole block would have had at its pace, G/f:
@@ -66,32 +66,32 @@ class BMUF(Rule):
 
     so every G moves the model by ζG/(1−η) in the end, as in a whole block, and η = 0, ζ = 1 is BSP.
 
-    The filter's steady gain, 1/(1−η), is that of 1/(1−η) blocks, and a young run has not seen so
-    many. With `warmup` = k, the gain rises by one in k blocks at most: after t blocks (a share f
-    counts f) the momentum is
+    The filter's steady gain, 1/(1−η), is reached after about 1/(1−η) blocks, which a young run has
+    not seen. With `warmup` = k, the gain rises by at most one in k blocks: after t blocks (a share
+    f counts f) the momentum is
 
         η_t = min(η, 1 − 1/(t/k + 1)),   a gain of t/k + 1
 
-    and the equations above have η_t of the last sync for the η that is in B and that multiplies
-    the former Δ, and the next one in the point from which every replica goes on.
+    In the equations above, the η in B and the factor of the former Δ are η_t of the last sync; the
+    point from which every replica continues has that of the present sync.
 
     Args:
         block_momentum: η, 0 ≤ η < 1, or how the steady gain grows with the number N of replicas:
             "linear", η = 1 − 1/N (with ζ = 1 that is C = 1 in ζ / (N(1−η)) = C), or "sqrt",
-            η = 1 − 1/√N. With `warmup` these are at most 0.9, since of 16 replicas a gain of 10 was
-            as good or better than one of 16 at all rates and periods that were tried. None:
-            "linear"; but where `warmup` is not False and the local optimizer divides by the size
-            of gradients, as Adam does, with `warmup` = 5, and "sqrt" where its average of gradients
+            η = 1 − 1/√N. With `warmup` these are at most 0.9: for 16 replicas a gain of 10 was
+            as good as, or better than, one of 16 at all rates and periods that were tried. None:
+            "linear"; but if `warmup` is not False and the local optimizer divides by the size
+            of gradients, as Adam does, `warmup` is 5, and η is "sqrt" if its average of gradients
             is not shortened to fit the block.
         block_learning_rate: ζ > 0.
         nesterov: the form; see above.
         compat: None, "cntk" or "fairseq".
         warmup: k > 0, the blocks in which the gain may rise by one. True: 1, and 20 with "sqrt".
-            False: η from the first sync on, for any N, as published. None: True where
-            `block_momentum` is no number and `compat` is None, else False.
+            False: η from the first sync on, for any N, as published. None: True if
+            `block_momentum` is not a number and `compat` is None, else False.
 
     Raises:
-        TypeError: a value that must be a number is none.
+        TypeError: a value is not a number.
         ValueError: a value outside its range, or `warmup` with `compat`.
 
     Source: Li et al. (2017), eqs. 3-6; Chen & Huo, "Scalable training of deep learning machines
@@ -113,9 +113,9 @@ class BMUF(Rule):
     compat: str | None = None
     warmup: bool | float | None = None
 
-    # Checkpoints of versions without a warm-up are of runs without one.
+    # Checkpoints of versions without a warm-up belong to runs without one.
     absent: ClassVar[Mapping[str, float]] = {"blocks": 1e9}
-    # Weights that are set lose their momentum; the run does not become a young one.
+    # Weights that a script sets lose their momentum, but the warm-up does not restart.
     lasting: ClassVar[tuple[str, ...]] = ("blocks",)
 
     def __post_init__(self) -> None:
@@ -153,7 +153,7 @@ class BMUF(Rule):
             )
 
     def resolve(self, num_replicas: int) -> BMUF:
-        """Returns this rule with the defaults of η and `warmup` filled in."""
+        """Returns this rule with the default η and `warmup`."""
         eta, blocks = self._steady_momentum(num_replicas), self._blocks_for_one
         return dataclasses.replace(
             self, block_momentum=eta, warmup=blocks if blocks not in (0.0, 1.0) else bool(blocks)
@@ -162,10 +162,10 @@ class BMUF(Rule):
     def for_normalised(self, short: bool) -> BMUF:
         """Returns the default for local optimizers that divide by the size of gradients, as Adam.
 
-        Where all is given, or as published, that is this rule.
+        A rule without defaults, or as published, is returned unchanged.
 
         Args:
-            short: whether their averages of gradients are no longer than a block.
+            short: whether their averages of gradients span at most a block.
         """
         if self.block_momentum is not None or self.compat or self.warmup is False:
             return self
@@ -175,7 +175,6 @@ class BMUF(Rule):
         return dataclasses.replace(self, block_momentum=scaling, warmup=warmup)
 
     def init(self, weights: Array) -> BMUFState:
-        """Returns the state of a run that starts at the flat vector `weights`."""
         return BMUFState(global_model=weights, delta=weights * 0.0, blocks=0.0)
 
     def update(
@@ -189,7 +188,7 @@ class BMUF(Rule):
             gain *= (1.0 - eta) * num_replicas
         rest = 1.0 - share
         delta = (eta + rest * (1.0 - eta)) * state.delta + gain * update
-        # Most blocks are whole, and spare two passes over the weights.
+        # Most blocks are whole; this saves two passes over the weights.
         step = delta if isinstance(rest, float) and rest == 0.0 else delta - rest * state.delta
         global_model = state.global_model + step
         if self.compat and self.nesterov:
@@ -197,7 +196,7 @@ class BMUF(Rule):
         return BMUFState(global_model=global_model, delta=delta, blocks=state.blocks + share)
 
     def broadcast(self, before: BMUFState | None, after: BMUFState) -> Array:
-        """Returns the point from which the replicas go on: W or W + ηΔ."""
+        """Returns the point from which the replicas continue: W or W + ηΔ."""
         del before
         if self._is_default:
             raise ValueError(
@@ -206,9 +205,9 @@ class BMUF(Rule):
         return self._anchor(after, self._momentum(1, after.blocks))
 
     def carry(self, state: BMUFState, former: Rule) -> BMUFState:
-        """Returns the state after a change of η, with the point that was broadcast as it was.
+        """Returns the state after a change of η; the point that was broadcast does not change.
 
-        W ← W + (η' − η)Δ,  with η' of `former`: so W + ηΔ is what W + η'Δ was.
+        W ← W + (η' − η)Δ,  with η' of `former`, so that W + ηΔ is the former W + η'Δ.
         """
         assert isinstance(former, BMUF)
         if not self.nesterov or self.compat:
@@ -221,12 +220,11 @@ class BMUF(Rule):
         return self._momentum(1, blocks)
 
     def has_momentum(self) -> bool:
-        """Returns whether η > 0; see `Rule`."""
         return bool(self.block_momentum)
 
     @property
     def _is_default(self) -> bool:
-        """Whether η is to be found by the number of replicas."""
+        """Whether η depends on the number of replicas."""
         return self.block_momentum is None or isinstance(self.block_momentum, str)
 
     @property
@@ -242,7 +240,6 @@ class BMUF(Rule):
         return _SCALINGS[self._scaling][1] if given is True else float(given)
 
     def _steady_momentum(self, num_replicas: int) -> float:
-        """Returns η."""
         if not self._is_default:
             return self.block_momentum  # type: ignore[return-value]  # in graphs a tensor
         eta = 1.0 - 1.0 / _SCALINGS[self._scaling][0](num_replicas)

@@ -30,10 +30,10 @@ class MomentState(NamedTuple):
 class BMUFAdam(BMUF):
     """BMUF for replicas that train with Adam or AdamW.
 
-    The weights follow `tfpara.BMUF`. Block momentum puts the replicas at a point further on than
-    their average w̄, where no replica has been, so neither their own moments nor the average of
-    those belong there. The moments of that point are estimated: with τ steps in the block, m the
-    moment that the block began with and m̄ the average of the replicas' moments at its end,
+    The weights follow `tfpara.BMUF`. Block momentum moves the replicas beyond their average w̄, to
+    a point where no replica has been, so neither their own moments nor the average of those belong
+    there. This rule estimates the moments of that point. With τ steps in the block, m the moment at
+    the start of the block and m̄ the average of the replicas' moments at its end,
 
         g = (m̄ − β^τ m) / (1 − β^τ)                the block's mean gradient (squared, for v)
         ρ ← ηρ + ζτ                                 Δ in steps, as Δ ← ηΔ + ζG
@@ -45,13 +45,13 @@ class BMUFAdam(BMUF):
         m ← [(1 − β^(τ+a)) m̄ − (β^τ − β^(τ+a)) m] / (1 − β^τ).
 
     Adam's bias correction divides by 1 − β^t for t steps. The authors raise t by `a` as well. A
-    Keras optimizer has one counter for that and for learning-rate schedules, so it is left alone
-    and the new moment is multiplied by (1 − β^t) / (1 − β^(t+a)) instead: the corrected moments
-    are the same, then and unbiased in all later steps.
+    Keras optimizer has one counter for that and for learning-rate schedules, so t stays, and the
+    new moment is multiplied by (1 − β^t) / (1 − β^(t+a)) instead: the corrected moments are the
+    same, and unbiased in all later steps.
 
     With η = 0 and ζ = 1 the moments are simply averaged. In a block that is a share f of a whole
     one, ρ follows Δ of `tfpara.BMUF`, ρ' = (1 − f(1−η))ρ + ζτ, and so do the steps from w̄ to the
-    broadcast point, a = η'ρ' + (ζ − 1)τ − (1−f)ηρ (Nesterov), ρ' − τ − (1−f)ρ (classical). Where η
+    broadcast point, a = η'ρ' + (ζ − 1)τ − (1−f)ηρ (Nesterov), ρ' − τ − (1−f)ρ (classical). If η
     is reached over the first blocks, η is the one before the block, and η' the one after it.
 
     Args:
@@ -64,7 +64,7 @@ class BMUFAdam(BMUF):
         beta_2: β₂ of the local optimizer.
 
     Raises:
-        TypeError: a value that must be a number is none.
+        TypeError: a value is not a number.
         ValueError: a value outside its range.
 
     Source: Chen, Ding & Huo, "Parallelizing Adam optimizer with blockwise model-update filtering"
@@ -81,8 +81,8 @@ class BMUFAdam(BMUF):
     beta_1: float = 0.9
     beta_2: float = 0.999
 
-    # The filtered moments are those of the broadcast point; a replica that has trained on since has
-    # moments of its own, and no equation says how the two go together.
+    # The filtered moments are those of the broadcast point. A replica that has kept training since
+    # has other moments, and no equation combines the two.
     restart_delayed: ClassVar[None] = None  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
@@ -101,7 +101,7 @@ class BMUFAdam(BMUF):
                 )
 
     def check_optimizer(self, optimizer: keras.optimizers.Optimizer) -> None:
-        """Refuses a local optimizer whose moments this rule would not filter rightly.
+        """Refuses a local optimizer whose moments this rule would filter wrongly.
 
         Args:
             optimizer: the Keras optimizer that the replicas train with.
@@ -150,7 +150,7 @@ class BMUFAdam(BMUF):
         """Returns the moments for the next block, at the point that `broadcast` gives.
 
         Args:
-            state: that of the block that has ended.
+            state: the state of the block that has ended.
             momentum: mean of the replicas' first moments at its end, weighted as the weights are.
             velocity: the same of the second moments.
             steps: τ ≥ 1, minibatches of the block (of the replica with the most): a number, or a
@@ -161,8 +161,7 @@ class BMUFAdam(BMUF):
             share: f, the part of a whole block that these steps are.
 
         Returns:
-            The new state, whose `momentum` and `velocity` all replicas go on with. The second
-            moment is never negative.
+            The new state, with which all replicas continue. The second moment is never negative.
         """
         eta, zeta = self._momentum(num_replicas, state.blocks), self.block_learning_rate
         blocks = state.blocks + share
@@ -191,7 +190,7 @@ def _block_mean(beta: float, start: Array, end: Array, steps: Scalar) -> Array:
 def _go_on(beta: float, moment: Array, gradient: Array, ahead: Scalar, iterations: Scalar) -> Array:
     """Returns the moment after `ahead` more steps with this gradient.
 
-    It has the bias of `iterations` steps, since the optimizer's counter stays as it is.
+    It has the bias of `iterations` steps, since the optimizer's counter does not change.
     """
     kept = beta**ahead
     bias = (1.0 - beta**iterations) / (1.0 - beta ** (iterations + ahead))

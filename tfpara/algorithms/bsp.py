@@ -17,7 +17,7 @@ class BSPState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class BSP(Rule):
-    """Model averaging: every replica goes on from the mean of the local models.
+    """Model averaging: every replica continues from the mean of the local models.
 
         W = w_i = w̄ = Σ_i (n_i / Σ_j n_j) w_i
 
@@ -34,7 +34,6 @@ class BSP(Rule):
     """
 
     def init(self, weights: Array) -> BSPState:
-        """Returns the state of a run that starts at the flat vector `weights`."""
         return BSPState(global_model=weights)
 
     def update(

@@ -11,14 +11,14 @@ from tfpara.typing import Array, Scalar
 
 
 class EASGDState(NamedTuple):
-    """State of EASGD. `global_model`: the centre W that the local models are tied to."""
+    """State of EASGD. `global_model`: the centre W, to which the local models are tied."""
 
     global_model: Array
 
 
 @dataclasses.dataclass(frozen=True)
 class EASGD(Rule):
-    """Elastic averaging: local models and centre pull on each other; neither is overwritten.
+    """Elastic averaging: local models and centre attract each other; neither is overwritten.
 
         w_i ← w_i − α(w_i − W);  W ← W + α Σ_i (w_i − W)
 
@@ -32,9 +32,9 @@ class EASGD(Rule):
         elasticity: α, 0 ≤ α < 2/(N+1). None: 0.9/N. 0 leaves the replicas independent.
 
     Raises:
-        TypeError: a value that must be a number is none.
+        TypeError: a value is not a number.
         ValueError: at construction if α is negative or not below 1 (the bound for one replica), at
-            `resolve` if it is unstable for the number of replicas.
+            `resolve` if α is unstable for the number of replicas.
 
     Source: Li et al. (2017), eq. 8; Zhang, Choromanska & LeCun, "Deep learning with elastic
     averaging SGD" (2015).
@@ -60,7 +60,7 @@ class EASGD(Rule):
             )
 
     def resolve(self, num_replicas: int) -> EASGD:
-        """Returns this rule with the default α filled in, checked against the stability bound."""
+        """Returns this rule with the default α, checked against the stability bound."""
         if self.elasticity is None:
             return dataclasses.replace(self, elasticity=self._alpha(num_replicas))
         bound = 2.0 / (num_replicas + 1)
@@ -73,13 +73,12 @@ class EASGD(Rule):
         return self
 
     def init(self, weights: Array) -> EASGDState:
-        """Returns the state of a run that starts at the flat vector `weights`."""
         return EASGDState(global_model=weights)
 
     def update(
         self, state: EASGDState, average: Array, num_replicas: int, share: Scalar = 1.0
     ) -> EASGDState:
-        """Returns the state after a sync. The pull is whole, whatever the block's `share` is.
+        """Returns the state after a sync, with the whole pull for any `share` of a block.
 
         No momentum lasts beyond the block, so a short block needs no smaller pull.
         """
@@ -91,12 +90,12 @@ class EASGD(Rule):
         return 0.9 / num_replicas if self.elasticity is None else self.elasticity
 
     def broadcast(self, before: EASGDState, after: EASGDState) -> Array:
-        """Returns the centre as it was before the sync, which the replicas need."""
+        """Returns the centre before the sync, which the replicas need."""
         del after
         return before.global_model
 
     def restart(self, local: Array, broadcast: Array) -> Array:
-        """Returns the replica's weights, moved towards the centre as it was before the sync."""
+        """Returns the replica's weights, moved towards the centre before the sync."""
         if self.elasticity is None:
             raise ValueError("Call resolve(num_replicas) first: elasticity is still None.")
         return local - self.elasticity * (local - broadcast)

@@ -1,8 +1,8 @@
 """A step of a Keras optimizer as a pure function of tensors.
 
-Keras optimizers keep their state in variables and assign to them. Here a private copy of one works
-on `_Value` objects instead, which stand in for variables and hold a tensor each. This file replaces
-private methods and attributes of Keras; comments give the purpose of each.
+Keras optimizers keep their state in variables and assign to them. Here a private copy works on
+`_Value` objects, which stand in for variables and hold a tensor each. This file replaces private
+methods and attributes of Keras; comments give the purpose of each.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class _Value(keras.Variable):
     def _initialize(self, value: tf.Tensor) -> None:
         self._value = tf.convert_to_tensor(value() if callable(value) else value, self._dtype)
 
-    # The constructor calls this one instead when it is given an initializer.
+    # The constructor calls this method instead if it is given an initializer.
     def _initialize_with_initializer(self, initializer: Any) -> None:
         self._initialize(initializer(self._shape, dtype=self._dtype))
 
@@ -49,20 +49,20 @@ class _Value(keras.Variable):
 
 
 class _Made:
-    """The slots of an optimizer, in an object of our own, since Keras tracks lists."""
+    """The slots of an optimizer, in a separate object, since Keras tracks lists."""
 
     def __init__(self) -> None:
         self.slots: list[_Value] = []
 
 
 class _Functional(keras.optimizers.Optimizer):
-    """The second base of an optimizer's class, which makes it work on `_Value`s.
+    """The second base of an optimizer's class, which makes the class work on `_Value`s.
 
     Keras' TensorFlow optimizer overrides each of these methods to reach `tf.Variable` and
     `tf.distribute`. Here they do what Keras' base optimizer does.
     """
 
-    rate_factor = 1.0  # of a step's learning rate; weight decay has the rate itself
+    rate_factor = 1.0  # factor of a step's learning rate; weight decay uses the rate itself
 
     def add_variable(
         self, shape: Sequence[int], initializer: Any = "zeros", **kwargs: Any
@@ -70,7 +70,7 @@ class _Functional(keras.optimizers.Optimizer):
         make = keras.initializers.get(initializer)
         name = kwargs.get("name")
         value = _Value(make, shape=shape, dtype="float32", autocast=False, name=name)
-        if not hasattr(self, "_made"):  # The constructor is Keras', and does not make it.
+        if not hasattr(self, "_made"):  # Keras' constructor does not make it.
             self._made = _Made()
         self._made.slots.append(value)
         return value
@@ -129,7 +129,7 @@ class _Step:
     def _apply(
         self, held: Sequence[_Value], tensors: Sequence[tf.Tensor], gradients: list[tf.Tensor]
     ) -> list[tf.Tensor]:
-        """Takes a step with the tensors as values of `held`; returns the values after it."""
+        """Takes a step with `tensors` as the values of `held`; returns the values after it."""
         with self._lock:
             try:
                 for value, tensor in zip(held, tensors, strict=True):
@@ -145,7 +145,7 @@ class KerasStep(_Step):
     """The step of a Keras optimizer, as a pure function.
 
     Args:
-        optimizer: gives the kind and its settings; it is left alone. Its step must treat every
+        optimizer: gives the kind and its settings, and is not changed. Its step must treat every
             weight by itself.
 
     Attributes:
@@ -160,7 +160,7 @@ class KerasStep(_Step):
     """
 
     def __init__(self, optimizer: keras.optimizers.Optimizer) -> None:
-        # The weights are NaN here, so that a slot that starts from them is noticed.
+        # The weights are NaN here, to detect slots that start from them.
         unknown = _Value(np.full([1], np.nan, np.float32), autocast=False, name="weights")
         super().__init__(optimizer, optimizer.get_config(), [unknown])
         copy = self._optimizer
@@ -171,7 +171,7 @@ class KerasStep(_Step):
             copy._learning_rate = shortest(copy._learning_rate.numpy())
         self._slots = self._find_slots()
         self.initial = {name: slot.numpy() for name, slot in self._slots.items()}
-        # Keras saves the variables in this list, and nothing here is saved by Keras.
+        # Keras would save the variables in this list, but these need no saving.
         copy._variables.clear()
         fields = ("global_model", *self._slots, "iterations")
         self.State: Any = collections.namedtuple("OuterState", fields)  # type: ignore[misc]
@@ -205,12 +205,12 @@ class KerasSteps(_Step):
     """The step of any Keras optimizer on several weights, as a pure function.
 
     Args:
-        optimizer: gives the kind and its settings; it is left alone.
+        optimizer: gives the kind and its settings, and is not changed.
         weights: the variables that it trains, for their shapes, constraints and weight decay.
-        clip: whether the step clips gradients as the optimizer says. Where one step sees only some
-            of a model's weights, they must be clipped before.
-        told_rate: whether the caller puts the rate of a schedule into the state before each step,
-            since it counts other steps than this optimizer's.
+        clip: whether the step clips gradients as the optimizer is configured. If a step sees only
+            some of a model's weights, they must be clipped before.
+        told_rate: whether the caller writes the rate of a schedule into the state before each step,
+            since the schedule counts other steps than this optimizer's.
 
     Attributes:
         initial: values of the state before the first step: iterations, the learning rate unless
@@ -219,7 +219,7 @@ class KerasSteps(_Step):
         rate_index: the position of the learning rate in the state; None: it is not there.
 
     Raises:
-        ValueError: settings that reach beyond one step.
+        ValueError: settings that affect more than one step.
     """
 
     def __init__(
@@ -243,9 +243,9 @@ class KerasSteps(_Step):
         values = [_Value(v.numpy(), dtype=v.dtype, autocast=False, name=v.name) for v in weights]
         super().__init__(optimizer, config, values)
         copy = self._optimizer
-        if is_function:  # which Keras finds again only if it is registered
+        if is_function:  # Keras finds a function again only if it is registered
             copy._learning_rate = rate
-        # The config does not hold what `exclude_from_weight_decay` has set.
+        # The config lacks what `exclude_from_weight_decay` has set.
         copy._exclude_from_weight_decay = {
             id(value)
             for value, variable in zip(values, weights, strict=True)
@@ -267,10 +267,10 @@ class KerasSteps(_Step):
         )
         self._state += copy._made.slots if hasattr(copy, "_made") else []
         self.initial = [value.numpy() for value in self._state]
-        copy._variables.clear()  # nothing here is saved by Keras
+        copy._variables.clear()  # Keras saves nothing here
 
     def limit_memory(self, most: float, rate_factor: float) -> None:
-        """Makes momentum, or β₁, at most `most`, and steps so many times as long.
+        """Limits momentum, or β₁, to `most`, and multiplies the steps by `rate_factor`.
 
         Call it before the first step.
         """
@@ -301,7 +301,7 @@ class KerasSteps(_Step):
 
 
 def check_plain(optimizer: keras.optimizers.Optimizer) -> None:
-    """Refuses settings that reach beyond one step.
+    """Refuses settings that affect more than one step.
 
     Raises:
         ValueError: gradient accumulation, Keras' own average of the weights, or a loss scale.

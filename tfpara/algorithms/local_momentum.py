@@ -1,33 +1,33 @@
-"""The local momentum within a block, where the rule has a momentum of its own."""
+"""The local momentum within a block, if the rule has a momentum, too."""
 
 from __future__ import annotations
 
 from tfpara.algorithms.arithmetic import minimum, positive_part
 from tfpara.typing import Scalar
 
-_MEMORIES = 5.0  # of the local momentum in a block
-_WHOLE = 20.0  # steps of a block from which on all that momentum brings is restored
+_MEMORIES = 5.0  # the length of a block, in memories of the local momentum
+_WHOLE = 20.0  # from this number of steps in a block on, all movement of that momentum is restored
 
 
 def in_a_block(momentum: float, steps: Scalar, delayed: bool = False) -> tuple[Scalar, Scalar]:
-    """Returns the momentum for blocks of so many steps, and the factor of the learning rate.
+    """Returns the momentum for blocks of `steps` steps, and the factor of the learning rate.
 
-    Momentum m moves the weights on for about 1/(1 − m) steps, its memory. Where a block is not
-    much longer, its update contains what earlier blocks began, and the momentum of blocks repeats
-    that again: the two in a row are stable only at far smaller learning rates than either. So the
+    Momentum m moves the weights on for about 1/(1 − m) steps, its memory. If a block is not much
+    longer, its update contains what earlier blocks began, and the momentum of blocks repeats
+    that: the two together are stable only at far smaller learning rates than each alone. So the
     memory is shortened, to a fifth of the block, and steps become longer in return:
 
         m' = min(m, max(0, 1 − 5/τ));  rate' = max(1, c (1 − m') / (1 − m)) · rate
         c = min(1, max(½, τ/20))
 
     Adam's β₁ is such an m. Its average of gradients has weights that add up to one, whatever β₁ is,
-    and its rate stays.
+    so its rate stays.
 
     A gradient moves the weights of SGD by rate/(1 − m) in the end. The factor restores all of that
-    in blocks of 20 steps and more, and half of it in those of up to 10: with all of it the shortest
-    ones diverged at learning rates that one replica takes (docs/study.md). It is half in all blocks
-    where updates come late, since that acts as one momentum more. Blocks of 5/(1 − m) steps and
-    more change nothing.
+    movement in blocks of at least 20 steps, and half of it in blocks of up to 10 steps: with all of
+    it the shortest blocks diverged at learning rates that one replica tolerates (docs/study.md). It
+    is half in all blocks if updates come late, since that acts as one more momentum. Blocks of at
+    least 5/(1 − m) steps change nothing.
 
     Args:
         momentum: m of the optimizer, 0 ≤ m < 1.

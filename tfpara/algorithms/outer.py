@@ -41,7 +41,7 @@ _OPTIONS = {
 class Outer(Rule):
     """A Keras optimizer as the global step, on the pseudo-gradient.
 
-        G = W − w̄;  W ← optimizer step with the gradient G;  every replica goes on from W
+        G = W − w̄;  W ← optimizer step with the gradient G;  every replica continues from W
 
     with w̄ the (sample-weighted) mean of the local models. Many rules are of this form:
     SGD(1.0) is model averaging; SGD(ζ, momentum=η) classical block momentum; SGD(ζ, momentum=η,
@@ -50,22 +50,21 @@ class Outer(Rule):
     W ← W − ζ(G + ηb), by m = −ζb.
 
     A block that is closed after a share f of its minibatches takes the step with the gradient G/f,
-    and of the changes of weights, slots and count a share f (see `tfpara.algorithms`). So SGD does
-    what BMUF does.
+    and applies a share f of the changes of weights, slots and count (see `tfpara.algorithms`). So
+    SGD does what BMUF does.
 
-    A LearningRateSchedule is given the number of blocks so far, where a share f of a block counts
-    f, rounded to a whole number. `weight_decay` pulls all weights, biases among them, to 0
-    at each sync.
+    A LearningRateSchedule gets the number of blocks so far, rounded to a whole number; a share f of
+    a block counts f. `weight_decay` pulls all weights, biases among them, to 0 at each sync.
 
     Args:
-        keras_optimizer: any Keras optimizer whose step treats every weight by itself; it must be
-            new, and the rule takes its settings as they are now. Or a function that makes it, such
-            as `lambda: keras.optimizers.Adam(0.1)`. Several workers need a function, since making
-            an optimizer starts TensorFlow, which must know the cluster first. The function is
-            called, and the optimizer is checked, when the strategy is made.
+        keras_optimizer: a new Keras optimizer whose step treats every weight by itself; the rule
+            takes its present settings. Or a function that makes it, such as
+            `lambda: keras.optimizers.Adam(0.1)`. Several workers need a function, since making
+            an optimizer starts TensorFlow, which must know the cluster first. The strategy's
+            constructor calls the function, and checks the optimizer.
 
     Raises:
-        TypeError: `keras_optimizer` is no Keras optimizer.
+        TypeError: `keras_optimizer` is not a Keras optimizer.
         ValueError: its step is not element by element (Adafactor, Lamb, Muon, clipping by norm), or
             does not begin at the weights (Ftrl), or it does more than a step (use_ema,
             gradient_accumulation_steps, loss scaling).
@@ -108,7 +107,7 @@ class Outer(Rule):
         return f"Outer({_settings(self._optimizer)})"
 
     def resolve(self, num_replicas: int) -> Outer:
-        """Returns this rule, checked: nothing in it depends on the number of replicas."""
+        """Returns this rule, after checks: nothing in it depends on the number of replicas."""
         del num_replicas
         self._check_element_by_element()
         return self
@@ -145,7 +144,7 @@ class Outer(Rule):
         return step.State(*(np.asarray(v)[()] for v in after)) if in_numpy else after
 
     def _check_element_by_element(self) -> None:
-        """Raises ValueError unless two steps on three weights give what they give on each alone."""
+        """Raises ValueError unless steps on three weights together equal steps on each alone."""
         weights = np.array([0.5, -1.0, 2.0], np.float32)
         averages = weights + np.array([[1e-3, 0.2, -30.0], [-0.7, 0.1, 4.0]], np.float32)
 
@@ -168,7 +167,7 @@ class Outer(Rule):
             self._check_stays(weights)
 
     def _check_stays(self, weights: NDArray[np.float32]) -> None:
-        """Raises ValueError if a first step moves the weights where no replica has moved."""
+        """Raises ValueError if a first step moves the weights although no replica has moved."""
         moved = self.update(self.init(weights), weights, 2).global_model
         if not np.allclose(moved, weights, rtol=1e-5, atol=1e-9):
             raise ValueError(
@@ -181,17 +180,17 @@ class Outer(Rule):
 def DiLoCo(learning_rate: float = 0.7, momentum: float = 0.9) -> Outer:
     """DiLoCo's outer step: SGD with Nesterov momentum on the pseudo-gradient.
 
-        G = W − w̄;  b ← μb + G;  W ← W − lr (G + μb);  every replica goes on from W
+        G = W − w̄;  b ← μb + G;  W ← W − lr (G + μb);  every replica continues from W
 
-    The same as Nesterov BMUF with η = μ and ζ = lr. The authors' local optimizer is AdamW with its
-    state kept across syncs (`local_state="keep"`), and a period of about 500 steps.
+    This equals Nesterov BMUF with η = μ and ζ = lr. The authors' local optimizer is AdamW, whose
+    state is kept across syncs (`local_state="keep"`), with a period of about 500 steps.
 
     Args:
         learning_rate: lr > 0.
         momentum: μ, 0 ≤ μ < 1.
 
     Raises:
-        TypeError: a value that must be a number is none.
+        TypeError: a value is not a number.
         ValueError: a value outside its range.
 
     Source: Douillard et al., "DiLoCo: Distributed low-communication training of language models"
@@ -210,12 +209,12 @@ def DiLoCo(learning_rate: float = 0.7, momentum: float = 0.9) -> Outer:
 def SlowMo(slow_learning_rate: float = 1.0, slow_momentum: float = 0.7) -> Outer:
     """Slow momentum over blocks of local steps.
 
-        u ← βu + (W − w̄)/γ;  W ← W − αγu;  every replica goes on from W
+        u ← βu + (W − w̄)/γ;  W ← W − αγu;  every replica continues from W
 
-    with γ the local learning rate. Kept here as v = γu, in units of weights, v ← βv + (W − w̄),
-    W ← W − αv, so that the rule need not know γ. For a constant γ that is the same; where a
-    schedule changes γ between two syncs, the paper scales the older v by the ratio of the new rate
-    to the old one, and this rule does not. The average is exact, as in the paper's Local SGD form.
+    with γ the local learning rate. The state is v = γu, in units of weights, v ← βv + (W − w̄),
+    W ← W − αv, so that the rule need not know γ. For a constant γ that is the same; if a schedule
+    changes γ between two syncs, the paper scales the older v by the ratio of the new rate to the
+    old one, and this rule does not. The average is exact, as in the paper's Local SGD form.
     With α = ζ and β = η it is classical block momentum, `BMUF(η, ζ, nesterov=False)`.
 
     Args:
@@ -223,7 +222,7 @@ def SlowMo(slow_learning_rate: float = 1.0, slow_momentum: float = 0.7) -> Outer
         slow_momentum: β, 0 ≤ β < 1. The paper uses 0.4 to 0.8.
 
     Raises:
-        TypeError: a value that must be a number is none.
+        TypeError: a value is not a number.
         ValueError: a value outside its range.
 
     Source: Wang, Tantia, Ballas & Rabbat, "SlowMo: Improving communication-efficient distributed
@@ -294,7 +293,7 @@ def _check_options(optimizer: keras.optimizers.Optimizer) -> None:
 
 
 def _settings(optimizer: keras.optimizers.Optimizer) -> str:
-    """Returns the settings as text that is the same on every worker, for the fingerprint."""
+    """Returns the settings as a text that is the same on every worker, for the fingerprint."""
     config = optimizer.get_config()
     shown = []
     for key, value in config.items():

@@ -1,4 +1,4 @@
-"""The base classes of synchronisation rules and averages, from which users may derive their own."""
+"""The base classes of synchronisation rules and averages, from which users may derive others."""
 
 from __future__ import annotations
 
@@ -14,13 +14,12 @@ from tfpara.typing import Array, Scalar, State
 class Rule:
     """A synchronisation rule: the global step that a sync takes with the mean of the local models.
 
-    A rule of one's own is a frozen dataclass that derives from this and has `init` and `update`.
-    Both are plain arithmetic on flat arrays, element by element: they run on NumPy arrays where the
-    rule is checked, on TensorFlow tensors where models train, and on any part of the weights, since
-    each worker may keep a part of the state. The replicas go on with the global model, unless
-    `broadcast` or `restart` say otherwise. The defaults of the other methods are right for both
-    kinds of rules: those that overwrite the replicas, and those whose own `restart` leaves each
-    replica with weights of its own.
+    A user's rule is a frozen dataclass that derives from this class and has `init` and `update`.
+    Both are plain arithmetic on flat arrays, element by element: they run on NumPy arrays for
+    checks, on TensorFlow tensors in training, and on any part of the weights, since each worker may
+    keep a part of the state. The replicas continue with the global model, unless `broadcast` or
+    `restart` say otherwise. The defaults of the other methods suit both kinds of rules: those that
+    overwrite the replicas, and those whose `restart` leaves each replica different weights.
 
     Example:
         >>> import dataclasses
@@ -40,8 +39,8 @@ class Rule:
 
     Attributes:
         absent: values of fields that checkpoints of earlier versions of the rule lack, by name.
-        lasting: fields, numbers, that stay where a script sets some of the weights. A rule with
-            other numbers starts anew in all weights then, from the point that it would broadcast.
+        lasting: fields, which are numbers, that stay when a script sets some of the weights. If a
+            rule has other numbers, all its weights restart then, from the point to broadcast.
     """
 
     absent: ClassVar[Mapping[str, float]] = {}
@@ -51,7 +50,7 @@ class Rule:
         """Returns the rule for N replicas, checked, with defaults that depend on N filled in.
 
         Raises:
-            ValueError: a hyper-parameter is unstable for so many replicas.
+            ValueError: a hyper-parameter is unstable for N replicas.
         """
         del num_replicas
         return self
@@ -60,8 +59,8 @@ class Rule:
         """Returns the state of a run that starts at the flat vector `weights`.
 
         Returns:
-            A NamedTuple. Its field `global_model` is the global model; the others are of the shape
-            of the weights, too, or numbers.
+            A NamedTuple. Its field `global_model` is the global model; the other fields have the
+            shape of the weights, too, or are numbers.
         """
         raise NotImplementedError(f"{type(self).__name__} has no init(weights).")
 
@@ -69,10 +68,10 @@ class Rule:
         """Returns the state after the global step.
 
         Args:
-            state: as `init` or this function returned it.
+            state: a result of `init` or `update`.
             average: w̄, the sample-weighted mean of the local models.
             num_replicas: N.
-            share: f, 0 < f ≤ 1: the part of a whole block that this one was.
+            share: f, 0 < f ≤ 1: the part of a whole block that this block was.
         """
         raise NotImplementedError(
             f"{type(self).__name__} has no update(state, average, num_replicas, share=1.0)."
@@ -84,19 +83,19 @@ class Rule:
         return after.global_model
 
     def restart(self, local: Array, broadcast: Array) -> Array:
-        """Returns the weights that a replica goes on from: by default those that it received."""
+        """Returns the weights from which a replica continues: by default the received ones."""
         del local
         return broadcast
 
     def carry(self, state: State, former: Rule) -> State:
-        """Returns the state from which this rule goes on after a change of N in an elastic run.
+        """Returns the state from which this rule continues after a change of N in an elastic run.
 
         The point from which the replicas started the block must stay what `former.broadcast` gave,
-        since what they learn is measured from it. By default the state stays: right for rules of
-        which that point depends on no hyper-parameter that follows N.
+        since their progress is measured from it. By default the state stays, which suits rules
+        whose broadcast point depends on no hyper-parameter that follows N.
 
         Args:
-            state: after the last step of `former`.
+            state: the state after the last step of `former`.
             former: the same rule as `resolve` gave it for the former N.
         """
         del former
@@ -105,31 +104,31 @@ class Rule:
     def has_momentum(self) -> bool:
         """Returns whether the global step has a momentum of its own.
 
-        With `local_state="auto"` the momentum of local SGD is fitted to the block then: the two in
-        a row are stable only at far smaller learning rates than either.
+        With `local_state="auto"` the momentum of local SGD is then fitted to the block: the two
+        together are stable only at far smaller learning rates than each alone.
         """
         return False
 
     def measured_from(self, state: State, received: Array) -> Array:
-        """Returns the point that the mean of the replicas' differences from `received` is added to.
+        """Returns the point to which the mean of the differences from `received` is added.
 
-        With `compression=` only these differences travel. If the rule overwrites the replicas, they
-        started the block at `received`, which is the broadcast point after rounding. The
-        differences are then what they have learned since, and are added to the exact broadcast
-        point. Otherwise the replicas did not start at `received`, and their mean is `received` plus
-        the mean of the differences.
+        With `compression=` only these differences are sent. If the rule overwrites the replicas,
+        they started the block at `received`, which is the broadcast point after rounding. The
+        differences are then their progress, and are added to the exact broadcast point. Otherwise
+        the replicas did not start at `received`, and their mean is `received` plus the mean of the
+        differences.
         """
         return self.broadcast(state, state) if self.overwrites else received
 
     # A rule without such a method sets it to None; its syncs then cannot overlap training.
     def restart_delayed(self, local: Array, snapshot: Array, broadcast: Array) -> Array:
-        """Returns what `restart` does, for a replica that has trained on since the sync began.
+        """Returns what `restart` does, for a replica that has kept training since the sync began.
 
             w_i ← B + (w_i − s_i),  or  w_i ← w_i + (restart(s_i) − s_i)
 
         with B the broadcast point and s_i the replica's weights when the sync began. The first form
-        is for rules that overwrite the replicas: it keeps what a replica has learned since, and the
-        next sync measures that from B, too, so the rule's equations stay as they are. The second
+        is for rules that overwrite the replicas: it keeps the progress of a replica since then, and
+        the next sync measures that from B, too, so the rule's equations still hold. The second
         form is for other rules: the replica moves by what `restart` gives for its weights before
         the sync, only later. Source: Shen et al., "Faster distributed deep net training:
         computation and communication decoupled stochastic gradient descent" (CoCoD-SGD, 2019), for
@@ -141,14 +140,14 @@ class Rule:
 
     @property
     def overwrites(self) -> bool:
-        """Whether replicas go on from the broadcast point alone."""
+        """Whether replicas continue from the broadcast point alone."""
         return type(self).restart is Rule.restart
 
 
 class Average:
     """An average of the global model after each sync, which training never sees.
 
-    An average of one's own is a frozen dataclass that derives from this and has all three methods.
+    A user's average is a frozen dataclass that derives from this class and has all three methods.
     They work element by element, like those of a `Rule`.
     """
 
@@ -177,15 +176,15 @@ _SHARES = (1.0, 0.5, 1.0)
 
 
 def check_rule(rule: Rule, num_replicas: int) -> None:
-    """Tries a rule out on three weights, together and one by one.
+    """Tests a rule on three weights, together and one by one.
 
     Args:
         rule: the rule as `resolve` gives it.
-        num_replicas: the number of replicas that it is for.
+        num_replicas: the number of replicas for which the rule is resolved.
 
     Raises:
-        TypeError: it lacks a method or returns what is no state; the message says which.
-        ValueError: what it returns has other shapes, is not finite, or mixes the weights.
+        TypeError: it lacks a method or does not return a state; the message gives the cause.
+        ValueError: a result has another shape, is not finite, or mixes the weights.
     """
 
     def run(part: slice) -> list[NDArray[np.float32]]:
@@ -199,7 +198,7 @@ def check_rule(rule: Rule, num_replicas: int) -> None:
         found = []
         for mean, share in zip(_MEANS, _SHARES, strict=True):
             before = state
-            # A whole block leaves the argument out, so that its default is tried, too.
+            # For a whole block the argument is omitted, to test its default, too.
             shares = () if share == 1.0 else (np.float32(share),)
             after = rule.update(before, mean[part], num_replicas, *shares)
             state = _state(rule, "update", after, weights, before)
@@ -218,7 +217,7 @@ def check_rule(rule: Rule, num_replicas: int) -> None:
 
 
 def check_average(average: Average) -> None:
-    """Tries an average out on three weights, together and one by one; raises as `check_rule`.
+    """Tests an average on three weights, together and one by one; raises as `check_rule`.
 
     Args:
         average: the average.
@@ -267,7 +266,7 @@ def _state(
     weights: NDArray[np.float32],
     former: State = None,
 ) -> State:
-    """Returns the state that a method returned, or raises if its form is wrong."""
+    """Returns the state that a method returned; raises an error if its form is wrong."""
     if not (isinstance(state, tuple) and hasattr(state, "_fields")):
         raise TypeError(
             f"{given!r}: {method} returns {type(state).__name__}, and must return a NamedTuple of "

@@ -1,4 +1,4 @@
-"""Checkpoints of what the parameter servers hold, and going on from them."""
+"""Checkpoints of the parameter servers' state, and resuming from them."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ _SENTENCE = "the chief was asked to end, and has written a checkpoint; start all
 
 
 class AsyncCheckpoint(CheckpointBase):
-    """Writes checkpoints of an asynchronous run, goes on from the newest, and leaves on SIGTERM.
+    """Writes checkpoints of an asynchronous run, resumes from the newest, and handles SIGTERM.
 
     A checkpoint has the state of the parameter servers (weights, the optimizer's slots, averages,
-    counters, and how far each chunk of the epoch is), the frozen weights and the states of
-    callbacks. It is written at the end of each epoch, and within epochs if asked; workers pause
-    meanwhile, between two pushes. A program that is started again goes on there. It must have as
-    many parameter servers and chunks as before, and within an epoch the same minibatches, but may
+    counters, and the progress of each chunk of the epoch), the frozen weights and the states of
+    callbacks. It is written at the end of each epoch, and within epochs if requested; workers pause
+    meanwhile, between two pushes. A restarted program continues there. It must have as many
+    parameter servers and chunks as before, and within an epoch the same minibatches, but may
     have any number of workers. If that number changes, give `fit` the number of `chunks`, which
     otherwise depends on it. The workers' own state is not kept: their models (AsyncEASGD) begin
     with the servers', and their optimizers (all rules but ASGD) without momentum or moments.
 
-    On SIGTERM in the chief, or in a parameter server, a checkpoint is written and `Preempted` ends
-    the program with exit code 75, or TFPARA_RESTART_EXIT_CODE. No worker is needed for it, so that
-    all processes may get SIGTERM at once: all end with this code. A worker that alone gets SIGTERM
-    ends with it, too, and the others go on. SIGTERM again changes nothing. The callback runs after
-    all others, and so has what they have done.
+    On SIGTERM in the chief, or in a parameter server, the chief writes a checkpoint, and
+    `Preempted` ends the program with exit code 75, or TFPARA_RESTART_EXIT_CODE. No worker is needed
+    for that, so all processes may get SIGTERM at once: all end with this code. A single worker that
+    gets SIGTERM ends with it, too, and the others continue. A repeated SIGTERM changes nothing.
+    The callback runs after all others, so the checkpoint includes their work.
 
     Args:
         directory: folder of the checkpoints; nothing else may write there.
-        every_minutes: also writes one within an epoch after so many minutes. None: only at its end.
-        keep: how many checkpoints stay.
-        if_damaged: what to do if there are checkpoints but none is whole: "refuse", or "start" from
-            the beginning.
+        every_minutes: minutes between further checkpoints within an epoch. None: none within it.
+        keep: number of checkpoints that are kept.
+        if_damaged: what to do if there are checkpoints but all are damaged: "refuse", or "start"
+            from the beginning.
         data_plan: facts about the data and settings that a resumed run must share, by name.
 
     Raises:
@@ -50,7 +50,7 @@ class AsyncCheckpoint(CheckpointBase):
             use or damaged; later: it cannot be written to (the earlier checkpoints are intact).
     """
 
-    _checkpoints: ServerCheckpoints  # of the present `fit`
+    _checkpoints: ServerCheckpoints  # checkpoints of the present `fit`
 
     def __init__(
         self,
@@ -63,10 +63,9 @@ class AsyncCheckpoint(CheckpointBase):
     ) -> None:
         super().__init__(directory, every_minutes, keep, if_damaged)
         self._plan = dict(data_plan or {})
-        self._saved: tuple[int, int] = (0, 0)  # epoch and the servers' generation of the last one
+        # epoch, and the servers' generation, of the last checkpoint
+        self._saved: tuple[int, int] = (0, 0)
         self._former_handler: Callable[..., object] | int | None = None
-
-    # -- hooks -----------------------------------------------------------------------------------
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         if self._strategy.running is None:
@@ -91,7 +90,7 @@ class AsyncCheckpoint(CheckpointBase):
                 self._leave_if_asked()
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
-        # The last epoch's checkpoint has what other callbacks do in on_train_end.
+        # The last epoch's checkpoint includes what other callbacks do in on_train_end.
         if not self._running.is_over:
             self._save(epoch + 1)
             self._leave_if_asked()
@@ -112,8 +111,6 @@ class AsyncCheckpoint(CheckpointBase):
             self.model.distribute_strategy.answer_leaving(None)
         self._checkpoints.store.release()
 
-    # -- saving ----------------------------------------------------------------------------------
-
     @property
     def _running(self) -> Any:
         return self.model.distribute_strategy.running
@@ -123,7 +120,7 @@ class AsyncCheckpoint(CheckpointBase):
         return self.model.distribute_strategy.asked_to_end is not None
 
     def _save(self, epoch: int, *, within: bool = False, finished: bool = False) -> None:
-        self.model.distribute_strategy.write(self.model)  # what callbacks before this one have set
+        self.model.distribute_strategy.write(self.model)  # includes what earlier callbacks have set
         self._running.follow_rate()
         position = {"epoch": epoch, "within": within, "finished": finished}
         self._checkpoints.save(lambda: {**position, "order": self._running.order})
@@ -132,8 +129,6 @@ class AsyncCheckpoint(CheckpointBase):
     def _note_saved(self, epoch: int) -> None:
         self._saved_at = time.monotonic()
         self._saved = (epoch, self._running.server.generation)
-
-    # -- SIGTERM ---------------------------------------------------------------------------------
 
     def _terminate(self, number: int, frame: object) -> None:
         del number, frame

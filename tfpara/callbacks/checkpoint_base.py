@@ -1,4 +1,4 @@
-"""The base of the callbacks that write checkpoints, of either kind of run."""
+"""The base of the callbacks that write checkpoints, for both kinds of run."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from tfpara.whole_number import checked_whole
 class Preempted(SystemExit):
     """Raised after a program was asked to end and has written a checkpoint; ends the program.
 
-    The exit code is 75, unless another one was set. Where the program must not end the process, as
+    The exit code is 75, unless another one was set. If the program must not end the process, as
     in a train function of Ray, catch this exception around `fit` and return.
     """
 
 
 class CheckpointBase(Callback):
-    """Checks and keeps the arguments, goes on from the newest checkpoint, and ends the program.
+    """Checks and keeps the arguments, resumes from the newest checkpoint, and ends the program.
 
     Args:
         directory, every_minutes, keep, if_damaged, restart_exit_code: as of `Checkpoint`.
@@ -58,7 +58,7 @@ class CheckpointBase(Callback):
         return self._every_minutes is not None and minutes > self._every_minutes
 
     def _restore(self, checkpoints: Checkpoints) -> dict[str, Json] | None:
-        """Locks the directory and goes on from its newest checkpoint; returns its position."""
+        """Locks the directory and resumes from its newest checkpoint; returns its position."""
         checkpoints.lock()
         try:
             restored = checkpoints.restore(self._if_damaged)
@@ -91,7 +91,7 @@ def _resumed(
         directory: directory of the checkpoints.
         number: number of the checkpoint.
         position: its "epoch", from 0, its place within it, and whether training was "finished".
-        epochs: the epochs of this `fit`.
+        epochs: number of epochs of this `fit`.
     """
     done = position["epoch"]
     if not position["finished"] and done < epochs:

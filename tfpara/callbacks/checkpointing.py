@@ -1,4 +1,4 @@
-"""Checkpoints while `fit` runs, resuming, and stopping together."""
+"""Checkpoints while `fit` runs, resuming, and ending all workers together."""
 
 from __future__ import annotations
 
@@ -21,49 +21,52 @@ from tfpara.typing import Json, Logs
 from tfpara.whole_number import checked_whole
 
 _LEAVING = of_callback("Checkpoint")
-_ANSWERED = (Request.CHECKPOINT, Request.LEAVE)  # by Checkpoint; StopTogether answers STOP
+# requests for Checkpoint; StopTogether answers STOP
+_ANSWERED = (Request.CHECKPOINT, Request.LEAVE)
 
 
 class Checkpoint(CheckpointBase):
-    """Writes checkpoints, goes on from the newest one, and leaves in good order on SIGTERM.
+    """Writes checkpoints, resumes from the newest one, and ends the program in order on SIGTERM.
 
-    A checkpoint is written where each epoch ends, and at syncs within epochs if asked. `fit` of a
-    program that is started again goes on exactly where the newest checkpoint was taken: weights,
-    momentum, averages, slots, dropout, metrics, schedules, and the position in the data. That needs
-    data that are the same in every process: arrays, shuffled or not, those of
-    `strategy.datasets_by_epoch`, or a dataset whose order does not depend on the epoch; arrays and
-    such a dataset are read again up to the position.
+    A checkpoint is written at the end of each epoch, and at syncs within epochs if requested. In a
+    restarted program, `fit` continues exactly at the newest checkpoint: weights, momentum,
+    averages, slots, dropout, metrics, schedules, and the position in the data. The data must be the
+    same in every process: arrays, shuffled or not, those of `strategy.datasets_by_epoch`, or a
+    dataset whose order does not depend on the epoch. Arrays and such a dataset are read again up to
+    the position.
 
     On SIGTERM in any worker all workers agree on it at the next sync, write a checkpoint, and
-    raise `Preempted`, which ends the program with exit code 75; start it again to go on. SIGTERM
-    again, which some schedulers send, changes nothing. Where the training is stuck, so that a call
-    of TensorFlow does not return within the strategy's `timeout_seconds` after SIGTERM, the program
-    ends with the same code and without a checkpoint.
+    raise `Preempted`, which ends the program with exit code 75; restart it to continue. A repeated
+    SIGTERM, which some schedulers send, changes nothing. If a call of TensorFlow does not return
+    within the strategy's `timeout_seconds` after SIGTERM, the program ends with the same code and
+    without a checkpoint.
 
-    A directory holds the checkpoints of one call of `fit`. The callback runs after all others, and
-    so has what they have done. Within an epoch, checkpoints are possible where a sync ends an
+    A directory holds the checkpoints of one call of `fit`. The callback runs after all others, so a
+    checkpoint includes their work. Within an epoch, checkpoints are possible when a sync ends an
     execution of `steps_per_execution` steps.
 
     Args:
-        directory: of the checkpoints, shared by all workers; nothing else may write there.
-        every_syncs: also after so many syncs; None: not by number.
-        every_minutes: also after so much time, by the chief's clock; None: not by time.
-        keep: how many checkpoints stay.
-        if_damaged: what to do if there are checkpoints but none is whole: "refuse", or "start" from
-            the beginning.
+        directory: folder of the checkpoints, shared by all workers; nothing else may write there.
+        every_syncs: number of syncs between checkpoints within an epoch; None: no limit.
+        every_minutes: minutes between checkpoints within an epoch, by the chief's clock; None: no
+            limit.
+        keep: number of checkpoints that are kept.
+        if_damaged: what to do if there are checkpoints but all are damaged: "refuse", or "start"
+            from the beginning.
         may_change: keys of the strategy's `data_plan` that may differ from the interrupted run's,
             such as the number of epochs.
         restart_exit_code: from 1 to 255, in place of 75. None: TFPARA_RESTART_EXIT_CODE, or 75.
         termination_watcher: called once a second on each worker, in a thread, while `fit` runs:
-            returns whether this machine will go soon. It does what SIGTERM does, for clouds that
-            announce it otherwise, and where `fit` runs in a thread, in which signals are not heard.
+            returns whether this machine will soon end. A true result acts as SIGTERM does. For
+            clouds that announce the end otherwise, and for `fit` in a thread, which gets no
+            signals.
 
     Raises:
         ValueError: a value outside its range; at the start of `fit`, a model without a
             `PeriodicSyncStrategy`.
         tfpara.CheckpointError: on every worker, at the start of `fit`: the directory is another
-            run's, in use, damaged or not shared; later: a worker could not write (the checkpoints
-            before are intact).
+            run's, in use, damaged or not shared; later: a worker could not write (the earlier
+            checkpoints are intact).
     """
 
     def __init__(
@@ -84,12 +87,13 @@ class Checkpoint(CheckpointBase):
         self._every_syncs = every_syncs
         self._may_change = tuple(may_change)
         self._checkpoints: SyncCheckpoints | None = None
-        self._resumed: dict[str, Json] | None = None  # the position, until its epoch begins
+        # the restored position, until its epoch begins
+        self._resumed: dict[str, Json] | None = None
         self._saved: tuple[int, int] | None = None  # epoch and steps of the last checkpoint
         self._saved_syncs = 0
         self._watch = SyncWatch()
         self._in_epoch = False
-        self._ended = False  # whether the former `fit` with this callback has come to its end
+        self._ended = False  # whether the previous `fit` with this callback has ended
         self._epoch = 0
         # Minibatches of this epoch that an earlier process has trained: of all replicas, of each.
         self._first = 0
@@ -99,8 +103,6 @@ class Checkpoint(CheckpointBase):
         self._termination = Termination(self._exit_code, termination_watcher)
         self._asked = Request.NOTHING
 
-    # -- hooks -----------------------------------------------------------------------------------
-
     def on_train_begin(self, logs: Logs | None = None) -> None:
         strategy = self.model.distribute_strategy
         if not isinstance(strategy, PeriodicSyncStrategy):
@@ -109,7 +111,7 @@ class Checkpoint(CheckpointBase):
                 "model in its scope, or use keras.callbacks.BackupAndRestore, or in the fit of a "
                 "tfpara.AsyncStrategy tfpara.AsyncCheckpoint."
             )
-        self._stand_down()  # A loop of the user's own may have failed before.
+        self._stand_down()  # A custom training loop may have failed before.
         fit_call.at_end(self._stand_down)
         strategy.keep_record(self, store_at(self._directory, self._keep).append)
         ended, self._ended = self._ended, False
@@ -121,7 +123,7 @@ class Checkpoint(CheckpointBase):
             return
         checkpoints = SyncCheckpoints(self.model, self._directory, self._keep, self._may_change)
         if strategy.joining:
-            # It takes the others' state, and not that of a checkpoint.
+            # A joiner takes the others' state, not that of a checkpoint.
             self._checkpoints = checkpoints
             return
         position = self._restore(checkpoints)
@@ -134,7 +136,7 @@ class Checkpoint(CheckpointBase):
         self._saved = (position["epoch"], position["steps"])
         self._saved_syncs = checkpoints.synchronizer.agreement().syncs
         epochs = self.params.get("epochs", 1)
-        # `fit` begins at this epoch. Keras' BackupAndRestore sets it, too.
+        # `fit` begins at this epoch. Keras' BackupAndRestore sets the attribute, too.
         self.model._initial_epoch = epochs if position["finished"] else position["epoch"]
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
@@ -143,7 +145,7 @@ class Checkpoint(CheckpointBase):
         first = steps = 0
         if resumed is not None and resumed["epoch"] == epoch:
             first, steps = resumed["minibatches"], resumed["steps"]
-        if steps:  # Without steps, the metrics in the checkpoint are those of the epoch before.
+        if steps:  # Without steps, the checkpoint's metrics are those of the previous epoch.
             self._at_sync.restore_epoch()
         if self._saved is not None and epoch < self._saved[0]:
             raise ValueError(
@@ -170,7 +172,7 @@ class Checkpoint(CheckpointBase):
             self._act_on(agreement.request)
 
     def _is_due(self, agreement: Agreement) -> bool:
-        """Returns whether a checkpoint is to be written at a sync."""
+        """Returns whether a checkpoint must be written at a sync."""
         by_number = self._every_syncs and agreement.syncs - self._saved_syncs >= self._every_syncs
         return bool(by_number) or agreement.request in _ANSWERED
 
@@ -187,14 +189,12 @@ class Checkpoint(CheckpointBase):
             self._stand_down()
 
     def _stand_down(self) -> None:
-        """Clears what belongs to one call of `fit` when it ends; may be called more than once."""
+        """Clears the state of one call of `fit` when it ends; may be called more than once."""
         self._termination.stop()
         if self._checkpoints is not None:
             self._checkpoints.store.release()
         self._asked, self._resumed, self._in_epoch = Request.NOTHING, None, False
         self.model._initial_epoch = None
-
-    # -- saving ----------------------------------------------------------------------------------
 
     @property
     def _at_sync(self) -> SyncCheckpoints:
@@ -218,7 +218,7 @@ class Checkpoint(CheckpointBase):
         }
 
     def _save_at_boundary(self, finished: bool = False) -> None:
-        """Closes all blocks at the boundary of an epoch and saves, unless that is already saved."""
+        """Closes all blocks at the boundary of an epoch, and saves unless that state is saved."""
         self._ask()
         self.model.distribute_strategy.synchronize()
         request = self._at_sync.synchronizer.agreement().request
@@ -227,20 +227,20 @@ class Checkpoint(CheckpointBase):
         self._act_on(request)
 
     def _ask(self) -> None:
-        """Tells all workers once what this one wants: a checkpoint, or to leave."""
+        """Tells all workers once what this one requests: a checkpoint, or to leave."""
         strategy = self.model.distribute_strategy
         late = strategy.is_chief and self._is_late
         wish = Request.CHECKPOINT if late else Request.NOTHING
         if self._termination.asked and strategy.leave():
-            wish = Request.LEAVE  # of all
+            wish = Request.LEAVE  # all workers leave
         if wish > self._asked:
             strategy.request(wish)
             self._asked = wish
 
     def _leave_if_asked_meanwhile(self) -> None:
-        """Leaves where a worker was asked to end while the last checkpoint was written.
+        """Leaves if a worker was asked to end while the last checkpoint was written.
 
-        No sync comes after it that would tell the others.
+        No later sync would tell the others.
         """
         strategy = self.model.distribute_strategy
         if not strategy.members_change and any(
@@ -258,17 +258,17 @@ class Checkpoint(CheckpointBase):
                 how = f"exit code {self._exit_code}" if ends else f"fit raises {Preempted.__name__}"
                 self._say_end(how)
             self._stand_down()
-            self._termination.asked = False  # since the program leaves now
+            self._termination.asked = False  # the program leaves now
             raise Preempted(self._exit_code)
 
     def get_state(self) -> dict[str, Json]:
-        """Returns what a worker that joins an elastic run has to know."""
+        """Returns the facts that a worker that joins an elastic run needs."""
         if self._checkpoints is None:
-            return {}  # the run is still to go on from one
+            return {}  # the run has still to resume from a checkpoint
         return {**self._checkpoints.state(), "saved": self._saved, "saved_syncs": self._saved_syncs}
 
     def set_state(self, state: Mapping[str, Json]) -> None:
-        """Goes on as the other workers of an elastic run do."""
+        """Adopts the other workers' state in an elastic run."""
         self._at_sync.join(state)
         self._saved, self._saved_syncs = tuple(state["saved"]), state["saved_syncs"]
         self._listen()
@@ -276,5 +276,5 @@ class Checkpoint(CheckpointBase):
     def _listen(self) -> None:
         strategy = self.model.distribute_strategy
         if strategy.members_change and self._watcher is None:
-            return  # SIGTERM has a worker leave, with a Checkpoint or without
+            return  # on SIGTERM a worker leaves, with a Checkpoint or without
         self._termination.start(strategy.settings.timeout_seconds)

@@ -26,30 +26,30 @@ _LENGTH = of_callback("HeldOut")
 
 
 class HeldOut(Callback):
-    """Scores weights of the run on held-out data: after each epoch, and within epochs if asked.
+    """Scores weights of the run on held-out data: after each epoch, and within epochs if requested.
 
     The scores at the end of an epoch are added to its log on every worker: `NAME_loss` and so on,
     for each metric, for the first of `which`; `NAME_WHICH_loss` and so on for the others. This
     callback runs before those of Keras and of the user, which may read the scores.
 
-    Within an epoch the scores are taken at syncs, where all workers are at the same step. The
-    epoch's metrics, and the states that recurrent layers carry from batch to batch, go on as if
-    nothing had been scored. With a `tfpara.AsyncStrategy`, whose workers train on meanwhile, all
-    weights of a score are of one moment.
+    Within an epoch the weights are scored at syncs, when all workers are at the same step. The
+    epoch's metrics, and the states that recurrent layers carry from batch to batch, then continue
+    as if nothing had been scored. With a `tfpara.AsyncStrategy`, whose workers train on meanwhile,
+    all weights of a score are of one moment.
 
     Args:
         dataset: held-out data, in any form that `fit` takes as `validation_data`: a dataset, or a
             tuple (x, y) or (x, y, sample_weight) of arrays. Every worker gives the same whole data,
             which are divided among the workers.
         which: the weights to score: "global", "local" (each replica's own, on its part of the
-            data), an average's name, a list of these, or "all" there are.
+            data), an average's name, a list of these, or "all".
         name: prefix of the results.
-        times_per_epoch: how often in an epoch, its end included (paper 000 extracts four models);
-            above 1 the length of an epoch must be known.
-        steps_per_epoch: minibatches of a replica in an epoch; in an elastic run of one of those
-            with which it began. None: as Keras, or the data, know it.
+        times_per_epoch: number of scores in an epoch, with that at its end (paper 000 extracts four
+            models); above 1 the length of an epoch must be known.
+        steps_per_epoch: minibatches of a replica in an epoch; in an elastic run, of one of the
+            first replicas. None: as Keras, or the data, state it.
         csv: file that gets a row for each score: epoch (passes over the data so far, a fraction),
-            syncs, weights (one of `which`), and the metrics. When an interrupted run goes on, only
+            syncs, weights (one of `which`), and the metrics. When an interrupted run resumes, only
             the rows of the part that is trained again are removed. Written by the chief.
         log_dir: directory of TensorBoard's event files, whose steps are numbers of syncs. Written
             by the chief.
@@ -88,9 +88,9 @@ class HeldOut(Callback):
         self._scalars = Scalars(log_dir)
         self._epoch = 0
         self._steps_before = 0
-        self._done = 0  # scores of this epoch
-        self._length = 0  # steps of this epoch, where it is divided; in an elastic run its units
-        self._taken: int | None = None  # scores of this epoch before this worker came to the others
+        self._done = 0  # number of scores of this epoch
+        self._length = 0  # steps of an epoch with several scores; in an elastic run its units
+        self._taken: int | None = None  # number of scores of this epoch before this worker joined
         self._watch = SyncWatch()
 
     def set_model(self, model: keras.Model) -> None:
@@ -155,13 +155,13 @@ class HeldOut(Callback):
             logs.update({f"{prefix}_{key}": value for key, value in results[which].items()})
 
     def _length_of_all(self) -> int:
-        """Returns the steps of this epoch of the worker that has most; their data may differ.
+        """Returns the steps of this epoch on the worker with the most; their data may differ.
 
-        In an elastic run it is the units of the epoch, which all workers share.
+        In an elastic run it returns the units of the epoch, which all workers share.
         """
         strategy = self._strategy
         length = strategy.epoch_units.total(self._steps_per_epoch or self.params.get("steps"))
-        # Where members change, a worker that comes within an epoch is alone here.
+        # If members may change, a worker that joins within an epoch is alone here.
         lengths = [length] if strategy.members_change else strategy.everyones(length, _LENGTH)
         if not all(lengths):
             raise ValueError(
@@ -171,10 +171,10 @@ class HeldOut(Callback):
         return max(lengths)
 
     def _part(self, steps: int) -> float:
-        """Returns the part of an epoch that `steps` minibatches are.
+        """Returns which part of an epoch `steps` minibatches are.
 
-        In an elastic run, where workers take different numbers of steps, it is the part that is in
-        the model, which is the same on all workers where a sync ends.
+        In an elastic run, whose workers take different numbers of steps, it is the part that is in
+        the model, which is the same on all workers when a sync ends.
         """
         if not self._length:
             return 0.0
@@ -249,7 +249,6 @@ class _Table:
             self._rewrite(kept, list(rows[0]))
 
     def add(self, row: dict[str, Json]) -> None:
-        """Appends a row."""
         rows = self._rows()
         new = not rows
         if rows and list(rows[0]) != list(row):  # other metrics than before
@@ -276,7 +275,7 @@ class _Table:
 
 
 def _number(text: str | None) -> float:
-    """Returns the number that a cell holds; infinity where a killed run has left half a row."""
+    """Returns a cell's number; infinity for half a row, which a killed run has left."""
     try:
         return float(text or "inf")
     except ValueError:

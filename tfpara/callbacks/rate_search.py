@@ -26,12 +26,12 @@ class SearchRate(Schedule):
     """Deprecated: tries learning rates on a sample before each epoch, and takes the best.
 
     For every candidate the replicas start from the present model and train on the sample, each on
-    its part and without syncs. The candidate's score is the loss on the sample after that, over all
+    its part and without syncs. The candidate's score is the loss on the sample afterwards, over all
     replicas of all workers. Then weights, optimizer and random state are restored bit for bit. The
     lowest score wins; of equal scores the lower rate.
 
-    Source: You & Xu (2014), section 4.1, "ASGD-search", where it is done before each chunk of an
-    asynchronous run. `tfpara.ChunkRateSearch` does that; version 0.3 has it alone.
+    Source: You & Xu (2014), section 4.1, "ASGD-search", which searches before each chunk of an
+    asynchronous run. `tfpara.ChunkRateSearch` does that, and is the only one from version 0.3 on.
 
     Args:
         sample: minibatches to try on, a `tf.data.Dataset` (divided among the workers and replicas
@@ -44,8 +44,8 @@ class SearchRate(Schedule):
         verbose: 1: the chief prints a line for each choice; 0: none.
 
     Raises:
-        TypeError: the optimizer has a learning-rate schedule of its own; a sample of another kind.
-        ValueError: no candidate, one that is not positive, or all of them diverge.
+        TypeError: the optimizer has a learning-rate schedule; a sample of another kind.
+        ValueError: there is no candidate, a candidate is not positive, or all of them diverge.
     """
 
     order = fit_call.Order.RATE
@@ -67,12 +67,12 @@ class SearchRate(Schedule):
             stacklevel=2,
         )
         super().__init__("search_rate", verbose, sets_rate=True)
-        candidate_rates(1.0, factors if rates is None else rates)  # refuses bad ones now
+        candidate_rates(1.0, factors if rates is None else rates)  # refuses bad candidates now
         self._sample: Callable[[int], Data] = sample if callable(sample) else lambda _: sample
         self._factors = tuple(factors)
         self._rates = None if rates is None else tuple(rates)
         self._held_out = held_out
-        self._epoch = -1  # the epoch that is under way
+        self._epoch = -1  # the present epoch
         self._restored_epoch: int | None = None
         self._step: Callable[[Nest], None] | None = None
 
@@ -118,7 +118,7 @@ class SearchRate(Schedule):
         )
 
     def _losses(self, rates: Sequence[float], sample: Data) -> list[float]:
-        """Returns each candidate's loss, infinite where it diverges; leaves the model as it was."""
+        """Returns each candidate's loss, infinite if it diverges; restores the model."""
         model = self.model
         before = TrainingState(model, shared=False)  # nothing is synchronised meanwhile
         former = learning_rate(model)
@@ -130,7 +130,7 @@ class SearchRate(Schedule):
                 self._step = self._step or self._make_step()
                 for data in sample:
                     self._step(data)
-                # `evaluate`, which syncs, would fail where a replica has diverged.
+                # `evaluate`, which syncs, would fail if a replica has diverged.
                 diverged = Strategy.of(model).everyones(before.has_diverged(), _TRIED)
                 losses.append(math.inf if any(diverged) else evaluate(model, scored)["loss"])
             finally:
@@ -144,7 +144,7 @@ class SearchRate(Schedule):
         model, strategy = self.model, self.model.distribute_strategy
 
         def step(data: Nest) -> None:
-            # The `run` of the base class, since that of PeriodicSyncStrategy would count and sync.
+            # The base class's `run`: that of PeriodicSyncStrategy would count and sync.
             with strategy.scope():
                 tf.distribute.Strategy.run(strategy, skip_empty(model.train_step), (data,))
 

@@ -36,7 +36,7 @@ class Scalars:
         writer.flush()
 
     def write_histogram(self, step: int, name: str, values: Array, counts: Array) -> None:
-        """Writes the distribution of a step: how often each of `values` has occurred."""
+        """Writes a distribution at a step: how often each of `values` has occurred."""
         if self._directory is None:
             return
         writer = self._made()

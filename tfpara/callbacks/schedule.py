@@ -1,8 +1,7 @@
 """Keras callbacks for schedules of the position in the run, and the base of all such callbacks.
 
-Every decision is a function of the epoch's log and the position in the run, which all workers
-share, so that they decide alike. What a schedule remembers is saved with the strategy's
-checkpoints.
+Every decision is a function of the epoch's log and the position in the run, which are the same on
+all workers, so all decide alike. The state of a schedule is saved with the strategy's checkpoints.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ class Schedule(Callback):
         return {"learning_rate": learning_rate(self.model)} if self._sets_rate else {}
 
     def set_state(self, state: Mapping[str, Json]) -> None:
-        """Goes on from a saved state; its learning rate is set when the next epoch begins."""
+        """Continues from a saved state; its learning rate is set when the next epoch begins."""
         self._restored_rate = state.get("learning_rate")
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
@@ -72,9 +71,9 @@ class LearningRate(Schedule):
 
     Args:
         schedule: position in epochs → rate: `tfpara.schedules.Exponential`, `Hand`, `Piecewise`, or
-            any function; or rates by the position from which on each holds, `{0: 0.1, 2: 0.01}`.
-        steps_per_epoch: minibatches of a replica in an epoch; in an elastic run of one of those
-            with which it began. If given, the rate is set before every execution of
+            any function; or rates by the position from which each holds, `{0: 0.1, 2: 0.01}`.
+        steps_per_epoch: minibatches of a replica in an epoch; in an elastic run, of one of the
+            first replicas. If given, the rate is set before every execution of
             `steps_per_execution` minibatches. None: when each epoch begins.
         verbose: 1: the chief prints a line when an epoch begins with another rate; 0: none.
 
@@ -82,8 +81,7 @@ class LearningRate(Schedule):
     than others.
 
     Raises:
-        TypeError: the optimizer has a learning-rate schedule of its own, or `schedule` is none of
-            these.
+        TypeError: the optimizer has a learning-rate schedule, or `schedule` has another type.
         ValueError: `steps_per_epoch` below 1, or a schedule that gives no finite rate ≥ 0.
     """
 
@@ -110,11 +108,12 @@ class LearningRate(Schedule):
             )
         self._steps = steps_per_epoch
         self._epoch = -1
-        self._before = 0  # minibatches of the epoch before this `fit`, if it resumes inside one
+        # minibatches of the epoch before this `fit`, if it resumes inside an epoch
+        self._before = 0
         self._done = 0  # all minibatches of the epoch so far
         self._restored: tuple[int, int] | None = None
         self._rate: float | None = None
-        self._units = 1  # of this epoch
+        self._units = 1  # units of this epoch
 
     def get_state(self) -> dict[str, Json]:
         return {"epoch": self._epoch, "steps": self._done}
@@ -126,7 +125,7 @@ class LearningRate(Schedule):
         restored, self._restored = self._restored, None
         self._epoch = epoch
         self._done = restored[1] if restored and restored[0] == epoch else 0
-        # Keras counts batches from where it resumes, AsyncStrategy from the start of the epoch.
+        # Keras counts batches from the resumed one, AsyncStrategy from the start of the epoch.
         is_async = self._strategy.running is not None
         self._before = 0 if is_async else self._done
         if self._steps:
@@ -150,7 +149,7 @@ class LearningRate(Schedule):
     def _share(self, done: int) -> float:
         """Returns which share of the epoch `done` minibatches are, at most 1.
 
-        In an elastic run, where workers take different numbers of steps, it is the share that all
+        In an elastic run, whose workers take different numbers of steps, it is the share that all
         have trained together.
         """
         if not self._steps:
@@ -170,21 +169,21 @@ class LearningRate(Schedule):
 
 
 class SyncPeriod(Schedule):
-    """Changes the strategy's sync period where epochs begin: `SyncPeriod({0: 1, 2: 20, 4: 80})`.
+    """Changes the strategy's sync period when epochs begin: `SyncPeriod({0: 1, 2: 20, 4: 80})`.
 
     Frequent syncs first, while the replicas' models move fast, and rare syncs later are called
     post-local SGD (Lin et al., "Don't use large mini-batches, use local SGD", 2020).
 
     Args:
-        periods: the periods, τ ≥ 1 minibatches, by the epoch from which on each holds; epoch 0 must
-            be there. Or a function of the epoch, such as `tfpara.schedules.Quadratic`. Or a
-            `tfpara.schedules.AdaComm`, which goes by the epochs' training losses.
+        periods: the periods, τ ≥ 1 minibatches, by the epoch from which each holds; epoch 0 is
+            required. Or a function of the epoch, such as `tfpara.schedules.Quadratic`. Or a
+            `tfpara.schedules.AdaComm`, which follows the epochs' training losses.
         verbose: 1: the chief prints a line for each change; 0: none.
 
     The log gets "sync_period".
 
     Raises:
-        TypeError: the model's strategy has no sync period, or `periods` is none of these.
+        TypeError: the model's strategy has no sync period, or `periods` has another type.
         ValueError: an epoch or period that is not a whole number in its range.
     """
 
@@ -265,7 +264,7 @@ def close_block(model: keras.Model) -> None:
 
 
 def learning_rate(model: keras.Model) -> float:
-    """Returns the rate that the model's optimizer has now."""
+    """Returns the present rate of the model's optimizer."""
     return float(keras.ops.convert_to_numpy(model.optimizer.learning_rate))
 
 

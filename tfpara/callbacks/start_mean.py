@@ -15,10 +15,9 @@ from tfpara.typing import Data, Json, Logs
 class StartMean(Callback):
     """Turns the running average into a mean, once its loss on held-out data is below the model's.
 
-    After every `every_chunks` chunks the chief takes the server's model and its average of that
+    After every `every_chunks` chunks the chief reads the server's model and its average at one
     moment, and compares their losses, while the workers train on. Once the average's loss is lower,
-    the average goes on as the mean (`tfpara.algorithms.RunningThenMean`), and nothing is scored any
-    more.
+    the average continues as the mean (`tfpara.algorithms.RunningThenMean`), and scoring ends.
 
     Args:
         dataset: held-out data, in any form that `fit` takes as `validation_data`.
@@ -27,7 +26,7 @@ class StartMean(Callback):
 
     Raises:
         ValueError: `every_chunks` below 1; at the start of `fit`, the run has no `RunningThenMean`
-            under the name "average". (The rule AveragedASGD makes one.)
+            named "average". (The rule AveragedASGD makes one.)
 
     Source: paper 002, section 2.3.
     """

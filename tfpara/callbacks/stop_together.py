@@ -1,4 +1,4 @@
-"""A callback by which all workers stop if one wants to."""
+"""A callback that stops all workers if one worker stops."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _WISHES = of_callback("StopTogether")
 class StopTogether(Callback):
     """Stops all workers if one wants to stop, at the next sync or the end of the epoch.
 
-    It is for callbacks that set `model.stop_training` on one worker alone, for a reason that the
-    others do not see. Without it the others would wait for that worker. It runs after all other
+    It serves callbacks that set `model.stop_training` on one worker alone, for a reason that other
+    workers do not see. Without it the others would wait for that worker. It runs after all other
     callbacks.
     """
 
@@ -26,7 +26,7 @@ class StopTogether(Callback):
     def __init__(self) -> None:
         super().__init__()
         self._watch = SyncWatch()
-        self._asked = False  # since the last answer
+        self._asked = False  # whether this worker has asked since the last answer
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         if not isinstance(self.model.distribute_strategy, PeriodicSyncStrategy):
@@ -38,7 +38,7 @@ class StopTogether(Callback):
         fit_call.at_end(self._withdraw)
 
     def _withdraw(self) -> None:
-        """Takes back the wish to stop if `fit` has failed, so that the next `fit` does not stop."""
+        """Withdraws the request to stop if `fit` has failed, for the sake of the next `fit`."""
         if self._asked:
             self._asked = False
             self.model.distribute_strategy.answered(Request.STOP)

@@ -14,7 +14,7 @@ from tfpara.typing import Data, Json, Logs, State
 
 
 class _ByScores(Schedule):
-    """A schedule with a rule on scores, whose state it keeps as `_state`."""
+    """A schedule with a rule on scores, whose state is kept in `_state`."""
 
     _state: State
 
@@ -41,9 +41,9 @@ class Newbob(_ByScores):
     log in the same way.
 
     Args:
-        validation: held-out data in any form that `HeldOut` takes. Or the name of an entry that the
-            epoch's log has already, such as "validation_loss" of a `HeldOut` before this callback;
-            `metric`, `which` and `name` are then used for scoring `initial` only.
+        validation: held-out data in any form that `HeldOut` takes. Or the name of an existing entry
+            of the epoch's log, such as "validation_loss" of a `HeldOut` before this callback; then
+            `metric`, `which` and `name` only apply to scoring `initial`.
         metric: "loss" or the name of a compiled metric.
         rule: the thresholds. None: `NewbobRule.cross_entropy()` for a loss and
             `NewbobRule.accuracy()` for an accuracy.
@@ -55,14 +55,14 @@ class Newbob(_ByScores):
             same name. None: there is no first score.
         verbose: 1: the chief prints a line for each change; 0: none.
 
-    With ``reject_worse`` in the rule, an epoch that has not made the score better is given up.
-    Everything but the learning rate goes back, on every replica, to what it was when the epoch
-    began: weights, statistics, random states, the optimizer with its counts of steps, the global
-    model, block momentum and averages. (Training that was resumed in the middle of an epoch goes
-    back to that place; a worker that came within it, in an elastic run, to where it then begins.)
+    With ``reject_worse`` in the rule, an epoch without a better score is discarded. Everything but
+    the learning rate returns, on every replica, to its value at the start of the epoch: weights,
+    statistics, random states, the optimizer with its counts of steps, the global model, block
+    momentum and averages. (If training was resumed in the middle of the epoch, or the worker joined
+    an elastic run within it, everything returns to that point instead.)
 
     Raises:
-        TypeError: the optimizer has a learning-rate schedule of its own.
+        TypeError: the optimizer has a learning-rate schedule.
         ValueError: there is no `rule`, and the score is neither a loss nor an accuracy; or the log
             has no such score, or it is not finite.
     """
@@ -142,8 +142,8 @@ class Newbob(_ByScores):
 class OverfittingGuard(_ByScores):
     """Stops training when the gap between training and validation error has opened.
 
-    `tfpara.schedules.OverfittingRule` has the rule. `HeldOut` runs before this callback by itself.
-    If `Newbob` or a callback of your own scores the validation data, put this callback after it.
+    `tfpara.schedules.OverfittingRule` is the rule. `HeldOut` always runs before this callback.
+    If `Newbob` or another callback scores the validation data, put this callback after it.
 
     Args:
         training: entry of the epoch's log for the training data. "accuracy" and the like are means
@@ -156,8 +156,8 @@ class OverfittingGuard(_ByScores):
     Of entries whose names end in "accuracy" the error is 1 − accuracy; other entries are errors.
 
     Raises:
-        ValueError: one entry is an accuracy and the other is not; the log has no such entry, or it
-            is not finite.
+        ValueError: one entry is an accuracy and the other is not; an entry is missing or not
+            finite.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Finding the batches of `fit` after which all workers are at the same step."""
+"""The search for the batches of `fit` after which all workers are at the same step."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from tfpara.sync.one_sync.synchronizer import Synchronizer
 
 
 class SyncWatch:
-    """Finds the batches after which a sync has just been.
+    """Finds the batches that end with a sync.
 
-    A callback calls `begin` where an epoch begins and `after_batch` where a batch ends. Counting
-    in Python spares a look at the synchronizer's variables, which waits for the step, in between.
+    A callback calls `begin` when an epoch begins and `after_batch` when a batch ends. Between syncs
+    it counts in Python, since reading the synchronizer's variables would wait for the step.
     """
 
     def __init__(self) -> None:
         self._anchor = 0  # steps of the epoch at the last sync
         self._closed = 0
-        self._syncs = 0  # at the last look, where blocks differ
+        self._syncs = 0  # number of syncs at the last check, if blocks have different lengths
 
     def begin(self, model: keras.Model) -> None:
-        """An epoch begins: its blocks are counted from here."""
+        """Notes that an epoch begins, from which its blocks are counted."""
         self._anchor = 0
         strategy = model.distribute_strategy
         self._closed = strategy.blocks_closed
@@ -33,20 +33,20 @@ class SyncWatch:
     def after_batch(
         self, model: keras.Model, batch: int, needed: Callable[[Agreement], bool]
     ) -> Agreement | None:
-        """Returns what all workers know alike if this batch ended with a sync of all; else None.
+        """Returns the agreement of all workers if this batch ended with a sync of all; else None.
 
         Args:
-            model: the one that is trained.
+            model: the model that is trained.
             batch: number of the last step in this epoch, as Keras counts it.
-            needed: whether there is something to do at such a sync, judged by what is known so
-                far, alike on all workers. An overlapped sync is waited for only then.
+            needed: whether such a sync requires an action, judged by facts known so far, which are
+                the same on all workers. Only then does it wait for an overlapped sync.
         """
         strategy = model.distribute_strategy
         if strategy.blocks_differ:
             return self._after_any(strategy.synchronizer_of(model), needed)
         steps, period = batch + 1, strategy.sync_period
         if strategy.blocks_closed != self._closed:
-            # Python code on all workers has closed a block, here or after the batch before.
+            # Python code on all workers has closed a block, here or after the previous batch.
             self._closed = strategy.blocks_closed
             self._anchor = steps - 1
         elif period is None or steps - self._anchor < period:
@@ -64,7 +64,7 @@ class SyncWatch:
     def _after_any(
         self, synchronizer: Synchronizer, needed: Callable[[Agreement], bool]
     ) -> Agreement | None:
-        """As `after_batch`, where blocks are of any length: some carry steps over a change."""
+        """As `after_batch`, for blocks of any length; some continue after a change of members."""
         agreement = synchronizer.agreement()
         new, self._syncs = agreement.syncs != self._syncs, agreement.syncs
         closed = new and not agreement.block_open and agreement.all_running

@@ -31,13 +31,13 @@ class Telemetry(Clock):
       pushes' staleness; `staleness_max`, the largest so far (255 stands for 255 or more). The whole
       distribution is a histogram in `log_dir`.
 
-    The chief writes these and everything else in the epoch's log to `log_dir`.
-    It runs before other callbacks, so that its clock stops before they work.
+    The chief writes these and everything else in the epoch's log to `log_dir`. The callback runs
+    before others, so that its clock stops before they work.
 
     Args:
         log_dir: directory of the event files. None: only the epoch's log.
         samples_per_epoch: samples of an epoch, of all replicas. None: the strategy counts them.
-            TensorFlow's own strategies do not count; without a number there is no speed then.
+            TensorFlow's own strategies do not count, so they need it for a speed.
     """
 
     def __init__(

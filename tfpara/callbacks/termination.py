@@ -1,4 +1,4 @@
-"""Requests to end the program while `fit` runs, by SIGTERM or a function of the user's."""
+"""Requests to end the program while `fit` runs, by SIGTERM or a user's function."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from tfpara.cluster import parent
 
 _WATCH_SECONDS = 1.0
 _log = logging.getLogger(__name__)
-_LOOKS = 10  # at the main thread, in the time that a call may last
+_LOOKS = 10  # number of checks of the main thread within the longest duration of a call
 
 
 class Termination:
     """Listens to SIGTERM, between `start` and `stop`, for a callback.
 
-    It notes the request in `asked`, and the callback acts on it where all workers are at the same
-    step. Where the main thread is stuck in a call of TensorFlow for `patience_seconds` after
-    SIGTERM, the program ends at once with the same exit code.
+    It notes the request in `asked`; the callback acts on it when all workers are at the same step.
+    If the main thread is stuck in a TensorFlow call for `patience_seconds` after SIGTERM, the
+    program ends at once with the same exit code.
 
     Args:
-        exit_code: the exit code of a program that is to be started again.
-        watcher: called once a second, in a thread; returns whether the machine will go soon.
+        exit_code: the exit code that asks for a restart.
+        watcher: called once a second, in a thread; returns whether the machine will soon end.
 
     Attributes:
-        asked: whether SIGTERM has come, or the watcher has said so.
+        asked: whether SIGTERM has come, or the watcher has returned true.
     """
 
     def __init__(self, exit_code: int, watcher: Callable[[], bool] | None = None) -> None:
@@ -44,10 +44,10 @@ class Termination:
         self._stopped.set()
 
     def start(self, patience_seconds: float) -> None:
-        """Begins to listen. Signals are heard only if this is called in the main thread.
+        """Begins to listen. Signals are received only if the main thread calls this.
 
         Args:
-            patience_seconds: how long one call of TensorFlow may last after SIGTERM.
+            patience_seconds: how long one TensorFlow call may last after SIGTERM.
         """
         self.stop()
         if self._watcher is not None:
@@ -89,16 +89,16 @@ class Termination:
         if signal.getsignal(signal.SIGTERM) == self._note:
             signal.signal(signal.SIGTERM, self._former)
         present = signal.set_wakeup_fd(self._former_fd)
-        if present != self._writer.fileno():  # other code has set one since
+        if present != self._writer.fileno():  # other code has set another one
             signal.set_wakeup_fd(present)
-        self._writer.close()  # which ends the thread
+        self._writer.close()  # ends the thread
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         del number, frame
         self.asked = True
 
     def _ask(self, watcher: Callable[[], bool], unwatched: threading.Event) -> None:
-        """Calls the watcher until it returns that the machine will go."""
+        """Calls the watcher until it returns true."""
         failed = False
         while not unwatched.is_set() and not self.asked:
             try:

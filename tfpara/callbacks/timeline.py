@@ -1,7 +1,7 @@
-"""Timelines for chrome://tracing and Perfetto, made of the records of TensorFlow's profiler.
+"""Timelines for chrome://tracing and Perfetto, from the recordings of TensorFlow's profiler.
 
-It records every operation with its name, time and duration. The operations of a sync carry the
-name of their phase (`tfpara.sync.one_sync.weight_exchange.phase`), and `STEP` marks a step.
+The profiler records every operation with its name, time and duration. The operations of a sync have
+the name of their phase (`tfpara.sync.one_sync.weight_exchange.phase`), and `STEP` marks a step.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ STEP = "tfpara_step"
 # The phases in the order in which a block and its sync run them: a worker's rows in the timeline.
 PHASES = ("step", "check", "wait", "pack", "reduce", "rule", "unpack")
 # The phase of an operation is that of the innermost scope. Constants, sends and receives do not
-# count: their scope says where the graph was built, and not what the operation is part of.
+# count: their scope tells where the graph was built, not to which phase the operation belongs.
 _PHASE = re.compile(
     rf"(?:.*/)?sync/({'|'.join(PHASES[1:])})(?:_\d+)?/(?!.*:(?:Const|_Send|_Recv)$)"
 )
 
 
-# The operations after a collective may run on its thread, inside the collective's own event. The
-# collective itself is over where the event of this name begins.
+# Operations after a collective may run on its thread, inside the collective's own event. The
+# collective itself ends when the event of this name begins.
 _OVER = "CollectiveExecutor::ExecuteAsync::Done"
 
 
 class Span(NamedTuple):
     """A phase from `began` to `ended`, in nanoseconds since the epoch.
 
-    number: for a step, its minibatch as the worker counts them; for other phases, how many
-    operations the span has.
+    number: for a step, its minibatch as the worker counts them; for other phases, the number of
+    operations in the span.
     """
 
     phase: str
@@ -46,13 +46,12 @@ class Span(NamedTuple):
 
 
 def spans(recorded: xplane_pb2.XSpace) -> list[Span]:
-    """Returns the steps and phases of one worker, sorted by the time at which they began.
+    """Returns the steps and phases of one worker, sorted by their beginning.
 
-    Operations of one phase are joined to one span, unless another phase or step begins between two
-    of them.
+    Operations of one phase form one span, unless another phase or step begins between two of them.
 
     Raises:
-        ValueError: the recording has no step, so its clock cannot be told.
+        ValueError: the recording has no step, so its clock is unknown.
     """
     steps: list[Span] = []
     operations: list[Span] = []
@@ -107,7 +106,7 @@ def read(directory: Path) -> xplane_pb2.XSpace:
     """Returns the profiler's newest recording in its log directory.
 
     Raises:
-        FileNotFoundError: there is none.
+        FileNotFoundError: there is no recording.
     """
     files = sorted(directory.glob("plugins/profile/*/*.xplane.pb"), key=lambda p: p.parent.name)
     if not files:

@@ -19,7 +19,7 @@ from tfpara.sync.keras import hooks
 from tfpara.typing import Logs
 from tfpara.whole_number import checked_whole
 
-# Steps before and after the end of the second sync that are recorded. (The first sync compiles.)
+# Recorded steps before and after the end of the second sync. (The first sync compiles.)
 _BEFORE, _AFTER = 20, 5
 
 
@@ -31,26 +31,26 @@ class Trace(Callback):
 
     * step: minibatches, as Keras runs them, syncs included;
     * check: whether the weights are finite, at a sync; wait: for the other workers;
-    * pack: the weights into buckets; reduce: their travel;
-    * rule: the rule and the averages; unpack: the weights written back.
+    * pack: the weights into buckets; reduce: their exchange;
+    * rule: the rule and the averages; unpack: the weights from the buckets.
 
     Workers on several machines are aligned by their clocks. `log_dir/worker-K` has all operations
     that the profiler recorded, for TensorBoard's profile plugin.
 
-    The recorded steps are slower by some percent; the others are not. One recording is made in each
-    `fit`. All workers must have this callback.
+    The recorded steps are slower by some percent; the others are not. Each `fit` makes one
+    recording. All workers must have this callback.
 
     Args:
-        log_dir: the folder; made if its parent is there.
-        steps: first and last step to record, counted by each worker from 0 where `fit` begins.
-            None: up to 20 before the end of the second sync and 5 after it; 10 to 29 where
-            nothing is synchronised.
+        log_dir: the folder; created if its parent exists.
+        steps: first and last step to record, counted by each worker from 0 at the start of `fit`.
+            None: up to 20 before the end of the second sync and 5 after it; 10 to 29 without
+            syncs.
 
     Raises:
-        ValueError: `steps` is not a first and a last one.
-        FileNotFoundError: the folder's parent is not there.
+        ValueError: `steps` is not a first and a last step.
+        FileNotFoundError: the folder's parent does not exist.
         NotADirectoryError: there is a file of that name.
-        PermissionError: the folder, or its parent, may not be written.
+        PermissionError: the folder, or its parent, is not writable.
     """
 
     order = fit_call.Order.CLOCK
@@ -81,7 +81,7 @@ class Trace(Callback):
         if not self._recording and self._spans is None and step >= self._first:
             self._start()
         if self._recording:
-            # The profiler has a clock of its own; `clock_ns` relates it to that of the machine.
+            # The profiler has a separate clock; `clock_ns` relates it to that of the machine.
             self._mark = tf.profiler.experimental.Trace(
                 timeline.STEP, step=step, clock_ns=time.time_ns()
             )

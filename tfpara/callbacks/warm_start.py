@@ -1,4 +1,4 @@
-"""A callback for first epochs like those of a single replica, from whose model all then start."""
+"""A callback that trains first epochs as one replica would, and then starts all from that model."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class WarmStart(Schedule):
 
     In Li et al. (2017), section 3.1, every parallel run starts from the model of one epoch of
     single-replica SGD. Here every replica trains in these epochs on the data of a run with one
-    replica, the same for all, without syncs. At the end of each such epoch all replicas go on from
-    the weights and batch-norm statistics of replica 0 (dropout makes the others differ). Block
+    replica, the same for all, without syncs. At the end of each such epoch all replicas continue
+    from the weights and batch-norm statistics of replica 0 (dropout makes the others differ). Block
     momentum and averages begin there, and the optimizers' slots stay.
 
-    The function that makes the data asks which part of them to read, and repeats each minibatch for
+    The function that makes the data must ask which part to read, and repeat each minibatch for
     every replica of the worker:
 
         warm = WarmStart()
@@ -35,8 +35,8 @@ class WarmStart(Schedule):
             return warm.to_every_replica(strategy, epoch, dataset)
 
     Args:
-        epochs: the number of such epochs, ≥ 0.
-        verbose: 1: the chief prints a line when it ends; 0: none.
+        epochs: number of such epochs, ≥ 0.
+        verbose: 1: the chief prints a line when they end; 0: none.
 
     Raises:
         TypeError: the model has several replicas, or asynchronous workers, but its strategy is not
@@ -50,15 +50,15 @@ class WarmStart(Schedule):
     def __init__(self, epochs: int = 1, verbose: int = 1) -> None:
         super().__init__("warm_start", verbose, sets_rate=False)
         self._epochs = checked_whole("epochs", epochs, at_least=0)
-        self._alone = False  # whether the replicas train on their own now
-        self._asked = False  # whether what makes the data has asked for its part
+        self._alone = False  # whether each replica trains alone now
+        self._asked = False  # whether the function that makes the data has asked for its part
         self._period: int | None = None  # the strategy's sync period after these epochs
 
     def replicas(self, strategy: Strategy | None, epoch: int) -> tuple[int, list[int]]:
         """Returns how many replicas share an epoch's data, and for which of them this worker reads.
 
         Args:
-            strategy: tfpara's, or None in a run without one.
+            strategy: a strategy of tfpara, or None in a run without one.
             epoch: number of the epoch, from 0.
         """
         self._asked = True
@@ -69,7 +69,7 @@ class WarmStart(Schedule):
     def to_every_replica(
         self, strategy: Strategy | None, epoch: int, dataset: tf.data.Dataset
     ) -> tf.data.Dataset:
-        """Returns `dataset`, in warm epochs with each minibatch once for each local replica."""
+        """Returns `dataset`; in warm epochs it repeats each minibatch for each local replica."""
         count = 1 if strategy is None else len(strategy.local_replica_ids)
         if count == 1 or epoch >= self._epochs:
             return dataset
@@ -88,8 +88,8 @@ class WarmStart(Schedule):
         return {"sync_period": self._period}
 
     def set_state(self, state: Mapping[str, Json]) -> None:
-        # In a run that is resumed in a warm epoch, the strategy has no sync period, so the period
-        # for later epochs is kept here.
+        # A run that is resumed in a warm epoch has no sync period then, so the period for later
+        # epochs is kept here.
         self._period = state["sync_period"]
 
     def set_model(self, model: keras.Model) -> None:

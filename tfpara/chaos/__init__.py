@@ -1,4 +1,4 @@
-"""The program `tfpara-chaos`, which makes faults in a run and says what each has cost."""
+"""The program `tfpara-chaos`, which injects faults into a run and reports the cost of each."""
 
 from tfpara.chaos.command import main
 

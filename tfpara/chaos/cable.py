@@ -1,9 +1,9 @@
-"""A cut between one process and the others of a run, on the sockets that they have.
+"""A cut between one process and the others of a run, on their sockets.
 
-The kernel drops what arrives at a socket that has a filter which takes nothing (socket(7),
-SO_ATTACH_FILTER), so the sender gets no acknowledgement and sends again, as on a cut cable. A
-process may have the sockets of its own descendants by pidfd_getfd(2). No namespace is needed, and
-no root.
+If a socket has a filter that accepts nothing (socket(7), SO_ATTACH_FILTER), the kernel drops all
+that arrives. So the sender gets no acknowledgement and sends again, as on a cut cable. A process
+may get the sockets of its own descendants by pidfd_getfd(2). Neither a namespace nor root is
+needed.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from pathlib import Path
 
 _PIDFD_GETFD = 438  # the number of the system call on all architectures
 _ATTACH, _DETACH = 26, 27  # SO_ATTACH_FILTER, SO_DETACH_FILTER
-_RETURN = 6  # BPF_RET | BPF_K: of 0 bytes
-_TCP_INFO, _RETRANSMITTED = 11, 8 + 4 * 23  # struct tcp_info: the place of tcpi_total_retrans
+_RETURN = 6  # BPF_RET | BPF_K: accepts 0 bytes
+_TCP_INFO, _RETRANSMITTED = 11, 8 + 4 * 23  # struct tcp_info: the offset of tcpi_total_retrans
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _Connection = tuple[str, str]
 
 
 def need() -> str:
-    """Returns what is missing for a cut; "" where nothing is."""
+    """Returns what this machine lacks for a cut; "" if nothing."""
     if not Path("/proc/net/tcp").exists():
         return "Linux with /proc/net/tcp"
     with subprocess.Popen(["sleep", "60"]) as child:
@@ -42,7 +42,7 @@ def need() -> str:
 
 
 class Cut:
-    """A cut around a process; `again` cuts what was connected since.
+    """A cut around a process; `again` also cuts newer connections.
 
     Args:
         pid: the process.
@@ -55,15 +55,14 @@ class Cut:
 
     @property
     def sockets(self) -> int:
-        """The number of sockets that are cut."""
         return len(self._cut)
 
     def again(self) -> None:
-        """Cuts all connections that there are now, and those that listen for more."""
+        """Cuts all present connections, and the sockets that listen for more."""
         table = dict(_connections(self._pid))
         own = dict(_sockets(self._pid))
         within = {table[number] for number in own if number in table}
-        # What a process says to itself needs no cable.
+        # A process's connections to itself need no cable.
         outward = {(here, there) for here, there in within if (there, here) not in within}
         for number, descriptor in own.items():
             if table.get(number) in outward:
@@ -75,12 +74,12 @@ class Cut:
                     self._attach(other, number, descriptor)
 
     def retransmitted(self) -> int:
-        """Returns how many packets were sent again on the connections since they were made."""
+        """Returns how many packets were retransmitted on the connections since they were made."""
         told = (each.getsockopt(socket.IPPROTO_TCP, _TCP_INFO, 192) for each in self._cut.values())
         return sum(struct.unpack_from("I", info, _RETRANSMITTED)[0] for info in told)
 
     def mend(self) -> None:
-        """Lets all through again."""
+        """Ends the cut."""
         for each in self._cut.values():
             with contextlib.suppress(OSError):
                 each.setsockopt(socket.SOL_SOCKET, _DETACH, 0)
@@ -90,7 +89,7 @@ class Cut:
     def _attach(self, pid: int, number: str, descriptor: int) -> None:
         if number in self._cut:
             return
-        with contextlib.suppress(OSError):  # it may have been closed meanwhile
+        with contextlib.suppress(OSError):  # the socket may be closed already
             copy = socket.socket(fileno=_descriptor_of(pid, descriptor))
             program = ctypes.create_string_buffer(struct.pack("HBBI", _RETURN, 0, 0, 0))
             filter_ = struct.pack("HL", 1, ctypes.addressof(program))
@@ -99,7 +98,7 @@ class Cut:
 
 
 def _descriptor_of(pid: int, descriptor: int) -> int:
-    """Returns a copy of a descriptor that another process has."""
+    """Returns a copy of another process's descriptor."""
     if not hasattr(os, "pidfd_open"):
         raise OSError(errno.ENOSYS, "")
     process = os.pidfd_open(pid)
@@ -128,6 +127,6 @@ def _connections(pid: int) -> Iterator[tuple[str, _Connection]]:
         with contextlib.suppress(OSError):
             for line in Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:]:
                 words = line.split()
-                # An IPv4 address is the end of the IPv6 one that stands for it.
+                # An IPv4 address is the last part of the IPv6 address that stands for it.
                 here, there = (word[-13:] for word in words[1:3])
                 yield words[9], (here, there)

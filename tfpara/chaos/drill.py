@@ -1,4 +1,4 @@
-"""A run of a command in which faults are made."""
+"""A run of a command with injected faults."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 
 from tfpara.chaos import faults, processes, report
 
-PROGRESS = "TFPARA_CHAOS_PROGRESS"  # the variable that names the file of a script's progress
-# Where the library says in its output where it is: a name, and words of that line.
+PROGRESS = "TFPARA_CHAOS_PROGRESS"  # the variable that names the script's progress file
+# Points of a run by name, with words of the library's output that show them.
 POINTS = {
     "begin": " replicas",
     "join": "joins a run that is under way",
@@ -30,21 +30,22 @@ POINTS = {
 }
 _POLL_SECONDS = 0.2
 _SAMPLE_SECONDS = 2.0
-_AGAIN_SECONDS = 1.0  # between the end of the command and its next start
+_AGAIN_SECONDS = 1.0  # pause between the end of the command and its next start
 
 
 class Plan(NamedTuple):
-    """What faults are made when.
+    """The plan of a drill: kinds and times of the faults.
 
     Attributes:
-        kinds: of faults, to draw from; none for a quiet run.
-        every: mean seconds between two; each wait is drawn from half of it to one and a half.
-        until: seconds from the begin of training, after which there are no more.
+        kinds: kinds of faults to draw from; none for a quiet run.
+        every: mean seconds between two faults; each wait is drawn from half of it to one and a
+            half.
+        until: seconds from the begin of training after which there are no more faults.
         lasting: seconds of a fault that has an end.
         points: names of `POINTS`, at each of which there is one more fault after each timed one.
-        seed: of all that is drawn.
-        checkpoints: the folder of the run's checkpoints, if it was told.
-        starts: most starts of the command.
+        seed: seed of all random choices.
+        checkpoints: the folder of the run's checkpoints, if it was given.
+        starts: largest number of starts of the command.
     """
 
     kinds: Sequence[str] = ()
@@ -58,9 +59,9 @@ class Plan(NamedTuple):
 
 
 class Drill:
-    """Runs a command to its end, and makes faults in it.
+    """Runs a command to its end, and injects faults.
 
-    A command that fails after a fault is started again, as an engine does.
+    A command that fails after a fault is restarted, as an engine does.
 
     Args:
         command: the launcher and its arguments.
@@ -75,13 +76,13 @@ class Drill:
         self._missed: list[report.Made] = []
         self._samples: list[report.Sample] = []
         self._seen: queue.SimpleQueue[str] = queue.SimpleQueue()  # points
-        self._open = set(plan.points)  # where the next such line is a place for a fault
+        self._open = set(plan.points)  # points at which the next such line is a place for a fault
         self._begin = time.monotonic()
         self._due: float | None = None
         self._process: subprocess.Popen[str] | None = None
 
     def run(self) -> report.Run:
-        """Runs the command; returns what was seen."""
+        """Runs the command; returns what was observed."""
         with tempfile.TemporaryDirectory(prefix="tfpara-chaos-") as folder:
             progress, starts, code = Path(folder) / "progress", 0, 1
             over = threading.Event()
@@ -92,7 +93,7 @@ class Drill:
                     starts, before = starts + 1, len(self._made)
                     code = self._once(progress)
                     if code and len(self._made) == before:
-                        break  # it has not failed because of a fault
+                        break  # no fault has caused the failure
                     if code:
                         say(f"the command has ended with {code}; it is started again")
                         time.sleep(_AGAIN_SECONDS)
@@ -123,7 +124,7 @@ class Drill:
                 self._look(process.pid, progress)
             reader.join()
         finally:
-            if process.poll() is None:  # it ends its workers
+            if process.poll() is None:  # the launcher ends its workers
                 process.send_signal(signal.SIGTERM)
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(30.0)
@@ -142,7 +143,7 @@ class Drill:
                     self._seen.put(point)
 
     def _look(self, launcher: int, progress: Path) -> None:
-        """Makes a fault where one is due, or a point has come."""
+        """Injects a fault if one is due, or if a point was reached."""
         point = ""
         with contextlib.suppress(queue.Empty):
             point = self._seen.get(timeout=_POLL_SECONDS)
@@ -213,7 +214,7 @@ class Drill:
 
 
 def say(text: str) -> None:
-    """Prints a line of the program's own."""
+    """Prints a line with the program's name."""
     print(f"tfpara-chaos: {text}", flush=True)
 
 

@@ -1,7 +1,7 @@
-"""The faults: what each needs, how it is made, and by what it is seen to have happened.
+"""The faults: the needs of each, its injection, and the evidence that it happened.
 
-Each function makes one fault, and returns one line on what was done and seen. It raises `Missed`
-where the fault has not happened: the worker has ended by itself, or there is nothing to damage.
+Each function injects one fault, and returns one line that describes it and its evidence. It raises
+`Missed` if the fault has not happened: the worker has ended by itself, or nothing can be damaged.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ from tfpara.chaos import cable, processes
 from tfpara.chaos.processes import Worker
 
 _LOOK_SECONDS = 0.02
-_FIRED_SECONDS = 10.0  # longest wait for the sign of what the kernel does at once
+_FIRED_SECONDS = 10.0  # longest wait for evidence of what the kernel does at once
 _END_SECONDS = 120.0  # longest wait for the end of a worker that was asked to end
-_SLICE_SECONDS = 0.05  # of which a slow worker has a quarter
-_LARGEST_DISK = 4 << 30  # bytes; what is larger is not for drills
-_NAME = ".chaos"  # of the file that fills a disk
+_SLICE_SECONDS = 0.05  # in each slice a slow worker runs for a quarter
+_LARGEST_DISK = 4 << 30  # bytes; a larger disk is not for drills
+_NAME = ".chaos"  # name of the file that fills a disk
 
 
 class Missed(Exception):
-    """A fault has not happened; the text says why."""
+    """A fault has not happened; the text states the cause."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Scene:
-    """What a fault is made in.
+    """The circumstances of a fault.
 
     Attributes:
         launcher: the process that has started the workers.
-        workers: those to choose from.
-        draw: chooses.
-        seconds: how long a fault lasts that has an end.
-        checkpoints: the folder of the run's checkpoints, if it was told.
+        workers: the workers to choose from.
+        draw: the random generator.
+        seconds: duration of a fault that has an end.
+        checkpoints: the folder of the run's checkpoints, if it was given.
     """
 
     launcher: int
@@ -51,7 +51,6 @@ class Scene:
     checkpoints: Path | None = None
 
     def victim(self) -> Worker:
-        """Chooses a worker."""
         if not self.workers:
             raise Missed("no worker trains")
         return self.draw.choice(sorted(self.workers))
@@ -101,7 +100,7 @@ def slow(scene: Scene) -> str:
 
 
 def memory(scene: Scene) -> str:
-    """What a worker asks of memory is refused (RLIMIT_AS), until it ends."""
+    """Refusal of all further memory to a worker (RLIMIT_AS), until it ends."""
     victim, began = scene.victim(), time.monotonic()
     try:
         former = resource.prlimit(victim.pid, resource.RLIMIT_AS, (1, resource.RLIM_INFINITY))
@@ -134,7 +133,7 @@ def partition(scene: Scene) -> str:
 
 
 def disk_full(scene: Scene) -> str:
-    """The disk of --checkpoints is full, for --lasting; needs a small one, such as a tmpfs."""
+    """A full disk of --checkpoints, for --lasting; needs a small disk, such as a tmpfs."""
     folder, until, refused = _folder(scene), time.monotonic() + scene.seconds, 0
     path, block = folder / _NAME, bytes(1 << 16)
     try:
@@ -155,7 +154,7 @@ def disk_full(scene: Scene) -> str:
 
 
 def corrupt(scene: Scene) -> str:
-    """A byte of the newest of --checkpoints changes, and all processes are killed, to read it."""
+    """A changed byte in the newest of --checkpoints, and SIGKILL of all, so that it is read."""
     folder = _folder(scene)
     found = sorted(folder.glob("checkpoint-*"))
     if len(found) < 2:
@@ -178,7 +177,7 @@ def corrupt(scene: Scene) -> str:
 
 
 class Fault(NamedTuple):
-    """A kind of fault: how it is made, and what says what it lacks here ("" for nothing)."""
+    """A kind of fault: its function, and a function that returns what this machine lacks for it."""
 
     make: Callable[[Scene], str]
     need: Callable[[Path | None], str] = lambda checkpoints: ""

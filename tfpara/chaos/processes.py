@@ -1,4 +1,4 @@
-"""The processes of a run, as /proc has them."""
+"""The processes of a run, from /proc."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Worker(NamedTuple):
 
 
 class Size(NamedTuple):
-    """What a process has: bytes of memory, open descriptors, threads."""
+    """The resources of a process: bytes of memory, open descriptors, threads."""
 
     bytes: int
     descriptors: int
@@ -32,7 +32,7 @@ class Size(NamedTuple):
 
 
 def tree(root: int) -> Iterator[int]:
-    """Yields a process and all that descend from it."""
+    """Yields a process and all its descendants."""
     yield root
     with contextlib.suppress(OSError):
         for task in os.listdir(f"/proc/{root}/task"):
@@ -42,7 +42,7 @@ def tree(root: int) -> Iterator[int]:
 
 
 def workers(root: int) -> list[Worker]:
-    """Returns the processes that the launcher `root` has started, and that run."""
+    """Returns the running processes that the launcher `root` has started."""
     found = []
     for pid in tree(root):
         named = _name(pid)
@@ -53,7 +53,7 @@ def workers(root: int) -> list[Worker]:
 
 
 def state(pid: int) -> str:
-    """Returns the letter of a process' state ("T": stopped), "" where there is no such process."""
+    """Returns the letter of a process's state ("T": stopped), "" if there is no such process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):
@@ -66,7 +66,7 @@ def has_ended(pid: int) -> bool:
 
 
 def size(pid: int) -> Size | None:
-    """Returns what a process has now; None where it is gone."""
+    """Returns the resources of a process now; None if it is gone."""
     try:
         pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
         descriptors = len(os.listdir(f"/proc/{pid}/fd"))
@@ -76,7 +76,7 @@ def size(pid: int) -> Size | None:
 
 
 def _name(pid: int) -> str:
-    """Returns the name that a launcher has given a process; "" where none has started it."""
+    """Returns the name that a launcher gave a process; "" if no launcher has started it."""
     with contextlib.suppress(OSError):
         for line in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
             if line.startswith(f"{NAME}=".encode()):

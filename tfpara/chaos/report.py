@@ -1,4 +1,4 @@
-"""What a drill has shown, as numbers and as text."""
+"""The results of a drill, as numbers and as text."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from tfpara.chaos.processes import Size
 
-# Lines of the library and its launcher that tell of a fault, and that the run is whole again.
+# Lines of the library and its launcher that report a fault, and that the run has recovered.
 _NOTICED = re.compile(
     r"is lost|was silent|have gone on without|failed|has left|cannot write|damaged|too slow|"
     r"waits? for|did not come|asked to end|restart \d"
@@ -19,14 +19,14 @@ _TIMES = ("noticed after", "whole after", "cost")
 
 
 class Line(NamedTuple):
-    """A line of output, and when it came (seconds)."""
+    """A line of output, and its time of arrival (seconds)."""
 
     time: float
     text: str
 
 
 class Made(NamedTuple):
-    """A fault: its kind, when it began and was over (seconds), and what was seen of it."""
+    """A fault: its kind, its begin and end (seconds), and the evidence."""
 
     kind: str
     time: float
@@ -36,14 +36,14 @@ class Made(NamedTuple):
 
 
 class Step(NamedTuple):
-    """Minibatches in the model at a time (seconds), as the script has told."""
+    """Minibatches in the model at a time (seconds), as the script reported."""
 
     time: float
     done: float
 
 
 class Sample(NamedTuple):
-    """What a process had at a time (seconds)."""
+    """The resources of a process at a time (seconds)."""
 
     time: float
     name: str
@@ -55,9 +55,9 @@ class Run(NamedTuple):
     """A run of the command, from its first start to its end.
 
     Attributes:
-        seconds: of the run.
-        code: with which it has ended.
-        starts: times that the command was started.
+        seconds: duration of the run.
+        code: exit code of the run.
+        starts: number of starts of the command.
     """
 
     seconds: float
@@ -72,17 +72,17 @@ class Run(NamedTuple):
 
 
 def rate(steps: Sequence[Step]) -> float | None:
-    """Returns minibatches per second from the first step told to the last; None of too few."""
+    """Returns minibatches per second from the first reported step to the last; None if too few."""
     if len(steps) < 2 or steps[-1].time <= steps[0].time:
         return None
     return (steps[-1].done - steps[0].done) / (steps[-1].time - steps[0].time)
 
 
 def costs(run: Run, quiet_rate: float | None) -> list[float | None]:
-    """Returns the seconds that each fault has cost.
+    """Returns the cost of each fault in seconds.
 
-    From one fault to the next (the last: to the end of training) it is the time that has passed,
-    less the time that a quiet run needs for the progress that was made: Δt − Δdone / rate.
+    It is the time from this fault to the next (after the last: to the end of training), minus the
+    time that a quiet run needs for the same progress: Δt − Δdone / rate.
     """
     if not quiet_rate or not run.steps:
         return [None] * len(run.faults)
@@ -99,7 +99,7 @@ def costs(run: Run, quiet_rate: float | None) -> list[float | None]:
 
 
 def summary(run: Run, quiet_rate: float | None, quiet_seconds: float | None) -> dict[str, Any]:
-    """Returns the report as JSON has it; times are in seconds, memory in bytes."""
+    """Returns the report for JSON; times are in seconds, memory in bytes."""
     by_fault = []
     for number, (fault, cost) in enumerate(zip(run.faults, costs(run, quiet_rate), strict=True)):
         until = run.faults[number + 1].time if number + 1 < len(run.faults) else float("inf")
@@ -139,7 +139,7 @@ def summary(run: Run, quiet_rate: float | None, quiet_seconds: float | None) -> 
 
 
 def growth(samples: Sequence[Sample]) -> list[dict[str, Any]]:
-    """Returns of each process what it had after a third of its life, and at its end."""
+    """Returns each process's resources after a third of its life, and at its end."""
     lives: dict[tuple[int, str], list[Sample]] = {}
     for sample in samples:
         lives.setdefault((sample.pid, sample.name), []).append(sample)

@@ -4,8 +4,7 @@
                  "ps": ["10.0.0.4:4000"]},
      "task": {"type": "worker", "index": 1}}
 
-Workers and parameter servers are called by job and index: the task above is worker 1. Only the
-standard library is imported.
+Job and index identify a worker or parameter server: the task above is worker 1.
 """
 
 from __future__ import annotations
@@ -54,17 +53,15 @@ class AsyncCluster(NamedTuple):
 
     @property
     def num_ps(self) -> int:
-        """Number of parameter servers."""
         return len(self.ps_addresses)
 
     @property
     def is_chief(self) -> bool:
-        """Whether this process runs the training program; the others serve it."""
+        """Whether this process runs the training program; the other processes serve it."""
         return self.task_type == "chief"
 
     @property
     def address(self) -> str:
-        """This process's "host:port"."""
         return self.spec()[self.task_type][self.task_index]
 
     @property
@@ -106,7 +103,7 @@ def label(job: str, index: int) -> str:
 
 
 def is_meant(environ: Mapping[str, str] = os.environ) -> bool:
-    """Returns whether TF_CONFIG, which may have mistakes, names parameter servers."""
+    """Returns whether TF_CONFIG, even an invalid one, names parameter servers."""
     text = environ.get("TF_CONFIG", "")
     return '"ps"' in text or (
         not text.strip() and '"workerpool2"' in environ.get("CLUSTER_SPEC", "")
@@ -117,8 +114,8 @@ def read(environ: Mapping[str, str] = os.environ) -> AsyncCluster:
     """Reads and checks TF_CONFIG in `environ`.
 
     Raises:
-        ClusterError: TF_CONFIG breaks a rule, or lacks a chief, a worker or a parameter server; one
-            message says which.
+        ClusterError: TF_CONFIG breaks a rule, or lacks a chief, a worker or a parameter server; the
+            message names the mistake.
     """
     found = tf_config.read(environ, _KIND)
     if found is None:

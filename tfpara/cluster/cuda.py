@@ -30,7 +30,7 @@ def identifier(card: int) -> str | None:
 
 
 def _told(ask: Callable[[ctypes.CDLL], int]) -> bool:
-    """Calls functions of the driver; returns whether there is one, and no function failed."""
+    """Calls functions of the driver; returns whether a driver exists and no function failed."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
         return not (driver.cuInit(0) or ask(driver))

@@ -1,4 +1,4 @@
-"""The listening end of `messages`, which lets the processes of a run in and keeps strangers out."""
+"""The listening end of `messages`, which admits the processes of a run and rejects strangers."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from tfpara.cluster.messages import Channel
 from tfpara.typing import Json
 
 _PAUSE_SECONDS = 0.1
-_STRANGER_SECONDS = 10.0  # time for a stranger to be let in, from its connection
+_STRANGER_SECONDS = 10.0  # time from a stranger's connection within which it must be admitted
 _STRANGERS = 64  # number of strangers at a time, beside one for each process of the run
-_SHARE = 4  # strangers have one of so many of the files that this process may have open
+_SHARE = 4  # strangers may use this fraction, 1/4, of the files that this process may have open
 _NAMED = 8  # number of hosts with another secret that are named in the log
 Key = TypeVar("Key", bound=Hashable)
 _log = logging.getLogger(__name__)
@@ -29,19 +29,19 @@ _log = logging.getLogger(__name__)
 class Door(Generic[Key]):
     """A listener that tells the processes of a run from strangers.
 
-    A connection is a stranger until it is let in, which must be within 10 s, however slowly it
-    sends. If there are too many strangers, one of the host that has most of them is dropped. So
-    strangers cannot block the run.
+    A connection is a stranger until it is admitted, which must be within 10 s, however slowly it
+    sends. If there are too many strangers, one is dropped, of the host with the most. So strangers
+    cannot block the run.
 
     Args:
         listener: a listening socket, which is closed with the door.
         secret: the run's secret; may be empty.
-        purpose: purpose of the connections; the callers must give the same.
-        guests: number of processes that may come.
+        purpose: purpose of the connections; the connecting processes must state the same.
+        guests: number of processes that may be admitted.
 
     Attributes:
-        guests: the connections that were let in, by key.
-        turned_away: a sentence on processes that came with another secret; empty if none did.
+        guests: the admitted connections, by key.
+        turned_away: a sentence that names processes with another secret; empty if there are none.
     """
 
     def __init__(self, listener: socket.socket, secret: bytes, purpose: str, guests: int) -> None:
@@ -57,7 +57,7 @@ class Door(Generic[Key]):
         self._selector.register(listener, selectors.EVENT_READ)
 
     def wait(self, seconds: float) -> None:
-        """Waits until a connection or a message arrives, for some seconds at most."""
+        """Waits until a connection or a message arrives, at most `seconds`."""
         self._selector.select(seconds)
 
     def serve(
@@ -67,13 +67,13 @@ class Door(Generic[Key]):
     ) -> None:
         """Handles what has arrived, without waiting.
 
-        Only messages with a valid signature are handled. Connections that have ended come first,
-        since a process that has left may have come again. A message by which `hear` fails costs its
-        sender the connection, and not this process its listener.
+        Only messages with a valid signature are handled. Ended connections come first, since a
+        process may have left and connected again. If `hear` fails on a message, only the connection
+        that sent it is dropped.
 
         Args:
             hear: called with each message: the connection, its key (None for a stranger, which
-                `hear` may let in), and the message.
+                `hear` may admit), and the message.
             lost: called with the key of each guest whose connection has ended.
         """
         for channel, messages in self._arrived():
@@ -95,18 +95,16 @@ class Door(Generic[Key]):
                 self.drop(channel)
 
     def let_in(self, channel: Channel, key: Key) -> None:
-        """Makes a stranger that has proved to be of this run a guest, which may stay."""
+        """Admits a stranger, which has proved to belong to this run, as a guest."""
         self._strangers.pop(channel, None)
         self._keys[channel] = key
         self.guests[key] = channel
 
     def tell_guests(self, **message: Json) -> None:
-        """Sends a message to all guests."""
         for guest in self._keys:
             guest.send(**message)
 
     def drop(self, channel: Channel) -> None:
-        """Ends a connection."""
         self._strangers.pop(channel, None)
         key = self._keys.pop(channel, None)
         if key is not None and self.guests.get(key) is channel:
@@ -155,7 +153,7 @@ class Door(Generic[Key]):
                 connection, (host, *_) = self._listener.accept()
             except BlockingIOError:
                 return
-            except OSError:  # perhaps there are no more file descriptors
+            except OSError:  # file descriptors may be exhausted
                 time.sleep(_PAUSE_SECONDS)
                 return
             channel = Channel(connection, self._secret, self._purpose, caller=False)

@@ -1,9 +1,9 @@
-"""The variables by which an engine gives a process its rank, and the place where the workers meet.
+"""The environment variables by which an engine gives a process its rank and a meeting place.
 
 Engines (Slurm, MPI, torchrun, ...) set variables of their own with a process's rank and the number
 of processes; some also set the host of rank 0. That is enough to meet and to exchange addresses
-(`startup.find_each_other`), so that TF_CONFIG is not needed. Without an engine, set TFPARA_RANK,
-TFPARA_SIZE and TFPARA_COORDINATOR. Only the standard library is imported.
+(`startup.find_each_other`), so TF_CONFIG is not needed. Without an engine, set TFPARA_RANK,
+TFPARA_SIZE and TFPARA_COORDINATOR.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Told(NamedTuple):
         size: number of processes.
         rank_variable: the variable that has the rank.
         size_variable: the variable that has the size.
-        coordinator: "host:port" at which rank 0 waits for the others; empty if it is not known.
+        coordinator: "host:port" at which rank 0 waits for the others; empty if unknown.
         coordinator_from: the source of `coordinator`, in words.
     """
 
@@ -54,7 +54,7 @@ class Told(NamedTuple):
     coordinator_from: str = ""
 
     def described(self) -> str:
-        """Returns these values and the variables that they are from, in words."""
+        """Returns these values and the variables that hold them, in words."""
         found = (
             f"{self.engine}: rank {self.rank} of {self.size}, from {self.rank_variable} and "
             f"{self.size_variable}"
@@ -74,10 +74,11 @@ class _Engine(NamedTuple):
     # Returns the "host:port" of rank 0 and its source in words, or two empty texts, from the
     # environment and the number of processes.
     coordinator: Callable[[Mapping[str, str], int], tuple[str, str]]
-    # Whether it starts machines, pods or steps, in which another engine may start processes. These
-    # inherit its variables, so a different rank or size is no contradiction.
+    # Whether the engine starts machines, pods or steps, in which another engine may start
+    # processes. These inherit its variables, so a different rank or size is no contradiction.
     outer: bool = False
-    also: tuple[str, ...] = ()  # variables without which `rank` and `size` are not of this engine
+    # variables that must be set, too, if `rank` and `size` are those of this engine
+    also: tuple[str, ...] = ()
 
 
 def find(environ: Mapping[str, str] = os.environ) -> Told | None:
@@ -97,7 +98,7 @@ def find(environ: Mapping[str, str] = os.environ) -> Told | None:
             continue
         (engine, first), *others = several or told
         for other, theirs in others:
-            if engine.rank != RANK or first.size > 1:  # TFPARA_SIZE=1: train alone
+            if engine.rank != RANK or first.size > 1:  # TFPARA_SIZE=1 means to train alone
                 _check_agree(first, theirs, other)
         return first if first.size == 1 else _with_coordinator(first, engine, environ)
     if environ.get(COORDINATOR, "").strip():
@@ -110,10 +111,10 @@ def find(environ: Mapping[str, str] = os.environ) -> Told | None:
 
 
 def left_alone(environ: Mapping[str, str] = os.environ) -> str:
-    """Returns a sentence if several processes seem to be meant, but nothing tells this one so.
+    """Returns a warning if this process trains alone, though several seem to be meant; else "".
 
-    It is for a process that trains alone. The sentence is empty where TFPARA_SIZE, TF_CONFIG or an
-    engine says that this is meant, or nothing points to several processes.
+    The text is empty if TFPARA_SIZE, TF_CONFIG or an engine states that one process is meant, or
+    nothing indicates several processes.
 
     Args:
         environ: the environment.
@@ -160,7 +161,7 @@ def is_outer(rank_variable: str) -> bool:
 
 
 def no_coordinator(told: Told) -> str:
-    """Returns the sentence that the address of rank 0 is not known."""
+    """Returns the sentence that the address of rank 0 is unknown."""
     return (
         f"{told.rank_variable}={told.rank} and {told.size_variable}={told.size} say which process "
         f"this is, but not where the others are. {_SET_COORDINATOR}."
@@ -183,7 +184,7 @@ def hosts(nodelist: str) -> Iterator[str]:
 
 
 def _choices(part: str) -> list[str]:
-    """Returns the texts that one part of a name stands for: itself, or the numbers in brackets."""
+    """Returns the texts that a part of a name stands for: itself, or the numbers in brackets."""
     if not part.startswith("["):
         return [part]
     choices: list[str] = []
@@ -194,9 +195,6 @@ def _choices(part: str) -> list[str]:
             raise ValueError(f"{limits!r} is no range")
         choices += [str(number).zfill(len(first)) for number in numbers]
     return choices
-
-
-# -- reading --------------------------------------------------------------------------------------
 
 
 def _index(environ: Mapping[str, str]) -> str:
@@ -216,7 +214,7 @@ def _read(engine: _Engine, environ: Mapping[str, str]) -> Told | None:
         return None
     rank_name = engine.rank
     if engine.rank == RANK and given == ["", "1"]:
-        given[0] = "0"  # one alone needs no number
+        given[0] = "0"  # a single process needs no number
     if engine.rank == RANK and _index(environ):
         given[0], rank_name = _index(environ), _INDEX
     # isdecimal also accepts digits of other scripts, but so does int().
@@ -281,9 +279,6 @@ def _with_coordinator(told: Told, engine: _Engine, environ: Mapping[str, str]) -
     return told._replace(coordinator=given, coordinator_from=COORDINATOR)
 
 
-# -- where rank 0 is ------------------------------------------------------------------------------
-
-
 def _port(*words: str) -> int:
     """Returns a port that is the same for the same words, such as the number of a job."""
     return CHOSEN.start + zlib.crc32(os.fsencode(" ".join(words))) % len(CHOSEN)
@@ -344,10 +339,10 @@ def _ancestor(name: str) -> str:
 
 
 def _of_master(host: str, port: str, step: int, why: str) -> Callable[..., tuple[str, str]]:
-    """Returns a function that reads the address of rank 0 from two variables, as of torchrun.
+    """Returns a function that reads the address of rank 0 from two variables, as torchrun sets.
 
     `step` is added to the port, or subtracted from one near the highest; `why` is the reason for
-    that in messages.
+    the step in messages.
     """
 
     def coordinator(environ: Mapping[str, str], _size: int) -> tuple[str, str]:

@@ -1,8 +1,7 @@
-"""The exit codes of a program, from which its launcher or engine knows whether to start it again.
+"""The exit codes of a program, which tell its launcher or engine whether to restart it.
 
 `tfpara-launch` restarts after any code but 0. Other engines depend on the code: a TFJob with
-`restartPolicy: ExitCode` restarts pods only after codes from 128 on. Only the standard library is
-imported.
+`restartPolicy: ExitCode` restarts pods only after codes from 128 on.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ RESTART_VARIABLE, LOST_VARIABLE = "TFPARA_RESTART_EXIT_CODE", "TFPARA_LOST_WORKE
 # 75 is EX_TEMPFAIL of sysexits.h: another attempt may succeed.
 _RESTART, _LOST = 75, 1
 INTERRUPTED = 130  # by Ctrl-C, as shells have it
-# What the reference says of each; the two above have settings.
+# The description of each code in the reference; the two above can be set.
 MEANINGS = {
     0: "the program is done",
     1: "an error of the program or of the library",

@@ -12,7 +12,7 @@ from tfpara.cluster import Cluster, label
 from tfpara.cluster.reach import unreachable
 
 _PROBE_SECONDS = 3.0
-_HEAR_SECONDS = 1.0  # the wait for the last words of a worker that is gone
+_HEAR_SECONDS = 1.0  # longest wait for the last message of a worker that is gone
 # The cluster with its addresses, from `know`; the environment may not have them.
 _known: Cluster | None = None
 _timeout: float | None = None  # timeout_seconds of the strategy that was made last
@@ -25,7 +25,7 @@ _advice: Callable[[], str] = str  # returns the fix for the exchange that failed
 # were in different ones.
 _apart = ""
 _ended: dict[int, str] = {}  # the errors of workers that have reported their end; "" for none
-# The error that ends this process, for the others; "" if none, None if they know it already.
+# The error that ends this process, to be sent to the others; "" if none, None if they have it.
 _last_words: str | None = ""
 _APART = re.compile(r"apart: (.*?) \(apart\)")
 _WHO_WAS_SILENT = re.compile(r"; (.*?) was silent \(timeout_seconds\)")
@@ -44,8 +44,8 @@ class Explanation(NamedTuple):
     Attributes:
         sentence: the cause, and the fix.
         is_loss: whether another worker was lost.
-        lost: the names of the lost workers as launchers use them, "chief" or "worker 1", as far as
-            they are known.
+        lost: the names of the lost workers as launchers use them, "chief" or "worker 1"; those
+            that are known.
     """
 
     sentence: str
@@ -60,8 +60,8 @@ def explain(
 
     Args:
         error: the error that `fit` or another call raised.
-        cluster: the workers; those that no longer accept a connection are named.
-        timeout_seconds: the strategy's timeout; None takes that of the strategy made last.
+        cluster: the workers; the explanation names those that no longer accept a connection.
+        timeout_seconds: the strategy's timeout; None takes that of the latest strategy.
     """
     import tensorflow as tf
 
@@ -76,14 +76,14 @@ def explain(
         return Explanation(re.sub(r"\\(.)", r"\1", asserted[1]))
     if cluster.num_workers == 1 or not _OF_A_SYNC.search(text):
         return None
-    apart = _APART.search(text)  # another worker found that workers are apart
+    apart = _APART.search(text)  # another worker found that workers wait in different exchanges
     if _apart or apart:
         return Explanation(f"{_apart or (apart[1] if apart else '')}.")
     gone = _gone(cluster)
     if gone:
         return gone
-    # Horovod's error has no cause. But a worker that ends closes its port first, and all ports are
-    # open, so a worker is silent.
+    # Horovod's error states no cause. A worker that ends closes its port first; as all ports are
+    # open, a worker must be silent.
     silent = "Horovod has" in text and bool(cluster.addresses)
     told = _WHO_WAS_SILENT.search(text)  # another worker ended the sync, and named the silent one
     heard_nothing = "heartbeat timeout" in text  # an error of TensorFlow's coordination service
@@ -104,13 +104,13 @@ def explain(
 
 
 def note_silence(who: str) -> str:
-    """Notes that this process ends a sync in which another worker was silent for too long.
+    """Notes that this process ends a sync because another worker was silent for too long.
 
     Args:
-        who: the silent workers; "" if they are not known.
+        who: the silent workers; "" if unknown.
 
     Returns:
-        The reason to give to TensorFlow, from which the other workers learn the names.
+        The reason to give to TensorFlow, which tells the other workers the names.
     """
     global _silence
     _silence = who
@@ -118,13 +118,13 @@ def note_silence(who: str) -> str:
 
 
 def note_apart(sentence: str) -> str:
-    """Notes that this process ends an exchange since workers wait in different ones.
+    """Notes that this process ends an exchange because workers wait in different ones.
 
     Args:
-        sentence: which worker is where.
+        sentence: the place of each worker.
 
     Returns:
-        The reason to give to TensorFlow, from which the others know it.
+        The reason to give to TensorFlow, which tells it to the other workers.
     """
     global _apart
     _apart = sentence
@@ -132,12 +132,12 @@ def note_apart(sentence: str) -> str:
 
 
 def note_end(rank: int, why: str) -> None:
-    """Notes that a worker has reported its end, and the error; "" if there was none."""
+    """Notes that a worker has reported its end; `why` is its error, or "" if there was none."""
     _ended.setdefault(rank, why)
 
 
 def say_last(error: BaseException) -> None:
-    """Notes the error that ends this process, for the others, unless they have it too."""
+    """Notes the error that ends this process, to be sent to the others unless they have it too."""
     global _last_words
     words = [type(error).__name__, *str(error).strip().splitlines()[:1]]
     _last_words = ": ".join(words)[:300]
@@ -149,26 +149,26 @@ def say_last(error: BaseException) -> None:
 
 
 def last_words() -> str | None:
-    """Returns the error that ends this process; "" if none, None if the others know it."""
+    """Returns the error that ends this process; "" if none, None if the others have it."""
     return _last_words
 
 
 def _gone(cluster: Cluster) -> Explanation | None:
-    """Returns the explanation by workers that are gone; None if none is."""
+    """Returns the explanation by workers that are gone; None if no worker is gone."""
     names = {rank: cluster.describe(rank) for rank in range(cluster.num_workers)}
     closed = unreachable(cluster, _PROBE_SECONDS)
     if closed and not _ended:
         time.sleep(_HEAR_SECONDS)
     failed = {rank: f"{names[rank]} has failed ({why})" for rank, why in _ended.items() if why}
     gone = {r: f"{name} is gone" for r, name in names.items() if name in closed and r not in _ended}
-    # If a worker has failed or died, others that have ended are a consequence, and not named.
+    # If a worker has failed or died, other ends are its consequence, and not named.
     lost = failed or gone
     sentence = f"a sync failed because {' and '.join(lost.values())}; start all workers again."
     if not lost:
         lost = {
             rank: f"{names[rank]} has ended its program while others went on" for rank in _ended
         }
-        # Those ended without an error, so the exchange that failed in this process needs the fix.
+        # These workers ended without an error, so the fix must concern this process's exchange.
         advice = _advice() or "start all workers again"
         sentence = f"a sync failed because {' and '.join(lost.values())}; {advice}."
     if not lost:
@@ -181,7 +181,7 @@ def know(cluster: Cluster, timeout_seconds: float) -> None:
 
     Args:
         cluster: the workers, with their addresses if these are known.
-        timeout_seconds: timeout of the strategy that was made last.
+        timeout_seconds: timeout of the latest strategy.
     """
     global _known, _timeout
     _known, _timeout = cluster, timeout_seconds
@@ -192,7 +192,7 @@ def ask(who_is_mute: Callable[[], str], advice: Callable[[], str]) -> None:
 
     Args:
         who_is_mute: returns the names of the workers that do not answer, or "".
-        advice: returns the fix for the exchange of this process that has failed, or "".
+        advice: returns the fix for this process's exchange that has failed, or "".
     """
     global _who_is_mute, _advice
     _who_is_mute, _advice = who_is_mute, advice

@@ -3,11 +3,10 @@
 Both ends of a connection begin with a line that holds a fresh random number. A key derived from the
 run's secret and both numbers signs every message, together with its sender and its sequence number.
 So a message that is copied from another connection, sent twice or sent back is not accepted. If the
-run has no secret, anyone can derive the key, and a signature is a checksum.
+run has no secret, anyone can derive the key, and a signature is a mere checksum.
 
-The length and the signature of a message are checked before it is parsed, but not its content: its
-reader has to expect any JSON object. Reading and sending never block. Only the standard library is
-imported.
+The length and the signature of a message are checked before it is parsed; its content is not: its
+reader has to expect any JSON object. Reading and sending never block.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from tfpara.typing import Json
 _LONGEST_MESSAGE = 1 << 20  # bytes
 _LONGEST_OF_RUN = 1 << 24  # bytes, from an end that has shown that it knows the run's secret
 _LONGEST_GREETING = 64  # bytes
-_DEEPEST = 64  # objects and lists inside each other; Python refuses to send some thousand
+_DEEPEST = 64  # levels of nesting of objects and lists; Python refuses to send about a thousand
 _LONGEST_NUMBER = 100  # digits; a longer whole number has no float, and could not be printed
 _READ = 1 << 16  # bytes
 _GREETING = re.compile(rb"tfpara ([0-9a-f]{32})")
@@ -60,10 +59,7 @@ class Signer:
         return self._signature(self._caller, self._sent, text) + b" %s\n" % text
 
     def read(self, line: bytes) -> bytes | None:
-        """Returns the text of a line, if it is the other end's next message; else None.
-
-        The line comes without its end.
-        """
+        """Returns the text of `line`, without its end, if it is the next message; else None."""
         frame = _FRAME.fullmatch(line)
         if frame is None:
             return None
@@ -88,7 +84,7 @@ class Channel:
         caller: whether this end connected; otherwise it accepted.
 
     Attributes:
-        heard: when the other end was last heard, in seconds of `time.monotonic()`.
+        heard: time of the other end's last message, in seconds of `time.monotonic()`.
         closed: whether the connection has ended, or something other than a message has arrived.
         known: whether a message has arrived, so that the other end has the same secret.
         differs: whether the other end has another secret.
@@ -98,7 +94,7 @@ class Channel:
         self, connection: socket.socket, secret: bytes, purpose: str, caller: bool
     ) -> None:
         connection.setblocking(False)
-        with contextlib.suppress(OSError):  # without a delay, since messages are small
+        with contextlib.suppress(OSError):  # send without delay, since messages are small
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._connection = connection
         self._secret, self._purpose, self._caller = secret, purpose, caller
@@ -112,7 +108,6 @@ class Channel:
         self._flush()
 
     def fileno(self) -> int:
-        """The socket's number, for `selectors`."""
         return self._connection.fileno()
 
     @property
@@ -123,16 +118,16 @@ class Channel:
     def send(self, **message: Json) -> None:
         """Sends a message, as soon as the other end's number is known.
 
-        It is lost if the other end does not read any more.
+        It is lost if the other end no longer reads.
         """
         self._waiting.append(json.dumps(message).encode())
         self._flush()
 
     def receive(self, at_most: int = _LONGEST_MESSAGE) -> list[dict[str, Json]]:
-        """Returns the messages that have arrived, some at most. Sets `closed` at the end.
+        """Returns messages that have arrived; sets `closed` if the connection has ended.
 
         Args:
-            at_most: number of messages; further ones are returned by the next call.
+            at_most: largest number of messages; later calls return the rest.
         """
         self._read()
         messages: list[dict[str, Json]] = []
@@ -161,7 +156,7 @@ class Channel:
             self.wait_for(_TICK_SECONDS)
 
     def wait_for(self, seconds: float, *, to_write: bool = False) -> None:
-        """Waits until there are data to read, or room to write, for some seconds at most."""
+        """Waits until there are data to read, or room to write, but at most `seconds`."""
         poll = select.poll()
         poll.register(self, select.POLLOUT if to_write else select.POLLIN)
         poll.poll(seconds * 1000.0)
@@ -181,7 +176,7 @@ class Channel:
 
     @property
     def _longest(self) -> int:
-        """Bytes of a message; without a secret anyone could fill the memory with longer ones."""
+        """Longest message in bytes; short without a secret, as anyone could fill the memory."""
         return _LONGEST_OF_RUN if self.known and self._secret else _LONGEST_MESSAGE
 
     def _read(self) -> None:
@@ -209,7 +204,7 @@ class Channel:
         self._signer = Signer(self._secret, self._purpose, numbers, self._caller)
 
     def _message(self, line: bytes) -> dict[str, Json] | None:
-        """Returns the message of a line; if it is none, returns None and closes the channel."""
+        """Returns the message of a line; if it is invalid, returns None and closes the channel."""
         message: Json = None
         text = self._signer.read(line) if self._signer else None
         if text is not None:
@@ -218,8 +213,8 @@ class Channel:
         elif self._caller:
             self.differs = line == _REFUSAL and not self.known
         elif _FRAME.fullmatch(line) and not self.known:
-            # The other end is of another run. The refusal has no signature, since the other end
-            # could not check one.
+            # The other end belongs to another run. The refusal has no signature, which the other
+            # end could not check.
             self.differs = True
             self._leaving += _REFUSAL + b"\n"
         if isinstance(message, dict) and _is_flat(message, _DEEPEST):
@@ -240,8 +235,8 @@ class Channel:
             while self._leaving:
                 self._leaving = self._leaving[self._connection.send(self._leaving) :]
         except BlockingIOError:
-            # All messages of a run fit into this. They do not if a stopped process has not read for
-            # hours. Then it is given up.
+            # All messages of a run fit into this, unless a stopped process has not read for hours.
+            # Then the connection is closed.
             if len(self._leaving) > 4 * self._longest:
                 self._give_up()
         except OSError:  # the next read finds that the connection has ended
@@ -260,7 +255,7 @@ def _whole(digits: str) -> int:
 
 
 def _is_flat(value: Json, levels: int) -> bool:
-    """Returns whether no more than so many objects and lists are inside each other."""
+    """Returns whether objects and lists are nested at most `levels` deep."""
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     return levels > 0 and all(_is_flat(each, levels - 1) for each in inner)
 

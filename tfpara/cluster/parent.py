@@ -1,10 +1,9 @@
-"""Reports of a process to the launcher that has started it, over a pipe of their own.
+"""Reports of a process to the launcher that has started it, over a separate pipe.
 
-The launcher gives each process the end of a pipe, and names it in TFPARA_LAUNCHER. A process writes
-lines of JSON: ``because`` (the names of the workers because of which it fails) with ``at`` (when it
-has noticed that, in seconds of `time.monotonic()`), and ``saves`` (it was asked to end, and writes
-a checkpoint first). Nothing that a program prints is read for this. Only the standard library is
-imported.
+The launcher names the writing end of a pipe in TFPARA_LAUNCHER. The process writes lines of JSON:
+``because`` (the names of the workers that caused its failure) with ``at`` (the time when it noticed
+that, in seconds of `time.monotonic()`), and ``saves`` (it was asked to end, and writes a checkpoint
+first). The program's output is not read for this.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from collections.abc import Mapping
 from tfpara.typing import Json
 
 _VARIABLE = "TFPARA_LAUNCHER"
-_LONGEST = 4096  # bytes of a line; so much is written at once, or not at all
+_LONGEST = 4096  # bytes of a line; up to this length a pipe writes it completely or not at all
 _READ = 1 << 16
 
 
@@ -32,7 +31,7 @@ def tell(environ: Mapping[str, str] = os.environ, **said: object) -> None:
     descriptor, _, pipe = environ.get(_VARIABLE, "").partition(":")
     line = json.dumps(said).encode() + b"\n"
     with contextlib.suppress(OSError, ValueError, OverflowError):
-        # A child of this process inherits the variable, but may have a file of its own under this
+        # A child of this process inherits the variable, but may have another file under this
         # number.
         found = os.fstat(int(descriptor))
         if stat.S_ISFIFO(found.st_mode) and found.st_ino == int(pipe) and len(line) <= _LONGEST:
@@ -43,7 +42,7 @@ class Reports:
     """The launcher's end of the pipe from one process.
 
     Attributes:
-        writer: the other end, for the process; to be closed here once the process has it.
+        writer: the other end, for the process; close it here once the process has it.
     """
 
     def __init__(self) -> None:
@@ -54,7 +53,7 @@ class Reports:
         self._said: dict[str, Json] = {}
 
     def read(self) -> dict[str, Json]:
-        """Returns all that has been reported, the latest value of each key."""
+        """Returns everything reported so far: the latest value of each key."""
         with contextlib.suppress(OSError):
             while chunk := os.read(self._reader, _READ):
                 *lines, self._rest = (self._rest + chunk).split(b"\n")
@@ -67,6 +66,6 @@ class Reports:
         return self._said
 
     def close(self) -> None:
-        """Takes in the rest, and closes this end."""
+        """Reads the rest, and closes this end."""
         self.read()
         os.close(self._reader)

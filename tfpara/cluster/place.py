@@ -1,8 +1,8 @@
-"""The place of this process in its script: the call that it is in, and the epoch and step of `fit`.
+"""The place of this process in its script: its current call, and the epoch and step of `fit`.
 
-Workers meet in exchanges, and all must come to the same ones. So each exchange carries a mark: the
-number of exchanges that this worker has had from Python, the purpose of this one, and the epoch.
-Only the standard library is imported.
+Workers meet in exchanges, and all must reach the same ones. So each exchange carries a mark: the
+number of exchanges that this worker has started from Python, the purpose of this one, and the
+epoch.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ TEXT_BYTES = 512  # length of `Place.told`
 
 
 class Purpose(NamedTuple):
-    """The purpose of an exchange, to which all workers must come.
+    """The purpose of an exchange that all workers must reach.
 
     Attributes:
         text: the place of a worker in this exchange, as in "worker 0 is TEXT".
-        advice: the fix, if not all workers come to it.
-        awaits_data: whether some may come to it while others still have data in the same epoch.
+        advice: the fix, if not all workers reach it.
+        awaits_data: whether some may reach it while others still have data in the same epoch.
     """
 
     text: str
@@ -32,7 +32,7 @@ class Purpose(NamedTuple):
 
     @property
     def number(self) -> float:
-        """A number for the mark, at least 1; different purposes almost surely have other ones."""
+        """A number ≥ 1 for the mark; different purposes almost surely have different ones."""
         return 1.0 + zlib.crc32(self.text.encode())
 
 
@@ -66,13 +66,13 @@ class Place:
     """The place of this process in its script. The functions that Keras and scripts call update it.
 
     Attributes:
-        fits: number of calls of `fit` that are running.
+        fits: number of running calls of `fit`.
         calls: purposes of running calls that read metrics, such as `evaluate`.
-        met: number of exchanges from Python to which all workers have come.
-        began: when this process began to wait in such an exchange, on the monotonic clock; 0 if it
-            does not wait.
-        failed: purpose of the last exchange that has failed here; None if none has.
-        in_first_epoch: whether no epoch of `fit` but the first one that it trains has begun.
+        met: number of exchanges from Python that all workers have reached.
+        began: time on the monotonic clock when this process began to wait in such an exchange; 0 if
+            it does not wait.
+        failed: purpose of the last exchange that failed here; None if none failed.
+        in_first_epoch: whether `fit` has begun no epoch after the first one that it trains.
     """
 
     def __init__(self) -> None:
@@ -88,26 +88,26 @@ class Place:
         self._purpose: Purpose | None = None
 
     def in_fit(self) -> contextlib.AbstractContextManager[None]:
-        """Notes that `fit` runs inside."""
+        """A context in which `fit` runs."""
         return self._with(
             fits=self.fits + 1, _epoch=0, _step=0, _callbacks=0, in_first_epoch=self.in_first_epoch
         )
 
     def in_call(self, purpose: Purpose) -> contextlib.AbstractContextManager[None]:
-        """Notes that metrics are read for this purpose inside."""
+        """A context in which metrics are read for this purpose."""
         return self._with(calls=[*self.calls, purpose])
 
     def in_callbacks(self) -> contextlib.AbstractContextManager[None]:
-        """Notes that callbacks of `fit` run inside; a metric that they read is no epoch's end."""
+        """A context in which callbacks of `fit` run, which may read metrics within an epoch."""
         return self._with(_callbacks=self._callbacks + 1)
 
     def waiting(self) -> contextlib.AbstractContextManager[None]:
-        """Notes that this process waits inside, in an exchange that is no model's sync."""
+        """A context in which this process waits in an exchange other than a model's sync."""
         return self._with(began=self.began or time.monotonic())
 
     @contextlib.contextmanager
     def _with(self, **values: object) -> Iterator[None]:
-        """Sets attributes inside."""
+        """A context in which attributes have other values."""
         former = {name: vars(self)[name] for name in values}
         vars(self).update(values)
         try:
@@ -117,7 +117,7 @@ class Place:
 
     @contextlib.contextmanager
     def meeting(self, purpose: Purpose) -> Iterator[None]:
-        """Notes that an exchange of all workers runs inside; counts it, unless it fails."""
+        """A context in which all workers' exchange runs; counts it, unless it fails."""
         with self._with(_purpose=purpose):
             try:
                 yield
@@ -127,7 +127,7 @@ class Place:
                 raise
 
     def epoch_begins(self, epoch: int) -> None:
-        """Notes that epoch number `epoch`, from 0, of `fit` begins."""
+        """Notes that `fit` begins epoch number `epoch`, from 0."""
         self.in_first_epoch = not self._epoch
         self._epoch, self._step = epoch + 1, 0
 
@@ -150,8 +150,8 @@ class Place:
     def mark(self) -> tuple[float, float, float]:
         """Returns the numbers that workers compare: exchanges so far, purpose, and epoch.
 
-        The purpose is 0 in a training step. The epoch is 0 outside of `fit`. It is −1 in an
-        exchange to which all workers must come before any of them trains on.
+        The purpose is 0 in a training step. The epoch is 0 outside of `fit`, and −1 in an exchange
+        that all workers must reach before any of them continues training.
         """
         purpose = self._purpose
         epoch = self._epoch if self.fits else 0
@@ -164,7 +164,7 @@ class Place:
         """Returns the place of this process in words, as in "worker 0 is TEXT".
 
         Args:
-            in_exchange: whether it is known to be in an exchange with others.
+            in_exchange: whether this process is known to be in an exchange with others.
         """
         purpose = self._purpose or (self.calls[-1] if self.calls else None)
         if not self.fits:
@@ -194,7 +194,7 @@ class Place:
 
 
 def sentence(table: Iterable[Iterable[float]]) -> str:
-    """Returns a sentence on which worker is where, and the fix.
+    """Returns a sentence with each worker's place, and the fix.
 
     Args:
         table: for each worker, by rank, the bytes of its `Place.told`.

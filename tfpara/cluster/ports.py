@@ -1,7 +1,4 @@
-"""Addresses and ports: listening for peers, and for as few others as possible; connecting.
-
-Only the standard library is imported.
-"""
+"""Addresses and ports: connecting, and listening for peers and as few others as possible."""
 
 from __future__ import annotations
 
@@ -16,8 +13,8 @@ import threading
 import time
 from collections.abc import Iterable
 
-# The range of ports that are chosen here. Linux takes ports of outgoing connections from a higher
-# range, so none of these takes a port between its choice and its use.
+# The range from which this module chooses ports. Linux takes ports of outgoing connections from a
+# higher range, so none of them takes a port between its choice and its use.
 CHOSEN = range(10000, 32768)
 _PAUSE_SECONDS = 0.1
 _SIOCGIFADDR = 0x8915  # Linux: the address of an interface
@@ -42,7 +39,7 @@ def connect(address: str, timeout_seconds: float) -> socket.socket:
     """
     host, port = split(address)
     connection = socket.create_connection((host, int(port)), timeout_seconds)
-    # A loopback connection to a free port can, by chance, be made with itself.
+    # By chance a loopback connection to a free port can connect to itself.
     if connection.getsockname() == connection.getpeername():
         connection.close()
         raise ConnectionRefusedError("nobody listens")
@@ -50,10 +47,10 @@ def connect(address: str, timeout_seconds: float) -> socket.socket:
 
 
 class OpenPort:
-    """A port that accepts connections and closes them, so that others see that this process lives.
+    """A port that accepts and closes connections, so that others see that this process lives.
 
     Args:
-        listener: a listening socket, which is closed with this.
+        listener: a listening socket; `close` closes it.
     """
 
     def __init__(self, listener: socket.socket) -> None:
@@ -65,7 +62,6 @@ class OpenPort:
         self._thread.start()
 
     def close(self) -> None:
-        """Frees the port."""
         self._open = False
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
@@ -81,15 +77,15 @@ class OpenPort:
 
 
 def own_host(host: str) -> str:
-    """Returns the IP address on which to listen, for a name by which others know this machine.
+    """Returns the IP address to listen on, so that others reach this machine by `host`.
 
     Args:
         host: a name or IP address of this machine, as others know it.
 
     Returns:
-        Its IP address, of version 4 if there is one. It is empty, for all interfaces, if the
-        address is not of this machine, as behind address translation; and if the name leads to
-        loopback on this machine, as Debian sets it up, since it leads to the network elsewhere.
+        The IP address of `host`, of version 4 if there is one. It is empty, for all interfaces, if
+        the address is not of this machine, as behind address translation, or if the name leads to
+        loopback here, as Debian configures it: other machines resolve it to another address.
     """
     host = host.strip("[]")
     named = not is_address(host) and host != "localhost"
@@ -112,7 +108,7 @@ def bind(host: str, port: int, reuse: bool = True) -> socket.socket:
     Args:
         host: an IP address; empty for all interfaces.
         port: 0 for a free one.
-        reuse: whether a port with connections that have just ended counts as free.
+        reuse: whether a port whose connections have just ended counts as free.
 
     Raises:
         OSError: the port is in use, or the address is not this machine's.
@@ -120,21 +116,21 @@ def bind(host: str, port: int, reuse: bool = True) -> socket.socket:
     if not host and socket.has_dualstack_ipv6():
         try:
             return _bind(socket.AF_INET6, "::", port, reuse)
-        except OSError as error:  # IPv6 may be turned off
+        except OSError as error:  # IPv6 may be disabled
             if error.errno == errno.EADDRINUSE:
                 raise
     return _bind(socket.AF_INET6 if ":" in host else socket.AF_INET, host, port, reuse)
 
 
 def listen(host: str, port: int, peers: int = 0) -> socket.socket:
-    """Returns a socket that listens for so many processes; arguments and errors as for `bind`."""
+    """Returns a socket that listens for `peers` processes; arguments and errors as for `bind`."""
     listener = bind(host, port)
     listener.listen(max(128, peers))
     return listener
 
 
 def reserve() -> socket.socket:
-    """Returns a socket that keeps a port, free on all interfaces, until the socket is closed.
+    """Returns a socket that reserves a port, free on all interfaces, until it is closed.
 
     Raises:
         OSError: no port is free.

@@ -1,4 +1,4 @@
-"""Filters for lines of TensorFlow and Keras that need no action of the user.
+"""Filters for log lines of TensorFlow and Keras that need no action of the user.
 
 TF_CPP_MIN_LOG_LEVEL=0 in the environment turns them off.
 """
@@ -16,19 +16,18 @@ import warnings
 from collections.abc import Iterator
 
 _LEVEL = "TF_CPP_MIN_LOG_LEVEL"
-# Notes (not warnings) of TensorFlow's server, of its search for CUDA, and of oneDNN on processors
-# that have fast instructions for it. They have a log of their own, which ignores
-# TF_CPP_MIN_LOG_LEVEL.
+# Notes (not warnings) of TensorFlow's server, its search for CUDA, and oneDNN on fast processors.
+# They are written by another log, which ignores TF_CPP_MIN_LOG_LEVEL.
 _CHATTER = (
     r"WARNING: All log messages before absl::InitializeLog\(\) is called"
     r"|I0000 [\d:. ]+ "
     r"(grpc_server_lib|eager_service_impl|coordination_service\w*|cudart_stub|port)\.cc:\d+\] "
-    # An elastic run has ended a sync, since a worker is lost.
+    # An elastic run has ended a sync because a worker is lost.
     r"|[\d:. -]+E [\w/]+/(base_collective_executor|ring_alg)\.cc:\d+\] .*(ABORTED|aborted): tfpara"
 )
 _IS_CHATTER = re.compile(_CHATTER.encode())
-# A parameter server and its workers print the options of their sessions on lines of their own, up
-# to an empty one.
+# A parameter server and its workers print the options of their sessions, one a line, up to an empty
+# line.
 _BEGINS_OPTIONS = re.compile(rb"I0000 .*\] SessionOptions: ")
 _IS_OPTION = re.compile(rb" *(\w+( \{|: .*)|\}|)\r?\n?$")
 # Lines of MultiWorkerMirroredStrategy: its cluster and devices, its health check, which is turned
@@ -42,7 +41,7 @@ _ABOUT_TENSORFLOW = re.compile(
 
 
 def install() -> None:
-    """Leaves out warnings that come in every run; a second call changes nothing."""
+    """Suppresses warnings that come in every run; a second call changes nothing."""
     if _shows_all():
         return
     # `fit` has shuffle=True by default, and Keras warns for each dataset that it is ignored.
@@ -53,7 +52,7 @@ def install() -> None:
 
 @contextlib.contextmanager
 def starting() -> Iterator[None]:
-    """Leaves out TensorFlow's notes while it connects the workers."""
+    """Suppresses TensorFlow's notes while it connects the workers."""
     if _shows_all():
         yield
         return
@@ -63,7 +62,7 @@ def starting() -> Iterator[None]:
 
 @contextlib.contextmanager
 def regrouping() -> Iterator[None]:
-    """Leaves out the notes of TensorFlow's Python code on connections, also within a run."""
+    """Suppresses the notes of TensorFlow's Python code on connections, also within a run."""
     loggers = [] if _shows_all() else [logging.getLogger("tensorflow"), logging.getLogger("absl")]
     for logger in loggers:
         logger.addFilter(_is_news)
@@ -75,13 +74,13 @@ def regrouping() -> Iterator[None]:
 
 
 class Filter:
-    """Tells which lines of a process's stderr are notes to leave out; they are given in order."""
+    """Tells which lines of a process's stderr are to be suppressed; takes the lines in order."""
 
     def __init__(self) -> None:
         self._in_options = False
 
     def is_chatter(self, line: bytes) -> bool:
-        """Returns whether the next line is a note to leave out."""
+        """Returns whether the next line is to be suppressed."""
         if _shows_all():
             return False
         if self._in_options and _IS_OPTION.match(line):
@@ -101,9 +100,9 @@ def _is_news(record: logging.LogRecord) -> bool:
 
 @contextlib.contextmanager
 def _without_chatter() -> Iterator[None]:
-    """Leaves the server's notes out of this process's stderr.
+    """Removes the server's notes from this process's stderr.
 
-    A separate process passes on all other lines, so that none is lost if TensorFlow ends this
+    A separate process passes on all other lines, so that no line is lost if TensorFlow ends this
     process or hangs.
     """
     try:
@@ -117,7 +116,7 @@ def _without_chatter() -> Iterator[None]:
             [sys.executable, "-I", "-S", __file__],
             stdin=subprocess.PIPE,
             stdout=real,
-            start_new_session=True,  # Ctrl-C is for this process
+            start_new_session=True,  # Ctrl-C must reach only this process
         )
         os.dup2(passing.stdin.fileno(), 2)  # type: ignore[union-attr]
         passing.stdin.close()  # type: ignore[union-attr]
@@ -132,7 +131,7 @@ def _without_chatter() -> Iterator[None]:
 
 
 def _pass_on() -> None:
-    """Passes lines on from stdin to stdout, but for notes, until the process that writes them ends.
+    """Copies lines from stdin to stdout, except notes, until their writer ends.
 
     Some schedulers send a signal to every process of a job; the last lines come after it.
     """

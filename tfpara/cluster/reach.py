@@ -1,4 +1,4 @@
-"""The probe for processes that accept connections. Only the standard library is imported."""
+"""The probe for processes that accept connections."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def unreachable(cluster: Cluster, timeout_seconds: float) -> list[str]:
 
     Args:
         cluster: the cluster to probe.
-        timeout_seconds: how long to wait for an answer, name look-up included.
+        timeout_seconds: longest wait for an answer, name look-up included.
 
     Returns:
         Names such as "worker 1 (127.0.0.1:4000)", by rank.
@@ -28,11 +28,11 @@ def unreachable(cluster: Cluster, timeout_seconds: float) -> list[str]:
 def accepting(addresses: Sequence[str], timeout_seconds: float) -> frozenset[str]:
     """Returns those of `addresses`, "host:port", that accept a TCP connection now.
 
-    All are tried at once. A stopped process still accepts, so this is no proof of health.
+    All are tried at once. A stopped process still accepts, so this does not prove that it works.
 
     Args:
         addresses: the addresses to probe.
-        timeout_seconds: how long to wait for an answer, name look-up included.
+        timeout_seconds: longest wait for an answer, name look-up included.
     """
     found: set[str] = set()
 

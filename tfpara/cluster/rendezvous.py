@@ -1,13 +1,13 @@
 """The rendezvous of Horovod's processes: a key-value store over HTTP.
 
-Gloo, Horovod's transport, puts the addresses of its connections into the store and polls for those
-of the others. `horovodrun` and `tfpara-launch --collectives=horovod` serve a store; in a cluster of
-TF_CONFIG the chief does. Gloo aborts the process if the store does not answer or a worker does not
-come, so the workers first meet in the same store.
+Gloo, Horovod's transport, stores the addresses of its connections and polls for those of the
+others. `horovodrun` and `tfpara-launch --collectives=horovod` serve a store; in a cluster of
+TF_CONFIG the chief does. Gloo aborts the process if the store does not answer or a worker is
+missing, so the workers first meet in the same store.
 
-Gloo's requests are not signed. But the variable of the store's host may have a path behind the
+Gloo's requests are not signed. But the variable of the store's host may contain a path after the
 host. If the run has a secret, that path contains a token derived from it, and the store refuses
-requests without it. The token is sent unencrypted. Only the standard library is imported.
+requests without the token. The token is sent unencrypted.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     timeout = _ANSWER_SECONDS  # a client that sends nothing is dropped
 
     def parse_request(self) -> bool:
-        """Refuses a request with a wrong path before anything else of it is parsed."""
+        """Refuses a request with a wrong path before parsing the rest."""
         words, path = self.raw_requestline.split(b" "), self.server.path.encode()
         if len(words) > 1 and hmac.compare_digest(words[1][: len(path)], path):
             return super().parse_request()
@@ -86,7 +86,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.close_connection = True
         self._answer(status)
         with contextlib.suppress(OSError):
-            # Data that have arrived are read; otherwise the client gets a reset, not the answer.
+            # Read what has arrived; otherwise the client gets a reset in place of the answer.
             self.connection.shutdown(socket.SHUT_WR)
             self.connection.settimeout(_REFUSED_SECONDS)
             self.connection.recv(_LONGEST_VALUE)
@@ -122,11 +122,10 @@ class Server(http.server.ThreadingHTTPServer):
 
     @property
     def port(self) -> int:
-        """The port that it listens on."""
         return int(self.server_address[1])
 
     def has_room(self, key: str, length: int) -> bool:
-        """Returns whether a value of so many bytes may be put under a key."""
+        """Returns whether the store has room for a value of `length` bytes under a key."""
         if length > _LONGEST_VALUE or len(key) > _LONGEST_KEY:
             return False
         held = sum(len(each) + len(value) for each, value in list(self.values.items()))
@@ -141,23 +140,21 @@ class Server(http.server.ThreadingHTTPServer):
         super().process_request(request, client_address)
 
     def shutdown_request(self, request: Any) -> None:
-        """Ends a client's connection."""
         with self._lock:
             self._clients.pop(request, None)
         super().shutdown_request(request)
 
     def service_actions(self) -> None:
-        """Drops clients that have taken too long; called twice a second."""
+        """Drops clients whose time is over; called twice a second."""
         now = time.monotonic()
         with self._lock:
             late = [each for each, at in self._clients.items() if now - at > _ANSWER_SECONDS]
         _cut(late)
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """Prints nothing on clients that have closed their connection."""
+        """Prints nothing: these clients have closed their connection."""
 
     def close(self) -> None:
-        """Frees the port."""
         self.shutdown()
         self.server_close()
 
@@ -169,7 +166,7 @@ def _cut(clients: list[socket.socket]) -> None:
 
 
 def _token(shared: bytes, port: int) -> str:
-    """Returns the token in the path, which is derived from the secret; empty without a secret."""
+    """Returns the token in the path, derived from the secret; empty without a secret."""
     return secret.derive(shared, _PURPOSE, b"%d" % port).hex() if shared else ""
 
 
@@ -183,7 +180,7 @@ def variables(found: cluster.Cluster, host: str, port: int, shared: bytes = b"")
     own = hosts[found.rank]
     beside = [rank for rank, other in enumerate(hosts) if other == own]
     local_rank = beside.index(found.rank)
-    # Hosts that have a process with this local rank.
+    # Hosts with a process of this local rank.
     across = [name for name in dict.fromkeys(hosts) if hosts.count(name) > local_rank]
     return {
         "HOROVOD_RANK": str(found.rank),
@@ -207,14 +204,13 @@ def meet(
     timeout_seconds: float,
     shared: bytes = b"",
 ) -> None:
-    """Waits until every process has come to the store that the environment names.
+    """Waits until every process has reached the store that the environment names.
 
-    The environment has the store's address. The secret of the run, `shared`, signs all values, also
-    in a store that horovodrun serves.
+    The secret of the run, `shared`, signs all values, also in a store that horovodrun serves.
 
     Raises:
-        StartupError: the variables are missing or wrong, no store answers there, or a process does
-            not come in time, has another number of processes or another secret.
+        StartupError: the variables are missing or wrong, no store answers at the address, or a
+            process does not come in time, has another number of processes or another secret.
     """
     address, port = environ.get(ADDRESS, ""), environ.get(PORT, "")
     if not address or not (port.isdecimal() and 0 < int(port) < 65536):
@@ -254,10 +250,10 @@ def meet(
 
 
 class _Places(NamedTuple):
-    """The values by which processes show in a store that they have come.
+    """The values by which processes report their presence in a store.
 
-    They are signed with the run's secret, `shared`, since anyone may be able to write to the store,
-    which has the address and port of Horovod's variables, and must answer by the deadline.
+    They are signed with the run's secret, `shared`, since anyone may be able to write to the store.
+    The store has the address and port of Horovod's variables, and must answer by the deadline.
     """
 
     address: str
@@ -266,12 +262,12 @@ class _Places(NamedTuple):
     deadline: float
 
     def put(self, rank: int, size: int) -> None:
-        """Stores that a process has come, with its number of processes."""
+        """Stores this process's presence, with its number of processes."""
         value = {"size": size, "signature": self._signature(rank, size)}
         self._ask("PUT", rank, json.dumps(value).encode())
 
     def get(self, rank: int) -> int | None:
-        """Returns a process's number of processes, `_FORGED`, or None if it has not come."""
+        """Returns a process's number of processes, `_FORGED`, or None if it is not present yet."""
         value = self._ask("GET", rank)
         if value is None:
             return None

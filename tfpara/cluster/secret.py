@@ -1,7 +1,7 @@
 """The secret by which the processes of a run tell each other from strangers.
 
-The launcher or the user gives it, in TFPARA_SECRET or in the file that TFPARA_SECRET_FILE names. It
-is never sent: messages are signed with keys derived from it. Only the standard library is imported.
+The launcher or the user sets it in TFPARA_SECRET, or in the file that TFPARA_SECRET_FILE names. It
+is never sent: messages are signed with keys derived from it.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def read(environ: Mapping[str, str] = os.environ) -> bytes:
 
 
 def for_start(environ: Mapping[str, str]) -> dict[str, str]:
-    """Returns a launcher's additions to the workers' environment: a new secret, if there is none.
+    """Returns a new secret for the workers' environment, as variables; none if it has a secret.
 
     Raises:
         SecretError: as by `read`.
@@ -67,7 +67,7 @@ def derive(secret: bytes, *purpose: bytes) -> bytes:
 
 
 def warn_without(secret: bytes, addresses: Iterable[str]) -> None:
-    """Warns if there is no secret, and an address "host:port" is not on this machine alone."""
+    """Warns if there is no secret and other machines can reach one of the "host:port" addresses."""
     if not secret and not all(is_loopback(address) for address in addresses):
         _log.warning(
             "tfpara: the processes' meeting is not authenticated: whoever reaches its port can "

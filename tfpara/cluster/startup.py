@@ -1,9 +1,9 @@
 """The meeting of a cluster's workers before TensorFlow starts.
 
-TensorFlow's own start waits for missing workers for ever, inside C++ and with Python's interpreter
+TensorFlow's own start waits forever for missing workers, inside C++ and with Python's interpreter
 locked, so that no exception, Ctrl-C or Python thread can end it. So the workers meet first over
 plain TCP, at the addresses that TensorFlow will use. Every worker sends a hello to the chief, which
-answers all of them with a go-ahead or with one problem: absent workers, differing TF_CONFIGs, two
+answers all of them with a go-ahead or with one problem: missing workers, differing TF_CONFIGs, two
 workers with the same task, ports in use, wrong addresses. Messages are signed (`messages.py`).
 
 Workers that know only their ranks, from an engine (`engines.py`), first find each other in the same
@@ -44,7 +44,7 @@ _log = logging.getLogger(__name__)
 
 
 class StartupError(RuntimeError):
-    """The workers did not all come together. The message says who is missing or differs."""
+    """The workers did not all meet. The message names the missing or differing workers."""
 
 
 @contextlib.contextmanager
@@ -52,9 +52,8 @@ def guard(cluster: Cluster, timeout_seconds: float) -> Iterator[None]:
     """Waits for all workers, then limits the time of its body, which starts TensorFlow's server.
 
     If the body takes over two minutes, the process prints a traceback and exits with code 1. That
-    happens if a worker dies between the meeting and TensorFlow's connection. After the body SIGTERM
-    has its former handler. Nothing is done for a single process, or one that has met the same
-    cluster before.
+    happens if a worker dies between the meeting and TensorFlow's connection. Afterwards SIGTERM has
+    its former handler. A single process, or one that has met the same cluster before, does nothing.
 
     Raises:
         StartupError: as by `meet`; or this process has met another cluster before, as a Python
@@ -77,10 +76,10 @@ def guard(cluster: Cluster, timeout_seconds: float) -> Iterator[None]:
 
 @contextlib.contextmanager
 def elastic_run() -> Iterator[None]:
-    """Its body makes this process a part of an elastic run.
+    """A context that makes this process a part of an elastic run.
 
     Raises:
-        StartupError: the process is in one already, or has trained in a cluster.
+        StartupError: the process is in an elastic run already, or has trained in a cluster.
     """
     global _in_elastic_run
     _refuse_another()
@@ -89,7 +88,7 @@ def elastic_run() -> Iterator[None]:
 
 
 def _refuse_another() -> None:
-    """Raises StartupError where TensorFlow's server serves other workers already."""
+    """Raises StartupError if TensorFlow's server serves other workers already."""
     if not _met and not _in_elastic_run:
         return
     which = [", ".join(former.addresses) for former in _met] or ["an elastic run"]
@@ -102,11 +101,11 @@ def _refuse_another() -> None:
 
 @contextlib.contextmanager
 def _sigterm_kept() -> Iterator[None]:
-    """Restores the handler of SIGTERM, which TensorFlow's server replaces by one that does nothing.
+    """Restores the handler of SIGTERM, which TensorFlow's server replaces by an empty one.
 
-    Otherwise this process would not hear SIGTERM, nor would processes that it forks, and a pool
+    Otherwise this process would not notice SIGTERM, nor would processes that it forks, and a pool
     could not end them. Python sets handlers in the main thread alone, and engines such as Ray train
-    in another. So the C library's function is called, which works in any thread.
+    in another one. So the C library's function is called, which works in any thread.
     """
     libc = ctypes.CDLL(None)
     former = ctypes.create_string_buffer(1024)  # more than a struct sigaction
@@ -125,7 +124,7 @@ def meet(
 ) -> None:
     """Waits until every worker of the cluster has called this with the same arguments.
 
-    Meanwhile it listens on this worker's port; then the port is free again.
+    During the call it listens on this worker's port.
 
     Args:
         cluster: this process's view of the cluster.
@@ -160,7 +159,8 @@ def find_each_other(
 ) -> Cluster:
     """Returns the cluster with addresses, for processes that know only their ranks.
 
-    One that has addresses, or is a single process, is returned as it is. Arguments as for `meet`.
+    A cluster with addresses, or of a single process, is returned unchanged. Arguments as for
+    `meet`.
 
     Raises:
         ClusterError: the address of rank 0 is not known.
@@ -207,10 +207,10 @@ def _listen_as_coordinator(told: engines.Told) -> socket.socket:
 
 
 def _addresses(port: int, guests: Mapping[int, _Guest]) -> list[str]:
-    """Returns the addresses of the workers, by rank, at which all of them can be reached.
+    """Returns the addresses of the workers, by rank, at which all workers can reach them.
 
-    A worker that came by loopback is on the chief's machine. If others came from elsewhere, it has
-    the host at which they reach the chief.
+    A worker that came by loopback is on the chief's machine. If others came from elsewhere, it gets
+    the host by which they reach the chief.
     """
     at = {rank: guest.hello["at"] for rank, guest in guests.items()}
     outside = [rank for rank, (host, _) in at.items() if not secret.is_loopback(f"{host}:0")]
@@ -247,7 +247,7 @@ class _Terms(NamedTuple):
 
 
 def _terms(cluster: Cluster, collectives: str, shared: bytes, timeout_seconds: float) -> _Terms:
-    """Returns the terms for workers that TF_CONFIG names."""
+    """Returns the terms for workers of TF_CONFIG."""
 
     def check(rank: int, hello: Mapping[str, Json]) -> str | None:
         view = hello["cluster"]
@@ -310,7 +310,7 @@ def _terms_of(
 
 
 def _has_address(hello: Mapping[str, Json]) -> bool:
-    """Returns whether a hello has the number of processes, and the address of its sender."""
+    """Returns whether a hello has the number of processes and its sender's address."""
     match hello:
         case {"size": int(), "at": [str() as host, int() as port]}:
             return ports.is_place(host, port)
@@ -368,7 +368,7 @@ def _gather(terms: _Terms, door: Door[int]) -> dict[int, _Guest]:
             terms.describe(rank) for rank in range(1, terms.size) if rank not in guests
         )
 
-    # When all have come it waits a moment more, since a second process may have the same task.
+    # When all have come it waits a moment longer, since two processes may have the same task.
     complete_since = float("inf")
     for _ in until(terms.deadline, missing, pause=door.wait):
         door.serve(hear, lambda rank: guests.pop(rank, None))  # one that has ended may come again
@@ -388,11 +388,11 @@ def _gather(terms: _Terms, door: Door[int]) -> dict[int, _Guest]:
 
 
 def _check_reachable(cluster: Cluster, deadline: float) -> None:
-    """Raises StartupError if workers have come to the chief, which cannot reach them."""
+    """Raises StartupError if workers have reached the chief, but it cannot reach them."""
     astray: list[str] = []
     for _ in until(deadline, str):
-        # A pod's name may be known only some time after its start. Names are looked up before the
-        # probe, since a name may become known during it.
+        # A pod's name may become known only some time after its start. Names are looked up before
+        # the probe, since a name may become known during it.
         unknown = ports.unknown(cluster.addresses)
         astray = unreachable(cluster, _ANSWER_SECONDS)
         if not astray or not unknown:
@@ -407,7 +407,7 @@ def _check_reachable(cluster: Cluster, deadline: float) -> None:
 def _report_to_chief(
     terms: _Terms, hello: Callable[[Channel], Mapping[str, Json]]
 ) -> dict[str, Json]:
-    """Says hello until the chief answers; returns its answer, unless that is a problem."""
+    """Sends hello until the chief answers; returns its answer, unless that is a problem."""
     chief = terms.describe(0)
     try:
         answer = tried(lambda: _ask_chief(terms, hello), terms.deadline, chief)
@@ -422,9 +422,9 @@ def _report_to_chief(
 
 
 def _ask_chief(terms: _Terms, hello: Callable[[Channel], Mapping[str, Json]]) -> dict[str, Json]:
-    """Says hello to the chief; returns its answer, or raises OSError."""
+    """Sends hello to the chief; returns its answer, or raises OSError."""
     wait = max(RETRY_SECONDS, min(_ANSWER_SECONDS, terms.deadline - time.monotonic()))
-    # The chief may have started last, and waits up to timeout_seconds for the others.
+    # The chief may have started last, and then waits up to timeout_seconds for the others.
     patience = terms.timeout_seconds + 2 * _ANSWER_SECONDS
     with contextlib.closing(messages.connect(terms.chief, terms.shared, _PURPOSE, wait)) as chief:
         chief.send(**hello(chief))
@@ -437,12 +437,12 @@ def _ask_chief(terms: _Terms, hello: Callable[[Channel], Mapping[str, Json]]) ->
 
 
 def _view(cluster: Cluster) -> list[Json]:
-    """Returns the values that all workers must have alike, in the form in which JSON has them."""
+    """Returns the values that must agree between all workers, in the form that JSON gives them."""
     return [list(cluster.addresses), cluster.has_chief_job]
 
 
 def listen(address: str, name: str, guests: int = 0) -> socket.socket:
-    """Returns a socket that listens on this process's "host:port" for so many others.
+    """Returns a socket that listens on this process's "host:port" for `guests` other processes.
 
     Raises:
         StartupError: the port is in use; the message has the process's name.

@@ -1,7 +1,6 @@
 """Reads and checks TF_CONFIG, for every kind of cluster that it can describe.
 
-One short message per mistake names the value, the rule and the fix. Only the standard library is
-imported.
+One short message per mistake names the value, the rule and the fix.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ _FORMER = {"master": "chief"}
 # Names of jobs in Vertex AI's CLUSTER_SPEC.
 _POOLS = {"workerpool0": "chief", "workerpool1": "worker", "workerpool2": "ps"}
 _POOLS["workerpool3"] = "evaluator"
-# Keys at the top level that TensorFlow, or an engine that starts its processes, writes.
+# Top-level keys that TensorFlow, or an engine that starts its processes, writes.
 _KEYS = {"cluster", "task", "environment", "job", "rpc_layer", "session_master", "trial"}
 
 
@@ -37,7 +36,7 @@ class ClusterError(ValueError):
 
 
 class NoPart(ClusterError):
-    """TF_CONFIG gives this process a `job` that takes no part in the training."""
+    """TF_CONFIG gives this process a `job` that does not train."""
 
     def __init__(self, message: str, job: str) -> None:
         super().__init__(message)
@@ -57,11 +56,11 @@ class Kind(NamedTuple):
     Attributes:
         jobs: names of the jobs, in the order of messages.
         expected: the jobs in words, e.g. "the jobs are 'chief' (one, optional) and 'worker'".
-        why_not: for other jobs that users write, why this kind has none, and the fix.
+        why_not: for other jobs that users write, the reason why this kind has none, and the fix.
         example: an example of a TF_CONFIG.
-        otherwise: an alternative to writing one, e.g. ", or unset it to …"; may be empty.
-        without_part: for jobs that may be listed but take no part, the reason. Their addresses are
-            not looked at, and their processes have nothing to do.
+        otherwise: an alternative to setting TF_CONFIG, e.g. ", or unset it to …"; may be empty.
+        without_part: for jobs that may be listed but do not train, the reason. Their addresses are
+            not read, and their processes have nothing to do.
     """
 
     jobs: tuple[str, ...]
@@ -79,7 +78,7 @@ class TFConfig(NamedTuple):
         jobs: "host:port" of each process by job, without empty jobs; all distinct.
         task_type: this process's job.
         task_index: this process's index within the job.
-        left_out: the jobs that have addresses, but no part in the training.
+        left_out: the jobs that have addresses, but do not train.
     """
 
     jobs: dict[str, tuple[str, ...]]
@@ -91,15 +90,15 @@ class TFConfig(NamedTuple):
 def read(environ: Mapping[str, str], kind: Kind) -> TFConfig | None:
     """Reads and checks TF_CONFIG in `environ`, or Vertex AI's CLUSTER_SPEC in its place.
 
-    The chief may be called "master". Jobs without part are left out. Addresses may be a map from
-    indices.
+    The chief may be called "master". Jobs that do not train are left out. Addresses may be a map
+    from indices.
 
     Returns:
-        Its content; None if it is unset or blank, or has no addresses.
+        The content; None if it is unset or blank, or has no addresses.
 
     Raises:
-        NoPart: this process's job takes no part.
-        ClusterError: it breaks a rule that all kinds of clusters have; one message says which.
+        NoPart: this process's job does not train.
+        ClusterError: TF_CONFIG breaks a rule of all kinds of clusters; the message names the rule.
     """
     text = environ.get("TF_CONFIG", "")
     if text.strip():
@@ -154,7 +153,7 @@ def _of_pools(text: str) -> dict[str, Json]:
 
 
 def _with_present_names(config: dict[str, Json]) -> dict[str, Json]:
-    """Returns the configuration with former names of jobs replaced by the present ones.
+    """Returns the configuration with the present names of jobs in place of former ones.
 
     Raises:
         ClusterError: it has a job under both names.
@@ -267,7 +266,7 @@ def _check_job(job: Json, what: str, kind: Kind) -> None:
 
 
 def check_address(address: Json, given: str, fix: str) -> None:
-    """Raises ClusterError for an address that is none, with its source and the fix in words."""
+    """Raises ClusterError for an invalid address; `given` (its source) and `fix` are in words."""
     problem = _address_problem(address)
     if problem:
         raise ClusterError(f"{given} {problem}. {fix}.")

@@ -20,8 +20,8 @@ def until(
 
     Args:
         deadline: in seconds of `time.monotonic()`.
-        say: returns the names of those awaited, for a warning every 30 s; "" for none.
-        pause: waits so many seconds, or less.
+        say: returns the names of the awaited processes, for a warning every 30 s; "" for none.
+        pause: waits the given number of seconds, or less.
     """
     log_at = time.monotonic() + _LOG_SECONDS
     while True:
@@ -46,8 +46,8 @@ def tried(
     Args:
         act: the function; called at least once.
         deadline: in seconds of `time.monotonic()`.
-        awaited: the name of the process awaited, for a warning every 30 s; "" for none.
-        errors: the errors after which it is called again.
+        awaited: the name of the awaited process, for a warning every 30 s; "" for none.
+        errors: the errors after which the function is called again.
     """
     failures: list[Exception] = []
     for _ in until(deadline, lambda: awaited and f"{awaited} ({failures[-1]})"):

@@ -1,9 +1,9 @@
-"""Messages on where each worker is in its script, for workers that wait, and on workers that end.
+"""Messages about each worker's place in its script, while others wait, and about workers that end.
 
-A worker that waits in a collective cannot send messages. So every process has a thread with a
-connection to the chief's. If a worker waits for long, the chief asks all workers where they are. A
+A worker that waits in a collective cannot send messages. So every process has a thread that is
+connected to the chief's. If a worker waits for long, the chief asks all workers for their places. A
 worker that ends sends a message; one that is stopped or killed does not answer. If the connection
-cannot be made, for example because of a firewall, only these messages are missing.
+fails, for example because of a firewall, only these messages are missing.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class Row(NamedTuple):
     """The whereabouts of a worker.
 
     Attributes:
-        text: its place, as in "worker 1 is TEXT"; empty if it does not answer.
-        waits: the names of the exchanges in which it waits for the others.
+        text: the place of the worker, as in "worker 1 is TEXT"; empty if it does not answer.
+        waits: the names of the exchanges in which the worker waits for others.
     """
 
     text: str
@@ -55,12 +55,12 @@ _SILENT = Row("")
 
 
 def awaited(table: Sequence[Row], own_rank: int) -> list[int]:
-    """Returns the ranks of the workers that the others wait for; none if all wait."""
+    """Returns the ranks of the workers for which the others wait; none if all wait."""
     return [rank for rank, row in enumerate(table) if rank != own_rank and not row.waits]
 
 
 def waiting_line(table: Sequence[Row], own_rank: int, seconds: float) -> str:
-    """Returns the line on the workers that this one waits for in an exchange, and their places."""
+    """Returns the line that names the workers for which this one waits, and their places."""
     ranks = awaited(table, own_rank)
     lasting = f"for {seconds:.0f} s"
     if not ranks:
@@ -74,7 +74,7 @@ def waiting_line(table: Sequence[Row], own_rank: int, seconds: float) -> str:
 
 
 def apart(table: Sequence[Row]) -> str:
-    """Returns the places of all workers if they wait in different exchanges, for ever; else ""."""
+    """Returns the places of all workers if they wait in different exchanges, forever; else ""."""
     if all(row.waits for row in table) and not set.intersection(*(set(r.waits) for r in table)):
         others = ", ".join(f"worker {rank} {row.text}" for rank, row in enumerate(table))
         return f"{others.replace('worker 0', 'worker 0 is', 1)}; {Purpose('').advice}"
@@ -94,7 +94,7 @@ def silent(table: Sequence[Row] | None, found: Cluster) -> str:
 
 
 def mute(table: Sequence[Row] | None, found: Cluster) -> str:
-    """Returns the names of the workers that do not answer; "" if there are none, or none known."""
+    """Returns the names of the workers that do not answer; "" if none is known."""
     rows = enumerate(table or ())
     return " and ".join(found.describe(rank) for rank, row in rows if not (row.text or row.waits))
 
@@ -109,12 +109,12 @@ def line_of_script() -> str:
 
 
 def line_of_error(error: BaseException) -> str:
-    """Returns the line of the user's script by which an error came, as `line_of_script` does."""
+    """Returns the line of the user's script that caused an error, as `line_of_script` does."""
     return _innermost(traceback.walk_tb(error.__traceback__))
 
 
 def _innermost(lines: Iterable[tuple[FrameType, int]]) -> str:
-    """Returns the last of some lines that is not in a library; the outermost line comes first."""
+    """Returns the innermost of some lines that is not in a library; they come outermost first."""
     found = ""
     for frame, number in lines:
         name = frame.f_code.co_filename
@@ -155,9 +155,9 @@ class Whereabouts:
         _all.append(self)
 
     def table(self) -> list[Row] | None:
-        """Asks all workers where they are; returns their whereabouts by rank, None if unknown.
+        """Asks all workers for their whereabouts; returns these by rank, None if unknown.
 
-        It waits at most 3 s.
+        The call waits at most 3 s.
         """
         if not self._thread.is_alive():
             return None
@@ -166,16 +166,16 @@ class Whereabouts:
         self._asked.set()
         if self._has_table.wait(_TABLE_SECONDS) or self._door or not self._thread.is_alive():
             return self._table
-        # The chief does not answer, and no other worker knows the places of all. In this table only
-        # the chief is silent.
+        # The chief does not answer, and no other worker knows all places. In this table only the
+        # chief is silent.
         return [_SILENT] + [Row("", [""])] * (self._cluster.num_workers - 1)
 
     def end(self) -> None:
-        """Lets the thread report the end of this process to the others, and end."""
+        """Makes the thread report the end of this process to the others, and end."""
         self._stop.set()
 
     def join(self) -> None:
-        """Waits for the thread's end, for a short time."""
+        """Waits a short time for the thread's end."""
         self._thread.join(_BYE_SECONDS + _TICK_SECONDS)
 
     def _take_asked(self) -> bool:
@@ -220,7 +220,7 @@ class Whereabouts:
         door = self._door
         assert door is not None
         rows: dict[int, Row] = {}
-        askers: list[Channel | None] = []  # those that wait for a table; None: this process
+        askers: list[Channel | None] = []  # channels that wait for a table; None: this process
         until = 0.0
 
         def hear(channel: Channel, rank: int | None, message: dict[str, Json]) -> None:
@@ -256,7 +256,7 @@ class Whereabouts:
         door.close(_BYE_SECONDS)
 
     def _note(self, ended: Json) -> bool:
-        """Notes the end of a worker; returns whether the message was one on that."""
+        """Notes the end of a worker; returns whether the message reported one."""
         match ended:
             case [int() as rank, str() | None as words] if 0 <= rank < self._cluster.num_workers:
                 if words is not None:
@@ -266,7 +266,7 @@ class Whereabouts:
 
 
 def _row(told: Json) -> Row | None:
-    """Returns the whereabouts that a worker has sent; None if it has sent something else."""
+    """Returns the whereabouts in a worker's message; None if it has another content."""
     match told:
         case [str() as text, list() as waits] if all(isinstance(each, str) for each in waits):
             return Row(text, waits)

@@ -1,15 +1,15 @@
 """The cluster of training processes that TF_CONFIG, or the engine that started them, describes.
 
 TF_CONFIG is read and checked here, before TensorFlow starts, because TensorFlow answers most
-mistakes in it with a hang. Only the standard library is imported.
+mistakes in it with a hang.
 
     {"cluster": {"chief": ["10.0.0.1:4000"], "worker": ["10.0.0.2:4000", "10.0.0.3:4000"]},
      "task": {"type": "worker", "index": 1}}
 
 Ranks count the chief first, then the workers in their order, so the task above has rank 2. In a
 cluster of `worker` jobs only, worker 0 is the chief. Without TF_CONFIG, or with `{}`, one process
-trains alone, unless variables of horovodrun, mpirun, srun or another engine (`engines`) say that it
-is one of several.
+trains alone, unless variables of horovodrun, mpirun, srun or another engine (`engines`) show that
+it is one of several.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _KIND = tf_config.Kind(
 )
 # Any cluster, of which the evaluator alone is asked for.
 _EVALUATORS = _KIND._replace(jobs=("chief", "worker", "ps"), without_part=tf_config.EVALUATOR)
-# The variables of rank and size that horovodrun and Open MPI's mpirun set. Under these, Horovod's
+# The variables of rank and size that horovodrun and Open MPI's mpirun set. With these, Horovod's
 # processes find each other by themselves.
 RANK_VARIABLES = (
     ("HOROVOD_RANK", "HOROVOD_SIZE"),
@@ -54,11 +54,11 @@ class Cluster(NamedTuple):
         task_index: index within the job `task_type`, as in TF_CONFIG.
         has_chief_job: whether rank 0 is the job "chief"; otherwise it is worker 0.
         rank_variable: the variable that has this process's rank, such as HOROVOD_RANK; empty if
-            TF_CONFIG alone has it.
-        size: number of processes by the rank variables, also where there are no addresses.
+            only TF_CONFIG has it.
+        size: number of processes by the rank variables, also without addresses.
         told: the engine's variables, by which the processes have to find each other; None if
             TF_CONFIG has their addresses.
-        has_ps: whether TF_CONFIG also lists parameter servers, which take no part.
+        has_ps: whether TF_CONFIG also lists parameter servers, which do not take part.
     """
 
     addresses: tuple[str, ...]
@@ -87,7 +87,7 @@ class Cluster(NamedTuple):
 
     @property
     def address(self) -> str:
-        """This process's "host:port"; empty when it trains alone, or has none."""
+        """This process's "host:port"; empty if it trains alone, or has none."""
         return self.addresses[self.rank] if self.addresses else ""
 
     @property
@@ -123,7 +123,7 @@ def label(rank: int) -> str:
     """Names a rank: "chief", "worker 1", "worker 2", ...
 
     Args:
-        rank: of a worker, from 0.
+        rank: rank of a worker, from 0.
     """
     return "chief" if rank == 0 else f"worker {rank}"
 
@@ -135,12 +135,12 @@ def read(environ: Mapping[str, str] = os.environ) -> Cluster:
         environ: the environment.
 
     Returns:
-        The cluster; that of a single process if TF_CONFIG is unset, blank or `{}`, and no rank
-        variables are set.
+        The cluster; a single process if TF_CONFIG is unset, blank or `{}`, and no rank variables
+        are set.
 
     Raises:
-        ClusterError: one of them breaks a rule, or they contradict each other; one message says
-            which.
+        ClusterError: one of them breaks a rule, or they contradict each other; the message names
+            the rule.
     """
     found = _from_tf_config(environ)
     told = engines.find({**environ, engines.COORDINATOR: ""} if found.addresses else environ)
@@ -185,7 +185,7 @@ def is_evaluator(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def taking_part(read: Callable[[], _Read]) -> _Read:
-    """Returns the result of `read`; ends a process that takes no part with exit code 0.
+    """Returns the result of `read`; ends a process that does not train, with exit code 0.
 
     Args:
         read: the function `read` of this module, or of `asynchronous`.
@@ -202,7 +202,7 @@ def of_rank(told: engines.Told, addresses: tuple[str, ...] = ()) -> Cluster:
 
     Args:
         told: the engine's variables.
-        addresses: of all processes, by rank; empty while they are not known.
+        addresses: the addresses of all processes, by rank; empty while they are unknown.
     """
     job = ("worker", told.rank - 1) if told.rank else ("chief", 0)
     if addresses:

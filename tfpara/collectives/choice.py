@@ -1,4 +1,4 @@
-"""The choice of the backend that connects the workers, and of TensorFlow's way to do it."""
+"""The choice of the backend that connects the workers, and of its transport."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def choose(collectives: str, found: Cluster) -> tuple[str, str]:
         "tensorflow" or "horovod", and the reason in a few words.
 
     Raises:
-        ValueError: TensorFlow cannot connect the processes, having no addresses.
+        ValueError: TensorFlow cannot connect the processes, as their addresses are unknown.
     """
     if collectives == "auto":
         if not found.rank_variable:
@@ -58,19 +58,19 @@ def choose_communication(
     """Returns how TensorFlow's collectives connect the workers' lead devices, and the reason.
 
     "AUTO" is NCCL if each worker is known to have a GPU of its own, since NCCL refuses two workers
-    on one card. Otherwise, and where members change, it is TensorFlow's ring over gRPC.
+    on one card. Otherwise, and if members change, it is TensorFlow's ring over gRPC.
 
     Args:
         asked: one of `COMMUNICATIONS`.
-        kind: of the lead devices, "CPU" or "GPU", the same on all workers.
+        kind: kind of the lead devices, "CPU" or "GPU", the same on all workers.
         cards: an identifier of the card of each worker's lead device, by rank; None if unknown.
-        members_change: whether workers may come and go; `cards` are then those of some workers.
+        members_change: whether workers may join and leave; `cards` are then those of some workers.
 
     Returns:
         "RING" or "NCCL", and the reason in a few words.
 
     Raises:
-        ValueError: NCCL is asked for, and the lead devices are CPUs, or two are on one card.
+        ValueError: NCCL is requested, but the lead devices are CPUs, or two are on one card.
     """
     shared = _of_one_card(cards)
     if asked == "NCCL":

@@ -1,7 +1,7 @@
 """Horovod's collectives: Gloo or MPI on CPUs.
 
-Only the operations of `horovod.tensorflow` are used. Horovod's Keras wrappers do not average under
-Keras 3, without a warning.
+This module uses only the operations of `horovod.tensorflow`: under Keras 3, Horovod's Keras
+wrappers silently do not average.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from tfpara.typing import Nest
 # The longest wait for Horovod's shutdown in `abort`. The shutdown returns at once, unless Horovod
 # itself waits for a stopped process.
 _GRACE_SECONDS = 5.0
-# Dtypes that Horovod cannot send, each with one of as many bits that it can.
+# Dtypes that Horovod cannot send, each with a dtype of the same size that it can.
 _SAME_BITS = {tf.uint32: tf.int32, tf.uint64: tf.int64, tf.bfloat16: tf.uint16}
 
 
 def problem() -> str | None:
-    """Returns why this process cannot use Horovod, and the command that mends it; else None."""
+    """Returns the reason why this process cannot use Horovod, and the fix; else None."""
     spec = importlib.util.find_spec("horovod")
     command = f"run scripts/install_horovod.sh --venv={sys.prefix}"
     if spec is None or not spec.submodule_search_locations:
@@ -51,7 +51,7 @@ def problem() -> str | None:
 
 
 def mpi_problem() -> str | None:
-    """Returns why a process that mpirun has started cannot use Horovod; else None."""
+    """Returns the reason why a process that mpirun has started cannot use Horovod; else None."""
     reason = problem()
     if reason is None and not load().mpi_built():
         return (
@@ -65,8 +65,7 @@ def load() -> Any:
     """Returns the module `horovod.tensorflow`.
 
     Raises:
-        ValueError: it is missing, or built for another TensorFlow; the message says how to build
-            it.
+        ValueError: it is missing, or built for another TensorFlow; the message has the fix.
     """
     reason = problem()
     if reason:
@@ -77,7 +76,7 @@ def load() -> Any:
 def abort(message: str) -> None:
     """Makes pending operations fail, here and on all workers that still answer.
 
-    A stopped worker delays Horovod's shutdown, with MPI for ever. If the shutdown takes longer than
+    A stopped worker delays Horovod's shutdown, with MPI forever. If the shutdown takes longer than
     5 s, this process prints the message and exits with code 1.
     """
     ending = threading.Thread(target=load().shutdown, daemon=True)
@@ -89,7 +88,7 @@ def abort(message: str) -> None:
 
 
 class HorovodCollectives:
-    """Collectives between the lead devices of the processes of Horovod's group.
+    """The `Collectives` between the lead devices of the processes of Horovod's group.
 
     Horovod matches operations by their names, so a name may be in use once at a time. The process
     must have joined the group before (`tfpara.sync.workers.horovod_group.join`).
@@ -98,8 +97,8 @@ class HorovodCollectives:
         size: number of workers.
         rank: this worker, 0 … size − 1.
         device: this worker's lead device.
-        timeout_seconds: longest wait for the other workers inside one operation that is called
-            eagerly; 0 waits for ever.
+        timeout_seconds: longest wait for the other workers inside one eager operation; 0 waits
+            forever.
         group: number of the group, which is part of its operations' names.
 
     Attributes:
@@ -128,7 +127,6 @@ class HorovodCollectives:
         self._functions: dict[Hashable, Callable[[Nest], Nest]] = {}
 
     def all_reduce(self, buffers: Sequence[tf.Tensor], name: str) -> list[tf.Tensor]:
-        """Sums each buffer element-wise over the workers; buffers are sent in parallel."""
         self._check(buffers, name)
         return self._call(HorovodCollectives._all_reduce, list(buffers), name)
 
@@ -139,10 +137,6 @@ class HorovodCollectives:
         ]
 
     def reduce_scatter(self, buffers: Sequence[tf.Tensor], name: str) -> list[tf.Tensor]:
-        """Sums each buffer over the workers; returns this rank's parts of the sums.
-
-        Lengths are multiples of `size`; rank r gets the r-th of `size` equal parts.
-        """
         self._check(buffers, name)
         return self._call(HorovodCollectives._reduce_scatter, list(buffers), name)
 
@@ -165,7 +159,6 @@ class HorovodCollectives:
         return parts
 
     def all_to_all(self, rows: tf.Tensor, name: str) -> tf.Tensor:
-        """Sends row r of this worker's rows to rank r; returns the received rows, by sender."""
         return self._call(HorovodCollectives._all_to_all, rows, name)
 
     def _all_to_all(self, rows: tf.Tensor, name: str) -> tf.Tensor:
@@ -174,7 +167,6 @@ class HorovodCollectives:
         return received
 
     def all_gather(self, buffer: tf.Tensor, name: str) -> tf.Tensor:
-        """Returns the workers' buffers, of equal shape, stacked by rank: shape [size, ...]."""
         return self._call(HorovodCollectives._all_gather, buffer, name)
 
     def _all_gather(self, buffer: tf.Tensor, name: str) -> tf.Tensor:
@@ -184,7 +176,6 @@ class HorovodCollectives:
         return _from_bits(gathered, buffer.dtype)
 
     def broadcast(self, buffer: tf.Tensor, name: str) -> tf.Tensor:
-        """Returns the buffer of rank 0."""
         return self._call(HorovodCollectives._broadcast, buffer, name)
 
     def _broadcast(self, buffer: tf.Tensor, name: str) -> tf.Tensor:
@@ -193,23 +184,20 @@ class HorovodCollectives:
         return _from_bits(sent, buffer.dtype)
 
     def barrier(self, name: str) -> None:
-        """Waits until every worker has called it."""
         # The assertion keeps TensorFlow from removing the operation, and `rank_op`, which is
         # evaluated when it runs, from computing it once in advance.
         ranks = self.all_gather(self._hvd.rank_op(), f"barrier/{name}")
         tf.debugging.assert_equal(ranks, tf.range(self.size))
-
-    # -- calls -------------------------------------------------------------------------------
 
     def _named(
         self, operation: Callable[..., tf.Tensor], buffer: tf.Tensor, name: tuple, **options: object
     ) -> tf.Tensor:
         """Runs one of Horovod's operations under a name that is the same on every worker.
 
-        Horovod identifies an operation by the part of its name in the graph after the last slash.
-        TensorFlow's optimiser renames operations in a branch, and the new name in a training step
-        differs from that in a sync called from Python. Two such workers would wait for each other
-        for ever. In a function that is not inlined an operation keeps its name.
+        Horovod identifies an operation by the part of its graph name after the last slash.
+        TensorFlow's optimiser renames operations in a branch, so the new name in a training step
+        differs from that in a sync called from Python, and two such workers would wait for each
+        other forever. In a function that is not inlined an operation keeps its name.
         """
         node = ".".join(map(str, ("tfpara", self._group, *name))).replace("/", ".")
         node = node.replace(" ", "_")

@@ -1,4 +1,4 @@
-"""The members of a group of workers that changes while graphs stay."""
+"""The members of a group of workers, which may change although graphs stay the same."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-# Far enough apart that the keys of one generation are not those of the next.
+# Large enough that the keys of different generations differ.
 _BETWEEN_GROUP_KEYS = 16
 _BETWEEN_INSTANCE_KEYS = 1_000_003
 _LARGEST_KEY = 0x7FFFFFFF
@@ -31,9 +31,9 @@ class Members:
     All keys contain the generation, so a message of an earlier one meets no receiver.
 
     Args:
-        device: the host's, on which the variables are kept.
+        device: the host's device, on which the variables are kept.
         tasks: names of the workers' tasks, by rank.
-        rank: this worker's, 0 … size − 1.
+        rank: this worker's rank, 0 … size − 1.
         generation: the number of the generation.
     """
 
@@ -47,7 +47,7 @@ class Members:
             self._order = tf.Variable(order, shape=[None], trainable=False, name="tfpara/order")
 
     def change(self, tasks: Sequence[str], rank: int, generation: int) -> None:
-        """Begins another generation; no operation of the former may run."""
+        """Begins another generation; no operation of the previous one may be running."""
         self.size, self.rank, self.generation = len(tasks), rank, generation
         self._values.assign([len(tasks), rank, generation])
         self._order.assign(order_of(tasks))

@@ -11,10 +11,10 @@ import tensorflow as tf
 
 from tfpara.collectives.members import Members, order_of
 
-# TensorFlow's own strategies use group keys too, counted up from small numbers. This one is larger.
+# Larger than the group keys of TensorFlow's own strategies, which count up from small numbers.
 _GROUP_KEY = 0x74660000
 
-# Dtypes that TensorFlow does not broadcast, and those in which they travel without loss.
+# Dtypes that TensorFlow does not broadcast, and dtypes that carry them without loss.
 _CARRIED_AS = {
     tf.bfloat16: tf.float32,
     **dict.fromkeys((tf.int8, tf.uint8, tf.int16, tf.uint16), tf.int32),
@@ -23,7 +23,7 @@ _CARRIED_AS = {
 
 
 class TensorFlowCollectives:
-    """Collectives between the lead devices of the workers of a TF_CONFIG cluster.
+    """The `Collectives` between the lead devices of the workers of a TF_CONFIG cluster.
 
     An operation's key is derived from its name. So it may run any number of times, eagerly or in
     any graph or loop, as long as every worker runs the same operations in the same order.
@@ -32,14 +32,14 @@ class TensorFlowCollectives:
         tasks: names of the workers' tasks, such as "/job:worker/task:3", by rank.
         rank: this worker, 0 … size − 1.
         device: full name of this worker's lead device.
-        timeout_seconds: longest wait for the other workers inside one operation; 0 waits for ever.
-            Operations that run often should have none: TensorFlow keeps a sleeping thread for each
-            operation with a timeout, until the timeout is over.
-        waiting: context manager for operations that are called eagerly. They have no timeout of
-            TensorFlow's then; the owner of `waiting` ends a wait that lasts too long.
+        timeout_seconds: longest wait for the other workers inside one operation; 0 waits forever.
+            Frequent operations should have no timeout: TensorFlow keeps a sleeping thread for each
+            operation with one, until it is over.
+        waiting: context manager for eager operations. They have no timeout of TensorFlow's then;
+            the owner of `waiting` ends a wait that lasts too long.
         communication: "RING" or "NCCL", the same on all workers. NCCL needs GPUs.
         group: number of the group; groups on different devices need different numbers.
-        members: of a group that changes, in place of `tasks` and `rank`.
+        members: the members of a group that changes, in place of `tasks` and `rank`.
     """
 
     full_duplex = True
@@ -57,7 +57,7 @@ class TensorFlowCollectives:
     ) -> None:
         self._size, self._rank, self._members = len(tasks), rank, members
         order = order_of(tasks)
-        # None where TensorFlow has the order of ranks, so that nothing is sorted.
+        # None if TensorFlow's order is that of the ranks, so that nothing is sorted.
         self._order = None if order == list(range(len(tasks))) else order
         self._waiting = waiting
         self._device = device
@@ -76,21 +76,17 @@ class TensorFlowCollectives:
 
     @property
     def size(self) -> int:
-        """The number of workers now."""
         return self._members.size if self._members else self._size
 
     @property
     def way(self) -> str:
-        """How the workers are connected, for the user."""
         return "NCCL" if self._by_nccl else "a ring over gRPC"
 
     @property
     def rank(self) -> int:
-        """This worker's rank, 0 … size − 1."""
         return self._members.rank if self._members else self._rank
 
     def all_reduce(self, buffers: Sequence[tf.Tensor], name: str) -> list[tf.Tensor]:
-        """Sums each buffer element-wise over the workers; buffers are sent in parallel."""
         with self._place():
             return [
                 tf.raw_ops.CollectiveReduceV2(
@@ -103,10 +99,6 @@ class TensorFlowCollectives:
             ]
 
     def reduce_scatter(self, buffers: Sequence[tf.Tensor], name: str) -> list[tf.Tensor]:
-        """Sums each buffer over the workers; returns this rank's parts of the sums.
-
-        Lengths are multiples of `size`; rank r gets the r-th of `size` equal parts.
-        """
         with self._place():
             return [
                 self._reduce_scatter(buffer, f"scatter/{name}/{index}")
@@ -123,24 +115,22 @@ class TensorFlowCollectives:
                 **self._attributes(name, rows),
             )
             return tf.reshape(part, [-1])
-        # TensorFlow has a reduce-scatter for NCCL alone. An all-to-all and a sum here send as many
-        # bytes.
+        # TensorFlow has a reduce-scatter for NCCL alone. An all-to-all and a local sum send equally
+        # many bytes.
         return tf.add_n(tf.unstack(self._all_to_all(rows, name), num=self.size))
 
     def all_to_all(self, rows: tf.Tensor, name: str) -> tf.Tensor:
-        """Sends row r of this worker's rows to rank r; returns the received rows, by sender."""
         with self._place():
             return self._by_rank(self._all_to_all(self._ordered(rows), name))
 
     def _all_to_all(self, rows: tf.Tensor, name: str) -> tf.Tensor:
-        """Sends and returns rows that are in TensorFlow's order of the workers."""
+        """Sends and returns rows in TensorFlow's order of the workers."""
         return tf.raw_ops.CollectiveAllToAllV2(
             input=rows,
             **self._attributes(f"all to all/{name}", rows),
         )
 
     def all_gather(self, buffer: tf.Tensor, name: str) -> tf.Tensor:
-        """Returns the workers' buffers, of equal shape, stacked by rank: shape [size, ...]."""
         with self._place():
             gathered = tf.raw_ops.CollectiveGatherV2(
                 input=buffer[tf.newaxis],
@@ -150,7 +140,7 @@ class TensorFlowCollectives:
             return self._by_rank(gathered)
 
     def broadcast(self, buffer: tf.Tensor, name: str, source: int = 0) -> tf.Tensor:
-        """Returns the buffer of rank `source`. Where members change, call it eagerly alone."""
+        """Returns the buffer of rank `source`. If members change, it must be called eagerly."""
         with self._place():
             keys = self._keys(f"broadcast/{name}", buffer)
             if self.size == 1:
@@ -163,7 +153,6 @@ class TensorFlowCollectives:
             return tf.cast(got, buffer.dtype)
 
     def barrier(self, name: str) -> None:
-        """Waits until every worker has called it."""
         self.all_gather(tf.zeros([1]), f"barrier/{name}")
 
     def _order_now(self) -> tf.Tensor | list[int] | None:
@@ -171,12 +160,12 @@ class TensorFlowCollectives:
         return self._members.order() if self._members else self._order
 
     def _ordered(self, rows: tf.Tensor) -> tf.Tensor:
-        """Returns rows that are by rank in TensorFlow's order of the workers."""
+        """Sorts rows from rank order to TensorFlow's order of the workers."""
         order = self._order_now()
         return rows if order is None else tf.gather(rows, order)
 
     def _by_rank(self, rows: tf.Tensor) -> tf.Tensor:
-        """Returns rows that are in TensorFlow's order of the workers by rank."""
+        """Sorts rows from TensorFlow's order of the workers to rank order."""
         order = self._order_now()
         return rows if order is None else tf.gather(rows, tf.math.invert_permutation(order))
 
@@ -189,13 +178,13 @@ class TensorFlowCollectives:
 
     @property
     def _watched(self) -> Callable[[], AbstractContextManager[None]] | None:
-        """The caller's `waiting` for an operation that is called eagerly, else None."""
+        """The caller's `waiting` for an eager operation, else None."""
         return self._waiting if tf.executing_eagerly() else None
 
     def _attributes(self, name: str, buffer: tf.Tensor) -> dict:
         token = self._shared_token
         if token is None:
-            # The handle is used as a token alone; its variable is never created.
+            # The handle is used only as a token; its variable is never created.
             shared_name = f"tfpara/{self._group_key}/{name}"
             token = tf.raw_ops.VarHandleOp(dtype=tf.float32, shape=[], shared_name=shared_name)
         return {"ordering_token": [token], **self._keys(name, buffer)}

@@ -1,1 +1,1 @@
-"""Synchronous training that goes on while workers die, leave and come."""
+"""Synchronous training that continues while workers die, leave and join."""

@@ -2,8 +2,8 @@
 
 A `Line` is the connection of a worker, kept for the whole run, and the messages over it. If the
 connection ends, or the meeting point is silent for too long, the worker connects again and repeats
-what it has sent, since another meeting point may have been started at the same address, and that
-has to learn of the run. Only the standard library is imported.
+what it has sent: a new meeting point may have been started at the same address, which must learn
+the state of the run. Only the standard library is imported.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tfpara.cluster.waiting import RETRY_SECONDS, tried, until
 from tfpara.elastic.membership import BEGUN
 from tfpara.typing import Json
 
-ADDRESS = "TFPARA_MEETING"  # the variable that tells workers where the meeting point is
+ADDRESS = "TFPARA_MEETING"  # the variable that gives workers the address of the meeting point
 NAME = "TFPARA_WORKER_NAME"  # the variable by which a launcher gives a worker its name
 PURPOSE = "meeting"
 TICK_SECONDS = 0.05
@@ -30,21 +30,22 @@ _ERRORS = (OSError, ValueError)
 
 
 class MeetingError(RuntimeError):
-    """The meeting point does not let this worker take part. The message says why."""
+    """The meeting point does not admit this worker. The message states the cause."""
 
 
 class Evicted(MeetingError):
-    """This worker was taken for lost, and the others went on; it may join anew."""
+    """This worker counted as lost, and the others continued; it may join again."""
 
 
 class Left(MeetingError):
-    """This worker has left, as it was asked to."""
+    """This worker has left, as requested."""
 
 
 class Passed(MeetingError):
     """The members have begun a later call of `fit`, in which this worker may join them.
 
-    `fit` is its number, from 0, and `histories` are the results of the calls before it, as JSON.
+    `fit` is the number of that call, from 0, and `histories` are the results of the earlier calls,
+    as JSON.
     """
 
     def __init__(self, fit: int, histories: list[Json]) -> None:
@@ -53,7 +54,7 @@ class Passed(MeetingError):
 
 
 class Ended(MeetingError):
-    """The run is over: all others have ended or left; `complete`: nothing is left to do."""
+    """The run is over, as all others have ended or left; `complete`: nothing is left to do."""
 
     def __init__(self, why: str, complete: bool) -> None:
         super().__init__(why)
@@ -65,12 +66,12 @@ class Form:
     """A new generation, in the message to its members.
 
     Attributes:
-        number: of the generation.
+        number: number of the generation.
         tasks: the members' task numbers, by rank.
         addresses: the members' "host:port", by rank.
         reports: the members' reports from the meeting before it; None for new members.
         why: the change of members, in words.
-        last: the reason why the members are to write a checkpoint and to end; "" if they train on.
+        last: the reason why the members must write a checkpoint and end; "" if they continue.
     """
 
     number: int
@@ -86,18 +87,18 @@ class Line:
 
     Args:
         address: "host:port" of the meeting point.
-        secret: of the run; may be empty.
+        secret: the secret of the run; may be empty.
         port: port at which the others will reach this worker.
-        settings: of the run: ``min_workers``, ``max_workers``, ``grace_seconds`` and
+        settings: settings of the run: ``min_workers``, ``max_workers``, ``grace_seconds`` and
             ``silence_seconds``, and other values that must be the same for all workers.
         timeout_seconds: longest wait for the meeting point, now and whenever it is gone later.
-        task: the number that this process has had before; None for a new process.
+        task: the earlier number of this process; None for a new process.
         name: name of this worker in messages; "worker" and its number if empty.
 
     Attributes:
         task: this worker's number.
         founding: whether this worker is one of the first, with which the run begins; `formed` waits
-            for the others. A worker that is none of them joins by `register`.
+            for the others. Any other worker joins by `register`.
         founders: number of the first workers.
         wanted: whether members are to meet after their next sync.
         lost: members that were lost from the present generation.
@@ -129,11 +130,11 @@ class Line:
         self._port = port
         self._silence = float(settings["silence_seconds"])
         self._beat_at = 0.0
-        # The state of this worker that a new meeting point has to learn.
+        # The state of this worker, for a new meeting point.
         self._form: dict[str, Json] | None = None  # the latest generation that was formed
         self._terms: dict[str, Json] | None = None  # the last argument of `agreed`
-        self._asked: dict[str, Json] | None = None  # the request that has no answer yet
-        # The call of `fit` that this worker, a member, is in, and the results of those before it.
+        self._asked: dict[str, Json] | None = None  # the request without an answer so far
+        # The `fit` call that this worker is in as a member, and the results of earlier calls.
         self._fits: dict[str, Json] = {"fit": 0, "histories": []}
         self._leaves = self._over = False
         self._channel = self._connect()
@@ -162,10 +163,10 @@ class Line:
     # -- requests -----------------------------------------------------------------------------
 
     def where(self) -> tuple[int, list[Json]]:
-        """Returns the call of `fit` that the run is in, from 0, and the results of those before it.
+        """Returns the run's present call of `fit`, from 0, and the results of earlier calls.
 
         Raises:
-            Evicted, Left, Ended, MeetingError: it is in none.
+            Evicted, Left, Ended, MeetingError: there is none, or this worker cannot take part.
         """
         self._ask(where=True)
         answer = self._answer("fit")
@@ -173,62 +174,62 @@ class Line:
         return int(answer["fit"]), list(answer["histories"])
 
     def begins(self, fit: int, histories: list[Json]) -> None:
-        """Tells that this worker begins a call of `fit`, and the results of those before it."""
+        """Reports that this worker begins a call of `fit`, and the results of earlier calls."""
         self._fits = {"fit": fit, "histories": histories}
         self._terms = None
         self._send(begins=fit, histories=histories)
 
     def register(self, terms: Mapping[str, Json], fit: int) -> None:
-        """Asks to be let in, in a call of `fit`; `formed` waits for the answer."""
+        """Asks to join in a call of `fit`; `formed` waits for the answer."""
         self._ask(register=True, terms=dict(terms), fit=fit)
 
     def agreed(self, terms: Mapping[str, Json]) -> None:
-        """Tells the terms that all members have alike, and joining workers must have."""
+        """Reports the terms on which all members agree; joining workers must have the same."""
         self._terms = dict(terms)
         self._send(agreed=self._fits["fit"], terms=self._terms)
 
     def met(self, generation: int, report: Json, failed: bool, admits: bool = True) -> Form:
-        """Comes to the meeting that ends a generation; returns the next.
+        """Reports to the meeting that ends a generation; returns the next generation.
 
         Args:
             generation: this worker's generation.
             report: this worker's position, for the others.
             failed: whether an exchange has failed; otherwise all have agreed to meet.
-            admits: whether others may come in now.
+            admits: whether others may join now.
 
         Raises:
-            Evicted, Left, Ended: this worker is not in it.
+            Evicted, Left, Ended: this worker is not in the next generation.
         """
         self._ask(met=generation, report=report, failed=failed, admits=admits)
         return self.formed()
 
     def formed(self) -> Form:
-        """Waits for the generation that this worker becomes a member of.
+        """Waits for the generation in which this worker is a member.
 
         Raises:
             Passed: the members have begun a later call of `fit` than that of `register`.
-            Evicted, Left, Ended, MeetingError: this worker becomes no member.
+            Evicted, Left, Ended, MeetingError: this worker does not become a member.
         """
         answer = self._answer("form", "fit")
         self._asked = None
         if "fit" in answer:
             raise Passed(int(answer["fit"]), list(answer["histories"]))
-        # It is sent again if somebody could not come in.
+        # Sent again if a worker could not join.
         self.generation, self.wanted = int(answer["form"]), False
         tasks, addresses = map(tuple, zip(*answer["members"], strict=True))
         reports, why, last = tuple(answer["reports"]), answer["why"], answer["last"]
         return Form(self.generation, tasks, addresses, reports, why, last)
 
     def ready(self, generation: int) -> bool:
-        """Tells that this worker is connected to the others, and waits until all are.
+        """Reports that this worker is connected to the others, and waits until all are.
 
         Returns:
-            Whether all are. Otherwise one was lost, and all meet again.
+            Whether all are connected. Otherwise one was lost, and all meet again.
         """
         self._ask(ready=generation)
         while True:
             answer = self._answer("go", "abort")
-            if generation in answer.values():  # otherwise it is of a former one
+            if generation in answer.values():  # otherwise the answer is of an earlier generation
                 self._asked = None
                 return "go" in answer
 
@@ -238,16 +239,16 @@ class Line:
         self._send(out=True)
 
     def give_up(self) -> None:
-        """Ends a wait for the meeting point with `Left`; may be called by a signal's handler."""
+        """Ends a wait for the meeting point with `Left`; a signal handler may call it."""
         self._heard.put({"farewell": True})
 
     def done(self) -> None:
-        """Tells that this worker's program ends, and ends the connection."""
+        """Reports that this worker's program ends, and ends the connection."""
         self._send(done=True)
         self.close()
 
     def close(self) -> None:
-        """Ends the connection: to the others this worker is lost, unless it has left."""
+        """Ends the connection: for the others this worker is lost, unless it has left."""
         self._open = False
         self._thread.join()
         with self._lock:
@@ -285,7 +286,7 @@ class Line:
                 self._channel.send(**message)
 
     def _ask(self, **message: Json) -> None:
-        """Sends a request, which is sent again over a new connection until it is answered."""
+        """Sends a request, which is repeated over new connections until it is answered."""
         self._asked = message
         self._send(**message)
 
@@ -333,7 +334,7 @@ class Line:
         elif "lost" in message:
             self.lost |= {int(message["lost"])}
         elif "enrolled" in message:
-            self.task = int(message["enrolled"])  # another only while the run begins
+            self.task = int(message["enrolled"])  # changes only while the run begins
             if self._awaits_founding and not message["founding"]:
                 self._heard.put({"evicted": BEGUN})
         elif message:
@@ -341,7 +342,7 @@ class Line:
             if "form" in message:
                 self._form = {"form": message["form"], "members": message["members"]}
                 self.lost = frozenset()
-            # First of all, since a worker that waits in a collective does not read messages.
+            # Abort first: a worker that waits in a collective does not read messages.
             if "abort" in message:
                 self._on_abort(int(message["abort"]), "a worker is lost")
             elif "evicted" in message:
@@ -370,7 +371,7 @@ class Line:
             ) from None
 
     def _found_again(self) -> bool:
-        """Waits until there is a meeting point again, and sends it this worker's state."""
+        """Waits for a meeting point, the same or a new one, and sends it this worker's state."""
         for _ in until(time.monotonic() + self._timeout, str):
             if not self._open:
                 break
@@ -395,7 +396,7 @@ class Line:
 
 
 def is_member(told: Json) -> bool:
-    """Returns whether this is the task number of a worker, and its address."""
+    """Returns whether `told` is the task number of a worker, and its address."""
     match told:
         case [int() as task, str()]:
             return task >= 0
@@ -403,7 +404,7 @@ def is_member(told: Json) -> bool:
 
 
 def _is_known(message: Mapping[str, Json]) -> bool:
-    """Returns whether the meeting point may send this; an empty message is a sign of life."""
+    """Returns whether this is a message of the meeting point; an empty one is a sign of life."""
     match message:
         case {"form": int(), "members": [_, *_] as members, "reports": list() as reports}:
             texts = message.get("why"), message.get("last")

@@ -1,19 +1,19 @@
-"""The meeting point of an elastic run, where workers enrol, are watched, and meet.
+"""The meeting point of an elastic run, which enrols workers, watches them, and lets them meet.
 
-`Meeting` is a thread of the launcher or of `tfpara-meet`. It carries messages between its
-connections and `membership.Membership`, and is the clock of that. `meeting.Line` is a worker's
-connection. If it ends, the worker is lost at once. If it is silent for too long, the worker is
-given up, and learns that when it speaks again.
+`Meeting` is a thread of the launcher or of `tfpara-meet`. It passes messages between its
+connections and `membership.Membership`, and gives that the time. `meeting.Line` is a worker's
+connection. If it ends, the worker is lost at once. If it is silent for too long, the worker counts
+as lost, and learns that with its next message.
 
 Messages are signed with the run's secret (`messages.py`). Workers send
 
 - ``enrol``: their host and port, with the ``settings`` of the run, and ``founds``: whether the
   worker can be one of the first, with which the run begins. The answer, ``enrolled``, has a task
   number, and whether the worker is one of the first.
-- ``where``: a request for the call of `fit` that the run is in.
+- ``where``: a request for the run's present call of `fit`.
 - ``register`` with ``terms`` and ``fit``: a request to join.
-- ``begins``: the number of a call of `fit`, with the ``histories`` of those before it.
-- ``agreed``: the number of that call, with the ``terms`` that all members have alike.
+- ``begins``: the number of a call of `fit`, with the ``histories`` of earlier calls.
+- ``agreed``: the number of that call, with the ``terms`` on which all members agree.
 - ``met``: a generation, with ``report``, ``failed`` and ``admits``.
 - ``ready``: a generation.
 - ``out``: a request to leave. ``done``: the worker's program ends.
@@ -39,7 +39,7 @@ from tfpara.typing import Json
 
 _GUESTS = 1024
 _LONGEST_NAME = 80
-_MEETING_SECONDS = 300.0  # longest wait for a member that is alive and does not come
+_MEETING_SECONDS = 300.0  # longest wait for a connected member that does not come
 _log = logging.getLogger(__name__)
 
 
@@ -47,15 +47,15 @@ class Meeting:
     """The service, which listens until `close`.
 
     Args:
-        host: to listen on; all interfaces if empty.
-        port: 0 takes a free one.
+        host: address to listen on; all interfaces if empty.
+        port: port to listen on; 0 takes a free one.
         founders: number of workers with which the run begins.
         start_seconds: longest wait for them.
-        secret: of the run; may be empty.
+        secret: the secret of the run; may be empty.
 
     Attributes:
-        port: on which it listens.
-        state: the members; to be read alone.
+        port: port of the service.
+        state: the members; read-only for others.
 
     Raises:
         OSError: the port is in use.
@@ -67,10 +67,10 @@ class Meeting:
         listener = ports.listen(host, port)
         self.port = int(listener.getsockname()[1])
         self._founders, self._start_seconds = founders, start_seconds
-        # Limits come with the first worker, and another state with them.
+        # The first worker brings the limits, and then a new state replaces this one.
         now = time.monotonic()
         self.state = Membership(Limits(founders, 1, None, math.inf, math.inf, math.inf), now)
-        self._settings: dict[str, Json] | None = None  # the first worker's
+        self._settings: dict[str, Json] | None = None  # the first worker's settings
         self._silence = math.inf
         self._door = Door[int](listener, secret, PURPOSE, _GUESTS)  # guests by task
         self._addresses: dict[int, str] = {}
@@ -82,10 +82,10 @@ class Meeting:
         self._thread.start()
 
     def follow(self, name: str) -> Callable[[], bool]:
-        """Returns a function that returns whether the run has continued without a worker.
+        """Returns a function that tells whether the run has continued without a worker.
 
         Args:
-            name: its name in messages; the last one that has come under this name is meant.
+            name: the worker's name in messages; the latest worker of this name is meant.
         """
         task = max((task for task, own in list(self._names.items()) if own == name), default=None)
 
@@ -110,7 +110,7 @@ class Meeting:
             while self._open:
                 self._listen()
         finally:
-            self._door.close()  # after an error, too, so that no worker waits for an answer
+            self._door.close()  # also after an error, so that no worker waits for an answer
 
     def _listen(self) -> None:
         self._door.wait(TICK_SECONDS)
@@ -119,7 +119,7 @@ class Meeting:
         now = time.monotonic()
         for task, channel in list(self._door.guests.items()):
             if now - channel.heard > self._silence:
-                # It comes back when it can, and then learns whether the others have gone on.
+                # It reconnects when it can, and then learns whether the others have continued.
                 self._door.drop(channel)
                 self._lose(task, f"was silent for {self._silence:g} s")
         self._tell(self.state.tick(now))
@@ -128,7 +128,7 @@ class Meeting:
             self._door.tell_guests()
 
     def _notice_pause(self) -> None:
-        """Notices that this process itself was stopped, and its workers only seemed silent."""
+        """Detects that this process itself was stopped, so that its workers only seemed silent."""
         now = time.monotonic()
         former, self._looked_at = self._looked_at, now
         if now - former > self._silence / 2.0:
@@ -149,11 +149,11 @@ class Meeting:
                 ):
                     self._enrol(channel, ports.joined(host, port), settings, message, now)
                 case _:
-                    self._door.drop(channel)  # not one of us
+                    self._door.drop(channel)  # it is no worker
             return
         match message:
             case {"register": _} | {"where": _} if state.phase == "founding":
-                # It wants to join a run that this meeting point does not know of yet.
+                # The worker wants to join a run that this meeting point does not know yet.
                 channel.send(evicted="no member of its run is here")
             case {"where": _}:
                 channel.send(**state.where())
@@ -206,7 +206,7 @@ class Meeting:
             return
         guests = self._door.guests
         if isinstance(wanted, int) and self._addresses.get(wanted) == address and wanted in guests:
-            # The worker has noticed first that its former connection has ended.
+            # The worker noticed the end of its former connection before this process did.
             self._door.drop(guests[wanted])
             self._lose(wanted, "is lost")
         again, missed = _membership_of(message.get("again")), list[Say]()
@@ -227,7 +227,7 @@ class Meeting:
         channel.send(enrolled=task, founding=founding, founders=self._founders)
         self._tell(missed)
         if founding:
-            # At once: a worker that comes after the last founder has to learn that it joins.
+            # At once: a worker that comes after the last founder must learn that it joins.
             _, said = self.state.register(address, {}, now, task, name)
             self._tell(said)
 
@@ -241,7 +241,7 @@ class Meeting:
 
 
 def _membership_of(told: Json) -> tuple[int, dict[int, str]] | None:
-    """Returns a worker's own generation and its members; None if it has none."""
+    """Returns a worker's own generation and its members; None if the worker has none."""
     match told:
         case {"form": int() as generation, "members": [_, *_] as members}:
             if all(map(is_member, members)):
@@ -250,7 +250,7 @@ def _membership_of(told: Json) -> tuple[int, dict[int, str]] | None:
 
 
 def _fits_of(told: Json) -> tuple[int, list[Json]]:
-    """Returns the call of `fit` that a member is in, and the histories before it."""
+    """Returns a member's call of `fit`, and the histories of earlier calls."""
     match told:
         case {"fit": int() as fit, "histories": list() as histories}:
             return fit, histories
@@ -258,13 +258,13 @@ def _fits_of(told: Json) -> tuple[int, list[Json]]:
 
 
 def _name_of(told: Json) -> str:
-    """Returns the name of a worker for messages: printable and short, since anyone may send it."""
+    """Returns a worker's name for messages: printable and short, since anyone may send it."""
     name = told if isinstance(told, str) else ""
     return "".join(filter(str.isprintable, name[:_LONGEST_NAME]))
 
 
 def _limits_of(settings: Mapping[str, Json], founders: int, start_seconds: float) -> Limits | None:
-    """Returns the limits of a run by the settings of its first worker; None if they are none."""
+    """Returns the limits of a run by the settings of its first worker; None if invalid."""
     match settings:
         case {
             "min_workers": int() as fewest,

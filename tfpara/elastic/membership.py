@@ -1,11 +1,11 @@
 """The members of an elastic run, as a state machine without sockets, threads or clocks.
 
 The members change in *generations*. A generation is a number and the list of its members, the same
-for all. Rank r is the r-th member, and members are in the order of their task numbers, so rank 0,
-the chief, is the worker that has been there longest. Between two generations there are two rounds:
-in the *meeting* all members of the old one that are left come, each with a report of its position;
-in the *enabling* all members of the new one tell that they are connected to it. Without the second
-round the first message of a fast member could reach a member that is still in the old generation.
+for all. Rank r is the r-th member, and members are ordered by their task numbers, so rank 0, the
+chief, is the worker that came first. Between two generations there are two rounds. In the *meeting*
+all remaining members of the old one report their positions. In the *enabling* all members of the
+new one report that they are connected to it. Without the second round the first message of a fast
+member could reach a member that is still in the old generation.
 
 | phase | event | next phase |
 |---|---|---|
@@ -23,8 +23,8 @@ a collective has failed by itself; or because a worker joins or leaves, and the 
 to meet after their next sync.
 
 A member is *absent* if it cannot be heard but is probably alive: after a pause of the meeting point
-itself, and where no member at all can be heard. The others do not continue without absent members
-for `grace_seconds`.
+itself, and if no member at all can be heard. The others wait for absent members at most
+`grace_seconds`.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ class Limits:
 
     Attributes:
         founders: number of workers in the first generation, ≥ 1.
-        min_workers: fewest with which training goes on, ≥ 1.
-        max_workers: most; further workers wait as spares. None: any number.
+        min_workers: fewest workers with which training continues, ≥ 1.
+        max_workers: most workers; further workers wait as spares. None: any number.
         start_seconds: longest wait for the founders. If `min_workers` have come by then, they begin
             without the others.
-        grace_seconds: longest wait for others where fewer than `min_workers` are left, and for
-            members that are absent.
+        grace_seconds: longest wait for others if fewer than `min_workers` are left, and for absent
+            members.
         meeting_seconds: longest wait for a member that is connected and does not come to a meeting.
     """
 
@@ -73,11 +73,11 @@ class _Worker:
 
     address: str  # "host:port" at which the others reach it
     terms: Mapping[str, Any]  # from `register`
-    name: str  # in messages
+    name: str  # the name in messages
     fit: int = 0  # the call of `fit` in which it is or wants to be
-    report: Any = None  # to the meeting
-    came: bool = False  # to the meeting
-    admits: bool = True  # whether others may come in by this meeting
+    report: Any = None  # its report to the meeting
+    came: bool = False  # whether it has come to the meeting
+    admits: bool = True  # whether others may join at this meeting
     leaves: bool = False  # whether it wants to leave
     ready: bool = False  # whether it is connected to the new generation
 
@@ -98,35 +98,35 @@ class Generation:
 
 
 class Membership:
-    """The state. Every method returns the messages to be sent, each with its receiver, in order.
+    """The state. The events are methods that return the messages to send, with their receivers.
 
     Messages to a worker:
 
     * ``refused``: a sentence; the worker cannot take part.
     * ``wanted``: whether members are to meet after their next sync.
-    * ``fit``: the number of the call of `fit` that the members are in, from 0, with the
-      ``histories`` of those before it; sent to a worker that waits to be let in to an earlier call.
+    * ``fit``: the number of the members' call of `fit`, from 0, with the ``histories`` of earlier
+      calls; sent to a worker that waits to join in an earlier call.
     * ``abort``: a generation's number; its members are to end their collectives, and meet.
     * ``form``: the new generation's number, with ``members`` ([task, address] by rank),
-      ``reports`` (by rank; None for new members), ``why``, and ``last``: why this is the last one,
-      whose members write a checkpoint and end; else "".
+      ``reports`` (by rank; None for new members), ``why``, and ``last``: the reason why this is the
+      last one, whose members write a checkpoint and end; else "".
     * ``go``: a generation's number; all members are connected.
     * ``farewell``: the worker wanted to leave, and has left.
     * ``lost``: the task number of a member that is lost, and not absent.
-    * ``evicted``: a sentence; the worker was taken for lost, and must join anew.
+    * ``evicted``: a sentence; the worker counted as lost, and must join again.
     * ``ended``: a sentence; no member is left. ``complete``: whether nothing is left to do.
 
     Args:
         limits: the limits.
-        now: the time in seconds, on a clock that only goes forward, as in all methods.
+        now: the time in seconds of a monotonic clock, as in all methods.
 
     Attributes:
         limits: the limits.
         phase: see the table above.
         history: the generations so far.
-        terms: the terms that all members have alike; empty before they are `agreed`.
-        fit: the call of `fit` that the members are in, or were in last, from 0.
-        histories: the result of each call of `fit` before it, as JSON.
+        terms: the terms on which all members agree; empty before they are `agreed`.
+        fit: the members' present or latest call of `fit`, from 0.
+        histories: the result of each earlier call of `fit`, as JSON.
         is_complete: whether the run has ended, and nothing is left to do.
     """
 
@@ -139,8 +139,8 @@ class Membership:
         self._next_task = 0
         self.terms: Mapping[str, Any] = {}
         self.fit, self.histories = 0, list[Any]()
-        self._since = now  # when the phase began
-        self._short_since: float | None = None  # when the number of workers became too small
+        self._since = now  # time when the phase began
+        self._short_since: float | None = None  # time when the number of workers became too small
         self._wanted = False  # whether members know that a worker joins or leaves
         self._why: list[str] = []  # the reasons for the next generation
         self._lost: dict[int, _Worker] = {}  # members lost since the generation was formed
@@ -148,9 +148,10 @@ class Membership:
         self._awaited_until = now  # end of the wait for absent members
         self._doubts_until = now  # until then a member whose connection ends is absent, not lost
         self._aborted = False  # whether members were told to end the generation's collectives
-        self._resumed = False  # whether a member has told the generation to this meeting point
+        # whether a member has reported the generation to this, new, meeting point
+        self._resumed = False
         self._last = False  # whether all were asked to end, with something left to do
-        self._finishing = False  # whether a worker has come to its end, or all were asked to
+        self._finishing = False  # whether a worker has completed, or all were asked to end
         self._ended = ""  # the reason for the end of the run
         self.is_complete = False
 
@@ -166,7 +167,7 @@ class Membership:
 
     @property
     def waiting(self) -> tuple[int, ...]:
-        """The connected workers that are no members, in the order in which they came."""
+        """The connected workers that are no members, in their order of arrival."""
         return tuple(task for task in self._workers if task not in self._members)
 
     # -- events -------------------------------------------------------------------------------
@@ -177,10 +178,10 @@ class Membership:
         return self._next_task - 1
 
     def resume(self, generation: int, members: Mapping[int, str], now: float) -> list[Say]:
-        """Goes on with a run whose former meeting point is gone; all its members are absent.
+        """Event: a member of a run whose meeting point is gone has come; all members are absent.
 
         Args:
-            generation: the latest that one of its members knows of.
+            generation: the latest generation that this member knows.
             members: addresses by task number, in rank order.
             now: the time.
         """
@@ -202,20 +203,20 @@ class Membership:
         return said
 
     def stood_still(self, now: float) -> None:
-        """The meeting point has not run for a while, so silent workers may well be alive.
+        """Event: the meeting point has paused, so silent workers may well be alive.
 
         A member whose connection ends within the next `grace_seconds` is absent until their end,
-        and not lost. All waits begin anew, since no worker could come in the meantime.
+        and not lost. All waits restart, since no worker could come in the meantime.
         """
         self._doubts_until = self._awaited_until = now + self.limits.grace_seconds
         self._since = now
         self._short_since = None if self._short_since is None else now
 
     def returned(self, task: int, generation: int, name: str) -> list[Say] | None:
-        """A member of a generation has connected again.
+        """Event: a member of a generation has connected again.
 
         Returns:
-            The messages that it may have missed; None if it was not absent, and has to join anew.
+            The messages that it may have missed; None if it was not absent, and has to join again.
         """
         if generation != self.generation or task not in self._absent:
             return None
@@ -233,19 +234,19 @@ class Membership:
         name: str = "",
         fit: int = 0,
     ) -> tuple[int | None, list[Say]]:
-        """A worker has come, and takes part if its `terms` are those that members `agreed` on.
+        """Event: a worker has come, and takes part if it has the `terms` that were `agreed`.
 
         Args:
             address: "host:port" at which the others reach it.
-            terms: values that all workers must have alike; empty while the run begins.
+            terms: values that must be the same on all workers; empty while the run begins.
             now: the time.
-            task: its number, from `number`; it may have been a member under it before, but is none
-                now. None gives it a new one.
+            task: its number, from `number`, under which it may have been a member before. None
+                gives it a new number.
             name: its name in messages; "worker" and its number if empty.
             fit: the call of `fit` in which it wants to take part.
 
         Returns:
-            Its task number, and the messages. If it is refused: None, and one message for it.
+            Its task number, and the messages; for a refused worker None, and one message.
         """
         if self.is_over or fit < self.fit:
             return None, [(-1, self.where())]
@@ -261,7 +262,7 @@ class Membership:
         return task, self._go_on(now)
 
     def agreed(self, task: int, terms: Mapping[str, Any], fit: int = 0) -> list[Say]:
-        """The members of a call of `fit` have compared `terms`; joining workers must have them."""
+        """Event: the members of a call of `fit` agree on `terms`, which joiners must have."""
         said: list[Say] = []
         if task in self.members and fit == self.fit:
             self.terms = dict(terms)
@@ -273,7 +274,7 @@ class Membership:
         return said
 
     def where(self) -> dict[str, Any]:
-        """Returns the message on the call of `fit` that the members are in, or on the end."""
+        """Returns the message that reports the members' call of `fit`, or the end."""
         if self.phase == "ended":
             return {"ended": self._ended, "complete": self.is_complete}
         if self._finishing:
@@ -281,7 +282,7 @@ class Membership:
         return {"fit": self.fit, "histories": self.histories}
 
     def begins(self, task: int, fit: int, histories: list[Any]) -> list[Say]:
-        """A member begins a call of `fit`; workers cannot be let in to an earlier one any more."""
+        """Event: a member begins a call of `fit`; no worker can join in an earlier one now."""
         if task not in self._members or fit <= self.fit:
             return []
         self.fit, self.histories, self.terms = fit, histories, {}  # terms may differ between calls
@@ -303,16 +304,16 @@ class Membership:
 
     @property
     def is_over(self) -> bool:
-        """Whether the run comes to its end, or has ended."""
+        """Whether the run is ending or has ended."""
         return self.phase == "ended" or self._finishing
 
     @property
     def _admits(self) -> bool:
-        """Whether a worker may be let in now: the members' terms are known."""
+        """Whether a worker may join now: the members' terms are known."""
         return bool(self.terms) and not self.is_over
 
     def gone(self, task: int, why: str, now: float) -> list[Say]:
-        """A worker is lost: its connection has ended, or it was silent for too long."""
+        """Event: a worker is lost, since its connection has ended or it was silent for too long."""
         worker = self._workers.get(task)
         if worker is None:
             return []
@@ -323,10 +324,10 @@ class Membership:
         del self._workers[task]
         said: list[Say] = []
         if is_member:
-            if task not in self._absent:  # no member is awaited twice
+            if task not in self._absent:  # do not wait for a member twice
                 self._lost[task] = worker
             self._absent.discard(task)
-            if not worker.leaves:  # else its wish to leave is noted already
+            if not worker.leaves:  # otherwise its wish to leave is noted already
                 self._why.append(f"{worker.name} {why}")
             said = self._to_members(lost=task)
             # Also if members have agreed to meet: some may still wait in a collective.
@@ -334,16 +335,16 @@ class Membership:
         return said + self._go_on(now)
 
     def wants_out(self, task: int, now: float) -> list[Say]:
-        """A member leaves after its next sync."""
+        """Event: a member wants to leave after its next sync."""
         if task in self.members and not self._workers[task].leaves:
             self._workers[task].leaves = True
             self._why.append(f"{self._workers[task].name} has left")
         return self._go_on(now)
 
     def done(self, task: int, now: float) -> list[Say]:
-        """A worker has come to the end of its program, as all others will.
+        """Event: a worker has completed its program, as all others will.
 
-        From now on no worker is let in, and members do not meet because this one is gone.
+        From now on no worker can join, and members do not meet because this one is gone.
         """
         self._finishing = True
         self._workers.pop(task, None)
@@ -361,7 +362,7 @@ class Membership:
         now: float,
         admits: bool = True,
     ) -> list[Say]:
-        """A member has come to the meeting that ends a generation.
+        """Event: a member has come to the meeting that ends a generation.
 
         Args:
             task: the member.
@@ -369,22 +370,22 @@ class Membership:
             report: its position, for all members of the next generation.
             failed: whether one of its collectives has failed; otherwise all have agreed to meet.
             now: the time.
-            admits: whether others may come in now. They may not where members have begun an
-                operation that newcomers could not finish with them.
+            admits: whether others may join now. They may not while members are in an operation that
+                newcomers could not complete with them.
         """
         if task not in self.members or generation != self.generation:
             return [(task, {"evicted": f"generation {generation} is over"})]
         first = self.phase != "meeting"
         worker = self._workers[task]
         worker.came, worker.report, worker.admits = True, report, admits
-        # Others may still wait in the collective that has failed. All come to an agreed meeting by
-        # themselves.
+        # Others may still wait in the collective that has failed. All members come to an agreed
+        # meeting by themselves.
         said = self._begin_meeting(now) if failed and first else []
         self._phase("meeting", now)
         return said + self._go_on(now)
 
     def ready(self, task: int, generation: int, now: float) -> list[Say]:
-        """A member of the new generation is connected to it."""
+        """Event: a member of the new generation is connected to it."""
         if generation == self.generation and task in self.members:
             if self.phase == "training":  # a former meeting point has formed the generation
                 return [(task, {"go": generation})]
@@ -392,7 +393,7 @@ class Membership:
         return self._go_on(now)
 
     def tick(self, now: float) -> list[Say]:
-        """Time has passed."""
+        """Event: time has passed."""
         said: list[Say] = []
         if now >= self._awaited_until:
             for task in tuple(self._absent):
@@ -405,7 +406,7 @@ class Membership:
                     text = f"did not come to the meeting for {self.limits.meeting_seconds:g} s"
                     said.append((task, {"evicted": f"this worker {text}"}))
                     said += self.gone(task, text, now)
-                    break  # the phase may have changed; the others follow at the next tick
+                    break  # the phase may have changed; the other members follow at the next tick
         return said + self._go_on(now)
 
     # -- consequences -------------------------------------------------------------------------
@@ -439,7 +440,7 @@ class Membership:
         return []
 
     def _conclude(self, now: float) -> list[Say]:
-        """All members have met: a new generation, a wait for others, or the last generation."""
+        """Continues after all have met: a new generation, a wait for others, or the last one."""
         leaving = [task for task in self.members if self._workers[task].leaves]
         if leaving and len(leaving) == len(self.members) and not self._finishing:
             # A checkpoint has to be written first.
@@ -451,10 +452,10 @@ class Membership:
         if not self.members and self._finishing:
             return said + self._end(_OVER, complete=not self._last)
         if not self.members and not self._lost:
-            # Workers that wait to be let in have no state from which to go on.
+            # Workers that wait to join have no state from which to continue.
             return said + self._end(_NOBODY)
         if not self.members:
-            # It is more likely that none can be heard than that all have died.
+            # Probably no member can be heard; it is less likely that all have died.
             lost, self._lost = self._lost, {}
             self._why.append("all were awaited")
             self._await(lost, now + self.limits.grace_seconds)
@@ -469,7 +470,7 @@ class Membership:
         return said + self._form(now, f"{left} of at least {fewest} workers are left")
 
     def _form(self, now: float, last: str = "") -> list[Say]:
-        """Forms a generation of the members and, if it is not the last, of those that wait."""
+        """Forms a generation of the members and, unless it is the last, of waiting workers."""
         self._last |= bool(last)
         self._finishing |= self._last
         former = self.members
@@ -504,7 +505,7 @@ class Membership:
         return [(task, {"abort": self.generation}) for task in late]
 
     def _await(self, workers: Mapping[int, _Worker], until: float) -> None:
-        """Makes members absent; they send their messages again when they come back."""
+        """Makes members absent; they repeat their messages when they reconnect."""
         for task, worker in workers.items():
             worker.came, worker.ready, worker.report = False, False, None
             self._workers[task] = worker
@@ -523,7 +524,7 @@ class Membership:
             self.phase, self._since = phase, now
 
     def _room(self) -> int | None:
-        """Returns the number of workers that may still be let in; None for any number."""
+        """Returns the number of workers that may still join; None for any number."""
         most = self.limits.max_workers
         if most is None:
             return None

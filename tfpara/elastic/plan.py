@@ -1,8 +1,8 @@
-"""The plan by which workers that come and go train the data of an epoch.
+"""The plan by which a changing group of workers trains the data of an epoch.
 
 The data of an epoch are *units*, numbered from 0; a unit is a minibatch for each replica of a
-worker. Every unit goes into the model exactly once, whichever workers are lost: units that a lost
-worker had trained since its last sync are dealt out again. All workers make the same plan of the
+worker. Every unit goes into the model exactly once, even if workers are lost: the units that a lost
+worker trained after its last sync are assigned again. All workers compute the same plan from the
 same reports, by pure arithmetic.
 """
 
@@ -21,16 +21,16 @@ class Plan:
     """The division of an epoch's units among n workers.
 
     The worker of rank r has the units `carried[r]` in its open block when the plan begins. Then it
-    trains `owed[r::n]`, and then `first + r`, `first + r + n`, and so on to the end
-    of the epoch. These are its *steps*, counted from 0 with the carried ones.
+    trains `owed[r::n]`, and then `first + r`, `first + r + n`, and so on to the end of the epoch.
+    These are its *steps*, counted from 0 with the carried ones.
 
     Attributes:
-        epoch: its number, from 0.
+        epoch: number of the epoch, from 0.
         tasks: the task numbers of the workers, by rank.
-        carried: of each rank, units that it has trained, and that are not in the model yet.
-        owed: units below `first` that are to be trained first, in rising order.
-        first: all units from here on are to be trained.
-        fit: the number of the call of `fit` that the epoch is of, from 0.
+        carried: for each rank the units that it has trained and that are not in the model yet.
+        owed: units below `first` that must be trained first, in rising order.
+        first: the first of the units of which none is trained.
+        fit: number of the epoch's call of `fit`, from 0.
     """
 
     epoch: int
@@ -42,7 +42,7 @@ class Plan:
 
     @property
     def at(self) -> tuple[int, int]:
-        """The call of `fit` and the epoch, as they follow each other."""
+        """The call of `fit` and the epoch, in the order in which they follow each other."""
         return self.fit, self.epoch
 
     @staticmethod
@@ -52,7 +52,6 @@ class Plan:
 
     @property
     def size(self) -> int:
-        """The number of workers."""
         return len(self.tasks)
 
     def owed_to(self, rank: int) -> tuple[int, ...]:
@@ -78,13 +77,13 @@ class Plan:
         """Returns the plan of the next generation.
 
         Args:
-            dealt: of each rank, how many of its steps are in the model.
-            open_steps: of each rank, how many more it has trained and still has; 0 if it is lost.
+            dealt: for each rank the number of its steps that are in the model.
+            open_steps: for each rank how many more it has trained and still has; 0 if it is lost.
             tasks: the workers of the next generation.
         """
         trained = [sum(pair) for pair in zip(dealt, open_steps, strict=True)]
         listed = [self.carried[rank] + self.owed_to(rank) for rank in range(self.size)]
-        # Below this row of the units from `first` on, what is not trained is owed.
+        # Untrained units below this row of the units from `first` on become owed.
         row = max(0, *(done - len(known) for done, known in zip(trained, listed, strict=True)))
         first = self.first + row * self.size
         owed, carried = [], {}
@@ -105,12 +104,12 @@ class Plan:
         """Returns the number of units in the model.
 
         Args:
-            dealt: of each rank, how many of its steps are in the model.
+            dealt: for each rank the number of its steps that are in the model.
         """
         return self.first - len(self.owed) - sum(map(len, self.carried)) + sum(dealt)
 
     def state(self) -> dict[str, Any]:
-        """Returns the plan for JSON, in a short form: workers send it to each other at meetings."""
+        """Returns the plan for JSON, in a short form: workers exchange it at meetings."""
         lists = {"carried": [_packed(own) for own in self.carried], "owed": _packed(self.owed)}
         return {**dataclasses.asdict(self), **lists}
 
@@ -125,13 +124,12 @@ class Plan:
 def _packed(units: Sequence[int]) -> list[Any]:
     """Returns units as a short list for JSON.
 
-    An entry is a unit, or [U, d, n]: the units of a list U, and n − 1 times the same again, each
-    time further on by d.
+    An entry is a unit, or [U, d, n]: the list U of units, repeated n times, with d added each time.
     """
     found: list[Any] = []
     at = 0
     while at < len(units):
-        longest, width = 1, 1  # all units of the entry; those of U
+        longest, width = 1, 1  # number of units of the entry; of U
         for wide in range(1, min(_WIDEST, (len(units) - at) // 2) + 1):
             distance, end = units[at + wide] - units[at], at + wide
             while end < len(units) and units[end] - units[end - wide] == distance:
@@ -148,7 +146,7 @@ def _packed(units: Sequence[int]) -> list[Any]:
 
 
 def _unpacked(entries: Sequence[Any]) -> tuple[int, ...]:
-    """Returns the units of a list of `_packed`, or of a plain list of an earlier version."""
+    """Returns the units in a list of `_packed`, or in a plain list of an earlier version."""
     found: list[int] = []
     for entry in entries:
         block, distance, times = ([entry], 0, 1) if isinstance(entry, int) else entry
@@ -157,5 +155,5 @@ def _unpacked(entries: Sequence[Any]) -> tuple[int, ...]:
 
 
 def begin(epoch: int, tasks: Sequence[int], fit: int = 0) -> Plan:
-    """Returns the plan of an epoch of which nothing is trained."""
+    """Returns the plan of an epoch before its training."""
     return Plan(epoch, tuple(tasks), ((),) * len(tasks), fit=fit)

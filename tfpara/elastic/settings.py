@@ -11,16 +11,17 @@ from tfpara.whole_number import checked_whole
 
 @dataclasses.dataclass(frozen=True)
 class Elastic:
-    """Training goes on while workers die, leave and come.
+    """Settings for training that continues while workers die, leave and join.
 
     Args:
-        min_workers: fewest with which it goes on.
-        max_workers: most; who comes beyond that waits until another is lost. None: any number.
-        grace_seconds: how long fewer than `min_workers` wait for others, before they end.
+        min_workers: fewest workers with which training continues.
+        max_workers: most workers; further ones wait until another is lost. None: any number.
+        grace_seconds: longest wait of fewer than `min_workers` for others, before they end.
         rule_follows: whether the hyper-parameters that a rule derives from the number of replicas
-            (η of `BMUF()`, α of `EASGD()`) follow it; False: they stay those of the first workers.
-            Values that you give stay.
-        silence_seconds: after which a worker that does not answer is taken for lost. One whose
+            (η of `BMUF()`, α of `EASGD()`) follow that number; if False they keep the values of the
+            first workers. Values that you give never change.
+        silence_seconds: silence after which a worker counts as lost. The end of a worker's process
+            is noticed at once.
             process has ended is noticed at once.
 
     Raises:
@@ -50,5 +51,5 @@ class Elastic:
 
 
 def meeting_point() -> str:
-    """Returns where workers of elastic runs meet, "host:port"; "" where nobody has said it."""
+    """Returns "host:port" of the meeting point of elastic runs; "" if it is not set."""
     return os.environ.get(ADDRESS, "")

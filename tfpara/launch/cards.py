@@ -14,12 +14,11 @@ NONE = {_VISIBLE: "-1"}  # the environment of a process that gets no card
 def of_machine(environ: Mapping[str, str]) -> list[str]:
     """Returns the names of the cards that processes with this environment would see.
 
-    These are the entries of CUDA_VISIBLE_DEVICES, else the numbers of all cards of which CUDA's
-    driver knows.
+    These are the entries of CUDA_VISIBLE_DEVICES, else the numbers of all cards of the driver.
     """
     if _VISIBLE in environ:
         names = [name.strip() for name in environ[_VISIBLE].split(",")]
-        # CUDA leaves out an entry of −1, and all that follow it.
+        # CUDA ignores an entry of −1, and all that follow it.
         end = names.index("-1") if "-1" in names else len(names)
         return [name for name in names[:end] if name]
     return [str(number) for number in range(cuda.count())]
@@ -28,16 +27,16 @@ def of_machine(environ: Mapping[str, str]) -> list[str]:
 def divided(cards: Sequence[str], workers: int, per_worker: int | None) -> list[dict[str, str]]:
     """Returns for each worker the environment that gives it its cards.
 
-    Where there are fewer cards than workers, several workers share one, and TensorFlow then takes
+    If there are fewer cards than workers, several workers share one. TensorFlow then allocates
     memory as it needs it, not all at once.
 
     Args:
         cards: as from `of_machine`.
-        workers: their number.
-        per_worker: cards of each worker. None: as many as there are, divided by the workers.
+        workers: number of workers.
+        per_worker: cards of each worker. None: all cards, divided by the workers.
 
     Raises:
-        LaunchError: there are not as many cards as were asked for.
+        LaunchError: there are fewer cards than requested.
     """
     if not cards and not per_worker:
         return [{}] * workers if per_worker is None else [NONE] * workers

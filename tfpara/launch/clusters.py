@@ -13,11 +13,11 @@ from tfpara.cluster.ports import CHOSEN, joined
 
 
 class LaunchError(ValueError):
-    """The workers cannot be started. The message says why."""
+    """The workers cannot be started. The message states the cause."""
 
 
 def local_clusters(count: int, host: str = "127.0.0.1", port: int = 0) -> list[cluster.Cluster]:
-    """Returns a cluster of workers on this machine, as each of them sees it, the chief first.
+    """Returns a cluster of workers on this machine, as each worker sees it, the chief first.
 
     Args:
         count: number of workers.
@@ -80,7 +80,7 @@ def _is_free(host: str, port: int) -> bool:
     try:
         family, kind, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind) as probe:
-            # The workers set it too: a port with connections that have just ended is free.
+            # The workers set it too, so a port whose connections have just ended counts as free.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(address)
     except OSError as error:

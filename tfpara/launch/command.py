@@ -1,9 +1,9 @@
 """The command line of the launcher, as in `tfpara-launch -n 2 -- python -m scripts.train`.
 
 Every worker gets a free port and a TF_CONFIG, or Horovod's variables, and its output gets a prefix.
-If a worker fails, the others are ended. Then all are started again, if asked for, or the launcher
-returns the exit code of the failed one. No worker outlives the launcher, however the launcher ends.
-Only the standard library is imported.
+If a worker fails, the others are ended. Then the launcher restarts all, if asked to, or returns the
+exit code of the failed one. No worker outlives the launcher, however the launcher ends. Only the
+standard library is imported.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from tfpara.version import __version__
 
 _THREADS = ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS")
 _LOG_LEVEL = "TF_CPP_MIN_LOG_LEVEL"
-_ELASTIC_RESTARTS = 100  # of each worker, unless --restart_workers says otherwise
+_ELASTIC_RESTARTS = 100  # of each worker, unless --restart_workers is given
 _START_SECONDS = 300.0  # longest wait for the first workers of an elastic run
 _EPILOG = f"""
 The first worker is the chief. TF_CONFIG and the rank variables of engines are replaced.
@@ -233,7 +233,7 @@ def _elastic(
     """Serves the meeting point of an elastic run until `stores` ends.
 
     Returns:
-        The answers to failures, and a function that returns the workers.
+        The policy for failures, and a function that returns the workers.
     """
     common = _common(options, options.workers)
     [port] = ports(options.host, options.port, 1)
@@ -247,7 +247,7 @@ def _elastic(
         return Process(f"worker {number}", {**environment, **own}, expendable=True)
 
     def takes_in(killed: bool) -> bool:
-        # A mistake in the script, for example, fails before training has begun, and again.
+        # A mistake in the script, for example, fails before training has begun, and would again.
         return not meeting.state.is_over and (meeting.state.has_begun or killed)
 
     restarts = options.restart_workers
@@ -271,7 +271,7 @@ def _and_evaluator(
 
 
 def _common(options: argparse.Namespace, count: int) -> dict[str, str]:
-    """Returns the environment that all `count` processes of a start share."""
+    """Returns the environment that all `count` processes share."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     default = dict.fromkeys(_THREADS, str(max(1, (cores or 1) // count)))
     asked = dict.fromkeys(_THREADS, str(options.threads)) if options.threads else {}
@@ -282,7 +282,7 @@ def _common(options: argparse.Namespace, count: int) -> dict[str, str]:
 
 
 def _gpus(options: argparse.Namespace, workers: int) -> list[dict[str, str]]:
-    """Returns for each worker the variables by which it has its GPUs."""
+    """Returns the environment variables by which each worker gets its GPUs."""
     return cards.divided(cards.of_machine(os.environ), workers, options.gpus_per_worker)
 
 
@@ -295,7 +295,7 @@ def _environments(
     if options.collectives == "tensorflow":
         clusters = local_clusters(count, options.host, options.port)
         return [{**common, "TF_CONFIG": each.tf_config()} for each in clusters]
-    # Each start has a new store, which has no addresses of workers that have ended.
+    # Each start has a new store, without addresses of workers that have ended.
     stores.close()
     [port] = ports(options.host, options.port, 1)
     shared = secret.read(common)
@@ -323,13 +323,13 @@ def _number(
 
 
 def _workers(text: str) -> float:
-    if text.startswith("p"):  # of "-np 2" this is what follows "-n"
+    if text.startswith("p"):  # the rest of "-np 2" after "-n"
         raise argparse.ArgumentTypeError("-np is of mpirun and horovodrun: here it is -n")
     return _number(int, 1, 10000, "a whole number")(text)
 
 
 def _misplaced(words: Sequence[str]) -> str:
-    """Returns a hint if the launcher's number of workers seems to stand behind the program."""
+    """Returns a hint if the launcher's number of workers seems to come after the program."""
     text = " ".join(words)
     found = re.search(r" (-n|-np|--workers)[ =]?(\d+)(?= |$)", text)
     if found is None or words[:1] == ["--"]:

@@ -1,4 +1,4 @@
-"""The processes of a run: they are started, read and ended as `supervisor.py` decides."""
+"""The processes of a run, which are started, read and ended as `supervisor.py` decides."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tfpara.launch.supervisor import (
 
 
 class _Child(NamedTuple):
-    """A process that was started, its reports, and the threads that read its output."""
+    """A started process, its reports, and the threads that read its output."""
 
     popen: subprocess.Popen[bytes]
     reports: parent.Reports
@@ -38,13 +38,13 @@ class _Child(NamedTuple):
 
 
 class Launcher:
-    """Runs processes to their end, and starts all again after a failure.
+    """Runs processes to their end, and restarts all after a failure.
 
     Args:
         console: the terminal for the processes' output.
         log_dir: an existing folder for one file of output per process; None for no files.
-        policy: the answers to failures and signals.
-        max_restarts: number of times that all are started again after one has failed.
+        policy: the policy for failures and signals.
+        max_restarts: number of restarts of all processes after one has failed.
     """
 
     def __init__(
@@ -57,9 +57,9 @@ class Launcher:
         self._console, self._log_dir = console, log_dir
         self._policy, self._max_restarts = policy, max_restarts
         self._restarts = 0
-        # Processes that have ended, (rank, status), and signals.
+        # Ends of processes, (rank, status), and signals.
         self._events: queue.SimpleQueue[tuple[int, int] | int] = queue.SimpleQueue()
-        self._children: dict[int, _Child] = {}  # by rank, the last one of each
+        self._children: dict[int, _Child] = {}  # the latest of each rank
         self._command: Sequence[str] = ()
         self._tell_guardian: Callable[[int], None] = lambda group: None
 
@@ -68,7 +68,7 @@ class Launcher:
 
         Args:
             command: program and arguments of each process.
-            processes: called for each start of all; returns the processes, the chief first.
+            processes: called for each start; returns the processes, the chief first.
 
         Returns:
             The exit code.
@@ -90,14 +90,13 @@ class Launcher:
         return outcome.code
 
     def _run_once(self, supervisor: Supervisor) -> None:
-        """Starts each process and waits for all."""
         self._children = {}
         with contextlib.ExitStack() as end:
             threads: list[threading.Thread] = []
             for rank, process in enumerate(supervisor.processes):
                 threads += self._start(rank, process, end)
                 supervisor.started(rank, time.monotonic())
-            for thread in threads:  # after the last start, so that no output delays a start
+            for thread in threads:  # after all starts, so that no output delays a start
                 thread.start()
             while not supervisor.is_over:
                 for action in self._next_actions(supervisor):
@@ -138,7 +137,7 @@ class Launcher:
             case Start(rank):
                 try:
                     threads = self._start(rank, supervisor.processes[rank], end)
-                except OSError as error:  # too many processes or open files, perhaps for a while
+                except OSError as error:  # too many processes or open files, perhaps temporarily
                     for note in supervisor.not_started(rank, str(error), time.monotonic()):
                         self._act(note, supervisor, end)
                     return
@@ -152,7 +151,7 @@ class Launcher:
         """Starts a process.
 
         Returns:
-            The threads that read its output and wait for its end. They are not started yet.
+            The threads, not started yet, that read its output and wait for its end.
         """
         name, former = process.name, self._children.get(rank)
         log: BinaryIO | None = None
@@ -207,18 +206,19 @@ class Launcher:
                 notes = quiet.Filter()
                 for line in output.read_lines(source, log):
                     if to_stderr and notes.is_chatter(line):
-                        continue  # from TensorFlow's import, before the program could filter it
+                        continue  # from TensorFlow's import, which the program could not filter
                     self._console.line(rank, name, line, to_stderr)
         except OSError as error:  # the launcher's output is closed, or a disk is full
             if not isinstance(error, BrokenPipeError):
                 _say(f"cannot write the output of {name} ({error})")
             self._events.put(signal.SIGPIPE)
             for _ in output.read_chunks(source, None):
-                pass  # the pipe is read on, since a full pipe would keep the process from ending
+                pass  # keep reading, since a full pipe would prevent the process from ending
         os.close(source)
 
     def _await(self, rank: int, popen: subprocess.Popen[bytes]) -> None:
-        if hasattr(os, "waitid"):  # before the process is reaped, its group's number is not reused
+        # wait before reaping: until then the group's number is not reused
+        if hasattr(os, "waitid"):
             os.waitid(os.P_PID, popen.pid, os.WEXITED | os.WNOWAIT)
             _signal_group(popen, signal.SIGKILL)
         self._events.put((rank, popen.wait()))

@@ -105,7 +105,7 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _say(text: str) -> None:
-    """Prints a line, for as long as anybody reads stdout; the run does not end with its reader."""
+    """Prints a line; the run continues if nobody reads stdout any more."""
     try:
         print(f"tfpara-meet: {text}", flush=True)
     except OSError:
@@ -113,7 +113,7 @@ def _say(text: str) -> None:
 
 
 def _no_secret(host: str, here: bool) -> str:
-    """Returns the sentence on a run without a secret, and the fix."""
+    """Returns the warning that a run has no secret, and the fix."""
     who = "every user of this machine" if here else f"whoever reaches --host={host}"
     return (
         f"there is no secret, so {who} can take part in the run and end it. Set "

@@ -90,7 +90,7 @@ def read_chunks(descriptor: int, log: BinaryIO | None) -> Iterator[bytes]:
 
 
 def read_lines(descriptor: int, log: BinaryIO | None) -> Iterator[bytes]:
-    """Yields lines without their ends; a line rewritten by carriage returns in its last state."""
+    """Yields lines without their ends; of a line with carriage returns only its last state."""
     pending = b""
     for chunk in read_chunks(descriptor, log):
         *lines, pending = (pending + chunk).split(b"\n")
@@ -110,7 +110,7 @@ def open_terminal(columns_used: int) -> tuple[int, int]:
     """Opens a pseudo-terminal as wide as stdout less `columns_used`; returns (reader, writer)."""
     reader, writer = pty.openpty()
     attributes = termios.tcgetattr(writer)
-    attributes[1] &= ~termios.OPOST  # leave "\n" as it is: the real terminal translates it
+    attributes[1] &= ~termios.OPOST  # keep "\n": the real terminal translates it
     termios.tcsetattr(writer, termios.TCSANOW, attributes)
     with contextlib.suppress(OSError):
         size = os.get_terminal_size(1)

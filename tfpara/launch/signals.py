@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-ADD, REMOVE = signal.SIGUSR1, signal.SIGUSR2  # a worker, while an elastic run goes on
-# The program of the guardian. It reads the number of each worker's process group at the worker's
-# start and again at its end. When the launcher ends, for whatever reason, it kills the groups of
-# workers that have not ended.
+ADD, REMOVE = signal.SIGUSR1, signal.SIGUSR2  # add or remove a worker of a running elastic run
+# The program of the guardian. It reads the number of each worker's process group when the worker
+# starts, and again when it ends. When the launcher ends, for whatever reason, the guardian kills
+# the groups of workers that have not ended.
 _GUARDIAN = """
 import os, signal, sys
 groups = set()
@@ -38,12 +38,9 @@ def name_of(number: int) -> str:
 
 @contextlib.contextmanager
 def signals_to(events: queue.SimpleQueue[Any]) -> Iterator[None]:
-    """Puts signals that arrive inside into a queue.
+    """A context in which signals are put into the queue `events`.
 
     Signals that are ignored, as under nohup, stay ignored, also by the workers.
-
-    Args:
-        events: the queue.
     """
     numbers = (*_SIGNALS, ADD, REMOVE)
     handled = [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]
@@ -60,10 +57,10 @@ def signals_to(events: queue.SimpleQueue[Any]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def guardian() -> Iterator[Callable[[int], None]]:
-    """Starts the guardian, a process that ends the workers if the launcher is killed.
+    """A context with a guardian, a process that ends the workers if the launcher is killed.
 
-    Yields a function for the number of a worker's process group, to be called at the worker's start
-    and at its end.
+    Yields a function that takes the number of a worker's process group, to be called when the
+    worker starts and when it ends.
     """
     with subprocess.Popen(
         [sys.executable, "-I", "-S", "-c", _GUARDIAN],

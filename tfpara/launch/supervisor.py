@@ -1,21 +1,21 @@
 """The supervisor of a run's processes, as a state machine without processes, threads or clocks.
 
-Each method of `Supervisor` takes an event and returns the actions that follow from it, in order.
-`launcher.py` owns the processes and carries out the actions.
+Each method of `Supervisor` takes an event and returns the resulting actions, in order.
+`launcher.py` owns the processes and executes the actions.
 
 | phase | the processes | one fails | a signal comes | at the deadline |
 |---|---|---|---|---|
-| `running` | work | restarted or done without, else → `settling` | passed on, → `asked` | none |
+| `running` | work | restart, run without it, or → `settling` | passed on, → `asked` | none |
 | `settling` | report errors, end | may be the cause | as above | SIGTERM, → `stopping` |
 | `stopping` | end, since one has failed | is a consequence | passed on | SIGKILL, → `killed` |
 | `asked` | end, since the user wants it | the first is the cause | SIGKILL | SIGKILL, → `killed` |
 | `killed` | are gone soon | is a consequence | passed on | SIGKILL again |
 
 - A second signal is SIGKILL in every phase.
-- SIGKILL at the deadline is put off while a process that was asked by a signal writes a checkpoint.
-- The end of an asynchronous run's chief begins `settling`, too, though it is no failure.
-- A process that is *expendable* and has failed in `running` waits for a restart; when the pause is
-  over it is started, or the others go on without it, or its failure becomes that of the run.
+- SIGKILL at the deadline is delayed while a process that got a signal writes a checkpoint.
+- The end of an asynchronous run's chief also begins `settling`, though it is no failure.
+- An *expendable* process that has failed in `running` waits for a restart. After the pause it is
+  started, or the others continue without it, or its failure becomes that of the run.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from typing import Literal, NamedTuple
 from tfpara.launch import signals
 from tfpara.typing import Json
 
-# After a failure the other processes have this time to print their own errors and end, before they
-# get SIGTERM. It is also the shortest pause before a restart.
+# Time after a failure in which other processes may print their own errors and end before they get
+# SIGTERM. It is also the shortest pause before a restart.
 SETTLE_SECONDS = 2.0
-_LONGEST_PAUSE_SECONDS = 30.0  # before a process is started again while others run
+_LONGEST_PAUSE_SECONDS = 30.0  # before a process is restarted while others run
 _STEADY_SECONDS = 60.0  # after this time a failure counts as a first one: its pause is short
-# Between asking processes to end and SIGKILL, unless --grace is given; and if a process reports
-# that it writes a checkpoint, which on a busy machine takes longer.
+# Time between asking processes to end and SIGKILL, unless --grace is given; the second one if a
+# process reports that it writes a checkpoint, which takes longer on a busy machine.
 _GRACE_SECONDS, SAVING_SECONDS = 10.0, 300.0
-_LOOK_SECONDS = 1.0  # between two looks whether a checkpoint is written
+_LOOK_SECONDS = 1.0  # between two checks whether a checkpoint is complete
 _NEVER = float("inf")
 _NOT_NOW = "training has not begun, or comes to its end"
 
@@ -47,8 +47,8 @@ class Process(NamedTuple):
     """A process to start.
 
     Attributes:
-        name: its name in messages, in the prefix of its output, and of its log file.
-        environment: its environment.
+        name: the name in messages, in the prefix of its output, and of its log file.
+        environment: the environment variables.
         expendable: whether the run continues without it, as long as another expendable one runs.
         beside: whether it takes no part in the run, as an evaluator: its end is no event of the
             run, which it outlives until it ends by itself.
@@ -62,17 +62,17 @@ class Process(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
-    """The answers to failures and signals.
+    """The policy for failures and signals.
 
     Attributes:
         grace: seconds between asking processes to end and SIGKILL. None: 10, and up to 300 for
             processes that write a checkpoint.
         restart_workers: number of restarts of each expendable process while the others run.
-        takes_in: returns whether a process that is started again now can take part in the run, from
-            whether the former was killed, and so had made no mistake of its own.
-        another: returns one more process, given its rank, for SIGUSR1; None: there can be no more.
+        takes_in: returns whether a restarted process could take part in the run now. Its argument
+            is whether the process was killed, and so made no mistake of its own.
+        another: returns one more process, given its rank, for SIGUSR1; None forbids that.
         follow: called with the name of an expendable process that has failed. It returns a function
-            that tells, at the end, whether the run went on without that process; otherwise its
+            that tells, at the end, whether the run continued without that process; otherwise its
             failure is that of the run.
     """
 
@@ -84,7 +84,7 @@ class Policy:
 
 
 class Start(NamedTuple):
-    """An action: start the process with this rank; `started` or `not_started` is to follow."""
+    """An action: start the process with this rank; event `started` or `not_started` follows."""
 
     rank: int
 
@@ -110,8 +110,8 @@ class Outcome(NamedTuple):
 
     Attributes:
         code: the exit code; 0 if nothing has failed.
-        signal: the first signal that was received, if any.
-        text: one line on it.
+        signal: the first received signal, if any.
+        text: one line that describes the end.
     """
 
     code: int
@@ -128,12 +128,11 @@ class Exit(NamedTuple):
 
     @property
     def is_killed(self) -> bool:
-        """Whether it was ended by SIGKILL, which no program sends to itself."""
+        """Whether SIGKILL ended it, which no program sends to itself."""
         return self.by_signal and self.code == 128 + signal.SIGKILL
 
     @property
     def how(self) -> str:
-        """The cause, in words."""
         if self.by_signal:
             return f"killed by {signals.name_of(self.code - 128)}"
         return f"exit code {self.code}"
@@ -144,24 +143,24 @@ class _Worker:
     """The state of a process."""
 
     process: Process
-    running: bool = True  # or about to
-    starts: int = 0  # failed restarts included
+    running: bool = True  # whether the process runs or is about to be started
+    starts: int = 0  # number of starts, with failed restarts
     started_at: float = 0.0
-    pause: float = 0.0  # before the last restart
-    again_at: float | None = None  # the time at which it is to be started again, or done without
-    end: Exit | None = None  # the last one
-    ended_here: bool = False  # whether the supervisor's own signal has ended it
-    removed: bool = False  # whether it was asked to leave the run for good
-    # Its reports since the last start (`cluster/parent.py`), the latest value of each key.
+    pause: float = 0.0  # seconds of the pause before the last restart
+    again_at: float | None = None  # time of its restart, or of the decision to run without it
+    end: Exit | None = None  # the latest end of the process
+    ended_here: bool = False  # whether the supervisor's own signal ended the process
+    removed: bool = False  # whether the process was asked to leave the run for good
+    # The reports since its last start (`cluster/parent.py`): the latest value of each key.
     said: Mapping[str, Json] = dataclasses.field(default_factory=dict)
 
 
 class Supervisor:
-    """The state. `now` is the time in seconds on a clock that only goes forward.
+    """The state of all processes. `now` is the time in seconds of a monotonic clock.
 
     Args:
-        processes: those that begin the run, the chief first; all are about to be started.
-        policy: the answers to failures and signals.
+        processes: the first processes of the run, the chief first; all are about to be started.
+        policy: the policy for failures and signals.
 
     Attributes:
         phase: see the table above.
@@ -173,36 +172,36 @@ class Supervisor:
         self._policy = policy or Policy()
         self._grace = _GRACE_SECONDS if self._policy.grace is None else self._policy.grace
         self._deadline = _NEVER
-        self._failure: Exit | None = None  # the first that ends the run
-        self._signal: int | None = None  # the first that was received
+        self._failure: Exit | None = None  # the first failure that ends the run
+        self._signal: int | None = None  # the first received signal
         self._saving_until = 0.0  # end of the wait for checkpoints
-        # The failures that were spared, each with a function: whether the run went on without it.
+        # Failures without which the run may continue, each with a function that tells whether it
+        # did.
         self._spared: list[tuple[Exit, Callable[[], bool]]] = []
 
     @property
     def processes(self) -> list[Process]:
-        """The processes by rank."""
         return [worker.process for worker in self._workers]
 
     @property
     def due(self) -> float:
-        """The time of the next `tick`; infinite if only other events are awaited."""
+        """The time of the next `tick`; infinite if only other events matter."""
         return min([self._deadline, *(w.again_at for w in self._workers if w.again_at is not None)])
 
     @property
     def is_over(self) -> bool:
-        """Whether no process runs or is to be started again."""
+        """Whether no process runs or is to be restarted."""
         return not any(w.running or w.again_at is not None for w in self._workers)
 
     # -- events -------------------------------------------------------------------------------
 
     def started(self, rank: int, now: float) -> None:
-        """A process was started."""
+        """Event: a process was started."""
         worker = self._workers[rank]
         worker.starts, worker.started_at, worker.said = worker.starts + 1, now, {}
 
     def not_started(self, rank: int, why: str, now: float) -> list[Action]:
-        """A process could not be started again, or added, perhaps for lack of memory or files."""
+        """Event: a process could not be started, perhaps for lack of memory or files."""
         worker = self._workers[rank]
         worker.running = False
         if worker.starts:
@@ -213,11 +212,11 @@ class Supervisor:
         return [Note(f"{worker.process.name} cannot be started: {why}")]
 
     def said(self, rank: int, said: Mapping[str, Json]) -> None:
-        """A process has sent messages since its start; see `cluster/parent.py`."""
+        """Event: a process has sent messages since its start; see `cluster/parent.py`."""
         self._workers[rank].said = said
 
     def ended(self, rank: int, status: int, now: float) -> list[Action]:
-        """A process has ended; `status` is its exit code, or the negative number of a signal."""
+        """Event: a process has ended. `status` is its exit code, or a signal's number, negative."""
         worker = self._workers[rank]
         end = Exit(rank, 128 - status if status < 0 else status, status < 0)
         worker.running, worker.end = False, end
@@ -232,7 +231,7 @@ class Supervisor:
         elif worker.removed:
             actions = [Note(f"{worker.process.name} has left: {end.how}")]
         elif self._is_spared(worker, end):
-            # It is not restarted at once: it may have ended because the chief ends.
+            # No restart at once: the process may have ended because the chief ends.
             if end.code:
                 worker.again_at = now + self._next_pause(worker, now)
                 self._spared.append((end, self._policy.follow(worker.process.name)))
@@ -252,7 +251,7 @@ class Supervisor:
         return actions
 
     def signalled(self, number: int, now: float) -> list[Action]:
-        """The launcher has got a signal, or SIGPIPE: nobody reads its output any more."""
+        """Event: the launcher got a signal; SIGPIPE means that nobody reads its output any more."""
         if number in (signals.ADD, signals.REMOVE):
             if self.is_over:
                 return []
@@ -276,7 +275,7 @@ class Supervisor:
         return actions
 
     def tick(self, now: float) -> list[Action]:
-        """Time has passed."""
+        """Event: time has passed."""
         actions: list[Action] = []
         if now >= self._deadline:
             actions = self._at_deadline(now)
@@ -289,7 +288,7 @@ class Supervisor:
         return actions
 
     def outcome(self, seconds: float) -> Outcome:
-        """Returns how the run has ended; `seconds` is how long it has lasted."""
+        """Returns how the run has ended, after `seconds`."""
         failure = self._failure
         if failure is None:
             failure = next((end for end, went_on in self._spared if not went_on()), None)
@@ -314,11 +313,11 @@ class Supervisor:
 
     @property
     def _has_finished(self) -> bool:
-        """Whether a process has come to the end of its program."""
+        """Whether a process has completed its program."""
         return any(worker.end is not None and not worker.end.code for worker in self._members)
 
     def _is_spared(self, worker: _Worker, end: Exit) -> bool:
-        """Returns whether the end of a process is not that of the run."""
+        """Returns whether the run may continue after the end of a process."""
         return worker.process.expendable and (
             self._has_finished
             or self._policy.takes_in(end.is_killed)
@@ -326,7 +325,7 @@ class Supervisor:
         )
 
     def _fail(self, end: Exit, now: float) -> None:
-        """Takes the end of a process for the failure of the run."""
+        """Makes the end of a process the failure of the run."""
         self._failure = end
         if self._signal is None:  # otherwise all were asked to end already, with --grace
             self._settle(now + SETTLE_SECONDS)
@@ -361,7 +360,7 @@ class Supervisor:
         ]
 
     def _start_again(self, worker: _Worker, now: float) -> list[Action]:
-        """Starts a process that has failed, or does without it, or ends the run."""
+        """Restarts a failed process, or continues without it, or ends the run."""
         assert worker.end is not None
         worker.again_at = None
         failed = f"{worker.process.name} failed: {worker.end.how}"
@@ -379,17 +378,17 @@ class Supervisor:
         return []
 
     def _next_pause(self, worker: _Worker, now: float) -> float:
-        """Returns the seconds until a restart: twice as long each time if it fails soon."""
+        """Returns the seconds until a restart; they double with each early failure."""
         if now - worker.started_at > _STEADY_SECONDS:
             worker.pause = 0.0
         worker.pause = min(max(2.0 * worker.pause, SETTLE_SECONDS), _LONGEST_PAUSE_SECONDS)
         return worker.pause
 
     def _forget_restarts(self) -> None:
-        """Starts none again where the run ends."""
+        """Cancels all restarts if the run ends."""
         chief = self._workers[0]
         over = not chief.running and not chief.process.expendable
-        # All that are left have come to their end, and the others are not needed any more.
+        # All remaining processes have completed, so no other one is needed.
         over |= self._has_finished and not any(worker.running for worker in self._members)
         if over or self._failure or self._signal:
             for worker in self._workers:
@@ -408,7 +407,7 @@ class Supervisor:
         return [Note(f"{self._workers[rank].process.name} is added"), Start(rank)]
 
     def _remove(self) -> list[Action]:
-        """Has the process that was added last leave, or start no more if it waits for that."""
+        """Asks the latest process to leave; one that waits for a restart is dropped."""
         if not self._may_change:
             return [Note(f"no worker is removed: {_NOT_NOW}")]
         there = [
@@ -426,7 +425,7 @@ class Supervisor:
     # -- the cause ----------------------------------------------------------------------------
 
     def _blamed_by(self, rank: int) -> int | None:
-        """Returns the process that another has reported as the cause of its failure; else None."""
+        """Returns the process that another one has reported as its cause of failure, or None."""
         names = self._workers[rank].said.get("because")
         for other, worker in enumerate(self._workers):
             if isinstance(names, list) and worker.process.name in names and worker.end is not None:
@@ -436,7 +435,7 @@ class Supervisor:
     def _cause_of(self, failure: Exit) -> Exit:
         """Returns the end that has caused a failure, by the processes' own reports.
 
-        Where processes name each other, it is the one that the earliest report names: the other
+        If processes name each other, the cause is the one that the earliest report names: the other
         reports are consequences of the end of the earliest reporter.
         """
         chain = [failure.rank]
@@ -466,7 +465,7 @@ class Supervisor:
 
 
 def _seconds(told: Json) -> float:
-    """Returns the time that a process has sent; 0 for anything else."""
+    """Returns the time that a process has sent; 0 for an invalid value."""
     try:
         return float(told) if isinstance(told, int | float) else 0.0
     except OverflowError:

@@ -1,4 +1,4 @@
-"""The plan of a model's layers: the kind of gradient that each gets."""
+"""The plan of a model's layers: the kind of gradient for each layer."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def plan(model: keras.Model) -> list[tuple[keras.Layer, dict[str, Json]]]:
             entry["width"] = int(size) // weights[0].shape[-1] + len(weights) - 1
         if weights:
             found.append((layer, entry))
-    if place:  # weights that belong to the model itself rather than to a layer
+    if place:  # weights of the model itself rather than of a layer
         found.append((model, {"kind": PLAIN, "variables": sorted(place.values())}))
     return found
 
@@ -41,12 +41,12 @@ def _leaves(layer: keras.Layer, bare: bool = True) -> list[tuple[keras.Layer, bo
 
     Wrappers and recurrent layers call the layers inside them in loops or on parts of their input.
     """
-    # Private, since Keras has no public name for the parts of a layer.
+    # A private method: Keras has no public name for the parts of a layer.
     parts = list(layer._flatten_layers(include_self=False, recursive=False))
     if not parts:
         return [(layer, bare)]
     bare = bare and not isinstance(layer, (keras.layers.Wrapper, keras.layers.RNN))
-    # A layer may have weights of its own beside its parts.
+    # A layer may have weights beside those of its parts.
     found: dict[int, tuple[keras.Layer, bool]] = {}
     for part in parts:
         for leaf, alone in _leaves(part, bare):
@@ -55,7 +55,7 @@ def _leaves(layer: keras.Layer, bare: bool = True) -> list[tuple[keras.Layer, bo
 
 
 def _kind(layer: keras.Layer, weights: Sequence[keras.Variable]) -> str:
-    """Returns the kind of a layer: `PLAIN` also where it trains more than kernel and bias."""
+    """Returns the kind of a layer; `PLAIN` also if it trains more than kernel and bias."""
     own = [
         v for v in (getattr(layer, "kernel", None), getattr(layer, "bias", None)) if v is not None
     ]

@@ -44,31 +44,33 @@ class NGSGD(keras.optimizers.SGD):
         model.compile(tfpara.optimizers.NGSGD(0.1).attach(model), loss)
 
     This changes neither the model's weights nor its outputs nor its saved form. Training calls of
-    its Dense layers go through a custom gradient as long as the model is compiled with this
-    optimizer, or with none.
+    its Dense layers use a custom gradient as long as the model is compiled with this optimizer, or
+    with none.
 
     The state (for each side of a layer R, d, ρ and a counter) is among `optimizer.variables`, so it
-    is saved with them. After `keras.models.load_model`, `model.optimizer.attach(model)` goes on
+    is saved with them. After `keras.models.load_model`, `model.optimizer.attach(model)` continues
     with it. Under a strategy every replica estimates the scatter of its own data. A sync neither
-    averages nor resets this state, whatever `local_state` says: a mean of orthonormal bases, whose
-    signs and order are free, is no orthonormal basis. Weights and momentum are treated as with SGD.
+    averages nor resets this state, for any `local_state`: a mean of orthonormal bases, whose
+    signs and order are free, is not an orthonormal basis. Weights and momentum are treated as with
+    SGD.
 
     Args:
         learning_rate: as of `keras.optimizers.SGD`.
-        momentum: in [0, 1).
-        nesterov: Nesterov momentum.
-        input_rank: rank for the inputs' side; not more than half of its width, rounded up, is used.
+        momentum: momentum in [0, 1).
+        nesterov: whether the momentum is Nesterov's.
+        input_rank: rank for the inputs' side; at most half of its width, rounded up, is used.
         output_rank: the same for the output derivatives' side.
         update_period: minibatches between two updates of the scatters, after the first ten.
         history: number of rows after which a scatter is largely forgotten.
         alpha: α ≥ 0, smoothing by the unit matrix.
         epsilon: absolute floor of the scatters' eigenvalues.
         delta: floor of the scatters' eigenvalues relative to the largest one.
-        max_change: largest norm of learning rate × gradient of a layer, kernel and bias together,
-            beyond which this is scaled down; None for no limit. Momentum m can add up such steps
+        max_change: limit of the norm of learning rate × gradient of a layer, kernel and bias
+            together; larger steps are scaled down. None: no limit. Momentum m can add up such steps
             to max_change / (1 − m).
-        layers: how each layer gets its gradient; `attach` fills it in, for saving.
-        name: of the optimizer.
+        layers: the kind of gradient of each layer, which `attach` finds out; an argument for
+            saving.
+        name: name of the optimizer.
         **options: options of any Keras optimizer, such as `clipnorm`; they apply to the natural
             gradients.
 
@@ -177,7 +179,7 @@ class NGSGD(keras.optimizers.SGD):
                 continue
             kernel = variables[entry["variables"][0]]
             by_rows = entry["kind"] == ROWS
-            # Not the layer's own name: the number in it depends on what else a worker has made.
+            # Not the layer's own name: its number depends on the worker's earlier layers.
             name = f"layer{number}"
             input_side = self._make_side(self.input_rank, entry["width"], by_rows, f"{name}_input")
             output_side = self._make_side(
@@ -190,7 +192,7 @@ class NGSGD(keras.optimizers.SGD):
         grads: Sequence[Gradient | None],
         trainable_variables: Sequence[keras.Variable] | None = None,
     ) -> None:
-        """Takes a step with the gradients of the tape; those of Dense layers are natural already.
+        """Takes a step with the tape's gradients, which are already natural for Dense layers.
 
         Raises:
             ValueError: `attach` was not called.
@@ -218,7 +220,6 @@ class NGSGD(keras.optimizers.SGD):
         super().apply(changed, trainable_variables)
 
     def get_config(self) -> dict[str, Json]:
-        """Returns the arguments that make an equal optimizer."""
         names = (
             "input_rank",
             "output_rank",
@@ -269,7 +270,7 @@ class NGSGD(keras.optimizers.SGD):
         )
 
     def _limited(self, gradients: Sequence[Gradient]) -> list[Gradient]:
-        """Returns a layer's gradients, all scaled down if their step would exceed `max_change`."""
+        """Returns a layer's gradients, scaled down together if their step exceeds `max_change`."""
         if self.max_change is None:
             return list(gradients)
         norm = tf.sqrt(tf.add_n([_square(g) for g in gradients]))
@@ -279,7 +280,7 @@ class NGSGD(keras.optimizers.SGD):
 
 
 def _square(gradient: Gradient) -> tf.Tensor:
-    """Returns the squared norm of a gradient, dense or of some rows."""
+    """Returns the squared norm of a gradient, dense or sparse."""
     if isinstance(gradient, tf.IndexedSlices):
         rows, place = tf.unique(gradient.indices)
         gradient = tf.math.unsorted_segment_sum(gradient.values, place, tf.size(rows))

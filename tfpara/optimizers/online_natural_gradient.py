@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import tensorflow as tf
 
-# With eta near 1, F would be forgotten altogether, and all-zero rows would leave F zero.
+# With eta near 1, F would be forgotten completely, and all-zero rows would leave F zero.
 MAX_ETA = 0.9
 # The rows of R are made orthonormal again if they are further from it than this.
 ORTHONORMALITY = 1e-3
@@ -68,7 +68,7 @@ class OnlineNaturalGradient:
     history_minibatches: float | None = None
 
     def arbitrary(self, width: int) -> Scatter:
-        """Returns a small F to start from, which is to be updated before its first use."""
+        """Returns a small initial F, which must be updated before its first use."""
         epsilon = tf.constant(self.epsilon, tf.float32)
         return Scatter(arbitrary_basis(self.rank, width), tf.fill([self.rank], epsilon), epsilon)
 
@@ -93,12 +93,12 @@ class OnlineNaturalGradient:
         basis, diagonal, rho = (tf.cast(t, tf.float64) for t in scatter)
         projected = tf.matmul(rows, scatter.basis, transpose_b=True)
         basis_s = tf.cast(tf.matmul(projected, rows, transpose_a=True), tf.float64) / number
-        # Double precision is needed, since Z has the fourth power of the data.
+        # Double precision, since Z has the fourth power of the data.
         y = eta * basis_s + (1 - eta) * (diagonal + rho)[:, None] * basis
         z = tf.matmul(y, y, transpose_b=True)
         c, u = tf.linalg.eigh(z)
         c, u = c[::-1], u[:, ::-1]  # the largest first
-        # In exact arithmetic no eigenvalue is below this.
+        # In exact arithmetic no eigenvalue is below this value.
         root = tf.sqrt(tf.maximum(c, tf.square((1 - eta) * rho)))
         new_basis = tf.matmul(u, y, transpose_a=True) / root[:, None]
         trace_s = tf.cast(_square(rows), tf.float64) / number
@@ -125,7 +125,7 @@ def sensible_rank(rank: int, width: int) -> int:
 def arbitrary_basis(rank: int, width: int) -> tf.Tensor:
     """Returns orthonormal rows, float32 [rank, width].
 
-    Row r has one and the same value in columns r, r + rank, … and 0 in the others.
+    Row r has one value in columns r, r + rank, … and 0 in the others.
     """
     columns = tf.range(width) % rank
     member = tf.one_hot(columns, rank, axis=0)

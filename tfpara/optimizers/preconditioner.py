@@ -13,9 +13,9 @@ import tensorflow as tf
 from tfpara.optimizers.online_natural_gradient import OnlineNaturalGradient, Scatter
 from tfpara.typing import Nest
 
-# As in Kaldi, F is updated with each of the first minibatches, so many, whatever the period is.
+# As in Kaldi, each of this many first minibatches updates F, for any period.
 FIRST_UPDATES = 10
-# As in Kaldi, the very first minibatch updates F so many times more, from the arbitrary start.
+# As in Kaldi, the very first minibatch updates F this many more times, from the arbitrary start.
 START_UPDATES = 3
 
 
@@ -26,8 +26,8 @@ class Preconditioner:
     Args:
         method: the equations.
         update_period: minibatches between two updates of F.
-        basis, diagonal, rho: variables of a `Scatter`, with `method.arbitrary(width)` to begin.
-        minibatches: int32 variable with the number of minibatches seen, 0 to begin.
+        basis, diagonal, rho: variables of a `Scatter`, initially `method.arbitrary(width)`.
+        minibatches: int32 variable, the number of minibatches seen, initially 0.
     """
 
     method: OnlineNaturalGradient
@@ -40,8 +40,8 @@ class Preconditioner:
     def __call__(self, rows: tf.Tensor) -> tf.Tensor:
         """Returns the preconditioned rows, float32 [N, D] of the same norm; updates F if it is due.
 
-        If any row is not finite, or all are zero, the rows are returned as they are and F stays as
-        it is. (Loss scaling makes rows that are not finite on purpose.)
+        If any row is not finite, or all are zero, the rows are returned unchanged and F does not
+        change. (Loss scaling makes rows that are not finite on purpose.)
         """
         variables = (self.basis, self.diagonal, self.rho)
         # tf.identity keeps the values from before the assignments below.
@@ -50,8 +50,8 @@ class Preconditioner:
         total = tf.reduce_sum(tf.square(rows))
         usable = tf.math.is_finite(total) & (total > 0)
         due = (seen < FIRST_UPDATES) | ((seen - FIRST_UPDATES) % self.update_period == 0)
-        # The first minibatch is preconditioned with an F that it has started itself, each later
-        # one with the F from before it.
+        # The first minibatch is preconditioned with an F that it has itself started, each later
+        # one with the F before it.
         start = tf.where(seen == 0, START_UPDATES, 0)
         number = tf.where(usable, start + tf.cast(due, tf.int32), 0)
 
@@ -60,7 +60,7 @@ class Preconditioner:
             used = Scatter(*(tf.where(count < start, n, u) for n, u in zip(new, used, strict=True)))
             return count + 1, used, new
 
-        # One loop, which is traced once, for all cases.
+        # One loop for all cases, so that it is traced once.
         _, used, after = tf.while_loop(
             lambda count, *_: count < number, update, (0, before, before), parallel_iterations=1
         )
@@ -131,9 +131,9 @@ def hook(
     output_side: Callable[[tf.Tensor], tf.Tensor],
     active: Callable[[], bool],
 ) -> None:
-    """Makes training calls of a Dense layer go through `affine` while `active()`.
+    """Makes training calls of a Dense layer use `affine` while `active()`.
 
-    Other calls, as in evaluation and export, are those of the layer's class.
+    Other calls, as in evaluation and export, do not change.
     """
     ordinary = type(layer).call
 
@@ -146,7 +146,7 @@ def hook(
         return outputs if layer.activation is None else layer.activation(outputs)
 
     layer.call = call
-    # With this Keras does not choose XLA by itself. The custom gradient was not tried with XLA.
+    # Prevents Keras from choosing XLA, with which the custom gradient was not tested.
     layer.supports_jit = False
 
 

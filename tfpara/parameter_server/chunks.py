@@ -72,7 +72,6 @@ class Chunks:
 
     @property
     def element_spec(self) -> Nest:
-        """The element spec of the minibatches."""
         zero = tf.zeros([], tf.int64)
         return self.dataset(zero, zero, *self.sent(0, 0)).element_spec
 

@@ -52,7 +52,6 @@ class Exchange:
         )
 
     def read(self) -> Pulled:
-        """Reads the model."""
         server = self.server
         weights: list[tf.Tensor] = [None] * len(server.names)
         versions: list[tf.Tensor] = [None] * len(server.shards)
@@ -174,8 +173,6 @@ class Exchange:
             *server.counters.changes(part, staleness),
         ]
 
-    # -- bounded staleness ------------------------------------------------------------------------
-
     def _until_settled(
         self, worker: tf.Tensor, count: int, ask: Callable[[], list[tf.Tensor]]
     ) -> tuple[tf.Tensor, ...]:
@@ -222,8 +219,6 @@ class Exchange:
                 return [tf.identity(tensor) for tensor in answer]
 
         return first.locked((part, goes, everywhere), inside)
-
-    # -- a worker's chunk -------------------------------------------------------------------------
 
     def begin(self, worker: tf.Tensor, chunk: tf.Tensor) -> tf.Tensor:
         """Begins a chunk on a worker; returns how many of its minibatches are in the model.

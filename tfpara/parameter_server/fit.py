@@ -177,7 +177,6 @@ class Fit:
 
     @property
     def num_chunks(self) -> int:
-        """Chunks of an epoch."""
         return self._chunks.count
 
     @property

@@ -71,7 +71,6 @@ class Processes(Workers):
         self._coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
 
     def executor(self, training: Training) -> ChunkRunner:
-        """Returns the object that trains chunks on the workers."""
         return ChunkRunner(self._coordinator, training)
 
     def check(self) -> None:

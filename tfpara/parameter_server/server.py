@@ -89,8 +89,6 @@ class Server:
         self.told_rate = self.learning_rate
         self.measure(model)
 
-    # -- the learning rate ------------------------------------------------------------------------
-
     def _rates(self) -> list[tuple[Shard, tf.Variable]]:
         """Returns the servers with a variable of the learning rate, and these variables.
 
@@ -123,8 +121,6 @@ class Server:
     @learning_rate.setter
     def learning_rate(self, rate: float) -> None:
         self.set_rate(tf.constant(rate))
-
-    # -- a fit ------------------------------------------------------------------------------------
 
     def divide(self, num_chunks: int) -> None:
         """Sets the number of chunks of the next epochs; call it before graphs are made."""
@@ -170,8 +166,6 @@ class Server:
     def trained(self) -> int:
         """Returns the minibatches of this epoch that are in the weights of the first server."""
         return sum(self.first.progress.done.numpy().tolist())
-
-    # -- the model --------------------------------------------------------------------------------
 
     def weights_at_once(self, names: Sequence[str]) -> Moment:
         """Reads several models between two pushes, on each server.

@@ -121,8 +121,7 @@ class Shard:
 
         Returns:
             The changes; the moves, which are subtracted from each local weight and are empty
-            without
-            local models; and the staleness.
+            without local models; and the staleness.
         """
         before = [tf.identity(v) for v in self.weights]
         version = tf.identity(self.version)

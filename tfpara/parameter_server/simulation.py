@@ -123,7 +123,6 @@ class _Simulated(Workers):
         )  # by server and worker: the local models and optimizers
 
     def executor(self, training: Training) -> _Simulation:
-        """Returns the object that trains chunks on the simulated workers."""
         kept = self._kept.setdefault(training.server, {})
         return _Simulation(training, self._speeds, self._order, kept)
 

@@ -104,10 +104,9 @@ class Staleness:
     ) -> list[tf.Tensor]:
         """Returns whether a push is settled, and whether its worker has the turn, until `leave`.
 
-        A push is dropped for good if it is not `due` (does not have the next minibatches), or if it
-        is
-        too stale, since its worker counted as lost and others did not wait. A push that is not
-        settled is offered again; its worker will get a token if it `waits`.
+        A push is dropped for good if it is not `due` (does not have the next minibatches), or too
+        stale, since its worker counted as lost and others did not wait. A push that is not settled
+        is offered again; its worker will get a token if it `waits`.
         """
         pushing = self._pushing.read_value()
         free = tf.logical_or(tf.equal(pushing, _NONE), tf.equal(pushing, worker))

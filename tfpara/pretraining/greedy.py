@@ -19,7 +19,7 @@ from tfpara.pretraining.rbm import BERNOULLI, FIRST_MOMENTUM, GAUSSIAN, RBM
 from tfpara.pretraining.stack import hidden_layers
 from tfpara.whole_number import checked_whole
 
-# The visible units' bias is set from so many minibatches.
+# Number of minibatches from which the visible units' bias is computed.
 _BIAS_MINIBATCHES = 100
 
 
@@ -27,7 +27,7 @@ class Pretrained(NamedTuple):
     """The result of pretraining for one layer.
 
     Attributes:
-        layer: its name.
+        layer: name of the layer.
         visible: the kind of its visible units.
         errors: for each epoch the mean squared reconstruction error of a visible unit.
     """
@@ -54,7 +54,7 @@ def pretrain(
 ) -> list[Pretrained]:
     """Sets the sigmoid hidden layers of `model` by greedy RBM pretraining.
 
-    The layers' former weights are replaced; the layers above the sigmoid ones are left alone. With
+    The layers' former weights are replaced; the layers above the sigmoid ones do not change. With
     velocity u and momentum m, which rises linearly from 0.5, a minibatch does
 
         u ← m u + (1 − m) · rate · (CD-1 − weight_decay · W),   W ← W + u
@@ -63,19 +63,18 @@ def pretrain(
     layer should have mean 0 and variance 1 in each dimension.
 
     With several workers, pretrain in one process and start all workers from its weights, or call
-    this on every worker with the same whole data before training.
+    this on every worker with the same, whole, data before training.
 
     Args:
-        model: a chain of layers, of which the first with weights and those after it are Dense with
+        model: a chain of layers. The first layer with weights and the next ones are Dense with
             activation "sigmoid" and a bias, up to a last Dense layer. Dropout may be between them
             and is inactive; layers without weights may come before them.
         dataset: finite minibatches x or (x, labels, …), x float [b, ...] as the model takes it. Or
             a function of the epoch's number, counted over all layers, that gives such a dataset.
         epochs: passes over the data for each Bernoulli-Bernoulli RBM.
         gaussian_epochs: the same for the Gaussian-Bernoulli RBM; 2 · epochs if not given.
-        learning_rate: the rate for Bernoulli-Bernoulli RBMs, by which the mean statistics of a
-            minibatch are multiplied.
-        gaussian_learning_rate: the rate for the Gaussian-Bernoulli RBM, which becomes unstable at
+        learning_rate: the factor of a minibatch's mean statistics, for Bernoulli-Bernoulli RBMs.
+        gaussian_learning_rate: the same for the Gaussian-Bernoulli RBM, which becomes unstable at
             lower rates.
         momentum: the highest m, in [0.5, 1), or 0 for no momentum.
         momentum_minibatches: the number of a layer's minibatches after which m is the highest.
@@ -88,8 +87,8 @@ def pretrain(
         For each layer set, its name, kind and reconstruction errors.
 
     Raises:
-        TypeError: not a Keras model, or elements of `dataset` that are no tensors.
-        ValueError: a model that is no such stack, a value out of range, a dataset without
+        TypeError: not a Keras model, or elements of `dataset` that are not tensors.
+        ValueError: a model that is no such chain, a value out of range, a dataset without
             minibatches, or weights that are no longer finite.
 
     Source: Su and Chen (2015), section 5.1; defaults of Kaldi's pretrain_dbn.sh.
@@ -107,7 +106,7 @@ def pretrain(
     _check_positive("initial_stddev", initial_stddev)
     layers = hidden_layers(model)
     results: list[Pretrained] = []
-    past = 0  # epochs of the layers below
+    past = 0  # number of epochs of the layers below
     for number, layer in enumerate(layers):
         first = number == 0
         rbm = RBM(
@@ -174,7 +173,7 @@ def _train(
 ) -> list[float]:
     """Trains an RBM; returns the mean reconstruction error over each epoch."""
     errors = []
-    minibatches = None  # in an epoch; known after the first epoch
+    minibatches = None  # minibatches of an epoch; known after the first epoch
     for turn, epoch in enumerate(epochs, 1):
         if verbose:
             print(f"{title}: epoch {turn} of {len(epochs)}")

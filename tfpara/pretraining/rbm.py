@@ -47,11 +47,8 @@ class RBM:
         hidden: the number of hidden units, which are Bernoulli.
         visible_kind: "gaussian" (of unit variance) or "bernoulli".
         seed: two numbers, which determine all random numbers.
-        learning_rate: as in `tfpara.pretraining.pretrain`, and so are the others.
-        momentum: in the end.
-        momentum_minibatches: minibatches until then.
-        weight_decay: of the weights.
-        initial_stddev: of the weights' initial values.
+        learning_rate, momentum, momentum_minibatches, weight_decay, initial_stddev: as in
+            `tfpara.pretraining.pretrain`.
     """
 
     def __init__(
@@ -72,7 +69,7 @@ class RBM:
         self._momentum = momentum
         self._momentum_minibatches = momentum_minibatches
         self._weight_decay = weight_decay
-        # `seed` itself is for the initial values; each minibatch gets a number of another stream.
+        # `seed` itself is for the initial values; each minibatch gets a number of a second stream.
         self._seed = tf.random.experimental.stateless_fold_in(list(seed), 1)
         first = tf.random.stateless_normal([visible, hidden], list(seed), 0.0, initial_stddev)
         self.kernel = tf.Variable(first)
@@ -108,7 +105,6 @@ class RBM:
         return self._step(rows)
 
     def is_finite(self) -> bool:
-        """Returns whether all weights are finite."""
         return all(bool(tf.reduce_all(tf.math.is_finite(v))) for v in self._variables)
 
     def _learn(self, rows: tf.Tensor) -> tf.Tensor:

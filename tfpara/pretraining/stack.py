@@ -1,4 +1,4 @@
-"""The choice of a model's layers that can be pretrained as RBMs, with reasons against others."""
+"""The choice of a model's layers that can be pretrained as RBMs; errors state what prevents it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ def hidden_layers(model: keras.Model) -> list[keras.layers.Dense]:
     """Returns the layers that `pretrain` sets, from the input up.
 
     Args:
-        model: as `pretrain` takes it.
+        model: a model for `pretrain`.
 
     Raises:
         TypeError: not a Keras model.

@@ -2,8 +2,8 @@
 
 Schedules are pure: callables of the position in the run (in epochs, from 0), and frozen dataclasses
 with ``init() -> state`` and ``update(state, scores) -> state`` whose states are NamedTuples of
-plain numbers. Workers that give them the same numbers get the same decisions, which the Keras
-callbacks of `tfpara.callbacks` carry out. `Adapt` alone is an optimizer.
+plain numbers. Workers with the same numbers take the same decisions, which the Keras callbacks of
+`tfpara.callbacks` execute. Only `Adapt` is an optimizer.
 """
 
 from tfpara.schedules.adapt import Adapt

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @keras.saving.register_keras_serializable(package="tfpara")
 class Adapt(keras.optimizers.Optimizer):
-    """Adagrad that remembers the last few gradients only.
+    """Adagrad that remembers only the last few gradients.
 
     For each parameter j, with g the gradient times `gradient_scale`:
 
@@ -33,7 +33,7 @@ class Adapt(keras.optimizers.Optimizer):
         memory: the number of gradients in the sum, t − τ + 1 ≥ 1. None: all, which is Adagrad.
         gradient_scale: the factor of the gradients, > 0.
         name: name of the optimizer.
-        **kwargs: `clipnorm`, `weight_decay` and so on, as every Keras optimizer takes them.
+        **kwargs: options of any Keras optimizer, such as `clipnorm` and `weight_decay`.
 
     Raises:
         ValueError: a value outside its range.
@@ -68,7 +68,7 @@ class Adapt(keras.optimizers.Optimizer):
         if self.built:
             return
         super().build(variables)
-        # With a memory of one gradient no earlier one is kept.
+        # With a memory of one gradient no earlier gradient is kept.
         slots = 1 if self.memory is None else self.memory if self.memory > 1 else 0
         self._squares = [
             self.add_optimizer_variables(variables, f"square_{slot}") for slot in range(slots)

@@ -11,11 +11,11 @@ class NewbobState(NamedTuple):
     """The state of Newbob between epochs.
 
     Attributes:
-        score: the score that the next one is compared with; None before the first.
+        score: the score with which the next one is compared; None before the first.
         gain: the gain of the last epoch; None before there were two scores.
-        fading: whether the rate falls at every epoch from here on.
+        fading: whether the rate falls at every epoch from now on.
         stopped: whether training is over.
-        rejected: whether the last epoch's model is to be given up.
+        rejected: whether the last epoch's model is to be discarded.
     """
 
     score: float | None = None
@@ -30,9 +30,9 @@ class NewbobRule:
     """Decides when to lower the learning rate and when to stop, from a held-out score per epoch.
 
     An epoch's gain is the fall of a loss (or, with ``rising=True``, the rise of an accuracy) since
-    the epoch before; with ``relative=True`` it is divided by the score before. The rate stays as
-    long as the gain is at least `start`. The first gain below `start` begins the fading: from then
-    on every epoch ends with rate ← factor · rate, until an epoch gains less than `stop`.
+    the previous epoch; with ``relative=True`` it is divided by the previous score. The rate stays
+    as long as the gain is at least `start`. The first gain below `start` begins the fading: from
+    then on every epoch ends with rate ← factor · rate, until an epoch gains less than `stop`.
 
     * `NewbobRule.cross_entropy()`, the default: 1 % and 0.1 %, relative (Li et al. 2017,
       section 3.1).
@@ -44,12 +44,12 @@ class NewbobRule:
     Args:
         start: gain below which the rate begins to fall, ≥ `stop`.
         stop: gain below which training ends once the rate is falling, ≥ 0.
-        factor: what the rate is multiplied by, in (0, 1).
+        factor: factor of the rate, in (0, 1).
         rising: whether higher scores are better.
-        relative: whether gains are divided by the score before.
-        reject_worse: whether an epoch that did not make the score better is given up, as in Kaldi's
-            nnet1 schedule: training goes back to where the epoch began, its gain counts as 0, and
-            the score to compare with stays.
+        relative: whether gains are divided by the previous score.
+        reject_worse: whether an epoch without a better score is discarded, as in Kaldi's nnet1
+            schedule: training returns to the beginning of the epoch, its gain counts as 0, and the
+            score to compare with stays.
 
     Raises:
         ValueError: a value outside its range.
@@ -123,6 +123,6 @@ class NewbobRule:
     def _gain(self, before: float, after: float) -> float:
         gain = after - before if self.rising else before - after
         if self.relative:
-            # After a score of 0 a better score counts as no gain, a worse one as it is.
+            # After a score of 0 a better score counts as no gain, a worse one with its difference.
             gain = gain / abs(before) if before else min(gain, 0.0)
         return gain

@@ -32,11 +32,12 @@ class OverfittingRule:
     with dropout, so that at first it is larger than the validation error.
 
     Tian et al. (2017), section 3.1, watch for "an apparent gap" of the frame error rates and give
-    no number; threshold and patience are ours.
+    no number; this project chose threshold and patience.
 
     Args:
-        threshold: how far the gap may open, > 0, in units of the error (0.05 is 5 % of the frames).
-        patience: epochs in a row, ≥ 1.
+        threshold: largest growth of the gap, > 0, in units of the error (0.05 is 5 % of the
+            frames).
+        patience: number of open epochs in a row, ≥ 1.
 
     Raises:
         ValueError: a value outside its range.

@@ -16,8 +16,8 @@ class Quadratic:
 
         τ(p) = max(τ₀, ⌊(α / rate(p))²⌋)
 
-    at position p in epochs. Short periods early in training keep the replicas together. Long ones
-    late, where the rate is small, need less communication and find solutions that generalise
+    at position p in epochs. Short periods early in training keep the replicas together. Long
+    periods late, when the rate is small, need less communication and find solutions that generalise
     better. The end of an epoch closes the block, too, so a period longer than an epoch means one
     sync for each epoch.
 
@@ -29,8 +29,8 @@ class Quadratic:
         first: τ₀ ≥ 1, minibatches.
 
     Raises:
-        TypeError: `rate` is no function.
-        ValueError: a value outside its range; or, when it is called, a rate that is not positive.
+        TypeError: `rate` is not a function.
+        ValueError: a value outside its range; or, from a call, a rate that is not positive.
 
     Source: Gu et al., "A quadratic synchronization rule for distributed deep learning" (ICLR 2024).
 
@@ -73,8 +73,8 @@ class AdaCommState(NamedTuple):
     """State of AdaComm.
 
     Attributes:
-        period: in minibatches.
-        first_loss: F₀, of the first epoch; None before.
+        period: sync period in minibatches.
+        first_loss: F₀, the loss of the first epoch; None before.
     """
 
     period: int
@@ -87,8 +87,8 @@ class AdaComm:
 
         τ ← ⌈√(F / F₀) τ₀⌉, or ⌈τ / 2⌉ if the former is not below the last τ
 
-    after each epoch, with F its mean training loss and F₀ that of the first epoch. The period falls
-    to 1 minibatch at last.
+    after each epoch, with F its mean training loss and F₀ that of the first epoch. The period
+    eventually falls to 1 minibatch.
 
     Args:
         first: τ₀ ≥ 1, minibatches, the period of the first two epochs.

@@ -45,7 +45,6 @@ class Exponential:
             raise ValueError(f"epochs={self.epochs!r} must be at least 1.")
 
     def __call__(self, position: float) -> float:
-        """Returns the learning rate at a position."""
         span = self.epochs if self.per_step else self.epochs - 1
         if not self.per_step:
             position = math.floor(position)
@@ -58,8 +57,8 @@ class Exponential:
 class Hand:
     """The learning rate falls by a fixed factor at every minibatch of a replica.
 
-    After k minibatches it is first · factor^k (You & Xu 2014, section 4.1, "ASGD-hand"). k is
-    computed from the position, so that workers with more or fewer minibatches have the same rate.
+    After k minibatches it is first · factor^k (You & Xu 2014, section 4.1, "ASGD-hand"). The
+    position gives k, so workers with more or fewer minibatches have the same rate.
 
     Args:
         first: rate of the first minibatch, > 0.
@@ -82,7 +81,6 @@ class Hand:
             raise ValueError(f"factor={self.factor!r} must be in (0, 1]. The paper's is 0.999.")
 
     def __call__(self, position: float) -> float:
-        """Returns the learning rate at a position."""
         return self.first * self.factor ** (position * self.steps_per_epoch)
 
 
@@ -90,9 +88,9 @@ class Segment(NamedTuple):
     """A part of an epoch.
 
     Attributes:
-        first: its first sample.
-        end: the sample after its last one.
-        value: what the samples of the part have.
+        first: the first sample.
+        end: the sample after the last one.
+        value: the value for the samples of the part.
     """
 
     first: int
@@ -104,10 +102,10 @@ class Piecewise:
     """A value that changes at given positions: `Piecewise({0: 64, 0.25: 256})`.
 
     Args:
-        values: the values by the position from which on each holds. Position 0 must be there.
+        values: values by the position from which each of them holds. Position 0 is required.
 
     Raises:
-        ValueError: there is no position 0, or a negative or infinite one.
+        ValueError: position 0 is missing, or a position is negative or infinite.
     """
 
     def __init__(self, values: Mapping[Any, Any]) -> None:
@@ -122,7 +120,6 @@ class Piecewise:
         self._values = [values[p] for p in self._positions]
 
     def __call__(self, position: float) -> Any:
-        """Returns the value at a position ≥ 0."""
         if not position >= 0:
             raise ValueError(f"position={position!r} must be at least 0, where the run begins.")
         return self._values[bisect.bisect_right(self._positions, position) - 1]
@@ -166,7 +163,7 @@ def linear_scaling(rate: float, num_replicas: int) -> float:
     Each replica takes n/N of an epoch's n minibatches, and the mean of the models moves only as far
     as one replica does: N times less than a single replica would with all n (Su et al. 2015,
     section 5.6). This is for `tfpara.BSP` only. BMUF keeps the rate of one replica, since block
-    momentum makes up for the same loss, and so does EASGD.
+    momentum compensates for the same loss, and so does EASGD.
 
     Args:
         rate: the learning rate that one replica would have, > 0.

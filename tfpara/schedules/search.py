@@ -10,8 +10,8 @@ def candidate_rates(rate: float, factors: Sequence[float]) -> list[float]:
     """Returns the candidates factor · rate, ascending, each once.
 
     Args:
-        rate: the rate so far.
-        factors: by which it is multiplied.
+        rate: the present rate.
+        factors: the factors.
 
     Raises:
         ValueError: there is no factor, or a candidate is not positive and finite.
@@ -30,8 +30,8 @@ def best_rate(rates: Sequence[float], losses: Sequence[float]) -> float:
     """Returns the rate with the smallest finite loss; of equal losses, the lowest rate.
 
     Args:
-        rates: those that were tried.
-        losses: one for each.
+        rates: the rates that were tried.
+        losses: the loss of each rate.
 
     Raises:
         ValueError: no loss is finite.

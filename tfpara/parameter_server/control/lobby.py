@@ -86,8 +86,6 @@ class Lobby:
         self._thread = threading.Thread(target=self._run, name="tfpara-lobby", daemon=True)
         self._thread.start()
 
-    # -- the chief's program --------------------------------------------------------------------
-
     def gather(self) -> None:
         """Waits until TensorFlow's server listens in every worker and parameter server.
 
@@ -145,8 +143,6 @@ class Lobby:
         self._thread.join()
         self._door.close()
 
-    # -- the lobby's thread ---------------------------------------------------------------------
-
     def _run(self) -> None:
         while not self._closing:
             self._door.wait(_TICK_SECONDS)
@@ -159,7 +155,6 @@ class Lobby:
     def _hear(
         self, channel: Channel, task: membership.Task | None, message: dict[str, Json]
     ) -> None:
-        """Handles a message."""
         match message:
             case {"problem": sentence} if task:
                 self._do(self.state.fails_to_serve(str(sentence)))
@@ -184,7 +179,6 @@ class Lobby:
         self._do(self.state.hello(task, view, version, time.monotonic()), channel)
 
     def _lose(self, task: membership.Task) -> None:
-        """Handles the end of a connection."""
         self._do(self.state.gone(task, "its connection ended", time.monotonic()))
 
     def _do(self, actions: list[membership.Action], stranger: Any = None) -> None:

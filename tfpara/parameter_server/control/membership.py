@@ -104,21 +104,19 @@ class Membership:
     Args:
         cluster: the chief's view of the cluster.
         tensorflow_address: "host:port" of TensorFlow's server in the chief.
-            startup_seconds, timeout_seconds: as in the tables.
-            beat_seconds: seconds between two signs of life.
-            now: the time in seconds, of any clock; so in all methods.
+        startup_seconds, timeout_seconds: as in the tables.
+        beat_seconds: seconds between two signs of life.
+        now: the time in seconds, of any clock; so in all methods.
 
-        Attributes:
-            phase: the phase of the run.
-            problem: the cause why the tasks cannot connect, or None.
-            failure: the cause why training cannot continue, or None.
-            lost: indices of workers that were lost while training continues; the reader removes
-                them.
-            asked_to_end: a sentence that names the process that got a signal and waits for the end
-                of
-                the run, or None. The chief's program sets it for the chief.
-            restart_code: the exit code that asks for a restart, while the chief's program writes
-                checkpoints; else None.
+    Attributes:
+        phase: the phase of the run.
+        problem: the cause why the tasks cannot connect, or None.
+        failure: the cause why training cannot continue, or None.
+        lost: indices of workers that were lost while training continues; the reader removes them.
+        asked_to_end: a sentence that names the process that got a signal and waits for the end of
+            the run, or None. The chief's program sets it for the chief.
+        restart_code: the exit code that asks for a restart, while the chief's program writes
+            checkpoints; else None.
     """
 
     def __init__(

@@ -1,1 +1,1 @@
-"""Who reads which data, and how far."""
+"""The division of data among workers, and the position in them."""

@@ -1,6 +1,6 @@
-"""Blocks by speed: how many minibatches each worker trains in a block, and which.
+"""Blocks by speed: the number and choice of the minibatches that each worker trains in a block.
 
-Each report has the time of a minibatch, and all workers have the same reports. So each of them
+Each report has the time of a minibatch, and all workers have the same reports. So each worker
 knows without a further message how many minibatches every worker takes until the next sync.
 """
 
@@ -19,10 +19,10 @@ from tfpara.sync.settings import Settings
 from tfpara.sync.workers.worker import Worker
 from tfpara.typing import Array, Json
 
-CEILING = 4  # times τ: the minibatches of one worker in a block at most
-_TRUST = 0.75  # the weight of the last block in a worker's time of a minibatch
+CEILING = 4  # largest number of minibatches of one worker in a block, as a multiple of τ
+_TRUST = 0.75  # weight of the last block in a worker's smoothed time of a minibatch
 _LARGEST_CHANGE = 2.0  # factor by which one block may change that time
-_GAIN = 0.03  # the least gain of time for which the shares change
+_GAIN = 0.03  # smallest gain of time for which the shares change
 
 
 def shares_of(seconds: Array, period: int, former: Array) -> Array:
@@ -32,9 +32,9 @@ def shares_of(seconds: Array, period: int, former: Array) -> Array:
     seconds of a minibatch, within 1 ≤ τ_i ≤ 4τ. So τ_i is about W·τ·(1/s_i) / Σ_j (1/s_j).
 
     Args:
-        seconds: s_i; 0 where it is not known, and then all have the same share.
+        seconds: s_i; 0 if unknown, and then all workers have the same share.
         period: τ.
-        former: the shares before; they are returned if others would gain less than 3 %.
+        former: the previous shares; they are returned if others would gain less than 3 %.
     """
     workers = len(seconds)
     total = workers * period
@@ -55,9 +55,9 @@ def shares_of(seconds: Array, period: int, former: Array) -> Array:
 def dealing_order(shares: Array) -> Array:
     """Returns for each minibatch of a block, in the order of the data, the worker that trains it.
 
-    Minibatch c of worker i, from 0, is where c / τ_i is in order. So the workers come to the end of
-    an epoch together, wherever in a block that is. With equal shares minibatch k is that of worker
-    k mod W, as without balance.
+    Minibatch c of worker i, from 0, is ordered by c / τ_i. So the workers reach the end of an epoch
+    together, at whatever point of a block that is. With equal shares worker k mod W has minibatch
+    k, as without balance.
     """
     workers = np.repeat(np.arange(len(shares)), shares)
     places = np.concatenate([np.arange(share) / max(share, 1) for share in shares])
@@ -68,16 +68,16 @@ class Balance(EpochUnits):
     """The shares of the workers in the present block, the same on all of them.
 
     Args:
-        settings: of the strategy.
+        settings: settings of the strategy.
         worker: this worker.
-        momentum: of the models' optimizers, which is fitted to the block.
+        momentum: momentum of the models' optimizers, which is fitted to the block.
         make: makes a plain variable, `make(value, name)`.
 
     Attributes:
         due: the steps of this worker in the present block, a variable; 0: those of the sync period.
-        since: when the present block began on this worker, a variable; 0: that is not known.
+        since: the time when the present block began on this worker, a variable; 0: unknown.
         open_steps: returns this worker's steps since the last sync.
-        steps_of_epoch: of each replica, if all took as many; None: not known.
+        steps_of_epoch: steps of each replica, if all took equally many; None: unknown.
         record: the shares in all blocks of this process so far.
     """
 
@@ -107,25 +107,23 @@ class Balance(EpochUnits):
         self.open_steps: Callable[[], int] = lambda: 0
         self.steps_of_epoch: int | None = None
         self.record: list[list[int]] = []
-        self._blocks = 0  # that are trained, those before a resume included
-        self._seconds = np.zeros(self._workers)  # of a minibatch, smoothed
-        self._shares = np.zeros(self._workers, int)  # by speed, of the last block
-        # Of the present block: the steps of each worker, whether trained or not, the number of its
-        # first minibatch, and of the first one after it.
+        self._blocks = 0  # number of trained blocks, with those before a resume
+        self._seconds = np.zeros(self._workers)  # seconds of a minibatch, smoothed
+        self._shares = np.zeros(self._workers, int)  # shares by speed, of the last block
+        # Of the present block: the steps of each worker, trained or not, the number of its first
+        # minibatch, and that of the first one after it.
         self._steps = np.zeros(self._workers, int)
         self._first = self._next = 0
         self._owes = False  # whether minibatches before the present block are not trained yet
         self._queue: tf.queue.QueueBase | None = None
-
-    # -- a pass over data ----------------------------------------------------------------------
 
     def begin(self, first: int, warm: bool) -> Dealt | None:
         """Begins a pass over an epoch; returns this worker's minibatches; None: there are no syncs.
 
         Args:
             first: minibatches of the epoch that are trained already.
-            warm: whether this process has trained, so that the first block is not one that
-                compiles, whose time says nothing.
+            warm: whether this process has trained before. If not, the first block compiles, and
+                its time tells nothing.
         """
         self.end()
         self._next = first
@@ -137,7 +135,7 @@ class Balance(EpochUnits):
         return Dealt(self._queue)
 
     def end(self) -> None:
-        """Ends the present pass, also for those that still wait for its minibatches."""
+        """Ends the present pass, also for readers that wait for its minibatches."""
         if self._queue is not None:
             self._queue.close(cancel_pending_enqueues=True)
         self._queue = None
@@ -145,15 +143,15 @@ class Balance(EpochUnits):
         self._momentum.set_share(None)
 
     def mean_steps(self) -> float | None:
-        """Returns the mean of the workers' steps in the present block; None: no pass is dealt."""
+        """Returns the mean of the workers' steps in the present block; None outside a pass."""
         return None if self._queue is None else float(self._steps.mean())
 
     def close(self, steps: Array, seconds: Array) -> None:
-        """Ends a block at a sync, and deals the next one.
+        """Ends a block at a sync, and assigns the minibatches of the next one.
 
         Args:
-            steps: of each process in the block.
-            seconds: for which each has trained it; below 0: not known.
+            steps: steps of each process in the block.
+            seconds: time in which each process trained the block; below 0: unknown.
         """
         if self._queue is None or not steps.any():
             return
@@ -169,7 +167,7 @@ class Balance(EpochUnits):
         self._deal(np.maximum(self._steps - steps, 0))
 
     def _deal(self, left: Array) -> None:
-        """Deals a block's minibatches, after so many steps of each worker that are still left."""
+        """Assigns a block's minibatches, after the `left` steps that each worker still has."""
         period = self._momentum.sync_period
         if period is None:
             period = self._settings.sync_period
@@ -190,8 +188,6 @@ class Balance(EpochUnits):
         self._momentum.set_share(mine)
         assert self._queue is not None
         self._queue.enqueue_many(numbers[order == self._worker.rank])
-
-    # -- where in the epoch the run is ---------------------------------------------------------
 
     def total(self, steps: int | None) -> int:
         return steps or self.steps_of_epoch or 0
@@ -217,10 +213,8 @@ class Balance(EpochUnits):
             )
         return {"minibatches": self._first}
 
-    # -- state ---------------------------------------------------------------------------------
-
     def get_state(self) -> Json:
-        """Returns what the next shares depend on; at a sync it is the same on all workers."""
+        """Returns the basis of the next shares; at a sync it is the same on all workers."""
         return {
             "blocks": self._blocks,
             "seconds": self._seconds.tolist(),
@@ -228,7 +222,7 @@ class Balance(EpochUnits):
         }
 
     def set_state(self, state: Json) -> None:
-        """Goes on from a state; of another number of workers nothing is known."""
+        """Continues from a state; a state of another number of workers is not used."""
         assert isinstance(state, Mapping)
         if len(state["seconds"]) == self._workers:
             self._blocks = state["blocks"]

@@ -8,25 +8,24 @@ import tensorflow as tf
 
 
 class Dealt:
-    """The minibatches of a pass that are this worker's own.
+    """The minibatches of a pass that belong to this worker.
 
-    Reading waits where the numbers of the next block are not known yet. It keeps no thread of
-    TensorFlow's meanwhile, as a Python function would, and ends with its iterator.
+    Reading waits until the numbers of the next block are known. Unlike a Python function, the wait
+    occupies no thread of TensorFlow, and ends with its iterator.
 
     Args:
-        queue: of the minibatches' numbers in the epoch, which rise.
+        queue: queue of the minibatches' numbers in the epoch, in rising order.
     """
 
     def __init__(self, queue: tf.queue.QueueBase) -> None:
         self._queue = queue
 
     def numbers(self, end: int) -> tf.data.Dataset:
-        """Returns the numbers that are below `end`."""
         numbers = tf.data.Dataset.counter().map(lambda _: self._queue.dequeue())
         return numbers.take_while(lambda number: number < end)
 
     def among(self, numbered: tf.data.Dataset) -> tf.data.Dataset:
-        """Returns the own minibatches among all from some number on.
+        """Returns this worker's minibatches among `numbered` ones.
 
         Args:
             numbered: pairs of a number, rising by 1, and the minibatch.
@@ -51,7 +50,7 @@ def rows_of(leaf: Any) -> tf.Tensor:
 
 
 def slice_of(leaf: Any, begin: tf.Tensor, end: tf.Tensor) -> Any:
-    """Returns the rows of a batch from `begin` to before `end`, as far as there are any."""
+    """Returns the existing rows of a batch from `begin` to before `end`."""
     if not isinstance(leaf, tf.SparseTensor):
         return leaf[begin:end]
     count = tf.minimum(end, leaf.dense_shape[0]) - begin

@@ -1,8 +1,8 @@
-"""Data given to `fit` as minibatches that can be dealt out by number.
+"""Data of `fit` as numbered minibatches, which can be assigned to any worker.
 
 A replica's minibatch is a part of a batch, which is cut for the N replicas with which the run
 began. Minibatches have numbers, from 0 in each epoch. Any worker can read any of them, so those
-that a lost worker has not trained can be given to others, and more to faster workers.
+that a lost worker has not trained go to others, and faster workers get more.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from tfpara.typing import Json
 
 Facts: TypeAlias = dict[str, Json]
 PARTS = ("x", "y", "sample_weight")  # arguments of `fit`
-_BATCH_SIZE = 32  # Keras' own
+_BATCH_SIZE = 32  # as in Keras
 
 
 class Began(NamedTuple):
-    """The replicas with which a run began, and how many of them each worker had.
+    """The number of replicas at the start of a run, in all and of each worker.
 
-    option: the strategy's argument for which data are dealt out, as messages name it.
+    option: the strategy's argument that requires numbered data, for messages.
     """
 
     replicas: int
@@ -49,7 +49,7 @@ def leaves_of(given: Mapping[str, Any]) -> list[Any]:
 
 
 def are_arrays(given: Mapping[str, Any]) -> bool:
-    """Returns whether the data among the arguments of `fit` are NumPy's arrays, or tensors."""
+    """Returns whether the data among the arguments of `fit` are NumPy arrays or tensors."""
     leaves = leaves_of(given)
     return bool(leaves) and all(isinstance(leaf, np.ndarray | tf.Tensor) for leaf in leaves)
 
@@ -58,15 +58,15 @@ def deal_out_arrays(strategy: Any, began: Began, given: dict[str, Any]) -> None:
     """Replaces arrays among the arguments of `fit` by `strategy.datasets_by_epoch`.
 
     A replica's minibatch has `batch_size` / N rows, rounded up, for the N replicas with which the
-    run begins, as without `elastic=`; where replicas are lost or come it stays as large. Each row
-    of an epoch is trained once. With `shuffle` (as by default) each epoch has an order of its own.
-    With `steps_per_epoch` an epoch has as many minibatches as N replicas train in so many steps,
-    and goes on in the arrays where the one before has ended.
+    run begins, as without `elastic=`; its size stays when replicas are lost or join. Each row of an
+    epoch is trained once. With `shuffle` (the default) each epoch has another order. With
+    `steps_per_epoch` an epoch has as many minibatches as N replicas train in so many steps, and
+    continues in the arrays where the previous one has ended.
 
     Args:
-        strategy: of the run.
+        strategy: the strategy of the run.
         began: N, and the devices of each worker.
-        given: the arguments of `fit`, changed in place; left alone if they are no arrays.
+        given: the arguments of `fit`, changed in place; unchanged if they are no arrays.
 
     Raises:
         ValueError: arrays of different lengths.
@@ -94,7 +94,7 @@ def deal_out_arrays(strategy: Any, began: Began, given: dict[str, Any]) -> None:
     def minibatches(epoch: int, first: int) -> tf.data.Dataset:
         seed, parts, _ = order.known()
         size = -(-batch_size // parts)
-        in_a_pass = -(-rows // size)  # minibatches
+        in_a_pass = -(-rows // size)  # number of minibatches
         in_an_epoch = steps * parts if steps else in_a_pass
         begin = epoch * in_an_epoch
         passes = range(begin // in_a_pass, (begin + in_an_epoch - 1) // in_a_pass + 1)
@@ -123,17 +123,16 @@ def deal_out_dataset(strategy: Any, began: Began, given: dict[str, Any]) -> None
     """Replaces a `tf.data.Dataset` of batches among the arguments of `fit`, as arrays are.
 
     Each batch is cut into N minibatches, for the N replicas with which the run begins, whose rows
-    differ by one at most. Every worker reads the whole dataset, and keeps the parts that are its
-    own.
+    differ by one at most. Every worker reads the whole dataset, and keeps its own parts.
 
     Args:
-        strategy: of the run.
+        strategy: the strategy of the run.
         began: N, and the devices of each worker.
-        given: the arguments of `fit`, changed in place; left alone if they are no such dataset.
+        given: the arguments of `fit`, changed in place; unchanged if there is no such dataset.
 
     Raises:
-        ValueError: the dataset has no batches, or no end, or another order whenever it is read; or
-            each worker has a part of its own; or workers have different data.
+        ValueError: the dataset has no batches, or no end, or another order in each pass; or
+            each worker has a different part; or workers have different data.
     """
     dataset = given.get("x")
     if not isinstance(dataset, tf.data.Dataset):
@@ -160,13 +159,13 @@ def deal_out_dataset(strategy: Any, began: Began, given: dict[str, Any]) -> None
 
 
 class Batches(NamedTuple):
-    """The batches of a `keras.utils.PyDataset`, as `deal_out_py_dataset` needs them.
+    """The batches of a `keras.utils.PyDataset`, for `deal_out_py_dataset`.
 
     Attributes:
-        number: of the batches.
+        number: number of batches.
         signature: the spec of a batch.
         values: some of the first batches' values, by which workers' data are compared.
-        standard: makes what the dataset returns a batch.
+        standard: makes a batch of a result of the dataset.
         part_of: returns part k of n of a batch.
     """
 
@@ -183,18 +182,19 @@ def deal_out_py_dataset(
     """Replaces a `keras.utils.PyDataset` among the arguments of `fit`, as arrays are.
 
     Each batch is cut into N minibatches, for the N replicas with which the run begins, whose rows
-    differ by one at most. As otherwise a worker reads every W-th batch, while there are W
-    workers as at the begin; where members have come or gone, it reads each that it needs a part of.
+    differ by one at most. A worker reads every W-th batch, as without `elastic=`, while there are
+    the W workers of the beginning; after a change of members it reads each batch of which it needs
+    a part.
 
     Args:
-        strategy: of the run.
+        strategy: the strategy of the run.
         began: N, and the devices of each worker.
         given: the arguments of `fit`, changed in place.
-        batches: of the dataset.
+        batches: the dataset's batches.
 
     Raises:
-        ValueError: the dataset changes itself between epochs, or reads in processes; or workers
-            have different data.
+        ValueError: the dataset changes between epochs, or reads in processes; or workers have
+            different data.
     """
     data: keras.utils.PyDataset = given["x"]
     for hook in ("on_epoch_begin", "on_epoch_end"):
@@ -256,7 +256,7 @@ def deal_out_py_dataset(
 
 
 def by_epoch(strategy: Any, dataset_fn: Callable[[int], tf.data.Dataset]) -> Any:
-    """Returns what `strategy.minibatches_by_epoch` does."""
+    """Implements `strategy.minibatches_by_epoch`."""
     facts: Facts = {}
 
     def minibatches(epoch: int, first: int) -> tf.data.Dataset:
@@ -283,16 +283,16 @@ def by_epoch(strategy: Any, dataset_fn: Callable[[int], tf.data.Dataset]) -> Any
 
 
 def check_dealt(given: Mapping[str, Any], option: str, steps: str, data: str) -> None:
-    """Checks that the data given to `fit` are dealt out by number.
+    """Checks that the data given to `fit` are numbered.
 
     Args:
-        given: the arguments of `fit`, after what has numbers was replaced.
-        option: the strategy's argument for which data are dealt out, as the message names it.
-        steps: why no number of steps can be given: the end of a sentence.
+        given: the arguments of `fit`, after data that can be numbered were replaced.
+        option: the strategy's argument that requires numbered data, for the message.
+        steps: the reason why no number of steps can be given, as the end of a sentence.
         data: the message about other data.
 
     Raises:
-        ValueError: they are not, or a number of steps was given, too.
+        ValueError: the data are not numbered, or a number of steps was given, too.
     """
     if given.get("steps_per_epoch") is not None:
         raise ValueError(
@@ -304,9 +304,9 @@ def check_dealt(given: Mapping[str, Any], option: str, steps: str, data: str) ->
 
 
 def of_one_reader(dataset_fn: Callable[[int, int], tf.data.Dataset]) -> Callable[..., Any]:
-    """Returns a function for `datasets_by_number` from one of a worker's minibatches by its place.
+    """Converts a function of a worker's minibatches, by its place, for `datasets_by_number`.
 
-    Where minibatches are dealt by number, it reads those of all workers, as a run of one would.
+    If minibatches are assigned by number, it reads those of all workers, as a run of one would.
     """
 
     def minibatches(epoch: int, first: int) -> tf.data.Dataset:
@@ -372,7 +372,7 @@ def _numbers(strategy: Any, first: int, count: int) -> list[int]:
 
 
 class _Own:
-    """This worker's minibatches from `first` on, by its replicas' numbers, as `Dealt` has them."""
+    """This worker's minibatches from `first` on, by its replicas' numbers; used like `Dealt`."""
 
     def __init__(self, strategy: Any, first: int) -> None:
         self.first, self._strategy = first, strategy
@@ -384,23 +384,22 @@ class _Own:
         return tf.reduce_any((since >= 0) & (since % self._replicas == 0))
 
     def numbers(self, end: int) -> tf.data.Dataset:
-        """Returns the numbers that are below `end`."""
         own = np.array(_numbers(self._strategy, self.first, end), np.int64)
         return tf.data.Dataset.from_tensor_slices(own)
 
     def among(self, numbered: tf.data.Dataset) -> tf.data.Dataset:
-        """Returns the own minibatches among pairs of a number and a minibatch."""
+        """Returns this worker's minibatches among pairs of a number and a minibatch."""
         found = numbered.filter(lambda number, element: self.has(number))
         return found.map(lambda number, element: element)
 
 
 def _own(strategy: Any, first: int) -> Any:
-    """Returns this worker's minibatches from `first` on: a `Dealt` where speeds decide."""
+    """Returns this worker's minibatches from `first` on: a `Dealt` if speeds decide."""
     return data_place.dealt() or _Own(strategy, first)
 
 
 def _parts_of(dataset: tf.data.Dataset, parts: int, own: _Own) -> tf.data.Dataset:
-    """Returns those minibatches of a dataset of batches that are a worker's own."""
+    """Returns this worker's minibatches of a dataset of batches."""
 
     dealt = data_place.dealt()
 
@@ -433,7 +432,7 @@ def _place(number: int, count: int, parts: int, devices: int) -> tuple[int, int]
     """Returns a minibatch's batch, by its place in the epoch's order, and the part of the batch.
 
     With W = parts / devices workers, W batches at a time are W steps: each worker's steps are the
-    parts of one batch. The last batches, which do not go round, are a step each.
+    parts of one batch. The last batches, fewer than W, are a step each.
     """
     workers = parts // devices
     step, device = divmod(number, devices)

@@ -13,8 +13,8 @@ class Pass:
 
     Attributes:
         epoch: the epoch in which it began.
-        first: trained minibatches of it, over all replicas.
-        steps: trained minibatches of it of each replica.
+        first: number of its trained minibatches, over all replicas.
+        steps: number of its trained minibatches of each replica.
     """
 
     epoch: int
@@ -24,13 +24,13 @@ class Pass:
 
 @dataclasses.dataclass
 class Position:
-    """The epoch that is trained, or comes next, and how much of it an earlier process has trained.
+    """The present or next epoch, and how much of it an earlier process has trained.
 
     Attributes:
         epoch: number of the epoch, from 0.
         first: minibatches of the epoch that an earlier process has trained, over all replicas.
-        steps: minibatches of each replica that are still to be skipped.
-        begun: the pass that goes on, where `fit` has `steps_per_epoch`; None: a new one begins.
+        steps: minibatches of each replica that must still be skipped.
+        begun: the pass that continues, if `fit` has `steps_per_epoch`; None: a new one begins.
     """
 
     epoch: int = 0
@@ -54,13 +54,13 @@ class Position:
             steps_seen: training steps of this process so far.
             first: trained minibatches, over all replicas.
             steps: trained minibatches of each replica.
-            begun: the pass that goes on, where `fit` has `steps_per_epoch`.
+            begun: the pass that continues, if `fit` has `steps_per_epoch`.
         """
         self.epoch, self.first, self.steps, self._steps_seen = epoch, first, steps, steps_seen
         self.begun = begun
 
     def enter(self, epoch: int, steps_seen: int) -> None:
-        """Notes that `fit` begins an epoch; minibatches that are to be skipped stay so.
+        """Notes that `fit` begins an epoch; minibatches that must be skipped are kept.
 
         Args:
             epoch: number of the epoch.
@@ -73,7 +73,7 @@ class Position:
         """Notes that a pass over the data begins; returns the epoch and `first`.
 
         The pass is of the next epoch if training steps were taken since the last `begin` or `move`.
-        So a pass for Keras' look at a first batch does not count.
+        So a pass in which Keras only inspects the first batch does not count.
         """
         if steps_seen > self._steps_seen:
             self.move(self.epoch + 1, steps_seen)
@@ -81,7 +81,7 @@ class Position:
 
     @contextlib.contextmanager
     def aside(self, steps_seen: Callable[[], int]) -> Iterator[None]:
-        """Keeps the position while another `fit`, called inside by a callback, has its own."""
+        """Keeps the position while a callback calls another `fit` inside, which has its own."""
         former, taken = vars(self).copy(), steps_seen() - self._steps_seen
         yield
         vars(self).update(former)
@@ -90,14 +90,14 @@ class Position:
     def take_steps(self) -> int:
         """Returns how many minibatches of each replica to skip; 0 at the next call.
 
-        It is for data that are the same dataset in every epoch.
+        It serves data that are the same dataset in every epoch.
         """
         steps, self.steps, self.begun = self.steps, 0, None
         return steps
 
     @contextlib.contextmanager
     def within(self, begun: Pass) -> Iterator[None]:
-        """Sets the position to one within a pass, for a pass that begins inside."""
+        """A context in which the position is within a pass, for a pass that begins inside."""
         former = self.epoch, self.first
         self.epoch, self.first, self.steps = begun.epoch, begun.first, begun.steps
         try:

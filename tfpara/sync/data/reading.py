@@ -1,6 +1,6 @@
 """The division of Python data among the workers, and reading ahead in threads or processes.
 
-TensorFlow is not imported, since the processes that read import this module.
+TensorFlow is not imported, since processes that read import this module.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Read(NamedTuple):
-    """A batch that a worker reads. It is cut into `of` parts, and each of `parts` is one step."""
+    """A batch that a worker reads. It is cut into `of` parts; each of `parts` is one step."""
 
     batch: int
     parts: range
@@ -40,7 +40,7 @@ def reads(order: Iterable[int], worker: int, workers: int) -> list[Read]:
 
     Args:
         order: the numbers of the batches in this pass.
-        worker: the worker that reads, 0 … workers − 1.
+        worker: number of the worker that reads, 0 … workers − 1.
         workers: number of workers that share the data.
     """
     order = list(order)
@@ -67,13 +67,13 @@ def shuffled_rows(
 ) -> NDArray[np.int64]:
     """Returns 0 … rows − 1 in the order of an epoch, the same for the same seed.
 
-    It is fast enough for millions of rows, as `shuffled` is not.
+    It is fast enough for millions of rows; `shuffled` is not.
 
     Args:
         rows: number of rows.
         seed: from 0 to 2⁴⁸ − 1.
         epoch: number of the epoch, from 0.
-        batch_size: if it is given, rows are shuffled within each batch alone.
+        batch_size: if given, rows are shuffled only within each batch.
     """
     # NumPy keeps the numbers of this generator the same in all of its versions.
     drawn = np.random.RandomState([seed % 2**32, seed >> 32, epoch])
@@ -109,7 +109,7 @@ class Order:
         return {name: getattr(self, name) for name in ("seed", "parts", "devices", "workers")}
 
     def set_state(self, state: Json) -> None:
-        # Checkpoints of version 0.1 have the seed alone.
+        # Checkpoints of version 0.1 have only the seed.
         for name, value in (state if isinstance(state, dict) else {"seed": state}).items():
             if value is not None:
                 setattr(self, name, value)
@@ -134,7 +134,7 @@ def set_random_states(states: Mapping[str, list[Json]]) -> None:
 
 @contextlib.contextmanager
 def common_randomness(seed: str) -> Iterator[None]:
-    """Seeds Python's and NumPy's global random generators inside; then restores their states."""
+    """A context with newly seeded global generators of Python and NumPy; restores them after."""
     states = random_states()
     random.seed(seed)
     np.random.seed(random.getrandbits(32))
@@ -145,7 +145,7 @@ def common_randomness(seed: str) -> Iterator[None]:
 
 
 def bounds(rows: int, part: int, of: int) -> slice:
-    """Returns the rows of one part of a batch; the parts differ by one row at most."""
+    """Returns the rows of one part of a batch; the sizes of parts differ by one at most."""
     return slice(rows * part // of, rows * (part + 1) // of)
 
 
@@ -159,7 +159,7 @@ def ahead(
         numbers: the numbers of the batches.
         workers: number of threads or processes; with fewer than 2 threads nothing is read ahead.
         processes: whether to read in processes, started by Python's chosen start method.
-        size: number of batches that are read ahead at most.
+        size: largest number of batches that are read ahead.
 
     Raises:
         RuntimeError: a process ended.

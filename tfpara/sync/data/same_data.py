@@ -1,7 +1,7 @@
 """The check that all workers have the same data, which `fit` divides among them.
 
-Each worker takes its part of the data that all were given, so rows would be left out if the data
-differed. Before the first step the workers compare a few facts and numbers of their data.
+Each worker takes its part of data that must be the same on all workers: if they differed, rows
+would be left out. Before the first step the workers compare a few facts and numbers of their data.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def _close(a: Sequence[Json], b: Sequence[Json]) -> bool:
 
 
 def values_of(structure: Nest) -> list[Json]:
-    """Returns some values by which the rows of arrays, and their order, can be compared."""
+    """Returns some values, to compare the rows of arrays and their order between workers."""
     values: list[Json] = []
     for leaf in keras.tree.flatten(structure):
         rows = getattr(leaf, "shape", None)
@@ -88,7 +88,7 @@ def _value(leaf: Nest, row: int) -> Json:
     try:
         array = np.asarray(leaf.iloc[row] if hasattr(leaf, "iloc") else leaf[row])
         if array.dtype.kind in "biuf":
-            weights = np.linspace(1.0, 2.0, array.size)  # columns in another order differ then
+            weights = np.linspace(1.0, 2.0, array.size)  # so that columns in another order differ
             return float((array.astype(np.float64).ravel() * weights).mean())
         if array.dtype.kind in "SUO":
             return hashlib.blake2b(repr(array.tolist()).encode(), digest_size=8).hexdigest()
@@ -98,22 +98,22 @@ def _value(leaf: Nest, row: int) -> Json:
 
 
 def divided_between_workers(dataset: tf.data.Dataset) -> bool:
-    """Returns whether a dataset is to be divided among the workers.
+    """Returns whether a dataset must be divided among the workers.
 
-    It is not if its options turn auto-sharding off, since each worker has its own part then.
+    It must not if its options disable auto-sharding, since each worker then has a different part.
     """
     policy = dataset.options().experimental_distribute.auto_shard_policy
     return policy != tf.data.experimental.AutoShardPolicy.OFF
 
 
 def facts_of_dataset(dataset: tf.data.Dataset) -> dict[str, Json]:
-    """Returns facts by which a dataset is compared with another worker's, without reading it."""
+    """Returns facts that workers compare between their datasets, without reading the data."""
     if not divided_between_workers(dataset):
         return {"kind": OWN}
     shards, values = [], []
     for part in _parts(dataset):
-        # Private: the names of tf.data's classes and attributes. Nothing public tells the parts of
-        # a dataset. Under a TensorFlow version that lacks a name there is one fact less.
+        # Private: the names of tf.data's classes and attributes, since nothing public lists the
+        # parts of a dataset. If a TensorFlow version lacks a name, there is one fact less.
         name = type(part).__name__
         if "Shard" in name:
             shards.append([_number(part, "_num_shards"), _number(part, "_index")])
@@ -145,7 +145,7 @@ def _number(part: object, name: str) -> int | None:
 
 
 def batch_size(dataset: tf.data.Dataset) -> int | None:
-    """Returns the rows of all batches but the last; None if the dataset does not say."""
+    """Returns the number of rows of all batches but the last; None if unknown."""
     if any(spec.shape.rank == 0 for spec in tf.nest.flatten(dataset.element_spec)):
         return None
     found = int(compute_batch_size(dataset))
@@ -153,16 +153,16 @@ def batch_size(dataset: tf.data.Dataset) -> int | None:
 
 
 def why_order_differs(dataset: tf.data.Dataset, made_anew: bool = False) -> str:
-    """Returns why a dataset may have another order whenever it is read; "" if it has one order.
+    """Returns the reason why a dataset may have another order in each pass; "" if it has one order.
 
     Args:
         dataset: the dataset.
-        made_anew: whether it is made anew before each read, so that a seed gives the same order.
+        made_anew: whether each pass makes the dataset again, so that a seed fixes the order.
     """
     if dataset.options().deterministic is False:
         return "has the option deterministic=False, which lets it reorder what is ready first"
     for part in _parts(dataset):
-        # Private names, as above. A name that another TensorFlow version changes is not found.
+        # Private names, as above. If another TensorFlow version changes a name, it is not found.
         name = type(part).__name__
         if getattr(part, "_deterministic", None) == "false":
             return f"has {_method(name)}(deterministic=False), which reorders what is ready first"
@@ -177,14 +177,14 @@ def why_order_differs(dataset: tf.data.Dataset, made_anew: bool = False) -> str:
     return ""
 
 
-# Attributes of datasets that are drawn anew whenever they are read.
+# Attributes of datasets that are drawn again in each pass.
 _EACH_ITERATION = ("_reshuffle_each_iteration", "_rerandomize_each_iteration", "_rerandomize")
-# Methods whose functions decide which rows there are.
+# Methods whose functions decide which rows exist.
 _CHOOSING = ("Filter", "FlatMap", "Interleave", "TakeWhile")
 
 
 def _why_function_differs(function: Any, name: str, made_anew: bool) -> str:
-    """Returns why a dataset's function may choose other rows in each pass; "" if it cannot."""
+    """Returns the reason why a dataset's function may choose other rows in each pass, or ""."""
     where = f"inside the function of {_method(name)}"
     graph = function.graph.as_graph_def()
     called = {node.op for node in all_nodes(graph)}
@@ -204,7 +204,7 @@ def _why_function_differs(function: Any, name: str, made_anew: bool) -> str:
 
 
 def _is_drawn(part: tf.data.Dataset) -> bool:
-    """Returns whether the order of a part is drawn at random, by the private name of its class."""
+    """Returns whether the order of a part is random, by the private name of its class."""
     return "Shuffle" in type(part).__name__ or "Random" in type(part).__name__
 
 
@@ -213,7 +213,7 @@ def _seeds(part: tf.data.Dataset) -> list[int | None]:
 
 
 def _method(name: str) -> str:
-    """Returns the method that makes such a dataset, as "map" for _MapDataset or MapDatasetV2."""
+    """Returns the method that makes such a dataset: "map" for _MapDataset or MapDatasetV2."""
     words = re.findall("[A-Z][a-z]+", name.replace("Dataset", "").replace("Parallel", ""))
     return "_".join(words).lower() or name
 
@@ -236,7 +236,7 @@ def check_files(dataset: tf.data.Dataset, workers: int) -> None:
         )
 
 
-# Operations that read files, by which TensorFlow divides a dataset.
+# Operations that read files, whose files TensorFlow divides.
 _READERS = {
     name + version
     for name in ("TFRecordDataset", "TextLineDataset", "FixedLengthRecordDataset")
@@ -245,7 +245,7 @@ _READERS = {
 
 
 def files_of(dataset: tf.data.Dataset) -> int | None:
-    """Returns how many files a dataset reads by tf.data's readers; None if that is not known.
+    """Returns how many files a dataset reads by tf.data's readers; None if unknown.
 
     Of several lists of files it is the shortest one, since each is divided.
     """

@@ -1,1 +1,1 @@
-"""Workers that come and go."""
+"""Elastic runs, whose workers may join and leave."""

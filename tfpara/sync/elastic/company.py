@@ -1,4 +1,4 @@
-"""Elastic: the company of a run whose workers come and go."""
+"""Elastic: the company of a run whose workers may join and leave."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ _log = logging.getLogger(__name__)
 
 
 class Elastic(Company):
-    """The workers of a run that goes on while some are lost, leave and come.
+    """The workers of a run that continues while some are lost, leave and join.
 
     Args:
-        settings: of the run.
+        settings: settings of the run.
         timeout_seconds: longest wait for the meeting point.
 
     Attributes:
-        connection: to the meeting point.
+        connection: connection to the meeting point.
         epoch_units: this worker's data of the epoch, by the plan of all.
     """
 
@@ -46,7 +46,7 @@ class Elastic(Company):
     def __init__(self, settings: Settings, timeout_seconds: float) -> None:
         self._settings = settings
         self.connection = Connection(settings, timeout_seconds)
-        self._inside = False  # whether an exchange is under way
+        self._inside = False  # whether an exchange is running
 
     def resolver(self) -> tf.distribute.cluster_resolver.ClusterResolver:
         return self.connection.resolver()
@@ -60,8 +60,6 @@ class Elastic(Company):
         self._rejoin = Rejoin(extended, self.connection)
         self._fit = FitAgain(self._rejoin)
         self.epoch_units = self._rejoin.data
-
-    # -- the members -------------------------------------------------------------------------
 
     @property
     def joining(self) -> bool:
@@ -87,8 +85,8 @@ class Elastic(Company):
     def is_chief(self) -> bool:
         """Whether no member of a lower rank is left.
 
-        Within `fit` the answer is of the present generation, so it changes where all meet. After it
-        no exchange may follow, and workers that are lost by now do not count.
+        Within `fit` the answer is of the present generation, so it changes when all meet. After
+        `fit` no exchange may follow, and workers that are already lost do not count.
         """
         connection = self.connection
         if connection.joining:
@@ -103,13 +101,11 @@ class Elastic(Company):
         size, rank = self.members.size_and_rank()
         return size * devices, rank * devices
 
-    # -- exchanges ---------------------------------------------------------------------------
-
     def together(self, exchange: Callable[[], Json]) -> Any:
-        """Runs an exchange, which all members come to, once each.
+        """Runs an exchange of all members, which each member calls once.
 
-        Where a member is lost meanwhile, those that are left repeat the exchange; unless it has
-        succeeded on one of them, which sends its result to the others.
+        If a member is lost meanwhile, the remaining members repeat the exchange. If it has
+        succeeded on one of them, that one sends its result to the others instead.
         """
         if self._inside:
             return exchange()
@@ -123,7 +119,7 @@ class Elastic(Company):
             except LOST as error:
                 _log.info("tfpara: an exchange has failed: %s", in_short(error))
                 self._inside = False
-                place.met = met  # part of it may have succeeded, on some
+                place.met = met  # part of the exchange may have succeeded, on some members
                 self._rejoin.meet(failed=True)
                 others = self._rejoin.others
                 if others["operations"] <= number:
@@ -136,7 +132,7 @@ class Elastic(Company):
             return result
 
     def by_the_chief(self, write: Callable[[], object], name: str) -> None:
-        """Has the chief write a file, and the next one where it is lost before all know it."""
+        """The chief writes a file; if it is lost before all know that, the next chief does."""
         if self.joining:
             return
 
@@ -151,7 +147,7 @@ class Elastic(Company):
                 write()
 
     def finish_block(self, synchronizer: Synchronizer, purpose: Purpose) -> None:
-        # Without a mark of the purpose: others may come here by the end of their data.
+        # Without a mark of the purpose: others may come here because their data have ended.
         del purpose
         self.together(synchronizer.finish_block)
 
@@ -161,7 +157,7 @@ class Elastic(Company):
                 self.finish_block(synchronizer, purpose)
 
     def sums(self, parts: Sequence[tf.Tensor], evaluates: bool) -> list[tf.Tensor]:
-        # In one exchange, so that all are of the same members.
+        # One exchange, so that all sums are over the same members.
         if not parts:
             return []
         flat = tf.concat([tf.reshape(tf.cast(part, tf.float64), [-1]) for part in parts], 0)
@@ -178,8 +174,6 @@ class Elastic(Company):
             tf.cast(tf.reshape(piece, part.shape), part.dtype)
             for piece, part in zip(pieces, parts, strict=True)
         ]
-
-    # -- fit ---------------------------------------------------------------------------------
 
     def fit(self, model: keras.Model, given: dict[str, Any], fit: Fit) -> keras.callbacks.History:
         self._fit.check(model)
@@ -204,8 +198,6 @@ class Elastic(Company):
     def check_step(self) -> None:
         self._fit.check_step()
 
-    # -- callbacks ---------------------------------------------------------------------------
-
     def leave(self) -> bool:
         self.connection.leaves = True
         return False
@@ -219,8 +211,6 @@ class Elastic(Company):
 
     def write_record(self, syncs: int) -> None:
         self._rejoin.write_record(syncs)
-
-    # -- the end -----------------------------------------------------------------------------
 
     @property
     def has_trained(self) -> bool:

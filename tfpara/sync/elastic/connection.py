@@ -23,41 +23,42 @@ from tfpara.sync.tensorflow import links
 from tfpara.sync.tensorflow.extended import PeriodicSyncExtended
 from tfpara.typing import Json
 
-# TensorFlow's errors where a member is lost, and where its collectives are aborted.
+# TensorFlow's errors after a member is lost, and after its collectives are aborted.
 LOST = (
     tf.errors.UnavailableError,
     tf.errors.AbortedError,
     tf.errors.CancelledError,
     tf.errors.DeadlineExceededError,
 )
-_PLACEHOLDER = "127.0.0.1:1"  # TensorFlow's list of tasks has no gaps; nobody is at this address
-_ALONE = 1 << 20  # numbers of generations of one worker begin here; no run has so many
+# TensorFlow's list of tasks has no gaps; nothing listens at this address
+_PLACEHOLDER = "127.0.0.1:1"
+_ALONE = 1 << 20  # first generation number of a lone worker; no run has so many generations
 _log = logging.getLogger(__name__)
 
 
 class GivenUp(BaseException):
     """The others train on without this worker, which joins them again by another call of `fit`.
 
-    No `Exception`: a script that catches these would keep the worker from joining.
+    It is not an `Exception`: a script that catches those would prevent the worker from joining.
     """
 
 
 class Connection:
-    """The line to the meeting point, the present generation, and the server that is a part of it.
+    """The line to the meeting point, the present generation, and TensorFlow's server in it.
 
     Args:
-        settings: of the run.
+        settings: settings of the run.
         timeout_seconds: longest wait for the meeting point.
 
     Attributes:
-        line: to the meeting point.
+        line: the line to the meeting point.
         form: the present generation.
         founders: number of workers with which the run began.
         members: the generation, as collectives read it.
-        joining: whether this worker has still to be let in.
-        in_fit: whether this worker is in a call of `fit`, so that it can come back.
+        joining: whether this worker waits to be admitted.
+        in_fit: whether this worker is in a call of `fit`, so that it can rejoin.
         leaves: whether this worker is to leave after the next sync.
-        out: whether this worker is no member any more.
+        out: whether this worker is no longer a member.
     """
 
     members: Members
@@ -80,7 +81,7 @@ class Connection:
         self.founders = self.line.founders
         self.joining = not self.line.founding
         self.in_fit = self.leaves = self.out = self._said_leaving = False
-        self._lock = threading.Lock()  # of the generation, which the line's thread may abort
+        self._lock = threading.Lock()  # guards the generation, which the line's thread may abort
 
     def _begin(self) -> tuple[Line, Form]:
         """Connects; returns the line and the first generation."""
@@ -94,14 +95,11 @@ class Connection:
                 line.close()  # the others have begun without this worker, which joins them
 
     def _alone(self, number: int, task: int) -> Form:
-        """Returns a generation of this worker, for the time until it has joined the others."""
+        """Returns a generation of this worker alone, until it has joined the others."""
         return Form(number, (task,), (self._own_address,), (None,), "")
-
-    # -- TensorFlow's server -----------------------------------------------------------------
 
     @property
     def rank(self) -> int:
-        """This worker's rank in the present generation."""
         return self.form.tasks.index(self.line.task)
 
     @property
@@ -110,7 +108,7 @@ class Connection:
         return [f"/job:worker/replica:0/task:{task}" for task in self.form.tasks]
 
     def resolver(self) -> tf.distribute.cluster_resolver.ClusterResolver:
-        """Returns the first generation, for the server's start; frees the port for it."""
+        """Returns the first generation, for the server's start; frees this worker's port."""
         self._reserved.close()
         known = dict(zip(self.form.tasks, self.form.addresses, strict=True))
         count = max(*self.form.tasks, self.line.task) + 1
@@ -123,27 +121,27 @@ class Connection:
         )
 
     def attach(self, extended: PeriodicSyncExtended) -> None:
-        """Takes the strategy whose server runs; returns when all founders are connected."""
+        """Stores the strategy, whose server runs; returns when all founders are connected."""
         self._extended = extended
         self.members = Members(extended.worker.host, self.names, self.rank, self.form.number)
         self._listen()
         if self.joining:
             self._take_place_of_joiner()
             return
-        # TensorFlow takes task numbers for ranks. They differ where a worker was lost, and
+        # TensorFlow takes task numbers for ranks. They differ if a worker was lost, and
         # replaced, before the run began.
         extended.take_place(len(self.form.tasks), self.rank)
         while not self.ready():
-            self.become(self.met(None, True))  # one was lost before all were connected
+            self.become(self.met(None, True))  # a member was lost before all were connected
         if self.form.last:
             self.end(f"{self.form.last}, and none has trained.")
 
     def _take_place_of_joiner(self) -> None:
-        """Lets the program see as many workers as the founders' programs saw; it is no chief."""
+        """Shows a joiner's program as many workers as founders' programs saw; it is no chief."""
         self._extended.take_place(self.founders, self.line.task or self.founders)
 
     def become(self, form: Form) -> None:
-        """Makes TensorFlow's server a part of a generation."""
+        """Puts TensorFlow's server into a generation."""
         with self._lock:
             self.form = form
             addresses = dict(zip(form.tasks, form.addresses, strict=True))
@@ -167,21 +165,19 @@ class Connection:
         if began and time.monotonic() - began > self._extended.settings.timeout_seconds:
             links.end_collectives("tfpara: no worker and no meeting point answers")
 
-    # -- meetings ----------------------------------------------------------------------------
-
     def met(self, report: Json, failed: bool, admits: bool = False) -> Form:
-        """Comes to a meeting; returns the next generation. For the arguments see `Line.met`."""
+        """Attends a meeting; returns the next generation. For the arguments see `Line.met`."""
         with self.refusals():
             return self.line.met(self.form.number, report, failed, admits)
 
     def ready(self) -> bool:
-        """Says that this worker is connected; returns whether all of its generation are."""
+        """Reports that this worker is connected; returns whether its whole generation is."""
         with self.refusals():
             return self.line.ready(self.form.number)
 
     @contextlib.contextmanager
     def refusals(self) -> Iterator[None]:
-        """Ends the program, or raises `GivenUp` in `fit`, where the run goes on without it."""
+        """Ends the program if the run continues without it; in `fit` raises `GivenUp` instead."""
         try:
             yield
         except Evicted as error:
@@ -192,10 +188,10 @@ class Connection:
             self.end(str(error), isinstance(error, Ended) and error.complete)
 
     def end(self, why: str, complete: bool = False) -> NoReturn:
-        """Ends this worker's program; the others go on, and it may be started again.
+        """Ends this worker's program; the others continue, and it may be restarted.
 
         Args:
-            why: in a sentence.
+            why: the cause, as a sentence.
             complete: whether nothing is left to do.
         """
         self.out = True
@@ -205,13 +201,13 @@ class Connection:
         raise SystemExit(code)
 
     def say_leaving(self) -> None:
-        """Asks the meeting point, once, to go on without this worker, if it is to leave."""
+        """If this worker is to leave, asks the meeting point, once, to continue without it."""
         if self.leaves and not self._said_leaving:
             self._said_leaving = True
             self.line.leave()
 
     def come_back(self, why: str) -> None:
-        """Connects anew as a joiner, after the run has gone on without this worker."""
+        """Connects again as a joiner, after the run has continued without this worker."""
         if self.leaves:
             self.end(why)
         print(f"tfpara: {why} It comes back.", file=sys.stderr, flush=True)
@@ -222,7 +218,7 @@ class Connection:
         except MeetingError as error:
             self.end(str(error))
         if self.line.task != task or self.line.founding:
-            # TensorFlow's server keeps its number, and another run cannot use what was trained.
+            # TensorFlow's server keeps its number, and another run cannot use the trained model.
             self.end("the run that this worker belongs to is over.")
         self._listen()
         self.joining = True
@@ -230,7 +226,7 @@ class Connection:
         self._take_place_of_joiner()
 
     def part(self, completed: bool) -> None:
-        """Closes the line where the program ends.
+        """Closes the line at the end of the program.
 
         Args:
             completed: whether the run is complete, so that all members' programs end.
@@ -245,7 +241,7 @@ class Connection:
 
 
 def in_short(error: tf.errors.OpError) -> str:
-    """Returns the line of an error of TensorFlow's that tells what has happened."""
+    """Returns the line of a TensorFlow error that states the cause."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     telling = (line for line in lines if "tfpara:" in line or "error received from" in line.lower())
     return next(telling, lines[-1] if lines else type(error).__name__)

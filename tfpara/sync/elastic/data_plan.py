@@ -1,4 +1,4 @@
-"""This worker's data of an epoch, which a plan of all workers deals out."""
+"""This worker's data of an epoch, which a plan of all workers assigns."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ class DataPlan(EpochUnits):
     """The plan of the epoch, and this worker's data by it.
 
     Args:
-        extended: of the strategy.
-        connection: whose generation the plan is for.
+        extended: the strategy's extended object.
+        connection: the connection, for whose generation the plan is.
 
     Attributes:
-        plan: who trains what of the epoch.
-        iterator: over this worker's data by the plan; None: those that `fit` has.
-        facts: of the data, beyond those of their element spec; compared with a joiner's.
+        plan: the division of the epoch's data among workers.
+        iterator: iterator over this worker's data by the plan; None: `fit` has the iterator.
+        facts: facts about the data, beyond their element spec, compared with a joiner's.
     """
 
     def __init__(self, extended: PeriodicSyncExtended, connection: Connection) -> None:
@@ -35,18 +35,19 @@ class DataPlan(EpochUnits):
         self.plan = begin(0, connection.form.tasks)
         self.iterator: Iterator[Any] | None = None
         self.facts: Mapping[str, Json] = {}
-        self._dataset_fn: Callable[..., tf.data.Dataset] | None = None  # of the present `fit`
+        # function of the present `fit`
+        self._dataset_fn: Callable[..., tf.data.Dataset] | None = None
 
     @property
     def began(self) -> Began:
-        """The replicas with which the run began, and those of each worker."""
+        """The number of replicas at the start of the run, in all and of each worker."""
         return Began(self._connection.founders * self._devices, self._devices)
 
     def take(self, given: Mapping[str, Any]) -> None:
-        """Takes the data of a call of `fit`.
+        """Stores the data of a call of `fit`.
 
         Raises:
-            ValueError: they cannot be dealt out anew where workers come and go.
+            ValueError: the data cannot be divided again when workers join and leave.
         """
         check_dealt(
             given,
@@ -59,11 +60,8 @@ class DataPlan(EpochUnits):
         self._dataset_fn = given["x"].dataset_fn
         self.facts = getattr(given["x"], "facts", {})
 
-    # -- the plan ----------------------------------------------------------------------------
-
     def begin(self, epoch: int, fit: int) -> None:
-        """Begins an epoch of a call of `fit`."""
-        # A worker that joined has made passes over data of its own, which are no epochs.
+        # A joiner has made passes over its data while it was alone, which are not epochs.
         self._extended.data.position.move(epoch, self._extended.models.steps_seen)
         if self.plan.at == (fit, epoch):
             # The other members have begun this epoch. This worker may have met them before its
@@ -75,7 +73,7 @@ class DataPlan(EpochUnits):
             self.forget_trained()
 
     def go_on(self, plan: Plan, has_data: bool) -> None:
-        """Takes a plan of a new generation, of which nothing is trained yet.
+        """Adopts a plan of a new generation, of which nothing is trained yet.
 
         Args:
             plan: the plan.
@@ -92,16 +90,14 @@ class DataPlan(EpochUnits):
             synchronizer.graph.dealt.assign(tf.zeros([count], tf.int64))
 
     def trained_steps(self) -> list[int]:
-        """Returns for each rank how many of its steps by the plan are in the model."""
+        """Returns for each rank the number of its steps by the plan that are in the model."""
         if not self._extended.models.synchronizers:
             return [0] * len(self._connection.form.tasks)
         (synchronizer,) = self._extended.models.synchronizers
         return synchronizer.graph.dealt.numpy().tolist()
 
-    # -- data --------------------------------------------------------------------------------
-
     def data(self) -> Iterator[Any]:
-        """Returns this worker's data from the begin of the plan to the end of the epoch."""
+        """Returns this worker's data from the beginning of the plan to the end of the epoch."""
         rank, epoch = self._connection.rank, self.plan.epoch
         parts = [
             self._units(epoch, each.start, each.step, 0).take(len(each) * self._devices)
@@ -111,7 +107,7 @@ class DataPlan(EpochUnits):
         whole = parts[0]
         for part in parts[1:]:
             whole = whole.concatenate(part)
-        # The plan leaves out the steps before a resume, so they must not be skipped again.
+        # The plan omits the steps before a resume, so they must not be skipped again.
         self._extended.data.position.take_steps()
         return iter(self._extended._distribute_datasets_from_function(lambda context: whole, None))
 
@@ -125,27 +121,25 @@ class DataPlan(EpochUnits):
         with making(DataPlace(rank, size, self._devices, epoch, first * self._devices)):
             return self._dataset_fn(None)
 
-    # -- where in the epoch the run is ---------------------------------------------------------
-
     def trained(self, steps: int = 0) -> int:
-        """Returns the units of the epoch in the model; at a sync the same on all workers."""
-        del steps  # workers take different numbers of them
+        """Returns the number of units in the model; at a sync it is the same on all workers."""
+        del steps  # differs between workers
         return self.plan.in_the_model(self.trained_steps())
 
     def reached(self, steps: int = 0) -> int:
-        """Returns the units trained, if all workers are as far in the open block as this one.
+        """Returns the number of trained units, if all workers are as far in the open block as this.
 
-        Workers that have taken as many steps since the last sync get the same number.
+        Workers that have taken equally many steps since the last sync return the same number.
         """
         del steps
         open_steps = sum(each.graph.block.trained for each in self._extended.models.synchronizers)
         return self.trained() + open_steps * self.plan.size
 
     def total(self, steps: int | None) -> int:
-        """Returns the number of units of the epoch; 0 if it is not known.
+        """Returns the number of units of the epoch; 0 if unknown.
 
         Args:
-            steps: of each founding replica in an epoch, for data of unknown length.
+            steps: steps of each founding replica in an epoch, for data of unknown length.
         """
         minibatches = int(self.whole_epoch(self.plan.epoch).cardinality())
         if minibatches > 0:
@@ -154,9 +148,9 @@ class DataPlan(EpochUnits):
         return (steps or 0) * parts // self._devices
 
     def position(self) -> dict[str, Json]:
-        """Returns the position at a sync, as a checkpoint keeps it.
+        """Returns the position at a sync, for a checkpoint.
 
-        `minibatches` are done, over all replicas, except those of the units `owed`.
+        `minibatches`, over all replicas, are done, except those of the units `owed`.
         """
         rest = self.plan
         if self._extended.models.synchronizers:
@@ -168,10 +162,10 @@ class DataPlan(EpochUnits):
         }
 
     def resume(self, epoch: int, position: Mapping[str, Any]) -> None:
-        """Goes on from a checkpoint's position, in an epoch that begins.
+        """Continues from a checkpoint's position, in an epoch that begins.
 
         Raises:
-            ValueError: the rest cannot be dealt out to workers with as many devices as here.
+            ValueError: the rest cannot be divided among workers with this number of devices.
         """
         tasks, owed = self._connection.form.tasks, position.get("owed", ())
         first, rest = divmod(position["minibatches"], self._devices)

@@ -1,4 +1,4 @@
-"""A call of `fit` in an elastic run: its steps meet the others, and it is made again if need be."""
+"""A call of `fit` in an elastic run, in which workers may meet, and which may be repeated."""
 
 from __future__ import annotations
 
@@ -31,36 +31,36 @@ _log = logging.getLogger(__name__)
 
 
 class _Over(BaseException):
-    """The others have begun a later call of `fit` than the one that this worker wants to join."""
+    """The others have begun a later call of `fit` than the one in which this worker would join."""
 
 
 class _Regrouped(BaseException):
-    """The members have changed while a step was traced, which has to read other data now."""
+    """The members have changed while a step was traced; the step must read other data now."""
 
 
 class FitAgain:
     """The calls of `fit` of a worker.
 
     Args:
-        rejoin: this worker's part in meetings.
+        rejoin: this worker's meetings with the others.
     """
 
     def __init__(self, rejoin: Rejoin) -> None:
         self._rejoin, self._progress = rejoin, rejoin.progress
         self._extended, self._connection = rejoin.extended, rejoin.connection
         self._data, self._transfer = rejoin.data, rejoin.transfer
-        self._histories: list[Json] = []  # what calls of `fit` have returned
-        self._logs: Any = None  # of the last step
-        self._step_began_in = 0  # the generation in which the present step has begun
-        self._agreed = False  # whether this worker has told what all have alike
-        self._failed = False  # whether the last call has not returned
-        self._returns = False  # whether this worker has come back within the present call
+        self._histories: list[Json] = []  # results of earlier calls of `fit`
+        self._logs: Any = None  # logs of the last step
+        self._step_began_in = 0  # the generation in which the present step began
+        self._agreed = False  # whether this worker has reported the terms of all members
+        self._failed = False  # whether the last call has raised an error
+        self._returns = False  # whether this worker has rejoined within the present call
         self._passes_by = False  # whether it takes no part in the present call
-        self._alone: Iterator[Any]  # the data of the step that a joiner takes alone
+        self._alone: Iterator[Any]  # data of the step that a joiner takes before it joins
 
     @property
     def gave_up(self) -> bool:
-        """Whether the last call has failed, though all were to train on."""
+        """Whether the last call has failed, although all were to continue."""
         return self._failed and not self._rejoin.last
 
     @property
@@ -69,7 +69,7 @@ class FitAgain:
         return synchronizer
 
     def check(self, model: keras.Model) -> None:
-        """Raises ValueError if another model was trained already, or `fit` runs already."""
+        """Raises ValueError if another model was trained already, or if `fit` is running."""
         former = self._transfer.model
         if former is not None and former is not model:
             raise ValueError(
@@ -88,15 +88,15 @@ class FitAgain:
         fit: Callable[[], keras.callbacks.History],
         build: Callable[[], object],
     ) -> keras.callbacks.History:
-        """Makes a call of `fit`, and again where this worker was given up and comes back.
+        """Makes a call of `fit`, and repeats it if this worker counted as lost and rejoins.
 
-        Where the others are in a later call, it returns at once with the History of this one.
+        If the others are in a later call, it returns at once, with the History of this call.
 
         Args:
-            model: that is trained.
+            model: the model that is trained.
             fit: makes the call.
             build: makes the model's variables, as the call would. A layer that is frozen before it
-                has variables has others than one that is frozen after `fit`.
+                has variables has other variables than one that is frozen after `fit`.
         """
         self._failed = True
         while True:
@@ -121,7 +121,7 @@ class FitAgain:
                 self._connection.in_fit = self._passes_by = False
 
     def _pass_by(self, fit: int, histories: list[Json]) -> None:
-        """Notes the call of `fit` that the others are in; raises `_Over` if it is a later one."""
+        """Notes the others' call of `fit`; raises `_Over` if it is a later one."""
         self._histories = histories
         if fit > self._progress.fit:
             text = f"call {self._progress.fit + 1} of fit is over; the others are in call {fit + 1}"
@@ -139,14 +139,14 @@ class FitAgain:
 
     @contextlib.contextmanager
     def training(self, model: keras.Model) -> Iterator[None]:
-        """Has the steps of a call of `fit` inside meet the others, and waits for all at its end."""
+        """A context in which steps of `fit` meet the others; at its end it waits for all."""
         self._transfer.model = model
         progress, line = self._progress, self._connection.line
         progress.fit, progress.epoch, self._logs = progress.fit + 1, -1, None
         self._agreed = self._returns = False
-        self._transfer.holders.clear()  # of the callbacks of an earlier call
+        self._transfer.holders.clear()  # holders of an earlier call's callbacks
         for synchronizer in self._extended.models.synchronizers:
-            # A worker that wanted in hears of this call, and asks again.
+            # A worker that asked to join learns of this call, and asks again.
             synchronizer.graph.answered(Request.MEET)
         if not self._connection.joining and progress.fit:
             line.begins(progress.fit, self._histories)
@@ -157,7 +157,7 @@ class FitAgain:
             with stepping(model, self._step):
                 yield
             if not self._connection.joining:
-                # Nobody ends its program while another waits for it in an exchange.
+                # No worker ends its program while another waits for it in an exchange.
                 self._extended.worker.company.together(
                     lambda: self._extended.control.collectives.barrier("fit")
                 )
@@ -177,7 +177,7 @@ class FitAgain:
             self._connection.line.give_up()
 
     def begin(self) -> None:
-        """Has a joiner let in, where `fit` begins and its callbacks know that."""
+        """Admits a joiner, once `fit` has begun and its callbacks know that."""
         if not self._connection.joining or self._passes_by:
             return
         model = self._transfer.trained_model
@@ -192,7 +192,7 @@ class FitAgain:
         model._initial_epoch = self._data.plan.epoch
 
     def _trace_alone(self, model: keras.Model) -> None:
-        """Takes a step, which traces it, while the others train; it is no part of the run."""
+        """Traces a step by taking it while the others train; the step is no part of the run."""
         before = [each.graph.statistics() for each in self._extended.models.synchronizers]
         self._alone = self._data.data()
         with contextlib.suppress(tf.errors.OutOfRangeError, StopIteration):
@@ -201,20 +201,17 @@ class FitAgain:
         self._synchronizer.graph.set_statistics(*before or [NO_SYNCS])
 
     def begin_epoch(self, epoch: int) -> None:
-        """Begins an epoch of `fit`."""
         self._progress.epoch = epoch
         self._data.begin(epoch, self._progress.fit)
 
-    # -- a step ------------------------------------------------------------------------------
-
     def _step(self, function: Callable[..., Any], iterator: Iterator[Any]) -> Any:
         """Runs a training step of Keras, before or after which the members may change."""
-        if self._progress.epoch_is_closed:  # by the others, while this worker was behind
+        if self._progress.epoch_is_closed:  # the others closed it while this worker was behind
             raise StopIteration
         self._progress.in_step = True
         try:
             self._meet_if_agreed()
-            # Not before the first step: a model that was compiled anew is not known before.
+            # Not before the first step: until then a model that was compiled again is unknown.
             if not self._agreed and self._connection.rank == 0 and self._logs is not None:
                 self._agreed = True
                 self._connection.line.agreed(self._rejoin.terms())
@@ -226,7 +223,7 @@ class FitAgain:
         trained = False
         while True:
             try:
-                # Callbacks act on syncs where a step ends: on all workers after the same one.
+                # Callbacks react to syncs at the end of a step: on all workers after the same step.
                 trained |= self._repeat_sync() and self._logs is not None
                 if not trained:
                     self._step_began_in = self._connection.form.number
@@ -243,7 +240,7 @@ class FitAgain:
                 trained = self._logs is not None
 
     def check_step(self) -> None:
-        """Has a step begin anew with other data, if the members have changed while it was traced.
+        """Restarts a step with other data, if the members have changed while it was traced.
 
         It is called before the step has trained anything.
         """
@@ -251,7 +248,7 @@ class FitAgain:
             raise _Regrouped
 
     def _repeat_sync(self) -> bool:
-        """Runs the sync that is due, where it had failed before; returns whether one was due."""
+        """Repeats a sync that failed; returns whether one had to be repeated."""
         due, self._progress.sync_may_be_due = self._progress.sync_may_be_due, False
         if due and self._extended.models.synchronizers:
             block = self._synchronizer.graph.block
@@ -261,7 +258,7 @@ class FitAgain:
         return False
 
     def _meet_if_agreed(self) -> None:
-        """Meets the others where all have agreed on it in a sync."""
+        """Meets the others if all have agreed to it in a sync."""
         if not self._extended.models.synchronizers:
             return
         if self._rejoin.last and "checkpoints" not in self._transfer.holders:
@@ -271,7 +268,7 @@ class FitAgain:
         self._connection.say_leaving()
         graph = self._synchronizer.graph
         request, alike = graph.agreed()
-        # A worker without data waits in a sync, and not for a meeting, until the others have none.
+        # A worker without data waits in a sync, not for a meeting, until all data have ended.
         if request == Request.MEET and alike:
             graph.answered(Request.MEET)
             self._rejoin.meet(failed=False)
@@ -294,6 +291,6 @@ class FitAgain:
 
 
 def _shortened(history: str) -> Json:
-    """Returns a text of `told` as JSON; of a long one only the epochs' numbers."""
+    """Returns a text of `told` as JSON; if it is long, only the epochs' numbers."""
     kept = json.loads(history)
     return kept if len(history) <= _LONGEST_HISTORY else {**kept, "history": {}}

@@ -1,10 +1,10 @@
-"""Meetings: members of an elastic run agree on its state where one is lost, leaves or comes.
+"""Meetings: members of an elastic run agree on its state when one is lost, leaves or joins.
 
-TensorFlow's server takes another list of workers in a living process, and its collectives take
+TensorFlow's server accepts another list of workers in a running process, and its collectives read
 their sizes and keys from a variable (`collectives.members`), so graphs, variables and iterators
-stay. An exchange that is under way when a worker is lost fails on all; on each worker all of it was
-written, or nothing. So the workers meet, exchange reports, send the state of the worker that is
-furthest to those behind, deal out the rest of the epoch, and go on in the same call of `fit`.
+stay. An exchange that is running when a worker is lost fails on all workers; each has written all
+of it, or nothing. So the workers meet, exchange reports, send the state of the worker that is
+furthest to those behind, divide the rest of the epoch, and continue in the same call of `fit`.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ _log = logging.getLogger(__name__)
 
 @dataclasses.dataclass
 class Progress:
-    """How far this worker is, besides its data and its syncs.
+    """The progress of this worker, besides its data and its syncs.
 
     Attributes:
-        fit: the call of `fit` that this worker is in, or was in last, from 0.
-        epoch: that it is in; −1 before the first of the call.
+        fit: the present or latest call of `fit` of this worker, from 0.
+        epoch: the present epoch; −1 before the first of the call.
         closed: the latest call of `fit`, and epoch, of which nothing is left to train.
-        operations: exchanges from Python that are done.
-        result: of the last of them.
-        completed_in: the generation in which that one has succeeded.
+        operations: number of completed exchanges from Python.
+        result: result of the last of them.
+        completed_in: the generation in which the last of them has succeeded.
         sync_may_be_due: whether a sync may have failed that has not been repeated.
         in_step: whether a training step runs; newcomers are admitted only there.
     """
@@ -68,15 +68,15 @@ class Rejoin:
     """A worker's part in meetings.
 
     Args:
-        extended: of the strategy.
-        connection: to the meeting point.
+        extended: the strategy's extended object.
+        connection: the connection to the meeting point.
 
     Attributes:
-        data: of this worker.
-        transfer: of the state.
-        progress: how far this worker is.
+        data: this worker's data.
+        transfer: the transfer of the state.
+        progress: the progress of this worker.
         others: at the last meeting, the report with the most exchanges from Python.
-        last: why all write a checkpoint and end; "" if they train on.
+        last: the reason why all must write a checkpoint and end; "" if they train on.
         record: with it the chief keeps a line of JSON for each generation; None: no record.
     """
 
@@ -88,8 +88,8 @@ class Rejoin:
         self.others: Mapping[str, Any] = {}
         self.last = ""
         self.record: Callable[[str], None] | None = None
-        # For the record, at the last meeting: the task whose state was taken over, the tasks that
-        # did, and for each rank the steps of the open block that it has missed.
+        # For the record, of the last meeting: the task whose state was sent, the tasks that
+        # received it, and for each rank the steps of the open block that it has missed.
         self._source: int | None = None
         self._taken: list[int] = []
         self._late = [0] * len(connection.form.tasks)
@@ -119,7 +119,7 @@ class Rejoin:
             synchronizer.graph.request(Request.LEAVE)
 
     def join(self) -> None:
-        """Has this worker, whose model has taken a step alone, let in by the others."""
+        """Joins the others, after this worker's model has taken a step alone."""
         connection = self.connection
         with connection.refusals():
             connection.line.register(self.terms(), self.progress.fit)
@@ -143,7 +143,7 @@ class Rejoin:
         return True
 
     def report(self) -> dict[str, Json]:
-        """Returns where this worker is."""
+        """Returns this worker's report on its position."""
         graphs = [synchronizer.graph for synchronizer in self.extended.models.synchronizers]
         for graph in graphs:
             graph.forget_waiting()
@@ -189,7 +189,7 @@ class Rejoin:
             self.progress.result = self.others["result"]
             self.transfer.take_states(ahead["states"])
         plan = _next_plan(form, reports, behind, ahead)
-        # Of another call of `fit` this worker has no data yet: they come where its epoch begins.
+        # This worker has no data of another call of `fit` yet: that call's epoch brings them.
         has_data = plan.fit == self.progress.fit and plan.at > self.progress.closed
         self.data.go_on(plan, has_data)
         self._taken = [task for task, own in zip(form.tasks, behind, strict=True) if own]
@@ -202,12 +202,12 @@ class Rejoin:
             self.write_record(syncs)
 
     def _shorten_block(self, reports: list[Any], behind: list[bool], syncs: int) -> list[int]:
-        """Lets workers that are behind close the open block together with the others.
+        """Makes workers that are behind close the open block together with the others.
 
         Returns:
-            For each rank, the steps of the open block that count there and that it has not taken.
+            For each rank, the steps of the open block that count there but were not taken.
         """
-        # The others have trained a part of the block, or all: they wait for no whole one.
+        # The others have trained a part of the block, or all, and will not complete it.
         missed = max(own["open"] for own in reports if own and own["syncs"] == syncs)
         for synchronizer in self.extended.models.synchronizers:
             block = synchronizer.graph.block
@@ -220,7 +220,7 @@ class Rejoin:
         ]
 
     def write_record(self, syncs: int) -> None:
-        """Adds the present generation to the record, if this worker is its chief."""
+        """Appends the present generation to the record, if this worker is its chief."""
         if self.record is None or self.connection.rank != 0:
             return
         form = self.connection.form
@@ -240,7 +240,7 @@ class Rejoin:
         self.record(json.dumps(line))
 
     def terms(self) -> dict[str, Json]:
-        """Returns what must be equal on all workers."""
+        """Returns the values that must be equal on all workers."""
         model = self.transfer.trained_model
         data = self.data.whole_epoch(0)
         slots = [f"{s.name} {s.variable.shape} {s.variable.dtype}" for s in self.transfer.slots()]
@@ -259,16 +259,16 @@ class Rejoin:
         return {key: json.loads(json.dumps(value, default=repr)) for key, value in terms.items()}
 
     def come_back(self, why: str) -> None:
-        """Connects anew as a joiner; the model and its traced step stay."""
+        """Connects again as a joiner; the model and its traced step stay."""
         self.connection.come_back(why)
-        # This worker may have closed an epoch alone that the others train on.
+        # This worker may have closed an epoch alone that the others still train.
         self.progress.closed = (-1, -1)
         self.data.iterator = None
         self.data.forget_trained()
 
 
 def _how_far(report: Mapping[str, Any]) -> tuple[int, ...]:
-    """Returns how far a worker is, to be compared with others."""
+    """Returns a worker's progress in a form that can be compared."""
     place, operations = Plan.place(report["plan"]), report["operations"]
     return report["syncs"], *place, *report["closed"], operations
 
@@ -280,8 +280,8 @@ def _next_plan(
 
     Args:
         form: the generation.
-        reports: by rank; None of a newcomer.
-        behind: by rank, whether the worker takes over the state of another one.
+        reports: reports by rank; None for a newcomer.
+        behind: whether the worker receives another one's state, by rank.
         ahead: the report of the worker that is furthest.
     """
     plan = Plan.of(ahead["plan"])

@@ -1,4 +1,4 @@
-"""Sends a worker's state to workers that are behind, or new, over the collectives."""
+"""The transfer of a worker's state to workers that are behind, or new, by collectives."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from tfpara.typing import Json
 
 
 class StateTransfer:
-    """The state of a run, as it travels to workers that are behind, or new.
+    """The state of a run, for transfer to workers that are behind, or new.
 
     Args:
-        extended: of the strategy.
+        extended: the strategy's extended object.
 
     Attributes:
-        model: that is trained; None before the first call of `fit`.
-        holders: objects of callbacks whose states a joiner takes over, by name.
+        model: the model that is trained; None before the first call of `fit`.
+        holders: objects of callbacks whose states a joiner receives, by name.
     """
 
     def __init__(self, extended: PeriodicSyncExtended) -> None:
@@ -38,24 +38,22 @@ class StateTransfer:
 
     @property
     def trained_model(self) -> keras.Model:
-        """The model that is trained."""
         assert self.model is not None
         return self.model
 
     def keep(self, name: str, holder: StateHolder) -> None:
-        """Has a joiner take over an object's state.
+        """Registers an object whose state a joiner receives.
 
         Args:
-            name: of the state; a number is added where another object has it.
-            holder: its arrays are handed over as well if its state says `HAS_WEIGHTS`; they are its
-                attribute `weights`, of the same shapes on all workers.
+            name: name of the state; a number is added if another object has the same name.
+            holder: the object. If its state says `HAS_WEIGHTS`, the arrays in its attribute
+                `weights`, of the same shapes on all workers, are sent as well.
         """
         if holder not in self.holders.values():
             same = sum(known.startswith(name) for known in self.holders)
             self.holders[f"{name} {same}"] = holder
 
     def states(self) -> dict[str, Json]:
-        """Returns the states of all objects, by name."""
         return {name: holder.get_state() for name, holder in self._all_holders().items()}
 
     def take_states(self, states: Mapping[str, Json]) -> None:
@@ -68,7 +66,6 @@ class StateTransfer:
         return self._extended.states | self.holders
 
     def slots(self) -> list[Slot]:
-        """Returns the slots that travel."""
         counters = ("counter/syncs", "counter/period")
         (synchronizer,) = self._extended.models.synchronizers
         slots = [
@@ -82,8 +79,8 @@ class StateTransfer:
 
         Args:
             source: rank of the sender.
-            receives: whether this worker takes the state over.
-            joins: whether this worker is new, and so takes over the log of earlier epochs.
+            receives: whether this worker receives the state.
+            joins: whether this worker is new, and so also receives the log of earlier epochs.
             ahead: the sender's report.
         """
         (synchronizer,) = self._extended.models.synchronizers
@@ -99,7 +96,7 @@ class StateTransfer:
         history = json.loads(hand_over_text(told(self.trained_model.history), hosts, source))
         if not receives:
             return
-        # All has arrived, or nothing is taken over.
+        # Everything has arrived; otherwise nothing would be written.
         for variable, value in values:
             variable.assign(value)
         for holder, weights in kept:
@@ -114,7 +111,7 @@ class StateTransfer:
 
 
 def told(history: keras.callbacks.History) -> str:
-    """Returns a `History` as a text of JSON."""
+    """Returns a `History` as JSON text."""
     state = {"epoch": history.epoch, "history": history.history}
     return json.dumps(state, default=lambda value: getattr(value, "tolist", value.__repr__)())
 
@@ -124,16 +121,16 @@ def hand_over(
 ) -> list[tuple[tf.Variable, tf.Tensor]]:
     """Sends the values of slots; all workers call it, with the same slots in the same order.
 
-    Nothing is written here: where the source is lost in between, no worker has a part of its state.
+    This function writes nothing, so if the source is lost, no worker has only a part of its state.
 
     Args:
-        slots: what travels, in packs of up to `BUCKET_BYTES`.
-        collectives: between the workers' hosts; Horovod's groups cannot change.
-        source: rank of the worker that sends.
-        receives: whether this worker takes the values over.
+        slots: the slots, sent in packs of up to `BUCKET_BYTES`.
+        collectives: collectives between the workers' hosts; Horovod's groups cannot change.
+        source: rank of the sender.
+        receives: whether this worker receives the values.
 
     Returns:
-        The slots' variables with the values that they are to have; none if it does not.
+        The slots' variables with their new values; empty if this worker does not receive.
     """
     received: list[tuple[tf.Variable, tf.Tensor]] = []
     for number, pack in enumerate(_packed(slots)):
@@ -149,7 +146,7 @@ def hand_over(
 def hand_over_arrays(
     arrays: Sequence[np.ndarray], collectives: TensorFlowCollectives, source: int
 ) -> list[np.ndarray]:
-    """Returns the arrays of the worker with rank `source`; all call it, with arrays as large."""
+    """Returns the arrays of the worker with rank `source`; all call it, with the same shapes."""
     return [
         collectives.broadcast(tf.convert_to_tensor(array), f"hand over/array {n}", source).numpy()
         for n, array in enumerate(arrays)
@@ -168,7 +165,7 @@ def hand_over_text(text: str, collectives: TensorFlowCollectives, source: int) -
 
 
 def _packed(slots: Sequence[Slot]) -> list[list[Slot]]:
-    """Returns packs of slots of one type, as many as fit into a bucket; larger ones alone."""
+    """Returns packs of slots of one type that fit into a bucket; larger slots are single."""
     packs: list[list[Slot]] = []
     for dtype in dict.fromkeys(slot.variable.dtype for slot in slots):
         size = BUCKET_BYTES

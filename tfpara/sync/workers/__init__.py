@@ -1,1 +1,1 @@
-"""What workers tell each other from Python."""
+"""The workers of a run, and their exchanges from Python."""

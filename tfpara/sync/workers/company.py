@@ -1,6 +1,6 @@
-"""Company: who takes part in a run, and how they do a thing together."""
+"""Company: the workers that take part in a run, and their common operations."""
 
-# ruff: noqa: B027 - nothing has to be done where no worker comes or goes
+# ruff: noqa: B027 - a run whose members do not change needs no action
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ Fit: TypeAlias = Callable[[Mapping[str, Any]], keras.callbacks.History]
 
 
 class Company(abc.ABC):
-    """Who takes part in a run, and how they do a thing together.
+    """The workers that take part in a run, and their common operations.
 
-    Everybody else asks it, and never of which kind it is. Methods marked "all" are called by every
-    worker alike. Where nothing else is written, nothing has to be done if no worker comes or goes.
+    Other code calls these methods and never asks for the kind of company. Every worker must call
+    the methods marked "all" alike. Methods that are not abstract do nothing if members do not
+    change.
 
     Attributes:
-        changes: whether members may come and go.
+        changes: whether workers may join and leave.
         epoch_units: the position in the epoch.
     """
 
@@ -35,7 +36,7 @@ class Company(abc.ABC):
 
     @property
     def joining(self) -> bool:
-        """Whether this worker has still to be let in."""
+        """Whether this worker waits to be admitted."""
         return False
 
     @property
@@ -61,21 +62,19 @@ class Company(abc.ABC):
     @property
     @abc.abstractmethod
     def is_chief(self) -> bool:
-        """Whether this worker writes the files of which the run needs one."""
+        """Whether this worker writes the files of which the run needs one copy."""
 
     @abc.abstractmethod
     def replicas_now(self, devices: int) -> tuple[Scalar, Scalar]:
         """Returns N, and the number of this worker's first replica, as graphs read them.
 
         Args:
-            devices: of each worker.
+            devices: number of devices of each worker.
         """
 
     @abc.abstractmethod
     def founding_replicas(self, devices: int) -> int:
-        """Returns N at the begin of the run."""
-
-    # -- the start and the end ---------------------------------------------------------------
+        """Returns N at the start of the run."""
 
     @abc.abstractmethod
     def resolver(self) -> tf.distribute.cluster_resolver.ClusterResolver:
@@ -83,28 +82,26 @@ class Company(abc.ABC):
 
     @abc.abstractmethod
     def attach(self, extended: Any) -> None:
-        """Takes the extended strategy, whose server runs; returns when all are connected."""
+        """Stores the extended strategy, whose server runs; returns when all are connected."""
 
     @abc.abstractmethod
     def part(self) -> None:
-        """All: waits for the others at the end of the program, as far as that is needed."""
+        """All: waits for the others at the end of the program, if that is needed."""
 
     def program_ends(self) -> None:
-        """Tells the others that a program ends which `tfpara.run` has not ended."""
-
-    # -- exchanges ---------------------------------------------------------------------------
+        """Tells the others that a program ends without `tfpara.run`."""
 
     def together(self, exchange: Callable[[], Json]) -> Any:
-        """All: runs an exchange, once each; those that are left repeat it if a member is lost.
+        """All: runs an exchange, which each calls once; repeats it if a member is lost.
 
         Args:
-            exchange: returns the same on all, as JSON has it.
+            exchange: returns the same JSON value on all.
         """
         return exchange()
 
     @abc.abstractmethod
     def by_the_chief(self, write: Callable[[], object], name: str) -> None:
-        """All: has the chief write a file in the function `name`; returns when it is there."""
+        """All: the chief writes a file in the function `name`; returns when the file exists."""
 
     @abc.abstractmethod
     def finish_block(self, synchronizer: Any, purpose: Purpose) -> None:
@@ -119,42 +116,38 @@ class Company(abc.ABC):
         """All: returns the sums of the workers' parts of metrics' variables.
 
         Args:
-            parts: this worker's.
+            parts: this worker's parts.
             evaluates: whether the metrics are those of an evaluation.
         """
-
-    # -- fit ---------------------------------------------------------------------------------
 
     @abc.abstractmethod
     def fit(self, model: keras.Model, given: dict[str, Any], fit: Fit) -> keras.callbacks.History:
         """All: makes a call of `fit`.
 
         Args:
-            model: that is trained.
+            model: the model that is trained.
             given: the arguments of the call by name, which are changed in place.
             fit: makes the call with such arguments.
         """
 
     def fit_begins(self) -> None:
-        """Lets this worker in, where `fit` has begun and its callbacks know that."""
+        """Admits this worker, once `fit` has begun and its callbacks know that."""
 
     def epoch_begins(self, epoch: int) -> None:
-        """Begins an epoch of `fit`, before callbacks know that."""
+        """Begins an epoch of `fit`, before its callbacks know that."""
 
     def check_step(self) -> None:
-        """Has a step begin anew that would read other workers' data, before it trains anything."""
-
-    # -- callbacks ---------------------------------------------------------------------------
+        """Restarts a step that would read other workers' data, before it trains anything."""
 
     def leave(self) -> bool:
-        """Has this worker leave at the next sync; returns whether all must leave with it."""
+        """Makes this worker leave at the next sync; returns whether all must leave with it."""
         return True
 
     def share_state(self, name: str, holder: StateHolder) -> None:
-        """Has workers that join take over an object's state. See `Strategy.share_state`."""
+        """Registers an object whose state joiners receive. See `Strategy.share_state`."""
 
     def keep_record(self, checkpoints: StateHolder, append: Callable[[str, str], None]) -> None:
         """Keeps a record of changes beside checkpoints, whose callback is `checkpoints`."""
 
     def write_record(self, syncs: int) -> None:
-        """Adds the present members to the record, after so many syncs."""
+        """Appends the present members to the record, after `syncs` syncs."""

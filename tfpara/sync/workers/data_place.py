@@ -11,15 +11,15 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class DataPlace:
-    """Whose part of the data, of how many, and from which epoch and minibatch on.
+    """A worker's part of the data, from an epoch and minibatch on.
 
     Attributes:
-        worker: number of the worker whose part it is, from 0.
+        worker: number of the worker, from 0.
         workers: number of workers that share the data.
-        devices: of each worker, with a replica on each.
+        devices: number of devices of each worker, with a replica on each.
         epoch: number of the epoch, from 0.
-        first: minibatches of the epoch, over all replicas, that are left out.
-        dealt: the worker's minibatches, where speeds decide (a `Dealt`); None: those of its number.
+        first: number of minibatches of the epoch, over all replicas, that are left out.
+        dealt: the worker's minibatches, if speeds decide (a `Dealt`); None: those of its number.
     """
 
     worker: int
@@ -31,7 +31,6 @@ class DataPlace:
 
     @property
     def num_replicas(self) -> int:
-        """The number of replicas that share the data."""
         return self.workers * self.devices
 
     @property
@@ -40,8 +39,8 @@ class DataPlace:
         return list(range(self.worker * self.devices, (self.worker + 1) * self.devices))
 
 
-# A context variable, for the time in which a dataset is constructed. Threads of tf.data, which read
-# it later, inherit none; the dataset has taken what it needs by then.
+# A context variable, set while a dataset is constructed. Threads of tf.data, which read it later,
+# do not inherit the variable; the dataset has used it by then.
 _PLACE: contextvars.ContextVar[DataPlace | None] = contextvars.ContextVar(
     "tfpara_data_place", default=None
 )
@@ -49,7 +48,7 @@ _PLACE: contextvars.ContextVar[DataPlace | None] = contextvars.ContextVar(
 
 @contextlib.contextmanager
 def making(place: DataPlace) -> Iterator[None]:
-    """Has datasets that are constructed inside be those of a place."""
+    """A context in which datasets are constructed for a place."""
     token = _PLACE.set(place)
     try:
         yield
@@ -63,6 +62,6 @@ def present() -> DataPlace | None:
 
 
 def dealt() -> Any:
-    """Returns the `Dealt` of the present place; None where there is none."""
+    """Returns the `Dealt` of the present place; None if there is none."""
     place = _PLACE.get()
     return None if place is None else place.dealt

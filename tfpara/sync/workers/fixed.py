@@ -1,4 +1,4 @@
-"""Fixed: the company of a run whose workers stay the same, one worker alone included."""
+"""Fixed: the company of a run whose workers do not change, or of a single worker."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ class Host(Protocol):
 
 
 class Fixed(Company):
-    """The workers of a run that none leaves and none joins, or the one that trains alone.
+    """The workers of a run that none leaves and none joins, or a single worker.
 
     Args:
         found: the workers.
-        by_horovod: whether Horovod connects them, so that TensorFlow knows this one alone.
+        by_horovod: whether Horovod connects them, so that TensorFlow knows only this worker.
     """
 
     _host: Host
@@ -80,12 +80,10 @@ class Fixed(Company):
             extended.take_place(self._found.num_workers, self._found.rank)
 
     def part(self) -> None:
-        # If this exchange succeeds, all others have finished their work. If it fails, the error is
-        # ignored, since nothing follows.
+        # If this exchange succeeds, all others have finished their work. An error is ignored,
+        # since nothing follows.
         with contextlib.suppress(tf.errors.OpError, MismatchError):
             self._host.control.together(END)
-
-    # -- exchanges ---------------------------------------------------------------------------
 
     def by_the_chief(self, write: Callable[[], object], name: str) -> None:
         if self.is_chief:
@@ -119,8 +117,6 @@ class Fixed(Company):
         flat, name = tf.reshape(part, [-1]), f"metric/{part.dtype.name}"
         total = self._host.control.collectives.all_reduce([flat], name)[0]
         return tf.reshape(total, part.shape)
-
-    # -- fit ---------------------------------------------------------------------------------
 
     def fit(self, model: keras.Model, given: dict[str, Any], fit: Fit) -> keras.callbacks.History:
         history = fit(given)

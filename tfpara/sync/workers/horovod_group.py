@@ -1,7 +1,7 @@
 """Joining and leaving the group of processes that Horovod connects.
 
-Every process keeps a port open while it is in the group. Horovod's own errors do not say which
-process is gone; its closed port does.
+Every process keeps a port open while it is in the group. Horovod's own errors do not name the lost
+process; its closed port does.
 """
 
 from __future__ import annotations
@@ -26,11 +26,10 @@ from tfpara.sync.workers.json_exchange import everyones
 from tfpara.sync.workers.meetings import Control
 
 _GLOO_TIMEOUT = "HOROVOD_GLOO_TIMEOUT_SECONDS"
-# The period, in milliseconds, in which Horovod's thread asks the other processes for work. At
-# Horovod's default of 1 it takes some percent of a core all the time. A large sync is no slower
-# with 5.
+# Milliseconds between two requests of Horovod's thread for work of other processes. With Horovod's
+# default of 1 it always takes some percent of a core. With 5 a large sync is no slower.
 _CYCLE, _CYCLE_MS = "HOROVOD_CYCLE_TIME", "5"
-# No fusion: fused buckets arrive together, so that the rule would wait for the last one.
+# No fusion: fused buckets arrive together, and the rule would wait for the last one.
 _FUSION, _FUSION_BYTES = "HOROVOD_FUSION_THRESHOLD", "0"
 # The network interface on which Gloo listens, by default that of the host name's address.
 _INTERFACE = "HOROVOD_GLOO_IFACE"
@@ -53,12 +52,12 @@ def join(found: Cluster, startup_timeout_seconds: float, timeout_seconds: float)
 
     Args:
         found: this process's view of the cluster, of several processes.
-        startup_timeout_seconds: longest wait for the others to come.
-        timeout_seconds: how long a process may be stopped before Horovod gives it up.
+        startup_timeout_seconds: longest wait for the other processes.
+        timeout_seconds: how long a process may be stopped before it counts as lost.
 
     Raises:
         ValueError: Horovod is missing, or built for another TensorFlow, or without the MPI that
-            mpirun needs; its elastic mode is asked for; or it sees other processes than these.
+            mpirun needs; its elastic mode is requested; or it sees other processes than these.
         startup.StartupError: some processes did not come.
         secret.SecretError: the environment's secret is not valid.
     """
@@ -73,7 +72,7 @@ def join(found: Cluster, startup_timeout_seconds: float, timeout_seconds: float)
             "tfpara-launch --max_restarts."
         )
     port = _meet(hvd, found, startup_timeout_seconds, secret.read())
-    # After the start this is the only limit to Horovod's own wait for a stopped process.
+    # After the start only this limits Horovod's wait for a stopped process.
     os.environ.setdefault(_GLOO_TIMEOUT, str(max(5, math.ceil(timeout_seconds))))
     os.environ.setdefault(_CYCLE, _CYCLE_MS)
     os.environ.setdefault(_FUSION, _FUSION_BYTES)
@@ -93,16 +92,16 @@ def join(found: Cluster, startup_timeout_seconds: float, timeout_seconds: float)
         listener.listen(128)
         port = ports.OpenPort(listener)
     _joined = _Joined(found, port)
-    # If an exception ends the program, the others are not leaving, so there is nothing to wait for.
+    # If an exception ends the program, the others do not leave, so this process does not wait.
     program.on_leaving(leave)
     atexit.register(lambda: leave(orderly=not hasattr(sys, "last_value")))
 
 
 def leave(orderly: bool) -> None:
-    """Leaves the group, if this process is in it; the others' operations fail from then on.
+    """Leaves the group, if this process is in it; the others' operations then fail.
 
     Args:
-        orderly: whether to wait up to 2 s for the others to leave as well.
+        orderly: whether to wait up to 2 s until the others leave as well.
     """
     global _joined
     if _joined is None:
@@ -163,12 +162,12 @@ def with_addresses(found: Cluster, control: Control) -> Cluster:
 
     Args:
         found: the cluster that was joined.
-        control: between the processes; every one must call this.
+        control: control between the processes; every process must call this.
     """
     if _joined is None or (found.addresses and not found.rank_variable):
         return found
     own = f"{_own_name(load())}:{_joined.port.port}"
     addresses = everyones(own, control, Purpose("telling its address"))
     whole = found._replace(addresses=tuple(addresses))
-    # Behind a firewall a living process looks like a dead one, so addresses are of no use.
+    # Behind a firewall a live process looks dead, so addresses are useless.
     return found if unreachable(whole, _REACH_SECONDS) else whole

@@ -11,7 +11,7 @@ from tfpara.cluster.place import Purpose
 from tfpara.sync.workers.meetings import Control
 from tfpara.typing import Json
 
-# Dtypes that the collectives carry, and those in which they carry others without loss.
+# Dtypes that the collectives send, and for others a dtype that carries them without loss.
 _CARRIED = (tf.float16, tf.float32, tf.float64, tf.int32, tf.int64)
 _CARRIED_AS = {tf.bfloat16: tf.float32} | dict.fromkeys(
     (tf.bool, tf.int8, tf.uint8, tf.int16, tf.uint16), tf.int32
@@ -22,8 +22,8 @@ def everyones(value: Json, control: Control, purpose: Purpose) -> list[Json]:
     """Sends this worker's value to all; returns the workers' values by rank.
 
     Args:
-        value: anything that JSON can carry; other objects are sent as their `repr`.
-        control: between the workers; every worker must call this for the same purpose.
+        value: a value for JSON; other objects are sent as their `repr`.
+        control: control between the workers; every worker must call this for the same purpose.
         purpose: the purpose of the exchange.
     """
     return control.whole(lambda: _everyones(value, control, purpose))
@@ -49,11 +49,11 @@ def joined(tensor: tf.Tensor, axis: int, control: Control, purpose: Purpose) -> 
         tensor: this worker's tensor. Dtype and shape, except the size along `axis`, must be the
             same on every worker.
         axis: the axis along which they are joined.
-        control: between the workers; every worker must call this for the same purpose.
+        control: control between the workers; every worker must call this for the same purpose.
         purpose: the purpose of the exchange.
 
     Raises:
-        ValueError: on every worker, if they cannot be joined or sent.
+        ValueError: on every worker, if the tensors cannot be joined or sent.
     """
     axis = int(axis) % max(1, len(tensor.shape))
     sizes = list(tensor.shape)

@@ -1,4 +1,4 @@
-"""Exchanges that are called from Python, to which all workers must come for the same purpose."""
+"""Exchanges from Python, which all workers must reach for the same purpose."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from tfpara.collectives import Collectives, Loopback
 from tfpara.sync.workers.company import Company
 from tfpara.typing import Json
 
-# A worker waits this long before it fails, so that the others receive the reason first.
+# Seconds that a worker waits before it fails, so that the others first receive the reason.
 _GRACE_SECONDS = 1.0
 
 
 class MismatchError(RuntimeError):
-    """Workers have come to different exchanges. The message says where each worker is."""
+    """Workers have reached different exchanges. The message names each worker's place."""
 
 
 class Control:
-    """Exchanges between workers that are called from Python.
+    """Exchanges between workers that Python code calls.
 
     Args:
-        collectives: between the workers' hosts, with a timeout.
+        collectives: collectives between the workers' hosts, with a timeout.
         place: the place of this process in its script.
-        synchronizers: returns those of the models that were trained, in the same order everywhere.
+        synchronizers: returns those of the trained models, in the same order on all workers.
         company: the workers.
 
     Attributes:
-        collectives: for operations that follow `together`, which all workers then run.
+        collectives: collectives for operations right after `together`, which all workers then run.
         size: number of workers.
         rank: this worker, 0 … size − 1.
     """
@@ -50,13 +50,10 @@ class Control:
 
     @property
     def size(self) -> int:
-        """The number of workers."""
         return self.collectives.size
 
     def together(self, purpose: Purpose, number: int = 0) -> list[int]:
-        """Waits until every worker has called it for this purpose.
-
-        It waits for overlapped syncs in flight, too.
+        """Waits until every worker has called it for this purpose, and overlapped syncs have ended.
 
         Args:
             purpose: the purpose, the same on every worker.
@@ -66,7 +63,7 @@ class Control:
             Each worker's number, by rank.
 
         Raises:
-            MismatchError, tf.errors.InvalidArgumentError: on every worker, if one has come to
+            MismatchError, tf.errors.InvalidArgumentError: on every worker, if one has reached
                 another exchange.
         """
         if isinstance(self.collectives, Loopback):
@@ -74,21 +71,22 @@ class Control:
         return self._company.together(lambda: self._together(purpose, number))
 
     def broadcast(self, value: tf.Tensor, name: str) -> tf.Tensor:
-        """Returns rank 0's tensor; all workers have to call it, with the same shape and dtype."""
+        """Returns rank 0's tensor; all workers must call it, with the same shape and dtype."""
         got = value
 
         def exchange() -> None:
             nonlocal got
             got = self.collectives.broadcast(value, name)
             if self._company.changes:
-                # If a worker is lost after this, and any other has come here, all have the tensor.
+                # If a worker is lost after this, and another one has come here, all have the
+                # tensor.
                 self.collectives.barrier(name)
 
         self._company.together(exchange)
         return got
 
     def whole(self, exchange: Callable[[], Json]) -> Any:
-        """Returns what an exchange of several steps gives, which is repeated as a whole."""
+        """Returns the result of an exchange of several steps, which is repeated as a whole."""
         return self._company.together(exchange)
 
     def _together(self, purpose: Purpose, number: int) -> list[int]:
@@ -101,7 +99,7 @@ class Control:
             return self._meet(number)
 
     def _meet(self, number: int) -> list[int]:
-        """Exchanges the numbers as `Synchronizer.meet` does, where no model was trained yet."""
+        """Exchanges the numbers as `Synchronizer.meet` does, if no model was trained yet."""
         met, purpose, _ = self._place.mark()
         mine = tf.constant([met, purpose, number], tf.float64)
         with self._place.waiting():

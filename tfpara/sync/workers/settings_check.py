@@ -17,9 +17,9 @@ def agree(settings: Mapping[str, object], control: Control, purpose: Purpose) ->
     """Compares settings between workers.
 
     Args:
-        settings: values that must be equal everywhere, by the key that the message names. They are
+        settings: values that must be equal on all workers, by the key for messages. They are
             compared by their JSON text.
-        control: between the workers; every worker must call this for the same purpose.
+        control: control between the workers; every worker must call this for the same purpose.
         purpose: the purpose of the exchange.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The watchdog: it reports for which worker a sync waits, and ends a sync that waits too long."""
+"""The watchdog, which reports for which worker a sync waits, and ends waits that last too long."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ import threading
 import time
 from collections.abc import Callable
 
-# A wait is reported after so many seconds, and then each time that it has become twice as long.
+# First wait that is reported, in seconds; then each doubling of the wait is reported.
 _TELL_SECONDS = 10.0
 
 
 class Watchdog:
-    """A thread that looks now and then whether a sync has lasted too long.
+    """A thread that regularly checks whether a sync lasts too long.
 
     Args:
-        timeout_seconds: the longest that a sync may last.
-        waiting_since: returns when the present sync began, on the monotonic clock; 0 if there is
-            none.
-        tell: reports for whom the sync waits; it takes the seconds of waiting so far.
+        timeout_seconds: longest duration of a sync.
+        waiting_since: returns the time when the present sync began, on the monotonic clock; 0 if
+            there is none.
+        tell: reports for whom the sync waits; its argument is the seconds of waiting so far.
         abort: makes the sync fail.
     """
 
@@ -36,17 +36,17 @@ class Watchdog:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="tfpara-watchdog", daemon=True)
         self._thread.start()
-        # The thread must not call TensorFlow while the interpreter is taken down.
+        # The thread must not call TensorFlow while the interpreter shuts down.
         atexit.register(self.stop)
 
     def stop(self) -> None:
-        """Ends the thread."""
         self._stop.set()
         self._thread.join()
 
     def _watch(self) -> None:
-        ended = 0.0  # the begin of the last sync that was ended
-        seen, tell_after = 0.0, _TELL_SECONDS  # the begin of the present sync; its next report
+        ended = 0.0  # begin of the last sync that was ended
+        # begin of the present sync, and the seconds of its next report
+        seen, tell_after = 0.0, _TELL_SECONDS
         while not self._stop.wait(min(1.0, self._timeout / 10.0)):
             began = self._waiting_since()
             if began != seen:

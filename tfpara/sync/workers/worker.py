@@ -1,4 +1,4 @@
-"""This worker among all that take part."""
+"""This worker, and its relation to the others."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ class Worker:
 
     Attributes:
         company: the workers that take part.
-        num_workers: the number of these; in an elastic run it changes, and so does `rank`.
-        rank: the number of this one, by which data and seeds are divided; 0 is the chief.
-        devices: the names of this worker's devices, the lead device first; the others have as many.
-        kind: of the devices, "CPU" or "GPU".
+        num_workers: number of workers; in an elastic run it changes, and so does `rank`.
+        rank: number of this worker, by which data and seeds are divided; 0 is the chief.
+        devices: names of this worker's devices, the lead device first; all workers have equally
+            many.
+        kind: kind of the devices, "CPU" or "GPU".
         host: the device for small exchanges.
         place: the place of this process in its script.
         control: exchanges between the workers that Python code calls.
@@ -37,7 +38,6 @@ class Worker:
 
     @property
     def changes(self) -> bool:
-        """Whether workers may come and go."""
         return self.company.changes
 
     @property
@@ -52,7 +52,7 @@ class Worker:
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
-        """Has this worker be the only one for what is made inside."""
+        """A context in which this worker is the only one for all that is made inside."""
         former, (self.num_workers, self.rank) = (self.num_workers, self.rank), (1, 0)
         try:
             yield
