@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -19,6 +20,11 @@ _NORMALISED = tuple(
         *("Adafactor", "Lion", "Lamb", "Muon"),
     )
     if hasattr(keras.optimizers, name)
+)
+_WITH_WORDS = (
+    keras.layers.StringLookup,
+    keras.layers.IntegerLookup,
+    keras.layers.TextVectorization,
 )
 _PLAIN = (bool, int, float, str, type(None))  # types of settings that workers compare
 
@@ -88,6 +94,27 @@ def hyperparameters(model: keras.Model) -> dict[str, Json]:
             plain = all(isinstance(leaf, _PLAIN) for leaf in keras.tree.flatten(value))
             if plain and key != "name" and (key != "learning_rate" or schedule):
                 found[f"{label}'s {key}"] = value
+    return found
+
+
+def tables(model: keras.Model) -> dict[str, Json]:
+    """Returns what layers have learned by `adapt` and keep outside of their weights, in short.
+
+    These are the words of StringLookup, TextVectorization and the like, and the bins of
+    Discretization. Layers are numbered as the model has them: their names count those of a process.
+    """
+    found: dict[str, Json] = {}
+    layers = [layer for part in _parts(model) for layer in part._flatten_layers()]
+    for layer in layers:
+        entries = getattr(layer, "bin_boundaries", None)
+        if isinstance(layer, _WITH_WORDS):
+            entries = layer.get_vocabulary()
+        if entries is not None and len(entries):
+            texts = [str(entry) for entry in entries]
+            digest = hashlib.sha256("\n".join(texts).encode()).hexdigest()[:8]
+            some = ", ".join(texts[:4]) + (", …" if len(texts) > 4 else "")
+            name = f"table {len(found) + 1}, of {type(layer).__name__}, which adapt makes of its data"
+            found[name] = f"{some} ({len(texts)} entries, {digest})"
     return found
 
 

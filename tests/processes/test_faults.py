@@ -47,6 +47,11 @@ def test_without_a_fault_all_train():
         ({"data_plan": {"seed": 1}}, {}, ["data_plan.seed: worker 0 has", "worker 1 has None"]),
         ({}, {"units": 8}, ["(6, 7)", "(6, 8)", "model, variable"]),
         (
+            {"bins": [0.0, 1.0]},
+            {"bins": [0.0, 2.0]},
+            ["of Discretization, which adapt makes", "'0.0, 1.0 (2 entries", "'0.0, 2.0 (2 entries"],
+        ),
+        (
             {"momentum": 0.9},
             {"momentum": 0.5},
             ["optimizer's momentum: worker 0 has 0.9, worker 1 has 0.5"],

@@ -89,6 +89,7 @@ def main():
     fault = options.pop("fault", None)
     units, momentum = options.pop("units", 7), options.pop("momentum", 0.0)
     others = options.pop("others", False)
+    bins = options.pop("bins", None)
     local, look = options.pop("local_devices", 1), options.pop("look", False)
     make_devices(local)
     rule = eval(options.pop("rule", "tfpara.BSP()"))
@@ -100,6 +101,8 @@ def main():
     with strategy.scope():
         frozen, norm = keras.layers.Dense(6, trainable=False), keras.layers.BatchNormalization()
         first = [keras.Input((6,)), *([frozen, norm] if others else [])]
+        if bins:
+            first += [keras.layers.Discretization(bins), keras.layers.Rescaling(1.0)]
         model = keras.Sequential(
             [*first, keras.layers.Dense(units), keras.layers.Dense(4, name="last")]
         )

@@ -233,7 +233,8 @@ def problem_of(
         one, other = map(int, differing[0])  # the first pair in row-major order
         return (
             f"{owner(other)} has other frozen weights or statistics, such as those of batch "
-            f"normalisation, than replica {one}. Load and set them on every worker alike."
+            f"normalisation or of adapt, than replica {one}. Load and set them on every worker "
+            "alike, and adapt layers to the same data."
         )
     differing = np.argwhere(_differing_rates(reports, columns))
     if len(differing):

@@ -15,7 +15,7 @@ import tensorflow as tf
 from tfpara.algorithms.rule import Rule
 from tfpara.cluster.place import COMPILED_ANEW, Purpose, call
 from tfpara.group import Group
-from tfpara.keras_model import build_optimizer, hyperparameters, optimizers
+from tfpara.keras_model import build_optimizer, hyperparameters, optimizers, tables
 from tfpara.steps import reductions
 from tfpara.sync.data.balance import Balance
 from tfpara.sync.momentum_fit import MomentumFit
@@ -279,7 +279,8 @@ class TrainedModels:
             f"{n.split('/')[-1]} {tuple(v[0].shape)} {v[0].dtype.name}"
             for n, v in zip(variables.weight_names, variables.weights, strict=True)
         ]
-        agree({"model": "; ".join(shapes), **hyperparameters(model)}, self._worker.control, _TRAIN)
+        settings_of = {"model": "; ".join(shapes), **hyperparameters(model), **tables(model)}
+        agree(settings_of, self._worker.control, _TRAIN)
         return variables
 
     def _note_settings(
