@@ -250,7 +250,7 @@ def choose(
     Raises:
         ValueError: `loss` is not between 0 and 1.
     """
-    tried = []
+    tried: list[tuple[bool, float, int, Plan]] = []
     for overlap in overlaps:
         for compression in compressions:
             nbytes = costs.model_bytes * _BITS[compression] / 32

@@ -8,7 +8,6 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import keras
