@@ -28,6 +28,11 @@ MARK = "tfpara measured: "
 _SHOWN_LINES = 15  # of what a script printed before it failed
 
 
+def is_asked() -> bool:
+    """Whether the environment asks a strategy to measure its first `fit`."""
+    return os.environ.get(VARIABLE) == "1"
+
+
 class MeasuringError(Exception):
     """A script could not be measured, with the reason in one sentence."""
 

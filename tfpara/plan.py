@@ -11,13 +11,12 @@ TensorFlow here.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import math
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from tfpara import files
 from tfpara.measuring import MeasuringError, measure
@@ -140,7 +139,10 @@ def _table(plans: Sequence[Plan]) -> list[str]:
 
 def _notes(plans: Sequence[Plan], options: argparse.Namespace) -> list[str]:
     """Returns what is to be said of numbers of workers for which nothing is good enough."""
-    slower, unknown, wrong, slow = [], [], [], []
+    slower: list[int] = []
+    unknown: list[int] = []
+    wrong: list[int] = []
+    slow: list[int] = []
     for each in plans:
         if each.workers > 1 and each.speedup <= 1:
             slower.append(each.workers)
@@ -158,8 +160,8 @@ def _notes(plans: Sequence[Plan], options: argparse.Namespace) -> list[str]:
         (
             slow,
             f"no period with an error of at most {options.error:g} % loses less than "
-            f"{options.loss:.0%} of the speed; this one is the fastest. A longer minibatch, a faster "
-            "link or fewer workers lose less",
+            f"{options.loss:.0%} of the speed; this one is the fastest. A longer minibatch, a "
+            "faster link or fewer workers lose less",
         ),
     ]
     return [f"{', '.join(map(str, numbers))} workers: {text}." for numbers, text in said if numbers]
@@ -175,7 +177,7 @@ class _Parser(argparse.ArgumentParser):
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog=_PROGRAM,
-        description="Recommend a sync period and options for N workers, with their speed and error.",
+        description="Recommend a sync period and options for N workers: their speed and error.",
         usage=_USAGE,
         allow_abbrev=False,
     )

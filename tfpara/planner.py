@@ -204,7 +204,9 @@ class Plan(NamedTuple):
     Attributes:
         workers: N.
         sync_period: τ, minibatches.
-        overlap, compression, aggregation: as `PeriodicSyncStrategy` takes them.
+        overlap: whether syncs travel while the next block trains.
+        compression: of the bytes between workers, as `PeriodicSyncStrategy` takes it.
+        aggregation: "sharded" or "replicated", which `aggregation="auto"` chooses by itself.
         speedup: over one worker, predicted.
         loss: share of the speed that the syncs cost.
         error: measured with as many replicas and as long a period, or the next more; None: not
@@ -250,7 +252,7 @@ def choose(
     Raises:
         ValueError: `loss` is not between 0 and 1.
     """
-    tried = []
+    tried: list[tuple[bool, float, int, Plan]] = []
     for overlap in overlaps:
         for compression in compressions:
             nbytes = costs.model_bytes * _BITS[compression] / 32

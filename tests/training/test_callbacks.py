@@ -287,7 +287,7 @@ def test_telemetry_without_a_strategy_counts_what_it_is_told(tmp_path):
 
 
 def test_tensorboard_shows_speed_and_syncs_and_the_log_stays_as_it_is(tmp_path):
-    """Two fits with one callback: the numbers of each epoch are its own, and nothing stays on it."""
+    """Two fits with one callback: each epoch has numbers of its own, and nothing stays on it."""
     model = make_model(strategy_of(2, sync_period=PERIOD))
     board = keras.callbacks.TensorBoard(tmp_path, write_graph=False)
     names = {"samples_per_second", "syncs", "sync_ms", "sync_fraction", "wait_fraction", "distance"}

@@ -14,6 +14,7 @@ import tensorflow as tf
 
 from tfpara import fit_call
 from tfpara.clock import for_tensorboard
+from tfpara.measuring import is_asked
 from tfpara.parameter_server.chunks import Chunks, as_chunks
 from tfpara.parameter_server.errors import explained
 from tfpara.parameter_server.models import Models
@@ -87,6 +88,10 @@ class Fit:
 
         Arguments and history are those of Keras' `fit`.
         """
+        if is_asked():
+            raise RuntimeError(
+                "tfpara-plan --measure is for PeriodicSyncStrategy: an AsyncStrategy has no syncs."
+            )
         model = self.model
         model.stop_training = False
         _check_frequency(validation[-1])

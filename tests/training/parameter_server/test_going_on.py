@@ -756,6 +756,13 @@ def test_telemetry_reports_pushes_and_their_staleness(tmp_path):
     assert {"staleness", "pushes", "loss"} <= tags
 
 
+def test_a_plan_does_not_measure_pushes(monkeypatch):
+    strategy, model = made()
+    monkeypatch.setenv("TFPARA_MEASURE", "1")
+    with pytest.raises(RuntimeError, match="--measure is for PeriodicSyncStrategy"):
+        train(strategy, model)
+
+
 def test_tensorboard_shows_pushes_and_their_staleness(tmp_path):
     strategy, model = made()
     board = keras.callbacks.TensorBoard(tmp_path, write_graph=False)

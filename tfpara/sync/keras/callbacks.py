@@ -12,8 +12,9 @@ from keras.callbacks import CallbackList
 
 from tfpara import fit_call
 from tfpara.clock import for_tensorboard
+from tfpara.measuring import is_asked
 from tfpara.sync.keras import chiefs_callbacks, left_out
-from tfpara.sync.keras.measured_fit import MeasuredFit, is_asked
+from tfpara.sync.keras.measured_fit import MeasuredFit
 from tfpara.sync.keras.replacing import Method, strategy_of_ours
 
 # The attribute of a list of callbacks that has the `PeriodicSyncExtended` of their model.

@@ -8,14 +8,13 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from tfpara.measuring import MARK, VARIABLE
+from tfpara.measuring import MARK
 from tfpara.sync.one_sync.buckets import Layout
 from tfpara.sync.one_sync.replicas import BUCKET_BYTES
 from tfpara.sync.one_sync.statistics import NO_SYNCS, SyncStatistics
@@ -25,11 +24,6 @@ _LONGEST_PERIOD = 10  # what a longer one has more of are minibatches, which are
 _WARM_BLOCKS, _STEPS, _BLOCKS = 2, 40, 6  # blocks left out; the least that is measured
 _REDUCES = 9
 _REDUCED_BYTES = 4 << 20  # a smaller model's travel time would be nothing but delay
-
-
-def is_asked() -> bool:
-    """Whether the environment asks for it."""
-    return os.environ.get(VARIABLE) == "1"
 
 
 class MeasuredFit(keras.callbacks.Callback):
