@@ -34,8 +34,6 @@ _KIND = tf_config.Kind(
         "ps": "a synchronous strategy has no parameter servers; tfpara.AsyncStrategy uses them",
     },
 )
-# Any cluster, of which the evaluator alone is asked for.
-_EVALUATORS = _KIND._replace(jobs=("chief", "worker", "ps"), without_part=tf_config.EVALUATOR)
 # The variables of rank and size that horovodrun and Open MPI's mpirun set. Under these, Horovod's
 # processes find each other by themselves.
 RANK_VARIABLES = (
@@ -173,14 +171,13 @@ def is_evaluator(environ: Mapping[str, str] = os.environ) -> bool:
 
     Args:
         environ: the environment.
-
-    Raises:
-        tfpara.cluster.ClusterError: TF_CONFIG breaks a rule; the message says which.
     """
     try:
-        tf_config.read(environ, _EVALUATORS)
-    except tf_config.NoPart:
-        return True
+        tf_config.read(environ, _KIND)
+    except tf_config.NoPart as task:
+        return task.job == "evaluator"
+    except ClusterError:  # the strategy says what is wrong
+        return False
     return False
 
 
