@@ -79,6 +79,7 @@ def assert_last(rows, number, expected):
         assert found == pytest.approx(expected[row["weights"]], rel=1e-5), row
 
 
+@pytest.mark.nightly_cases("sharded", "overlap")
 @pytest.mark.parametrize(
     ("rule", "options"),
     [

@@ -54,7 +54,7 @@ def check(
     run, mine = manifest["run"], facts_of_model(model)["model"]
     if run.get("model") != mine:
         raise CheckpointError(
-            f"{store.path(number)} is of another model: its trainable weights are {run['model']}, "
+            f"{store.path(number)} is of another model: its trainable weights are {run.get('model')}, "
             f"and here {mine}. Build the model that the run trains."
         )
     kept = run.get("averages", {})

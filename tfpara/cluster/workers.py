@@ -173,14 +173,13 @@ def is_evaluator(environ: Mapping[str, str] = os.environ) -> bool:
 
     Args:
         environ: the environment.
-
-    Raises:
-        tfpara.cluster.ClusterError: TF_CONFIG breaks a rule; the message says which.
     """
     try:
-        tf_config.read(environ, _EVALUATORS)
-    except tf_config.NoPart:
-        return True
+        tf_config.read(environ, _KIND)
+    except tf_config.NoPart as task:
+        return task.job == "evaluator"
+    except ClusterError:  # the strategy says what is wrong
+        return False
     return False
 
 

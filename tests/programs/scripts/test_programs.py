@@ -1,5 +1,6 @@
 """train, evaluate and export, end to end on a tiny corpus."""
 
+import csv
 import json
 import subprocess
 import sys
@@ -148,3 +149,25 @@ def test_workers_together_score_as_one(run_well, pair, tmp_path):
     for name in ("frame_error_rate", "cross_entropy"):
         assert results[0][name] == pytest.approx(results[1][name], rel=1e-5)
     assert results[0]["frames"] == results[1]["frames"]
+
+
+def test_an_evaluator_beside_the_training(run, run_well, corpus_directory, tmp_path):
+    flags = (f"--corpus={corpus_directory}", f"--run_dir={tmp_path}", "--rule=bmuf", "--epochs=2")
+    more = ("--layers=1", "--width=8", "--context=1", "--minibatch=64", "--ma", "--sync_period=5")
+    ended = run("train", *flags, *more, workers=2, launcher=("--evaluator",))
+    assert ended.returncode == 0, ended.err
+    with open(tmp_path / "evaluator" / "scores.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["weights"] for row in rows[-2:]] == ["global", "ma"]
+    assert {row["epoch"] for row in rows[-2:]} == {"2"}
+    with open(tmp_path / "held_out.csv", newline="") as file:
+        held_out = list(csv.DictReader(file))[-2:]  # by the workers, at the end of training
+    for mine, theirs in zip(rows[-2:], held_out, strict=True):
+        assert mine["weights"] == theirs["weights"]
+        for name in ("loss", "frame_accuracy"):
+            assert float(mine[name]) == pytest.approx(float(theirs[name]), rel=1e-4)
+    out = tmp_path / "scores.json"
+    best = ("--weights=best", "--split=validation", f"--out={out}")
+    run_well("evaluate", f"--run_dir={tmp_path}", *best)
+    lowest = min(float(row["loss"]) for row in rows)
+    assert json.loads(out.read_text())["cross_entropy"] == pytest.approx(lowest, rel=1e-4)

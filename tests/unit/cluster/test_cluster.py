@@ -143,6 +143,26 @@ def test_the_chief_may_be_called_master():
     assert cluster.read(environ(config({**TWO, "master": []}))).num_workers == 3
 
 
+POOLS = '{{"cluster": {{"workerpool0": ["a:1"]}}, "task": {{"type": "workerpool{}", "index": 0}}}}'
+
+
+@pytest.mark.parametrize(
+    ("env", "expected"),
+    [
+        ({}, False),
+        (environ(config()), False),
+        (environ(config({**TWO, "ps": ["p:1"]}, "ps")), False),
+        (environ("{"), False),  # the strategy says what is wrong with it
+        (environ(config(TWO, "evaluator")), True),
+        ({"TF_CONFIG": '{"task": {"type": "evaluator", "index": 0}}'}, True),
+        ({"CLUSTER_SPEC": POOLS.format(3)}, True),
+        ({"CLUSTER_SPEC": POOLS.format(1)}, False),
+    ],
+)
+def test_which_process_is_the_evaluator(env, expected):
+    assert cluster.is_evaluator(env) is expected
+
+
 @pytest.mark.parametrize("job", ["evaluator", "ps"])
 def test_an_evaluator_and_parameter_servers_take_no_part(job, capsys):
     spec = {**TWO, job: ["not even an address"]}

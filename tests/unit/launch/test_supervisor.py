@@ -20,6 +20,10 @@ def elastic(count, **policy):
     return begun([worker(rank) for rank in range(count)], **policy)
 
 
+def with_evaluator(processes, **policy):
+    return begun([*processes, Process("evaluator", {}, beside=True)], **policy)
+
+
 def asynchronous(workers, **policy):
     """A run of a chief, expendable workers, and a parameter server."""
     others = [Process(f"worker {rank}", {}, True) for rank in range(workers)]
@@ -106,6 +110,64 @@ def test_one_that_was_killed_is_the_cause_though_others_have_ended_before(status
 
 
 # -- signals -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("status", [0, 1, -KILL])
+def test_the_end_of_an_evaluator_is_no_event_of_the_run(status):
+    run = with_evaluator([Process("chief", {}), Process("worker 1", {})])
+    how = "killed by SIGKILL" if status < 0 else f"exit code {status}"
+    note = [Note(f"evaluator failed: {how}; the run goes on without")] if status else []
+    assert run.ended(2, status, 1.0) == note
+    assert (run.phase, run.due) == ("running", float("inf"))
+    run.ended(1, 0, 2.0)
+    assert end(run, 0, 0) == (0, None, "all 2 workers done after 5.0 s")
+
+
+def test_a_run_that_ends_well_leaves_its_evaluator_time():
+    run = with_evaluator([Process("chief", {}), Process("worker 1", {})])
+    run.ended(0, 0, 1.0)
+    run.ended(1, 0, 1.0)
+    assert not run.is_over and run.due == float("inf")
+    assert end(run, 0, 2).code == 0
+    workers = [Process("worker 0", {}, True), Process("ps 0", {})]
+    run = with_evaluator([Process("chief", {}), *workers], grace=7.0)
+    run.ended(0, 0, 1.0)  # without the chief the others have nothing to do
+    assert run.tick(8.0) == to(TERM, 1, 2)
+    run.ended(1, -TERM, 8.0)
+    run.ended(2, 0, 8.0)
+    assert run.tick(15.0) == []
+    assert not run.is_over and run.due == float("inf")
+    assert end(run, 0, 3) == (0, None, "all 3 processes done after 5.0 s")
+
+
+def test_a_failure_or_a_signal_ends_an_evaluator_too():
+    run = with_evaluator([Process("chief", {}), Process("worker 1", {})])
+    run.ended(1, 3, 1.0)
+    assert run.tick(3.0) == to(TERM, 0, 2)
+    run.ended(2, 75, 3.0)
+    assert end(run, -TERM, 0).code == 3
+    run = with_evaluator([Process("chief", {})])
+    assert run.signalled(TERM, 1.0) == to(TERM, 0, 1)
+    run.ended(1, 75, 1.0)
+    assert (
+        end(run, 75, 0).text == "got SIGTERM; chief failed first: exit code 75; ended after 5.0 s"
+    )
+
+
+def test_workers_come_and_go_beside_an_evaluator():
+    another = lambda rank: Process(f"worker {rank}", {}, True)  # noqa: E731
+    run = with_evaluator([worker(0), worker(1)], another=another, restart_workers=9)
+    assert run.signalled(signal.SIGUSR2, 1.0)[1] == Send(1, TERM)
+    run.ended(1, 0, 1.0)
+    assert run.signalled(signal.SIGUSR2, 2.0) == [
+        Note("no worker is removed: there is no other. SIGTERM ends the run")
+    ]
+    assert run.signalled(signal.SIGUSR1, 3.0) == [Note("worker 3 is added"), Start(3)]
+    run.started(3, 3.0)
+    run.ended(3, 1, 4.0)  # it would be started again
+    run.ended(0, 0, 4.0)  # but training is done
+    assert run.due == float("inf") and not run.is_over
+    assert end(run, 0, 2).code == 0
 
 
 def test_a_signal_is_passed_on_and_a_second_one_kills():
