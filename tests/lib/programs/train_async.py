@@ -12,12 +12,15 @@ import keras
 import tensorflow as tf
 
 import tfpara
+from tfpara.checkpoint import lease
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 from counting import counting_model  # noqa: E402
 
 MINIBATCHES, CHUNKS = 200, 8
 directory, epochs, work = sys.argv[3], int(sys.argv[4]), int(sys.argv[5])
+if len(sys.argv) > 6:
+    lease.SECONDS = float(sys.argv[6])
 strategy = tfpara.AsyncStrategy(
     tfpara.ASGD(),
     startup_timeout_seconds=float(sys.argv[1]),

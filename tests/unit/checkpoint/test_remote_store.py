@@ -1,5 +1,6 @@
 """Checkpoints at URLs: a server of S3's protocol, and fsspec's own store in memory."""
 
+import importlib
 import sys
 import tempfile
 import threading
@@ -332,9 +333,8 @@ def test_a_url_that_cannot_serve_is_refused_where_the_callback_is_made(url, erro
     [("fsspec", r"pip install 'tfpara\[remote\]'"), ("s3fs", "needs fsspec's package for s3://")],
 )
 def test_without_the_extra_the_error_says_what_to_install(monkeypatch, missing, words):
-    import fsspec.registry
-
-    monkeypatch.delitem(sys.modules["fsspec.registry"]._registry, "s3", raising=False)
+    registry = importlib.import_module("fsspec.registry")
+    monkeypatch.delitem(registry._registry, "s3", raising=False)
     monkeypatch.setitem(sys.modules, missing, None)
     with pytest.raises(ImportError, match=words):
         RemoteFolder("s3://bucket/run")
