@@ -19,7 +19,7 @@ from tfpara.checks import versions
 from tfpara.typing import Array, Json
 
 # Variables that older checkpoints do not have. They lack frozen weights, too.
-_LATER = ("books/minibatches", "local_rate")
+_LATER = ("books/minibatches", "books/left_out", "local_rate")
 _FROZEN = "frozen/"
 _FIELDS = {"position.within": bool}  # the manifest's further keys
 
@@ -110,6 +110,8 @@ class ServerCheckpoints(Checkpoints):
 
     def _missing(self, name: str, manifest: Mapping[str, Json]) -> Any:
         """Returns the value of a variable that older checkpoints do not have."""
+        if name == "books/left_out":
+            return 0
         if name == "local_rate":  # the workers' learning rate was that of the servers
             return manifest["learning_rate"]
         # Of minibatches. The true number is lower if some chunk's last push was of fewer.

@@ -40,6 +40,7 @@ class Counters:
         histogram: int64 [256], pushes by staleness; the last element counts all higher ones too.
         by_worker: int64 [workers], pushes of each worker.
         samples, minibatches: int64, totals of all pushes.
+        left_out: int64, minibatches of the epoch that were left out for NaN or Inf.
         finished: bool [chunks], whether all minibatches of the chunk are in the model.
         halted: whether workers have to stop. A worker reads it with each pull, and pushes once
             more.
@@ -50,7 +51,7 @@ class Counters:
             return tf.Variable(tf.zeros(shape, tf.int64), trainable=False)
 
         self.histogram, self.by_worker = counter([LARGEST_STALENESS + 1]), counter([num_workers])
-        self.samples, self.minibatches = counter([]), counter([])
+        self.samples, self.minibatches, self.left_out = counter([]), counter([]), counter([])
         self.halted = tf.Variable(False, trainable=False)
         self._log: tf.lookup.experimental.MutableHashTable | None = None
         if record:
@@ -67,11 +68,17 @@ class Counters:
         """Returns the counters that a push changes, with their next values; inside the lock."""
         row = tf.minimum(staleness, LARGEST_STALENESS)
         one = tf.ones([], tf.int64)
+        trained = push.minibatches
+        changed: list[Change] = []
+        for left_out in push.left_out:
+            trained -= left_out
+            changed = [(self.left_out, self.left_out + left_out)]
         return [
+            *changed,
             _counted(self.histogram, row, one),
             _counted(self.by_worker, push.worker, one),
             (self.samples, self.samples + push.samples),
-            (self.minibatches, self.minibatches + push.minibatches),
+            (self.minibatches, self.minibatches + trained),
         ]
 
     def record(self, push: Push, staleness: tf.Tensor, pulled: tf.Tensor) -> None:
@@ -103,7 +110,7 @@ class Counters:
         `by_worker` and the record belong to this process alone, so they are left out. The progress
         is among the variables of each `Shard`.
         """
-        kept = ("histogram", "samples", "finished", "minibatches")
+        kept = ("histogram", "samples", "finished", "minibatches", "left_out")
         return {f"books/{name}": getattr(self, name) for name in kept}
 
 

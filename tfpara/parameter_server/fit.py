@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
@@ -16,7 +17,7 @@ from tfpara import fit_call
 from tfpara.clock import for_tensorboard
 from tfpara.measuring import is_asked
 from tfpara.parameter_server.chunks import Chunks, as_chunks
-from tfpara.parameter_server.errors import explained
+from tfpara.parameter_server.errors import DivergedError, explained
 from tfpara.parameter_server.models import Models
 from tfpara.parameter_server.search import ChunkRateSearch
 from tfpara.parameter_server.server import metric_variables
@@ -24,6 +25,8 @@ from tfpara.parameter_server.workers import Training
 from tfpara.typing import Data, Json, Logs
 
 _POLL_SECONDS = 0.2
+# So many minibatches are left out before their share is looked at within an epoch.
+_FEW_LEFT_OUT = 10
 # Longest wait for workers to finish their block when the run is asked to end. Time is short then,
 # and workers may be gone. Otherwise there is no limit.
 _LEAVING_SECONDS = 1.0
@@ -134,7 +137,17 @@ class Fit:
         self._write()  # raises if weights were set in the middle of the epoch
         self.within_epoch = False
         self._copy.read()
+        left_out = self._check_left_out(1)
         logs = self._logs() | self._validated(*validation)
+        if self._models.skips:
+            logs["left_out"] = float(left_out)
+        if left_out:
+            print(
+                f"tfpara: epoch {self.epoch + 1} left out {left_out} minibatches whose loss or "
+                "gradient had NaN or Inf; the workers have named them",
+                file=sys.stderr,
+                flush=True,
+            )
         self.epoch += 1
         callbacks.on_epoch_end(self.epoch - 1, logs)
         self._write()
@@ -230,10 +243,30 @@ class Fit:
                     self._halt()
                 return
             self.at_poll()
+            self._check_left_out(_FEW_LEFT_OUT)
             if done and (self.model.stop_training or not self._left()):
                 return
             if done:
                 self._submit()  # the chunks that are not finished although their run ended
+
+    def _check_left_out(self, at_least: int) -> int:
+        """Returns how many minibatches of the epoch were left out for NaN or Inf.
+
+        Raises:
+            tfpara.DivergedError: these are too many, and so many at least.
+        """
+        if not self._models.skips:
+            return 0
+        left_out, share = int(self.server.counters.left_out), self._models.nonfinite_share
+        of_epoch = self.server.trained()
+        if left_out >= at_least and left_out > share * of_epoch:
+            raise DivergedError(
+                f"{left_out} of {of_epoch} minibatches of this epoch had NaN or Inf in the loss or "
+                f"a gradient and were left out, more than nonfinite_share={share:g} allows; the "
+                "workers have named them. Lower the learning rate or clip the gradients, and look "
+                "at the data."
+            )
+        return left_out
 
     def _write(self) -> None:
         """Sends weights that were set in the chief's model to the servers."""

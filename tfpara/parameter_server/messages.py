@@ -57,6 +57,7 @@ class Push(NamedTuple):
     samples: tf.Tensor  # number of samples
     rate: tf.Tensor  # learning rate of this push; if negative, the servers' rate is used
     squares: Sequence[tf.Tensor] = ()  # sums of the gradients' squares; empty if not needed
+    left_out: Sequence[tf.Tensor] = ()  # the number of minibatches left out; empty if none can be
 
 
 class Answer(NamedTuple):

@@ -44,11 +44,14 @@ class Models(dict[keras.Model, Trained]):
         sync_period: int,
         seed: int,
         record: bool,
+        nonfinite: str,
+        nonfinite_share: float,
     ) -> None:
         super().__init__()
         self.workers = workers
         self.rule, self.averages = rule, averages
         self.sync_period, self.seed, self._record = sync_period, seed, record
+        self.skips, self.nonfinite_share = nonfinite == "skip", nonfinite_share
         self.fits = itertools.count()
 
     def of(self, model: keras.Model | None) -> Trained:
@@ -92,7 +95,7 @@ class Models(dict[keras.Model, Trained]):
             server, work, copy = trained
             copy.write(within_epoch=False, within_fit=False)
             if not work.has_these_metrics:
-                work = WorkerStep(model, server.rule, spec, self.sync_period)
+                work = WorkerStep(model, server.rule, spec, self.sync_period, self.skips)
                 server.measure(model)
                 self[model] = Trained(server, work, ChiefModel(model, server, work))
         return self[model]
@@ -103,7 +106,7 @@ class Models(dict[keras.Model, Trained]):
             rule = rule.for_optimizer(memory_can_change(optimizer) or not memory_of(optimizer))
             if rule != self.rule:
                 print(f"tfpara: for this local optimizer the rule is {rule}", file=sys.stderr)
-        work = WorkerStep(model, rule, spec, self.sync_period)
+        work = WorkerStep(model, rule, spec, self.sync_period, self.skips)
         if work.fit:
             print(f"tfpara: {work.fit}.", file=sys.stderr)
         server = Server(

@@ -141,7 +141,8 @@ class Server:
         """
         for shard in self.shards:
             shard.progress.open(epoch, anew)
-        for started in [self.counters.finished, *self.metrics] if anew else ():
+        counters = self.counters
+        for started in [counters.finished, counters.left_out, *self.metrics] if anew else ():
             started.assign(tf.zeros_like(started))
         if self.staleness is not None:
             self.staleness.clear()

@@ -137,6 +137,10 @@ class Shard:
         for name, average in self._averages.items():
             for kept, new in zip(self.averages[name], after, strict=True):
                 changes += _stored(kept, average.update(_read(kept), precise(new)))
+        for left_out in push.left_out:  # where all of the minibatches are, nothing changes
+            some = push.minibatches > left_out
+            changes = [(v, tf.where(some, new, tf.identity(v))) for v, new in changes]
+            moves = [tf.where(some, move, tf.zeros_like(move)) for move in moves]
         changes += [(self.version, version + 1), self.progress.change(push)]
         return changes, moves, staleness
 

@@ -14,7 +14,13 @@ import tensorflow as tf
 from tfpara import fit_call, program
 from tfpara.algorithms import ASYNC_RULES, AsyncBMUF, AsyncEASGD, AveragedASGD, Rule
 from tfpara.algorithms.asgd import AsyncAverage, AsyncRule
-from tfpara.checks import check_backend, checked_averages, checked_period, checked_seconds
+from tfpara.checks import (
+    check_backend,
+    checked_averages,
+    checked_nonfinite,
+    checked_period,
+    checked_seconds,
+)
 from tfpara.cluster import quiet
 from tfpara.parameter_server import processes
 from tfpara.parameter_server.counters import Pushed
@@ -98,6 +104,10 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy, Strategy):
             one named "average".
         seed: seed ≥ 0 of the order of arrays and shuffled datasets, and of simulated workers.
         record: whether the first parameter server records each push, for the method `record`.
+        nonfinite: "raise": a push that would make a weight NaN or Inf ends the run. "skip": a
+            minibatch whose loss or gradient has NaN or Inf changes nothing.
+        nonfinite_share: with "skip", the share of an epoch's minibatches, in [0, 1], above which
+            the run ends; looked at where the epoch ends, and before that once ten were left out.
         timeout_seconds: silence after which a worker or parameter server counts as lost; also
             how long training waits for a worker when all are lost.
         startup_timeout_seconds: longest wait for all processes to start.
@@ -117,6 +127,8 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy, Strategy):
         averages: Mapping[str, AsyncAverage] | None = None,
         seed: int = 0,
         record: bool = False,
+        nonfinite: str = "raise",
+        nonfinite_share: float = 0.01,
         timeout_seconds: float = 60.0,
         startup_timeout_seconds: float = 300.0,
         _processes: Workers | None = None,
@@ -136,6 +148,7 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy, Strategy):
                 raise ValueError("averages has 'average', which is the name of AveragedASGD's own.")
             kept["average"] = rule.average
         self.seed = checked_whole("seed", seed, at_least=0)
+        checked_nonfinite(nonfinite, nonfinite_share)
         checked_seconds("timeout_seconds", timeout_seconds)
         checked_seconds("startup_timeout_seconds", startup_timeout_seconds)
         self._processes = _processes or processes.join(timeout_seconds, startup_timeout_seconds)
@@ -152,6 +165,8 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy, Strategy):
             sync_period=sync_period,
             seed=self.seed,
             record=record,
+            nonfinite=nonfinite,
+            nonfinite_share=nonfinite_share,
         )
         self.running: Fit | None = None
 
@@ -274,6 +289,14 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy, Strategy):
             raise
         finally:
             self.running = None
+
+    def predict(self, model: keras.Model, *args: object, **kwargs: object) -> Nest:
+        """Raises RuntimeError: workers train alone; the chief predicts, by `model.predict`."""
+        raise RuntimeError(
+            "strategy.predict divides rows among the workers of a PeriodicSyncStrategy; those of "
+            "an AsyncStrategy only train. Call model.predict(...) on the chief, within "
+            "strategy.weights(model, ...) for an average."
+        )
 
     @contextlib.contextmanager
     def weights(self, model: keras.Model, which: str) -> Iterator[None]:

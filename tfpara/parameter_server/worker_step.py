@@ -7,6 +7,7 @@ workers can run the same traced function, and it does not change the chief's mod
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -59,6 +60,7 @@ class Block(NamedTuple):
     metrics: list[tf.Tensor]  # values of the metrics' variables, summed
     minibatches: tf.Tensor  # number so far, int64
     samples: tf.Tensor  # number so far, int64
+    left_out: tf.Tensor  # for each minibatch, bool [τ]; empty if none is left out
 
 
 class WorkerStep:
@@ -69,6 +71,7 @@ class WorkerStep:
         rule: a resolved rule of `tfpara.algorithms.asgd`.
         spec: the element spec of the minibatches.
         sync_period: τ, minibatches of a block.
+        skips: whether minibatches whose loss or gradients have NaN or Inf change nothing.
 
     Attributes:
         state: the model's variables whose values are in `Block.state`.
@@ -80,12 +83,20 @@ class WorkerStep:
         ValueError: the model is not built or compiled, or has a training step of its own.
     """
 
-    def __init__(self, model: keras.Model, rule: AsyncRule, spec: Nest, sync_period: int) -> None:
+    def __init__(
+        self,
+        model: keras.Model,
+        rule: AsyncRule,
+        spec: Nest,
+        sync_period: int,
+        skips: bool = False,
+    ) -> None:
         _check(model)
         _build_metrics(model, spec)
         self.model = model
         self.optimizer = model.optimizer
         self.weights = model.trainable_variables
+        self._skips, self._period = skips, sync_period if skips else 0
         self._rule: Any = rule  # Any: its flags tell which of the rules' methods exist
         states = carried_states(model)  # Keras' lists of the model's variables lack them
         carried = {id(v) for v in states}
@@ -180,6 +191,7 @@ class WorkerStep:
             metrics=[tf.zeros_like(v.value) for v in self._metrics],
             minibatches=zero,
             samples=zero,
+            left_out=tf.zeros([self._period], tf.bool),
         )
 
     def _set_rate(self, optimizer: list[tf.Tensor], rate: tf.Tensor) -> None:
@@ -229,7 +241,7 @@ class WorkerStep:
 
         state = now(self.state)
         moved = self._moved(block._replace(weights=[each[-1] for each in stood]), gradients)
-        return moved._replace(
+        added = moved._replace(
             state=state,
             kept=_left(of_state, block, state),
             own=now(self._own),
@@ -237,6 +249,17 @@ class WorkerStep:
             minibatches=block.minibatches + 1,
             samples=block.samples + tf.cast(samples, tf.int64),
         )
+        return self._unless_bad(block, added, [loss, *gradients]) if self._skips else added
+
+    def _unless_bad(self, before: Block, after: Block, values: Sequence[tf.Tensor]) -> Block:
+        """Returns the block after a minibatch; as before it if any of `values` has NaN or Inf."""
+        finite = tf.reduce_all([tf.reduce_all(tf.math.is_finite(value)) for value in values])
+        if not before.gradients:  # before the block's first minibatch
+            before = before._replace(gradients=[tf.zeros_like(g) for g in after.gradients])
+        kept = tf.nest.map_structure(lambda new, old: tf.where(finite, new, old), after, before)
+        this = tf.range(self._period, dtype=tf.int64) == before.minibatches
+        left_out = before.left_out | (this & ~finite)
+        return kept._replace(minibatches=after.minibatches, left_out=left_out)
 
     def _moved(self, block: Block, gradients: list[tf.Tensor]) -> Block:
         """Returns the block after a local step by these gradients, or with the gradients added."""
@@ -245,7 +268,7 @@ class WorkerStep:
             optimizer = list(block.optimizer)
             # the schedule counts minibatches in the global model and the block
             if steps.schedule is not None:
-                self._set_rate(optimizer, steps.schedule(block.before + block.minibatches))
+                self._set_rate(optimizer, steps.schedule(block.before + _trained(block)))
             weights, optimizer = steps(block.weights, optimizer, gradients)
             return block._replace(weights=weights, optimizer=optimizer)
         gradients, squares = clipped(self.optimizer, gradients), block.squares
@@ -314,9 +337,11 @@ class WorkerStep:
         elif not self.local:
             values = block.gradients
             if self._rule.reduction == "mean":
-                count = tf.cast(tf.maximum(block.minibatches, 1), tf.float32)
+                count = tf.cast(tf.maximum(_trained(block), 1), tf.float32)
                 values = [v / tf.cast(count, v.dtype) for v in values]
                 squares = [s / tf.cast(count, s.dtype) for s in squares]
+        if self._skips:
+            _tell(block, worker, place)
         return Push(
             values=values,
             state=[
@@ -331,6 +356,7 @@ class WorkerStep:
             samples=block.samples,
             rate=rate,
             squares=squares,
+            left_out=[block.minibatches - _trained(block)] if self._skips else [],
         )
 
     def kept(
@@ -344,6 +370,27 @@ class WorkerStep:
             return [], block.optimizer
         moved = [w - m for w, m in zip(block.weights, moves, strict=True)]
         return constrained(moved, [v.constraint for v in self.weights]), block.optimizer
+
+
+def _trained(block: Block) -> tf.Tensor:
+    """Returns the number of a block's minibatches that were not left out."""
+    return block.minibatches - tf.math.count_nonzero(block.left_out)
+
+
+def _tell(block: Block, worker: tf.Tensor, place: Place) -> None:
+    """Prints in the worker, where minibatches were left out, which."""
+
+    def told() -> tf.Tensor:
+        numbers = place.start + tf.where(block.left_out)[:, 0]
+        tf.print(
+            *("tfpara: worker", worker, "left out minibatch", numbers, "of chunk", place.chunk),
+            *("in epoch", place.epoch + 1, "(NaN or Inf in the loss or a gradient)"),
+            output_stream=sys.stderr,
+            summarize=-1,
+        )
+        return tf.constant(True)
+
+    tf.cond(tf.reduce_any(block.left_out), told, lambda: tf.constant(False))
 
 
 class _Scope(keras.StatelessScope):
