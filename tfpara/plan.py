@@ -29,8 +29,8 @@ _ASSUMED = {"link_delay_ms": 0.0, "sync_ms": 0.0, "slowdown": 1.0}
 _NEEDED = ("step_ms", "model_mb", "link_mbit")
 _ERRORS = (
     "Errors are how much `BMUF()` was above one replica with as many replicas and as long a period "
-    "or the next more, on 40 minutes of speech, eight epochs. A run with more syncs loses less, and "
-    "one with fewer more."
+    "or the next more, on 40 minutes of speech, eight epochs. A run with more syncs loses less, "
+    "and one with fewer more."
 )
 
 
