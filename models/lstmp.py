@@ -122,15 +122,10 @@ class LSTMPCell(keras.layers.Layer):
         )
 
     def call(self, inputs: Any, states: Any, training: bool = False) -> tuple[Any, list[Any]]:
-        """Computes one step.
+        """Computes one step from inputs [batch, input_dim]; `training` is not used.
 
-        Args:
-            inputs: [batch, input_dim].
-            states: r_{t−1} [batch, projection] and c_{t−1} [batch, units].
-            training: not used.
-
-        Returns:
-            The output [batch, projection + output_projection], and [r_t, c_t].
+        The states are r_{t−1} [batch, projection] and c_{t−1} [batch, units]. Returns the output,
+        [batch, projection + output_projection], and [r_t, c_t].
         """
         recurrent, cells = states
         gates = ops.matmul(inputs, self.kernel) + ops.matmul(recurrent, self.recurrent_kernel)

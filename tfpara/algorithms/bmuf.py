@@ -72,8 +72,8 @@ class BMUF(Rule):
 
         η_t = min(η, 1 − 1/(t/k + 1)),   a gain of t/k + 1
 
-    In the equations above, the η in B and the factor of the former Δ are η_t of the last sync; the
-    point from which every replica continues has that of the present sync.
+    In the equations above, B and the term ηΔ use η_t of the last sync; the point from which every
+    replica continues uses that of the present sync.
 
     Args:
         block_momentum: η, 0 ≤ η < 1, or how the steady gain grows with the number N of replicas:

@@ -87,11 +87,7 @@ def _resumed(
 ) -> str:
     """Returns the message on a resumed run: where it continues, or that it is complete.
 
-    Args:
-        directory: directory of the checkpoints.
-        number: number of the checkpoint.
-        position: its "epoch", from 0, its place within it, and whether training was "finished".
-        epochs: number of epochs of this `fit`.
+    `position` has the "epoch", from 0, the place within it, and whether training was "finished".
     """
     done = position["epoch"]
     if not position["finished"] and done < epochs:

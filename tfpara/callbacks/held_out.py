@@ -111,7 +111,7 @@ class HeldOut(Callback):
             self._strategy.share_state("held out", self)
 
     def get_state(self) -> dict[str, Json]:
-        """Returns what a worker that comes within the epoch has to know."""
+        """Returns the facts that a worker needs that joins within the epoch."""
         return {"done": self._done}
 
     def set_state(self, state: Mapping[str, Json]) -> None:

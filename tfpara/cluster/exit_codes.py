@@ -14,7 +14,7 @@ from tfpara.cluster.tf_config import shown
 RESTART_VARIABLE, LOST_VARIABLE = "TFPARA_RESTART_EXIT_CODE", "TFPARA_LOST_WORKER_EXIT_CODE"
 # 75 is EX_TEMPFAIL of sysexits.h: another attempt may succeed.
 _RESTART, _LOST = 75, 1
-INTERRUPTED = 130  # by Ctrl-C, as shells have it
+INTERRUPTED = 130  # the code of shells for Ctrl-C
 # The description of each code in the reference; the two above can be set.
 MEANINGS = {
     0: "the program is done",

@@ -32,7 +32,7 @@ _WHO_WAS_SILENT = re.compile(r"; (.*?) was silent \(timeout_seconds\)")
 _ASSERTED = re.compile(
     r"assertion failed: \[((?:replicas?|workers?) .*?)\](\n| \[Op:|$)", re.DOTALL
 )
-# If a function of several devices calls another one that fails, TensorFlow may report this alone.
+# TensorFlow may report only this, if a function of several devices calls another one that fails.
 _CANCELLED = "RecvAsync is cancelled"
 _NAMES = re.compile(r"(?:^|and )(chief|worker \d+)\b")
 _OF_A_SYNC = re.compile(f"ollective|RecvBuf|Horovod has|{_CANCELLED}")
@@ -104,13 +104,10 @@ def explain(
 
 
 def note_silence(who: str) -> str:
-    """Notes that this process ends a sync because another worker was silent for too long.
+    """Notes that this process ends a sync because other workers, `who`, were silent for too long.
 
-    Args:
-        who: the silent workers; "" if unknown.
-
-    Returns:
-        The reason to give to TensorFlow, which tells the other workers the names.
+    Returns the reason to give to TensorFlow, which tells the other workers the names. If the names
+    are unknown, `who` is "".
     """
     global _silence
     _silence = who
@@ -120,11 +117,8 @@ def note_silence(who: str) -> str:
 def note_apart(sentence: str) -> str:
     """Notes that this process ends an exchange because workers wait in different ones.
 
-    Args:
-        sentence: the place of each worker.
-
-    Returns:
-        The reason to give to TensorFlow, which tells it to the other workers.
+    `sentence` has the place of each worker. Returns the reason to give to TensorFlow, which tells
+    the other workers.
     """
     global _apart
     _apart = sentence

@@ -143,11 +143,7 @@ class Channel:
         return messages
 
     def wait(self, until: float) -> dict[str, Json] | None:
-        """Waits for the next message; returns None if the connection ends or the time is over.
-
-        Args:
-            until: end of the wait, in seconds of `time.monotonic()`.
-        """
+        """Waits for the next message until the time `until` (monotonic); returns it, or None."""
         while True:
             for message in self.receive(at_most=1):
                 return message
@@ -162,11 +158,7 @@ class Channel:
         poll.poll(seconds * 1000.0)
 
     def close(self, patience_seconds: float = 0.0) -> None:
-        """Ends the connection.
-
-        Args:
-            patience_seconds: longest wait until all messages have left.
-        """
+        """Ends the connection; waits `patience_seconds` at most until all messages have left."""
         until = time.monotonic() + patience_seconds
         while self._leaving and time.monotonic() < until:
             self.wait_for(_TICK_SECONDS, to_write=True)
@@ -244,11 +236,7 @@ class Channel:
 
 
 def _whole(digits: str) -> int:
-    """Returns a whole number of a message.
-
-    Raises:
-        ValueError: it is too long.
-    """
+    """Returns a whole number of a message; raises ValueError if it is too long."""
     if len(digits) > _LONGEST_NUMBER:
         raise ValueError(f"a number of {len(digits)} digits")
     return int(digits)
@@ -270,11 +258,7 @@ def connect(address: str, secret: bytes, purpose: str, timeout_seconds: float) -
 
 
 def other_secret(chief: str) -> str:
-    """Returns the sentence that this process has another secret than the chief.
-
-    Args:
-        chief: name of the chief in the sentence.
-    """
+    """Returns the sentence that this process has another secret than the process named `chief`."""
     return (
         f"this process has another secret than {chief}. Give all processes of the run the same "
         f"{run_secret.FILE_VARIABLE} or {run_secret.VARIABLE}, or none of them."

@@ -46,7 +46,7 @@ def install() -> None:
         return
     # `fit` has shuffle=True by default, and Keras warns for each dataset that it is ignored.
     warnings.filterwarnings("ignore", message=r"`shuffle=True` was passed, but will be ignored")
-    # Workers with parameter servers read their data in a graph, where options are asked for.
+    # With parameter servers workers read data in a graph; tf.data then warns about options.
     warnings.filterwarnings("ignore", message="To make it possible to preserve tf.data options")
 
 

@@ -28,11 +28,8 @@ def unreachable(cluster: Cluster, timeout_seconds: float) -> list[str]:
 def accepting(addresses: Sequence[str], timeout_seconds: float) -> frozenset[str]:
     """Returns those of `addresses`, "host:port", that accept a TCP connection now.
 
-    All are tried at once. A stopped process still accepts, so this does not prove that it works.
-
-    Args:
-        addresses: the addresses to probe.
-        timeout_seconds: longest wait for an answer, name look-up included.
+    All are tried at once, for at most `timeout_seconds`, name look-up included. A stopped process
+    still accepts, so this does not prove that it works.
     """
     found: set[str] = set()
 

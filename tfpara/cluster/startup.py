@@ -224,7 +224,7 @@ def _addresses(port: int, guests: Mapping[int, _Guest]) -> list[str]:
 
 
 class _Guest(NamedTuple):
-    """A worker that has come to the chief."""
+    """A worker that has connected to the chief."""
 
     reaches: str  # the chief's IP address at which the worker has reached it
     hello: Mapping[str, Json]
@@ -333,7 +333,7 @@ def _gathered(
 ) -> Iterator[tuple[Door[int], dict[int, _Guest]]]:
     """Yields the door and the workers by rank, once all have come to the chief.
 
-    A StartupError, also one of the body, is sent to all that have come.
+    If the wait or the body of the context raises StartupError, all that have come receive it.
     """
     door = Door[int](listener, terms.shared, _PURPOSE, terms.size)
     try:

@@ -180,10 +180,8 @@ class Membership:
     def resume(self, generation: int, members: Mapping[int, str], now: float) -> list[Say]:
         """Event: a member of a run whose meeting point is gone has come; all members are absent.
 
-        Args:
-            generation: the latest generation that this member knows.
-            members: addresses by task number, in rank order.
-            now: the time.
+        `generation` is the latest that this member knows; `members` are the addresses by task
+        number, in rank order.
         """
         if self.phase != "founding" and not (self._resumed and generation > self.generation):
             return []

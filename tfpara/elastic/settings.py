@@ -22,7 +22,6 @@ class Elastic:
             first workers. Values that you give never change.
         silence_seconds: silence after which a worker counts as lost. The end of a worker's process
             is noticed at once.
-            process has ended is noticed at once.
 
     Raises:
         ValueError: a number outside its range.

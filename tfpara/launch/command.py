@@ -200,12 +200,7 @@ def _command(words: Sequence[str]) -> list[str]:
 
 
 def _processes(options: argparse.Namespace, stores: contextlib.ExitStack) -> list[Process]:
-    """Returns the processes to start, the chief first.
-
-    Args:
-        options: the parsed flags.
-        stores: closes the store that is served for Horovod's processes.
-    """
+    """Returns the processes to start, the chief first; `stores` will close Horovod's store."""
     gpus = _gpus(options, options.workers)
     if not options.ps:
         environments = _environments(options, stores)
@@ -232,8 +227,7 @@ def _elastic(
 ) -> tuple[Policy, Callable[[], list[Process]]]:
     """Serves the meeting point of an elastic run until `stores` ends.
 
-    Returns:
-        The policy for failures, and a function that returns the workers.
+    Returns the policy for failures, and a function that returns the workers.
     """
     common = _common(options, options.workers)
     [port] = ports(options.host, options.port, 1)

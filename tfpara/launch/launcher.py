@@ -148,11 +148,7 @@ class Launcher:
     def _start(
         self, rank: int, process: Process, end: contextlib.ExitStack
     ) -> list[threading.Thread]:
-        """Starts a process.
-
-        Returns:
-            The threads, not started yet, that read its output and wait for its end.
-        """
+        """Starts a process; returns threads, to be started, that read its output and wait."""
         name, former = process.name, self._children.get(rank)
         log: BinaryIO | None = None
         if self._log_dir is not None:

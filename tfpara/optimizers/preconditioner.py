@@ -13,9 +13,9 @@ import tensorflow as tf
 from tfpara.optimizers.online_natural_gradient import OnlineNaturalGradient, Scatter
 from tfpara.typing import Nest
 
-# As in Kaldi, each of this many first minibatches updates F, for any period.
+# Number of first minibatches that each update F, for any period, as in Kaldi.
 FIRST_UPDATES = 10
-# As in Kaldi, the very first minibatch updates F this many more times, from the arbitrary start.
+# Number of further updates of F by the very first minibatch, from the arbitrary start, as in Kaldi.
 START_UPDATES = 3
 
 

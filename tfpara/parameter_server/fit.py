@@ -275,8 +275,7 @@ class Fit:
     def _prepare(self, callback: keras.callbacks.Callback) -> None:
         """Shows the servers' weights to a callback that saves the model within epochs.
 
-        Raises:
-            ValueError: the callback cannot be used with parameter servers.
+        Raises ValueError for a callback that cannot be used with parameter servers.
         """
         if isinstance(callback, keras.callbacks.BackupAndRestore):
             raise ValueError(

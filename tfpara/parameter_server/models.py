@@ -78,15 +78,11 @@ class Models(dict[keras.Model, Trained]):
                 trained.server.forget(worker)
 
     def for_fit(self, model: keras.Model, spec: Nest) -> Trained:
-        """Returns a model's parts for a `fit`; creates them at the first one.
+        """Returns the parts of a built, compiled model for a `fit`; creates them at the first one.
 
         The parts are created again, from the weights of the chief's model, if since then it was
         compiled with another optimizer, or layers were frozen or unfrozen. Otherwise weights that
-        were set in the chief's model are sent to the servers.
-
-        Args:
-            model: built and compiled.
-            spec: the element spec of the minibatches.
+        were set in the chief's model are sent to the servers. `spec` is that of the minibatches.
         """
         trained = self.get(model)
         if trained is None or not trained.work.has_these_weights:

@@ -26,13 +26,11 @@ _joined: dict[str, Processes] = {}  # by TF_CONFIG; several strategies share the
 def join(timeout_seconds: float, startup_timeout_seconds: float) -> Processes:
     """Returns the processes of TF_CONFIG to the chief; a worker or parameter server never returns.
 
-    Args:
-        timeout_seconds: silence after which another process counts as lost.
-        startup_timeout_seconds: longest wait for all processes.
+    A process counts as lost after `timeout_seconds` of silence.
 
     Raises:
         tfpara.cluster.ClusterError: TF_CONFIG is wrong.
-        tfpara.StartupError: processes did not connect, or have another TF_CONFIG.
+        tfpara.StartupError: processes did not connect in time, or have another TF_CONFIG.
     """
     found = taking_part(cluster.read)
     if not found.is_chief:

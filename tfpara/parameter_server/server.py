@@ -169,11 +169,7 @@ class Server:
         return sum(self.first.progress.done.numpy().tolist())
 
     def weights_at_once(self, names: Sequence[str]) -> Moment:
-        """Reads several models between two pushes, on each server.
-
-        Args:
-            names: "global", or names of averages.
-        """
+        """Reads models ("global" and averages, by `names`) between two pushes, on each server."""
 
         def of(shard: Shard) -> list[tf.Tensor]:
             held = [shard.weights if n == "global" else shard.average(n) for n in names]

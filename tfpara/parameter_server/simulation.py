@@ -197,10 +197,7 @@ class _Simulation:
     def wait(self, seconds: float) -> bool:
         """Trains until all chunks are done, or for `seconds` of real time, but at least one push.
 
-        Returns whether all chunks are done.
-
-        Raises:
-            ValueError: the record that is repeated is of another run.
+        Returns whether all chunks are done. Raises ValueError if the record is of another run.
         """
         until = time.monotonic() + seconds
         while True:

@@ -148,8 +148,7 @@ class WorkerStep:
     def own_start(self, stream: tf.Tensor) -> list[tf.Tensor]:
         """Returns a worker's own state (`Block.own`) at the beginning of its work on a chunk.
 
-        Args:
-            stream: int64; different streams have different random numbers.
+        Different streams, int64, have different random numbers.
         """
         shift = tf.math.floormod(tf.bitwise.right_shift(stream * _MIX, 33), _SEEDS)
         return [

@@ -225,10 +225,8 @@ def _astray(cluster: AsyncCluster) -> str | None:
 def _free_address(cluster: AsyncCluster) -> str:
     """Returns "host:port": the chief's host, and a free port that no address of the cluster has.
 
-    The search goes up from the chief's own port, and then from 1024.
-
-    Raises:
-        tfpara.StartupError: no port is free.
+    The search goes up from the chief's own port, and then from 1024. If no port is free, it raises
+    tfpara.StartupError.
     """
     host, _, own = cluster.address.rpartition(":")
     addresses = itertools.chain.from_iterable(cluster.spec().values())

@@ -28,8 +28,8 @@ _GAIN = 0.03  # smallest gain of time for which the shares change
 def shares_of(seconds: Array, period: int, former: Array) -> Array:
     """Returns the minibatches τ_i of each worker in a block, with Σ τ_i = W·τ for W workers.
 
-    They make max_i s_i·τ_i, the time of the block, as short as whole numbers can, where s_i are the
-    seconds of a minibatch, within 1 ≤ τ_i ≤ 4τ. So τ_i is about W·τ·(1/s_i) / Σ_j (1/s_j).
+    They make max_i s_i·τ_i, the time of the block, as short as whole numbers 1 ≤ τ_i ≤ 4τ allow;
+    s_i are the seconds of a minibatch. So τ_i is about W·τ·(1/s_i) / Σ_j (1/s_j).
 
     Args:
         seconds: s_i; 0 if unknown, and then all workers have the same share.

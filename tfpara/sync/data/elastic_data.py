@@ -344,8 +344,7 @@ def _without_values(facts: Facts) -> Facts:
 def _agree(strategy: Any, began: Began, facts: Facts) -> Order:
     """Returns the run's order of data, with a seed that is equal on all workers.
 
-    Raises:
-        ValueError: the workers with which the run begins have different data.
+    Raises ValueError if the workers with which the run begins have different data.
     """
     order: Order = strategy.extended.data.order
     if order.seed is None:

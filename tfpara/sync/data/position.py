@@ -60,11 +60,9 @@ class Position:
         self.begun = begun
 
     def enter(self, epoch: int, steps_seen: int) -> None:
-        """Notes that `fit` begins an epoch; minibatches that must be skipped are kept.
+        """Notes that `fit` begins an epoch, after `steps_seen` training steps of this process.
 
-        Args:
-            epoch: number of the epoch.
-            steps_seen: training steps of this process so far.
+        Minibatches that must be skipped are kept.
         """
         if epoch != self.epoch or steps_seen > self._steps_seen:
             self.move(epoch, steps_seen)

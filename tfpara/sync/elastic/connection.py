@@ -190,9 +190,7 @@ class Connection:
     def end(self, why: str, complete: bool = False) -> NoReturn:
         """Ends this worker's program; the others continue, and it may be restarted.
 
-        Args:
-            why: the cause, as a sentence.
-            complete: whether nothing is left to do.
+        `why` is the cause, as a sentence; `complete`: whether nothing is left to do.
         """
         self.out = True
         self.line.close()
@@ -218,7 +216,7 @@ class Connection:
         except MeetingError as error:
             self.end(str(error))
         if self.line.task != task or self.line.founding:
-            # TensorFlow's server keeps its number, and another run cannot use the trained model.
+            # TensorFlow's server cannot change its number, and another run cannot use the model.
             self.end("the run that this worker belongs to is over.")
         self._listen()
         self.joining = True

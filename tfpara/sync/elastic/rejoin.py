@@ -204,8 +204,7 @@ class Rejoin:
     def _shorten_block(self, reports: list[Any], behind: list[bool], syncs: int) -> list[int]:
         """Makes workers that are behind close the open block together with the others.
 
-        Returns:
-            For each rank, the steps of the open block that count there but were not taken.
+        Returns for each rank the steps of the open block that count there but were not taken.
         """
         # The others have trained a part of the block, or all, and will not complete it.
         missed = max(own["open"] for own in reports if own and own["syncs"] == syncs)
@@ -276,13 +275,9 @@ def _how_far(report: Mapping[str, Any]) -> tuple[int, ...]:
 def _next_plan(
     form: Form, reports: list[Any], behind: list[bool], ahead: Mapping[str, Any]
 ) -> Plan:
-    """Returns the plan of a generation, from the reports of its members.
+    """Returns the plan of a generation, from the reports of its members by rank (None: a newcomer).
 
-    Args:
-        form: the generation.
-        reports: reports by rank; None for a newcomer.
-        behind: whether the worker receives another one's state, by rank.
-        ahead: the report of the worker that is furthest.
+    `behind` tells which workers receive another one's state; `ahead` is the furthest report.
     """
     plan = Plan.of(ahead["plan"])
     here = dict(zip(form.tasks, zip(reports, behind, strict=True), strict=True))

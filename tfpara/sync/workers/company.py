@@ -66,11 +66,7 @@ class Company(abc.ABC):
 
     @abc.abstractmethod
     def replicas_now(self, devices: int) -> tuple[Scalar, Scalar]:
-        """Returns N, and the number of this worker's first replica, as graphs read them.
-
-        Args:
-            devices: number of devices of each worker.
-        """
+        """Returns N, with `devices` on each worker, and this worker's first replica, for graphs."""
 
     @abc.abstractmethod
     def founding_replicas(self, devices: int) -> int:
@@ -92,10 +88,9 @@ class Company(abc.ABC):
         """Tells the others that a program ends without `tfpara.run`."""
 
     def together(self, exchange: Callable[[], Json]) -> Any:
-        """All: runs an exchange, which each calls once; repeats it if a member is lost.
+        """All: runs an exchange, which returns the same JSON value on all, once on each worker.
 
-        Args:
-            exchange: returns the same JSON value on all.
+        If a member is lost, the others repeat the exchange.
         """
         return exchange()
 
@@ -113,11 +108,9 @@ class Company(abc.ABC):
 
     @abc.abstractmethod
     def sums(self, parts: Sequence[tf.Tensor], evaluates: bool) -> list[tf.Tensor]:
-        """All: returns the sums of the workers' parts of metrics' variables.
+        """All: returns the sums of the workers' `parts` of metrics' variables.
 
-        Args:
-            parts: this worker's parts.
-            evaluates: whether the metrics are those of an evaluation.
+        `evaluates`: whether the metrics are those of an evaluation.
         """
 
     @abc.abstractmethod
