@@ -113,7 +113,9 @@ def tables(model: keras.Model) -> dict[str, Json]:
             texts = [str(entry) for entry in entries]
             digest = hashlib.sha256("\n".join(texts).encode()).hexdigest()[:8]
             some = ", ".join(texts[:4]) + (", …" if len(texts) > 4 else "")
-            name = f"table {len(found) + 1}, of {type(layer).__name__}, which adapt makes of its data"
+            name = (
+                f"table {len(found) + 1}, of {type(layer).__name__}, which adapt makes of its data"
+            )
             found[name] = f"{some} ({len(texts)} entries, {digest})"
     return found
 

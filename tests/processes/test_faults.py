@@ -49,7 +49,11 @@ def test_without_a_fault_all_train():
         (
             {"bins": [0.0, 1.0]},
             {"bins": [0.0, 2.0]},
-            ["of Discretization, which adapt makes", "'0.0, 1.0 (2 entries", "'0.0, 2.0 (2 entries"],
+            [
+                "of Discretization, which adapt makes",
+                "'0.0, 1.0 (2 entries",
+                "'0.0, 2.0 (2 entries",
+            ],
         ),
         (
             {"momentum": 0.9},

@@ -21,8 +21,12 @@ def test_tables_have_what_adapt_makes_also_within_models():
     one, same, other = map(with_lookup, map(list, ("aab", "aba", "abb")))
     assert keras_model.tables(one) == keras_model.tables(same) != keras_model.tables(other)
     said = [f"{name}: {text}" for name, text in keras_model.tables(other).items()]
-    assert said[0].startswith("table 1, of StringLookup, which adapt makes of its data: [UNK], b, a")
-    assert said[1].startswith("table 2, of Discretization, which adapt makes of its data: 0.0, 1.0 (")
+    assert said[0].startswith(
+        "table 1, of StringLookup, which adapt makes of its data: [UNK], b, a"
+    )
+    assert said[1].startswith(
+        "table 2, of Discretization, which adapt makes of its data: 0.0, 1.0 ("
+    )
 
 
 def test_a_long_table_is_short_in_a_message_and_its_end_counts():

@@ -1,6 +1,8 @@
 """Trains on a table of numbers and words, whose preprocessing is learned from the data first.
 
     tfpara-launch -n 2 -- python -m tfpara.examples.tabular
+
+Every worker runs all of this.
 """
 
 import keras
@@ -59,9 +61,7 @@ def main() -> None:
         model = network(columns)
     train = tf.data.Dataset.from_tensor_slices((columns, rents)).shuffle(len(rents))
     test = tf.data.Dataset.from_tensor_slices(table(1_000, seed=2)).batch(1_000)
-    model.fit(
-        train.batch(32 * strategy.num_replicas), epochs=6, validation_data=test, verbose=2
-    )
+    model.fit(train.batch(32 * strategy.num_replicas), epochs=6, validation_data=test, verbose=2)
     model.save("tabular.keras")
 
 
