@@ -9,7 +9,7 @@ def before(after: str, diff: str) -> str:
     done, rest = "", after
     for part in diff.split("...\n"):
         lines = part.splitlines(keepends=True)
-        old, new = ("".join(l[1:] for l in lines if l[0] in " " + sign) for sign in "-+")
+        old, new = ("".join(line[1:] for line in lines if line[0] in " " + sign) for sign in "-+")
         assert rest.count(new) == 1, f"{rest.count(new)} times:\n{new}"
         head, rest = rest.split(new)
         done += head + old

@@ -57,7 +57,7 @@ def test_the_classifier_learns_and_leaves_a_model_that_loads(tmp_path):
     assert abs(accuracy - float(found["ema"])) < 0.002
 
 
-# In each run those in which several workers make something: layers that are adapted, several models.
+# In each run: workers that adapt layers, and several models. The others are nightly.
 @pytest.mark.nightly_cases("cnn", "transformer", "sequences", "vae", "loop")
 @pytest.mark.parametrize("name", examples.SCORES)
 def test_two_workers_learn_and_leave_one_model_that_loads(name, tmp_path):

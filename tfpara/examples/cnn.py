@@ -1,6 +1,8 @@
 """Trains a convolutional network that sees each image moved, mirrored and in other light.
 
-tfpara-launch -n 2 -- python -m tfpara.examples.cnn
+    tfpara-launch -n 2 -- python -m tfpara.examples.cnn
+
+Every worker runs all of this.
 """
 
 import keras

@@ -1,6 +1,8 @@
 """Fine-tunes a trained network on a task with few data: first a new head alone, then all of it.
 
-tfpara-launch -n 2 -- python -m tfpara.examples.finetune
+    tfpara-launch -n 2 -- python -m tfpara.examples.finetune
+
+Every worker runs all of this.
 """
 
 import keras

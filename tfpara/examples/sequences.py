@@ -1,6 +1,8 @@
 """Tags the tokens of sequences of different length, some of whose labels are not to be trusted.
 
-tfpara-launch -n 2 -- python -m tfpara.examples.sequences
+    tfpara-launch -n 2 -- python -m tfpara.examples.sequences
+
+Every worker runs all of this.
 """
 
 import keras

@@ -1,6 +1,8 @@
 """Trains on a table of numbers and words, whose preprocessing is learned from the data first.
 
-tfpara-launch -n 2 -- python -m tfpara.examples.tabular
+    tfpara-launch -n 2 -- python -m tfpara.examples.tabular
+
+Every worker runs all of this.
 """
 
 import keras

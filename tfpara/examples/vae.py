@@ -1,6 +1,8 @@
 """Trains a variational autoencoder, whose `train_step` is its own.
 
-tfpara-launch -n 2 -- python -m tfpara.examples.vae
+    tfpara-launch -n 2 -- python -m tfpara.examples.vae
+
+Every worker runs all of this.
 """
 
 from typing import Any
