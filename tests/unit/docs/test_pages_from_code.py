@@ -115,7 +115,7 @@ def test_what_a_page_asks_for_must_be_known():
 
 @pytest.mark.quick
 def test_help_is_that_of_the_program():
-    assert "--sync_periods" in reference.made("help tfpara/plan")
+    assert "--link_delay_ms" in reference.made("help tfpara/plan")
     with pytest.raises(RuntimeError, match=r"tfpara\.nothing --help fails"):
         reference.made("help tfpara/nothing")
 

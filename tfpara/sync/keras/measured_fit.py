@@ -21,7 +21,7 @@ from tfpara.sync.one_sync.statistics import NO_SYNCS, SyncStatistics
 from tfpara.typing import Logs
 
 _LONGEST_PERIOD = 10  # what a longer one has more of are minibatches, which are alike
-_WARM_BLOCKS, _STEPS, _BLOCKS = 2, 40, 6  # blocks left out; the least that is measured
+_WARM_BLOCKS, _STEPS, _BLOCKS = 4, 40, 6  # blocks left out; the least that is measured
 _REDUCES = 9
 _REDUCED_BYTES = 4 << 20  # a smaller model's travel time would be nothing but delay
 
