@@ -45,7 +45,8 @@ class Checkpoint(CheckpointBase):
     execution of `steps_per_execution` steps.
 
     Args:
-        directory: of the checkpoints, shared by all workers; nothing else may write there.
+        directory: of the checkpoints, shared by all workers; nothing else may write there. A path,
+            or a URL that fsspec knows, such as s3://bucket/run.
         every_syncs: also after so many syncs; None: not by number.
         every_minutes: also after so much time, by the chief's clock; None: not by time.
         keep: how many checkpoints stay.
@@ -59,7 +60,8 @@ class Checkpoint(CheckpointBase):
             announce it otherwise, and where `fit` runs in a thread, in which signals are not heard.
 
     Raises:
-        ValueError: a value outside its range; at the start of `fit`, a model without a
+        ImportError: the directory is a URL, and fsspec or its package for it is not installed.
+        ValueError: a value outside its range, or no URL that fsspec knows; at the start of `fit`, a model without a
             `PeriodicSyncStrategy`.
         tfpara.CheckpointError: on every worker, at the start of `fit`: the directory is another
             run's, in use, damaged or not shared; later: a worker could not write (the checkpoints
