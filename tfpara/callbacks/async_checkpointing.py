@@ -47,7 +47,8 @@ class AsyncCheckpoint(CheckpointBase):
 
     Raises:
         ImportError: the directory is a URL, and fsspec or its package for it is not installed.
-        ValueError: a value outside its range, or no URL that fsspec knows; at the start of `fit`, a model of another strategy.
+        ValueError: a value outside its range, or no URL that fsspec knows; at the start of
+            `fit`, a model of another strategy.
         tfpara.CheckpointError: at the start of `fit`: the directory belongs to another run, is in
             use or damaged; later: it cannot be written to (the earlier checkpoints are intact).
     """

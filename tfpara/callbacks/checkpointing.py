@@ -61,8 +61,8 @@ class Checkpoint(CheckpointBase):
 
     Raises:
         ImportError: the directory is a URL, and fsspec or its package for it is not installed.
-        ValueError: a value outside its range, or no URL that fsspec knows; at the start of `fit`, a model without a
-            `PeriodicSyncStrategy`.
+        ValueError: a value outside its range, or no URL that fsspec knows; at the start of
+            `fit`, a model without a `PeriodicSyncStrategy`.
         tfpara.CheckpointError: on every worker, at the start of `fit`: the directory is another
             run's, in use, damaged or not shared; later: a worker could not write (the checkpoints
             before are intact).
