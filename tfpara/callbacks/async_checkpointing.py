@@ -37,7 +37,8 @@ class AsyncCheckpoint(CheckpointBase):
     The callback runs after all others, so the checkpoint includes their work.
 
     Args:
-        directory: folder of the checkpoints; nothing else may write there.
+        directory: folder of the checkpoints; nothing else may write there. A path, or a URL that
+            fsspec knows, such as s3://bucket/run.
         every_minutes: minutes between further checkpoints within an epoch. None: none within it.
         keep: number of checkpoints that are kept.
         if_damaged: what to do if there are checkpoints but all are damaged: "refuse", or "start"
@@ -45,7 +46,9 @@ class AsyncCheckpoint(CheckpointBase):
         data_plan: facts about the data and settings that a resumed run must share, by name.
 
     Raises:
-        ValueError: a value outside its range; at the start of `fit`, a model of another strategy.
+        ImportError: the directory is a URL, and fsspec or its package for it is not installed.
+        ValueError: a value outside its range, or no URL that fsspec knows; at the start of
+            `fit`, a model of another strategy.
         tfpara.CheckpointError: at the start of `fit`: the directory belongs to another run, is in
             use or damaged; later: it cannot be written to (the earlier checkpoints are intact).
     """

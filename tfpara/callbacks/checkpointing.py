@@ -46,7 +46,8 @@ class Checkpoint(CheckpointBase):
     execution of `steps_per_execution` steps.
 
     Args:
-        directory: folder of the checkpoints, shared by all workers; nothing else may write there.
+        directory: folder of the checkpoints, shared by all workers; nothing else may write there. A
+            path, or a URL that fsspec knows, such as s3://bucket/run.
         every_syncs: number of syncs between checkpoints within an epoch; None: no limit.
         every_minutes: minutes between checkpoints within an epoch, by the chief's clock; None: no
             limit.
@@ -62,8 +63,9 @@ class Checkpoint(CheckpointBase):
             signals.
 
     Raises:
-        ValueError: a value outside its range; at the start of `fit`, a model without a
-            `PeriodicSyncStrategy`.
+        ImportError: the directory is a URL, and fsspec or its package for it is not installed.
+        ValueError: a value outside its range, or no URL that fsspec knows; at the start of
+            `fit`, a model without a `PeriodicSyncStrategy`.
         tfpara.CheckpointError: on every worker, at the start of `fit`: the directory is another
             run's, in use, damaged or not shared; later: a worker could not write (the earlier
             checkpoints are intact).

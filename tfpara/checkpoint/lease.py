@@ -88,7 +88,7 @@ class Lease:
         if self._process != os.getpid():
             return
         self._ended.set()
-        with self._one, contextlib.suppress(OSError):
+        with self._one, contextlib.suppress(OSError, CheckpointError):
             if self._read().get("token") == self._token:
                 self._folder.remove([LOCK])
 
