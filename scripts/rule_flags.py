@@ -114,6 +114,19 @@ _DEVICE_PERIOD = flags.DEFINE_integer(
     "minibatches between two averages of a worker's devices, a divisor of the sync period",
     lower_bound=1,
 )
+_NONFINITE = flags.DEFINE_enum(
+    "nonfinite",
+    "raise",
+    ["raise", "skip"],
+    "a minibatch whose loss or gradient has NaN or Inf ends the run, or is left out and counted",
+)
+_NONFINITE_SHARE = flags.DEFINE_float(
+    "nonfinite_share",
+    0.01,
+    "share of an epoch's minibatches that --nonfinite=skip may leave out",
+    lower_bound=0.0,
+    upper_bound=1.0,
+)
 _FRAGMENTS = flags.DEFINE_integer(
     "fragments", 1, "parts of the model that take turns at the sync points", lower_bound=1
 )
@@ -156,6 +169,8 @@ def strategy(sync_period: int, data_plan: dict[str, Any]) -> Any:
         "averages": kept,
         "timeout_seconds": _TIMEOUT.value,
         "startup_timeout_seconds": _STARTUP.value,
+        "nonfinite": _NONFINITE.value,
+        "nonfinite_share": _NONFINITE_SHARE.value,
     }
     if is_async():
         return async_flags.strategy(

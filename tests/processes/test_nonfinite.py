@@ -4,9 +4,10 @@ import numpy as np
 
 from tests.lib.bad_minibatches import BAD
 from tests.lib.cluster_of_processes import run, run_all_well
+from tests.lib.elastic_runs import Run
 
 # The graph is another one, and is optimised otherwise, so that some sums are rounded otherwise.
-RUNS = [["BSP", "sgd"], ["BMUF", "adam"]]
+RUNS = [["BMUF", "adam"]]
 # Minibatch k is of replica k mod 4.
 NAMES = "minibatch 1 of replica 3, 4 of replica 2, 4 of replica 3\n"
 
@@ -35,3 +36,17 @@ def test_all_workers_end_with_one_sentence_above_the_share(tmp_path):
         assert each.returncode == 1
         assert "3 of 24 minibatches of this epoch had NaN or Inf" in each.output
         assert "2 of them were of replica 3 (worker 1)" in each.output
+
+
+def test_an_elastic_run_leaves_them_out(tmp_path):
+    options = {"runs": RUNS, "out": str(tmp_path / "{rank}.npz"), "kind": "nan", "elastic": True}
+    with Run(tmp_path, 2, program="train_with_bad.py", **options) as elastic:
+        codes, outputs = elastic.ends()
+    assert codes == [0, 0], outputs
+    said = "".join(outputs)
+    for epoch in (1, 2):
+        assert said.count(f"epoch {epoch} left out 3 minibatches") == 1
+    for rank in range(2):
+        found = np.load(tmp_path / f"{rank}.npz")
+        assert found["BMUF, adam, log left_out"].tolist() == [len(BAD)] * 2
+        assert all(np.isfinite(found[name]).all() for name in found)

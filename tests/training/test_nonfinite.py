@@ -10,6 +10,7 @@ import tensorflow as tf
 import tfpara
 from tests.lib.bad_minibatches import BAD, adam, by_epoch, compiled, net, sgd, state
 from tests.lib.small import strategy_of
+from tfpara.sync.tensorflow import nonfinite
 
 pytestmark = pytest.mark.latest
 
@@ -73,6 +74,7 @@ CASES = {
 }
 
 
+@pytest.mark.nightly_cases("several steps", "fragments", "devices", "eager")
 @pytest.mark.parametrize("case", CASES)
 def test_equals_the_run_without_them(case, capfd):
     optimizer, rule, options = CASES[case]
@@ -97,6 +99,12 @@ def test_equals_the_run_without_them(case, capfd):
         np.testing.assert_allclose(one, other, rtol=0.0, atol=tolerance)
     for name in expected:
         np.testing.assert_allclose(log[name], expected[name], rtol=1e-6)
+
+
+def test_a_gpu_chooses_values_without_a_branch(monkeypatch, capfd):
+    """The host would wait for a branch; here the same operations run on CPUs."""
+    monkeypatch.setattr(nonfinite, "compiles_on", lambda device: True)
+    test_equals_the_run_without_them("adam, BMUF", capfd)
 
 
 class Stop(Exception):

@@ -1,7 +1,7 @@
 """A worker of two devices that predicts with the others, and without them.
 
 Options (JSON): elastic (whether members may change), killed (the rank that kills itself while it
-predicts), only_chief, out (npz path; `{rank}` is replaced).
+predicts), out (npz path; `{rank}` is replaced). It fails at last, by data that differ.
 """
 
 import json
@@ -71,7 +71,7 @@ def main():
     rank = strategy.worker_index
 
     def predict(x, **given):
-        return strategy.predict(model, x, only_chief=options.get("only_chief", False), **given)
+        return strategy.predict(model, x, **given)
 
     if "killed" in options:
         model.kills = rank == options["killed"]
@@ -87,6 +87,7 @@ def main():
             "generator": predict(rows.batch(4).filter(lambda batch: True)),
             "py dataset": predict(batches),
             "one row": predict(X[:1], batch_size=4),
+            "of the chief": predict(X, batch_size=4, only_chief=True),
             "ema": predict(X, which="ema", batch_size=4),
             "local": predict(X, which="local", batch_size=4),
         }
@@ -104,7 +105,7 @@ def main():
     flat["read"] = -1 if batches is None else batches.read
     flat["structure"] = str(keras.tree.map_structure(lambda _: 0, found["arrays"]))
     np.savez(options["out"].replace("{rank}", str(rank)), **flat)
-    if options.get("differ"):
+    if "killed" not in options:
         predict(X[: 20 + rank])
 
 

@@ -22,14 +22,14 @@ def main():
     (cpu,) = tf.config.list_physical_devices("CPU")
     devices = [tf.config.LogicalDeviceConfiguration()] * 2
     tf.config.set_logical_device_configuration(cpu, devices)
-    found = {}
+    elastic, found = tfpara.Elastic(min_workers=1, grace_seconds=5.0), {}
     for rule, optimizer in options["runs"]:
         strategy = tfpara.PeriodicSyncStrategy(
             RULES[rule],
             sync_period=2,
             devices=["CPU:0", "CPU:1"],
             timeout_seconds=60,
-            elastic=tfpara.Elastic(min_workers=1) if options.get("elastic") else None,
+            elastic=elastic if options.get("elastic") else None,
             nonfinite="raise" if options["kind"] == "empty" else "skip",
             nonfinite_share=options.get("share", 0.2),
         )
