@@ -54,8 +54,8 @@ def check(
     run, mine = manifest["run"], facts_of_model(model)["model"]
     if run.get("model") != mine:
         raise CheckpointError(
-            f"{store.path(number)} is of another model: its trainable weights are {run.get('model')}, "
-            f"and here {mine}. Build the model that the run trains."
+            f"{store.path(number)} is of another model: its trainable weights are "
+            f"{run.get('model')}, and here {mine}. Build the model that the run trains."
         )
     kept = run.get("averages", {})
     for name, average in averages.items():
