@@ -47,8 +47,11 @@ class RBM:
         hidden: the number of hidden units, which are Bernoulli.
         visible_kind: "gaussian" (of unit variance) or "bernoulli".
         seed: two numbers, which determine all random numbers.
-        learning_rate, momentum, momentum_minibatches, weight_decay, initial_stddev: as in
-            `tfpara.pretraining.pretrain`.
+        learning_rate: as in `tfpara.pretraining.pretrain`.
+        momentum: as in `tfpara.pretraining.pretrain`.
+        momentum_minibatches: as in `tfpara.pretraining.pretrain`.
+        weight_decay: as in `tfpara.pretraining.pretrain`.
+        initial_stddev: as in `tfpara.pretraining.pretrain`.
     """
 
     def __init__(
