@@ -286,14 +286,9 @@ class KerasSteps(_Step):
         state: Sequence[tf.Tensor],
         gradients: Sequence[tf.Tensor],
     ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
-        """Returns weights and state after one step.
+        """Returns weights and state after one step, in the same orders.
 
-        Args:
-            weights, gradients: tensors, in the order of the variables.
-            state: tensors like `initial`.
-
-        Returns:
-            The new weights and the new state, in the same orders.
+        Weights and gradients are in the order of the variables; the state is like `initial`.
         """
         held = [*self._weights, *self._state]
         values = self._apply(held, [*weights, *state], list(gradients))

@@ -48,9 +48,8 @@ class Checkpoint(CheckpointBase):
     Args:
         directory: folder of the checkpoints, shared by all workers; nothing else may write there. A
             path, or a URL that fsspec knows, such as s3://bucket/run.
-        every_syncs: number of syncs between checkpoints within an epoch; None: no limit.
-        every_minutes: minutes between checkpoints within an epoch, by the chief's clock; None: no
-            limit.
+        every_syncs: writes one also after this number of syncs; None: not by number.
+        every_minutes: writes one also after this time, by the chief's clock; None: not by time.
         keep: number of checkpoints that are kept.
         if_damaged: what to do if there are checkpoints but all are damaged: "refuse", or "start"
             from the beginning.

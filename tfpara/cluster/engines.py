@@ -171,8 +171,7 @@ def no_coordinator(told: Told) -> str:
 def hosts(nodelist: str) -> Iterator[str]:
     """Yields the hosts of a list in Slurm's compact form, such as "node[01-03,7],x5", in order.
 
-    Raises:
-        ValueError: the text is no such list.
+    Raises ValueError for any other text.
     """
     if not nodelist or len(nodelist) > _LONGEST_LIST:
         raise ValueError(f"a list of {len(nodelist)} characters")

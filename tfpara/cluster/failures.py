@@ -171,12 +171,7 @@ def _gone(cluster: Cluster) -> Explanation | None:
 
 
 def know(cluster: Cluster, timeout_seconds: float) -> None:
-    """Notes facts for `explain` that the environment does not have.
-
-    Args:
-        cluster: the workers, with their addresses if these are known.
-        timeout_seconds: timeout of the latest strategy.
-    """
+    """Notes the workers, with known addresses, and the latest strategy's timeout, for `explain`."""
     global _known, _timeout
     _known, _timeout = cluster, timeout_seconds
 

@@ -163,8 +163,7 @@ class Place:
     def text(self, in_exchange: bool = True) -> str:
         """Returns the place of this process in words, as in "worker 0 is TEXT".
 
-        Args:
-            in_exchange: whether this process is known to be in an exchange with others.
+        `in_exchange`: whether this process is known to be in an exchange with others.
         """
         purpose = self._purpose or (self.calls[-1] if self.calls else None)
         if not self.fits:
@@ -194,11 +193,7 @@ class Place:
 
 
 def sentence(table: Iterable[Iterable[float]]) -> str:
-    """Returns a sentence with each worker's place, and the fix.
-
-    Args:
-        table: for each worker, by rank, the bytes of its `Place.told`.
-    """
+    """Returns a sentence with each worker's place, by the bytes of `Place.told`, and the fix."""
     texts = [bytes(int(number) for number in row).rstrip(b"\0") for row in table]
     said = [text.decode(errors="replace").split("\n") for text in texts]
     where: dict[str, list[str]] = {}

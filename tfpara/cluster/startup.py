@@ -358,7 +358,7 @@ def _gather(terms: _Terms, door: Door[int]) -> dict[int, _Guest]:
             door.drop(channel)  # not a worker
             return
         is_twin = rank in guests
-        door.let_in(channel, -rank if is_twin else rank)  # the other twin stays a guest, too
+        door.let_in(channel, -rank if is_twin else rank)  # both processes of the rank are told
         problem = terms.check(rank, hello) or (terms.twice(rank) if is_twin else "")
         problems.extend([problem] if problem else [])
         guests[rank] = _Guest(channel.own_host, hello)

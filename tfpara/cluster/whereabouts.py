@@ -188,8 +188,6 @@ class Whereabouts:
         self._table = list(table)
         self._has_table.set()
 
-    # -- on the others ------------------------------------------------------------------------
-
     def _answer(self) -> None:
         try:
             channel = messages.connect(self._chief_at, secret.read(), _PURPOSE, _CONNECT_SECONDS)
@@ -213,8 +211,6 @@ class Whereabouts:
         if self._stop.is_set():
             channel.send(ended=[self._cluster.rank, failures.last_words()])
         channel.close(_BYE_SECONDS)
-
-    # -- on the chief -------------------------------------------------------------------------
 
     def _serve(self) -> None:
         door = self._door

@@ -160,8 +160,6 @@ class Line:
         """Registers `act()`, which the line's thread calls repeatedly while there is no answer."""
         self._on_silence = act
 
-    # -- requests -----------------------------------------------------------------------------
-
     def where(self) -> tuple[int, list[Json]]:
         """Returns the run's present call of `fit`, from 0, and the results of earlier calls.
 
@@ -289,8 +287,6 @@ class Line:
         """Sends a request, which is repeated over new connections until it is answered."""
         self._asked = message
         self._send(**message)
-
-    # -- the thread ---------------------------------------------------------------------------
 
     def _run(self) -> None:
         while self._open:

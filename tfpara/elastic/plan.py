@@ -101,11 +101,7 @@ class Plan:
         )
 
     def in_the_model(self, dealt: Sequence[int]) -> int:
-        """Returns the number of units in the model.
-
-        Args:
-            dealt: for each rank the number of its steps that are in the model.
-        """
+        """Returns the number of units in the model; `dealt` as for `after`."""
         return self.first - len(self.owed) - sum(map(len, self.carried)) + sum(dealt)
 
     def state(self) -> dict[str, Any]:

@@ -58,11 +58,7 @@ def local_async_clusters(
 
 
 def ports(host: str, base: int, count: int) -> list[int]:
-    """Returns free ports of this machine: from `base` on, or any if `base` is 0.
-
-    Raises:
-        LaunchError: as by `local_clusters`.
-    """
+    """Returns free ports: from `base` on, or any if it is 0; raises as `local_clusters` does."""
     if not base:
         free = (port for port in random.sample(CHOSEN, len(CHOSEN)) if _is_free(host, port))
         return list(itertools.islice(free, count))

@@ -232,7 +232,7 @@ def _of_arrays(
         )
 
     if not sent:
-        with tf.device("CPU:0"):  # a graph refers to a tensor of this process, but copies an array
+        with tf.device("CPU:0"):  # graphs copy an array, but only refer to a tensor
             data = tf.nest.map_structure(tf.convert_to_tensor, data)
 
     def samples(epoch: int, chunk: int) -> tuple[np.ndarray]:

@@ -30,8 +30,8 @@ class Place(NamedTuple):
     """The position of a minibatch in the data: int64 scalars, each counted from 0."""
 
     epoch: tf.Tensor
-    chunk: tf.Tensor  # of the epoch
-    start: tf.Tensor  # the minibatch of the chunk
+    chunk: tf.Tensor  # number of the chunk in the epoch
+    start: tf.Tensor  # number of the minibatch in the chunk
 
 
 class Push(NamedTuple):

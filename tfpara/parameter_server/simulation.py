@@ -132,7 +132,7 @@ class _Kept(NamedTuple):
 
     weights: list[tf.Tensor]  # empty if the rule has no local models
     optimizer: list[tf.Tensor]
-    generation: int  # of the server's model to which these belong
+    generation: int  # generation of the server's model to which both belong
 
 
 class _Worker:

@@ -2,7 +2,7 @@
 
 Visible units are Gaussian, of unit variance, or Bernoulli; hidden units are Bernoulli:
 
-    E(v, h) = ½ ‖v − a‖² − bᵀh − vᵀW h      E(v, h) = −aᵀv − bᵀh − vᵀW h
+    E(v, h) = ½ ‖v − a‖² − bᵀh − vᵀW h (Gaussian)      E(v, h) = −aᵀv − bᵀh − vᵀW h (Bernoulli)
 
 Sources: Hinton, Osindero and Teh (2006); Hinton's practical guide to training RBMs (2010).
 """

@@ -123,12 +123,8 @@ def deal_out_dataset(strategy: Any, began: Began, given: dict[str, Any]) -> None
     """Replaces a `tf.data.Dataset` of batches among the arguments of `fit`, as arrays are.
 
     Each batch is cut into N minibatches, for the N replicas with which the run begins, whose rows
-    differ by one at most. Every worker reads the whole dataset, and keeps its own parts.
-
-    Args:
-        strategy: the strategy of the run.
-        began: N, and the devices of each worker.
-        given: the arguments of `fit`, changed in place; unchanged if there is no such dataset.
+    differ by one at most. Every worker reads the whole dataset, and keeps its own parts. Arguments
+    as for `deal_out_arrays`.
 
     Raises:
         ValueError: the dataset has no batches, or no end, or another order in each pass; or
@@ -184,13 +180,7 @@ def deal_out_py_dataset(
     Each batch is cut into N minibatches, for the N replicas with which the run begins, whose rows
     differ by one at most. A worker reads every W-th batch, as without `elastic=`, while there are
     the W workers of the beginning; after a change of members it reads each batch of which it needs
-    a part.
-
-    Args:
-        strategy: the strategy of the run.
-        began: N, and the devices of each worker.
-        given: the arguments of `fit`, changed in place.
-        batches: the dataset's batches.
+    a part. Arguments as for `deal_out_arrays`, and the dataset's batches.
 
     Raises:
         ValueError: the dataset changes between epochs, or reads in processes; or workers have

@@ -47,14 +47,9 @@ class Position:
         steps: int = 0,
         begun: Pass | None = None,
     ) -> None:
-        """Sets the position to an epoch, of which `first` minibatches are trained.
+        """Sets the position to an epoch; see the attributes.
 
-        Args:
-            epoch: number of the epoch.
-            steps_seen: training steps of this process so far.
-            first: trained minibatches, over all replicas.
-            steps: trained minibatches of each replica.
-            begun: the pass that continues, if `fit` has `steps_per_epoch`.
+        `steps_seen` is the number of training steps of this process so far.
         """
         self.epoch, self.first, self.steps, self._steps_seen = epoch, first, steps, steps_seen
         self.begun = begun

@@ -138,8 +138,7 @@ class DataPlan(EpochUnits):
     def total(self, steps: int | None) -> int:
         """Returns the number of units of the epoch; 0 if unknown.
 
-        Args:
-            steps: steps of each founding replica in an epoch, for data of unknown length.
+        For data of unknown length, `steps` is that of each founding replica in an epoch.
         """
         minibatches = int(self.whole_epoch(self.plan.epoch).cardinality())
         if minibatches > 0:
