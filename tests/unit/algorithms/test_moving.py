@@ -53,7 +53,7 @@ def cntk(previous, current, kept, block_size, time_constant=None, rate=1.0, nest
 
 
 def fairseq(previous, current, kept, momentum, rate=1.0, nesterov=False, old=False):
-    """Averages the workers' differences; versions before 2020 multiply by 1 - momentum."""
+    """Averages the workers' differences; older versions multiply by 1 - momentum."""
     gradient = sum((previous - one) / WORKERS for one in current)
     gain = rate * (1 - momentum) if old else rate
     kept["smoothed"] = momentum * kept["smoothed"] + gain * gradient
