@@ -52,10 +52,11 @@ def check(
         CheckpointError: it is not; the message says what differs.
     """
     run, mine = manifest["run"], facts_of_model(model)["model"]
-    if run.get("model") != mine:
+    theirs = run.get("model")
+    if theirs != mine:
         raise CheckpointError(
-            f"{store.path(number)} is of another model: its trainable weights are "
-            f"{run.get('model')}, and here {mine}. Build the model that the run trains."
+            f"{store.path(number)} is of another model: its trainable weights are {theirs}, and "
+            f"here {mine}. Build the model that the run trains."
         )
     kept = run.get("averages", {})
     for name, average in averages.items():
