@@ -20,9 +20,7 @@ def test_a_page_begins_with_what_it_is_for(page):
     assert page not in SHORT or re.match(r"What this (page|part) is for: ", first)
 
 
-@pytest.mark.parametrize(
-    "page", PAGES, ids=lambda page: page.name
-)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_no_cell_of_a_table_is_long(page):
     rows = re.findall(r"^\|(.*)\|$", page.read_text(), re.M)
     assert [cell for row in rows for cell in row.split("|") if len(cell.split()) > 25] == []

@@ -54,7 +54,7 @@ class DistributedData:
         position: in the data of `fit`.
         order: of data that are shuffled by the library.
         passes: over the data of the `fit` that runs, with `steps_per_epoch`.
-        last: the passes over data that the last epoch of `fit` was read by.
+        last: the passes over data by which the last epoch of the `fit` that runs was read.
     """
 
     worker: Worker
@@ -93,7 +93,7 @@ class DistributedData:
     @contextlib.contextmanager
     def in_fit(self, initial_epoch: int) -> Iterator[None]:
         """Notes that a call of `fit` runs inside, which begins with that epoch."""
-        passes, seed = self.passes, self.order.seed
+        passes, last, seed = self.passes, self.last, self.order.seed
         self.passes = None
         if not self.worker.changes:
             self.order.seed = None  # each call draws one, or takes that of a checkpoint
@@ -104,7 +104,7 @@ class DistributedData:
                 self.enter_epoch(initial_epoch)
                 yield
         finally:
-            self.passes = passes
+            self.passes, self.last = passes, last
             if self.balance is not None:
                 self.balance.end()
         if within:
