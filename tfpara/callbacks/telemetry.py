@@ -26,7 +26,8 @@ class Telemetry(Clock):
       milliseconds, including the wait for slower workers; `sync_fraction`, the share of the time in
       syncs, and `wait_fraction`, that of the wait in it; `distance`, the relative distance
       ‖w_i − w̄‖ / ‖w̄‖ of the replicas before a sync, as it was measured last: at each of the
-      first 16 syncs, then at every 16th; in an elastic run `workers`, their number at the end of the epoch;
+      first 16 syncs, then at every 16th; in an elastic run `workers`, their number at the end of
+      the epoch;
     * with an `AsyncStrategy`: `pushes`, the number in the epoch; `staleness`, the mean of the
       pushes' staleness; `staleness_max`, the largest so far (255 stands for 255 or more). The whole
       distribution is a histogram in `log_dir`.

@@ -47,11 +47,11 @@ class RBM:
         hidden: the number of hidden units, which are Bernoulli.
         visible_kind: "gaussian" (of unit variance) or "bernoulli".
         seed: two numbers, which determine all random numbers.
-        learning_rate: as in `tfpara.pretraining.pretrain`.
-        momentum: as in `tfpara.pretraining.pretrain`.
-        momentum_minibatches: as in `tfpara.pretraining.pretrain`.
-        weight_decay: as in `tfpara.pretraining.pretrain`.
-        initial_stddev: as in `tfpara.pretraining.pretrain`.
+        learning_rate: as in `pretrain`, and so are the others.
+        momentum: the highest momentum.
+        momentum_minibatches: number of minibatches after which the momentum is the highest.
+        weight_decay: decay of the kernel.
+        initial_stddev: standard deviation of the kernel's initial values.
     """
 
     def __init__(
