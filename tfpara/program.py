@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import NoReturn, Protocol
 
 from tfpara import cluster
-from tfpara.cluster import Cluster, exit_codes, failures, parent, whereabouts
+from tfpara.cluster import Cluster, exit_codes, failures, parent, status_board
 from tfpara.cluster import asynchronous as async_cluster
 from tfpara.cluster.failures import Explanation
 
@@ -233,7 +233,7 @@ def _explained(error: BaseException) -> Explanation | None:
     raised = _raised_here(error)
     if raised is None:
         return None
-    line = whereabouts.line_of_error(error)
+    line = status_board.line_of_error(error)
     where = f"{line}; " if line else ""
     return Explanation(f"{str(raised).strip()} [{where}{FRAMES_VARIABLE}=1 shows the traceback]")
 
@@ -284,7 +284,7 @@ def _shows_frames(error: BaseException) -> bool:
     behind = (raised := _original(error)).__context__
     if behind is None or raised.__suppress_context__:
         return False
-    return whereabouts.line_of_error(behind) != ""
+    return status_board.line_of_error(behind) != ""
 
 
 def _members_change() -> bool:

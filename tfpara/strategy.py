@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import keras
 
 from tfpara.algorithms.rule import Average
-from tfpara.cluster.place import Purpose
+from tfpara.cluster.call_site import Purpose
 from tfpara.typing import Json
 
 

@@ -13,7 +13,7 @@ from tfpara.callbacks.sync_watch import SyncWatch
 from tfpara.callbacks.termination import Termination
 from tfpara.checkpoint.base import store_at
 from tfpara.checkpoint.run import SyncCheckpoints
-from tfpara.cluster.place import of_callback
+from tfpara.cluster.call_site import of_callback
 from tfpara.sync.one_sync.reports import Request
 from tfpara.sync.one_sync.statistics import Agreement
 from tfpara.sync.strategy import PeriodicSyncStrategy

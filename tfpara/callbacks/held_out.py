@@ -16,7 +16,7 @@ from tfpara.callbacks.base import Callback
 from tfpara.callbacks.scalars import Scalars
 from tfpara.callbacks.schedule import components
 from tfpara.callbacks.sync_watch import SyncWatch
-from tfpara.cluster.place import of_callback
+from tfpara.cluster.call_site import of_callback
 from tfpara.keras_model import carried_states
 from tfpara.sync.strategy import PeriodicSyncStrategy
 from tfpara.typing import Data, Json, Logs

@@ -12,7 +12,7 @@ import tensorflow as tf
 from tfpara import fit_call
 from tfpara.callbacks.held_out import evaluate
 from tfpara.callbacks.schedule import Schedule, learning_rate
-from tfpara.cluster.place import of_callback
+from tfpara.cluster.call_site import of_callback
 from tfpara.schedules import best_rate, candidate_rates
 from tfpara.steps import skip_empty
 from tfpara.strategy import Strategy

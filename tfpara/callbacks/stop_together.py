@@ -5,7 +5,7 @@ from __future__ import annotations
 from tfpara import fit_call
 from tfpara.callbacks.base import Callback
 from tfpara.callbacks.sync_watch import SyncWatch
-from tfpara.cluster.place import of_callback
+from tfpara.cluster.call_site import of_callback
 from tfpara.sync.one_sync.reports import Request
 from tfpara.sync.strategy import PeriodicSyncStrategy
 from tfpara.typing import Logs

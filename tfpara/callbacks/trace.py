@@ -14,7 +14,7 @@ import tensorflow as tf
 from tfpara import files, fit_call
 from tfpara.callbacks import timeline
 from tfpara.callbacks.base import Callback
-from tfpara.cluster.place import Purpose
+from tfpara.cluster.call_site import Purpose
 from tfpara.sync.keras import hooks
 from tfpara.typing import Logs
 from tfpara.whole_number import checked_whole

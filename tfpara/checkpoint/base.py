@@ -19,7 +19,7 @@ import tensorflow as tf
 from tfpara.checkpoint.local_store import LocalStore
 from tfpara.checkpoint.remote_store import RemoteStore
 from tfpara.checkpoint.store import CheckpointError, Store
-from tfpara.cluster.place import Purpose
+from tfpara.cluster.call_site import Purpose
 from tfpara.remote_files import is_url
 from tfpara.strategy import StateHolder
 from tfpara.sync.workers.settings_check import differences

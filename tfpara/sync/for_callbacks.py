@@ -9,7 +9,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfpara.cluster.place import Purpose
+from tfpara.cluster.call_site import Purpose
 from tfpara.strategy import EpochUnits, StateHolder, Strategy
 from tfpara.sync.data.position import Pass
 from tfpara.sync.one_sync.reports import Request

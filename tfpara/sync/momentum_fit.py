@@ -65,7 +65,7 @@ class MomentumFit:
     def set_period(self, sync_period: int | None) -> None:
         """Sets τ for all models, also within a block; None: no syncs. All workers must do so."""
         self.sync_period = sync_period
-        self.is_scheduled |= self._worker.place.fits > 0
+        self.is_scheduled |= self._worker.call_site.fits > 0
         self.period.assign(NEVER if sync_period is None else sync_period)
         self._write_blocks()
 

@@ -12,7 +12,7 @@ import tensorflow as tf
 from tfpara import program
 from tfpara.algorithms.rule import Average, Rule
 from tfpara.checks import check_backend, checked_seconds
-from tfpara.cluster.place import call
+from tfpara.cluster.call_site import call
 from tfpara.elastic.settings import Elastic
 from tfpara.group import as_list
 from tfpara.sync.data.elastic_data import by_epoch, of_one_reader
@@ -417,9 +417,11 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, ForCallbac
             raise ValueError(
                 "strategy.forget() does not go with elastic=, whose run trains one model."
             )
-        if extended.place.fits or extended.shown is not None:
+        if extended.call_site.fits or extended.shown is not None:
             inside = (
-                "in a callback of fit" if extended.place.fits else "inside strategy.weights(...)"
+                "in a callback of fit"
+                if extended.call_site.fits
+                else "inside strategy.weights(...)"
             )
             raise ValueError(f"strategy.forget() {inside}: a model is in use. Call it afterwards.")
         extended.models.forget(model)

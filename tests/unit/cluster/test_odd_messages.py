@@ -17,7 +17,7 @@ import pytest
 from tests.lib import hostile, mutants
 from tests.lib.cluster_of_processes import free_ports
 from tfpara import cluster, version
-from tfpara.cluster import messages, parent, ports, startup, whereabouts
+from tfpara.cluster import messages, parent, ports, startup, status_board
 from tfpara.cluster.asynchronous import AsyncCluster
 from tfpara.elastic.meeting import Line, MeetingError
 from tfpara.elastic.meeting_point import Meeting
@@ -238,19 +238,19 @@ def test_whereabouts_are_told_on():
     listener = ports.bind("127.0.0.1", 0)
     listener.listen(16)
     address = f"127.0.0.1:{listener.getsockname()[1]}"
-    where = whereabouts.Whereabouts(found, lambda: whereabouts.Row("here"), listener, 0)
+    where = status_board.StatusBoard(found, lambda: status_board.Row("here"), listener, 0)
     for _ in range(60):
         said = [mutated(draw.choice(TO_THE_CHIEF), draw) for _ in range(3)]
         speak(address, "where", [{"rank": 1}, *said])
         noise(address, draw, said)
-    assert where.table()[0] == whereabouts.Row("here")
+    assert where.table()[0] == status_board.Row("here")
     where.end()
     where.join()
     worker = found._replace(task_type="worker")
     for _ in range(20):
         said = [mutated(draw.choice(FROM_THE_CHIEF), draw) for _ in range(4)]
         with listening(said, "where") as port:
-            where = whereabouts.Whereabouts(worker, lambda: whereabouts.Row("here"), None, port)
+            where = status_board.StatusBoard(worker, lambda: status_board.Row("here"), None, port)
             where._thread.join(LONG)
             where.end()
             assert not where._thread.is_alive()

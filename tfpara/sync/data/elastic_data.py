@@ -19,7 +19,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfpara.cluster.place import FIT_BEGIN
+from tfpara.cluster.call_site import FIT_BEGIN
 from tfpara.sync.data import same_data
 from tfpara.sync.data.dealt import rows_of, slice_of
 from tfpara.sync.data.reading import Order, ahead, shuffled, shuffled_rows

@@ -10,7 +10,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfpara.cluster.place import FIT_END, Purpose, call
+from tfpara.cluster.call_site import FIT_END, Purpose, call
 from tfpara.collectives.members import Members
 from tfpara.elastic.settings import Elastic as Settings
 from tfpara.strategy import StateHolder
@@ -109,7 +109,7 @@ class Elastic(Company):
         """
         if self._inside:
             return exchange()
-        progress, place = self._rejoin.progress, self._extended.place
+        progress, place = self._rejoin.progress, self._extended.call_site
         number, met = progress.operations, place.met
         while True:
             try:

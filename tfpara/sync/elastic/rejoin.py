@@ -156,7 +156,7 @@ class Rejoin:
             "plan": self.data.plan.state(),
             "closed": progress.closed,
             "operations": progress.operations,
-            "met": self.extended.place.met,
+            "met": self.extended.call_site.met,
             "result": progress.result,
             "completed_in": progress.completed_in,
             "agreed": graphs[0]._agreed.numpy().tolist() if graphs else [],
@@ -184,7 +184,7 @@ class Rejoin:
         self.progress.closed = max(self.progress.closed, tuple(ahead["closed"]))
         self.others = max(known, key=lambda report: report["operations"])
         if joins:
-            self.extended.place.met = self.others["met"]
+            self.extended.call_site.met = self.others["met"]
             self.progress.operations = self.others["operations"]
             self.progress.result = self.others["result"]
             self.transfer.take_states(ahead["states"])

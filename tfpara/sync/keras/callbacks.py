@@ -62,7 +62,7 @@ def _in_place(name: str) -> Callable[[Method], Method]:
                 return hook(callbacks, *args, **kwargs)
             number = args[0] if args else 0  # of the epoch or the batch
             _before(name, extended, callbacks, *args)
-            with extended.place.in_callbacks():
+            with extended.call_site.in_callbacks():
                 result = hook(callbacks, *args, **kwargs)
             _after(name, extended, callbacks, number)
             return result
@@ -78,18 +78,18 @@ def _before(
     """Notes the begin of an epoch or a step, or the end of an epoch, before callbacks run."""
     if name == "on_epoch_begin":
         left_out.begin_epoch(extended, callbacks._model)
-        extended.place.epoch_begins(number)
+        extended.call_site.epoch_begins(number)
         extended.data.enter_epoch(number)
         extended.worker.company.epoch_begins(number)
     elif name == "on_train_batch_begin":
-        extended.place.step_begins(number)
+        extended.call_site.step_begins(number)
     elif name == "on_epoch_end":
         left_out.tell(extended, callbacks._model, number, logs)
 
 
 def _after(name: str, extended: Any, callbacks: CallbackList, number: int) -> None:
     """Notes the begin or the end of `fit` or of an epoch, after callbacks have run."""
-    place, model = extended.place, callbacks._model
+    place, model = extended.call_site, callbacks._model
     first = place.fits and place.in_first_epoch
     if name == "on_train_begin":
         extended.worker.company.fit_begins()

@@ -9,7 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfpara.cluster.place import FIT_BEGIN
+from tfpara.cluster.call_site import FIT_BEGIN
 from tfpara.sync.data import same_data
 from tfpara.sync.data.position import Pass
 from tfpara.sync.keras.batches import GeneratorSteps, PyDatasetSteps, ShuffledArrays, Steps
@@ -84,7 +84,7 @@ def _compare(adapter: Any, dataset: tf.data.Dataset | None, extended: PeriodicSy
             "lambda context: dataset), with `dataset` a tf.data.Dataset of this worker's "
             "minibatches, and give them `data`."
         )
-    place = extended.place
+    place = extended.call_site
     # Within an epoch the workers may be at different steps, so nothing is exchanged there.
     if not (place.fits and place.calls):
         drawn = isinstance(adapter, (PyDatasetSteps, ShuffledArrays))
@@ -146,7 +146,7 @@ class Passes(trainer.TFEpochIterator):
             self._num_batches = length
 
     def _enumerate_iterator(self) -> Iterator[Nest]:
-        place, position = self.extended.place, self.extended.data.position
+        place, position = self.extended.call_site, self.extended.data.position
         if not place.fits or place.calls:
             yield from super()._enumerate_iterator()
             return

@@ -64,7 +64,7 @@ def deal_out_by_speed(strategy: Any, given: dict[str, Any]) -> None:
     Raises:
         ValueError: minibatches of such data have no numbers; or `fit` runs in a callback of `fit`.
     """
-    if strategy.extended.place.fits > 1:
+    if strategy.extended.call_site.fits > 1:
         raise ValueError(
             "fit was called in a callback of fit, and balance= deals out the data of one fit at a "
             "time. Call one after the other."

@@ -32,7 +32,7 @@ from typing import Any
 import keras
 
 from tfpara import fit_call, program
-from tfpara.cluster.place import EVALUATE
+from tfpara.cluster.call_site import EVALUATE
 from tfpara.sync.keras import scope
 from tfpara.sync.keras.building import looking, of_a_row
 from tfpara.sync.keras.callbacks import HOOKS, with_files_of_the_chief
@@ -164,7 +164,7 @@ def _placed(
     evaluate: Method, strategy: Any, model: keras.Model, *args: object, **kwargs: object
 ) -> object:
     """Runs `evaluate`, which all workers must call, since it reads metrics."""
-    with strategy.extended.place.in_call(EVALUATE), _with_data("evaluate", strategy):
+    with strategy.extended.call_site.in_call(EVALUATE), _with_data("evaluate", strategy):
         return evaluate(model, *args, **kwargs)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import keras
 import tensorflow as tf
 
-from tfpara.cluster.place import EVALUATE, Purpose
+from tfpara.cluster.call_site import EVALUATE, Purpose
 from tfpara.sync.data import reading
 from tfpara.sync.keras.batches import PyDatasetSteps, ShuffledArrays
 from tfpara.sync.keras.replacing import data_adapters
@@ -97,7 +97,7 @@ def _inside(extended: PeriodicSyncExtended, replica: int, numbers: Sequence[int]
     dataset = tf.data.Dataset.from_tensor_slices(order).batch(adapter.batch_size)
     strategy = extended._container_strategy()
     found, wanted = [], iter([*numbers, 0])
-    with extended.place.in_call(EVALUATE):  # so that nothing is skipped
+    with extended.call_site.in_call(EVALUATE):  # so that nothing is skipped
         awaited = next(wanted)
         options = adapter.get_tf_dataset().options()
         divided = strategy.experimental_distribute_dataset(dataset.with_options(options))

@@ -31,7 +31,7 @@ def of_all_workers(
     # all of them exchange, or none does.
     if not has_own(model, ("train_step", "test_step", "compute_metrics")):
         return metrics  # `logs` may be empty: a worker may take no step of a resumed epoch
-    purpose = extended.place.of_metric()
+    purpose = extended.call_site.of_metric()
     # Others may still have data. A model without metrics has not waited for them yet.
     extended.models.finish_blocks(purpose)
     returned = strategy.everyones(_plain(logs), purpose)

@@ -9,7 +9,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfpara.cluster.place import call
+from tfpara.cluster.call_site import call
 from tfpara.sync.data import reading, same_data
 from tfpara.sync.data.dealt import slice_of
 from tfpara.sync.workers.json_exchange import everyones, joined

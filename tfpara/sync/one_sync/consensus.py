@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from tfpara.cluster.place import TEXT_BYTES, sentence
+from tfpara.cluster.call_site import TEXT_BYTES, sentence
 from tfpara.sync.one_sync.block import Block
 from tfpara.sync.one_sync.graph_ops import in_python, now
 from tfpara.sync.one_sync.left_out import LeftOut
@@ -126,7 +126,7 @@ class Consensus:
         def rows_of(number: Array) -> list[Array]:
             row = np.zeros(columns.width)  # no data
             row[NONFINITE] = -1.0
-            row[MET:SAMPLES] = self._site.place.mark()
+            row[MET:SAMPLES] = self._site.call_site.mark()
             row[SAMPLES] = number
             return [np.tile(row, (devices, 1))]
 
@@ -221,7 +221,7 @@ class Consensus:
                     others=float(others.sum()),
                     seconds=float(began - since) if since > 0.0 else -1.0,
                     request=float(request),
-                    mark=self._site.place.mark(),
+                    mark=self._site.call_site.mark(),
                     steps=steps,
                     taken=int(taken),
                     idle=bool(pending == 0),
@@ -251,7 +251,7 @@ class Consensus:
         """Returns the sentence that says which worker is where; all workers exchange it."""
         site = self._site
         mine = tf.numpy_function(
-            lambda: np.array(site.place.told(), np.int32), [], tf.int32, stateful=True
+            lambda: np.array(site.call_site.told(), np.int32), [], tf.int32, stateful=True
         )
         mine.set_shape([TEXT_BYTES])
         table = site.reports.all_gather(mine, f"{site.name}/places")

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import tensorflow as tf
 
-from tfpara.cluster.place import Place
+from tfpara.cluster.call_site import CallSite
 from tfpara.collectives import Collectives, Loopback, broadcast_to_devices
 from tfpara.keras_model import constrained
 from tfpara.sync.data.balance import Balance
@@ -33,7 +33,7 @@ class Site(NamedTuple):
     devices: one for each local replica, the lead device first.
     collectives: between the workers' lead devices, for the weights.
     reports: collectives between the workers' hosts, for the reports.
-    place: where in its script this process is; its owner keeps it up to date.
+    call_site: where in its script this process is; its owner keeps it up to date.
     make: creates a plain variable, `make(initial_value, name)`, or `make(value, name, shape)` for
         one whose shape may change.
     period: the sync period in minibatches, of all models of the strategy.
@@ -46,7 +46,7 @@ class Site(NamedTuple):
     devices: Sequence[str]
     collectives: Collectives
     reports: Collectives
-    place: Place
+    call_site: CallSite
     make: Callable[..., tf.Variable]
     period: tf.Variable
     balance: Balance | None = None

@@ -7,7 +7,7 @@ a vector of float64 with these columns:
 - the index of the first weight with a NaN or Inf, or −1;
 - the signature of the weights, by which workers that start from different weights are found;
 - the request of its worker (see `Request`);
-- the mark of its worker (see `tfpara.cluster.place`), three columns: exchanges from Python so far,
+- the mark of its worker (see `tfpara.cluster.call_site`), three columns: exchanges from Python so far,
   purpose of this exchange, epoch;
 - the samples since the last sync, one column for each part of the model (see
   `tfpara.sync.one_sync.block`);
@@ -30,7 +30,7 @@ from typing import NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from tfpara.cluster.place import EPOCH_END
+from tfpara.cluster.call_site import EPOCH_END
 from tfpara.sync.settings import NEVER
 from tfpara.typing import Array
 
@@ -182,7 +182,7 @@ def problem_of(
     """Returns the sentence that says why the reports forbid a sync, or "".
 
     It is the same on every worker. Workers that have come to different exchanges have a sentence
-    of their own: see `tfpara.cluster.place.sentence`.
+    of their own: see `tfpara.cluster.call_site.sentence`.
 
     Args:
         reports: the table of all replicas' reports, NumPy.

@@ -97,7 +97,7 @@ class DistributedData:
         self.passes = None
         if not self.worker.changes:
             self.order.seed = None  # each call draws one, or takes that of a checkpoint
-        within = self.worker.place.fits > 0  # this fit is called in a callback of another fit
+        within = self.worker.call_site.fits > 0  # this fit is called in a callback of another fit
         aside = self.position.aside(lambda: self.models.steps_seen)
         try:
             with aside if within else contextlib.nullcontext():
@@ -119,7 +119,7 @@ class DistributedData:
 
         The latter is `Position.first`. An evaluation is no epoch, and reads its data whole.
         """
-        if self.worker.place.calls:
+        if self.worker.call_site.calls:
             return self.position.epoch, 0
         return self.position.begin(self.models.steps_seen)
 
@@ -133,7 +133,7 @@ class DistributedData:
         for synchronizer in self.models.synchronizers:
             synchronizer.step_is_over()
         iterator = iterator_over(dataset, begin)
-        if not self.worker.place.calls:  # an evaluation reads its data whole
+        if not self.worker.call_site.calls:  # an evaluation reads its data whole
             for _ in range(self.position.take_steps()):
                 next(iterator)
         return iterator
@@ -143,7 +143,7 @@ class DistributedData:
 
         It is the length of the epoch that begins, if Keras does not know that.
         """
-        if self.worker.place.fits and not self.worker.place.calls:
+        if self.worker.call_site.fits and not self.worker.call_site.calls:
             done = self.position.first // self.worker.replicas  # before a resume
             self.momentum.set_length(done + steps)
 
@@ -178,7 +178,7 @@ class DistributedData:
         if self.share == (0, 1):
             return
         mine = {"facts": facts, "seed": self.order.seed}
-        everyone = everyones(mine, self.worker.control, self.worker.place.of_data())
+        everyone = everyones(mine, self.worker.control, self.worker.call_site.of_data())
         self.order.seed = everyone[0]["seed"]
         problem = difference([one["facts"] for one in everyone])
         if problem:
@@ -234,7 +234,7 @@ class DistributedData:
 
     def by_epoch(self, dataset_fn: _DatasetFn, make: _FromFunction) -> Any:
         """Returns data that `dataset_fn` makes anew for each epoch; for `make` see above."""
-        if not self.worker.place.fits:
+        if not self.worker.call_site.fits:
             self.position.move(0, self.models.steps_seen)
         with making(self.place_of(0, 0)):
             dataset = self.from_function(dataset_fn, make)
@@ -248,7 +248,7 @@ class DistributedData:
 
     def deal(self, first: int) -> Dealt | None:
         """Deals out the minibatches of a pass by the workers' speeds; None: by their numbers."""
-        if self.balance is None or self.worker.place.calls:
+        if self.balance is None or self.worker.call_site.calls:
             return None
         return self.balance.begin(first, warm=self.models.steps_seen > 0)
 
@@ -317,7 +317,7 @@ class _EpochDatasets(_Datasets):
 
     def __iter__(self) -> Iterator[Nest]:
         epoch, first = self.data.begin_pass()
-        if not self.data.worker.place.calls:
+        if not self.data.worker.call_site.calls:
             # `dataset_fn` leaves out minibatches by `first`: they must not be skipped again.
             self.data.position.take_steps()
         dealt = self.data.deal(first)

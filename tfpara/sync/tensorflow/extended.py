@@ -12,7 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfpara import cluster
-from tfpara.cluster.place import call
+from tfpara.cluster.call_site import call
 from tfpara.strategy import StateHolder
 from tfpara.sync.data.balance import Balance
 from tfpara.sync.momentum_fit import MomentumFit
@@ -82,7 +82,7 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         self._timeout_seconds = settings.timeout_seconds  # which the parent's constructor asks for
         self.shown: str | None = None
         self.worker = Worker(company)
-        self.place = self.worker.place
+        self.call_site = self.worker.call_site
         self._looking = False  # whether Keras is reducing a first batch, to see its shapes
         # Threads of an elastic run ask it before models can be trained.
         self.waits = Waits(found, self.worker, bool(settings.overlap))
@@ -126,7 +126,7 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         )
         self.waits.synchronizers, self.waits.abort = self.models.in_turn, self.links.abort
         collectives = self.links.for_control()
-        self.control = Control(collectives, worker.place, self.models.in_turn, worker.company)
+        self.control = Control(collectives, worker.call_site, self.models.in_turn, worker.company)
         worker.control = self.control
         guard = Guard(strategy, worker.devices) if settings.nonfinite == "skip" else None
         self.steps = RunSteps(strategy, settings, self.models, guard)
@@ -331,7 +331,7 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
     @contextlib.contextmanager
     def in_fit(self, model: keras.Model, initial_epoch: int) -> Iterator[None]:
         """Notes that a model's `fit` runs inside, which begins with that epoch."""
-        with self.models.in_fit(model), self.data.in_fit(initial_epoch), self.place.in_fit():
+        with self.models.in_fit(model), self.data.in_fit(initial_epoch), self.call_site.in_fit():
             try:
                 yield
             finally:

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from tfpara import cluster
 from tfpara.cluster import quiet
-from tfpara.cluster.place import Purpose
+from tfpara.cluster.call_site import Purpose
 from tfpara.collectives import Collectives, HorovodCollectives, Loopback, TensorFlowCollectives
 from tfpara.collectives import horovod as _horovod
 from tfpara.collectives.choice import choose_communication
@@ -66,7 +66,7 @@ class Links:
         timeout, and names the silent worker. In graphs the timeout does.
         """
         seconds = self._settings.timeout_seconds + LATER_SECONDS
-        return self._between(2, self._worker.host, seconds, self._worker.place.waiting)
+        return self._between(2, self._worker.host, seconds, self._worker.call_site.waiting)
 
     def _between(
         self,

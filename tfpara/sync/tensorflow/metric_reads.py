@@ -52,7 +52,7 @@ class MetricReads:
             total = self._sums[id(variable)]
         else:
             (total,) = self._sums_of([variable])
-        if eager and self.worker.changes and self.worker.place.calls:
+        if eager and self.worker.changes and self.worker.call_site.calls:
             replicas = len(self.worker.devices)  # each worker has evaluated all data
         return total / replicas if mean else total
 
@@ -68,4 +68,4 @@ class MetricReads:
     def _sums_of(self, variables: Sequence[Metric]) -> list[tf.Tensor]:
         """Returns metrics' variables summed over the workers."""
         parts = [self._part_of(variable) for variable in variables]
-        return self.worker.company.sums(parts, bool(self.worker.place.calls))
+        return self.worker.company.sums(parts, bool(self.worker.call_site.calls))

@@ -13,7 +13,7 @@ import keras
 import tensorflow as tf
 
 from tfpara.algorithms.rule import Rule
-from tfpara.cluster.place import COMPILED_ANEW, Purpose, call
+from tfpara.cluster.call_site import COMPILED_ANEW, Purpose, call
 from tfpara.group import Group
 from tfpara.keras_model import build_optimizer, hyperparameters, optimizers, tables
 from tfpara.steps import reductions
@@ -91,7 +91,7 @@ class TrainedModels:
         self._strategy = strategy
         self.settings = settings
         self._worker = worker
-        self._place = worker.place
+        self._call_site = worker.call_site
         self._links = links
         self._momentum = momentum
         self._notes, self._balance = notes, balance
@@ -225,7 +225,7 @@ class TrainedModels:
         former = self._recent
         self._recent = self._entry_of(model) or former
         yield
-        if self._place.fits:
+        if self._call_site.fits:
             self._recent = former
 
     # A loop's tf.function would have AutoGraph convert this where it is traced, and with it the
@@ -316,7 +316,7 @@ class TrainedModels:
             devices=self._worker.devices,
             collectives=self._links.collectives,
             reports=self._links.reports,
-            place=self._place,
+            call_site=self._call_site,
             make=plain_variable,
             period=self._momentum.period,
             balance=self._balance,

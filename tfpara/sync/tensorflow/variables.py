@@ -10,7 +10,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfpara.cluster.place import VARIABLE
+from tfpara.cluster.call_site import VARIABLE
 from tfpara.keras_model import is_seed
 from tfpara.sync.tensorflow_private import CheckpointInitialValue, ResourceVariable
 from tfpara.sync.tensorflow_private import values as _values

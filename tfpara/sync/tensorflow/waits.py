@@ -6,7 +6,7 @@ import dataclasses
 import logging
 from collections.abc import Callable, Sequence
 
-from tfpara.cluster import Cluster, failures, whereabouts
+from tfpara.cluster import Cluster, failures, status_board
 from tfpara.sync.one_sync.synchronizer import Synchronizer
 from tfpara.sync.tensorflow.links import START
 from tfpara.sync.workers.watchdog import Watchdog
@@ -32,53 +32,55 @@ class Waits:
     overlap: bool
     synchronizers: Callable[[], Sequence[Synchronizer]] = tuple
     abort: Callable[[str], None] = dataclasses.field(init=False)
-    _whereabouts: whereabouts.Whereabouts | None = dataclasses.field(default=None, init=False)
+    _status_board: status_board.StatusBoard | None = dataclasses.field(default=None, init=False)
 
     def watch(self, timeout_seconds: float) -> None:
         """Starts the thread that reports long waits and ends those that last too long."""
         Watchdog(timeout_seconds, self.since, self._report, self._end)
 
     def connect(self, found: Cluster) -> None:
-        """Connects the workers' whereabouts, for messages on waits; every worker must call it."""
+        """Connects the workers' status boards, for messages on waits; every worker must call it."""
         self.found = found
-        self._whereabouts = whereabouts.begin(
+        self._status_board = status_board.begin(
             found,
             lambda port: self.worker.control.together(START, port),
-            lambda: whereabouts.Row(self._where(), self._exchanges()),
+            lambda: status_board.Row(self._where(), self._exchanges()),
         )
         failures.ask(
-            lambda: whereabouts.mute(self._table(), found),
-            lambda: self.worker.place.failed.advice if self.worker.place.failed else "",
+            lambda: status_board.mute(self._table(), found),
+            lambda: self.worker.call_site.failed.advice if self.worker.call_site.failed else "",
         )
 
     def since(self) -> float:
         """Returns when the present wait began, on the monotonic clock; 0 if there is none."""
         return max(
-            self.worker.place.began, *(s.graph.waiting_since() for s in self.synchronizers()), 0.0
+            self.worker.call_site.began,
+            *(s.graph.waiting_since() for s in self.synchronizers()),
+            0.0,
         )
 
     def _where(self) -> str:
-        text, line = self.worker.place.text(False), whereabouts.line_of_script()
+        text, line = self.worker.call_site.text(False), status_board.line_of_script()
         return f"{text} [{line}]" if line else text
 
     def _exchanges(self) -> list[str]:
         """Returns the names of the exchanges in which this process waits."""
         names = [s.name for s in self.synchronizers() if s.graph.waiting_since()]
-        return [*names, "meeting"] if self.worker.place.began else names
+        return [*names, "meeting"] if self.worker.call_site.began else names
 
-    def _table(self) -> list[whereabouts.Row] | None:
+    def _table(self) -> list[status_board.Row] | None:
         """Returns where all workers are in their scripts; None if it is not known."""
-        return self._whereabouts.table() if self._whereabouts else None
+        return self._status_board.table() if self._status_board else None
 
     def _report(self, seconds: float) -> None:
         table = self._table()
         if table is None or not self.since():
             return
-        _log.warning("%s", whereabouts.waiting_line(table, self.worker.rank, seconds))
+        _log.warning("%s", status_board.waiting_line(table, self.worker.rank, seconds))
         # Workers with a sync in flight may be in different exchanges without being apart.
-        apart = "" if self.overlap else whereabouts.apart(table)
+        apart = "" if self.overlap else status_board.apart(table)
         if apart:
             self.abort(failures.note_apart(apart))
 
     def _end(self) -> None:
-        self.abort(failures.note_silence(whereabouts.silent(self._table(), self.found)))
+        self.abort(failures.note_silence(status_board.silent(self._table(), self.found)))

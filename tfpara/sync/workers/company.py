@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import keras
 import tensorflow as tf
 
-from tfpara.cluster.place import Purpose
+from tfpara.cluster.call_site import Purpose
 from tfpara.collectives.members import Members
 from tfpara.strategy import EpochUnits, StateHolder
 from tfpara.typing import Json, Scalar

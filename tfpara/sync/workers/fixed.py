@@ -11,7 +11,7 @@ import keras
 import tensorflow as tf
 
 from tfpara.cluster import ALONE, Cluster
-from tfpara.cluster.place import END, FIT_END, Place, Purpose, call
+from tfpara.cluster.call_site import END, FIT_END, CallSite, Purpose, call
 from tfpara.strategy import EpochUnits
 from tfpara.sync.workers.company import Company, Fit
 from tfpara.sync.workers.meetings import Control, MismatchError
@@ -31,7 +31,7 @@ class Host(Protocol):
     """The extended strategy, as `Fixed` uses it."""
 
     control: Control
-    place: Place
+    call_site: CallSite
 
     @property
     def models(self) -> Models: ...
@@ -91,20 +91,20 @@ class Fixed(Company):
         self._host.control.together(call(name))
 
     def finish_block(self, synchronizer: Any, purpose: Purpose) -> None:
-        with self._host.place.meeting(purpose):
+        with self._host.call_site.meeting(purpose):
             synchronizer.finish_block()
 
     def finish_blocks(self, purpose: Purpose) -> None:
         synchronizers = self._host.models.in_turn()
         if synchronizers:
-            with self._host.place.meeting(purpose):
+            with self._host.call_site.meeting(purpose):
                 for synchronizer in synchronizers:
                     synchronizer.finish_block()
 
     def sums(self, parts: Sequence[tf.Tensor], evaluates: bool) -> list[tf.Tensor]:
         del evaluates  # each worker has evaluated its part of the data
         # All blocks are closed first, so that the data of all workers have ended.
-        purpose = self._host.place.of_metric()
+        purpose = self._host.call_site.of_metric()
         if self._host.models.synchronizers:
             self._host.models.finish_blocks(purpose)
         else:

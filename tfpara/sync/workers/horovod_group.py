@@ -19,7 +19,7 @@ import tensorflow as tf
 
 from tfpara import program
 from tfpara.cluster import Cluster, ports, rendezvous, secret, startup
-from tfpara.cluster.place import Purpose
+from tfpara.cluster.call_site import Purpose
 from tfpara.cluster.reach import unreachable
 from tfpara.collectives.horovod import HorovodCollectives, load
 from tfpara.sync.workers.json_exchange import everyones

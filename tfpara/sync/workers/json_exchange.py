@@ -7,7 +7,7 @@ import json
 import numpy as np
 import tensorflow as tf
 
-from tfpara.cluster.place import Purpose
+from tfpara.cluster.call_site import Purpose
 from tfpara.sync.workers.meetings import Control
 from tfpara.typing import Json
 

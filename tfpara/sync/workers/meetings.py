@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfpara.cluster.place import Place, Purpose, sentence
+from tfpara.cluster.call_site import CallSite, Purpose, sentence
 from tfpara.collectives import Collectives, Loopback
 from tfpara.sync.workers.company import Company
 from tfpara.typing import Json
@@ -26,7 +26,7 @@ class Control:
 
     Args:
         collectives: collectives between the workers' hosts, with a timeout.
-        place: the place of this process in its script.
+        call_site: the place of this process in its script.
         synchronizers: returns those of the trained models, in the same order on all workers.
         company: the workers.
 
@@ -39,13 +39,13 @@ class Control:
     def __init__(
         self,
         collectives: Collectives,
-        place: Place,
+        call_site: CallSite,
         synchronizers: Callable[[], Sequence[Any]],
         company: Company,
     ) -> None:
         self.collectives = collectives
         self._company = company
-        self._place = place
+        self._call_site = call_site
         self._synchronizers = synchronizers
 
     @property
@@ -90,7 +90,7 @@ class Control:
         return self._company.together(exchange)
 
     def _together(self, purpose: Purpose, number: int) -> list[int]:
-        with self._place.meeting(purpose):
+        with self._call_site.meeting(purpose):
             synchronizers = self._synchronizers()
             for other in synchronizers[1:]:
                 other.land()
@@ -100,12 +100,12 @@ class Control:
 
     def _meet(self, number: int) -> list[int]:
         """Exchanges the numbers as `Synchronizer.meet` does, if no model was trained yet."""
-        met, purpose, _ = self._place.mark()
+        met, purpose, _ = self._call_site.mark()
         mine = tf.constant([met, purpose, number], tf.float64)
-        with self._place.waiting():
+        with self._call_site.waiting():
             rows = self.collectives.all_gather(mine, "meeting").numpy()
             if (rows[:, :2] != rows[0, :2]).any():
-                told = tf.constant(self._place.told())
+                told = tf.constant(self._call_site.told())
                 table = self.collectives.all_gather(told, "places").numpy()
                 time.sleep(_GRACE_SECONDS)
                 raise MismatchError(sentence(table))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from tfpara.cluster.place import Purpose
+from tfpara.cluster.call_site import Purpose
 from tfpara.sync.workers.json_exchange import everyones
 from tfpara.sync.workers.meetings import Control
 

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 from collections.abc import Iterator, Sequence
 
-from tfpara.cluster.place import Place
+from tfpara.cluster.call_site import CallSite
 from tfpara.sync.workers.company import Company
 from tfpara.sync.workers.meetings import Control
 
@@ -23,7 +23,7 @@ class Worker:
             many.
         kind: kind of the devices, "CPU" or "GPU".
         host: the device for small exchanges.
-        place: the place of this process in its script.
+        call_site: the place of this process in its script.
         control: exchanges between the workers that Python code calls.
     """
 
@@ -33,7 +33,7 @@ class Worker:
     devices: Sequence[str] = ()
     kind: str = "CPU"
     host: str = "CPU:0"
-    place: Place = dataclasses.field(default_factory=Place)
+    call_site: CallSite = dataclasses.field(default_factory=CallSite)
     control: Control = dataclasses.field(init=False)
 
     @property

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 MARKS = 3  # count of numbers in a mark
-TEXT_BYTES = 512  # length of `Place.told`
+TEXT_BYTES = 512  # length of `CallSite.told`
 
 
 class Purpose(NamedTuple):
@@ -62,7 +62,7 @@ COMPILED_ANEW = Purpose("training a model that was compiled anew")
 _STEP = Purpose("", "train the same epochs of the same calls of fit on every worker")
 
 
-class Place:
+class CallSite:
     """The place of this process in its script. The functions that Keras and scripts call update it.
 
     Attributes:
@@ -193,7 +193,7 @@ class Place:
 
 
 def sentence(table: Iterable[Iterable[float]]) -> str:
-    """Returns a sentence with each worker's place, by the bytes of `Place.told`, and the fix."""
+    """Returns a sentence with each worker's place, by the bytes of `CallSite.told`, and the fix."""
     texts = [bytes(int(number) for number in row).rstrip(b"\0") for row in table]
     said = [text.decode(errors="replace").split("\n") for text in texts]
     where: dict[str, list[str]] = {}

@@ -25,7 +25,7 @@ from typing import NamedTuple
 from tfpara.cluster import Cluster, failures, messages, ports, secret
 from tfpara.cluster.door import Door
 from tfpara.cluster.messages import Channel
-from tfpara.cluster.place import Purpose
+from tfpara.cluster.call_site import Purpose
 from tfpara.typing import Json
 
 _PURPOSE = "where"
@@ -40,7 +40,7 @@ _LIBRARIES = tuple(
 
 
 class Row(NamedTuple):
-    """The whereabouts of a worker.
+    """A row of the board: where a worker is.
 
     Attributes:
         text: the place of the worker, as in "worker 1 is TEXT"; empty if it does not answer.
@@ -123,12 +123,12 @@ def _innermost(lines: Iterable[tuple[FrameType, int]]) -> str:
     return found
 
 
-class Whereabouts:
-    """The thread of this process that exchanges whereabouts with the other workers.
+class StatusBoard:
+    """The thread of this process that exchanges rows of the board with the other workers.
 
     Args:
         found: the cluster, with addresses.
-        here: returns the whereabouts of this process; called in the thread.
+        here: returns the row of this process; called in the thread.
         listener: the chief's listening socket; None on the other workers.
         port: the port of that socket.
     """
@@ -155,7 +155,7 @@ class Whereabouts:
         _all.append(self)
 
     def table(self) -> list[Row] | None:
-        """Asks all workers for their whereabouts; returns these by rank, None if unknown.
+        """Asks all workers for their rows; returns these by rank, None if unknown.
 
         The call waits at most 3 s.
         """
@@ -262,14 +262,14 @@ class Whereabouts:
 
 
 def _row(told: Json) -> Row | None:
-    """Returns the whereabouts in a worker's message; None if it has another content."""
+    """Returns the row in a worker's message; None if it has another content."""
     match told:
         case [str() as text, list() as waits] if all(isinstance(each, str) for each in waits):
             return Row(text, waits)
     return None
 
 
-_all: list[Whereabouts] = []  # all objects of this process
+_all: list[StatusBoard] = []  # all objects of this process
 
 
 @atexit.register
@@ -282,13 +282,13 @@ def _end_all() -> None:
 
 def begin(
     found: Cluster, exchange: Callable[[int], Sequence[int]], here: Callable[[], Row]
-) -> Whereabouts | None:
+) -> StatusBoard | None:
     """Connects the workers, if they have addresses; every worker must call it.
 
     Args:
         found: the cluster.
         exchange: sends a number to all workers, and returns the workers' numbers by rank.
-        here: returns the whereabouts of this process.
+        here: returns the row of this process.
 
     Returns:
         This process's end of the connection; None if there is none.
@@ -301,4 +301,4 @@ def begin(
     port = exchange(int(listener.getsockname()[1]) if listener else 0)[0]
     if not port or not found.addresses:
         return None
-    return Whereabouts(found, here, listener, port)
+    return StatusBoard(found, here, listener, port)

@@ -4,18 +4,18 @@ import numpy as np
 import pytest
 
 from tfpara.cluster import Cluster
-from tfpara.cluster.place import (
+from tfpara.cluster.call_site import (
     EPOCH_END,
     EVALUATE,
     FIT_BEGIN,
     FIT_END,
     METRIC,
-    Place,
+    CallSite,
     call,
     sentence,
 )
-from tfpara.cluster.whereabouts import Row, mute, silent, waiting_line
-from tfpara.cluster.whereabouts import apart as wait_apart
+from tfpara.cluster.status_board import Row, mute, silent, waiting_line
+from tfpara.cluster.status_board import apart as wait_apart
 from tfpara.sync.one_sync.reports import EPOCH, MET, PURPOSE, RUNNING, SAMPLES, are_apart
 
 TRAINS = "trains"
@@ -23,7 +23,7 @@ TRAINS = "trains"
 
 def mark(purpose=TRAINS, epoch=0, met=0):
     """The mark of a worker: in a step, or come for a purpose; in `fit` if there is an epoch."""
-    place = Place()
+    place = CallSite()
     place.met = met
     if purpose == TRAINS and not epoch:
         return True, place.mark()
@@ -88,7 +88,7 @@ def test_all_of_an_elastic_run_train_the_same_epoch():
 
     assert differ(2, 2) == (False, False) and differ(2, 3) == differ(0, 1) == (True, True)
     assert apart(mark(epoch=2), mark(EPOCH_END, epoch=2), elastic=True) == (False, False)
-    first, second = Place(), Place()
+    first, second = CallSite(), CallSite()
     with first.in_fit(), second.in_fit():
         first.epoch_begins(4)
         second.epoch_begins(1)
@@ -99,7 +99,7 @@ def test_all_of_an_elastic_run_train_the_same_epoch():
 
 
 def test_the_end_of_an_epoch_is_where_fit_itself_reads_metrics():
-    place = Place()
+    place = CallSite()
     assert place.of_metric() == METRIC
     with place.in_fit():
         assert place.of_data() == FIT_BEGIN
@@ -117,7 +117,7 @@ def test_the_end_of_an_epoch_is_where_fit_itself_reads_metrics():
 
 
 def test_an_exchange_that_fails_is_not_counted():
-    place = Place()
+    place = CallSite()
     with pytest.raises(KeyError), place.meeting(METRIC):
         raise KeyError
     assert place.met == 0 and place.text() == "in a training step"
@@ -127,7 +127,7 @@ def test_an_exchange_that_fails_is_not_counted():
 
 
 def test_the_sentence_has_the_advice_of_who_is_elsewhere():
-    train, end, odd = Place(), Place(), Place()
+    train, end, odd = CallSite(), CallSite(), CallSite()
     with train.in_fit(), end.in_fit(), end.meeting(EPOCH_END), odd.meeting(EVALUATE):
         for place in (train, end):
             place.epoch_begins(1)
