@@ -146,18 +146,19 @@ def _run(
     printed: deque[str] = deque(maxlen=_SHOWN_LINES)
     with _Processes(started, quiet_seconds) as processes:
         for line in processes.lines():
-            _, marked, text = line.partition(MARK)
-            if not marked:
-                printed.append(line)
+            before, *texts = line.split(MARK)  # two processes may write into one line
+            if not texts:
+                printed.append(before)
                 continue
             processes.is_alive()
-            said = json.loads(text)
-            if "error" in said:
-                raise MeasuringError(said["error"])
-            if "block" in said:
-                _tell(f"{places}: block {said['block']} of {said['of']}", over=True)
-            else:
-                results.append(said)
+            for text in texts:
+                said, _ = json.JSONDecoder().raw_decode(text)
+                if "error" in said:
+                    raise MeasuringError(said["error"])
+                if "block" in said:
+                    _tell(f"{places}: block {said['block']} of {said['of']}", over=True)
+                else:
+                    results.append(said)
             if len(results) == count:
                 break
     if sys.stderr.isatty():

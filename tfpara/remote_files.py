@@ -29,7 +29,6 @@ _FINAL = (
 _FINAL_NUMBERS = (errno.EINVAL, errno.ENOSYS, errno.ENAMETOOLONG)
 _PATTERN = re.compile(r"[*?\[\]{}]")  # fsspec would take these characters for a pattern of names
 _TEMPORARY = "tfpara-copies-"
-_YOUNG = 60.0  # seconds in which a temporary folder may not be locked yet
 _Result = TypeVar("_Result")
 
 
@@ -262,10 +261,14 @@ def temporary_folder() -> Iterator[Path]:
     process holds a lock on its own.
     """
     _clear_up()
-    path = Path(tempfile.mkdtemp(prefix=_TEMPORARY))
-    handle = os.open(path, os.O_RDONLY)
+    made = Path(tempfile.mkdtemp(prefix="tfpara-"))
+    path = made.with_name(f"{_TEMPORARY}{made.name.removeprefix('tfpara-')}")
+    handle = os.open(made, os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        made.rename(
+            path
+        )  # once it is locked, so that no other process takes it for one that is left
         yield path
     finally:
         files.cleared(path)
@@ -275,8 +278,7 @@ def temporary_folder() -> Iterator[Path]:
 def _clear_up() -> None:
     for left in Path(tempfile.gettempdir()).glob(f"{_TEMPORARY}*"):
         with contextlib.suppress(OSError):
-            status = left.lstat()
-            if status.st_uid != os.getuid() or time.time() - status.st_mtime < _YOUNG:
+            if left.lstat().st_uid != os.getuid():
                 continue
             handle = os.open(left, os.O_RDONLY | os.O_NOFOLLOW | os.O_DIRECTORY)
             try:

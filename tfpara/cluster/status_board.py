@@ -23,9 +23,9 @@ from types import FrameType
 from typing import NamedTuple
 
 from tfpara.cluster import Cluster, failures, messages, ports, secret
+from tfpara.cluster.call_site import Purpose
 from tfpara.cluster.door import Door
 from tfpara.cluster.messages import Channel
-from tfpara.cluster.call_site import Purpose
 from tfpara.typing import Json
 
 _PURPOSE = "where"

@@ -31,7 +31,7 @@ def quick(monkeypatch):
     monkeypatch.setattr(lease.Lease, "take", lambda self: (taken.append(self), take(self)))
     monkeypatch.setattr(lease, "SECONDS", 0.6)
     monkeypatch.setattr(lease, "_LOOK", 0.02)
-    monkeypatch.setattr(lease, "_SETTLE", 0.1)
+    monkeypatch.setattr(lease, "_SETTLE", 0.1037)  # nothing else sleeps for so long
     monkeypatch.setattr(remote_files, "_WAITS", (0.01, 0.01, 0.01))
     yield
     for each in taken:
@@ -219,10 +219,15 @@ def test_a_store_that_ignores_the_condition_is_noticed(bucket, monkeypatch):
     monkeypatch.setattr(
         RemoteFolder, "create", lambda self, name, content: self.write(name, content) or True
     )
-    slept = []
-    monkeypatch.setattr(
-        lease.time, "sleep", lambda s: (slept.append(s), folder.write(lease.LOCK, theirs._text()))
-    )
+    original, slept = time.sleep, []
+
+    def sleep(seconds):  # of other threads, too
+        if seconds == lease._SETTLE:
+            slept.append(seconds)
+            folder.write(lease.LOCK, theirs._text())
+        original(seconds)
+
+    monkeypatch.setattr(time, "sleep", sleep)
     with pytest.raises(CheckpointError, match="in use by another run"):
         mine.take()
     assert slept == [lease._SETTLE]
@@ -342,7 +347,6 @@ def test_without_the_extra_the_error_says_what_to_install(monkeypatch, missing, 
 
 def test_copies_of_a_killed_process_go_and_those_of_a_living_one_stay(monkeypatch, tmp_path):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(remote_files, "_YOUNG", -1.0)
     left = tmp_path / f"{remote_files._TEMPORARY}of-a-killed-one"
     left.mkdir()
     (left / "part").write_text("x")

@@ -7,8 +7,8 @@ a vector of float64 with these columns:
 - the index of the first weight with a NaN or Inf, or −1;
 - the signature of the weights, by which workers that start from different weights are found;
 - the request of its worker (see `Request`);
-- the mark of its worker (see `tfpara.cluster.call_site`), three columns: exchanges from Python so far,
-  purpose of this exchange, epoch;
+- the mark of its worker (see `tfpara.cluster.call_site`), three columns: exchanges from Python so
+  far, purpose of this exchange, epoch;
 - the samples since the last sync, one column for each part of the model (see
   `tfpara.sync.one_sync.block`);
 - the minibatches since the last sync, one column for each part;
