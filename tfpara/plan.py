@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 1
         if apart:
             del found["link_delay_ms"]  # of another link
-        print(f"Measured with {found.pop('batch'):g} samples in a minibatch of a worker.")
+        print(f"Measured with {found.pop('batch'):.0f} samples in a minibatch of a worker.")
         values = found | values
     _report(options, values)
     return 0

@@ -312,7 +312,7 @@ def test_a_replica_without_rows_is_told_of(strategy, model, capsys, monkeypatch)
     text = capsys.readouterr().err
     assert text.count("replicas without a row in this epoch: 2 (of 0 … 2)") == 1
     assert text.count("sync_period=9 is longer than an epoch") == 1
-    assert "in any case, so after 5" in text
+    assert "in any case, so after 5 steps" in text
 
 
 def test_a_resumed_epoch_of_unknown_length_does_not_cut_the_others(tmp_path):

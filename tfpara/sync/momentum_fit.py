@@ -18,6 +18,7 @@ from tfpara.keras_model import (
 )
 from tfpara.sync.notes import Notes
 from tfpara.sync.settings import NEVER, Settings, warn_of_outlasting_momentum
+from tfpara.sync.start_line import counted
 from tfpara.sync.workers.worker import Worker
 from tfpara.typing import Nest
 
@@ -88,7 +89,7 @@ class MomentumFit:
         if period and self._steps_in_epoch < period and not self.is_scheduled:
             self._notes.tell(
                 f"sync_period={period} is longer than an epoch, at whose end the replicas meet in "
-                f"any case, so after {self._steps_in_epoch}"
+                f"any case, so after {counted(self._steps_in_epoch, 'step')}"
             )
         self._without_length = None if steps or self._worker.changes else model
         for optimizer in filter(self.settings.fits_momentum, optimizers(model)):
