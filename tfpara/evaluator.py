@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import errno
 import fcntl
 import io
 import math
@@ -29,6 +30,7 @@ from tfpara.checkpoint.base import store_at
 from tfpara.checkpoint.store import CheckpointError, Store
 from tfpara.cluster import exit_codes
 from tfpara.program import explain_errors
+from tfpara.remote_files import RefusedError, is_url, whole
 from tfpara.saved_model import writer
 from tfpara.strategy import Strategy
 from tfpara.typing import Data, Json
@@ -80,13 +82,13 @@ def evaluate_checkpoints(
         model: built as the run's, without a strategy, and compiled with loss and metrics.
         directory: of the checkpoints.
         data: held-out data, in any form that `fit` takes as `validation_data`.
-        out: directory of the results, of this evaluator alone.
+        out: directory of the results on this machine, of this evaluator alone.
         epochs: of the run's `fit`. The run has ended where a checkpoint has so many, or where
             training has stopped by itself.
         averages: the averages of the run's strategy, or some of them, to be scored as well.
         monitor: the name of the score that decides which model is the best, as `evaluate` has it.
         mode: "min" if a lower score is better, "max" if a higher one is.
-        best: path of the best model. None: `best` in `out`.
+        best: path or URL of the best model. None: `best` in `out`.
         save: called with the model and a path of that name; writes the best model there, to a file
             or a folder. None: a SavedModel, as `tfpara.export` writes it.
         wait_minutes: longest wait for a new checkpoint.
@@ -114,8 +116,12 @@ def evaluate_checkpoints(
     if not model.built:
         raise ValueError("the model has no weights yet. Call it on data, or build it, first.")
     explain_errors()
+    if is_url(out):
+        raise ValueError(
+            f"out={out!r} must be a directory of this machine, for a table that grows."
+        )
     out = Path(out)
-    path = out / "best" if best is None else Path(best)
+    path = out / "best" if best is None else best
     if save is None:
         writer(model, path)  # raises ValueError now for a model that cannot be exported
     evaluator = _Evaluator(
@@ -137,7 +143,7 @@ class _Evaluator:
         averages: Mapping[str, Any],
         monitor: str,
         mode: str,
-        path: Path,
+        path: str | os.PathLike[str],
         save: Callable[[keras.Model, Path], object] | None,
     ) -> None:
         self._model, self._store, self._data, self._out = model, store, data, out
@@ -151,10 +157,19 @@ class _Evaluator:
 
     def run(self, epochs: int, wait_minutes: float) -> list[dict[str, Json]]:
         """Scores checkpoints until that of the last epoch."""
-        since, told, after = time.monotonic(), False, ""
+        since, told, after = time.monotonic(), "", ""
         while True:
-            number = self._next()
-            if number is None:
+            former, refused = self._last, ""
+            try:
+                manifest, is_scored = self._turn()
+            except RefusedError as error:
+                refused = f"{self._store.directory} cannot be read ({error.strerror})"
+                if error.errno != errno.EIO:  # another try would meet it again
+                    raise CheckpointError(f"{refused}.") from error
+                self._last, manifest, is_scored = former, None, False
+            if is_scored:
+                since, told = time.monotonic(), ""
+            if manifest is None:
                 what = f"new checkpoint{after} in {self._store.directory}"
                 if time.monotonic() - since > 60 * wait_minutes:
                     raise CheckpointError(
@@ -162,30 +177,50 @@ class _Evaluator:
                         "or writes checkpoints elsewhere, or seldom: then give a longer "
                         "wait_minutes. Started again, this goes on."
                     )
-                if not told:
-                    _say(f"waits for a {what}, at most {wait_minutes:g} minutes")
-                told = True
+                waits = refused or f"waits for a {what}, at most {wait_minutes:g} minutes"
+                if told != waits:
+                    _say(waits)
+                told = waits
                 time.sleep(_LOOK_SECONDS)
-                continue
-            try:
-                manifest = self._store.read_manifest(number)
-            except CheckpointError as error:
-                self._leave_out(number, error)
-                continue
-            missing = self._missing(number, manifest)
-            if missing and not self._score(number, manifest, missing):
-                continue
-            if missing:
-                since, told = time.monotonic(), False
-            position = manifest["position"]
-            after = f" after checkpoint {number} (epoch {position['epoch']} of {epochs})"
-            if position["finished"] or position["epoch"] >= epochs:
-                _say(f"the run has ended; scores are in {self._table.path}")
-                return self._table.rows()
+            elif manifest:
+                position = manifest["position"]
+                after = f" after checkpoint {self._last} (epoch {position['epoch']} of {epochs})"
+                if position["finished"] or position["epoch"] >= epochs:
+                    _say(f"the run has ended; scores are in {self._table.path}")
+                    return self._table.rows()
+
+    def _turn(self) -> tuple[dict[str, Json] | None, bool]:
+        """Scores the next checkpoint.
+
+        Returns its manifest and whether it was scored now: None without one, an empty one if it is
+        left out.
+        """
+        number = self._next()
+        if number is None:
+            return None, False
+        try:
+            manifest = self._store.read_manifest(number)
+        except CheckpointError as error:
+            self._leave_out(number, error)
+            return {}, False
+        missing = self._missing(number, manifest)
+        is_scored = bool(missing) and self._score(number, manifest, missing)
+        return (manifest if is_scored or not missing else {}), is_scored
 
     def _next(self) -> int | None:
-        """Returns the first checkpoint that is there and was not looked at yet."""
-        new = [number for number in self._store.numbers() if number > self._last]
+        """Returns the first checkpoint that is there and was not looked at yet.
+
+        Raises:
+            CheckpointError: the run has begun again from the first one.
+        """
+        numbers = self._store.numbers()
+        if numbers and max(numbers) < self._last:
+            raise CheckpointError(
+                f"{self._store.directory} had a checkpoint {self._last}, and its newest one is now "
+                f"{max(numbers)}: they are of another run. Give another out=, or remove "
+                f"{self._out}."
+            )
+        new = [number for number in numbers if number > self._last]
         if not new:
             return None
         former, self._last = self._last, min(new)
@@ -220,6 +255,8 @@ class _Evaluator:
         weights.check(self._store, number, manifest, self._model, averages)
         try:
             found = weights.read(self._store, number, manifest, self._model, averages)
+        except RefusedError:
+            raise  # the checkpoint may be whole
         except (CheckpointError, OSError, tf.errors.OpError) as error:
             self._leave_out(number, error)
             return False
@@ -262,7 +299,7 @@ class _Evaluator:
         if self._save is None:
             writer(self._model, self._path)()
             return
-        with files.whole(self._path) as place:
+        with whole(self._path) as place:
             self._save(self._model, place)
 
     def _best(self) -> float | None:
@@ -312,10 +349,10 @@ class _Table:
                 "another out=."
             )
         writing.writerows(rows)
-        whole = self._text()
-        if self.path.exists() and self.path.stat().st_size != len(whole.encode()):
+        kept = self._text()
+        if self.path.exists() and self.path.stat().st_size != len(kept.encode()):
             with files.whole(self.path) as place:
-                place.write_text(whole)
+                place.write_text(kept)
         files.append_line(self.path, text.getvalue().removesuffix("\n"))
 
     def _text(self) -> str:

@@ -57,7 +57,7 @@ class RemoteFolder:
         url: of the folder, which need not be there; its bucket must.
 
     Raises:
-        ValueError: the URL has no scheme that fsspec knows, or a character of patterns.
+        ValueError: the URL has no scheme that fsspec knows, no place, or a character of patterns.
         ImportError: fsspec, or the package that it needs for this scheme, is not installed.
     """
 
@@ -73,9 +73,11 @@ class RemoteFolder:
                 f"{url!r} needs fsspec, which is not installed: pip install 'tfpara[remote]'."
             ) from error
         self.url = url.rstrip("/")
-        scheme = url.split("://", 1)[0]
-        if scheme == "file":
-            raise ValueError(f"{url!r} is of this machine: give its path, without file://.")
+        scheme, _, place = url.partition("://")
+        if scheme in ("file", "local"):
+            raise ValueError(f"{url!r} is of this machine: give its path, without {scheme}://.")
+        if not scheme or not place.strip("/"):
+            raise ValueError(f"{url!r} must be a URL such as s3://bucket/path.")
         try:
             self._fs, root = fsspec.core.url_to_fs(self.url)
         except ImportError as error:

@@ -10,7 +10,10 @@ import pytest
 import tensorflow as tf
 
 import tfpara
+from tests.lib.s3_server import DENIED, SLOW_DOWN
+from tfpara import evaluator, remote_files
 from tfpara.checkpoint import weights
+from tfpara.remote_files import RemoteFolder
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(192, 6)).astype(np.float32)
@@ -117,6 +120,9 @@ def test_the_best_model_is_that_of_the_best_row(tmp_path):
     other = build(seed=5)
     other.load_weights(best)
     assert other.evaluate(*HELD_OUT, verbose=0)[1] == pytest.approx(min(errors), rel=1e-6)
+    url = f"memory://{tmp_path.name}/best"
+    evaluate(tmp_path / "run", tmp_path / "to_url", epochs=3, monitor="mae", save=None, best=url)
+    assert "saved_model.pb" in RemoteFolder(url).sizes()
     most = {"monitor": "mae", "mode": "max", "save": None}
     rows = evaluate(tmp_path / "run", tmp_path / "most", epochs=3, **most)
     loaded = keras.layers.TFSMLayer(tmp_path / "most" / "best", call_endpoint="serve")
@@ -188,6 +194,48 @@ def test_checkpoints_that_go_and_that_are_damaged(tmp_path, monkeypatch, capsys)
     assert "checkpoint 2 is not scored: " in said and "is damaged" in said
     assert "checkpoint 3 is not scored: removed too early; a larger keep=" in said
     assert "checkpoints 4 to 4 are not scored" in said
+
+
+def test_a_run_that_begins_again_in_the_same_directory_is_noticed(tmp_path, monkeypatch):
+    trained(tmp_path / "run")
+
+    def begin_again(seconds):
+        shutil.rmtree(tmp_path / "run" / "checkpoint-00000003")
+        monkeypatch.undo()
+
+    monkeypatch.setattr(evaluator.time, "sleep", begin_again)
+    with pytest.raises(tfpara.CheckpointError, match="had a checkpoint 3, and its newest one is n"):
+        evaluate(tmp_path / "run", tmp_path / "out", epochs=3, averages=None, wait_minutes=0.01)
+
+
+def test_a_store_that_does_not_answer_for_a_while(tmp_path, bucket, s3_server, monkeypatch, capsys):
+    import s3fs
+
+    expected = trained(f"{bucket}/run")
+    monkeypatch.setattr(remote_files, "_WAITS", ())
+    monkeypatch.setattr(s3fs.S3FileSystem, "retries", 1)
+    monkeypatch.setattr(evaluator, "_LOOK_SECONDS", 0.01)
+    asked = []
+
+    def refuse(method, path):  # lists, manifests and parts in turn
+        asked.append(path)
+        return SLOW_DOWN if len(asked) % 7 == 3 else None
+
+    s3_server.refuse = refuse
+    rows = evaluate(f"{bucket}/run", tmp_path / "out", wait_minutes=1)
+    assert s3_server.refused > 2
+    assert len(rows) == 9
+    assert_last(rows, 3, expected)
+    assert "run cannot be read (1 tries have failed: " in capsys.readouterr().out
+    s3_server.refuse = lambda method, path: DENIED
+    with pytest.raises(tfpara.CheckpointError, match="run cannot be read .*must be allowed to"):
+        evaluate(f"{bucket}/run", tmp_path / "other", wait_minutes=1)
+    s3_server.calm()
+
+
+def test_results_are_on_this_machine(run_of_two):
+    with pytest.raises(ValueError, match="out='s3://bucket/scores' must be a directory of this"):
+        tfpara.evaluate_checkpoints(build(), run_of_two, HELD_OUT, "s3://bucket/scores", epochs=2)
 
 
 @pytest.fixture(scope="module")

@@ -52,9 +52,13 @@ class RemoteStore(Store):
             raise
 
     def _incomplete(self, names: Mapping[str, int]) -> list[str]:
-        """Returns those of the names that are of a checkpoint without a manifest."""
-        begun = [name for name in names if NAME.fullmatch(name.split("/")[0])]
-        return [name for name in begun if f"{name.split('/')[0]}/{MANIFEST}" not in names]
+        """Returns those of the names that another run has left of checkpoints without a manifest.
+
+        A worker that becomes the chief may lock the directory when parts of its own run are there.
+        """
+        places = ((name, *name.split("/")[:2]) for name in names if "/" in name)
+        begun = [place for place in places if NAME.fullmatch(place[1]) and place[2] != self.mark]
+        return [name for name, at, _ in begun if f"{at}/{MANIFEST}" not in names]
 
     def _let_go(self) -> None:
         if self._lease is not None:
@@ -91,9 +95,8 @@ class RemoteStore(Store):
                     f"{socket.gethostname()}: {self.directory} must be one directory that all "
                     "workers share."
                 )
-        if self._lease is None:
-            self._take()
-        else:
+        self.lock()
+        if self._lease is not None:
             self._lease.renew()
         text = manifests.text({**manifest, manifests.FOLDER: self.mark})
         if not self._folder.create(f"{_name(number)}/{MANIFEST}", text.encode()):
@@ -103,10 +106,12 @@ class RemoteStore(Store):
             )
 
     def abandon(self, number: int) -> None:
+        # Another run's parts stay: this one may have stood still, and the other have the lease.
         with contextlib.suppress(OSError):
             names = self._folder.sizes(_name(number))
             if f"{_name(number)}/{MANIFEST}" not in names:
-                self._folder.remove(names)
+                own = f"{self._parts(number)}/"
+                self._folder.remove(name for name in names if name.startswith(own))
 
     def _manifest(self, number: int) -> bytes:
         return self._folder.read(f"{_name(number)}/{MANIFEST}")

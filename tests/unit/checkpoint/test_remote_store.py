@@ -182,6 +182,29 @@ def test_a_run_that_stood_still_cannot_damage_what_the_next_one_wrote(url):
     store.release()
 
 
+def test_a_run_that_stood_still_leaves_the_parts_of_the_next_one_alone(url):
+    former = locked(url, "aa")
+    stand_still(former)
+    forget_locks()
+    store = locked(url, "bb")
+    store.begin(1)
+    files = store.write_part(1, 0, {"x": tf.constant(1.0)})
+    former.begin(1)  # it wakes up where its own first checkpoint begins
+    former.abandon(1)
+    store.commit(1, {**CONTENT, "files": files})
+    assert value_in(store, 1) == 1.0
+    store.release()
+
+
+def test_who_gets_the_lease_only_with_parts_written_keeps_them(url):
+    """As a chief of an elastic run that could not lock the directory before."""
+    store = store_of(url, "aa")
+    save(store, 1)
+    assert value_in(store, 1) == 1.0
+    store.release()
+    assert "lock" not in RemoteFolder(url).sizes()
+
+
 def test_two_that_wait_for_a_lease_do_not_both_get_it(bucket, monkeypatch):
     """The second removes the lease of the first, having seen the old one just before."""
     url = f"{bucket}/run"
@@ -321,6 +344,9 @@ def test_where_the_store_refuses_one_sentence_says_so(bucket, s3_server, monkeyp
     [
         ("nonesuch://x/y", ValueError, "no URL that fsspec knows: Protocol not known"),
         ("file:///tmp/x", ValueError, "give its path, without file://"),
+        ("local:///tmp/x", ValueError, "give its path, without local://"),
+        ("s3://", ValueError, "'s3://' must be a URL such as"),
+        ("://x", ValueError, "'://x' must be a URL such as"),
         ("s3://bucket/run[1]", ValueError, "must have none of"),
         (Path("s3://bucket/run"), ValueError, "is a Path of a URL, which drops a slash"),
     ],
