@@ -16,7 +16,7 @@ pytestmark = pytest.mark.latest
 
 DEADLINE = 180.0  # seconds; reached only by a hang
 STARTED = (
-    "tfpara: 2 workers, 2 replicas: each batch is divided, 64 rows into 32 for each; "
+    "tfpara: 2 workers, 2 replicas: each batch is divided, for example 64 rows into 32 for each; "
     "BSP every 2 steps; workers on CPU:0, connected by a ring over gRPC"
 )
 # The second, while the connection is closed and the port is not yet.

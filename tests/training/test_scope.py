@@ -150,7 +150,7 @@ def test_the_strategy_says_what_it_is(capfd):
     rule = tfpara.BMUF().resolve(4)
     of_four = start_line(2, [f"{task}GPU:0", f"{task}GPU:1"], rule, 1, {}, "NCCL")
     assert of_four == (
-        "2 workers, 4 replicas: each batch is divided, 64 rows into 16 for each; "
+        "2 workers, 4 replicas: each batch is divided, for example 64 rows into 16 for each; "
         "BMUF (block_momentum=0.75, warmup=True) every step; workers on GPU:0, GPU:1 each, "
         "connected by NCCL"
     )

@@ -36,7 +36,7 @@ def start_line(
     size = f"{counted(workers, 'worker')}, {counted(replicas, 'replica')}"
     if replicas > 1 and divided:
         rows = max(1, 64 // replicas)
-        size += f": each batch is divided, {rows * replicas} rows into {rows} for each"
+        size += f": each batch is divided, for example {rows * replicas} rows into {rows} for each"
     parts = [size, f"{in_words(rule)}, no syncs" if period is None else ""]
     if period is not None:
         parts[1] = f"{in_words(rule)} every {'step' if period == 1 else f'{period} steps'}"
