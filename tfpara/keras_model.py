@@ -256,12 +256,12 @@ def told_of_fit(
         return ""
     name = "momentum" if hasattr(inner(optimizer), "momentum") else "beta_1"
     text = (
-        f"the rule has a momentum of its own, and would repeat that of local "
-        f"{type(inner(optimizer)).__name__}, which a block of {steps:g} steps does not outlast. So "
-        f"{name} is {fitted:.2g} in place of {momentum:g}"
+        "the rule has a momentum of its own. That of local "
+        f"{type(inner(optimizer)).__name__} would reach from a block of {steps:g} steps "
+        f"into the next, and count twice. So {name} is {fitted:.2g} in place of {momentum:g}"
     )
     if momentum_of(optimizer) and factor != 1.0:
-        text += f", and each step {factor:.3g} times as long, which makes up for it"
+        text += f", and each step {factor:.3g} times as large, which makes up for it"
     return f"{text}. The learning rate that you set need not change"
 
 

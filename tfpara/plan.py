@@ -27,11 +27,6 @@ _USAGE = f"""{_PROGRAM} --step_ms=MS --model_mb=MB --link_mbit=MBIT [more flags]
        {_PROGRAM} [flags] --measure SCRIPT.py [its arguments]"""
 _ASSUMED = {"link_delay_ms": 0.0, "sync_ms": 0.0, "slowdown": 1.0}
 _NEEDED = ("step_ms", "model_mb", "link_mbit")
-_ERRORS = (
-    "Errors are how much `BMUF()` was above one replica with as many replicas and as long a period "
-    "or the next more, on 40 minutes of speech, eight epochs. A run with more syncs loses less, "
-    "and one with fewer more."
-)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -99,7 +94,7 @@ def _report(options: argparse.Namespace, values: dict[str, float]) -> None:
     if assumed:
         flags = ", ".join(f"--{name}={value:g}" for name, value in assumed.items())
         print(f"Assumed, since not given: {flags}.")
-    print("\n".join(["", *_table(plans), "", *_notes(plans, options), _ERRORS]))
+    print("\n".join(["", *_table(plans), "", *_notes(plans, options), _errors(plans)]))
     if options.out:
         content = {
             **values,
@@ -167,6 +162,16 @@ def _notes(plans: Sequence[Plan], options: argparse.Namespace) -> list[str]:
     return [f"{', '.join(map(str, numbers))} workers: {text}." for numbers, text in said if numbers]
 
 
+def _errors(plans: Sequence[Plan]) -> str:
+    """Returns what the errors are, and that they are without compression where it is planned."""
+    compressed = any(each.compression != "none" for each in plans if each.workers > 1)
+    return (
+        "Errors: by how much `BMUF()` got more wrong than one replica, on 40 minutes of speech in "
+        f"eight epochs{', without compression' * compressed}. In brackets is the case that was "
+        "measured. A run with more syncs loses less, and one with fewer syncs more."
+    )
+
+
 class _Parser(argparse.ArgumentParser):
     """Says in one sentence what is wrong with the flags."""
 
@@ -212,7 +217,12 @@ def _parser() -> argparse.ArgumentParser:
         ),
         help="how many times as long a minibatch takes where all work (default: 1)",
     )
-    add("--workers", type=_workers, default=[2, 4, 8, 16], help="numbers of workers, with commas")
+    add(
+        "--workers",
+        type=_workers,
+        default=[2, 4, 8, 16],
+        help="numbers of workers, with commas (default: 2,4,8,16)",
+    )
     add(
         "--loss",
         type=_number(lambda x: 0 < x < 1, "a share between 0 and 1, since syncs cost something"),

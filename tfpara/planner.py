@@ -239,7 +239,7 @@ def choose(
     Options are tried from the left to the right, `compressions` first, since rounding errors are
     made good at the next sync and late syncs are not. Periods are as long as the link needs, and
     none is longer than one whose error is known. Where nothing is enough, it is what is fastest
-    within the error.
+    within the error, or the first option that is slower by less than 1 %.
 
     Args:
         costs: of float32 on the link, and without overlap.
@@ -252,7 +252,8 @@ def choose(
     Raises:
         ValueError: `loss` is not between 0 and 1.
     """
-    tried: list[tuple[bool, float, int, Plan]] = []
+    tried: list[Plan] = []
+    within: list[Plan] = []  # the limit of the error
     for overlap in overlaps:
         for compression in compressions:
             nbytes = costs.model_bytes * _BITS[compression] / 32
@@ -275,9 +276,13 @@ def choose(
             )
             if found.is_enough:
                 return found
-            # Of errors that are too large, or not known, the first option is the safest.
-            tried.append((fits, found.speedup if fits else 0.0, -len(tried), found))
-    return max(tried)[-1]
+            if fits:
+                within.append(found)
+            tried.append(found)
+    if not within:  # of errors that are too large, or not known, the first option is the safest
+        return tried[0]
+    fastest = max(each.speedup for each in within)
+    return next(each for each in within if each.speedup > 0.99 * fastest)
 
 
 def _within(

@@ -189,8 +189,8 @@ def on_leaving(leave: Callable[[bool], None]) -> None:
     """Registers `leave(orderly)`, which is called where `run` ends this process at once.
 
     Args:
-        leave: leaves a group of processes; `orderly` says whether the program went well, so that
-            the others leave, too.
+        leave: leaves a group of processes; `orderly` says whether the program went well. If it
+            did, the others leave, too.
     """
     _leaves.append(leave)
 

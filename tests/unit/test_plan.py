@@ -62,6 +62,15 @@ def test_options_come_in_where_the_link_asks_for_more_than_is_known():
     assert found.loss == pytest.approx(0.7 / 8.7)
 
 
+def test_an_option_that_brings_next_to_nothing_is_left_out():
+    """Eight workers, 26 kB: a sync is all local work, so int8 is faster by 0.01 % alone."""
+    costs = Costs(0.01, 26e3, Link(367e6), local_seconds=0.04)
+    found, best = choose(costs, 8), choose(costs, 8, compressions=["int8"])
+    assert (found.compression, found.is_enough) == ("none", False)
+    assert found.speedup < best.speedup < 1.01 * found.speedup
+    assert choose(Costs(0.01, 26e6, Link(367e6), local_seconds=0.04), 8).compression == "int8"
+
+
 def test_a_longer_period_is_taken_where_its_error_is_smaller():
     """Four replicas: 0.9 % at a period of 5, and 0.2 % at one of 20, as the study has it."""
     fast = Costs(0.1, 4e6, Link(1e10))
@@ -82,6 +91,14 @@ def test_no_period_is_recommended_whose_error_is_too_large_or_not_known(run):
     assert "32 workers: no error is known of so many replicas." in said
     said, _ = run(*GIVEN, "--workers=16", "--error=1")
     assert "16 workers: no error of at most 1 % is known with these options" in said
+
+
+def test_the_error_is_said_to_be_without_compression_only_where_it_is_planned(run):
+    clause = "eight epochs, without compression. In brackets"
+    assert clause in run(*GIVEN, "--workers=1,8")[0]
+    assert clause in run(*GIVEN, "--workers=2", "--compression=bf16")[0]
+    assert "without compression" not in run(*GIVEN, "--workers=2", "--loss=0.08")[0]
+    assert "without compression" not in run(*GIVEN, "--workers=1", "--compression=int8")[0]
 
 
 def test_workers_that_are_slower_than_one_are_named(run):

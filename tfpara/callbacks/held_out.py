@@ -115,7 +115,7 @@ class HeldOut(Callback):
         return {"done": self._done}
 
     def set_state(self, state: Mapping[str, Json]) -> None:
-        """Goes on within the epoch that begins here as the other workers do."""
+        """Takes over how often the other workers have scored in the epoch that this one joins."""
         self._taken = state["done"]
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:

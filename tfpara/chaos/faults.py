@@ -133,7 +133,7 @@ def partition(scene: Scene) -> str:
 
 
 def disk_full(scene: Scene) -> str:
-    """A full disk of --checkpoints, for --lasting; needs a small disk, such as a tmpfs."""
+    """The disk of --checkpoints is full for --lasting; it must be small, such as a tmpfs."""
     folder, until, refused = _folder(scene), time.monotonic() + scene.seconds, 0
     path, block = folder / _NAME, bytes(1 << 16)
     try:

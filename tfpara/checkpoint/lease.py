@@ -44,7 +44,7 @@ class Lease:
         self._seconds = SECONDS
         self._process = os.getpid()
         self._ended = threading.Event()
-        self._one = threading.Lock()  # renewals, of the thread and of a checkpoint
+        self._one = threading.Lock()  # so that the thread and a checkpoint do not renew it at once
 
     def take(self) -> None:
         """Takes the lease, and keeps it until `give_back` by a thread.

@@ -71,7 +71,7 @@ class ServerCheckpoints(Checkpoints):
         return {name: tf.identity(held) for name, held in self._variables().items()}
 
     def _check_run(self, number: int, manifest: Mapping[str, Json]) -> None:
-        """As in `Checkpoints`; within an epoch the minibatches must be the same, too."""
+        """As in `Checkpoints`; a checkpoint within an epoch needs the same minibatches, too."""
         theirs, mine = dict(manifest), self._facts()
         if manifest["position"]["within"] and "data" in manifest:  # older ones do not have it
             for facts in (theirs, mine):

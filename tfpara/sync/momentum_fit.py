@@ -143,7 +143,7 @@ class MomentumFit:
         fitted, factor = in_a_block(memory_of(optimizer), steps)
         text = told_of_fit(optimizer, steps, float(fitted), float(factor))
         if text:
-            self._notes.tell(f'{text}; local_state="keep" would leave both alone.')
+            self._notes.tell(f'{text}; local_state="keep" would leave the optimizer as it is.')
 
     def _note_short_block(self, optimizer: keras.optimizers.Optimizer) -> None:
         """Tells the user if every second block is too short for the local momentum."""

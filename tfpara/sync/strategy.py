@@ -171,7 +171,7 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, ForCallbac
     def num_replicas_in_sync(self) -> int:
         """N, the replicas of all workers; 1 inside a replica, whose steps are its own.
 
-        Keras divides the loss, and clips, by this number inside a replica.
+        Inside a replica Keras divides the loss by this number.
         """
         return 1 if in_replica() else self.num_replicas
 

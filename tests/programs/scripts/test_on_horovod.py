@@ -27,7 +27,7 @@ def test_training(run_well, corpus_directory, tmp_path):
     choice, started, fitted = lines(ended, "[chief]")
     assert "tfpara: collectives=horovod: HOROVOD_RANK is set" in choice
     assert started.startswith("tfpara: 2 workers, 2 replicas")
-    assert "of local SGD, which a block of 3 steps does not outlast. So momentum is 0 " in fitted
+    assert "a block of 3 steps into the next, and count twice. So momentum is 0 " in fitted
     # Horovod has nothing to say about workers that leave one after the other.
     assert not lines(ended, "[worker 1]")
 

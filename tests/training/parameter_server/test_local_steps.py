@@ -276,7 +276,7 @@ def test_the_fit_of_local_momentum_is_told_of_once(capfd):
     strategy, model = made(tfpara.AsyncBMUF(0.5), optimizer)
     train(strategy, model)
     train(strategy, model)
-    said = "momentum is 0 in place of 0.9, and each step 5 times as long"
+    said = "momentum is 0 in place of 0.9, and each step 5 times as large"
     assert capfd.readouterr().err.count(said) == 1
 
 

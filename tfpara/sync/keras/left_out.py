@@ -97,7 +97,7 @@ def _inside(extended: PeriodicSyncExtended, replica: int, numbers: Sequence[int]
     dataset = tf.data.Dataset.from_tensor_slices(order).batch(adapter.batch_size)
     strategy = extended._container_strategy()
     found, wanted = [], iter([*numbers, 0])
-    with extended.call_site.in_call(EVALUATE):  # so that nothing is skipped
+    with extended.call_site.in_call(EVALUATE):  # which skips no minibatch that is trained already
         awaited = next(wanted)
         options = adapter.get_tf_dataset().options()
         divided = strategy.experimental_distribute_dataset(dataset.with_options(options))

@@ -16,9 +16,10 @@ from tfpara.typing import Nest
 class CompiledStep:
     """The `train_step` or `test_step` of a model with `jit_compile`, compiled by XLA.
 
-    Keras compiles what all replicas do as one function, which XLA cannot where they exchange
-    something in it; so Keras' "auto" is off under every strategy. Between syncs the replicas of a
-    `PeriodicSyncStrategy` exchange nothing, and each one's step is compiled for its device.
+    Keras compiles what all replicas do as one function. XLA cannot compile it if the replicas
+    exchange something inside; so Keras' "auto" is off under every strategy. Between syncs the
+    replicas of a `PeriodicSyncStrategy` exchange nothing, and each one's step is compiled for its
+    device.
 
     XLA compiles once for each shape of a minibatch, so a smaller last one is compiled again, once.
 

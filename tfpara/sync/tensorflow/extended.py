@@ -330,7 +330,7 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
 
     @contextlib.contextmanager
     def in_fit(self, model: keras.Model, initial_epoch: int) -> Iterator[None]:
-        """Notes that a model's `fit` runs inside, which begins with that epoch."""
+        """Notes that a model's `fit` runs inside, and that its first epoch is `initial_epoch`."""
         with self.models.in_fit(model), self.data.in_fit(initial_epoch), self.call_site.in_fit():
             try:
                 yield

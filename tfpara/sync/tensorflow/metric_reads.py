@@ -1,4 +1,4 @@
-"""Metrics' variables, read as one number of the replicas of all workers."""
+"""Reading a metric's variable: one number from the replicas of all workers."""
 
 from __future__ import annotations
 

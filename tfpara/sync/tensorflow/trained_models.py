@@ -302,7 +302,7 @@ class TrainedModels:
         if settings is not self.settings and settings.rule.has_momentum():
             self._notes.tell(
                 "for this local optimizer, which divides by the size of gradients, the rule is "
-                f"{in_words(settings.rule)}"
+                f"{in_words(settings.rule)}, in place of the one in the first line."
             )
 
     def _site(self) -> Site:
