@@ -141,6 +141,26 @@ def test_a_resumed_epoch_goes_on_counting(tmp_path, capfd):
     )
 
 
+def test_rows_are_named_where_other_replicas_go_on(tmp_path, capfd):
+    x, y = np.random.default_rng(0).normal(size=(48, 6)).astype("float32"), np.zeros(48)
+    x[46] = np.nan
+
+    def fit(replicas, *callbacks):
+        strategy = strategy_of(replicas, nonfinite="skip", nonfinite_share=1.0)
+        model = compiled(strategy, sgd)
+        checkpoint = tfpara.callbacks.Checkpoint(tmp_path / "run", every_syncs=1)
+        try:
+            callbacks = [checkpoint, *callbacks]
+            model.fit(x, y, batch_size=12, shuffle=False, verbose=0, callbacks=callbacks)
+        finally:
+            checkpoint._checkpoints.store.release()
+
+    with pytest.raises(Stop):
+        fit(2, stop_at(2))
+    fit(3)
+    assert "minibatch 4 of replica 2 (rows 44, 45, 46, 47)\n" in capfd.readouterr().err
+
+
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.2])
 def test_above_a_share_of_the_epoch_the_run_ends(share):
     strategy = strategy_of(REPLICAS, nonfinite="skip", nonfinite_share=share)

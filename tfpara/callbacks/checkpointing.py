@@ -147,7 +147,7 @@ class Checkpoint(CheckpointBase):
         if resumed is not None and resumed["epoch"] == epoch:
             first, steps = resumed["minibatches"], resumed["steps"]
         if steps:  # Without steps, the checkpoint's metrics are those of the previous epoch.
-            self._at_sync.restore_epoch()
+            self._at_sync.restore_epoch(steps)
         if self._saved is not None and epoch < self._saved[0]:
             raise ValueError(
                 f"fit begins epoch {epoch} again, and {self._directory} has later checkpoints. A "

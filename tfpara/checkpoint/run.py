@@ -79,14 +79,20 @@ class SyncCheckpoints(Checkpoints):
         with self._strategy.scope():
             return self._strategy.synchronizer_of(self._model)
 
-    def restore_epoch(self) -> None:
+    def restore_epoch(self, steps: int) -> None:
         """Restores metrics and the open block again, when `fit` has begun the interrupted epoch.
 
         The begin of `fit` closes the block, and Keras resets the metrics.
+
+        Args:
+            steps: of each replica that the epoch has had.
         """
         for variable, value in self._of_epoch:
             variable.assign(value)
         self._of_epoch = []
+        left_out = self.synchronizer.graph.left_out
+        if left_out is not None:
+            left_out.go_on(steps)
 
     # -- elastic runs ----------------------------------------------------------------------------
 

@@ -89,7 +89,7 @@ def _compare(adapter: Any, dataset: tf.data.Dataset | None, extended: PeriodicSy
     if not (place.fits and place.calls):
         drawn = isinstance(adapter, (PyDatasetSteps, ShuffledArrays))
         extended.data.check(_facts(adapter, dataset) if divided else {}, drawn)
-    if place.of_data() == FIT_BEGIN:
+    if place.fits and place.of_data() == FIT_BEGIN:
         rows = None
         if isinstance(adapter, data_adapters.ArrayDataAdapter):
             rows = min(adapter.batch_size, adapter._num_samples)

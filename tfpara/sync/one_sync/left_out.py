@@ -51,6 +51,14 @@ class LeftOut:
         for kept in self._of_epoch:
             kept.assign(tf.zeros_like(kept))
 
+    def go_on(self, steps: int) -> None:
+        """Goes on within an epoch after so many minibatches of each replica.
+
+        A checkpoint of other replicas, or of a run that left none out, has not set their number.
+        """
+        for kept in self._of_epoch:
+            kept[0].assign(tf.maximum(kept[0], float(steps)))
+
     def of_epoch(self, replica: int) -> tf.Tensor:
         """Returns the minibatches of a local replica in the epoch, and how many it has left out."""
         return self._of_epoch[replica].read_value()[:2]
