@@ -127,8 +127,8 @@ def evaluate_checkpoints(
     evaluator = _Evaluator(
         model, store_at(directory, keep=1), data, out, averages or {}, monitor, mode, path, save
     )
-    with _locked(out), _sigterm():
-        return evaluator.run(epochs, wait_minutes)
+    with _locked(out), _sigterm() as leave_late:
+        return evaluator.run(epochs, wait_minutes, leave_late)
 
 
 class _Evaluator:
@@ -155,10 +155,13 @@ class _Evaluator:
         self._scalars = Scalars(out / "tensorboard")
         self._last = 0  # the checkpoint that was looked at last
 
-    def run(self, epochs: int, wait_minutes: float) -> list[dict[str, Json]]:
-        """Scores checkpoints until that of the last epoch."""
+    def run(
+        self, epochs: int, wait_minutes: float, leave_late: Callable[[], None]
+    ) -> list[dict[str, Json]]:
+        """Scores checkpoints until that of the last epoch; may leave before each."""
         since, told, after = time.monotonic(), "", ""
         while True:
+            leave_late()
             former, refused = self._last, ""
             try:
                 manifest, is_scored = self._turn()
@@ -393,18 +396,28 @@ def _locked(out: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _sigterm() -> Iterator[None]:
-    """A context in which SIGTERM ends the program with the code of what is to be started again."""
-    code = exit_codes.restart()
+def _sigterm() -> Iterator[Callable[[], None]]:
+    """A context in which SIGTERM ends the program with the code of what is to be started again.
+
+    It yields a function that does so where SIGTERM came in a `__del__`, in which Python drops what
+    is raised.
+    """
+    code, asked = exit_codes.restart(), False
 
     def leave(number: int, frame: object) -> None:
+        nonlocal asked
+        asked = True
         raise SystemExit(code)
 
+    def leave_late() -> None:
+        if asked:
+            raise SystemExit(code)
+
     if threading.current_thread() is not threading.main_thread():
-        yield
+        yield leave_late
         return
     former = signal.signal(signal.SIGTERM, leave)
     try:
-        yield
+        yield leave_late
     finally:
         signal.signal(signal.SIGTERM, former)

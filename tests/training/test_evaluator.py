@@ -3,6 +3,7 @@
 import csv
 import json
 import shutil
+import signal
 
 import keras
 import numpy as np
@@ -231,6 +232,22 @@ def test_a_store_that_does_not_answer_for_a_while(tmp_path, bucket, s3_server, m
     with pytest.raises(tfpara.CheckpointError, match="run cannot be read .*must be allowed to"):
         evaluate(f"{bucket}/run", tmp_path / "other", wait_minutes=1)
     s3_server.calm()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_sigterm_where_python_drops_what_is_raised(run_of_two, tmp_path):
+    class Dying:
+        def __del__(self):
+            signal.raise_signal(signal.SIGTERM)
+
+    def save(model, path):
+        path.touch()
+        Dying()
+
+    with pytest.raises(SystemExit) as ended:
+        evaluate(run_of_two, tmp_path / "out", save=save, best=tmp_path / "best")
+    assert ended.value.code == 75
+    assert (tmp_path / "out" / "scores.csv").read_text().count("\n") == 4  # of one checkpoint
 
 
 def test_results_are_on_this_machine(run_of_two):

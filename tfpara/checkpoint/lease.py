@@ -71,13 +71,19 @@ class Lease:
         """Says that this run goes on.
 
         Raises:
-            CheckpointError: another run has taken the lease.
+            CheckpointError: another run has taken the lease, or it was removed.
             OSError: the store refuses.
         """
         with self._one:
             if self._ended.is_set():
                 return
             found = self._read()
+            if not found:
+                raise CheckpointError(
+                    f"{self._folder.place(LOCK)}, by which this run holds the directory, is gone: "
+                    f"another run may have had it when this one stood still for {SECONDS:g} s. "
+                    "Start this run again."
+                )
             if found.get("token") != self._token:
                 raise self._in_use(found)
             self._beat += 1

@@ -205,6 +205,16 @@ def test_who_gets_the_lease_only_with_parts_written_keeps_them(url):
     assert "lock" not in RemoteFolder(url).sizes()
 
 
+def test_a_lock_that_is_gone_is_not_that_of_an_unknown_run(url):
+    """As where the next run has come and ended while this one stood still."""
+    store = locked(url, "aa")
+    RemoteFolder(url).remove(["lock"])
+    with pytest.raises(CheckpointError, match="run/lock, by which this run holds .* is gone: ano"):
+        save(store, 1)
+    store.release()
+    assert store.numbers() == []
+
+
 def test_two_that_wait_for_a_lease_do_not_both_get_it(bucket, monkeypatch):
     """The second removes the lease of the first, having seen the old one just before."""
     url = f"{bucket}/run"
