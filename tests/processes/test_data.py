@@ -302,6 +302,9 @@ def test_a_replica_without_rows_is_told_of(strategy, model, capsys, monkeypatch)
         model.fit(**data, epochs=2, verbose=0, callbacks=[note])
         assert "batches of 1 row among 2 replicas, which leaves 1 of them" in said[-1]
         assert "Give batch_size=2 at least" in said[-1]
+    strategy.extended.notes._told.clear()
+    model.predict(x[:1], verbose=0)  # is no fit
+    assert "batches of 1 row" not in capsys.readouterr().err
     three = tfpara.PeriodicSyncStrategy(
         tfpara.BSP(), sync_period=9, devices=[f"CPU:{k}" for k in range(3)]
     )

@@ -144,7 +144,14 @@ def _of_dataset(dataset: tf.data.Dataset) -> _Whole:
 
 def _of_arrays(x: Data) -> _Whole:
     def rows(leaf: Any) -> int:
-        return int(leaf.nrows()) if isinstance(leaf, tf.RaggedTensor) else int(leaf.shape[0])
+        if isinstance(leaf, tf.RaggedTensor):
+            return int(leaf.nrows())
+        if len(getattr(leaf, "shape", ())) == 0:
+            raise ValueError(
+                f"strategy.predict got a {type(leaf).__name__} in x, which has no rows. Give "
+                "arrays, np.asarray(x) of a list."
+            )
+        return int(leaf.shape[0])
 
     def part(first: int, end: int) -> Data:
         bounds = tf.constant(first, tf.int64), tf.constant(end, tf.int64)
