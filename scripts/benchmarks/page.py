@@ -67,7 +67,7 @@ def section(content: dict[str, Any]) -> str:
         f"![samples per second of all systems]({_PLOT})",
         "\n".join(f"* {sentence}" for sentence in headlines(content["rows"])),
         _table([row for row in trained if row["link"] == "loopback"], columns),
-        _by_link("Milliseconds of a sync, and of as many bytes alone", exchanged, "sync_ms"),
+        _by_link("Milliseconds of a sync, and of a bare exchange", exchanged, "sync_ms"),
         _by_link("Samples/s of two workers on limited links", _limited(trained), _SPEED),
         _predicted(content["predictions"]),
         _absent(content["rows"]),
