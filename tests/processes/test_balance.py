@@ -53,7 +53,7 @@ def test_every_minibatch_counts_once(killed, execution, tmp_path):
     assert sum(int(each["steps"]) for each in found) == 2 * MINIBATCHES  # and once at most
     fast, slow, other = np.mean(record[-6:], 0)
     assert fast + slow + other == 3 * PERIOD
-    assert slow < 0.7 * min(fast, other)
+    assert slow < min(fast, other)  # by how much is for benchmarks: other work delays all of them
     if execution > 1:  # the record, replayed by workers of equal speed, gives the same weights
         again = {**options, "pauses": [0.0] * 3, "out": str(tmp_path / "again_{rank}.npz")}
         run_all_well("count_minibatches.py", [{**again, "options": {"balance": record}}] * 3)

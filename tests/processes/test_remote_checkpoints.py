@@ -60,6 +60,7 @@ def test_killed_again_and_again(tmp_path, bucket, uninterrupted, workers, every_
     assert len(run.names()) == 2 * (1 + 2 * workers)
 
 
+@pytest.mark.nightly
 def test_a_second_run_is_refused_and_the_first_goes_on(tmp_path, bucket, uninterrupted):
     run = RemoteRun(tmp_path / "run", 2, f"{bucket}/run")
     other = RemoteRun(tmp_path / "other", 1, f"{bucket}/run")
@@ -94,6 +95,7 @@ def test_memory_that_each_worker_has_for_itself_is_refused(tmp_path):
         assert "must be one directory that all workers share" in result.output
 
 
+@pytest.mark.nightly
 def test_another_worker_of_an_elastic_run_takes_the_lease_over(tmp_path, bucket):
     """The chief is killed in a checkpoint. All are asked to end later, and others go on."""
     options = {"checkpoints": f"{bucket}/run", "epochs": 4, "step_seconds": 0.1, "every_syncs": 2}
