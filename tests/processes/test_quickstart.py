@@ -47,7 +47,7 @@ def printed(folder, *command, **environment):
         env=ENVIRONMENT | environment,
         capture_output=True,
         text=True,
-        timeout=DEADLINE,
+        timeout=3 * DEADLINE,  # the notebook trains for a minute where nothing else runs
         check=True,
     ).stdout
 
