@@ -13,6 +13,8 @@ from tfpara.algorithms.asgd import AsyncAverage
 from tfpara.version import __version__
 from tfpara.whole_number import LARGEST_COUNT, checked_whole
 
+_FEW_LEFT_OUT = 10  # minibatches, from which on their share is looked at within an epoch
+
 
 def versions() -> dict[str, str]:
     """Returns the versions of the libraries whose numbers a run depends on."""
@@ -62,6 +64,14 @@ def checked_nonfinite(nonfinite: str, share: float) -> None:
             f"nonfinite_share={share!r} must be a number from 0 to 1: the share of an epoch's "
             "minibatches that may be left out."
         )
+
+
+def too_many_left_out(left_out: float, of_epoch: float, share: float, is_over: bool) -> bool:
+    """Returns whether more than a share of an epoch's minibatches were left out for NaN or Inf.
+
+    Before the epoch is over, only once some were: the share of a few minibatches says little.
+    """
+    return left_out > share * of_epoch and (is_over or left_out >= _FEW_LEFT_OUT)
 
 
 def checked_averages(

@@ -176,6 +176,21 @@ def carried_states(model: keras.Model) -> list[keras.Variable]:
     return [v for v in keras.tree.flatten(states) if isinstance(v, keras.Variable)]
 
 
+def parts_not_trained(
+    model: keras.Model,
+) -> tuple[list[keras.Variable], list[keras.Variable], list[keras.Variable]]:
+    """Returns the non-trainable variables: frozen weights, moving statistics, and the rest.
+
+    Carried states are in none of them.
+    """
+    carried = {id(v) for v in carried_states(model)}
+    frozen = [v for v in model.non_trainable_variables if v.value.trainable]
+    others = [v for v in model.non_trainable_variables if not v.value.trainable]
+    others = [v for v in others if id(v) not in carried]
+    statistics = [v for v in others if v.value.dtype.is_floating]
+    return frozen, statistics, [v for v in others if not v.value.dtype.is_floating]
+
+
 def constrained(
     weights: Sequence[tf.Tensor], constraints: Sequence[Callable[[Any], Any] | None]
 ) -> list[tf.Tensor]:

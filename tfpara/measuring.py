@@ -65,13 +65,13 @@ def measure(
     """
     count = len(hosts) or workers
     apart = apart or len(set(hosts)) > 1
-    threads = 0 if apart else max(1, _cores() // count)
+    share = max(1, len(os.sched_getaffinity(0)) // count)
     if hosts:
         single, several = _remote(command, hosts[:1]), _remote(command, hosts)
         places = f"{count} workers on {', '.join(hosts)}"
     else:
-        single = _local(command, 1, threads)
-        several = _local(command, count, max(1, _cores() // count))
+        single = _local(command, 1, 0 if apart else share)
+        several = _local(command, count, share)
         places = f"{count} workers on this machine"
     (alone,) = _run(single, "1 worker", 1, quiet_seconds)
     return found(alone, _run(several, places, count, quiet_seconds), apart)
@@ -240,7 +240,3 @@ def _tell(text: str, over: bool = False) -> None:
     start = "\r" if over and terminal else ""
     print(f"{start}measuring: {text}", end="" if terminal and over else "\n", file=sys.stderr)
     sys.stderr.flush()
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,6 +1,7 @@
 """Runs of programs/train_resumable.py that are started again and again, for tests."""
 
 import json
+import random
 import signal
 import sys
 import time
@@ -99,6 +100,18 @@ class Run:
                 output = workers.processes[rank].communicate(timeout=DEADLINE)[0]
                 assert workers.processes[rank].returncode == -signal.SIGKILL, output
                 assert f"killed: {place}" in output
+
+    def kill_again_and_again(self, kills):
+        """Kills the run at the first place, then at the others; returns its newest checkpoint."""
+        first, *others = kills
+        random.Random(7).shuffle(others)
+        seen = 0
+        for kill in (first, *others):
+            self.kill_at(*kill)
+            newest = max(self.checkpoints(), default=0)
+            assert newest >= seen, kill
+            seen = newest
+        return seen
 
     def _options(self):
         # Each start has another seed, so that all it knows of the run is in the checkpoint.

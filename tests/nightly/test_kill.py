@@ -5,8 +5,6 @@ replica, global model, averages, slots, counters, the log of every epoch) is com
 with what the same processes end with that were left alone.
 """
 
-import random
-
 import pytest
 
 from tests.lib.resumable_runs import Run, assert_same
@@ -44,14 +42,7 @@ OF_TWO_WORKERS = [
 )
 def test_killed_again_and_again(tmp_path, uninterrupted, workers, every_syncs, kills):
     run = Run(tmp_path / "run", workers, every_syncs=every_syncs)
-    first, *others = kills
-    random.Random(7).shuffle(others)
-    seen = 0
-    for kill in (first, *others):
-        run.kill_at(*kill)
-        newest = max(run.checkpoints(), default=0)
-        assert newest >= seen, kill
-        seen = newest
+    seen = run.kill_again_and_again(kills)
     assert seen > len(kills) // 2  # It made progress between them.
     assert_same(run.to_the_end(), uninterrupted(workers))
     left = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())

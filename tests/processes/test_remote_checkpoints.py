@@ -3,7 +3,6 @@
 Each is killed, started again, and compared with a run that was left alone, bit for bit.
 """
 
-import random
 import signal
 
 import pytest
@@ -45,14 +44,7 @@ OF_TWO_WORKERS = [
 )
 def test_killed_again_and_again(tmp_path, bucket, uninterrupted, workers, every_syncs, kills):
     run = RemoteRun(tmp_path / "run", workers, f"{bucket}/some/run", every_syncs=every_syncs)
-    first, *others = kills
-    random.Random(7).shuffle(others)
-    seen = 0
-    for kill in (first, *others):
-        run.kill_at(*kill)
-        newest = max(run.checkpoints(), default=0)
-        assert newest >= seen, kill
-        seen = newest
+    seen = run.kill_again_and_again(kills)
     assert seen >= 2  # it made progress between them
     assert_same(run.to_the_end(), uninterrupted(workers))
     folders = {name.split("/")[0] for name in run.names()}

@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 
-from tfpara.checkpoint.store import CheckpointError
+from tfpara.checkpoint.store import CheckpointError, in_use, no_lock
 from tfpara.remote_files import RemoteFolder
 from tfpara.typing import Json
 
@@ -145,10 +145,7 @@ class Lease:
         except ValueError:
             lease = None
         if not isinstance(lease, dict) or "token" not in lease:
-            raise CheckpointError(
-                f"{self._folder.place(LOCK)} is not the lock of a run: it begins with "
-                f"{content[:20]!r}. Move it away, or give another directory."
-            )
+            raise no_lock(self._folder.place(LOCK), content)
         return lease
 
     def _text(self) -> bytes:
@@ -157,7 +154,4 @@ class Lease:
         return json.dumps({**lease, "beat": self._beat, "seconds": self._seconds}).encode()
 
     def _in_use(self, found: dict[str, Json]) -> CheckpointError:
-        return CheckpointError(
-            f"checkpoint directory {self._folder.url} is in use by another run "
-            f"({self._holder(found)}). Wait for its end, or give this run a directory of its own."
-        )
+        return in_use(self._folder.url, self._holder(found))

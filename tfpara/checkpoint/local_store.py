@@ -15,7 +15,15 @@ from pathlib import Path
 from types import MappingProxyType
 
 from tfpara.checkpoint import manifest as manifests
-from tfpara.checkpoint.store import MANIFEST, NAME, CheckpointError, Store
+from tfpara.checkpoint.store import (
+    MANIFEST,
+    NAME,
+    CheckpointError,
+    Store,
+    folder_of,
+    in_use,
+    no_lock,
+)
 from tfpara.files import append_line, cleared, no_link, regular, sync_to_disk
 from tfpara.typing import Json
 
@@ -63,19 +71,13 @@ class LocalStore(Store):
         except OSError as error:
             raise self._not_locked(error, holder or "an unknown process") from error
         if holder and not holder.startswith(_HOLDER):  # it may be a second name of another file
-            raise CheckpointError(
-                f"{self.directory / 'lock'} is not the lock of a run: it begins with "
-                f"{holder[:20]!r}. Move it away, or give another directory."
-            )
+            raise no_lock(self.directory / "lock", holder)
         os.ftruncate(lock, 0)
         os.pwrite(lock, f"{_HOLDER}{os.getpid()} on {socket.gethostname()}".encode(), 0)
 
     def _not_locked(self, error: OSError, holder: str) -> CheckpointError:
         if error.errno in _HELD:
-            return CheckpointError(
-                f"checkpoint directory {self.directory} is in use by another run ({holder}). Wait "
-                "for its end, or give this run a directory of its own."
-            )
+            return in_use(self.directory, holder)
         if error.errno in _NO_LOCKS:
             return CheckpointError(
                 f"checkpoint directory {self.directory} is on a file system without locks (flock: "
@@ -96,7 +98,7 @@ class LocalStore(Store):
         return sorted((int(match[1]) for match in matches if match), reverse=True)
 
     def path(self, number: int) -> Path:
-        return self.directory / f"checkpoint-{number:08d}"
+        return self.directory / folder_of(number)
 
     def partial(self, number: int) -> Path:
         """Returns the directory of a checkpoint that is being written."""

@@ -19,7 +19,7 @@ from types import MappingProxyType
 
 from tfpara.checkpoint import manifest as manifests
 from tfpara.checkpoint.lease import Lease
-from tfpara.checkpoint.store import MANIFEST, NAME, CheckpointError, Store
+from tfpara.checkpoint.store import MANIFEST, NAME, CheckpointError, Store, folder_of
 from tfpara.remote_files import RemoteFolder, temporary_folder
 from tfpara.typing import Json
 
@@ -71,7 +71,7 @@ class RemoteStore(Store):
         return sorted((int(match[1]) for match in matches if match), reverse=True)
 
     def path(self, number: int) -> str:
-        return self._folder.place(_name(number))
+        return self._folder.place(folder_of(number))
 
     def begin(self, number: int) -> str:
         self.abandon(number)
@@ -99,7 +99,7 @@ class RemoteStore(Store):
         if self._lease is not None:
             self._lease.renew()
         text = manifests.text({**manifest, manifests.FOLDER: self.mark})
-        if not self._folder.create(f"{_name(number)}/{MANIFEST}", text.encode()):
+        if not self._folder.create(f"{folder_of(number)}/{MANIFEST}", text.encode()):
             raise CheckpointError(
                 f"{self.path(number)} was written by another run meanwhile. Give this run a "
                 "directory of its own."
@@ -108,23 +108,23 @@ class RemoteStore(Store):
     def abandon(self, number: int) -> None:
         # Another run's parts stay: this one may have stood still, and the other have the lease.
         with contextlib.suppress(OSError):
-            names = self._folder.sizes(_name(number))
-            if f"{_name(number)}/{MANIFEST}" not in names:
+            names = self._folder.sizes(folder_of(number))
+            if f"{folder_of(number)}/{MANIFEST}" not in names:
                 own = f"{self._parts(number)}/"
                 self._folder.remove(name for name in names if name.startswith(own))
 
     def _manifest(self, number: int) -> bytes:
-        return self._folder.read(f"{_name(number)}/{MANIFEST}")
+        return self._folder.read(f"{folder_of(number)}/{MANIFEST}")
 
     def _size(self, number: int, name: str) -> int:
-        return self._folder.size(f"{_name(number)}/{name}")
+        return self._folder.size(f"{folder_of(number)}/{name}")
 
     def _copy(self, number: int, name: str) -> Path:
         if self._copied is None:
             self._copied = self._copies.enter_context(temporary_folder())
-        path = self._copied / _name(number) / name
+        path = self._copied / folder_of(number) / name
         if not path.exists():
-            self._folder.download(f"{_name(number)}/{name}", path)
+            self._folder.download(f"{folder_of(number)}/{name}", path)
         return path
 
     def drop_copies(self) -> None:
@@ -134,8 +134,8 @@ class RemoteStore(Store):
     def remove(self, number: int) -> None:
         # The manifest goes first, so that a kill in the middle leaves nothing that looks complete.
         with contextlib.suppress(OSError):
-            self._folder.remove([f"{_name(number)}/{MANIFEST}"])
-            self._folder.remove(self._folder.sizes(_name(number)))
+            self._folder.remove([f"{folder_of(number)}/{MANIFEST}"])
+            self._folder.remove(self._folder.sizes(folder_of(number)))
 
     def append(self, name: str, line: str) -> None:
         try:
@@ -145,8 +145,4 @@ class RemoteStore(Store):
         self._folder.write(name, former + f"{line}\n".encode())
 
     def _parts(self, number: int) -> str:
-        return f"{_name(number)}/{self.mark}"
-
-
-def _name(number: int) -> str:
-    return f"checkpoint-{number:08d}"
+        return f"{folder_of(number)}/{self.mark}"

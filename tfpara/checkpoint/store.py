@@ -39,6 +39,27 @@ class CheckpointError(RuntimeError):
     of_all_workers = True  # it is raised on all workers, at the same place
 
 
+def folder_of(number: int) -> str:
+    """Returns the name of the folder of a checkpoint."""
+    return f"checkpoint-{number:08d}"
+
+
+def in_use(directory: object, holder: str) -> CheckpointError:
+    """Returns the error of a run whose directory another one has locked."""
+    return CheckpointError(
+        f"checkpoint directory {directory} is in use by another run ({holder}). Wait for its end, "
+        "or give this run a directory of its own."
+    )
+
+
+def no_lock(path: object, content: str | bytes) -> CheckpointError:
+    """Returns the error where the lock is a file of something else."""
+    return CheckpointError(
+        f"{path} is not the lock of a run: it begins with {content[:20]!r}. Move it away, or give "
+        "another directory."
+    )
+
+
 class Store(abc.ABC):
     """A directory of checkpoints. All workers see the same one, and the chief makes the changes.
 

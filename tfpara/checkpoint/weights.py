@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from tfpara.checkpoint.base import facts_of_model
 from tfpara.checkpoint.store import CheckpointError, Store
-from tfpara.keras_model import carried_states, constrained, is_seed, training_variables
+from tfpara.keras_model import constrained, is_seed, parts_not_trained, training_variables
 from tfpara.sync.one_sync.buckets import Layout
 from tfpara.sync.one_sync.replicas import BUCKET_BYTES
 from tfpara.typing import Array, Json, State
@@ -93,8 +93,9 @@ def read(
     store.check(number, manifest)
     readers = store.readers(number, manifest)
     tensors = _Tensors({n: each for each in readers for n in each.get_variable_to_shape_map()})
-    of = _of_workers if "bucket_sizes" in manifest else _of_servers
-    return of(tensors, manifest, model, averages)
+    if "bucket_sizes" in manifest:
+        return _of_workers(tensors, manifest, model, averages)
+    return _of_servers(tensors, model, averages)
 
 
 class _Tensors:
@@ -155,14 +156,8 @@ def _of_workers(
     return Weights(models, others)
 
 
-def _of_servers(
-    tensors: _Tensors,
-    manifest: Mapping[str, Json],
-    model: keras.Model,
-    averages: Mapping[str, Any],
-) -> Weights:
+def _of_servers(tensors: _Tensors, model: keras.Model, averages: Mapping[str, Any]) -> Weights:
     """Reads the checkpoint of an `AsyncStrategy`."""
-    del manifest
     weights = model.trainable_variables
     models = {"global": [tf.constant(tensors[f"weight/{k}"]) for k in range(len(weights))]}
     for name, average in averages.items():
@@ -176,11 +171,8 @@ def _of_servers(
 
 
 def _of_chief(tensors: _Tensors, model: keras.Model) -> Iterator[tuple[keras.Variable, Array]]:
-    """Yields the moving statistics and the frozen weights, in the order of `WorkerStep`."""
-    carried = {id(v) for v in carried_states(model)}
-    others = [v for v in model.non_trainable_variables if id(v) not in carried]
-    statistics = [v for v in others if not v.value.trainable and v.value.dtype.is_floating]
-    frozen = [v for v in others if v.value.trainable]
+    """Yields the moving statistics and the frozen weights."""
+    frozen, statistics, _ = parts_not_trained(model)
     yield from ((v, tensors[f"state/{k}"]) for k, v in enumerate(statistics))
     # Checkpoints of older versions lack them: they stay as they were built.
     yield from (

@@ -14,6 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfpara import fit_call
+from tfpara.checks import too_many_left_out
 from tfpara.clock import for_tensorboard
 from tfpara.measuring import is_asked
 from tfpara.parameter_server.chunks import Chunks, as_chunks
@@ -25,8 +26,6 @@ from tfpara.parameter_server.workers import Training
 from tfpara.typing import Data, Json, Logs
 
 _POLL_SECONDS = 0.2
-# So many minibatches are left out before their share is looked at within an epoch.
-_FEW_LEFT_OUT = 10
 # Longest wait for workers to finish their block when the run is asked to end. Time is short then,
 # and workers may be gone. Otherwise there is no limit.
 _LEAVING_SECONDS = 1.0
@@ -137,7 +136,7 @@ class Fit:
         self._write()  # raises if weights were set in the middle of the epoch
         self.within_epoch = False
         self._copy.read()
-        left_out = self._check_left_out(1)
+        left_out = self._check_left_out(is_over=True)
         logs = self._logs() | self._validated(*validation)
         if self._models.skips:
             logs["left_out"] = float(left_out)
@@ -243,23 +242,23 @@ class Fit:
                     self._halt()
                 return
             self.at_poll()
-            self._check_left_out(_FEW_LEFT_OUT)
+            self._check_left_out(is_over=False)
             if done and (self.model.stop_training or not self._left()):
                 return
             if done:
                 self._submit()  # the chunks that are not finished although their run ended
 
-    def _check_left_out(self, at_least: int) -> int:
+    def _check_left_out(self, *, is_over: bool) -> int:
         """Returns how many minibatches of the epoch were left out for NaN or Inf.
 
         Raises:
-            tfpara.DivergedError: these are too many, and so many at least.
+            tfpara.DivergedError: these are too many.
         """
         if not self._models.skips:
             return 0
         left_out, share = int(self.server.counters.left_out), self._models.nonfinite_share
         of_epoch = self.server.trained()
-        if left_out >= at_least and left_out > share * of_epoch:
+        if too_many_left_out(left_out, of_epoch, share, is_over):
             raise DivergedError(
                 f"{left_out} of {of_epoch} minibatches of this epoch had NaN or Inf in the loss or "
                 f"a gradient and were left out, more than nonfinite_share={share:g} allows; the "

@@ -24,6 +24,7 @@ from tfpara.keras_model import (
     memory_can_change,
     memory_of,
     momentum_of,
+    parts_not_trained,
     told_of_fit,
 )
 from tfpara.parameter_server.messages import Place, Pulled, Push
@@ -100,11 +101,7 @@ class WorkerStep:
         self._rule: Any = rule  # Any: its flags tell which of the rules' methods exist
         states = carried_states(model)  # Keras' lists of the model's variables lack them
         carried = {id(v) for v in states}
-        self.frozen = [v for v in model.non_trainable_variables if v.value.trainable]
-        rest = [v for v in model.non_trainable_variables if not v.value.trainable]
-        rest = [v for v in rest if id(v) not in carried]
-        self.state = [v for v in rest if v.value.dtype.is_floating]
-        self._own = [v for v in rest if not v.value.dtype.is_floating]
+        self.frozen, self.state, self._own = parts_not_trained(model)
         self._seeded = [True] * len(self._own) + [False] * len(states)
         self._own += states
         self.read_frozen()

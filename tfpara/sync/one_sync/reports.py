@@ -30,6 +30,7 @@ from typing import NamedTuple
 import numpy as np
 import tensorflow as tf
 
+from tfpara.checks import too_many_left_out
 from tfpara.cluster.call_site import EPOCH_END
 from tfpara.sync.settings import NEVER
 from tfpara.typing import Array
@@ -41,9 +42,6 @@ RUNNING, NONFINITE, SIGNATURE, REQUEST, MET, PURPOSE, EPOCH, SAMPLES = range(8)
 # Learning rates count as equal if they differ by less than this, relatively: two kinds of machines
 # may round them differently.
 _ROUNDING = 1e-6
-# So many minibatches with NaN or Inf of an epoch are left out before their share is looked at
-# within the epoch: the share of a few minibatches says little.
-_FEW_LEFT_OUT = 10
 
 
 class Columns(NamedTuple):
@@ -258,7 +256,7 @@ def _leaves_out_too_many(reports: Array, columns: Columns, share: float) -> bool
         return False
     of_epoch, left_out = reports[:, columns.left_out].sum(0)
     is_over = not reports[:, RUNNING].any() and (reports[:, PURPOSE] == EPOCH_END.number).all()
-    return bool(left_out > share * of_epoch and (is_over or left_out >= _FEW_LEFT_OUT))
+    return bool(too_many_left_out(left_out, of_epoch, share, is_over))
 
 
 def _differing_rates(reports: Array, columns: Columns) -> Array:
