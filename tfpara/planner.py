@@ -39,7 +39,9 @@ _ERRORS = {
 _OVERLAP_ADDS = {4: {5: 0.0, 20: 3.2, 80: 2.2}, 8: {20: 7.3}}
 # The longest sync period whose error is known.
 LONGEST_KNOWN = 80
-# A model of as many bytes and more is kept in parts by the replicas (`aggregation="auto"`).
+# The size of the model, in bytes, from which `aggregation="auto"` shards the global state. In a
+# smaller model the whole state is small beside the activations, and messages are too short
+# to be worth cutting.
 SHARDED_FROM_BYTES = 16 << 20
 _BITS = {"none": 32, "bf16": 16, "fp16": 16, "int8": 8}
 

@@ -13,10 +13,8 @@ from typing import NamedTuple, Protocol
 import tensorflow as tf
 
 from tfpara.collectives import Collectives, broadcast_to_devices, sum_on_first_device
+from tfpara.planner import SHARDED_FROM_BYTES
 
-# The size of the model, in bytes, from which "auto" shards the global state. In a smaller model the
-# whole state is small beside the activations, and messages are too short to be worth cutting.
-SHARDED_FROM_BYTES = 16 << 20
 ALL = slice(None)  # all buckets
 
 
