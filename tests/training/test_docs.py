@@ -97,10 +97,12 @@ def test_help_of_a_strategy_tells_of_its_own_arguments(name):
 
 
 def test_versions_are_the_same_everywhere():
-    assert f"\nversion: {tfpara.__version__}\n" in (ROOT / "CITATION.cff").read_text()
-    changes = (ROOT / "CHANGELOG.md").read_text().split("\n## ")[1]
-    assert changes.splitlines()[0] == tfpara.__version__
-    assert len(changes.strip().splitlines()) <= 60
+    versions = (ROOT / "CHANGELOG.md").read_text().split("\n## ")[1:]
+    number, _, between_releases = tfpara.__version__.partition(".dev")
+    assert versions[0].splitlines()[0] == number + " (not released)" * bool(between_releases)
+    assert len(versions[0].strip().splitlines()) <= 60
+    released = versions[1 if between_releases else 0].splitlines()[0]
+    assert f"\nversion: {released}\n" in (ROOT / "CITATION.cff").read_text()
     metadata = (ROOT / "pyproject.toml").read_text()
     pythons = re.findall(r"Python :: (3\.\d+)", metadata)
     assert f'requires-python = ">={pythons[0]}"' in metadata
