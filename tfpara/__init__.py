@@ -10,7 +10,6 @@ under "What is public". All other modules are internal, and may change without n
 from __future__ import annotations
 
 import importlib
-import warnings
 from typing import TYPE_CHECKING, Any
 
 from tfpara.version import __version__
@@ -94,8 +93,6 @@ _NAMES = {
 }
 _LOCATION = {name: module for module, names in _NAMES.items() for name in names.split()}
 _MODULES = ("callbacks", "cluster", "launch", "optimizers", "pretraining", "schedules")
-# The former names of modules, which still work for one release.
-_MOVED = {"startup": "tfpara.cluster.startup"}
 
 __all__ = ["__version__", *_LOCATION, *_MODULES]
 
@@ -105,9 +102,6 @@ def __getattr__(name: str) -> Any:
         return getattr(importlib.import_module(_LOCATION[name]), name)
     if name in _MODULES:
         return importlib.import_module(f"tfpara.{name}")
-    if name in _MOVED:
-        warnings.warn(f"tfpara.{name} is {_MOVED[name]} now.", DeprecationWarning, stacklevel=2)
-        return importlib.import_module(_MOVED[name])
     raise AttributeError(f"module 'tfpara' has no attribute {name!r}")
 
 

@@ -1,4 +1,4 @@
-"""A process that scores the checkpoints of a run while others train."""
+"""The scoring of a run's checkpoints, in a process beside those that train."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from tfpara.strategy import Strategy
 from tfpara.typing import Data, Json
 from tfpara.whole_number import checked_whole
 
-_LOOK_SECONDS = 1.0  # between two looks for a new checkpoint
+_LOOK_SECONDS = 1.0  # pause between two looks for a new checkpoint
 _PLACE = ("checkpoint", "mark", "epoch", "step", "weights")  # the first columns of the table
 _REMOVED = "removed too early; a larger keep= of the run's callback keeps more"
 _BETTER: dict[str, Callable[[float, float], bool]] = {
@@ -62,12 +62,12 @@ def evaluate_checkpoints(
     """Scores each checkpoint of a run on held-out data, until the run has ended.
 
     Call it in a process of its own, which takes no part in the training (`tfpara.is_evaluator`).
-    It reads what `Checkpoint` or `AsyncCheckpoint` writes, of workers that stay or come and go, and
-    of parameter servers. Training does not know of it, and never waits for it. Checkpoints are
-    scored in their order. One that the run removes before it was read is left out, with a line.
+    It reads the checkpoints of `Checkpoint` (of elastic runs, too) or `AsyncCheckpoint`. Training
+    never waits for it. Checkpoints are scored in their order. If the run removes one before it was
+    read, that one is left out, and a line says so.
 
-    Started again, it goes on after the last checkpoint in the table. On SIGTERM it ends with exit
-    code 75, or TFPARA_RESTART_EXIT_CODE.
+    If it is started again, it continues after the last checkpoint in the table. On SIGTERM it ends
+    with exit code 75, or TFPARA_RESTART_EXIT_CODE.
 
     In `out` it writes
 
@@ -75,18 +75,18 @@ def evaluate_checkpoints(
                         epochs and steps that are done, weights ("global" or an average), and loss
                         and metrics
         tensorboard/    the same for TensorBoard, by the number of the checkpoint
-        best            the model with the best score so far, whole or not there: the one of the
-                        row with the best score, of equal ones the first
+        best            the model of the row with the best score so far, or the first of equal
+                        ones; it appears whole
 
     Args:
-        model: built as the run's, without a strategy, and compiled with loss and metrics.
-        directory: of the checkpoints.
+        model: a model built like the run's, without a strategy, compiled with loss and metrics.
+        directory: directory of the checkpoints.
         data: held-out data, in any form that `fit` takes as `validation_data`.
-        out: directory of the results on this machine, of this evaluator alone.
-        epochs: of the run's `fit`. The run has ended where a checkpoint has so many, or where
-            training has stopped by itself.
-        averages: the averages of the run's strategy, or some of them, to be scored as well.
-        monitor: the name of the score that decides which model is the best, as `evaluate` has it.
+        out: directory on this machine for the results of this evaluator alone.
+        epochs: number of epochs of the run's `fit`. The run has ended when a checkpoint is of that
+            epoch, or training has stopped by itself.
+        averages: averages of the run's strategy that are scored, too.
+        monitor: name of the score that decides which model is the best, as in `evaluate`.
         mode: "min" if a lower score is better, "max" if a higher one is.
         best: path or URL of the best model. None: `best` in `out`.
         save: called with the model and a path of that name; writes the best model there, to a file
@@ -99,9 +99,9 @@ def evaluate_checkpoints(
     Raises:
         ValueError: an argument out of its range, a model of a strategy of tfpara, or one that is
             not built; an unknown `monitor`; or a table in `out` that has other columns.
-        tfpara.CheckpointError: there was no new checkpoint for `wait_minutes`; checkpoints are of
-            another model, have no such averages, or are not those of the table; or another
-            evaluator has `out`.
+        tfpara.CheckpointError: there was no new checkpoint for `wait_minutes`; the checkpoints are
+            of another model, lack an average, or are not those of the table; or another evaluator
+            uses `out`.
     """
     if mode not in _BETTER:
         raise ValueError(f"mode={mode!r} must be one of {', '.join(_BETTER)}.")
@@ -153,7 +153,7 @@ class _Evaluator:
         self._monitor, self._is_better, self._save = monitor, _BETTER[mode], save
         self._table = _Table(out / "scores.csv")
         self._scalars = Scalars(out / "tensorboard")
-        self._last = 0  # the checkpoint that was looked at last
+        self._last = 0  # number of the last checkpoint that was read, or left out
 
     def run(
         self, epochs: int, wait_minutes: float, leave_late: Callable[[], None]
@@ -162,17 +162,23 @@ class _Evaluator:
         since, told, after = time.monotonic(), "", ""
         while True:
             leave_late()
-            former, refused = self._last, ""
+            former, refused, position = self._last, "", None
             try:
-                manifest, is_scored = self._turn()
+                number = self._next()
+                if number is not None:
+                    position = self._look(number)
             except RefusedError as error:
                 refused = f"{self._store.directory} cannot be read ({error.strerror})"
                 if error.errno != errno.EIO:  # another try would meet it again
                     raise CheckpointError(f"{refused}.") from error
-                self._last, manifest, is_scored = former, None, False
-            if is_scored:
+                self._last, number = former, None
+            if position is not None:
                 since, told = time.monotonic(), ""
-            if manifest is None:
+                after = f" after checkpoint {self._last} (epoch {position['epoch']} of {epochs})"
+                if position["finished"] or position["epoch"] >= epochs:
+                    _say(f"the run has ended; scores are in {self._table.path}")
+                    return self._table.rows()
+            elif number is None:
                 what = f"new checkpoint{after} in {self._store.directory}"
                 if time.monotonic() - since > 60 * wait_minutes:
                     raise CheckpointError(
@@ -185,36 +191,28 @@ class _Evaluator:
                     _say(waits)
                 told = waits
                 time.sleep(_LOOK_SECONDS)
-            elif manifest:
-                position = manifest["position"]
-                after = f" after checkpoint {self._last} (epoch {position['epoch']} of {epochs})"
-                if position["finished"] or position["epoch"] >= epochs:
-                    _say(f"the run has ended; scores are in {self._table.path}")
-                    return self._table.rows()
 
-    def _turn(self) -> tuple[dict[str, Json] | None, bool]:
-        """Scores the next checkpoint.
+    def _look(self, number: int) -> dict[str, Json] | None:
+        """Scores a checkpoint that the table lacks.
 
-        Returns its manifest and whether it was scored now: None without one, an empty one if it is
-        left out.
+        Returns its position in the run, or None if it cannot be read.
         """
-        number = self._next()
-        if number is None:
-            return None, False
         try:
             manifest = self._store.read_manifest(number)
         except CheckpointError as error:
             self._leave_out(number, error)
-            return {}, False
+            return None
         missing = self._missing(number, manifest)
-        is_scored = bool(missing) and self._score(number, manifest, missing)
-        return (manifest if is_scored or not missing else {}), is_scored
+        if missing and not self._score(number, manifest, missing):
+            return None
+        position: dict[str, Json] = manifest["position"]
+        return position
 
     def _next(self) -> int | None:
-        """Returns the first checkpoint that is there and was not looked at yet.
+        """Returns the number of the next checkpoint, None if there is no new one.
 
         Raises:
-            CheckpointError: the run has begun again from the first one.
+            CheckpointError: another run writes there now, which has begun from the first one.
         """
         numbers = self._store.numbers()
         if numbers and max(numbers) < self._last:
@@ -237,10 +235,10 @@ class _Evaluator:
         _say(f"checkpoint {number} is not scored: {why}")
 
     def _missing(self, number: int, manifest: Mapping[str, Json]) -> list[str]:
-        """Returns the models of a checkpoint that the table has not.
+        """Returns the models of a checkpoint whose scores the table lacks.
 
         Raises:
-            CheckpointError: the table has the checkpoint of another run under this number.
+            CheckpointError: the table has scores of another run's checkpoint with this number.
         """
         rows = [row for row in self._table.rows() if row["checkpoint"] == str(number)]
         if any(row["mark"] != _mark(manifest) for row in rows):
@@ -259,7 +257,7 @@ class _Evaluator:
         try:
             found = weights.read(self._store, number, manifest, self._model, averages)
         except RefusedError:
-            raise  # the checkpoint may be whole
+            raise  # the store failed, and the checkpoint may be undamaged
         except (CheckpointError, OSError, tf.errors.OpError) as error:
             self._leave_out(number, error)
             return False
@@ -293,12 +291,12 @@ class _Evaluator:
         self._scalars.write(
             number, {f"{r['weights']}/{k}": r[k] for r in rows for k in r if k not in _PLACE}
         )
-        # The rows come last: where this process is killed before, the checkpoint is scored again.
+        # The rows come last: if this process is killed earlier, the checkpoint is scored again.
         self._table.add(rows)
         return True
 
     def _keep(self) -> None:
-        """Writes the model as it is now in place of the best one before it."""
+        """Replaces the best model by the present one."""
         if self._save is None:
             writer(self._model, self._path)()
             return
@@ -306,7 +304,7 @@ class _Evaluator:
             self._save(self._model, place)
 
     def _best(self) -> float | None:
-        """Returns the best score in the table."""
+        """Returns the best score in the table, None if there is none."""
         best = None
         for row in self._table.rows():
             score = float(row.get(self._monitor, "nan"))
@@ -316,7 +314,7 @@ class _Evaluator:
 
 
 class _Table:
-    """A CSV file to which rows are added; half a row, which a killed process left, is removed."""
+    """A CSV file that grows by rows. Half a row, from a killed process, is removed."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -336,7 +334,7 @@ class _Table:
         return found
 
     def add(self, rows: Sequence[Mapping[str, Json]]) -> None:
-        """Adds rows, which have the same columns, with one call of the system.
+        """Adds rows with the same columns, by one call of the system.
 
         Raises:
             ValueError: the table has other columns.
@@ -371,7 +369,7 @@ def _say(text: str) -> None:
 
 
 def _mark(manifest: Mapping[str, Json]) -> str:
-    """Returns some digits that no other checkpoint of this number has, of this run or another."""
+    """Returns digits that differ between all checkpoints of this number, whatever their run."""
     return min(str(each["sha256"]) for each in manifest["files"].values())[:8]
 
 
@@ -381,9 +379,9 @@ def _locked(out: Path) -> Iterator[None]:
     out.mkdir(parents=True, exist_ok=True)
     with open(out / "lock", "a+", opener=files.no_link) as file:
         try:
-            # A lock of this process alone: none that it has forked, to read data, keeps it.
+            # The lock is of this process alone: processes that it forks, to read data, lack it.
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError):  # the second is NFS'
+        except (BlockingIOError, PermissionError):  # NFS raises the second
             file.seek(0)
             raise CheckpointError(
                 f"{out} is in use by another evaluator ({file.read(200) or 'an unknown process'}). "
@@ -397,10 +395,10 @@ def _locked(out: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _sigterm() -> Iterator[Callable[[], None]]:
-    """A context in which SIGTERM ends the program with the code of what is to be started again.
+    """A context in which SIGTERM ends the program with the exit code that asks for a restart.
 
-    It yields a function that does so where SIGTERM came in a `__del__`, in which Python drops what
-    is raised.
+    Python drops exceptions of a `__del__`. So if SIGTERM comes in one, only the function that this
+    yields ends the program, at its next call.
     """
     code, asked = exit_codes.restart(), False
 

@@ -1,7 +1,7 @@
 """Files and folders that appear whole or not at all; no TensorFlow.
 
-A writer gets a scratch folder beside the final path. Its content is moved to that path when the
-writer is done; a reader sees the former content until then.
+A writer gets a scratch folder beside the final path. When the writer is done, the content of the
+folder is moved to that path; readers see the former content until then.
 """
 
 from __future__ import annotations
@@ -23,23 +23,24 @@ _OF_A_MODEL = {
     *("variables", "assets", "assets.extra", "debug"),
     *("config.json", "metadata.json", "model.weights.h5"),
 }
-_FORMER = ".former"  # the name in the scratch folder of a folder that is being replaced
-_FORMERS = ".formers"  # a folder in it with the files that several new ones replace
+# Names in the scratch folder: a folder that is being replaced; a folder with files that several new
+# ones replace.
+_FORMER, _FORMERS = ".former", ".formers"
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of Linux's renameat2
 
 
 @contextlib.contextmanager
 def whole(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Yields the path to write a file or folder to; it appears at `path` when the block has ended.
+    """Yields a path to write a file or folder to; it appears at `path` when the block has ended.
 
     If the block raises, `path` stays as it was. Other files that the block writes into the same
-    folder are moved, too, and before `path`. Where the system can swap two folders (Linux on local
+    folder are moved, too, before `path`. Where the system can swap two folders (Linux on local
     disks), a new folder replaces a former one in one step. Elsewhere, and with several files, there
-    is a moment without `path`, so that nobody reads new files beside a former one; if the process
-    is killed in it, the next call puts the former content back.
+    is a moment without `path`, so that no reader finds new files beside a former one. If the
+    process is killed in that moment, the next call puts the former content back.
 
     Args:
-        path: of the file or folder. Its parents are made.
+        path: final path of the file or folder. Its parents are made.
 
     Raises:
         OSError: the place cannot be written to.
@@ -51,7 +52,7 @@ def whole(path: str | os.PathLike[str]) -> Iterator[Path]:
     scratch.mkdir()
     try:
         yield scratch / path.name
-        # Files go first, then the .json lists that name such files, then `path` itself.
+        # Other files go first, then .json files, which list them, then `path` itself.
         entries = sorted(
             scratch.iterdir(), key=lambda e: (e.name == path.name, e.suffix == ".json")
         )
@@ -70,20 +71,20 @@ def whole(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def foreign_entries(names: Iterable[str]) -> list[str]:
-    """Returns the names of a folder that no saved model has; replacing it would delete them."""
+    """Returns those names of a folder's content that belong to no saved model."""
     return sorted({*names} - _OF_A_MODEL)
 
 
 def holds_a_model_alone(folder: Path) -> bool:
-    """Returns whether another model can replace a folder: no mount, and nothing else in it."""
+    """Returns whether a folder has a saved model and nothing else, and is no mount point."""
     names = os.listdir(folder)
     return bool(names) and not foreign_entries(names) and not os.path.ismount(folder)
 
 
 def regular(path: str | os.PathLike[str], flags: int) -> int:
-    """Opens a file, as the `opener` of Python's `open`; a FIFO or a device is refused.
+    """Opens a file, as the `opener` of Python's `open`; refuses a FIFO or a device.
 
-    Opening a FIFO waits for its other end, and a device may have no end.
+    To open a FIFO would wait for its other end, and a device may have no end.
 
     Raises:
         OSError: it cannot be opened, or is no regular file.
@@ -99,9 +100,10 @@ def regular(path: str | os.PathLike[str], flags: int) -> int:
 
 
 def no_link(path: str | os.PathLike[str], flags: int) -> int:
-    """Opens a file as `regular` does, but refuses a symbolic link, which may lead anywhere.
+    """Opens a file as `regular` does, but refuses a symbolic link.
 
-    For files that the user has not named, in a folder that others may write to.
+    It is for names that the user has not given, in a folder that other persons may write to: their
+    link could lead anywhere.
     """
     if os.path.islink(path):
         raise OSError(errno.ELOOP, "it is a symbolic link", path)
@@ -109,7 +111,7 @@ def no_link(path: str | os.PathLike[str], flags: int) -> int:
 
 
 def append_line(path: Path, line: str) -> None:
-    """Adds a line to a file, which is made if it is not there, with one call of the system.
+    """Adds a line to a file by one call of the system; makes the file if it is missing.
 
     Raises:
         OSError: the file cannot be written to, or is a link.
@@ -119,7 +121,7 @@ def append_line(path: Path, line: str) -> None:
 
 
 def cleared(path: Path) -> None:
-    """Removes a folder, a file or a link; what cannot be removed stays."""
+    """Removes a folder, a file or a link, as far as the system lets it."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -137,7 +139,7 @@ def sync_to_disk(path: Path) -> None:
 
 
 def _place(new: Path, place: Path, former: Path) -> None:
-    """Moves a new file or folder to its place; a folder that stood there goes to `former`."""
+    """Moves a new file or folder to its place, and a former folder to `former`."""
     if not (new.is_dir() and place.is_dir()):
         os.replace(new, place)
         return
@@ -181,7 +183,7 @@ def _exchange(one: Path, other: Path) -> bool:
 def _clear_up(path: Path) -> None:
     """Removes the scratch folders of processes that were killed while they wrote `path`.
 
-    Only processes of this machine count. A former folder that one had taken away is put back.
+    Only processes of this machine count. Former content that they had moved away is put back.
     """
     for left in path.parent.glob(f"{glob.escape(_prefix(path))}*.partial"):
         number = left.name.removeprefix(_prefix(path)).removesuffix(".partial")
@@ -194,7 +196,7 @@ def _clear_up(path: Path) -> None:
 
 
 def _runs_beside(process: int) -> bool:
-    """Returns whether another process has this number, which a killed one may have had before."""
+    """Returns whether another process than this one has this number."""
     if process == os.getpid():
         return False
     try:

@@ -1,7 +1,7 @@
 """Files at URLs, such as s3://bucket/path, by fsspec; no TensorFlow.
 
-An object appears whole or not at all, and that is all that stores have in common: there is no
-rename and no lock. Errors of every store come as an OSError, whose text says what to do.
+All that stores have in common is that an object appears whole or not at all; they have neither
+renames nor locks. Errors of any store are raised as OSError, whose text says what to do.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from typing import TypeVar
 from tfpara import files
 
 _WAITS = (1.0, 2.0, 4.0)  # seconds between tries; the libraries of most stores try again, too
-# Errors that another try would meet again.
+# Errors that would occur again if the action were repeated.
 _FINAL = (
     *(FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError),
     *(ImportError, NotImplementedError, TypeError, ValueError),
 )
 _FINAL_NUMBERS = (errno.EINVAL, errno.ENOSYS, errno.ENAMETOOLONG)
-_PATTERN = re.compile(r"[*?\[\]{}]")  # fsspec would take these characters for a pattern of names
+_PATTERN = re.compile(r"[*?\[\]{}]")  # characters that fsspec reads as a pattern
 _TEMPORARY = "tfpara-copies-"
 _Result = TypeVar("_Result")
 
 
 class RefusedError(OSError):
-    """A store does not do what it was asked, for a reason other than that a file is not there."""
+    """A store refuses or fails, for another reason than that a file is not there."""
 
 
 def is_url(path: str | os.PathLike[str]) -> bool:
-    """Returns whether this is the URL of a file elsewhere.
+    """Returns whether a path is a URL.
 
     Raises:
-        ValueError: it was one, before it was made a `Path`.
+        ValueError: it is a URL that was made a `Path`, and so has lost a slash.
     """
     text = os.fspath(path)
     if isinstance(path, PurePath) and re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/(?!/)", text):
@@ -51,10 +51,10 @@ def is_url(path: str | os.PathLike[str]) -> bool:
 
 
 class RemoteFolder:
-    """A folder at a URL. Names are relative to it, and have slashes.
+    """A folder at a URL. Names of files are paths relative to it.
 
     Args:
-        url: of the folder, which need not be there; its bucket must.
+        url: URL of the folder. Its bucket must exist; the folder need not.
 
     Raises:
         ValueError: the URL has no scheme that fsspec knows, no place, or a character of patterns.
@@ -87,7 +87,7 @@ class RemoteFolder:
         except ValueError as error:
             raise ValueError(f"{url!r} is no URL that fsspec knows: {error}.") from error
         self._root = root.rstrip("/")
-        self.creates_in_one_step = True  # until the store's client is seen to have no such write
+        self.creates_in_one_step = True  # False once the client has refused mode="create"
 
     def place(self, name: str) -> str:
         """Returns the URL of a file."""
@@ -103,7 +103,7 @@ class RemoteFolder:
         return self._tried(found, "")
 
     def sizes(self, below: str = "") -> dict[str, int]:
-        """Returns the size in bytes of each file, also in folders, whose name begins so."""
+        """Returns the size in bytes of each file below a folder, by name."""
 
         def found() -> dict[str, int]:
             self._fs.invalidate_cache()
@@ -138,7 +138,7 @@ class RemoteFolder:
     def create(self, name: str, content: bytes) -> bool:
         """Writes a file unless there is one; returns whether the file has this content now.
 
-        Where the store has no such write, there is a moment in which two may write.
+        Not every store can do this in one step. If it cannot, two processes may write at once.
         """
 
         def written() -> bool:
@@ -154,22 +154,22 @@ class RemoteFolder:
                 self._fs.pipe_file(self._path(name), content)
             return True
 
-        # A try whose answer was lost may have written it.
+        # An earlier try may have written the file, and its answer was lost.
         return self._tried(written, name, writes=True) or self.read(name) == content
 
     def upload(self, path: Path, name: str) -> None:
-        """Writes a file with the content of one of this machine."""
+        """Writes a file with the content of a local one."""
         self._tried(lambda: self._fs.put_file(os.fspath(path), self._path(name)), name, writes=True)
 
     def download(self, name: str, path: Path) -> None:
-        """Writes a file of this machine with the content of one."""
+        """Writes a local file with the content of a file."""
         path.parent.mkdir(parents=True, exist_ok=True)
         scratch = f"{path}.partial"
         self._tried(lambda: self._fs.get_file(self._path(name), scratch), name)
         os.replace(scratch, path)
 
     def remove(self, names: Iterable[str]) -> None:
-        """Removes files; those that are not there are left out."""
+        """Removes those of the files that are there."""
         paths = [self._path(name) for name in names]
         if paths:
             with contextlib.suppress(FileNotFoundError):
@@ -179,15 +179,15 @@ class RemoteFolder:
         return f"{self._root}/{name}"
 
     def _tried(self, action: Callable[[], _Result], name: str, writes: bool = False) -> _Result:
-        """Calls an action until it succeeds, a few times where the error may be passing.
+        """Calls an action until it succeeds; repeats it a few times if its error may pass.
 
         Raises:
-            FileNotFoundError, RefusedError: it does not. `filename` is the URL.
+            FileNotFoundError, RefusedError: it has failed. `filename` is the URL.
         """
         for wait in (*_WAITS, None):
             try:
                 return action()
-            except Exception as error:  # of the store's own library
+            except Exception as error:  # libraries of stores have errors of their own
                 if wait is None or _is_final(error):
                     raise _explained(error, self.place(name), writes) from error
                 time.sleep(wait)
@@ -225,11 +225,12 @@ def _explained(error: Exception, url: str, writes: bool) -> OSError:
 
 
 def whole(path: str | os.PathLike[str]) -> contextlib.AbstractContextManager[Path]:
-    """Yields a path of this machine to write a file or folder to, which then comes to `path`.
+    """Yields a local path to write a file or folder to; it appears at `path` when the block ends.
 
-    At a path of this machine it is as `files.whole`. At a URL a single file replaces a former one
-    in one step. Of a folder, such as a SavedModel, the files directly in it are removed first and
-    come last, so that a reader finds the new one, or none. If the block raises, nothing is changed.
+    If `path` is local, this is `files.whole`. At a URL a single file replaces a former one in one
+    step. For a folder, such as a SavedModel, the former files directly in it are removed first, and
+    the new ones come last, so that a reader finds the new model or none. If the block raises,
+    nothing changes.
 
     Raises:
         OSError: the place cannot be written to.
@@ -257,10 +258,10 @@ def _uploaded(url: str) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def temporary_folder() -> Iterator[Path]:
-    """Yields an empty folder of this machine, which goes at the end of the block.
+    """Yields an empty local folder, in TMPDIR or /tmp, which is removed at the end of the block.
 
-    It is in TMPDIR, or /tmp. Those of processes that were killed go when another is made: a living
-    process holds a lock on its own.
+    Each call also removes the folders of killed processes. A living process holds a lock on its
+    folder; its number would not tell, since containers that share TMPDIR may have equal numbers.
     """
     _clear_up()
     made = Path(tempfile.mkdtemp(prefix="tfpara-"))
@@ -268,9 +269,7 @@ def temporary_folder() -> Iterator[Path]:
     handle = os.open(made, os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        made.rename(
-            path
-        )  # once it is locked, so that no other process takes it for one that is left
+        made.rename(path)  # after it is locked, so that no other process removes it
         yield path
     finally:
         files.cleared(path)

@@ -174,30 +174,3 @@ def _input_specs(model: keras.Model) -> list[Nest]:
         return tf.TensorSpec(tensor.shape, tensor.dtype, name=tensor.name.split(":")[0])
 
     return [spec(inputs[0]) if len(inputs) == 1 else keras.tree.map_structure(spec, model.input)]
-
-
-def _former_export(
-    model: keras.Model,
-    path: str | os.PathLike[str],
-    *,
-    strategy: Strategy | None = None,
-    **options: Any,
-) -> None:
-    """The function `tfpara.export.export` of version 0.1, in which `tfpara.export` was a module.
-
-    Without a strategy every worker that calls it writes the weights that the model has there.
-    """
-    warnings.warn(
-        "tfpara.export.export is now tfpara.export, and finds the strategy from the model: write "
-        "tfpara.export(model, path, which=...), on every worker.",
-        DeprecationWarning,
-        stacklevel=2,
-    )
-    if strategy is not None:
-        export(model, path, strategy=strategy, **options)
-        return
-    options.pop("which", None)
-    writer(model, path, **options)()
-
-
-export.export = _former_export  # type: ignore[attr-defined]

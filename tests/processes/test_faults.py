@@ -16,8 +16,7 @@ def both(option, other):
 
 @pytest.mark.one_version
 def test_without_a_fault_all_train():
-    """Neither a candidate rate that diverges on one worker alone nor a worse epoch is one, nor a
-    rate that each worker sets by the minibatches that it has taken."""
+    """Neither a worse epoch is a fault, nor a rate that each worker sets by its own minibatches."""
     for result in run("faults.py", [{"schedules": True}] * 2, fresh=True):
         assert result.returncode == 0, result.output
         assert "trained [0.09" in result.output

@@ -102,11 +102,8 @@ def test_held_out_takes_what_validation_data_takes(kind):
         "triple": (X[:20], Y[:20], weight),
     }
     callbacks = [tfpara.callbacks.HeldOut(data, name=name) for name, data in forms.items()]
-    search = tfpara.callbacks.SearchRate(forms["dataset"], held_out=forms["pair"], verbose=0)
     newbob = tfpara.callbacks.Newbob(forms["pair"], name="newbob", verbose=0)
-    log = model.fit(
-        X, Y, batch_size=BATCH, verbose=0, callbacks=[search, *callbacks, newbob]
-    ).history
+    log = model.fit(X, Y, batch_size=BATCH, verbose=0, callbacks=[*callbacks, newbob]).history
     logits = model(X[:20]).numpy().astype(np.float64)
     losses = np.log(np.exp(logits).sum(1)) - logits[np.arange(20), Y[:20]]
     for name in ("dataset", "pair", "list", "newbob"):

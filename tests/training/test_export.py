@@ -286,31 +286,6 @@ def test_finds_the_strategy_of_layers_that_are_put_together_outside_of_its_scope
     assert strategy_of(make_model()) is tf.distribute.get_strategy()
 
 
-# What scripts import, from a package that nobody has imported yet, and the function's name then.
-FORGET = "import sys\nfor name in [n for n in sys.modules if 'tfpara' in n]: del sys.modules[name]"
-IMPORTS = {
-    "import tfpara": "tfpara.export",
-    "from tfpara import export": "export",
-    "import tfpara.export": "tfpara.export",
-    "from tfpara.export import export as former; import tfpara; former": "tfpara.export",
-}
-
-
-@pytest.mark.one_version
-def test_the_former_module_is_the_function_and_its_function_warns(tmp_path):
-    checks = [f"{FORGET}\n{i}\nassert {n}.__name__ == 'export'" for i, n in IMPORTS.items()]
-    subprocess.run([sys.executable, "-c", "\n".join(checks)], check=True, timeout=120)
-    strategy = tfpara.PeriodicSyncStrategy(tfpara.BSP(), sync_period=2)
-    model = make_model(strategy)
-    with pytest.warns(DeprecationWarning, match=r"tfpara.export\(model, path, which=...\)"):
-        tfpara.export.export(model, tmp_path / "as it is")
-    with pytest.warns(DeprecationWarning):
-        tfpara.export.export(model, tmp_path / "global", strategy=strategy, which="global")
-    for name in ("as it is", "global"):
-        served = tf.saved_model.load(tmp_path / name).signatures["serving_default"]
-        np.testing.assert_allclose(*served(x=tf.constant(X)).values(), model(X), atol=1e-6)
-
-
 def test_refuses_a_model_without_weights(tmp_path):
     with pytest.raises(ValueError, match="no weights yet"):
         export(keras.Sequential([keras.layers.Dense(2)]), tmp_path / "model")

@@ -17,12 +17,10 @@ from tfpara import fit_call
 from tfpara.callbacks import (
     Checkpoint,
     Preempted,
-    SearchRate,
     StopTogether,
     SyncPeriod,
     Trace,
     WarmStart,
-    rate_search,
 )
 
 RNG = np.random.default_rng(0)
@@ -93,28 +91,6 @@ def test_after_a_warm_start_whose_end_fails_replicas_sync(made, monkeypatch, met
         with pytest.raises(KeyboardInterrupt):
             fit(model, WarmStart(verbose=0), epochs=2)
     assert strategy.sync_period == TAU
-
-
-def test_an_interrupted_search_for_rates_leaves_the_model_and_its_rate(made, monkeypatch):
-    strategy, model = made
-    fit(model)
-    trained = [c for v in model.variables for c in strategy.experimental_local_results(v.value)]
-    before = [c.numpy() for c in trained]
-    calls = []
-
-    def interrupted(*_):
-        calls.append([c.numpy() for c in trained])
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(rate_search, "evaluate", interrupted)
-    sample = tf.data.Dataset.from_tensor_slices((X, X[:, :3])).batch(8).take(4)
-    with pytest.raises(KeyboardInterrupt):
-        fit(model, SearchRate(sample, verbose=0))
-    assert any((a != b).any() for a, b in zip(calls[0], before, strict=True))  # it had trained
-    for component, value in zip(trained, before, strict=True):
-        np.testing.assert_array_equal(component, value)
-    rate = keras.ops.convert_to_numpy(model.optimizer.learning_rate)
-    assert rate == pytest.approx(0.1)
 
 
 def test_a_wish_to_end_that_was_granted_is_not_that_of_the_next_fit(made, tmp_path):

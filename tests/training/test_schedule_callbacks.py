@@ -10,7 +10,6 @@ import tensorflow as tf
 
 import tfpara
 from tfpara.callbacks import Checkpoint, HeldOut
-from tfpara.callbacks.rate_search import SearchRate
 from tfpara.callbacks.schedule import LearningRate, SyncPeriod, learning_rate
 from tfpara.callbacks.stopping import Newbob, OverfittingGuard
 from tfpara.callbacks.warm_start import WarmStart
@@ -40,10 +39,6 @@ def minibatches(first=0, end=12):
 
 def held_out():
     return minibatches(0, 5)
-
-
-def sample():
-    return minibatches(0, 4)
 
 
 def make_strategy(rule=None, **options):
@@ -224,7 +219,6 @@ def test_a_rejected_epoch_leaves_no_trace_but_in_the_rate(rule, optimizer, optio
         found.append(values)
     assert len(found[0]) > 15
     assert_same(*found)
-    assert not TrainingState(model).has_diverged()
 
 
 def test_going_back_counts_what_was_done():
@@ -469,142 +463,6 @@ def test_warm_start_runs_after_sync_period(given):
     assert (strategy.sync_period, strategy.statistics().syncs) == (3, 0)
 
 
-def search_by_hand(model, rates, scored_on=None):
-    """The loss after a pass over the sample with each rate, on copies of a plain model.
-
-    They take turns in one, which is traced once.
-    """
-    found, copy = [], make_model()
-    copy.optimizer.build(copy.trainable_variables)
-    for rate in rates:
-        copy.set_weights(model.get_weights())
-        copy.optimizer.learning_rate = rate
-        for momentum in copy.optimizer.momentums:
-            momentum.assign(np.zeros(momentum.shape))
-        copy.fit(sample(), verbose=0)
-        found.append(copy.evaluate(scored_on or sample(), verbose=0)[0])
-    return found
-
-
-@pytest.mark.parametrize("rates", [(0.01, 0.3, 5.0), (1e-3, 1e-4)], ids=str)
-def test_search_takes_the_rate_that_is_best_by_hand(rates, capsys):
-    model = make_model()
-    expected = search_by_hand(model, rates)
-    log = fit(model, [SearchRate(sample(), rates=rates)])
-    assert log["learning_rate"][0] == pytest.approx(rates[int(np.argmin(expected))])
-    printed = capsys.readouterr().out
-    for rate, loss in zip(rates, expected, strict=True):
-        assert f"{rate:.4g}: {loss:.4g}" in printed
-
-
-@pytest.mark.nightly_cases("two*")
-@pytest.mark.parametrize(
-    ("strategy", "optimizer"),
-    [("plain", "adapt"), ("two replicas", "adam")],
-    indirect=["strategy"],
-)
-def test_search_leaves_no_trace(strategy, optimizer):
-    make = {
-        "adam": lambda: keras.optimizers.Adam(0.5),
-        "adapt": lambda: Adapt(0.5, memory=2),
-    }[optimizer]
-    models = [make_model(strategy, make, dropout=0.2, normalise=True) for _ in range(2)]
-    models[1].set_weights(models[0].get_weights())
-    first = models[0].distribute_strategy.experimental_local_results
-    for model in models:
-        for number, generator in enumerate(
-            v for v in model.variables if "seed_generator" in v.path
-        ):
-            for replica, component in enumerate(first(generator.value)):
-                component.assign([number, replica])
-    found = []
-    for model, callbacks in zip(
-        models, [[SearchRate(sample(), [1.0], verbose=0)], []], strict=True
-    ):
-        look = keras.callbacks.LambdaCallback(
-            on_epoch_begin=lambda *_, model=model: found.append(components(model))
-        )
-        log = fit(model, [*callbacks, look], epochs=3)
-        found.append([log["loss"], log["accuracy"], components(model)[0]])
-    # Before its first step plain Keras has no slots yet.
-    assert_same(found[0][: len(found[4])], found[4])
-    for searched, plain in zip(found[1:3], found[5:7], strict=True):
-        assert_same(searched, plain)
-    assert_same(found[3], found[7])
-
-
-def test_search_raises_and_lowers_the_rate_from_the_present_one():
-    model = make_model(optimizer=lambda: keras.optimizers.SGD(1e-3))
-    log = fit(model, [SearchRate(sample(), (0.5, 4.0), verbose=0)], epochs=3)
-    assert log["learning_rate"] == pytest.approx([4e-3, 1.6e-2, 6.4e-2])
-    model = make_model(optimizer=lambda: keras.optimizers.SGD(500.0))
-    log = fit(model, [SearchRate(sample(), (0.1, 1.0), verbose=0)])
-    assert log["learning_rate"] == [50.0]
-
-
-def test_search_counts_no_step_and_no_sync():
-    strategy = make_strategy(averages={"ma": tfpara.MA()})
-    model = make_model(strategy)
-    search = SearchRate(lambda epoch: minibatches(epoch, epoch + 3), held_out=held_out(), verbose=0)
-    fit(model, [search])
-    statistics = strategy.statistics()
-    assert (statistics.steps, statistics.samples, statistics.syncs) == (12, 96, 6)
-
-
-def test_search_does_not_try_again_in_an_epoch_that_is_resumed():
-    tried = []
-
-    def of_epoch(epoch):
-        tried.append(epoch)
-        return sample()
-
-    with pytest.warns(DeprecationWarning, match=r"SearchRate goes with version 0\.3"):
-        search = SearchRate(of_epoch, verbose=0)
-    search.set_state({"learning_rate": 0.125, "epoch": 1})
-    log = fit(make_model(), [search], epochs=3, initial_epoch=1)
-    assert tried == [2]
-    assert log["learning_rate"][0] == 0.125
-    assert search.get_state()["epoch"] == -1
-
-
-@pytest.mark.parametrize(
-    ("strategy", "optimizer"), [("plain", None), ("two replicas", adam)], indirect=["strategy"]
-)
-def test_a_candidate_that_diverges_is_not_taken_and_harms_nothing(strategy, optimizer, capsys):
-    """In every epoch: from the second on there is global state that must not see it."""
-    model = make_model(strategy, optimizer, normalise=True)
-    put_back = to_the_begin(model)
-    found = []
-    for rates in ([0.1], [0.1, 1e38]):
-        put_back()
-        log = fit(model, [SearchRate(sample(), rates=rates)], epochs=3)
-        assert log["learning_rate"] == pytest.approx([0.1] * 3)
-        found.append([*components(model), log["loss"]])
-    assert_same(*found)
-    assert capsys.readouterr().out.count("1e+38: inf") == 3
-
-
-def test_search_puts_carried_states_back():
-    model = keras.Sequential(
-        [keras.Input((5, 4), batch_size=8), keras.layers.SimpleRNN(3, stateful=True)]
-    )
-    model.compile(keras.optimizers.SGD(0.1), "mse")
-    data = tf.data.Dataset.from_tensors((np.ones((8, 5, 4), "f"), np.ones((8, 3), "f")))
-    model.fit(data, verbose=0)
-    states = [np.array(s) for s in model.layers[0].states]
-    search = SearchRate(data, verbose=0)
-    search.set_model(model)
-    search.on_epoch_begin(1)
-    assert np.abs(states[0]).max() > 0
-    assert_same([np.array(s) for s in model.layers[0].states], states)
-
-
-def test_search_where_every_rate_diverges():
-    model = make_model(optimizer=lambda: keras.optimizers.SGD(1.0))
-    with pytest.raises(ValueError, match="every candidate rate diverged: 1e\\+38"):
-        fit(model, [SearchRate(sample(), rates=[1e38, 2e38])])
-
-
 def test_states_are_kept_by_a_strategy_that_can(monkeypatch):
     strategy, kept = make_strategy(), {}
     monkeypatch.setattr(type(strategy), "keep_state", lambda _, *a: kept.update([a]), raising=False)
@@ -612,13 +470,12 @@ def test_states_are_kept_by_a_strategy_that_can(monkeypatch):
         Newbob("loss", verbose=0),
         OverfittingGuard("loss", "loss"),
         LearningRate(Hand(0.1, 12)),
-        SearchRate(sample(), verbose=0),
     ]
     model = make_model(strategy)
     for callback in callbacks:
         callback.set_model(model)
     assert list(kept.values()) == callbacks
-    assert list(kept) == ["newbob", "overfitting_guard", "learning_rate", "search_rate"]
+    assert list(kept) == ["newbob", "overfitting_guard", "learning_rate"]
     json.dumps([obj.get_state() for obj in kept.values()])
 
 
@@ -646,9 +503,8 @@ def test_a_scaled_loss_has_a_rate_too():
     [
         lambda: Newbob("loss"),
         lambda: LearningRate(Piecewise({0: 0.1})),
-        lambda: SearchRate(sample()),
     ],
-    ids=["newbob", "learning rate", "search"],
+    ids=["newbob", "learning rate"],
 )
 def test_a_schedule_inside_the_optimizer_is_refused(make):
     decay = keras.optimizers.schedules.ExponentialDecay(0.1, 10, 0.5)
@@ -672,8 +528,6 @@ def test_a_schedule_inside_the_optimizer_is_refused(make):
         (lambda: SyncPeriod({0: 2.5}), r"periods\[0\]=2.5 must be a whole number of minibatches"),
         (lambda: SyncPeriod({1: 5}), "one must be 0"),
         (lambda: WarmStart(-1), "epochs=-1"),
-        (lambda: SearchRate(sample(), []), "factors is empty"),
-        (lambda: SearchRate(sample(), rates=[-1.0]), "must be positive"),
         (lambda: fit(make_model(), [Newbob("nothing_loss")]), "no 'nothing_loss'. It has: acc"),
         (lambda: fit(make_model(), [LearningRate(lambda _: -1.0)]), "rate -1.0 at epoch 0"),
     ],
@@ -698,7 +552,6 @@ def test_bad_values_are_refused(make, message):
             lambda: WarmStart().set_model(make_model(tfpara.simulate_async(2, tfpara.ASGD()))),
             "AsyncStrategy, whose replicas cannot train alone",
         ),
-        (lambda: fit(make_model(), [SearchRate([1, 2])]), "sample is a list"),
     ],
 )
 def test_what_does_not_fit_is_refused(make, message):

@@ -8,7 +8,6 @@ import tensorflow as tf
 import tfpara
 from tests.lib.small import strategy_of
 from tfpara.callbacks import Checkpoint
-from tfpara.callbacks.rate_search import SearchRate
 from tfpara.callbacks.schedule import LearningRate, SyncPeriod
 from tfpara.callbacks.stopping import Newbob, OverfittingGuard
 from tfpara.callbacks.warm_start import WarmStart
@@ -37,7 +36,6 @@ def by_scores():
     newbob = Newbob(plain(0, 24), rule=NewbobRule(start=0.2, stop=0.0), verbose=0)
     return [
         WarmStart(verbose=0),
-        SearchRate(plain(0, 16), (0.5, 1.0, 1.5), verbose=0),
         newbob,
         guard,
         SyncPeriod(AdaComm(4), verbose=0),

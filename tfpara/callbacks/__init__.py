@@ -3,7 +3,6 @@
 from tfpara.callbacks.checkpoint_base import Preempted
 from tfpara.callbacks.checkpointing import Checkpoint
 from tfpara.callbacks.held_out import HeldOut
-from tfpara.callbacks.rate_search import SearchRate
 from tfpara.callbacks.schedule import LearningRate, SyncPeriod
 from tfpara.callbacks.stop_together import StopTogether
 from tfpara.callbacks.stopping import Newbob, OverfittingGuard
@@ -18,7 +17,6 @@ __all__ = [
     "Newbob",
     "OverfittingGuard",
     "Preempted",
-    "SearchRate",
     "StopTogether",
     "SyncPeriod",
     "Telemetry",

@@ -1,4 +1,4 @@
-"""The checkpoints of a run of either kind: how they are written, checked and chosen."""
+"""Checkpoints of both kinds of run: writing, checking, choosing and restoring them."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import secrets
 import socket
 import warnings
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar
 
 import keras
 import tensorflow as tf
@@ -26,7 +27,7 @@ from tfpara.sync.workers.settings_check import differences
 from tfpara.typing import Array, Json
 
 IF_DAMAGED = ("refuse", "start")
-# Errors that come of reading a part, or of setting a state that it has.
+# Errors of reading a part, or of setting a state from it.
 _UNREADABLE = (tf.errors.OpError, ValueError, TypeError, AttributeError, LookupError)
 _ADVICE = "give tfpara.callbacks.Checkpoint to fit on every worker"
 
@@ -36,29 +37,25 @@ class Checkpoints(abc.ABC):
 
     Args:
         model: a built and compiled model of one of tfpara's strategies.
-        directory, keep, fields: as of `Store`.
+        directory, keep: as of `Store`.
     """
 
-    def __init__(
-        self,
-        model: keras.Model,
-        directory: str | os.PathLike[str],
-        keep: int,
-        fields: Mapping[str, type],
-    ) -> None:
+    _fields: ClassVar[Mapping[str, type]]  # keys of these manifests, beside those of all
+
+    def __init__(self, model: keras.Model, directory: str | os.PathLike[str], keep: int) -> None:
         self._model = model
         self._strategy = model.distribute_strategy
-        self.store = store_at(directory, keep, fields)
+        self.store = store_at(directory, keep, self._fields)
         self._next = 0
 
     # -- defined by each kind of run -------------------------------------------------------------
 
     @abc.abstractmethod
     def _facts(self) -> dict[str, Json]:
-        """Returns entries of the manifest.
+        """Returns entries of the manifest, among them "run" and "versions".
 
-        Two of them are "run", the settings that a resumed run must share, and "versions", on which
-        the last digits of its numbers depend.
+        A resumed run must have the same settings in "run". The last digits of its numbers depend
+        on "versions".
         """
 
     @abc.abstractmethod
@@ -67,7 +64,7 @@ class Checkpoints(abc.ABC):
 
     @abc.abstractmethod
     def _take_over(self, number: int, manifest: Mapping[str, Json]) -> None:
-        """Sets all state from a checkpoint; no collective may run in it."""
+        """Sets all state from a checkpoint. It may run no collective."""
 
     def _check_run(self, number: int, theirs: Mapping[str, Json]) -> None:
         """Refuses a checkpoint of another run."""
@@ -95,7 +92,7 @@ class Checkpoints(abc.ABC):
         self._next = max(numbers, default=0) + 1
 
     def save(self, position: Callable[[], Mapping[str, Json]]) -> None:
-        """Writes a checkpoint, where no state changes until it is written, as at a sync.
+        """Writes a checkpoint. No state may change until it is written, as at a sync.
 
         Args:
             position: returns the position of the run, for the manifest.
@@ -130,8 +127,7 @@ class Checkpoints(abc.ABC):
         Returns its number and its manifest, or None without any checkpoint.
 
         Args:
-            if_damaged: "refuse" or "start", what to do if there are checkpoints and all are
-                damaged.
+            if_damaged: "refuse" or "start", if there are checkpoints and all are damaged.
 
         Raises:
             CheckpointError: on every worker, if all are damaged and `if_damaged` is "refuse", or
@@ -157,7 +153,7 @@ class Checkpoints(abc.ABC):
         return None
 
     def _read(self, action: Callable[..., None], number: int, manifest: Mapping[str, Json]) -> None:
-        """Calls an action with a checkpoint, and turns errors of reading into a CheckpointError."""
+        """Calls an action with a checkpoint; raises its errors of reading as CheckpointError."""
         try:
             action(number, manifest)
         except _UNREADABLE as error:
@@ -167,7 +163,7 @@ class Checkpoints(abc.ABC):
             ) from error
 
     def _give_states(self, states: Mapping[str, Json]) -> None:
-        """Restores the states of objects by `set_state`."""
+        """Gives the objects that have state theirs, by `set_state`."""
         for name, state in states.items():
             holder = self._strategy.states.get(name)
             if holder is None:
@@ -210,7 +206,7 @@ class Checkpoints(abc.ABC):
         return [value for value, _ in everyone]
 
     def _problem(self, number: int) -> str | None:
-        """Returns why a checkpoint cannot be used, the same on all workers; None if it can."""
+        """Returns why no worker can use a checkpoint; None if all can."""
 
         def found() -> str | None:
             try:
@@ -227,18 +223,18 @@ def store_at(
     keep: int,
     fields: Mapping[str, type] = MappingProxyType({}),
 ) -> Store:
-    """Returns the store of a directory, which is a path or a URL.
+    """Returns the store of a directory, which is a path or a URL; args as of `Store`.
 
     Raises:
         ValueError, ImportError: as of `RemoteFolder`.
     """
     if is_url(directory):
         return RemoteStore(os.fspath(directory), keep, fields)
-    return LocalStore(directory, keep, fields)
+    return LocalStore(Path(directory), keep, fields)
 
 
 def facts_of_model(model: keras.Model) -> dict[str, Json]:
-    """Returns what a resumed run must share of its model."""
+    """Returns the facts about a model in which a resumed run must agree."""
     shapes = [f"{tuple(v.shape)} {v.dtype}" for v in model.trainable_variables]
     optimizer: Any = getattr(model, "optimizer", None)
     return {"model": "; ".join(shapes), "optimizer": type(optimizer).__name__}
@@ -247,25 +243,25 @@ def facts_of_model(model: keras.Model) -> dict[str, Json]:
 def check_run(
     path: str | os.PathLike[str], manifest: Mapping[str, Json], facts: Mapping[str, Json]
 ) -> None:
-    """Compares a checkpoint's settings with those of this run; other versions are a warning.
+    """Compares a checkpoint's settings with those of this run; warns of other versions.
 
     Args:
-        path: path of the checkpoint.
-        manifest: manifest of the checkpoint.
-        facts: "run" and "versions" as in the manifest, of this run.
+        path: path of the checkpoint, for messages.
+        manifest: its manifest.
+        facts: "run" and "versions" of this run, as in the manifest.
 
     Raises:
-        CheckpointError: the settings differ; the message names those that do.
+        CheckpointError: settings differ; the message names them.
     """
     mine = json.loads(json.dumps(facts["run"], default=repr))
-    # Version 0.1 listed its version among the settings. The format's number decides instead.
+    # Version 0.1 listed its version among the settings; now the format's number decides.
     theirs = {k: v for k, v in manifest["run"].items() if k != "tfpara version"}
     states = (theirs.get("local_state"), mine.get("local_state"))
     if "tfpara version" in manifest["run"] and states == ("keep", "auto"):
-        theirs["local_state"] = "auto"  # what was the default before there was "auto"
+        theirs["local_state"] = "auto"  # "keep" was the default before there was "auto"
     rule = theirs.get("rule")
     if isinstance(rule, str) and "warmup=" not in rule:
-        # A run of a version without a warm-up of η goes on with the η that it had.
+        # The run is of a version without a warm-up of η, and goes on with the η that it had.
         warmup = "False" if "warmup=False" in mine.get("rule", "") else "None"
         theirs["rule"] = re.sub(r"(^BMUF.*compat=[\w']+)", rf"\1, warmup={warmup}", rule)
     differing = differences({"the checkpoint": theirs, "this run": mine})

@@ -1,9 +1,9 @@
-"""The lock of a directory in a store that has no locks: an object that its holder keeps renewing.
+"""A lock for stores without locks: an object (the lease) that its holder keeps renewing.
 
-Clocks of machines are not compared: who waits for a lease to lapse measures, on its own clock, how
-long it stays the same. A holder that was cut off for longer finds another's lease when it renews
-its own, and gives up. So two runs may believe for a moment that they hold it, and the manifest of a
-checkpoint is written only where there is none.
+Clocks of machines are not compared. A process that waits for a lease to lapse measures, by its own
+clock, how long the lease stays the same. A holder that was cut off for longer finds another run's
+lease when it renews its own, and gives up. So for a moment two runs may believe that they hold the
+lease. They cannot overwrite each other's checkpoints, since a manifest is never overwritten.
 """
 
 from __future__ import annotations
@@ -22,12 +22,11 @@ from tfpara.remote_files import RemoteFolder
 from tfpara.typing import Json
 
 LOCK = "lock"
-THREAD = "tfpara lease"  # the name of the thread that renews one
-SECONDS = 30.0  # after which a lease that was not renewed is over
-_EVERY = 3  # renewals in that time
+THREAD = "tfpara lease"  # name of the thread that renews a lease
+SECONDS = 30.0  # a lease that is not renewed for so long lapses
+_EVERY = 3  # renewals in SECONDS
 _LOOK = 0.5  # seconds between two looks at another's lease
-# Seconds after which a lease is read again where two may have written one at once.
-_SETTLE = 2.0
+_SETTLE = 2.0  # seconds before a lease is read again, where two runs may have written one at once
 
 
 class Lease:
@@ -35,7 +34,7 @@ class Lease:
 
     Args:
         folder: the directory.
-        mark: of the run: a process of the same run may take it over at once.
+        mark: of the run; another process with the same mark may take the lease over at once.
     """
 
     def __init__(self, folder: RemoteFolder, mark: str) -> None:
@@ -44,13 +43,13 @@ class Lease:
         self._seconds = SECONDS
         self._process = os.getpid()
         self._ended = threading.Event()
-        self._one = threading.Lock()  # so that the thread and a checkpoint do not renew it at once
+        self._one = threading.Lock()  # the thread and a checkpoint must not renew it at once
 
     def take(self) -> None:
-        """Takes the lease, and keeps it until `give_back` by a thread.
+        """Takes the lease; a thread renews it until `give_back`.
 
-        It waits for a lease that is not renewed, as that of a killed run, to be over: for
-        `SECONDS`, by the lease's own word.
+        If a killed run has left a lease, this waits until it lapses, for the seconds that the lease
+        itself names.
 
         Raises:
             CheckpointError: another run holds it.
@@ -60,7 +59,7 @@ class Lease:
         while not self._folder.create(LOCK, self._text()):
             taken_over = self._remove_stale() or taken_over
         self._beat += 1
-        # A store that writes over an object in spite of the condition does so here.
+        # Some stores ignore the condition, and overwrite the object: then this returns True.
         overwrites = self._folder.create(LOCK, self._text())
         if taken_over or overwrites or not self._folder.creates_in_one_step:
             time.sleep(_SETTLE)
@@ -68,7 +67,7 @@ class Lease:
         threading.Thread(target=self._keep, name=THREAD, daemon=True).start()
 
     def renew(self) -> None:
-        """Says that this run goes on.
+        """Renews the lease.
 
         Raises:
             CheckpointError: another run has taken the lease, or it was removed.
@@ -90,7 +89,7 @@ class Lease:
             self._folder.write(LOCK, self._text())
 
     def give_back(self) -> None:
-        """Ends the lease, unless another run has it; in a forked process, does nothing."""
+        """Removes the lease, unless another run has it; does nothing in a forked process."""
         if self._process != os.getpid():
             return
         self._ended.set()
@@ -100,12 +99,12 @@ class Lease:
 
     def _keep(self) -> None:
         while not self._ended.wait(self._seconds / _EVERY):
-            # Whether the lease is still this run's is asked again before each checkpoint.
+            # An error may pass. Before each checkpoint the lease is renewed, and an error counts.
             with contextlib.suppress(OSError, CheckpointError):
                 self.renew()
 
     def _remove_stale(self) -> bool:
-        """Waits until another's lease is over or gone; returns whether it was removed here."""
+        """Waits until another run's lease has lapsed or is gone; returns whether it was removed."""
         first, since = self._read(), time.monotonic()
         found = first
         if found and found.get("mark") != self._mark:
@@ -135,7 +134,7 @@ class Lease:
         return str(lease.get("holder", "an unknown process"))[:100]
 
     def _read(self) -> dict[str, Json]:
-        """Returns the content of the present lease; an empty one if there is none."""
+        """Returns the content of the present lease, {} if there is none."""
         try:
             content = self._folder.read(LOCK)
         except FileNotFoundError:

@@ -1,6 +1,6 @@
-"""Checkpoints in a directory with `rename` and `flock`, such as of a local disk or NFS.
+"""Checkpoints in a directory of a file system with `rename` and `flock`, such as a disk or NFS.
 
-DIRECTORY/.partial-…/ is a checkpoint that is being written, or was left by a killed run.
+DIRECTORY/.partial-…/ is an unfinished checkpoint, of the present run or of one that was killed.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import os
 import socket
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import MappingProxyType
 
 from tfpara.checkpoint import manifest as manifests
 from tfpara.checkpoint.store import (
@@ -28,25 +27,17 @@ from tfpara.files import append_line, cleared, no_link, regular, sync_to_disk
 from tfpara.typing import Json
 
 _PARTIAL = ".partial-"
-_HOLDER = "process "  # the beginning of the lock's content
-# Error numbers of flock for a lock that another process holds; EACCES and EAGAIN come from NFS.
+_HOLDER = "process "  # how the content of a lock begins
+# Error numbers of flock where another process has the lock; EACCES and EAGAIN come from NFS.
 _HELD = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
 _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP)
 
 
 class LocalStore(Store):
-    """A directory of this machine, or one that machines share. Args as of `Store`."""
+    """A directory of this machine, or one that machines share."""
 
     directory: Path
-
-    def __init__(
-        self,
-        directory: str | os.PathLike[str],
-        keep: int,
-        fields: Mapping[str, type] = MappingProxyType({}),
-    ) -> None:
-        super().__init__(Path(directory), keep, fields)
-        self._lock: int | None = None
+    _lock: int | None = None  # the open file of the lock
 
     def _key(self) -> str:
         return os.path.realpath(self.directory)
@@ -64,13 +55,13 @@ class LocalStore(Store):
             cleared(left_over)
 
     def _hold(self, lock: int) -> None:
-        """Locks the open file, and writes the holder into it: this process and its host."""
+        """Locks the open file, and writes this process and its host into it."""
         holder = os.pread(lock, 200, 0).decode(errors="replace")
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             raise self._not_locked(error, holder or "an unknown process") from error
-        if holder and not holder.startswith(_HOLDER):  # it may be a second name of another file
+        if holder and not holder.startswith(_HOLDER):  # it may be a hard link to another file
             raise no_lock(self.directory / "lock", holder)
         os.ftruncate(lock, 0)
         os.pwrite(lock, f"{_HOLDER}{os.getpid()} on {socket.gethostname()}".encode(), 0)
@@ -101,7 +92,7 @@ class LocalStore(Store):
         return self.directory / folder_of(number)
 
     def partial(self, number: int) -> Path:
-        """Returns the directory of a checkpoint that is being written."""
+        """Returns the directory of an unfinished checkpoint of this run."""
         return self.directory / f"{_PARTIAL}{number:08d}-{self.mark}"
 
     def begin(self, number: int) -> str:
@@ -149,10 +140,11 @@ class LocalStore(Store):
         return self.path(number) / name
 
     def drop_copies(self) -> None:
-        pass  # the readers have the files themselves
+        pass  # no copies are made
 
     def remove(self, number: int) -> None:
-        # It is renamed first, so that a kill in the middle leaves nothing that looks complete.
+        # The folder is renamed first. So if the process is killed in the middle, what is left does
+        # not look complete.
         dying = self.directory / f"{_PARTIAL}old-{number:08d}"
         with contextlib.suppress(OSError):
             self.path(number).rename(dying)

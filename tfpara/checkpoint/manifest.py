@@ -17,8 +17,8 @@ from tfpara.typing import Json
 FORMAT = 2
 _ENDINGS = (".index", ".data-00000-of-00001")  # of the files that TensorFlow writes for a part
 _SUM = "sha256"
-# The name of the folder within the checkpoint that has the files; a manifest without it: none. In a
-# store without `rename` each run has its own, so that none writes over another one's files.
+# The key for the folder of the files within the checkpoint. Without it they lie in the checkpoint
+# itself. Where there is no `rename` each run has a folder, so that runs overwrite no files of others.
 FOLDER = "folder"
 _FOLDER = re.compile("[0-9a-f]{1,32}")
 # The keys of every manifest, and their types; a key within another one follows a dot.
@@ -35,9 +35,9 @@ _FIELDS = {
 
 
 def text(content: Mapping[str, Json]) -> str:
-    """Returns a manifest with this content, of which JSON gets the `repr` of other objects."""
+    """Returns a manifest with this content; objects that JSON lacks become their `repr`."""
     content = {**content, "format": FORMAT}
-    content.pop(_SUM, None)  # a former checksum, of content that was read
+    content.pop(_SUM, None)  # content that was read has a checksum
     content = json.loads(json.dumps(content, default=repr))
     return json.dumps({**content, _SUM: _sum(content)}, indent=1, sort_keys=True)
 
@@ -47,7 +47,7 @@ def parsed(written: bytes, fields: Mapping[str, type]) -> dict[str, Json]:
 
     Args:
         written: the bytes of its file.
-        fields: further keys of such a manifest, and their types, as in `_FIELDS`.
+        fields: further keys that it must have, and their types, as in `_FIELDS`.
 
     Raises:
         ValueError: it is damaged, of another format, or of another kind of checkpoint.
@@ -88,9 +88,9 @@ def _check(content: Mapping[str, Json], name: str, kind: type) -> None:
 
 
 def _check_files(content: Mapping[str, Json]) -> None:
-    """Raises ValueError if the files are not those of so many workers' parts."""
+    """Raises ValueError unless the listed files are the parts of all workers."""
     files, workers = content["files"], content["workers"]
-    # First the number: a wrong one may be too large for a list.
+    # The number is checked first: a wrong one may be too large to make a list of names.
     if not workers or len(files) != workers * len(_ENDINGS):
         raise ValueError(f"it lists {len(files)} files for the parts of {workers} workers")
     if not _FOLDER.fullmatch(str(content.get(FOLDER, "0"))):

@@ -1,4 +1,4 @@
-"""The parts of a checkpoint, from which a run on any number of replicas takes its values."""
+"""Values from the parts of a checkpoint, for a run on any number of replicas."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from tfpara.typing import Array
 
 
 class Parts:
-    """The parts of a checkpoint, from which each slot of a run takes its value.
+    """The parts of a checkpoint.
 
     Args:
-        readers: one for each worker's part.
-        replicas: number of replicas of the run that wrote it.
+        readers: a reader for each worker's part.
+        replicas: number of replicas of the run that wrote the checkpoint.
         sizes: lengths of the buckets of the global state.
     """
 
@@ -82,7 +82,7 @@ class Parts:
         return self._reader_of[key].get_tensor(key) if key in self._reader_of else None
 
     def _of_holder(self, slot: Slot) -> NDArray[Any]:
-        """Returns a part of a field, cut from the parts in which the former run wrote it."""
+        """Returns a slot of a sharded field, put together from the pieces of the former run."""
         field, start = slot.name.rsplit("/", 1)
         parts = {
             int(name.rsplit("/", 1)[1]): (name, reader)

@@ -1,9 +1,9 @@
-"""Checkpoints in a store of objects: there is no rename, no lock, and no appending to a file.
+"""Checkpoints in an object store, which can neither rename nor lock files, nor append to them.
 
 A part is written on this machine, and then uploaded. A checkpoint is complete when it has a
-manifest, which comes last, and is written only where there is none. Parts are in a folder of the
-run that wrote them, so that a run that was given up for lost cannot damage the checkpoint of the
-next one.
+manifest, which comes last, and is never overwritten. Each run has a folder of its own for its
+parts. So a run that was believed dead, and writes again, cannot damage a checkpoint of the next
+run.
 
 DIRECTORY/checkpoint-00000012/manifest.json
 DIRECTORY/checkpoint-00000012/5c1f09aa/part-00000.index, …
@@ -15,7 +15,6 @@ import contextlib
 import socket
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import MappingProxyType
 
 from tfpara.checkpoint import manifest as manifests
 from tfpara.checkpoint.lease import Lease
@@ -25,13 +24,11 @@ from tfpara.typing import Json
 
 
 class RemoteStore(Store):
-    """A directory at a URL. Args as of `Store`; raises as `RemoteFolder`."""
+    """A directory at a URL; raises what `RemoteFolder` raises."""
 
     directory: str
 
-    def __init__(
-        self, directory: str, keep: int, fields: Mapping[str, type] = MappingProxyType({})
-    ) -> None:
+    def __init__(self, directory: str, keep: int, fields: Mapping[str, type]) -> None:
         super().__init__(directory, keep, fields)
         self._folder = RemoteFolder(directory)
         self._lease: Lease | None = None
@@ -52,9 +49,9 @@ class RemoteStore(Store):
             raise
 
     def _incomplete(self, names: Mapping[str, int]) -> list[str]:
-        """Returns those of the names that another run has left of checkpoints without a manifest.
+        """Returns the files of checkpoints that other runs have begun, and that have no manifest.
 
-        A worker that becomes the chief may lock the directory when parts of its own run are there.
+        Parts of this run stay: a worker that becomes the chief takes the lock while they are there.
         """
         places = ((name, *name.split("/")[:2]) for name in names if "/" in name)
         begun = [place for place in places if NAME.fullmatch(place[1]) and place[2] != self.mark]
@@ -106,7 +103,7 @@ class RemoteStore(Store):
             )
 
     def abandon(self, number: int) -> None:
-        # Another run's parts stay: this one may have stood still, and the other have the lease.
+        # Parts of other runs stay: this run may have stood still, and another may hold the lease.
         with contextlib.suppress(OSError):
             names = self._folder.sizes(folder_of(number))
             if f"{folder_of(number)}/{MANIFEST}" not in names:
@@ -132,7 +129,8 @@ class RemoteStore(Store):
         self._copied = None
 
     def remove(self, number: int) -> None:
-        # The manifest goes first, so that a kill in the middle leaves nothing that looks complete.
+        # The manifest goes first. So if the process is killed in the middle, what is left does not
+        # look complete.
         with contextlib.suppress(OSError):
             self._folder.remove([f"{folder_of(number)}/{MANIFEST}"])
             self._folder.remove(self._folder.sizes(folder_of(number)))

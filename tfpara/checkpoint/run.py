@@ -1,14 +1,14 @@
 """Checkpoints of a run under a `PeriodicSyncStrategy`, and exact resume.
 
-A checkpoint is taken at a sync, where all replicas are at the same step. It holds the global
-model, momentum and averages (each worker writes the parts it keeps), every replica's own weights,
-optimizer slots, statistics, dropout seeds and metrics, the counters, the state of callbacks,
-Python's and NumPy's random state, and the position in the data.
+A checkpoint is taken at a sync, where all replicas are at the same step. It holds
 
-A run resumed on the same number of replicas continues as if it had not been interrupted. It is bit
-for bit the same where TensorFlow itself is deterministic (on CPUs). On another number, every
-replica starts from the point that the rule would broadcast, with the optimizer's slots of one of
-the former replicas.
+- the global model, momentum and averages, of which each worker writes the parts that it keeps;
+- every replica's own weights, optimizer slots, statistics, dropout seeds and metrics;
+- counters, the states of callbacks, Python's and NumPy's random state, the position in the data.
+
+A run that is resumed on as many replicas continues bit for bit where TensorFlow is deterministic
+(on CPUs). On another number, every replica starts from the weights that the rule would broadcast,
+with the optimizer's slots of one of the former replicas.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import json
 import os
 import warnings
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 
 import keras
 import numpy as np
@@ -32,14 +33,6 @@ from tfpara.sync.one_sync.state_vars import Kind, slots_of
 from tfpara.sync.one_sync.synchronizer import Synchronizer
 from tfpara.typing import Array, Json
 
-# The manifest's further keys, beside those of every run, and their types.
-_FIELDS = {
-    "replicas": int,
-    "bucket_sizes": list,
-    "position.steps": int,
-    "position.minibatches": int,
-}
-
 
 class SyncCheckpoints(Checkpoints):
     """The checkpoints of one model of a `PeriodicSyncStrategy`.
@@ -54,6 +47,15 @@ class SyncCheckpoints(Checkpoints):
         ValueError: the model has an optimizer whose slots cannot be made before its first step.
     """
 
+    _fields = MappingProxyType(
+        {
+            "replicas": int,
+            "bucket_sizes": list,
+            "position.steps": int,
+            "position.minibatches": int,
+        }
+    )
+
     def __init__(
         self,
         model: keras.Model,
@@ -62,15 +64,16 @@ class SyncCheckpoints(Checkpoints):
         may_change: tuple[str, ...] = (),
     ) -> None:
         build_optimizers(model)
-        super().__init__(model, directory, keep, _FIELDS)
+        super().__init__(model, directory, keep)
         self._may_change = may_change
-        self._began_in: int | None = None  # generation in which a checkpoint is begun
+        # The generation of the elastic run in which the present checkpoint was begun.
+        self._began_in: int | None = None
         self._told_of_lock = False
         # Variables and values for `restore_epoch`.
         self._of_epoch: list[tuple[tf.Variable, tf.Tensor]] = []
 
     def is_of(self, model: keras.Model) -> bool:
-        """Returns whether they are of this model, and not of another one that looks alike."""
+        """Returns whether these are checkpoints of this very object."""
         return self._model is model
 
     @property
@@ -80,12 +83,12 @@ class SyncCheckpoints(Checkpoints):
             return self._strategy.synchronizer_of(self._model)
 
     def restore_epoch(self, steps: int) -> None:
-        """Restores metrics and the open block again, when `fit` has begun the interrupted epoch.
+        """Restores metrics and the open block again, after `fit` has begun the interrupted epoch.
 
-        The begin of `fit` closes the block, and Keras resets the metrics.
+        When `fit` begins, the block is closed and Keras resets the metrics.
 
         Args:
-            steps: of each replica that the epoch has had.
+            steps: steps of the epoch that each replica has had.
         """
         for variable, value in self._of_epoch:
             variable.assign(value)
@@ -97,7 +100,7 @@ class SyncCheckpoints(Checkpoints):
     # -- elastic runs ----------------------------------------------------------------------------
 
     def state(self) -> dict[str, Json]:
-        """Returns the state that a worker takes over where it joins an elastic run."""
+        """Returns the state that a worker takes over when it joins an elastic run."""
         return {"mark": self.store.mark, "next": self._next}
 
     def join(self, state: Mapping[str, Json]) -> None:
@@ -107,8 +110,8 @@ class SyncCheckpoints(Checkpoints):
     def save(self, position: Callable[[], Mapping[str, Json]]) -> None:
         """Writes a checkpoint at a sync.
 
-        In an elastic run members, and so the position, may change meanwhile. The checkpoint is
-        then written anew by the present members.
+        In an elastic run members, and so the position, may change meanwhile. Then the present
+        members write the checkpoint anew.
         """
         while True:
             self._take_the_lock()
@@ -122,21 +125,21 @@ class SyncCheckpoints(Checkpoints):
                 self._began_in = None
 
     def _take_the_lock(self) -> None:
-        """Locks the directory where this worker has become the chief of an elastic run."""
+        """Locks the directory if this worker has become the chief of an elastic run."""
         if not (self._strategy.members_change and self._strategy.is_chief):
             return
         try:
             self.store.lock()
         except CheckpointError as error:
-            # A former chief that stands still holds it. The others have gone on without it, so its
-            # next exchange fails, and it will write nothing.
+            # A former chief that stands still may hold the lock. The others have gone on without
+            # it, so its next exchange will fail, and it will write nothing.
             if not self._told_of_lock:
                 self._told_of_lock = True
                 warnings.warn(f"{error} A former chief may hold it; goes on.", stacklevel=2)
 
     def _everyones(self, value: Json, name: str) -> list[Json]:
         everyone = super()._everyones([value, self._began_in], name)
-        # All compare the same values, so that all write the checkpoint anew, or none does.
+        # All workers compare the same values, so all write the checkpoint anew, or none does.
         began_in = {generation for _, generation in everyone}
         if began_in != {None} and began_in != {self._strategy.completed_in}:
             raise _ChangedError

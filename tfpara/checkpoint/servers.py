@@ -1,4 +1,4 @@
-"""Checkpoints of what the parameter servers hold, which the chief alone writes and reads.
+"""Checkpoints of the parameter servers' state, which the chief alone writes and reads.
 
 A checkpoint holds weights, the optimizer's slots, averages, counters, how far each chunk of the
 epoch is, the frozen weights, and the states of callbacks. The workers' own state is not kept.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import keras
@@ -18,10 +19,9 @@ from tfpara.checkpoint.store import CheckpointError
 from tfpara.checks import versions
 from tfpara.typing import Array, Json
 
-# Variables that older checkpoints do not have. They lack frozen weights, too.
+# Variables that older checkpoints lack; they lack frozen weights, too.
 _LATER = ("books/minibatches", "books/left_out", "local_rate")
 _FROZEN = "frozen/"
-_FIELDS = {"position.within": bool}  # the manifest's further keys
 
 
 class ServerCheckpoints(Checkpoints):
@@ -34,6 +34,8 @@ class ServerCheckpoints(Checkpoints):
         data_plan: facts and settings that a resumed run must share, by name.
     """
 
+    _fields = MappingProxyType({"position.within": bool})
+
     def __init__(
         self,
         model: keras.Model,
@@ -41,7 +43,7 @@ class ServerCheckpoints(Checkpoints):
         keep: int,
         data_plan: Mapping[str, Json],
     ) -> None:
-        super().__init__(model, directory, keep, _FIELDS)
+        super().__init__(model, directory, keep)
         self._running: Any = self._strategy.running
         self._plan = data_plan
 
@@ -71,9 +73,9 @@ class ServerCheckpoints(Checkpoints):
         return {name: tf.identity(held) for name, held in self._variables().items()}
 
     def _check_run(self, number: int, manifest: Mapping[str, Json]) -> None:
-        """As in `Checkpoints`; a checkpoint within an epoch needs the same minibatches, too."""
+        """Refuses a checkpoint of another run; within an epoch, also one of other minibatches."""
         theirs, mine = dict(manifest), self._facts()
-        if manifest["position"]["within"] and "data" in manifest:  # older ones do not have it
+        if manifest["position"]["within"] and "data" in manifest:  # older checkpoints lack "data"
             for facts in (theirs, mine):
                 facts["run"] = {**facts["run"], **facts["data"]}
         check_run(self.store.path(number), theirs, mine)
@@ -91,13 +93,13 @@ class ServerCheckpoints(Checkpoints):
         self._give_states(manifest["states"])
         if manifest["learning_rate"] is not None:
             self._model.optimizer.learning_rate = manifest["learning_rate"]
-        # Older checkpoints do not have the order of the chunks, which was that of the seed alone.
+        # Older checkpoints lack the order of the chunks, which followed from the seed alone.
         self._running.resume(**{"order": [self._strategy.seed], **manifest["position"]})
 
     def _check_shapes(
         self, number: int, there: Mapping[str, Json], mine: Mapping[str, Json]
     ) -> None:
-        """Refuses a checkpoint whose model, metrics or optimizer have other variables."""
+        """Refuses a checkpoint with other variables of the model, its metrics or its optimizer."""
         later = {name for name in mine if name in _LATER or name.startswith(_FROZEN)}
         for name in sorted({*there, *mine} - (later - {*there})):
             theirs, own = there.get(name, "none"), mine.get(name, "none")
@@ -109,10 +111,10 @@ class ServerCheckpoints(Checkpoints):
                 )
 
     def _missing(self, name: str, manifest: Mapping[str, Json]) -> Any:
-        """Returns the value of a variable that older checkpoints do not have."""
+        """Returns the value of a variable that older checkpoints lack."""
         if name == "books/left_out":
             return 0
-        if name == "local_rate":  # the workers' learning rate was that of the servers
+        if name == "local_rate":  # workers had the servers' learning rate
             return manifest["learning_rate"]
-        # Of minibatches. The true number is lower if some chunk's last push was of fewer.
+        # The number of minibatches. The true one is lower if a chunk's last push had fewer.
         return self._running.server.first.version * self._strategy.sync_period

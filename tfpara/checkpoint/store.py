@@ -1,11 +1,12 @@
-"""Checkpoints, each of which is complete or not visible, wherever they are kept.
+"""Checkpoints that are complete or not visible, in any kind of storage.
 
 DIRECTORY/lock                          held by the run that writes here
-DIRECTORY/checkpoint-00000012/          the twelfth
-    manifest.json                       facts about the run; every file's size and SHA-256; its own
+DIRECTORY/checkpoint-00000012/          the twelfth checkpoint
+    manifest.json                       facts about the run; size and SHA-256 of each file
     part-00000.index, part-00000.data-00000-of-00001     worker 0's part, in TensorFlow's format
 
-`LocalStore` makes it visible by one rename, and `RemoteStore` by the manifest, which comes last.
+A checkpoint becomes visible by one rename (`LocalStore`), or when its manifest is written, which
+comes last (`RemoteStore`).
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ from tfpara.remote_files import RefusedError
 from tfpara.typing import Array, Json
 
 MANIFEST = "manifest.json"
-NAME = re.compile(r"checkpoint-(\d{8})")  # of the folder of a checkpoint
-_LOCKS: dict[str, Store] = {}  # the directories that this process has locked
+NAME = re.compile(r"checkpoint-(\d{8})")  # the name of a checkpoint's folder
+_LOCKS: dict[str, Store] = {}  # the stores that this process has locked, by their keys
 
 
 class CheckpointError(RuntimeError):
     """A checkpoint cannot be written, or cannot be used. The message says which and why."""
 
-    of_all_workers = True  # it is raised on all workers, at the same place
+    of_all_workers = True  # all workers raise it, at the same place
 
 
 def folder_of(number: int) -> str:
@@ -45,7 +46,7 @@ def folder_of(number: int) -> str:
 
 
 def in_use(directory: object, holder: str) -> CheckpointError:
-    """Returns the error of a run whose directory another one has locked."""
+    """Returns the error for a directory that another run has locked."""
     return CheckpointError(
         f"checkpoint directory {directory} is in use by another run ({holder}). Wait for its end, "
         "or give this run a directory of its own."
@@ -53,7 +54,7 @@ def in_use(directory: object, holder: str) -> CheckpointError:
 
 
 def no_lock(path: object, content: str | bytes) -> CheckpointError:
-    """Returns the error where the lock is a file of something else."""
+    """Returns the error for a file in the lock's place that no run has written."""
     return CheckpointError(
         f"{path} is not the lock of a run: it begins with {content[:20]!r}. Move it away, or give "
         "another directory."
@@ -91,15 +92,15 @@ class Store(abc.ABC):
 
     @abc.abstractmethod
     def _key(self) -> str:
-        """Returns what identifies the directory, in this process."""
+        """Returns a text that is the same for all stores of this directory in this process."""
 
     @abc.abstractmethod
     def _take(self) -> None:
-        """Locks the directory, and removes what killed runs have begun to write."""
+        """Locks the directory, and removes checkpoints that killed runs have left unfinished."""
 
     @abc.abstractmethod
     def _let_go(self) -> None:
-        """Undoes the lock of `_take`."""
+        """Releases the lock of `_take`."""
 
     @abc.abstractmethod
     def numbers(self) -> list[int]:
@@ -111,7 +112,7 @@ class Store(abc.ABC):
 
     @abc.abstractmethod
     def begin(self, number: int) -> str:
-        """Prepares for the parts of a checkpoint; returns the name of this host.
+        """Makes room for the parts of a checkpoint; returns the name of this host.
 
         Raises:
             CheckpointError: it cannot be done.
@@ -119,15 +120,15 @@ class Store(abc.ABC):
 
     @abc.abstractmethod
     def _staging(self, number: int, begun_on: str) -> contextlib.AbstractContextManager[Path]:
-        """Yields the folder of this machine in which a part is written."""
+        """Yields a local folder to write a part into; `begun_on` is what `begin` returned."""
 
     @abc.abstractmethod
     def _keep_file(self, number: int, path: Path) -> None:
-        """Has a file of a part, in the folder of `_staging`, outlive a crash."""
+        """Stores a file that was written into the folder of `_staging`, so that crashes spare it."""
 
     @abc.abstractmethod
     def _publish(self, number: int, manifest: Mapping[str, Json]) -> None:
-        """Makes a checkpoint visible, all of whose parts are there.
+        """Makes a checkpoint visible, after all its parts were written.
 
         Raises:
             OSError, CheckpointError: it cannot be done.
@@ -135,19 +136,19 @@ class Store(abc.ABC):
 
     @abc.abstractmethod
     def abandon(self, number: int) -> None:
-        """Removes a checkpoint that is being written."""
+        """Removes an unfinished checkpoint of this run."""
 
     @abc.abstractmethod
     def _manifest(self, number: int) -> bytes:
-        """Returns the manifest of a checkpoint as it was written."""
+        """Returns the bytes of a checkpoint's manifest."""
 
     @abc.abstractmethod
     def _size(self, number: int, name: str) -> int:
-        """Returns the bytes of a file, of which `name` is the path within the checkpoint."""
+        """Returns the size of a file in bytes; `name` is its path within the checkpoint."""
 
     @abc.abstractmethod
     def _copy(self, number: int, name: str) -> Path:
-        """Returns a path of this machine with the content of a file; see `drop_copies`."""
+        """Returns the path of a local copy of a file, which stays until `drop_copies`."""
 
     @abc.abstractmethod
     def remove(self, number: int) -> None:
@@ -159,9 +160,9 @@ class Store(abc.ABC):
 
     @abc.abstractmethod
     def drop_copies(self) -> None:
-        """Removes the copies that were made to read checkpoints; the readers must be gone."""
+        """Removes the local copies of files; call it when their readers are no longer used."""
 
-    # -- the same for all ------------------------------------------------------------------------
+    # -- the same for each kind -------------------------------------------------------------------
 
     def lock(self) -> None:
         """Locks the directory for this process, until the process ends.
@@ -172,7 +173,7 @@ class Store(abc.ABC):
         if self._is_locked:
             return
         former = _LOCKS.pop(self._key(), None)
-        if former is not None:  # locked by a fit of this process that ended with an error
+        if former is not None:  # a fit of this process has locked it, and ended with an error
             former.release()
         try:
             self._take()
@@ -203,8 +204,8 @@ class Store(abc.ABC):
         Args:
             number: the checkpoint.
             rank: the worker.
-            tensors: what the part holds, by name.
-            begun_on: the host on which the chief has made the directory, for the message.
+            tensors: the content of the part, by name.
+            begun_on: the host on which the chief called `begin`, for the message.
 
         Raises:
             CheckpointError: the directory is not there, or the part cannot be written.
@@ -228,7 +229,7 @@ class Store(abc.ABC):
             ) from error
 
     def commit(self, number: int, manifest: Mapping[str, Json]) -> None:
-        """Makes a checkpoint visible, and removes those older than the `keep` newest whole ones.
+        """Makes a checkpoint visible; removes those older than the `keep` newest undamaged ones.
 
         Raises:
             CheckpointError: the manifest cannot be written, or the directory not renamed.
@@ -250,7 +251,7 @@ class Store(abc.ABC):
         try:
             return manifests.parsed(self._manifest(number), self._fields)
         except RefusedError:
-            raise  # it may be whole
+            raise  # the store failed, and the manifest may be undamaged
         except (OSError, ValueError) as error:
             raise CheckpointError(
                 f"{self.path(number)}/{MANIFEST} cannot be used ({_first_line(error)})"
@@ -266,7 +267,7 @@ class Store(abc.ABC):
             inside = manifests.inside(manifest, name)
             path = f"{self.path(number)}/{inside}"
             try:
-                # A file of another size, which may be huge, is not read.
+                # A file of another size may be huge, so it is not read.
                 same_size = self._size(number, inside) == expected["bytes"]
                 found = _mark(self._copy(number, inside)) if same_size else None
             except RefusedError:
@@ -290,8 +291,8 @@ def _release_all() -> None:
         store.release()
 
 
-# A lock is held until the last process has closed it. A forked process, such as one that reads
-# data, may outlive this one, and would keep the next run out.
+# A lock is held until the last process has closed its file. A forked process, such as one that
+# reads data, may outlive this one; its copy of the file would keep the next run out.
 os.register_at_fork(after_in_child=_release_all)
 
 

@@ -1,6 +1,6 @@
 """The global model and averages of a checkpoint, for a model that no strategy trains.
 
-They are read from checkpoints of runs of either kind, on any number of replicas and servers.
+The checkpoint may be of either kind of run, with any number of replicas or servers.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ class Weights(NamedTuple):
     """The models of a checkpoint, in memory.
 
     Attributes:
-        models: by name, "global" or an average's, a value for each trainable variable.
-        others: other variables, such as moving statistics and frozen weights, and their values.
+        models: values of the trainable variables, by the name of the model: "global", or that of
+            an average.
+        others: other variables, such as moving statistics and frozen weights, with their values.
     """
 
     models: dict[str, list[tf.Tensor]]
@@ -46,10 +47,10 @@ def check(
     model: keras.Model,
     averages: Mapping[str, Any],
 ) -> None:
-    """Makes sure that a checkpoint is of a model like this one, and has these averages.
+    """Checks that a checkpoint is of a model like this one, and has these averages.
 
     Raises:
-        CheckpointError: it is not; the message says what differs.
+        CheckpointError: they differ; the message says how.
     """
     run, mine = manifest["run"], facts_of_model(model)["model"]
     theirs = run.get("model")
@@ -60,7 +61,7 @@ def check(
         )
     kept = run.get("averages", {})
     for name, average in averages.items():
-        # Runs of workers have them as one text, those of parameter servers one by one.
+        # A synchronous run writes all averages as one text, an asynchronous run one by one.
         said = f"{name!r}: {average!r}"
         same = said in kept if isinstance(kept, str) else kept.get(name) == repr(average)
         if not same:
@@ -88,7 +89,7 @@ def read(
 
     Raises:
         CheckpointError: a file is damaged, or the checkpoint lacks a value.
-        OSError, tf.errors.OpError: a file is not there, such as where the run has removed it.
+        OSError, tf.errors.OpError: a file is missing, perhaps since the run has removed it.
     """
     store.check(number, manifest)
     readers = store.readers(number, manifest)
@@ -113,13 +114,13 @@ class _Tensors:
         return self._readers[name].get_tensor(name)
 
     def bucket(self, field: str, number: int, size: int) -> tf.Tensor:
-        """Returns a whole bucket of a field of the global state; a scalar field's number."""
+        """Returns a whole bucket of a field of the global state, or the value of a scalar field."""
         begin = f"global/{field}/{number}/"
         starts = sorted(int(n.removeprefix(begin)) for n in self._readers if n.startswith(begin))
         if not starts:
             raise CheckpointError(f"the checkpoint lacks {begin}, which this model has")
         parts = [self[f"{begin}{start}"] for start in starts]
-        # Each part of a scalar field has the same number. The last part goes beyond the bucket.
+        # A scalar is the same in each part. The last part of an array is longer than the bucket.
         return tf.constant(np.concatenate(parts)[:size] if np.ndim(parts[0]) else parts[0])
 
 
@@ -174,18 +175,18 @@ def _of_chief(tensors: _Tensors, model: keras.Model) -> Iterator[tuple[keras.Var
     """Yields the moving statistics and the frozen weights."""
     frozen, statistics, _ = parts_not_trained(model)
     yield from ((v, tensors[f"state/{k}"]) for k, v in enumerate(statistics))
-    # Checkpoints of older versions lack them: they stay as they were built.
+    # Older checkpoints lack frozen weights: then these stay as they were built.
     yield from (
         (v, tensors[f"frozen/{k}"]) for k, v in enumerate(frozen) if f"frozen/{k}" in tensors
     )
 
 
 def _state_of(average: Any) -> State:
-    """Returns a state of an average, which has the names of its fields."""
+    """Returns some state of an average, for the names of its fields."""
     return average.init(tf.zeros([1]))
 
 
 def _cast(values: Sequence[tf.Tensor], weights: Sequence[keras.Variable]) -> list[tf.Tensor]:
-    """Returns values as the variables hold them: of their types, and by their constraints."""
+    """Returns values with the types and constraints of the variables."""
     cast = [tf.cast(value, v.value.dtype) for value, v in zip(values, weights, strict=True)]
     return constrained(cast, [v.constraint for v in weights])

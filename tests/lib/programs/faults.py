@@ -52,12 +52,8 @@ class Fault(keras.callbacks.Callback):
                 self.model.optimizer.learning_rate = 0.05
 
 
-def schedules(strategy):
-    """Returns callbacks: a rate diverges on one worker only, and an epoch is given up."""
-
-    def sample(_):
-        x = np.full((8, 6), float(strategy.worker_index), "float32")
-        return tf.data.Dataset.from_tensors((x, x[:, :4] + x[:, 1:5]))
+def schedules():
+    """Returns callbacks: each worker sets rates of its own, and an epoch is given up."""
 
     class Scores(keras.callbacks.Callback):
         def on_epoch_end(self, epoch, logs=None):
@@ -76,11 +72,8 @@ def schedules(strategy):
             self.taken += 1
             self.model.optimizer.learning_rate = self.first * 0.999**self.taken
 
-    search = tfpara.callbacks.SearchRate(
-        lambda _: strategy.distribute_datasets_from_function(sample), rates=[0.1, 1e38]
-    )
     rule = tfpara.schedules.NewbobRule(reject_worse=True)
-    return [search, Falling(), Scores(), tfpara.callbacks.Newbob("score", rule=rule)]
+    return [Falling(), Scores(), tfpara.callbacks.Newbob("score", rule=rule)]
 
 
 def main():
@@ -123,7 +116,7 @@ def main():
     before = (None, "load", "frozen", "statistics", "own", "empty")
     callbacks = [Fault(strategy, fault)] if fault not in before else []
     if scheduled:
-        callbacks += schedules(strategy)
+        callbacks += schedules()
         count = 20 + strategy.worker_index  # minibatches; the second worker has one more
         data = strategy.distribute_datasets_from_function(lambda _, all=data: all.take(count))
     try:

@@ -25,11 +25,3 @@ def test_a_missing_folder_is_one_line(run, tmp_path):
     assert ended.returncode == 1
     (line,) = ended.err.splitlines()
     assert line.startswith("benchmarks: ") and "there is no folder" in line
-
-
-def test_the_former_name_starts_the_same_program_with_a_warning(run, tmp_path):
-    ended = run("benchmark", f"--out={tmp_path / 'nowhere' / 'x.json'}")
-    assert ended.returncode == 1
-    warning, error = ended.err.splitlines()
-    assert warning.startswith("scripts.benchmark is scripts.benchmarks now")
-    assert error.startswith("benchmarks: ") and "there is no folder" in error

@@ -13,8 +13,8 @@ from tfpara.keras_model import optimizers
 from tfpara.strategy import Strategy
 from tfpara.sync.keras.chiefs_callbacks import HAS_WEIGHTS
 from tfpara.sync.keras.optimizer_steps import build_optimizers
-from tfpara.sync.one_sync.state_vars import TRAVELLING, Kind, Slot, model_slots, slots_of
-from tfpara.typing import Array, Json
+from tfpara.sync.one_sync.state_vars import TRAVELLING, Kind, Slot, slots_of
+from tfpara.typing import Json
 
 
 class TrainingState:
@@ -29,44 +29,33 @@ class TrainingState:
 
     Args:
         model: a built and compiled model.
-        shared: whether the state that replicas share is kept, besides their own variables.
     """
 
-    def __init__(self, model: keras.Model, shared: bool = True) -> None:
+    def __init__(self, model: keras.Model) -> None:
         self._strategy: Any = model.distribute_strategy
-        self._shared = shared
         strategy = self._strategy
         self._go_back = lambda: None
-        if shared and hasattr(strategy, "snapshot"):
+        if hasattr(strategy, "snapshot"):
             self._go_back = strategy.snapshot(model)  # the parameter servers' state
         else:
             build_optimizers(model)
-        if shared and hasattr(strategy, "synchronize"):
+        if hasattr(strategy, "synchronize"):
             strategy.synchronize()  # closes the block, in a run without parameter servers
         # TensorFlow copies a tensor that is kept here when its variable is next written.
-        slots = _shared_slots(model) if shared else model_slots(model)
-        self._kept = [(variable, variable.read_value()) for variable in _changing(model, slots)]
+        changing = _changing(model, _shared_slots(model))
+        self._kept = [(variable, variable.read_value()) for variable in changing]
 
     def restore(self) -> None:
         """Puts everything back, bit for bit. It may be called again."""
         for variable, value in self._kept:
             variable.assign(value)
         self._go_back()
-        if self._shared:
-            for synchronizer in getattr(self._strategy.extended, "synchronizers", ()):
-                synchronizer.was_put_back()
+        for synchronizer in getattr(self._strategy.extended, "synchronizers", ()):
+            synchronizer.was_put_back()
 
     def by_variable(self) -> dict[int, tf.Tensor]:
         """Returns the kept values, by the ids of their variables."""
         return {id(variable): value for variable, value in self._kept}
-
-    def has_diverged(self) -> bool:
-        """Returns whether a variable of this worker has become NaN or Inf since the copy."""
-        return any(
-            not _is_finite(variable.read_value()) and _is_finite(value)
-            for variable, value in self._kept
-            if variable.dtype.is_floating
-        )
 
 
 class EpochStart:
@@ -151,11 +140,6 @@ def _changing(model: keras.Model, slots: Iterable[Slot]) -> Iterator[tf.Variable
         counter = slot.kind is Kind.WORKER or slot.kind.is_aggregated
         if not counter and not slot.empty and id(slot.variable) not in rates:
             yield slot.variable
-
-
-def _is_finite(value: Array) -> bool:
-    # A sum is finite only if all its terms are, and needs one pass and no memory.
-    return bool(tf.math.is_finite(tf.reduce_sum(tf.cast(value, tf.float32))))
 
 
 def _rates(model: keras.Model) -> set[int]:
