@@ -28,8 +28,8 @@ In Python:
 Environment variables:
 {variables}"""
 
-# All that the library reads whose names are its own. Those of TensorFlow and of engines:
-# docs/engines.md.
+# The environment variables of the library itself. docs/engines.md has those of TensorFlow and of
+# engines.
 VARIABLES = {
     "TFPARA_COORDINATOR": "HOST:PORT at which the worker of rank 0 listens for the others",
     "TFPARA_SIZE": "the number of workers",

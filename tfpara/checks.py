@@ -13,7 +13,7 @@ from tfpara.algorithms.asgd import AsyncAverage
 from tfpara.version import __version__
 from tfpara.whole_number import LARGEST_COUNT, checked_whole
 
-_FEW_LEFT_OUT = 10  # minibatches, from which on their share is looked at within an epoch
+_FEW_LEFT_OUT = 10  # within an epoch, fewer minibatches that are left out are never too many
 
 
 def versions() -> dict[str, str]:
@@ -69,7 +69,7 @@ def checked_nonfinite(nonfinite: str, share: float) -> None:
 def too_many_left_out(left_out: float, of_epoch: float, share: float, is_over: bool) -> bool:
     """Returns whether more than a share of an epoch's minibatches were left out for NaN or Inf.
 
-    Before the epoch is over, only once some were: the share of a few minibatches says little.
+    While the epoch goes on, a few are never too many: the share of a few minibatches says little.
     """
     return left_out > share * of_epoch and (is_over or left_out >= _FEW_LEFT_OUT)
 

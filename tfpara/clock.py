@@ -1,4 +1,4 @@
-"""A clock of the epochs of `fit`, and what of it TensorBoard shows."""
+"""Measurements of each epoch's speed and syncs, and their way into TensorBoard."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class Clock(keras.callbacks.Callback):
         samples_per_epoch: samples of an epoch, of all replicas. None: the strategy counts them.
 
     Attributes:
-        measured: of the last epoch, by name; empty where nothing could be measured.
-        begin, end: the strategy's counts where that epoch began, and where it ended.
+        measured: numbers of the last epoch, by name; empty if nothing could be measured.
+        begin, end: the strategy's counts at the begin and the end of that epoch.
     """
 
     order = fit_call.Order.CLOCK
-    # Keras may call the batch hooks of other callbacks later, from a thread of its own.
+    # False, since Keras may call the batch hooks of `async_safe` callbacks later, in a thread.
     async_safe = False
 
     def __init__(self, samples_per_epoch: int | None = None) -> None:
@@ -81,13 +81,12 @@ class Clock(keras.callbacks.Callback):
 
 
 class BoardClock(Clock):
-    """Gives what it measures to TensorBoard callbacks, beside the epoch's log.
+    """Adds its measurements to what TensorBoard callbacks write.
 
-    The log itself stays as it is: `History`, CSV files and callbacks that watch a number see what
-    they see under plain Keras.
+    The epoch's log stays as it is under plain Keras, for `History`, CSV files and other callbacks.
 
     Args:
-        boards: the callbacks, which belong to this run.
+        boards: the TensorBoard callbacks of this `fit`.
     """
 
     def __init__(self, boards: Sequence[keras.callbacks.TensorBoard]) -> None:
@@ -103,7 +102,7 @@ class BoardClock(Clock):
         own = "on_epoch_end" in vars(board)
 
         def on_epoch_end(epoch: int, logs: Logs | None = None) -> None:
-            # A number of the user's own with such a name is the one that is shown.
+            # If the user's log has a number of the same name, that one is shown.
             hook(epoch, {**self.measured, **(logs or {})})
 
         board.on_epoch_end = on_epoch_end
@@ -115,9 +114,9 @@ class BoardClock(Clock):
 def for_tensorboard(
     callbacks: Sequence[keras.callbacks.Callback],
 ) -> list[keras.callbacks.Callback]:
-    """Returns callbacks, with a clock where TensorBoard is among them and no clock is.
+    """Returns the callbacks, with a clock before them if TensorBoard is among them and no clock.
 
-    TFPARA_TENSORBOARD=0 in the environment leaves it out.
+    TFPARA_TENSORBOARD=0 in the environment prevents that.
     """
     boards = [each for each in callbacks if isinstance(each, keras.callbacks.TensorBoard)]
     timed = any(isinstance(each, Clock) for each in callbacks)

@@ -1,6 +1,6 @@
 """Operations of datasets that draw at random, choose elements or lose the order.
 
-They are found in graphs, of a dataset that was serialized or of a dataset's function.
+The graph may be that of a serialized dataset or of a dataset's function.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SEEDED = {
     "ShuffleDataset": (2, 3, None),
     "ShuffleDatasetV3": (2, 3, 4),
 }
-# Operations that draw other numbers each time.
+# Operations that draw different numbers each time.
 RANDOM = {
     "Multinomial",
     "ParameterizedTruncatedNormal",
@@ -40,7 +40,7 @@ RANDOM = {
 
 
 def unseeded(graph: tf.compat.v1.GraphDef) -> str:
-    """Returns an operation that makes a dataset without a seed; empty if there is none."""
+    """Returns an operation that shuffles or draws without a seed; empty if there is none."""
     for scope in scopes(graph):
         for node in scope.nodes:
             places = SEEDED.get(node.op, ())[:2]
@@ -58,9 +58,9 @@ def unordered(graph: tf.compat.v1.GraphDef) -> str:
 
 
 def by_chance(graph: tf.compat.v1.GraphDef) -> tuple[str, str] | None:
-    """Returns an operation that chooses elements, and a random one that it may depend on.
+    """Returns an operation that chooses elements, and a random one that its choice may depend on.
 
-    None: there are no two such operations.
+    Returns None if there is no such pair.
     """
     bodies = {each.signature.name: each.node_def for each in graph.library.function}
 
@@ -68,8 +68,8 @@ def by_chance(graph: tf.compat.v1.GraphDef) -> tuple[str, str] | None:
         """Returns a random operation in a node and functions that it calls; empty for none.
 
         Args:
-            node: of a graph.
-            computing: whether datasets that the functions make are left out.
+            node: node of a graph.
+            computing: whether operations that make datasets are not searched.
         """
         if node.op in RANDOM:
             return str(node.op)
@@ -89,7 +89,7 @@ def by_chance(graph: tf.compat.v1.GraphDef) -> tuple[str, str] | None:
 
 def _chooses(node: tf.compat.v1.NodeDef) -> bool:
     """Returns whether an operation may select or reorder elements, depending on their values."""
-    # A map does not: it makes one element from each. Other operations that call functions may.
+    # A map makes one element from each. Other operations that call functions may choose.
     is_map = "Map" in node.op.replace("FlatMap", "")
     calls = "Dataset" in node.op and not is_map and any(_functions(node))
     return calls or node.op == "DirectedInterleaveDataset"
@@ -121,7 +121,7 @@ class Scope:
     def is_fixed(self, name: str) -> bool:
         """Returns whether an input does not depend on the arguments of the function.
 
-        It need not be a constant: under a global seed, a seed in a function is computed from two.
+        It need not be a constant: with a global seed, a function computes its seed from two.
         """
         return all(found in self._by_name for found in self._names_before([name]))
 

@@ -1,6 +1,6 @@
-"""The callbacks of a call of `fit`: their order, and functions that are called where it ends.
+"""The order of callbacks in a call of `fit`, and functions that are called at its end.
 
-Keras calls `on_train_end` where `fit` goes well, and nothing where it raises.
+Keras calls `on_train_end` if `fit` goes well, and nothing if it raises.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _calls = _Calls()
 
 @contextlib.contextmanager
 def under_way() -> Iterator[None]:
-    """A context for a call of `fit`; its end, by an error or not, calls what `at_end` was given."""
+    """A context for a call of `fit`; its end, well or not, calls the functions of `at_end`."""
     with contextlib.ExitStack() as end:
         _calls.ends.append(end)
         end.callback(_calls.ends.remove, end)
@@ -61,11 +61,11 @@ def under_way() -> Iterator[None]:
 
 
 def at_end(function: Callable[[], None]) -> None:
-    """Registers a function to be called where the innermost `fit` of this thread ends, well or not.
+    """Registers a function that is called when the innermost `fit` of this thread ends.
 
-    It is called after `on_train_end`, and before the caller of `fit` gets an error. Of several
-    functions the last one is called first. Outside of `fit`, as in a custom loop, the end of
-    training is not known, and the function is not called.
+    It is called after `on_train_end`, and before the caller of `fit` gets an error. The function
+    that was registered last is called first. Outside of `fit`, as in a custom loop, the end of
+    training is not known, and no function is called.
     """
     if _calls.ends:
         _calls.ends[-1].callback(function)

@@ -57,7 +57,7 @@ def unbuilt_optimizers(model: keras.Model) -> list[str]:
 
 
 def check_optimizers_built(model: keras.Model) -> None:
-    """Makes sure that all of a model's optimizers have their slots.
+    """Checks that all of a model's optimizers have their slots.
 
     Raises:
         ValueError: an optimizer has none; the message has the line of code that makes them.
@@ -75,8 +75,8 @@ def check_optimizers_built(model: keras.Model) -> None:
 def hyperparameters(model: keras.Model) -> dict[str, Json]:
     """Returns the settings of a model's optimizers, which must be equal on all workers.
 
-    The keys are names for messages. Only settings with plain values are included; a learning rate
-    only as a schedule, since a number is the rate of the moment.
+    The keys are names for messages. Only settings with plain values are included. A learning rate
+    is included only if it is a schedule; a number is just its present value.
     """
     found: dict[str, Json] = {}
     for number, optimizer in enumerate(optimizers(model)):
@@ -98,10 +98,11 @@ def hyperparameters(model: keras.Model) -> dict[str, Json]:
 
 
 def tables(model: keras.Model) -> dict[str, Json]:
-    """Returns what layers have learned by `adapt` and keep outside of their weights, in short.
+    """Returns short texts on what layers have learned by `adapt` and keep outside of weights.
 
     These are the words of StringLookup, TextVectorization and the like, and the bins of
-    Discretization. Layers are numbered as the model has them: their names count those of a process.
+    Discretization. Layers are numbered within the model, since their names are not the same in each
+    process.
     """
     found: dict[str, Json] = {}
     layers = [layer for part in _parts(model) for layer in part._flatten_layers()]
@@ -146,7 +147,7 @@ def _outer_optimizers(model: keras.Model) -> list[keras.optimizers.Optimizer]:
 def check_optimizers_known(
     model: keras.Model, used: Sequence[keras.optimizers.Optimizer], why: str
 ) -> None:
-    """Makes sure that the optimizers of a step are among those of the model it trains.
+    """Checks that the optimizers of a step are among those of the model that it trains.
 
     Args:
         model: the model whose step was traced.
@@ -181,7 +182,7 @@ def parts_not_trained(
 ) -> tuple[list[keras.Variable], list[keras.Variable], list[keras.Variable]]:
     """Returns the non-trainable variables: frozen weights, moving statistics, and the rest.
 
-    Carried states are in none of them.
+    The states that recurrent layers carry are not included.
     """
     carried = {id(v) for v in carried_states(model)}
     frozen = [v for v in model.non_trainable_variables if v.value.trainable]
@@ -235,14 +236,14 @@ def training_variables(model: keras.Model) -> Iterator[tuple[str, keras.Variable
 
 
 def inner(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
-    """Returns the optimizer that loss scaling is around, else the optimizer itself."""
+    """Returns the optimizer inside a LossScaleOptimizer; any other one itself."""
     return getattr(optimizer, "inner_optimizer", optimizer)
 
 
 def memory_of(optimizer: keras.optimizers.Optimizer) -> float:
     """Returns the momentum of SGD and its kin, or β₁ of Adam and its kin, in [0, 1).
 
-    It is 0 where there is none or where it is no number. Of Muon's two it is the larger one.
+    It is 0 if there is none, or if it is no number. Muon has two, and this is the larger one.
     """
     own = inner(optimizer)
     given = [getattr(own, name, 0.0) for name in ("momentum", "beta_1", "adam_beta_1")]
@@ -258,7 +259,7 @@ def minibatches_of_a_step(optimizer: keras.optimizers.Optimizer) -> int:
 def told_of_fit(
     optimizer: keras.optimizers.Optimizer, steps: float, fitted: float, factor: float
 ) -> str:
-    """Returns a note on a local momentum that is fitted to blocks; empty if it stays as it is.
+    """Returns a note on a local momentum that is fitted to blocks; "" if it is not changed.
 
     Args:
         optimizer: the local one, with a momentum or a β₁.
@@ -281,7 +282,7 @@ def told_of_fit(
 
 
 def momentum_of(optimizer: keras.optimizers.Optimizer) -> float:
-    """Returns the momentum of SGD and its kin in [0, 1); 0 for others, or where it is no number."""
+    """Returns the momentum of SGD and its kin in [0, 1); 0 for others, or if it is no number."""
     return memory_of(optimizer) if isinstance(inner(optimizer), keras.optimizers.SGD) else 0.0
 
 

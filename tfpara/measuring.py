@@ -1,8 +1,8 @@
-"""Runs a script for a few syncs, and measures its minibatch, its syncs and its link.
+"""Measures the minibatch, the syncs and the link of a script by running it for a few syncs.
 
-The script runs as it is, on one worker and on several. TFPARA_MEASURE in their environment has a
-strategy's first `fit` take some blocks without the callbacks it was given, print what they took,
-and end the program. No TensorFlow here.
+The script runs unchanged, on one worker and on several. If TFPARA_MEASURE is set, the first `fit`
+of a strategy trains some blocks without its callbacks, prints their times, and ends the program. No
+TensorFlow here.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from tfpara.planner import calibrated_link
 
 VARIABLE = "TFPARA_MEASURE"
 MARK = "tfpara measured: "
-_SHOWN_LINES = 15  # of what a script printed before it failed
+_SHOWN_LINES = 15  # number of lines that are shown of a script that failed
 
 
 def is_asked() -> bool:
-    """Whether the environment asks a strategy to measure its first `fit`."""
+    """Returns whether the environment asks a strategy to measure its first `fit`."""
     return os.environ.get(VARIABLE) == "1"
 
 
@@ -45,15 +45,15 @@ def measure(
     apart: bool = False,
     quiet_seconds: float = 300.0,
 ) -> dict[str, float]:
-    """Runs a script on one worker and on several, and returns what a plan needs.
+    """Runs a script on one worker and on several, and returns the numbers that a plan needs.
 
     Args:
         command: the script and its arguments.
-        hosts: the machines of the workers, which ssh reaches, and where the script, its data and
-            Python are at the same paths. None given: `workers` processes on this machine.
-        workers: their number, 2 or more, where no hosts are given.
-        apart: whether the run's workers will have a machine each: then the worker that is alone
-            has all cores, and the others do not slow it down.
+        hosts: the machines of the workers. ssh must reach them, and the script, its data and
+            Python must be at the same paths there. Empty: `workers` processes on this machine.
+        workers: number of workers without hosts, 2 or more.
+        apart: whether each worker of the planned run will have a machine of its own. Then the
+            single worker is measured with all cores, and workers do not slow each other down.
         quiet_seconds: longest time without a line of progress.
 
     Returns:
@@ -80,17 +80,17 @@ def measure(
 def found(
     alone: dict[str, float], together: Sequence[dict[str, float]], apart: bool
 ) -> dict[str, float]:
-    """Returns a plan's values from what the workers measured; see `measure`.
+    """Returns the values of `measure` from the numbers that the workers printed.
 
-    The time of a sample, and not of a minibatch, is compared: where the script's batch is divided
-    by the workers, a worker that is alone has larger minibatches.
+    Times of a sample are compared, not of a minibatch: if the script divides its batch by the
+    number of workers, a single worker has larger minibatches.
     """
     count = len(together)
     mean = {name: sum(each[name] for each in together) / count for name in together[0]}
     sample = alone["step_ms"] / alone["batch"]
     together_sample = mean["step_ms"] / mean["batch"]
     slowdown = 1.0 if apart else max(1.0, together_sample / sample)
-    # The minibatch of the run with several workers, on one that has its machine to itself.
+    # The time of a minibatch, as large as with several workers, on a worker that is alone.
     step_ms = sample * mean["batch"] if apart else mean["step_ms"] / slowdown
     nbytes = mean["bytes"]
     seconds = {name: mean[f"{name}_ms"] / 1e3 for name in ("reduce", "empty")}
@@ -114,8 +114,8 @@ def _local(command: Sequence[str], workers: int, threads: int) -> list[tuple[lis
 
 
 def _remote(command: Sequence[str], hosts: Sequence[str]) -> list[tuple[list[str], str]]:
-    """Returns a command for each host, and what it reads from its input: the run's secret."""
-    with bind("", 0) as listener:  # free here, and so most likely there
+    """Returns for each host a command, and its standard input: the run's secret."""
+    with bind("", 0) as listener:  # a port that is free here is most likely free there
         port = listener.getsockname()[1]
     secret = for_start({})
     started = []
@@ -128,7 +128,7 @@ def _remote(command: Sequence[str], hosts: Sequence[str]) -> list[tuple[list[str
             "TF_CPP_MIN_LOG_LEVEL": "3",
         }
         given = " ".join(f"{name}={shlex.quote(value)}" for name, value in variables.items())
-        # The secret is not in the command, which other users of a machine can see.
+        # Other users of a machine can see the command, so the secret is not in it.
         reads = " ".join(f"read -r {name}; export {name};" for name in secret)
         program = shlex.join([sys.executable, *command])
         text = f"{reads} cd {shlex.quote(os.getcwd())} && {given} exec {program}"
@@ -140,7 +140,7 @@ def _remote(command: Sequence[str], hosts: Sequence[str]) -> list[tuple[list[str
 def _run(
     started: Sequence[tuple[list[str], str]], places: str, count: int, quiet_seconds: float
 ) -> list[dict[str, float]]:
-    """Starts processes, tells of their progress, and returns what their workers measured."""
+    """Starts processes, prints their progress, and returns the numbers of their workers."""
     _tell(f"{places}: starting")
     results: list[dict[str, float]] = []
     printed: deque[str] = deque(maxlen=_SHOWN_LINES)
@@ -169,11 +169,11 @@ def _run(
 
 
 class _Processes:
-    """Processes whose output is read as one, and which all end when the context ends.
+    """Processes with one common output, which all end when the context ends.
 
     Args:
-        started: their commands, and their input.
-        quiet_seconds: time without `is_alive` after which their output is read no more.
+        started: their commands and standard inputs.
+        quiet_seconds: reading ends after this time without a call of `is_alive`.
     """
 
     def __init__(self, started: Sequence[tuple[list[str], str]], quiet_seconds: float) -> None:
@@ -207,7 +207,7 @@ class _Processes:
         self._deadline = time.monotonic() + self._seconds
 
     def lines(self) -> Iterator[str]:
-        """Yields the lines that any of them prints, until all have ended or were quiet."""
+        """Yields the lines that they print, until all have ended or were quiet for too long."""
         begun = b""
         while (left := self._deadline - time.monotonic()) > 0:
             if not select.select([self._output], [], [], left)[0]:
@@ -235,7 +235,7 @@ def _why(printed: Sequence[str], places: str, quiet_seconds: float) -> str:
 
 
 def _tell(text: str, over: bool = False) -> None:
-    """Prints progress; `over` the last line where that can be done."""
+    """Prints progress; with `over` in place of the last line, on a terminal."""
     terminal = sys.stderr.isatty()
     start = "\r" if over and terminal else ""
     print(f"{start}measuring: {text}", end="" if terminal and over else "\n", file=sys.stderr)

@@ -3,8 +3,8 @@
     tfpara-plan --step_ms=110 --model_mb=50 --link_mbit=1000
     tfpara-plan --measure script.py --epochs=3
 
-From the time of a minibatch, the size of the model and the link it predicts the speed-up (see
-`tfpara.planner`), and recommends what loses little of the speed with an error that is known. No
+It predicts the speed-up from the time of a minibatch, the size of the model and the link (see
+`tfpara.planner`), and recommends options that cost little speed and have a known error. No
 TensorFlow here.
 """
 
@@ -30,7 +30,7 @@ _NEEDED = ("step_ms", "model_mb", "link_mbit")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints what the cost model predicts and recommends; returns the exit code."""
+    """Prints the predictions and recommendations; returns the exit code."""
     parser = _parser()
     options = parser.parse_args(argv)
     values = {name: getattr(options, name) for name in (*_NEEDED, *_ASSUMED)}
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             parser.error("--hosts is for --measure SCRIPT.py, which is not given")
     else:
         _check_script(parser, options.measure)
-        # A link that is given is one between machines.
+        # If the user gives a link, it is one between machines.
         apart = options.link_mbit is not None
         try:
             found = measure(options.measure, options.hosts, apart=apart)
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"{_PROGRAM}: {error}", file=sys.stderr)
             return 1
         if apart:
-            del found["link_delay_ms"]  # of another link
+            del found["link_delay_ms"]  # the measured delay is of another link
         print(f"Measured with {found.pop('batch'):.0f} samples in a minibatch of a worker.")
         values = found | values
     _report(options, values)
@@ -133,7 +133,7 @@ def _table(plans: Sequence[Plan]) -> list[str]:
 
 
 def _notes(plans: Sequence[Plan], options: argparse.Namespace) -> list[str]:
-    """Returns what is to be said of numbers of workers for which nothing is good enough."""
+    """Returns notes on numbers of workers for which no options are within the limits."""
     slower: list[int] = []
     unknown: list[int] = []
     wrong: list[int] = []
@@ -163,7 +163,7 @@ def _notes(plans: Sequence[Plan], options: argparse.Namespace) -> list[str]:
 
 
 def _errors(plans: Sequence[Plan]) -> str:
-    """Returns what the errors are, and that they are without compression where it is planned."""
+    """Returns the note that explains the column of errors."""
     compressed = any(each.compression != "none" for each in plans if each.workers > 1)
     return (
         "Errors: by how much `BMUF()` got more wrong than one replica, on 40 minutes of speech in "
@@ -173,7 +173,7 @@ def _errors(plans: Sequence[Plan]) -> str:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says in one sentence what is wrong with the flags."""
+    """A parser whose errors are one sentence, without the usage."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}.\n")

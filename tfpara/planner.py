@@ -1,5 +1,5 @@
-"""The speed-up of N replicas with a sync every τ minibatches over one: the cost model of paper
-003, equations 15 to 17.
+"""The cost model of paper 003, equations 15 to 17: the speed-up of N replicas with a sync every τ
+minibatches over one replica.
 
 The paper writes the speed-up of an epoch as s = t_s / (f(t_s, N) + t_c) with f = α t_s / N, so
 s = 1 / (α/N + t_c/t_s): t_s is the epoch's computation on one replica, t_c the time that its syncs
@@ -28,31 +28,31 @@ __all__ = ["Costs", "KnownError", "Link", "Plan", "calibrated_link", "choose", "
 # The longest sync period that `Costs.smallest_period` tries.
 LONGEST_PERIOD = 10**6
 
-# By replicas and sync period: by how many % the error of `BMUF()` is above one replica's, on 40
-# minutes of speech in eight epochs (docs/study.md).
+# By how many % the error of `BMUF()` is above one replica's, by number of replicas and sync period.
+# It was measured on 40 minutes of speech in eight epochs (docs/study.md).
 _ERRORS = {
     4: {5: 0.9, 20: 0.2, 80: 1.3},
     8: {5: 1.9, 20: 0.9, 80: 5.9},
     16: {5: 4.0, 20: 5.6, 80: 12.3},
 }
-# By how many % of one replica's error `overlap=True` adds to it, on 20 minutes (docs/syncs.md).
+# How many % of one replica's error `overlap=True` adds, on 20 minutes of speech (docs/syncs.md).
 _OVERLAP_ADDS = {4: {5: 0.0, 20: 3.2, 80: 2.2}, 8: {20: 7.3}}
 # The longest sync period whose error is known.
 LONGEST_KNOWN = 80
-# The size of the model, in bytes, from which `aggregation="auto"` shards the global state. In a
-# smaller model the whole state is small beside the activations, and messages are too short
-# to be worth cutting.
+# The size of the model in bytes from which `aggregation="auto"` shards the global state. In a
+# smaller model the whole state is small beside the activations, and its messages are too short to
+# be cut.
 SHARDED_FROM_BYTES = 16 << 20
 _BITS = {"none": 32, "bf16": 16, "fp16": 16, "int8": 8}
 
 
 @dataclasses.dataclass(frozen=True)
 class Link:
-    """The link of one worker: what it can send, and receive at the same time.
+    """The link of one worker, which can send and receive at the same time.
 
     Args:
-        bytes_per_second: of one worker, in each direction.
-        delay_seconds: the time from sending a message to its arrival.
+        bytes_per_second: speed in each direction.
+        delay_seconds: time from sending a message to its arrival.
 
     Raises:
         ValueError: a speed that is not above 0, or a negative delay.
@@ -67,7 +67,7 @@ class Link:
 
     @classmethod
     def of_mbit(cls, mbit: float, delay_ms: float = 0.0) -> Link:
-        """A link of `mbit` Mbit/s (millions of bits) with a delay in milliseconds."""
+        """Returns a link of `mbit` Mbit/s (millions of bits) with a delay in milliseconds."""
         return cls(mbit * 1e6 / 8, delay_ms / 1e3)
 
     def reduce_seconds(self, nbytes: float, num_workers: int) -> float:
@@ -86,8 +86,8 @@ class Costs:
 
     Args:
         step_seconds: t, the time of a minibatch on one replica that has its machine to itself.
-        model_bytes: bytes of the weights as they travel: 4 for each, without `compression`.
-        link: between the workers.
+        model_bytes: bytes of the weights on the link: 4 for each without `compression`.
+        link: the link between the workers.
         local_seconds: the part of a sync that is not travel: packing, the rule, unpacking.
         slowdown: α of equation 16, at least 1.
         overlap: whether a sync travels while the next block trains.
@@ -123,7 +123,7 @@ class Costs:
     def block_seconds(self, num_workers: int, sync_period: int) -> float:
         """Returns the time from one sync to the next: τ minibatches, and what the sync adds.
 
-        With `overlap` the travel adds only as much as it lasts longer than the next block's
+        With `overlap` the travel adds time only if it lasts longer than the next block's
         minibatches.
         """
         checked_whole("sync_period", sync_period)
@@ -141,7 +141,7 @@ class Costs:
         return alone / self.block_seconds(num_workers, sync_period)
 
     def loss(self, num_workers: int, sync_period: int) -> float:
-        """Returns the share of the speed that the syncs cost: 0 is the speed without any sync."""
+        """Returns the share of the speed that the syncs cost; 0 if they cost nothing."""
         if num_workers == 1:
             return 0.0
         return 1.0 - self.speedup(num_workers, sync_period) * self.slowdown / num_workers
@@ -181,15 +181,15 @@ class KnownError(NamedTuple):
 
 
 def known_error(num_workers: int, sync_period: int, overlap: bool = False) -> KnownError | None:
-    """Returns what was measured with as many replicas and as long a period, or the next more.
+    """Returns the measured error for N and τ, or else for the next larger ones that were measured.
 
-    None where only fewer replicas or shorter periods were measured.
+    Returns None if only fewer replicas or shorter periods were measured.
 
     Args:
         num_workers: N.
         sync_period: τ, minibatches.
-        overlap: whether syncs travel while the next block trains. What that adds was measured in
-            shorter runs, where errors differ more.
+        overlap: whether syncs travel while the next block trains. The error that this adds was
+            measured in shorter runs, where errors differ more.
     """
     for replicas, periods in sorted((_OVERLAP_ADDS if overlap else _ERRORS).items()):
         for period, percent in sorted(periods.items()):
@@ -207,12 +207,11 @@ class Plan(NamedTuple):
         workers: N.
         sync_period: τ, minibatches.
         overlap: whether syncs travel while the next block trains.
-        compression: of the bytes between workers, as `PeriodicSyncStrategy` takes it.
+        compression: format of the bytes between workers, as `PeriodicSyncStrategy` takes it.
         aggregation: "sharded" or "replicated", which `aggregation="auto"` chooses by itself.
-        speedup: over one worker, predicted.
+        speedup: predicted speed-up over one worker.
         loss: share of the speed that the syncs cost.
-        error: measured with as many replicas and as long a period, or the next more; None: not
-            known.
+        error: as `known_error` returns it.
         is_enough: whether neither the loss nor the error is above what was asked for.
     """
 
@@ -236,26 +235,26 @@ def choose(
     overlaps: Sequence[bool] = (False, True),
     compressions: Sequence[str] = ("none", "int8"),
 ) -> Plan:
-    """Returns the first of some options that loses little, with the shortest period that does.
+    """Returns the first options that are within both limits, with the shortest such period.
 
-    Options are tried from the left to the right, `compressions` first, since rounding errors are
-    made good at the next sync and late syncs are not. Periods are as long as the link needs, and
-    none is longer than one whose error is known. Where nothing is enough, it is what is fastest
-    within the error, or the first option that is slower by less than 1 %.
+    Without overlap all `compressions` are tried, from left to right, and then with overlap: the
+    next sync makes rounding errors good, but not the errors of late syncs. No period is longer than
+    the longest whose error is known. If no options are within both limits, the result is the
+    fastest within the limit of the error, or the first of those that are slower by less than 1 %.
 
     Args:
-        costs: of float32 on the link, and without overlap.
+        costs: the costs with float32 on the link, and without overlap.
         num_workers: N.
         loss: share of the speed that the syncs may cost.
         error_percent: by how many % the error may be above one replica's.
-        overlaps: what may be chosen, in order.
-        compressions: the same.
+        overlaps: the values of `overlap` that are tried.
+        compressions: the values of `compression` that are tried.
 
     Raises:
         ValueError: `loss` is not between 0 and 1.
     """
     tried: list[Plan] = []
-    within: list[Plan] = []  # the limit of the error
+    within: list[Plan] = []  # those within the limit of the error
     for overlap in overlaps:
         for compression in compressions:
             nbytes = costs.model_bytes * _BITS[compression] / 32
@@ -290,9 +289,10 @@ def choose(
 def _within(
     num_workers: int, smallest: int, error_percent: float, overlap: bool
 ) -> tuple[int, KnownError | None]:
-    """Returns the period from `smallest` on whose error is within a limit, or the longest below.
+    """Returns the shortest period from `smallest` on whose error is within a limit.
 
-    If there is none with such an error, it is the shortest that was measured.
+    If there is none, the result is the longest one below `smallest`; if there is none either, it is
+    the shortest period that was measured.
     """
     periods = sorted({period for measured in _ERRORS.values() for period in measured})
     at_least = [min(smallest, LONGEST_KNOWN), *(p for p in periods if p > smallest)]
@@ -313,9 +313,8 @@ def calibrated_link(
         reduce_seconds: the time of the all-reduce.
         nbytes: its bytes on each worker.
         num_workers: N ≥ 2.
-        empty_seconds: the time of an all-reduce of next to nothing, which is all delay. 0: not
-            measured, and `reduce_seconds` counts as travel alone. It counts as at most 0.9 of
-            `reduce_seconds`.
+        empty_seconds: the time of an all-reduce of a few bytes, which is delay alone. At most 0.9
+            of `reduce_seconds` counts as delay. 0: not measured, so there is no delay.
 
     Raises:
         ValueError: a time or size that is not above 0, or fewer than two workers.

@@ -1,4 +1,4 @@
-"""How a program of several workers ends: together, at once, and with one sentence if it fails."""
+"""The end of a program of several workers: together, at once, and with one sentence on failure."""
 
 from __future__ import annotations
 
@@ -12,33 +12,25 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from types import TracebackType
-from typing import NoReturn, Protocol
+from typing import TYPE_CHECKING, NoReturn
 
 from tfpara import cluster
 from tfpara.cluster import Cluster, exit_codes, failures, parent, status_board
 from tfpara.cluster import asynchronous as async_cluster
 from tfpara.cluster.failures import Explanation
 
-# With 1 in this environment variable, an error that one sentence explains shows its traceback, too.
+if TYPE_CHECKING:
+    from tfpara.strategy import Strategy
+
+# If this environment variable is 1, the traceback is shown beside the sentence that explains it.
 FRAMES_VARIABLE = "TFPARA_TRACEBACK"
-# A worker with another exit code than 0 waits so long for the others to come to the same end.
+# A worker whose exit code is not 0 waits so long for the others to come to the same end.
 _PARTING_SECONDS = 10.0
 _RAISE = dis.opmap["RAISE_VARARGS"]  # the instruction of Python's statement `raise`
 
 
-class _Strategy(Protocol):
-    """A synchronous strategy, as the end of a program sees it."""
-
-    @property
-    def num_workers(self) -> int: ...
-    @property
-    def members_change(self) -> bool: ...
-    def part(self) -> None: ...
-    def program_ends(self) -> None: ...
-
-
 _explains = False  # whether `sys.excepthook` is the one of this module
-_strategy: _Strategy | None = None  # the one that was made last
+_strategy: Strategy | None = None  # the synchronous strategy that was made last
 _leaves: list[Callable[[bool], None]] = []
 _tells: list[Callable[[int, str], None]] = []
 
@@ -55,8 +47,8 @@ def run(
     Put it at the end of a script: `tfpara.run(main)`, or `app.run(lambda _: tfpara.run(main))` with
     absl. Without it a script works, too. With it
 
-    - no worker leaves before all have come to the end of `main`, so that no worker loses a message
-      which it is still reading from one that leaves;
+    - no worker leaves before all have come to the end of `main`: a worker that leaves would break
+      off the messages that others are still reading from it;
     - the process ends as soon as it has nothing more to do (functions given to `atexit` are called;
       TensorFlow does not wait for the heartbeats of workers that have ended);
     - an error that tfpara raises is one sentence on stderr, and exit code 1, without a traceback.
@@ -139,7 +131,7 @@ def _ran(
 
 
 def explain_errors() -> None:
-    """Has an error that ends the program, and that one sentence explains, shown as that sentence.
+    """Has Python show an error that ends the program as one sentence, if one explains it.
 
     Both kinds of strategy call it before they check their arguments and the cluster.
     """
@@ -149,12 +141,12 @@ def explain_errors() -> None:
         _explains = True
 
 
-def watch(strategy: _Strategy, found: Cluster, timeout_seconds: float) -> None:
+def watch(strategy: Strategy, found: Cluster, timeout_seconds: float) -> None:
     """Remembers a strategy for the end of the program.
 
     Args:
-        strategy: the one that was just made.
-        found: its workers, with the addresses where they are known.
+        strategy: a synchronous strategy that was just made.
+        found: its workers, with their addresses if these are known.
         timeout_seconds: its longest wait for other workers.
 
     Raises:
@@ -171,9 +163,9 @@ def watch(strategy: _Strategy, found: Cluster, timeout_seconds: float) -> None:
 
 @contextlib.contextmanager
 def noting() -> Iterator[None]:
-    """A context that adds an explanation to errors of TensorFlow in threads but the main one.
+    """A context that explains errors of TensorFlow in all threads but the main one, by a note.
 
-    An error that ends a thread does not come to `sys.excepthook`; engines such as Ray show it.
+    `sys.excepthook` does not get an error that ends a thread; engines such as Ray show it.
     """
     try:
         yield
@@ -186,20 +178,20 @@ def noting() -> Iterator[None]:
 
 
 def on_leaving(leave: Callable[[bool], None]) -> None:
-    """Registers `leave(orderly)`, which is called where `run` ends this process at once.
+    """Registers `leave(orderly)`, which `run` calls when it ends this process at once.
 
     Args:
-        leave: leaves a group of processes; `orderly` says whether the program went well. If it
-            did, the others leave, too.
+        leave: leaves a group of processes. `orderly` tells whether the program went well, so that
+            the others leave, too.
     """
     _leaves.append(leave)
 
 
 def tell_of_failure(tell: Callable[[int, str], None]) -> None:
-    """Registers `tell(exit_code, sentence)`, called where `run` fails with parameter servers.
+    """Registers `tell(exit_code, sentence)`, which `run` calls on failure with parameter servers.
 
-    It lets the chief end the other processes with itself. The sentence is empty where the program
-    has called `sys.exit` with a number.
+    By it the chief ends the other processes together with itself. The sentence is empty if the
+    program has called `sys.exit` with a number.
     """
     _tells.append(tell)
 
@@ -223,12 +215,12 @@ def _hook(previous: Callable[..., object]) -> Callable[..., None]:
 def _explained(error: BaseException) -> Explanation | None:
     """Returns the explanation of an error; None if only its traceback explains it.
 
-    That of a wrong argument, wrong data and the like ends with the line of the script.
+    For a wrong argument or wrong data the explanation ends with the line of the script.
     """
     if _is_ours(error):
         return Explanation(" ".join(str(error).split()))
     if failures.is_of_tensorflow(error):
-        # What TF_CONFIG or an engine says of workers is not true of an elastic run.
+        # In an elastic run TF_CONFIG and engines do not know who the workers are.
         return failures.explain(error, cluster.ALONE if _members_change() else cluster.read())
     raised = _raised_here(error)
     if raised is None:
@@ -239,15 +231,15 @@ def _explained(error: BaseException) -> Explanation | None:
 
 
 def _is_ours(error: BaseException) -> bool:
-    """Returns whether the error is of a class of tfpara's own, whose message needs no traceback."""
+    """Returns whether the error's class is tfpara's; then its message needs no traceback."""
     return type(error).__module__.startswith("tfpara.")
 
 
 def _raised_here(error: BaseException) -> BaseException | None:
-    """Returns the error if a statement `raise` of tfpara's own has raised it; else None.
+    """Returns the error if a statement `raise` in tfpara has raised it; else None.
 
-    Such an error has a message for users. One that Python or a library raises in tfpara's code is
-    a mistake of that code. Of an error that AutoGraph has raised anew the original is returned.
+    Such an error has a message for users. An error that Python or a library raises in tfpara's code
+    is a mistake in that code. If AutoGraph has raised an error anew, the original is returned.
     """
     error = _original(error)
     at = error.__traceback__
@@ -260,24 +252,24 @@ def _raised_here(error: BaseException) -> BaseException | None:
 
 
 def _original(error: BaseException) -> BaseException:
-    """Returns the error that AutoGraph has raised anew, with frames in its message, or `error`."""
+    """Returns the original of an error that AutoGraph has raised anew; else `error` itself."""
     while error.__context__ is not None and "in user code:" in str(error):
         error = error.__context__
     return error
 
 
 def _is_everyones(error: BaseException | None) -> bool:
-    """Returns whether all workers raise the error, at the same place."""
+    """Returns whether all workers raise the error at the same place."""
     return error is not None and (
         getattr(error, "of_all_workers", False) or _is_everyones(error.__cause__)
     )
 
 
 def _shows_frames(error: BaseException) -> bool:
-    """Returns whether an error has its traceback beside its sentence.
+    """Returns whether the traceback of an error is shown beside its sentence.
 
-    It has where that is asked for, and where the script was handling another error, perhaps the
-    cause, which the sentence does not mention.
+    It is shown if the user asks for it. It is also shown if the script was handling another error,
+    perhaps the cause, which the sentence does not mention.
     """
     if os.environ.get(FRAMES_VARIABLE, "") not in ("", "0"):
         return True
@@ -288,7 +280,7 @@ def _shows_frames(error: BaseException) -> bool:
 
 
 def _members_change() -> bool:
-    """Returns whether the strategy that was made is of an elastic run."""
+    """Returns whether the run is elastic."""
     return _strategy is not None and _strategy.members_change
 
 
@@ -310,22 +302,22 @@ def _say(name: str, found: Explanation) -> None:
 
 
 def _part(process: int) -> None:
-    """Tells the others of an elastic run that this program, which `run` has not ended, ends.
+    """Tells the others of an elastic run that this program ends without `run`.
 
     Args:
-        process: that the strategy was made in, and not a fork of it.
+        process: the process that made the strategy; its forks tell nothing.
     """
-    # Python sets this for an error that ends the program. Nothing tells of sys.exit.
+    # Python sets `last_value` if an error ends the program. There is no such sign of sys.exit.
     if process == os.getpid() and _strategy is not None and not hasattr(sys, "last_value"):
         _strategy.program_ends()
 
 
 def _leave(code: str | int | None, orderly: bool) -> NoReturn:
-    """Ends the process, which is one of several, at once.
+    """Ends this worker's process at once.
 
     Args:
         code: its exit code, or an object to print, as for `sys.exit`.
-        orderly: whether the other workers come here, too, rather than to an error.
+        orderly: whether the other workers come to the same end.
     """
     if not isinstance(code, int | None):
         print(code, file=sys.stderr)

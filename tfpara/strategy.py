@@ -33,27 +33,27 @@ class EpochUnits:
         """Returns the length of the epoch; 0 if it is not known.
 
         Args:
-            steps: of each of the replicas with which the run begins; None: not known.
+            steps: steps of each replica with which the run begins. None: not known.
         """
         return steps or 0
 
     def trained(self, steps: int) -> int:
-        """Returns the units in the model, at a sync after so many steps of a replica."""
+        """Returns the units that the model includes, at a sync after so many steps of a replica."""
         return steps
 
     def reached(self, steps: int) -> int:
-        """Returns the units that are trained, if all are as far in the block as this worker."""
+        """Returns the units that are trained if all workers are as far in the block as this one."""
         return steps
 
     def position(self) -> dict[str, Json]:
-        """Returns the position at a sync, for a checkpoint, where steps do not tell it."""
+        """Returns what a checkpoint at a sync needs of the position, beside the number of steps."""
         return {}
 
     def resume(self, epoch: int, position: Mapping[str, Any]) -> None:
-        """Goes on from a checkpoint's position within the epoch that begins.
+        """Continues from a checkpoint's position within the epoch that begins.
 
         Raises:
-            ValueError: such workers cannot go on from there.
+            ValueError: the position is one of an elastic run.
         """
         if owed := position.get("owed"):
             raise ValueError(
@@ -69,14 +69,14 @@ class Strategy:
     callbacks work under TensorFlow's own strategies and without a strategy.
 
     Attributes:
-        running: the `fit` of an `AsyncStrategy` that is under way; else None.
+        running: the present `fit` of an `AsyncStrategy`; else None.
     """
 
     running: Any = None
 
     @staticmethod
     def of(model: keras.Model) -> Strategy:
-        """Returns the strategy that a model was made under; a plain `Strategy` if not tfpara's."""
+        """Returns a model's strategy, or a plain `Strategy` if it is none of tfpara's."""
         found: Any = model.distribute_strategy
         return found if isinstance(found, Strategy) else Strategy()
 
@@ -92,7 +92,7 @@ class Strategy:
 
     @property
     def is_chief(self) -> bool:
-        """Whether this process is the one that writes files of which the run needs one."""
+        """Whether this process writes the files of which a run needs only one."""
         return self.worker_index == 0
 
     @property
@@ -130,12 +130,12 @@ class Strategy:
     ) -> contextlib.AbstractContextManager[Callable[[], int]]:
         """A context in which `weights` gives weights of one moment, however long it lasts.
 
-        It yields a function that returns the number of syncs, or pushes, in these weights; call it
-        after `weights`, which may be a sync.
+        It yields a function that returns the number of syncs, or pushes, in these weights. Call
+        that function after `weights`, which may sync.
 
         Args:
             model: as for `weights`.
-            names: the names that `weights` is asked for inside.
+            names: the names that `weights` gets in this context.
         """
         del names
 
@@ -146,19 +146,19 @@ class Strategy:
         return contextlib.nullcontext(syncs)
 
     def statistics_of(self, model: keras.Model) -> Any:
-        """Counts and times of the syncs, or of the pushes of `model`, so far; None without any."""
+        """Returns counts and times of the syncs, or of the pushes of `model`; None without any."""
         del model
         return self.statistics()
 
     def statistics(self) -> Any:
-        """Counts and times of the syncs or pushes so far; None without any."""
+        """Returns counts and times of the syncs or pushes; None without any."""
         return None
 
     def keep_state(self, name: str, holder: StateHolder) -> None:
-        """Registers an object whose state checkpoints keep, where the strategy has any.
+        """Registers an object whose state checkpoints keep.
 
         Args:
-            name: of the state; a second object under one name replaces the first.
+            name: name of the state. A second object with this name replaces the first.
             holder: `get_state()` returns what JSON can carry, `set_state(state)` restores it.
         """
 
@@ -176,16 +176,16 @@ class Strategy:
 
     @property
     def joining(self) -> bool:
-        """Whether this worker has still to be let in by the others."""
+        """Whether this worker waits until the others admit it."""
         return False
 
     def share_state(self, name: str, holder: StateHolder) -> None:
-        """Has workers that join take over an object's state from those that are there.
+        """Registers an object whose state workers take over when they join.
 
         Args:
-            name: of the state; a number is added where another object has it.
-            holder: its arrays travel as well if its state says `HAS_WEIGHTS`; they are its
-                attribute `weights`, of the same shapes on all workers.
+            name: name of the state. A number is appended if another object has this name.
+            holder: the object. If its state has `HAS_WEIGHTS`, the arrays of its attribute
+                `weights` travel, too; their shapes are the same on all workers.
         """
 
     @property
@@ -197,7 +197,7 @@ class Strategy:
         """Waits for all workers at the end of the program, as far as that is needed."""
 
     def program_ends(self) -> None:
-        """Tells the others that a program ends which `tfpara.run` has not ended."""
+        """Tells the other workers that this program ends, where `tfpara.run` does not end it."""
 
     # -- all together ----------------------------------------------------------------------------
 
@@ -206,12 +206,12 @@ class Strategy:
 
         Args:
             value: this process's value, anything that JSON can carry.
-            purpose: what it is called for.
+            purpose: the purpose of the call, for messages.
         """
         del purpose
         return [value]
 
     def steps_resumed(self, epoch: int) -> int:
-        """Minibatches of each replica that an earlier process has trained of this epoch."""
+        """Returns the minibatches of this epoch that each replica has had in an earlier process."""
         del epoch
         return 0

@@ -66,7 +66,7 @@ class AsyncCheckpoint(CheckpointBase):
     ) -> None:
         super().__init__(directory, every_minutes, keep, if_damaged)
         self._plan = dict(data_plan or {})
-        # epoch, and the servers' generation, of the last checkpoint
+        # The epoch and the servers' generation of the last checkpoint.
         self._saved: tuple[int, int] = (0, 0)
         self._former_handler: Callable[..., object] | int | None = None
 

@@ -22,7 +22,7 @@ class Preempted(SystemExit):
 
 
 class CheckpointBase(Callback):
-    """Checks and keeps the arguments, resumes from the newest checkpoint, and ends the program.
+    """Checks the arguments, resumes from the newest checkpoint, and prints that the program ends.
 
     Args:
         directory, every_minutes, keep, if_damaged, restart_exit_code: as of `Checkpoint`.
@@ -45,7 +45,7 @@ class CheckpointBase(Callback):
         if if_damaged not in IF_DAMAGED:
             raise ValueError(f"if_damaged={if_damaged!r} is not one of {', '.join(IF_DAMAGED)}.")
         self._directory = directory
-        store_at(directory, keep)  # for its errors
+        store_at(directory, keep)  # raises now for a bad URL
         self._every_minutes = every_minutes
         self._if_damaged = if_damaged
         self._exit_code = exit_codes.restart(restart_exit_code)

@@ -21,7 +21,7 @@ from tfpara.typing import Json, Logs
 from tfpara.whole_number import checked_whole
 
 _LEAVING = of_callback("Checkpoint")
-# requests for Checkpoint; StopTogether answers STOP
+# The requests that Checkpoint answers. StopTogether answers STOP.
 _ANSWERED = (Request.CHECKPOINT, Request.LEAVE)
 
 
@@ -88,7 +88,7 @@ class Checkpoint(CheckpointBase):
         self._every_syncs = every_syncs
         self._may_change = tuple(may_change)
         self._checkpoints: SyncCheckpoints | None = None
-        # the restored position, until its epoch begins
+        # The position that was restored; None once its epoch has begun.
         self._resumed: dict[str, Json] | None = None
         self._saved: tuple[int, int] | None = None  # epoch and steps of the last checkpoint
         self._saved_syncs = 0
@@ -96,9 +96,9 @@ class Checkpoint(CheckpointBase):
         self._in_epoch = False
         self._ended = False  # whether the previous `fit` with this callback has ended
         self._epoch = 0
-        # Minibatches of this epoch that an earlier process has trained: of all replicas, of each.
-        self._first = 0
-        self._steps_before = 0
+        # Minibatches of this epoch that an earlier process has trained.
+        self._first = 0  # of all replicas together
+        self._steps_before = 0  # of each replica
         self._steps = 0  # minibatches of this epoch that each replica has trained so far
         self._watcher = termination_watcher
         self._termination = Termination(self._exit_code, termination_watcher)
@@ -118,13 +118,13 @@ class Checkpoint(CheckpointBase):
         ended, self._ended = self._ended, False
         former = self._checkpoints
         if former is not None and former.is_of(self.model) and (ended or strategy.members_change):
-            if not strategy.joining:  # else another worker is the chief
+            if not strategy.joining:  # if it is, another worker is the chief
                 former.lock()
                 self._listen()
             return
         checkpoints = SyncCheckpoints(self.model, self._directory, self._keep, self._may_change)
         if strategy.joining:
-            # A joiner takes the others' state, not that of a checkpoint.
+            # A joining worker takes over the others' state, and reads no checkpoint.
             self._checkpoints = checkpoints
             return
         position = self._restore(checkpoints)
@@ -146,7 +146,7 @@ class Checkpoint(CheckpointBase):
         first = steps = 0
         if resumed is not None and resumed["epoch"] == epoch:
             first, steps = resumed["minibatches"], resumed["steps"]
-        if steps:  # Without steps, the checkpoint's metrics are those of the previous epoch.
+        if steps:  # At an epoch's begin, the checkpoint has the metrics of the epoch before.
             self._at_sync.restore_epoch(steps)
         if self._saved is not None and epoch < self._saved[0]:
             raise ValueError(
@@ -228,7 +228,7 @@ class Checkpoint(CheckpointBase):
         self._act_on(request)
 
     def _ask(self) -> None:
-        """Tells all workers once what this one requests: a checkpoint, or to leave."""
+        """Requests a checkpoint, or the end of the run, of all workers; each request once."""
         strategy = self.model.distribute_strategy
         late = strategy.is_chief and self._is_late
         wish = Request.CHECKPOINT if late else Request.NOTHING
@@ -239,9 +239,9 @@ class Checkpoint(CheckpointBase):
             self._asked = wish
 
     def _leave_if_asked_meanwhile(self) -> None:
-        """Leaves if a worker was asked to end while the last checkpoint was written.
+        """Ends the run if a worker was asked to end while the last checkpoint was written.
 
-        No later sync would tell the others.
+        No later sync would tell the other workers.
         """
         strategy = self.model.distribute_strategy
         if not strategy.members_change and any(
@@ -259,17 +259,17 @@ class Checkpoint(CheckpointBase):
                 how = f"exit code {self._exit_code}" if ends else f"fit raises {Preempted.__name__}"
                 self._say_end(how)
             self._stand_down()
-            self._termination.asked = False  # the program leaves now
+            self._termination.asked = False  # the request is answered now
             raise Preempted(self._exit_code)
 
     def get_state(self) -> dict[str, Json]:
-        """Returns the facts that a worker that joins an elastic run needs."""
+        """Returns the facts that a worker needs when it joins an elastic run."""
         if self._checkpoints is None:
-            return {}  # the run has still to resume from a checkpoint
+            return {}  # the run has not resumed from its checkpoint yet
         return {**self._checkpoints.state(), "saved": self._saved, "saved_syncs": self._saved_syncs}
 
     def set_state(self, state: Mapping[str, Json]) -> None:
-        """Adopts the other workers' state in an elastic run."""
+        """Takes over the other workers' state in an elastic run."""
         self._at_sync.join(state)
         self._saved, self._saved_syncs = tuple(state["saved"]), state["saved_syncs"]
         self._listen()
@@ -277,5 +277,5 @@ class Checkpoint(CheckpointBase):
     def _listen(self) -> None:
         strategy = self.model.distribute_strategy
         if strategy.members_change and self._watcher is None:
-            return  # on SIGTERM a worker leaves, with a Checkpoint or without
+            return  # an elastic run itself handles SIGTERM: the worker leaves
         self._termination.start(strategy.settings.timeout_seconds)

@@ -90,7 +90,7 @@ class HeldOut(Callback):
         self._steps_before = 0
         self._done = 0  # number of scores of this epoch
         self._length = 0  # steps of an epoch with several scores; in an elastic run its units
-        self._taken: int | None = None  # number of scores of this epoch before this worker joined
+        self._taken: int | None = None  # scores of this epoch that this worker has missed
         self._watch = SyncWatch()
 
     def set_model(self, model: keras.Model) -> None:
@@ -111,11 +111,11 @@ class HeldOut(Callback):
             self._strategy.share_state("held out", self)
 
     def get_state(self) -> dict[str, Json]:
-        """Returns the facts that a worker needs that joins within the epoch."""
+        """Returns the facts that a worker needs when it joins within the epoch."""
         return {"done": self._done}
 
     def set_state(self, state: Mapping[str, Json]) -> None:
-        """Takes over how often the other workers have scored in the epoch that this one joins."""
+        """Takes over the number of scores that the other workers have had in the present epoch."""
         self._taken = state["done"]
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
@@ -155,13 +155,13 @@ class HeldOut(Callback):
             logs.update({f"{prefix}_{key}": value for key, value in results[which].items()})
 
     def _length_of_all(self) -> int:
-        """Returns the steps of this epoch on the worker with the most; their data may differ.
+        """Returns the steps of this epoch on the worker that has most.
 
         In an elastic run it returns the units of the epoch, which all workers share.
         """
         strategy = self._strategy
         length = strategy.epoch_units.total(self._steps_per_epoch or self.params.get("steps"))
-        # If members may change, a worker that joins within an epoch is alone here.
+        # In an elastic run a worker that joins within an epoch would be alone in an exchange.
         lengths = [length] if strategy.members_change else strategy.everyones(length, _LENGTH)
         if not all(lengths):
             raise ValueError(
@@ -173,8 +173,8 @@ class HeldOut(Callback):
     def _part(self, steps: int) -> float:
         """Returns which part of an epoch `steps` minibatches are.
 
-        In an elastic run, whose workers take different numbers of steps, it is the part that is in
-        the model, which is the same on all workers when a sync ends.
+        In an elastic run workers take different numbers of steps. There the result is the part that
+        the model includes, which is the same on all workers when a sync ends.
         """
         if not self._length:
             return 0.0
@@ -242,7 +242,7 @@ class _Table:
             )
 
     def cut(self, passes: float) -> None:
-        """Removes the rows past this point of the run, since that part is trained again."""
+        """Removes the rows after this point of the run, since that part is trained again."""
         rows = self._rows()
         kept = [row for row in rows if _number(row.get("epoch")) <= passes + 1e-9]
         if len(kept) < len(rows):
@@ -275,7 +275,7 @@ class _Table:
 
 
 def _number(text: str | None) -> float:
-    """Returns a cell's number; infinity for half a row, which a killed run has left."""
+    """Returns a cell's number; infinity if a killed run has left half a row."""
     try:
         return float(text or "inf")
     except ValueError:

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from tfpara.typing import Array, Scalar
 
-_LARGEST = 10_000
+_LARGEST = 10_000  # number of values that are written of a distribution, about
 
 
 class Scalars:
@@ -25,7 +25,7 @@ class Scalars:
         self._writer: tf.summary.SummaryWriter | None = None
 
     def write(self, step: int, values: Mapping[str, Scalar | Array]) -> None:
-        """Writes the values of a step, by name; several of one name as name/0, name/1, …"""
+        """Writes the values of a step by name. An array is written as name/0, name/1, …"""
         if self._directory is None:
             return
         writer = self._made()

@@ -108,12 +108,11 @@ class LearningRate(Schedule):
             )
         self._steps = steps_per_epoch
         self._epoch = -1
-        # minibatches of the epoch before this `fit`, if it resumes inside an epoch
-        self._before = 0
-        self._done = 0  # all minibatches of the epoch so far
+        self._before = 0  # minibatches of this epoch that an earlier process has trained
+        self._done = 0  # all minibatches of this epoch so far
         self._restored: tuple[int, int] | None = None
         self._rate: float | None = None
-        self._units = 1  # units of this epoch
+        self._units = 1  # length of this epoch, in units of `Strategy.epoch_units`
 
     def get_state(self) -> dict[str, Json]:
         return {"epoch": self._epoch, "steps": self._done}
@@ -149,8 +148,8 @@ class LearningRate(Schedule):
     def _share(self, done: int) -> float:
         """Returns which share of the epoch `done` minibatches are, at most 1.
 
-        In an elastic run, whose workers take different numbers of steps, it is the share that all
-        have trained together.
+        In an elastic run workers take different numbers of steps. There the result is the share
+        that all have trained together.
         """
         if not self._steps:
             return 0.0

@@ -1,4 +1,4 @@
-"""The search for the batches of `fit` after which all workers are at the same step."""
+"""Finding the batches of `fit` after which all workers are at the same step."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class SyncWatch:
     def __init__(self) -> None:
         self._anchor = 0  # steps of the epoch at the last sync
         self._closed = 0
-        self._syncs = 0  # number of syncs at the last check, if blocks have different lengths
+        self._syncs = 0  # number of syncs at the last check; used if blocks differ in length
 
     def begin(self, model: keras.Model) -> None:
         """Notes that an epoch begins, from which its blocks are counted."""
@@ -38,8 +38,8 @@ class SyncWatch:
         Args:
             model: the model that is trained.
             batch: number of the last step in this epoch, as Keras counts it.
-            needed: whether such a sync requires an action, judged by facts known so far, which are
-                the same on all workers. Only then does it wait for an overlapped sync.
+            needed: returns whether such a sync requires an action. It must judge by facts that are
+                the same on all workers. Only if it does, an overlapped sync is awaited.
         """
         strategy = model.distribute_strategy
         if strategy.blocks_differ:
@@ -64,7 +64,7 @@ class SyncWatch:
     def _after_any(
         self, synchronizer: Synchronizer, needed: Callable[[Agreement], bool]
     ) -> Agreement | None:
-        """As `after_batch`, for blocks of any length; some continue after a change of members."""
+        """Does the work of `after_batch` if blocks have different lengths."""
         agreement = synchronizer.agreement()
         new, self._syncs = agreement.syncs != self._syncs, agreement.syncs
         closed = new and not agreement.block_open and agreement.all_running

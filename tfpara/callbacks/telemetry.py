@@ -49,7 +49,7 @@ class Telemetry(Clock):
         self._unwritten: tuple[int, Logs] | None = None
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
-        self._write()  # now, since the next line replaces what was measured in the last epoch
+        self._write()  # before the next line replaces the measurements of the last epoch
         super().on_epoch_begin(epoch, logs)
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:

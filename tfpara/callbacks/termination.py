@@ -17,13 +17,13 @@ from tfpara.cluster import parent
 
 _WATCH_SECONDS = 1.0
 _log = logging.getLogger(__name__)
-_LOOKS = 10  # number of checks of the main thread within the longest duration of a call
+_LOOKS = 10  # number of checks of the main thread within `patience_seconds`, at least
 
 
 class Termination:
-    """Listens to SIGTERM, between `start` and `stop`, for a callback.
+    """Listens for SIGTERM on behalf of a callback, from `start` to `stop`.
 
-    It notes the request in `asked`; the callback acts on it when all workers are at the same step.
+    It sets `asked`; the callback acts on that when all workers are at the same step.
     If the main thread is stuck in a TensorFlow call for `patience_seconds` after SIGTERM, the
     program ends at once with the same exit code.
 
@@ -64,8 +64,8 @@ class Termination:
                 )
             return
         self._former = signal.signal(signal.SIGTERM, self._note)
-        # Python runs a signal's handler only when the main thread is back from TensorFlow, but
-        # writes the signal's number to a socket at once.
+        # Python calls a signal's handler only when the main thread has returned from TensorFlow.
+        # But it writes the signal's number to this socket at once.
         reader, self._writer = socket.socketpair()
         self._writer.setblocking(False)
         self._former_fd = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
@@ -128,7 +128,7 @@ def _end_if_stuck(stopped: threading.Event, patience: float, exit_code: int) -> 
     since = time.monotonic()
     while not stopped.wait(min(1.0, patience / _LOOKS)):
         frame = sys._current_frames().get(threading.main_thread().ident or 0)
-        # `seen` holds the frame itself, so that Python cannot use the same object for another call.
+        # `seen` keeps the frame alive, so that Python cannot use the same object for another call.
         place = frame, frame.f_lasti if frame else 0
         if place != seen:
             seen, since = place, time.monotonic()

@@ -18,25 +18,24 @@ from tensorflow.tsl.profiler.protobuf import xplane_pb2
 from tfpara.typing import Json
 
 STEP = "tfpara_step"
-# The phases in the order in which a block and its sync run them: a worker's rows in the timeline.
+# A worker's rows in the timeline: the phases, in the order in which they run.
 PHASES = ("step", "check", "wait", "pack", "reduce", "rule", "unpack")
-# The phase of an operation is that of the innermost scope. Constants, sends and receives do not
-# count: their scope tells where the graph was built, not to which phase the operation belongs.
+# An operation belongs to the phase of its innermost scope. Constants, sends and receives do not
+# count: their scope tells where the graph was built, not which phase needs them.
 _PHASE = re.compile(
     rf"(?:.*/)?sync/({'|'.join(PHASES[1:])})(?:_\d+)?/(?!.*:(?:Const|_Send|_Recv)$)"
 )
-
-
 # Operations after a collective may run on its thread, inside the collective's own event. The
 # collective itself ends when the event of this name begins.
 _OVER = "CollectiveExecutor::ExecuteAsync::Done"
 
 
 class Span(NamedTuple):
-    """A phase from `began` to `ended`, in nanoseconds since the epoch.
+    """A phase from `began` to `ended`, in nanoseconds since 1970.
 
-    number: for a step, its minibatch as the worker counts them; for other phases, the number of
-    operations in the span.
+    Attributes:
+        number: for a step, the worker's number of its minibatch; for other phases, the number of
+            operations in the span.
     """
 
     phase: str
@@ -62,8 +61,8 @@ def spans(recorded: xplane_pb2.XSpace) -> list[Span]:
             operations.append(Span(found[1], began, ended, 1))
         elif name == STEP:
             steps.append(Span("step", began, ended, int(notes["step"])))
-            # The step reads its clock just before the profiler reads its own, so all differences
-            # are a little too small, and the largest is the most exact one.
+            # The machine's clock is read just before the profiler's. So all differences are a
+            # little too small, and the largest is the most exact one.
             shifts.append(int(notes["clock_ns"]) - began)
     if not steps:
         raise ValueError("the profiler recorded no training step, so there is no timeline.")
@@ -77,7 +76,7 @@ def chrome_trace(workers: Mapping[str, Iterable[Sequence[Json]]]) -> dict[str, J
     """Returns the object of a Chrome trace file: a process for each worker, a row for each phase.
 
     Args:
-        workers: each worker's spans, by its name. Times are shown from the earliest of all.
+        workers: each worker's spans, by its name. Times are counted from the earliest of all.
     """
     by_worker = {name: [Span(*span) for span in found] for name, found in workers.items()}
     earliest = min((s.began for found in by_worker.values() for s in found), default=0)
@@ -117,7 +116,7 @@ def read(directory: Path) -> xplane_pb2.XSpace:
 
 
 def _events(recorded: xplane_pb2.XSpace) -> Iterator[tuple[str, int, int, dict[str, Json]]]:
-    """Yields name, begin and end (ns on the profiler's clock) of all events, and notes of steps."""
+    """Yields name, begin and end (ns on the profiler's clock) and the notes of each event."""
     for plane in recorded.planes:
         names = {key: entry.name for key, entry in plane.event_metadata.items()}
         kinds = {key: entry.name for key, entry in plane.stat_metadata.items()}
@@ -138,7 +137,7 @@ def _events(recorded: xplane_pb2.XSpace) -> Iterator[tuple[str, int, int, dict[s
 
 
 def _joined(operations: list[Span], step_begins: Sequence[int]) -> list[Span]:
-    """Returns the operations of each phase, joined to spans."""
+    """Returns spans of operations of the same phase."""
     begins = {phase: sorted(step_begins) for phase in PHASES}
     for phase in PHASES:
         begins[phase] += [o.began for o in operations if o.phase != phase]

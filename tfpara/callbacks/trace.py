@@ -1,4 +1,4 @@
-"""A callback that records a timeline of some training steps: where each worker's time goes."""
+"""A callback that records a timeline of some training steps."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class Trace(Callback):
         if not self._recording and self._spans is None and step >= self._first:
             self._start()
         if self._recording:
-            # The profiler has a separate clock; `clock_ns` relates it to that of the machine.
+            # The profiler has its own clock; `clock_ns` relates that to the machine's.
             self._mark = tf.profiler.experimental.Trace(
                 timeline.STEP, step=step, clock_ns=time.time_ns()
             )

@@ -1,4 +1,4 @@
-"""A callback that trains first epochs as one replica would, and then starts all from that model."""
+"""A callback that trains the first epochs as one replica would, for all to start from."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class WarmStart(Schedule):
         super().__init__("warm_start", verbose, sets_rate=False)
         self._epochs = checked_whole("epochs", epochs, at_least=0)
         self._alone = False  # whether each replica trains alone now
-        self._asked = False  # whether the function that makes the data has asked for its part
+        self._asked = False  # whether `replicas` was called
         self._period: int | None = None  # the strategy's sync period after these epochs
 
     def replicas(self, strategy: Strategy | None, epoch: int) -> tuple[int, list[int]]:
@@ -88,8 +88,8 @@ class WarmStart(Schedule):
         return {"sync_period": self._period}
 
     def set_state(self, state: Mapping[str, Json]) -> None:
-        # A run that is resumed in a warm epoch has no sync period then, so the period for later
-        # epochs is kept here.
+        # A run that is resumed in a warm epoch has no sync period then. So checkpoints keep the
+        # period of later epochs here.
         self._period = state["sync_period"]
 
     def set_model(self, model: keras.Model) -> None:

@@ -17,8 +17,8 @@ from tfpara.typing import Json
 FORMAT = 2
 _ENDINGS = (".index", ".data-00000-of-00001")  # of the files that TensorFlow writes for a part
 _SUM = "sha256"
-# The key for the folder of the files within the checkpoint. Without it they lie in the checkpoint
-# itself. Where there is no `rename` each run has a folder, so that runs overwrite no files of others.
+# The key for the folder of the files within the checkpoint. Without the key they lie directly in
+# the checkpoint. In a store without `rename` each run has such a folder of its own.
 FOLDER = "folder"
 _FOLDER = re.compile("[0-9a-f]{1,32}")
 # The keys of every manifest, and their types; a key within another one follows a dot.

@@ -124,7 +124,7 @@ class Store(abc.ABC):
 
     @abc.abstractmethod
     def _keep_file(self, number: int, path: Path) -> None:
-        """Stores a file that was written into the folder of `_staging`, so that crashes spare it."""
+        """Stores a file of the folder of `_staging` so that it survives a crash."""
 
     @abc.abstractmethod
     def _publish(self, number: int, manifest: Mapping[str, Json]) -> None:

@@ -13,7 +13,6 @@ import zlib
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-MARKS = 3  # count of numbers in a mark
 TEXT_BYTES = 512  # length of `CallSite.told`
 
 

@@ -1,4 +1,4 @@
-"""The environment variables by which an engine gives a process its rank and a meeting place.
+"""Environment variables by which an engine gives a process its rank and a meeting place.
 
 Engines (Slurm, MPI, torchrun, ...) set variables of their own with a process's rank and the number
 of processes; some also set the host of rank 0. That is enough to meet and to exchange addresses
@@ -161,7 +161,7 @@ def is_outer(rank_variable: str) -> bool:
 
 
 def no_coordinator(told: Told) -> str:
-    """Returns the sentence that the address of rank 0 is unknown."""
+    """Returns the message that the address of rank 0 is unknown, with the fix."""
     return (
         f"{told.rank_variable}={told.rank} and {told.size_variable}={told.size} say which process "
         f"this is, but not where the others are. {_SET_COORDINATOR}."
@@ -183,7 +183,7 @@ def hosts(nodelist: str) -> Iterator[str]:
 
 
 def _choices(part: str) -> list[str]:
-    """Returns the texts that a part of a name stands for: itself, or the numbers in brackets."""
+    """Returns the values of a part of a name: the part itself, or the numbers in its brackets."""
     if not part.startswith("["):
         return [part]
     choices: list[str] = []
@@ -197,7 +197,7 @@ def _choices(part: str) -> list[str]:
 
 
 def _index(environ: Mapping[str, str]) -> str:
-    """Returns the number of a pod in an indexed job: its rank, if only TFPARA_SIZE is set."""
+    """Returns a pod's number in an indexed job, which is its rank if only TFPARA_SIZE is set."""
     if environ.get(RANK, "").strip() or not environ.get(SIZE, "").strip():
         return ""
     return environ.get(_INDEX, "").strip()

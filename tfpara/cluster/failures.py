@@ -16,13 +16,13 @@ _HEAR_SECONDS = 1.0  # longest wait for the last message of a worker that is gon
 # The cluster with its addresses, from `know`; the environment may not have them.
 _known: Cluster | None = None
 _timeout: float | None = None  # timeout_seconds of the strategy that was made last
-# The names of the silent workers, once this process has ended a sync because of them; "" if it is
-# not known which they are.
+# The names of the silent workers because of which this process has ended a sync: None if it has
+# ended none, "" if the names are unknown.
 _silence: str | None = None
 _who_is_mute: Callable[[], str] = str  # returns the workers that do not answer; "" if unknown
 _advice: Callable[[], str] = str  # returns the fix for the exchange that failed here, or ""
-# The sentence on which worker is where, once this process has ended an exchange because workers
-# were in different ones.
+# The places of all workers, in words, if this process has ended an exchange because workers were in
+# different ones; else "".
 _apart = ""
 _ended: dict[int, str] = {}  # the errors of workers that have reported their end; "" for none
 # The error that ends this process, to be sent to the others; "" if none, None if they have it.

@@ -22,7 +22,7 @@ _CHATTER = (
     r"WARNING: All log messages before absl::InitializeLog\(\) is called"
     r"|I0000 [\d:. ]+ "
     r"(grpc_server_lib|eager_service_impl|coordination_service\w*|cudart_stub|port)\.cc:\d+\] "
-    # An elastic run has ended a sync because a worker is lost.
+    # Such lines come when an elastic run ends a sync because a worker is lost.
     r"|[\d:. -]+E [\w/]+/(base_collective_executor|ring_alg)\.cc:\d+\] .*(ABORTED|aborted): tfpara"
 )
 _IS_CHATTER = re.compile(_CHATTER.encode())

@@ -1,4 +1,4 @@
-"""The rendezvous of Horovod's processes: a key-value store over HTTP.
+"""The key-value store over HTTP in which Horovod's processes find each other.
 
 Gloo, Horovod's transport, stores the addresses of its connections and polls for those of the
 others. `horovodrun` and `tfpara-launch --collectives=horovod` serve a store; in a cluster of

@@ -1,4 +1,4 @@
-"""Messages about each worker's place in its script, while others wait, and about workers that end.
+"""Messages between workers on each one's place in its script, and on workers that end.
 
 A worker that waits in a collective cannot send messages. So every process has a thread that is
 connected to the chief's. If a worker waits for long, the chief asks all workers for their places. A
@@ -33,7 +33,7 @@ _TICK_SECONDS = 0.2
 _CONNECT_SECONDS = 10.0
 _ANSWER_SECONDS = 1.5  # longest wait of the chief for the workers' answers
 _TABLE_SECONDS = 3.0  # longest wait of a worker for the chief's table
-_BYE_SECONDS = 1.0  # longest wait until the last message has left
+_BYE_SECONDS = 1.0  # longest wait until the last message is sent
 _LIBRARIES = tuple(
     sorted({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
 ) + (str(Path(__file__).parents[1]),)

@@ -34,8 +34,6 @@ _KIND = tf_config.Kind(
         "ps": "a synchronous strategy has no parameter servers; tfpara.AsyncStrategy uses them",
     },
 )
-# Any cluster, of which the evaluator alone is asked for.
-_EVALUATORS = _KIND._replace(jobs=("chief", "worker", "ps"), without_part=tf_config.EVALUATOR)
 # The variables of rank and size that horovodrun and Open MPI's mpirun set. With these, Horovod's
 # processes find each other by themselves.
 RANK_VARIABLES = (
@@ -165,9 +163,9 @@ def read(environ: Mapping[str, str] = os.environ) -> Cluster:
 def is_evaluator(environ: Mapping[str, str] = os.environ) -> bool:
     """Returns whether this process is to score checkpoints, and takes no part in the training.
 
-    It is where TF_CONFIG's task is of the type "evaluator", as `tfpara-launch --evaluator`,
-    Kubernetes' TFJob and Vertex AI have it. Call `tfpara.evaluate_checkpoints` there. By hand, on
-    any machine that sees the checkpoints:
+    It is if the type of TF_CONFIG's task is "evaluator", as set by `tfpara-launch --evaluator`,
+    Kubernetes' TFJob and Vertex AI. Then call `tfpara.evaluate_checkpoints`. To start one by hand,
+    on any machine that sees the checkpoints:
 
         TF_CONFIG='{"task": {"type": "evaluator", "index": 0}}' python train.py
 
