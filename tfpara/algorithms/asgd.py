@@ -1,4 +1,4 @@
-"""Asynchronous rules: how a parameter server changes the model when a worker pushes to it."""
+"""Asynchronous rules: changes of the model of a parameter server by a worker's push."""
 
 from __future__ import annotations
 

@@ -14,10 +14,13 @@ if TYPE_CHECKING:
 
 
 class MomentState(NamedTuple):
-    """The moments that every replica starts a block with, and the length of the filter in steps.
+    """The moments with which every replica starts a block, and the length of the filter in steps.
 
-    momentum, velocity: Adam's m and v at the start of the block. equivalent_steps: ρ, the local
-    steps that the last global-model update Δ is worth. blocks: t, the blocks so far.
+    Attributes:
+        momentum: Adam's m at the start of the block.
+        velocity: Adam's v there.
+        equivalent_steps: ρ, the number of local steps to which the last update Δ corresponds.
+        blocks: t, the number of blocks so far.
     """
 
     momentum: Array

@@ -49,7 +49,7 @@ class _Value(keras.Variable):
 
 
 class _Made:
-    """The slots of an optimizer, in a separate object, since Keras tracks lists."""
+    """The slots of an optimizer, in an object of their own, since Keras tracks plain lists."""
 
     def __init__(self) -> None:
         self.slots: list[_Value] = []
@@ -142,11 +142,11 @@ class _Step:
 
 
 class KerasStep(_Step):
-    """The step of a Keras optimizer, as a pure function.
+    """The step of a Keras optimizer on one flat vector, as a pure function.
 
     Args:
-        optimizer: gives the kind and its settings, and is not changed. Its step must treat every
-            weight by itself.
+        optimizer: an optimizer of the kind and settings to use; it is not changed. Its step must
+            treat every weight by itself.
 
     Attributes:
         State: a NamedTuple class with the fields `global_model`, the optimizer's slots by their
@@ -205,12 +205,12 @@ class KerasSteps(_Step):
     """The step of any Keras optimizer on several weights, as a pure function.
 
     Args:
-        optimizer: gives the kind and its settings, and is not changed.
+        optimizer: an optimizer of the kind and settings to use; it is not changed.
         weights: the variables that it trains, for their shapes, constraints and weight decay.
         clip: whether the step clips gradients as the optimizer is configured. If a step sees only
             some of a model's weights, they must be clipped before.
-        told_rate: whether the caller writes the rate of a schedule into the state before each step,
-            since the schedule counts other steps than this optimizer's.
+        told_rate: whether the caller writes the rate of a schedule into the state before each step.
+            It must if the schedule counts other steps than those of this optimizer.
 
     Attributes:
         initial: values of the state before the first step: iterations, the learning rate unless
@@ -243,7 +243,7 @@ class KerasSteps(_Step):
         values = [_Value(v.numpy(), dtype=v.dtype, autocast=False, name=v.name) for v in weights]
         super().__init__(optimizer, config, values)
         copy = self._optimizer
-        if is_function:  # Keras finds a function again only if it is registered
+        if is_function:  # from_config finds only functions that are registered with Keras
             copy._learning_rate = rate
         # The config lacks what `exclude_from_weight_decay` has set.
         copy._exclude_from_weight_decay = {

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from tfpara.algorithms.arithmetic import check_number
 from tfpara.algorithms.keras_step import KerasStep, shortest
-from tfpara.algorithms.rule import Rule
+from tfpara.algorithms.rule import Rule, mixes_weights
 from tfpara.typing import Array, Scalar, State
 
 _FIX = "Use an optimizer that treats every weight by itself: SGD, Adam, AdamW, Adagrad, RMSprop, …"
@@ -107,7 +107,7 @@ class Outer(Rule):
         return f"Outer({_settings(self._optimizer)})"
 
     def resolve(self, num_replicas: int) -> Outer:
-        """Returns this rule, after checks: nothing in it depends on the number of replicas."""
+        """Checks the optimizer; returns this rule, which does not depend on the number of replicas."""
         del num_replicas
         self._check_element_by_element()
         return self
@@ -154,10 +154,7 @@ class Outer(Rule):
                 state = self.update(state, average[part], 2)
             return [np.broadcast_to(value, weights[part].shape) for value in state]
 
-        whole = run(slice(None))
-        parts = [run(slice(i, i + 1)) for i in range(3)]
-        alone = [np.concatenate(values) for values in zip(*parts, strict=True)]
-        if not np.allclose(whole, alone, rtol=1e-5, atol=1e-9):
+        if mixes_weights(run):
             name = type(self._optimizer).__name__
             raise ValueError(
                 f"{name} cannot be an outer optimizer: its step or its start mixes weights, and "

@@ -39,8 +39,8 @@ class Rule:
 
     Attributes:
         absent: values of fields that checkpoints of earlier versions of the rule lack, by name.
-        lasting: fields, which are numbers, that stay when a script sets some of the weights. If a
-            rule has other numbers, all its weights restart then, from the point to broadcast.
+        lasting: names of number fields that stay when a script sets some of the weights. If the
+            rule has other number fields, all its weights then restart from the broadcast point.
     """
 
     absent: ClassVar[Mapping[str, float]] = {}
@@ -179,8 +179,8 @@ def check_rule(rule: Rule, num_replicas: int) -> None:
     """Tests a rule on three weights, together and one by one.
 
     Args:
-        rule: the rule as `resolve` gives it.
-        num_replicas: the number of replicas for which the rule is resolved.
+        rule: the rule as `resolve` returns it for `num_replicas`.
+        num_replicas: the number of replicas.
 
     Raises:
         TypeError: it lacks a method or does not return a state; the message gives the cause.
@@ -212,8 +212,7 @@ def check_rule(rule: Rule, num_replicas: int) -> None:
                 found.append(_array(rule, "restart_delayed", late, weights))
         return found + [np.broadcast_to(np.asarray(v), weights.shape) for v in state]
 
-    _check_repr(rule)
-    _check_element_by_element(rule, run)
+    _check(rule, run)
 
 
 def check_average(average: Average) -> None:
@@ -233,25 +232,28 @@ def check_average(average: Average) -> None:
             found.append(_array(average, "value", average.value(state), weights))
         return found
 
-    _check_repr(average)
-    _check_element_by_element(average, run)
+    _check(average, run)
 
 
-def _check_repr(given: Rule | Average) -> None:
+def mixes_weights(run: Callable[[slice], list[Any]]) -> bool:
+    """Returns whether results for three weights together differ from those for each alone.
+
+    Args:
+        run: returns the results, arrays of the shape of the weights, for a slice of three weights.
+    """
+    each = [run(slice(k, k + 1)) for k in range(3)]
+    alone = [np.concatenate(values) for values in zip(*each, strict=True)]
+    return not np.allclose(run(slice(None)), alone, rtol=1e-5, atol=1e-6)
+
+
+def _check(given: Rule | Average, run: Callable[[slice], list[NDArray[np.float32]]]) -> None:
     if " object at 0x" in repr(given):
         raise TypeError(
             f"{type(given).__name__}: workers and checkpoints compare what it prints, and it "
             "prints an address. Write @dataclasses.dataclass(frozen=True) above the class."
         )
 
-
-def _check_element_by_element(
-    given: Rule | Average, run: Callable[[slice], list[NDArray[np.float32]]]
-) -> None:
-    together = run(slice(None))
-    each = [run(slice(k, k + 1)) for k in range(len(_WEIGHTS))]
-    alone = [np.concatenate(values) for values in zip(*each, strict=True)]
-    if not np.allclose(together, alone, rtol=1e-5, atol=1e-6):
+    if mixes_weights(run):
         raise ValueError(
             f"{given!r} mixes weights: three of them together give other results than each alone. "
             "Every worker may keep a part of the weights, so work element by element, without "

@@ -1,4 +1,4 @@
-"""The faults: the needs of each, its injection, and the evidence that it happened.
+"""The faults: what each needs, its injection, and the evidence that it happened.
 
 Each function injects one fault, and returns one line that describes it and its evidence. It raises
 `Missed` if the fault has not happened: the worker has ended by itself, or nothing can be damaged.

@@ -1,4 +1,4 @@
-"""The processes of a run, from /proc."""
+"""The processes of a run, as /proc has them."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from tfpara.chaos.processes import Size
 
-# Lines of the library and its launcher that report a fault, and that the run has recovered.
+# Lines by which the library and its launcher report a fault, and lines that report recovery.
 _NOTICED = re.compile(
     r"is lost|was silent|have gone on without|failed|has left|cannot write|damaged|too slow|"
     r"waits? for|did not come|asked to end|restart \d"

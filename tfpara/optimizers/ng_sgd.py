@@ -15,9 +15,9 @@ from tfpara.optimizers.preconditioner import Preconditioner, hook, precondition_
 from tfpara.typing import Array, Json
 from tfpara.whole_number import checked_whole
 
-# Kaldi's convolutions remember four minibatches. Their gradients are sums over a minibatch in Kaldi
-# and means here. With a thousand frames the squares here are smaller by this factor, and so is the
-# floor of the eigenvalues.
+# For convolutions Kaldi remembers four minibatches. A gradient is a sum over the minibatch in
+# Kaldi, and a mean here. With a thousand frames its squares are a million times smaller here, and
+# so must be the floor of the eigenvalues.
 _MATRIX_HISTORY = 4.0
 _MATRIX_EPSILON = 1e-6
 

@@ -1,4 +1,4 @@
-"""The choice of a model's layers that can be pretrained as RBMs; errors state what prevents it."""
+"""The layers of a model that can be pretrained as RBMs; errors tell why a model has none."""
 
 from __future__ import annotations
 

@@ -123,6 +123,7 @@ class NewbobRule:
     def _gain(self, before: float, after: float) -> float:
         gain = after - before if self.rising else before - after
         if self.relative:
-            # After a score of 0 a better score counts as no gain, a worse one with its difference.
+            # If the last score was 0, there is no ratio: a better score counts as no gain, and a
+            # worse one by its difference.
             gain = gain / abs(before) if before else min(gain, 0.0)
         return gain
