@@ -24,11 +24,13 @@ from tfpara.files import regular
 
 DECODERS = ("soundfile", "tensorflow-io")
 _SCALE = 32768.0  # Kaldi's samples have the scale of 16-bit integers
-_LOUDEST = 1e9  # of full scale, for files of floats; beyond, energies would be Inf in float32
-_RATES = (1000, 1_000_000)  # Hz; what is beyond is taken for damage
+_LOUDEST = 1e9  # times full scale, in files of floats; with more, energies are Inf in float32
+_RATES = (1000, 1_000_000)  # Hz; a header with a rate outside of this counts as damaged
 _BLOCK = 1 << 16  # samples that are decoded at once
-_PER_BYTE = 6554  # samples; FLAC's shortest frame has 10 bytes, and at most 65,535 samples
-_UNKNOWN = 0x7FFFF000  # bytes; streamed WAV files have this length or more in place of their own
+# The most samples per byte: FLAC's shortest frame has 10 bytes, and at most 65,535 samples.
+_PER_BYTE = 6554
+# Bytes; the header of a streamed WAV file, whose length is unknown, states so much or more.
+_UNKNOWN = 0x7FFFF000
 
 
 class AudioError(CorpusError):
@@ -47,7 +49,8 @@ class Options:
     resample: bool = False  # whether a file at another rate is resampled, not refused
     decoder: str = "soundfile"
     parallel: int = 2  # number of files that are decoded at once
-    channel: int | None = None  # of recordings whose `Location` names none; None expects one alone
+    # The channel to read if a `Location` names none. None: such recordings must have one alone.
+    channel: int | None = None
 
     def __post_init__(self) -> None:
         if self.channel is not None and self.channel < 0:
@@ -112,8 +115,8 @@ def read(recording: Location, options: Options) -> np.ndarray:
     """Returns the samples of one recording; soundfile decodes files, kaldiio entries of archives.
 
     Raises:
-      AudioError: the recording cannot be read, is at another rate, lacks the channel that is asked
-        for, or has several where none is.
+      AudioError: the recording cannot be read, is at another rate, lacks the requested channel, or
+        has several channels while none is requested.
     """
     if recording.channel is None:
         recording = recording._replace(channel=options.channel)
@@ -143,7 +146,7 @@ def _read_whole(file: BinaryIO, size: int, recording: Location) -> tuple[np.ndar
         with soundfile.SoundFile(file) as sound:
             channel = _channel(sound.channels, recording)
             _check_rate(sound.samplerate, recording)
-            # In blocks: a damaged header may say any number of samples.
+            # Read in blocks, since a damaged header may state any number of samples.
             parts = []
             while len(part := sound.read(_BLOCK, dtype="float32", always_2d=True)[:, channel]):
                 parts.append(part)
@@ -185,7 +188,7 @@ def _read_in_archive(recording: Location) -> tuple[np.ndarray, int]:
         raise _error(recording, f"cannot be read ({error.strerror})") from error
     except AudioError:
         raise
-    except Exception as error:  # what damage raises is not documented
+    except Exception as error:  # kaldiio does not document its errors for damaged files
         raise _error(recording, f"is damaged ({error})") from error
     if samples.dtype != np.int16:
         raise _error(recording, "has samples of 8 bits; Kaldi takes 16")
@@ -196,7 +199,7 @@ def _read_in_archive(recording: Location) -> tuple[np.ndarray, int]:
 
 
 def _channel(channels: int, recording: Location) -> int:
-    """Returns the number of the channel to take, of a recording that has so many."""
+    """Returns the number of the channel to read, of a recording with `channels` channels."""
     if recording.channel is None and channels != 1:
         raise _error(
             recording,
@@ -215,7 +218,7 @@ def _check_rate(rate: int, recording: Location) -> None:
 
 
 def _finish(samples: np.ndarray, rate: int, recording: Location, options: Options) -> np.ndarray:
-    if len(samples) and not np.abs(samples).max() < _LOUDEST:  # also where there is a NaN
+    if len(samples) and not np.abs(samples).max() < _LOUDEST:  # true for NaN, too
         raise _error(
             recording, f"has samples that are NaN, Inf or beyond {_LOUDEST:g} times the full scale"
         )
@@ -239,13 +242,14 @@ def _tfio_dataset(recordings: Sequence[Location], options: Options) -> tf.data.D
     for recording in recordings:
         if recording.pipe or recording.offset:
             raise _error(recording, "is no file of its own; read it with --decoder=soundfile")
-        # TensorFlow would wait for a FIFO's end. The empty path fails, and `_explain` says why.
+        # TensorFlow would wait for the end of a FIFO. An empty path fails, and `_explain` finds
+        # why.
         paths.append(recording.path if os.path.isfile(recording.path) else "")
 
     def check(number: int) -> bytes:
         path = paths[int(number)]
         size = os.path.getsize(path)
-        # tensorflow-io takes memory for as many samples as the header says.
+        # tensorflow-io allocates memory for as many samples as the header states.
         if _soundfile().info(path).frames > _PER_BYTE * size:
             raise _error(
                 recordings[int(number)], "is damaged: it has fewer bytes than samples take"
@@ -278,8 +282,8 @@ def _tfio_dataset(recordings: Sequence[Location], options: Options) -> tf.data.D
 def _as_encoded(samples: np.ndarray, path: str) -> bool:
     """Returns whether the samples have the MD5 sum in the FLAC file's header.
 
-    Where a file is damaged, tensorflow-io can return zeros without an error. Files of other formats
-    have no such sum, and count as right.
+    For a damaged file tensorflow-io can return zeros without an error. Files of other formats have
+    no such sum, and count as undamaged.
     """
     with open(path, "rb") as file:
         head = file.read(42)

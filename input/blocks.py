@@ -126,5 +126,5 @@ def frame_order(plan: Partition, window: int, seed: int, epoch: int) -> np.ndarr
 
 
 def _generator(seed: int, *key: int) -> np.random.Generator:
-    # As a longer seed, (1, 0) and (1, 0, 0) would give the same numbers; as a spawn key they don't.
+    # The key is a spawn key: as a part of the seed, (1, 0) and (1, 0, 0) would be equal.
     return np.random.default_rng(np.random.SeedSequence(seed, spawn_key=key))

@@ -43,10 +43,10 @@ class CorpusChunks(NamedTuple):
         while a graph is made, as `dataset(epoch, chunk, *arguments)`. When the dataset runs, an
         utterance that cannot be read raises tf.errors.InvalidArgumentError, which names the
         utterance and its file.
-      arguments: a function that returns arrays that say what to read. It is called with numbers, as
-        `arguments(epoch, chunk)`.
-      num_minibatches: number of minibatches of the first epoch, if known. Other epochs differ by
-        less than one for each chunk, or, with streams, by a few.
+      arguments: a function that returns the arrays that tell `dataset` what to read. It is called
+        with numbers, as `arguments(epoch, chunk)`.
+      num_minibatches: number of minibatches of the first epoch, if known. In other epochs a chunk
+        has at most one more or less, or, with streams, a few.
     """
 
     count: int
@@ -110,8 +110,8 @@ class Division:
         if self._shuffle:
             order = blocks.utterance_order(total, self._seed, epoch)
         ends = np.cumsum(self._split.frames[order])
-        # Each bound is behind the last utterance whose middle is before the ideal bound; then the
-        # bounds are moved so that no two are equal.
+        # Each bound lies after the last utterance whose middle is before the ideal bound. Then
+        # bounds are moved apart, so that no two are equal.
         middles = ends - self._split.frames[order] / 2
         number = np.arange(count + 1)
         bounds = np.searchsorted(middles, ends[-1] * number / count)

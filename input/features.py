@@ -275,8 +275,8 @@ def joined(frames: tf.Tensor, context: int, count: int, late: int = 0) -> tf.Ten
     """Joins frames as `stack` does, with `context` more frames on each side of every stack.
 
     [num_frames, dim] -> [ceil(num_frames / count) + late, (2 context + count) * dim]. The edge
-    frames are repeated; the last stack is repeated `late` times, for a network whose outputs are
-    late by as many.
+    frames are repeated. The last stack is repeated `late` times, for a network whose outputs come
+    `late` stacks after their inputs.
 
     Raises:
       ValueError: count is below 1.

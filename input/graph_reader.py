@@ -61,8 +61,8 @@ class GraphReader:
             return tf.data.experimental.from_variant(record, spec).take(1).get_single_element()
 
         def record_or_nothing(shard: tf.Tensor, offset: tf.Tensor) -> tf.data.Dataset:
-            # TensorFlow's errors do not name the file, so they go to the log; `decode` raises one
-            # that does.
+            # TensorFlow's errors do not name the file, so they are only logged. `decode` raises an
+            # error that names it.
             place = tf.data.Dataset.from_tensors((shard, offset))
             found = place.map(read).ignore_errors(log_warning=True)
             return found.concatenate(tf.data.Dataset.from_tensors("")).take(1)
@@ -120,11 +120,11 @@ class GraphReader:
             return tf.identity(frames), tf.identity(labels)
 
     def _having(self, wrong: tf.Tensor, ends: tf.Tensor) -> tf.Tensor:
-        """Returns bool [n], true for the utterance of the first wrong frame, if there is one.
+        """Returns bool [n], true for the utterance that has the first wrong frame, if there is one.
 
         Args:
           wrong: bool [frames] over all utterances.
-          ends: int64 [n], the frame behind each utterance's last.
+          ends: int64 [n], the number of the frame after the last one of each utterance.
         """
         first = tf.argmax(wrong)
         owner = tf.searchsorted(ends, first[None], side="right", out_type=tf.int64)

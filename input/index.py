@@ -24,7 +24,7 @@ VERSION = 1
 FILE_NAME = "index.json"
 SPLITS = ("train", "validation", "test")
 COLUMNS = ("shard", "offset", "length", "crc32", "frames", "id", "speaker")
-# Errors of Python and NumPy on values of another kind, or out of proportion.
+# Errors that Python and NumPy raise for values of a wrong type or size.
 _DAMAGE = (ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError)
 _REMEDY = "Prepare the corpus again with the program that made it, such as scripts.prepare_speech"
 
@@ -34,7 +34,7 @@ class Split:
     """The utterances of one split, as columns of equal length."""
 
     shards: tuple[str, ...]  # paths
-    shard: np.ndarray  # int64: which of `shards`
+    shard: np.ndarray  # int64: index in `shards`
     offset: np.ndarray  # int64, bytes
     length: np.ndarray  # int64, bytes
     crc32: np.ndarray  # int64

@@ -25,13 +25,13 @@ from input.kaldi_tables import Location
 from input.records import CorpusError
 from tfpara.files import regular
 
-_MAX_KEY = 1000  # bytes; what is longer is not taken for a key
+_MAX_KEY = 1000  # bytes; a longer word is no key
 _BINARY = b"\0B"
-_FLOATS = (b"FM ", b"FV ", b"DM ", b"DV ", b"CM ", b"CM2 ", b"CM3 ")  # what kaldiio reads
+_FLOATS = (b"FM ", b"FV ", b"DM ", b"DV ", b"CM ", b"CM2 ", b"CM3 ")  # types that kaldiio reads
 _INTEGERS = np.dtype([("size", "u1"), ("value", "<i4")])  # an element of a vector of int32
-_MAX_LINE = 1 << 26  # bytes; what is longer is not taken for a line of text
+_MAX_LINE = 1 << 26  # bytes; a longer line is no text
 _WHITE = b" \t\r\n"
-_OVERSHOOT = 3  # rows that a range may go beyond the end: Kaldi's length_tolerance
+_OVERSHOOT = 3  # rows by which a range may exceed the matrix: Kaldi's length_tolerance
 _DAMAGE = (ValueError, AssertionError, struct.error, IndexError, TypeError, UnicodeDecodeError)
 
 
@@ -47,9 +47,9 @@ def read_matrix(location: Location, dtype: type = np.float32) -> np.ndarray:
     """Reads the matrix that an scp line names: `dtype` [rows, columns].
 
     Raises:
-      FileNotFoundError: there is no such file.
-      CorpusError: the object is cut short or not a matrix, or the line's range is not in it. Rows
-        may go on for 3 more than there are, as in Kaldi; those that are there are returned.
+      FileNotFoundError: there is no such file. CorpusError: the object is cut short or not a
+      matrix, or the line's range is not in it. A range
+        of rows may exceed the matrix by 3, as in Kaldi; the rows that exist are returned.
     """
     with _opened(location) as file:
         file.seek(location.offset)
@@ -58,7 +58,7 @@ def read_matrix(location: Location, dtype: type = np.float32) -> np.ndarray:
         raise CorpusError(f"{location}: a vector where a matrix is expected")
     _check_range(location, "rows", location.rows, len(value), _OVERSHOOT)
     _check_range(location, "columns", location.columns, value.shape[1], 0)
-    with np.errstate(all="ignore"):  # what is beyond float32 becomes Inf
+    with np.errstate(all="ignore"):  # numbers too large for float32 become Inf
         return value[location.rows, location.columns].astype(dtype)
 
 
@@ -227,7 +227,7 @@ def _read_value(file: BinaryIO, where: str) -> np.ndarray:
 
 
 def _read_integers(file: "_Whole") -> np.ndarray:
-    """Reads a vector of integers: its length, and each number behind its size in bytes."""
+    """Reads a vector of integers: its length, then each number after its size in bytes."""
     length = np.frombuffer(file.read(7)[2:], _INTEGERS)
     found = np.frombuffer(file.read(_INTEGERS.itemsize * int(length["value"][0])), _INTEGERS)
     if (length["size"] != 4).any() or (found["size"] != 4).any():
@@ -257,8 +257,8 @@ def _read_text(file: BinaryIO) -> np.ndarray:
 
 
 def _numbers(line: bytes) -> list[float]:
-    # An array of words would take the length of the longest for each.
-    if b"_" in line:  # Python's, not Kaldi's
+    # NumPy would store each word of an array in as many bytes as the longest one has.
+    if b"_" in line:  # Python allows it in numbers, Kaldi does not
         raise ValueError("a number with _")
     return [float(word) for word in line.split()]
 

@@ -16,7 +16,7 @@ from input.records import CorpusError
 _RANGE = re.compile(r"([0-9]*):([0-9]*)(?:,([0-9]*):([0-9]*))?")
 _CHANNEL = re.compile(r"[0-9]{1,4}")
 _OFFSET = re.compile(r":([0-9]+)$")
-_MAX_DIGITS = 18  # what has more is no place in a file: offsets are below 2^63
+_MAX_DIGITS = 18  # a number with more digits is no offset: these are below 2^63
 _NOT_IN_KEYS = re.compile(r"[\0-\x20\x7f]")  # white space and control characters of ASCII
 
 
@@ -29,7 +29,7 @@ class Location(NamedTuple):
     columns: slice
     pipe: bool
     where: str  # file, line and key, for messages
-    channel: int | None = None  # of a recording, from 0; None where it has one alone
+    channel: int | None = None  # of a recording, from 0; None if the line names none
 
     def __str__(self) -> str:
         return f"{self.where} ({self.path}, byte {self.offset})"
@@ -138,8 +138,8 @@ def _channel(text: str) -> int:
 def locate(text: str, where: str, allow_pipes: bool) -> Location:
     """Parses the rest of an scp line: `FILE`, `FILE:OFFSET`, or `COMMAND |`.
 
-    Each may have [ROWS] or [ROWS,COLUMNS] behind it. These are ranges first:last, which include
-    both ends, as in Kaldi. An end that is left out is that of the matrix: [:,0:12] are columns.
+    Each may be followed by [ROWS] or [ROWS,COLUMNS]. These are ranges first:last, which include
+    both ends, as in Kaldi. An end that is left out is that of the matrix: [:,0:12] has all rows.
 
     Args:
       text: the line without its key.
@@ -183,7 +183,7 @@ def _whole_number(digits: str, what: str, where: str) -> int:
 
 
 def _without_range(text: str, where: str) -> tuple[str, slice, slice]:
-    """Returns the text before its `[...]`, and the rows and columns of that; all if it has none."""
+    """Returns the text before `[...]`, and the rows and columns in it; all if there is none."""
     name, bracket, inner = text.rpartition("[")
     if not bracket or not text.endswith("]"):
         return text, slice(None), slice(None)

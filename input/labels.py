@@ -18,10 +18,11 @@ from input import alignment, kaldi
 from input.features import FRAME_LENGTH, FRAME_SHIFT
 from input.records import CorpusError
 
-_FEW_CLASSES = 1000  # so many need no frames of their own
+_FEW_CLASSES = 1000  # up to so many classes, there may be fewer frames than classes
 _LONGEST = 1e7  # seconds of an utterance, so that a number of frames is below 2^31
 
-# Called after each utterance with the stage and the number of all utterances, None if not known.
+# A function that is called after each utterance, with the stage and the number of all utterances
+# (None if it is not known).
 Progress = Callable[[str, int | None], None]
 
 
@@ -30,8 +31,8 @@ class Labels(Protocol):
 
     class_names: list[str]
     digest: str  # SHA-256 of their files
-    subsampling: int  # frames to a label; see `of_frames`
-    silence: str | None  # the phone where no other is; None if it is not known
+    subsampling: int  # frames per label; see `of_frames`
+    silence: str | None  # the phone in the gaps between others; None if it is not known
 
     def ids(self) -> list[str]:
         """Returns the utterances that have labels, at least one each."""
@@ -42,14 +43,14 @@ class Labels(Protocol):
     def read(self, utterance: str, num_frames: int) -> np.ndarray:
         """Returns the label of each frame, int32 [count(utterance, num_frames) * subsampling].
 
-        Ask for the count first: a damaged time makes it as large as any number.
+        Check the count first: a damaged time may make it as large as any number.
         """
 
 
 class _Place(NamedTuple):
     archive: int
     offset: int  # bytes
-    length: float  # of the utterance: labels of an alignment, seconds of phones
+    length: float  # of the utterance: in labels for an alignment, in seconds for phones
 
 
 _Opened = TypeVar("_Opened", bound="_OfFiles")
@@ -87,7 +88,7 @@ class _OfFiles(abc.ABC):
 
     @abc.abstractmethod
     def _scan(self) -> list[str]:
-        """Reads through the files, fills in the places, and returns the names of the classes."""
+        """Reads all files, fills in the places, and returns the names of the classes."""
 
 
 class KaldiAlignments(_OfFiles):

@@ -19,7 +19,7 @@ class Normaliser:
     """Takes a mean off the features of utterances, and appends deltas.
 
     Args:
-      cmvn: whose mean is subtracted: one of `CMVN`.
+      cmvn: the mean that is subtracted: one of `CMVN`.
       norm_vars: whether cmvn divides by the standard deviation too.
       deltas: number of orders of deltas that are appended.
       progress: called with (stage, number of utterances) after each utterance that is read.
@@ -35,9 +35,10 @@ class Normaliser:
         self._add_deltas = tf.function(features.add_deltas, reduce_retracing=True)
 
     def of(self, part: Part, name: str) -> Callable[[str, np.ndarray], np.ndarray]:
-        """Returns a function of id and features of an utterance of a part: its normalised features.
+        """Returns a function from an utterance's id and features to its normalised features.
 
-        Reads all utterances of the part's speakers first, if their statistics are needed.
+        If statistics of speakers are needed, this first reads all utterances of the part's
+        speakers.
 
         Raises:
           CorpusError: features are of another width than those before them, or there are no
@@ -91,8 +92,8 @@ class Normaliser:
     def _speaker_sums(self, part: Part, name: str) -> dict[str, np.ndarray]:
         """Returns the statistics of each speaker of the part.
 
-        As in Kaldi, they are of all features that the source has of the speaker, with labels or
-        without. What has no usable features is left out here; `read` fails where it has labels.
+        As in Kaldi, all of a speaker's utterances in the source count, with labels or without. An
+        utterance without usable features is left out here; if it has labels, it is refused later.
         """
         speakers = part.source.speakers
         mine = {speakers[utterance] for utterance in part.utterances}

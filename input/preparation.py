@@ -131,7 +131,7 @@ def unlabelled(
 
     Args:
       part: the utterances.
-      options: options for features; of the others, `skip` alone counts.
+      options: options for features, and `skip`; the others are not used.
       skipped: gets the numbers of skipped utterances by problem.
       progress: called with (stage, number of utterances) after each utterance.
 
@@ -262,7 +262,7 @@ class _Joiner:
 
 
 def _about_rate(num_frames: int, num_labels: int, factor: int) -> str:
-    """Returns a hint where the labels would fit with another factor."""
+    """Returns a hint if the labels would fit with another factor; else ""."""
     fitting = [other for other in range(1, 10) if -(-num_frames // other) == num_labels]
     if not fitting or factor in fitting:
         return ""

@@ -17,10 +17,10 @@ from input import audio_files, features, kaldi, kaldi_tables, pitch, plp
 from input.kaldi_tables import Location
 from input.records import CorpusError
 
-OVERSHOOT = 0.5  # seconds that a segment may end after its recording: extract-segments' default
+OVERSHOOT = 0.5  # seconds by which a segment may exceed its recording, as in extract-segments
 KINDS = ("fbank", "mfcc", "plp")
 _BLOCK = 4096  # bytes
-_BLOCKS = 8  # how many of a file are compared
+_BLOCKS = 8  # number of blocks that are compared of a large file
 
 
 class Problem(NamedTuple):
@@ -136,7 +136,7 @@ class Audio:
         self._extraction = extraction
 
     def read(self, utterances: Collection[str]) -> Iterator[tuple[str, Features]]:
-        # Neighbouring utterances of one channel are a run, for which it is decoded once.
+        # Successive utterances of one channel are a run. The channel is decoded once for all of it.
         runs: list[tuple[Location, list[str]]] = []
         for utterance in utterances:
             segment = self._segments[utterance]
@@ -323,8 +323,8 @@ def _speakers(directory: str, utterances: list[str], listing: Path) -> dict[str,
 def _digest(tables: list[Path], locations: Mapping[str, Location]) -> str:
     """Returns the SHA-256 of tables, and of name, size and content of the files at `locations`.
 
-    It has no directories, so it stays the same for data that was moved. Of a command it has only
-    the text.
+    Directories do not count, so the digest stays the same if the data are moved. Of a command only
+    its text counts.
     """
     digest = hashlib.sha256()
     for table in tables:

@@ -25,7 +25,7 @@ STREAMS = 100
 TRUNCATION = 20  # frames
 NORMALISATIONS = ("global", "utterance", "none")
 _LEAST = {"streams": 1, "truncation": 1, "context": 0, "stack": 1, "label_delay": 0}
-MIN_STDDEV = 1e-5  # least standard deviation of an utterance, where it is normalised by its own
+MIN_STDDEV = 1e-5  # smallest divisor where an utterance is normalised by its own deviation
 
 
 @dataclass(frozen=True)

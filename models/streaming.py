@@ -160,7 +160,7 @@ class Streaming(keras.layers.Layer):
 
 
 class _Carried(tf.Module):
-    """A holder of variables that SavedModel finds, but that Keras does not take for weights."""
+    """A holder of variables, which SavedModel finds and Keras does not count as weights."""
 
     def __init__(self, variables: list[keras.Variable]) -> None:
         super().__init__()

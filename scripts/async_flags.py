@@ -16,7 +16,7 @@ from tfpara import algorithms
 RULES = ("asgd", "aasgd", "downpour", "bmuf_async", "easgd_async")
 
 _LONGEST = 60.0  # minutes: paper 002, section 4.2
-_FOR_A_WORKER = 4  # chunks of a worker in an epoch, as `AsyncStrategy.fit` makes of arrays
+_FOR_A_WORKER = 4  # chunks of a worker in an epoch, as in `AsyncStrategy.fit` with arrays
 
 _CHUNK = flags.DEFINE_float(
     "chunk_minutes",
@@ -67,10 +67,9 @@ _SLOW = flags.DEFINE_float(
     "slow_worker", 1.0, "simulated workers: how many times slower than the others worker 0 is"
 )
 
-# The rules whose workers begin each block with the servers' model.
-_PULLING = ("asgd", "aasgd", "downpour", "bmuf_async")
-_BY_PUSH = ("asgd", "aasgd", "downpour")
-_OF_GRADIENTS = ("asgd", "aasgd")  # the optimizer is the servers'
+_PULLING = ("asgd", "aasgd", "downpour", "bmuf_async")  # a block begins with the servers' model
+_BY_PUSH = ("asgd", "aasgd", "downpour")  # a push can be scaled by its staleness
+_OF_GRADIENTS = ("asgd", "aasgd")  # servers have the optimizer
 
 
 def check(name: str, simulated: int) -> None:
@@ -111,8 +110,8 @@ def strategy(
     Args:
         name: the value of --rule.
         elasticity: elasticity of asynchronous EASGD.
-        block_momentum, warmup: of asynchronous BMUF.
-        block_learning_rate: of Downpour and asynchronous BMUF.
+        block_momentum, warmup: arguments of asynchronous BMUF.
+        block_learning_rate: ζ of Downpour and asynchronous BMUF.
         simulated: number of workers to simulate; 0 for the workers of TF_CONFIG.
         options: further arguments of `tfpara.AsyncStrategy`.
     """
@@ -132,7 +131,7 @@ def local_steps(name: str) -> bool:
 
 
 def counts_pushes(name: str) -> bool:
-    """Returns whether the optimizer is the servers', an iteration of which is a push."""
+    """Returns whether the servers have the optimizer, so that its iterations are pushes."""
     return name in _OF_GRADIENTS
 
 
@@ -147,12 +146,12 @@ def chunk_minutes(total: float, most: int, workers: int) -> float:
     if _CHUNK.value is not None:
         return _CHUNK.value
     count = min(max(math.ceil(total / _LONGEST), _FOR_A_WORKER * workers), most)
-    # Rounded up, so that there is not one chunk more.
+    # The length is rounded up; rounded down, it could give one chunk more.
     return min(_LONGEST, (math.floor(1e4 * total / count) + 1) / 1e4)
 
 
 def about_idle(count: int, workers: int) -> str | None:
-    """Returns a sentence on workers for which there is no chunk; None if there are none.
+    """Returns a sentence on workers that get no chunk; None if there are none.
 
     Args:
         count: number of chunks of an epoch.

@@ -18,9 +18,9 @@ from scripts import async_flags, run_files, schedule_flags
 
 
 class ChunkedData:
-    """The training split in chunks, with the attributes that `scripts.train` reads of its data.
+    """The training split in chunks, with the attributes that `scripts.train` reads.
 
-    Prints a line if there are fewer chunks than workers.
+    It prints a line if there are fewer chunks than workers.
 
     Args:
         corpus: from `index.read`.
@@ -53,7 +53,7 @@ class ChunkedData:
             streams = stream_options(description)
             utterances //= streams.streams
             minibatch = streams.streams * streams.truncation * streams.stack
-        # A push, and with streams an utterance for each of them, must fit into a chunk.
+        # A chunk must have enough minibatches for a push, and an utterance for each stream.
         period = next(iter(schedule_flags.sync_periods().values()))
         pushes = self.num_frames // (minibatch * period)
         workers = strategy.num_workers
@@ -69,7 +69,7 @@ class ChunkedData:
             shuffle_frames=shuffle_frames,
         )
         self.num_steps = self.chunks.num_minibatches
-        # With minibatches of several sizes it is not known before the run.
+        # If minibatches have several sizes, their number is not known before the run.
         smallest = None if self.num_steps is None else max(1, self.num_steps // self.chunks.count)
         if smallest is not None and period > smallest:
             raise ValueError(
@@ -110,7 +110,7 @@ def checkpoint(
 
     Args:
         run_dir: directory of the run.
-        data: the training data, whose chunks must be as long when the run is resumed.
+        data: the training data. A resumed run must have chunks of the same length.
         minutes: time between checkpoints within epochs; None for none within epochs.
         keep: number of checkpoints that are kept.
         plan: settings that must be the same when the run is resumed.

@@ -63,19 +63,19 @@ def bad_input() -> Iterator[None]:
 
 
 def run(main: Callable[[], None], evaluator: Callable[[], None] | None = None) -> NoReturn:
-    """Parses the flags, runs `main`, and ends the process: with one line on stderr if it fails.
+    """Parses the flags, runs `main`, and ends the process, on failure with one line on stderr.
 
     Args:
         main: the program.
-        evaluator: the program of an evaluator, which takes no part in the training. None: there is
-            none, and such a process ends at once.
+        evaluator: the program of an evaluator, which takes no part in the training. None: an
+            evaluator ends at once.
     """
 
     def checked() -> None:
         if evaluator is not None and tfpara.cluster.is_evaluator():
             evaluator()
             return
-        with bad_input():  # before TensorFlow, which would hang over a wrong one
+        with bad_input():  # checked before TensorFlow, which would hang on a wrong cluster
             asynchronous = tfpara.cluster.asynchronous
             meant = asynchronous.is_meant()
             tfpara.cluster.taking_part(asynchronous.read if meant else tfpara.cluster.read)
@@ -103,7 +103,7 @@ def only_for(holds: bool, chosen: Iterable[flags.FlagHolder], what: str) -> None
     Args:
         holds: whether the flags have an effect.
         chosen: the flags.
-        what: the flags with which they have an effect, for the message.
+        what: the condition under which they have an effect, in words.
 
     Raises:
         ValueError: `holds` is false, and one of the flags has another value than its default.
@@ -196,8 +196,8 @@ def pyplot(backend: str, what: str = "the plot") -> Any:
     """Returns matplotlib's pyplot, which draws without a window.
 
     Args:
-        backend: matplotlib's name of what it writes, such as "svg".
-        what: subject of the message where matplotlib is missing.
+        backend: matplotlib's name of the format that it writes, such as "svg".
+        what: subject of the message if matplotlib is missing.
 
     Raises:
         Failure: matplotlib is missing.
@@ -277,7 +277,7 @@ def _cause(text: str) -> str:
 def _one_line(error: Exception) -> str:
     text = error.args[0] if isinstance(error, KeyError) and error.args else str(error)
     line = " ".join(str(text).split())
-    # A value or a flag that a damaged file has may be of any length.
+    # A value or a flag from a damaged file may be of any length.
     return line if len(line) <= _LONGEST_LINE else f"{line[: _LONGEST_LINE // 2]} …{line[-200:]}"
 
 

@@ -1,7 +1,4 @@
-"""Minibatches of a corpus for `fit` and `evaluate`.
-
-The training data are one object for all epochs, for `strategy.datasets_by_epoch`.
-"""
+"""Minibatches of a corpus for `fit` and `evaluate`."""
 
 from __future__ import annotations
 
@@ -40,20 +37,19 @@ def is_recurrent(description: Mapping[str, Any]) -> bool:
 class TrainingData:
     """The training split; a call with an epoch returns this worker's minibatches of that epoch.
 
-    It is the function that `strategy.datasets_by_epoch` takes. Checkpoints have its state
-    (`strategy.keep_state`): the number of replicas, on which the position in an epoch may depend.
+    It is the function for `strategy.datasets_by_epoch`. Checkpoints keep its state: the number of
+    replicas, on which the position in an epoch may depend.
 
     Args:
         corpus: from `index.read`.
         strategy: strategy whose replicas share the data.
         description: description of the model, as in model.json.
-        minibatch: frames of a minibatch by the position in epochs. The size changes only where
-            every replica has done the same number of minibatches. Recurrent models do not use it.
+        minibatch: frames of a minibatch by the position in epochs. The size changes only when all
+            replicas have done the same number of minibatches. Recurrent models do not use it.
         sync_period: minibatches between two syncs.
         seed: with the epoch, decides the order.
         shuffle_frames: frames that are shuffled together, rounded up to a multiple of all sizes.
-        warm: the callback of the warm start; in its epochs each replica reads all data, as if it
-            were the only one.
+        warm: the callback of the warm start, in whose epochs each replica reads all data.
 
     Raises:
         ValueError: there are too few frames or utterances for the replicas.
@@ -93,7 +89,7 @@ class TrainingData:
 
     @property
     def num_steps(self) -> int | None:
-        """Number of minibatches of a replica in an epoch; None if epochs differ much in it."""
+        """Number of minibatches of a replica in an epoch; None if epochs differ much."""
         replicas = self.strategy.num_replicas
         if self._changes_size or self._warm.replicas(self.strategy, 0)[0] != replicas:
             return None
@@ -102,7 +98,7 @@ class TrainingData:
         return math.ceil(math.ceil(self.num_frames / self._sizes_unit) / replicas)
 
     def about_sizes(self) -> str | None:
-        """Returns a sentence on sizes of minibatches that are never used; None if all are."""
+        """Returns a sentence on sizes of minibatches that never occur; None if all occur."""
         if self._recurrent or not self._changes_size:
             return None
         replicas = self.strategy.num_replicas
@@ -130,7 +126,7 @@ class TrainingData:
 
         Args:
             epoch: number of the epoch, from 0.
-            first: number of minibatches of all replicas that are done already; they are left out.
+            first: number of minibatches, of all replicas, that are done already and left out.
         """
         replicas, ids = self._warm.replicas(self.strategy, epoch)
         total = self.strategy.num_replicas
@@ -182,7 +178,8 @@ class TrainingData:
 
     def _stretches(self, epoch: int, replicas: int) -> list[_Stretch]:
         """Returns the parts of an epoch that have one minibatch size each."""
-        # At multiples of this, every replica has done the same number of minibatches of any size.
+        # After a multiple of `unit` frames, all replicas have done equally many minibatches,
+        # whatever their size.
         unit = self._sizes_unit * replicas
         starts: dict[int, int] = {}
         for segment in self._sizes.segments(epoch, self.num_frames):
@@ -229,8 +226,10 @@ class TrainingData:
 class _Stretch(NamedTuple):
     """Successive minibatches of one size in an epoch.
 
-    `first` is the number of the first one if the whole epoch had this size. `minibatches` is their
-    number, None for the last stretch of an epoch.
+    Attributes:
+        size: frames of a minibatch.
+        first: the number that the first one would have if all of the epoch had this size.
+        minibatches: how many there are; None for the last stretch of an epoch.
     """
 
     size: int
@@ -276,7 +275,7 @@ def training_chunks(
         context=description["context"],
         shuffle_frames=shuffle_frames,
     )
-    if len(minibatch) > 1:  # then epochs have different numbers of minibatches
+    if len(minibatch) > 1:  # the number of minibatches then differs between epochs
         made = made._replace(num_minibatches=None)
     return tfpara.Chunks(*made)
 
@@ -295,8 +294,8 @@ def held_out(
     Args:
         corpus: from `index.read`; for a run's model, from `runs.corpus_for`.
         split: name of the split.
-        strategy: strategy whose replicas share the split. With None, or an asynchronous strategy,
-            of which only the chief scores, the result is a plain dataset.
+        strategy: strategy whose replicas share the split. With None the result is a plain dataset;
+            also with an asynchronous strategy, in which only the chief scores.
         description: description of the model, as in model.json. Recurrent models get as many
             streams as in training.
         minibatch: frames of a minibatch, for other models.

@@ -1,4 +1,4 @@
-"""Applies a run's model to utterances: decodes phones, or gives log-likelihoods for Kaldi.
+"""Applies a run's model to utterances: decodes phones, or computes log-likelihoods for Kaldi.
 
 Priors, bigram and transitions are counted once, in the labels of the training split. The counts are
 kept in RUN_DIR/decoding.json, with the fingerprint of their corpus.
@@ -61,7 +61,7 @@ def posteriors(
     Args:
         model: as for `utterances`.
         description: as for `utterances`.
-        trained: has the width of a frame, and the statistics of the training frames.
+        trained: the width and the statistics of the training frames.
 
     Returns:
         A function float32 [num_frames, feature_dim] -> float32 [num_outputs, num_classes].
@@ -87,7 +87,8 @@ def statistics(
     Args:
         run_dir: directory of the run; the counts are kept there.
         description: description of the run.
-        corpus: the corpus to be evaluated, if there is one; used if it is that of the training.
+        corpus: the corpus that is evaluated, if there is one. If it is that of the training, it is
+            not read again.
 
     Returns:
         `frames`, [K], the number of frames of each class, and, if the classes are phone states,
@@ -181,7 +182,7 @@ def score(
 
 
 def outputs_per_row(description: dict[str, Any], trained: runs.Frames) -> int:
-    """Returns how many outputs of a model there are to a row of log-likelihoods for Kaldi.
+    """Returns the number of a model's outputs for each row of log-likelihoods for Kaldi.
 
     With labels of F frames each (`--frame_subsampling`) Kaldi's decoders take a row for every F
     frames, of frames 0, F, 2F and so on; the model has an output for each frame or each stack.
@@ -204,12 +205,12 @@ def log_likelihoods(
 ) -> Iterator[tuple[str, np.ndarray]]:
     """Yields (id, log posteriors minus log priors), in the order of the classes, for Kaldi.
 
-    Those of a class without a training frame are about `models.decoding.UNSEEN`.
+    Values of a class without a training frame are about `models.decoding.UNSEEN`.
 
     Args:
-        log_posteriors: of each utterance: its id, and float32 [num_outputs, num_classes].
+        log_posteriors: for each utterance its id, and float32 [num_outputs, num_classes].
         content: from `statistics`.
-        every: outputs to a row, from `outputs_per_row`; the first of them is taken.
+        every: number of outputs for each row, from `outputs_per_row`; the row is the first of them.
     """
     prior = decoding.log_prior(np.array(content["frames"])).astype(np.float32)
     for utterance, found in log_posteriors:

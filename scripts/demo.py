@@ -1,15 +1,17 @@
-"""The main job from end to end: speech is made, DNNs trained under rules, the best one exported.
+"""The main job from end to end: makes speech, trains DNNs under rules, exports the best one.
 
 scripts/demo.sh        (or python -m scripts.demo)
 
-From one common initial model, an epoch of single-process SGD, it trains single SGD on one process
-and each rule on --workers processes, a thread each, for the same epochs with the same schedule;
-asynchronous SGD has a parameter server and a chief beside them. It takes about three minutes on two
-free cores; --thorough has three more rules and more epochs, and takes about six.
-The run with Nesterov block momentum also keeps averages of its global models, which are rows of
-their own: they are never fed back, so that the training is the same. Then it prints a table, and
-leaves results.json, learning_curves.png, the runs and a SavedModel of the model that is best on the
-validation set in --out. samples/s is that of training, from the end of each epoch's first step on.
+All runs start from one model, which one process has trained for an epoch by SGD. Then one process
+continues with SGD, and --workers processes, with a thread each, train under each rule, for the same
+epochs with the same schedule. Asynchronous SGD has a parameter server and a chief, too. That takes
+about three minutes on two free cores; --thorough has three more rules and more epochs, and takes
+about six.
+
+The run with Nesterov block momentum also keeps averages of its global models, which have rows of
+their own in the table; they do not change the training. The demo prints the table, and writes
+results.json, learning_curves.png, the runs and a SavedModel of the model that is best on the
+validation set to --out. samples/s is the speed of training without each epoch's first step.
 """
 
 from __future__ import annotations
@@ -90,7 +92,7 @@ _AVERAGES = {"ma": "MA", f"ema-{_EMA_DECAY}": f"EMA({_EMA_DECAY})"}
 
 def main() -> None:
     started = time.monotonic()
-    # With this, a running training ends with the demo.
+    # Without this, a running training would outlive the demo.
     common.exit_on_sigterm()
     out = Path(_OUT.value)
     with common.bad_input():
@@ -118,7 +120,7 @@ def main() -> None:
 
 
 def _plan() -> str:
-    """Returns what the demo is about to do, and how long that takes, in words."""
+    """Returns a sentence on what the demo will do, and how long that takes."""
     titles = ", ".join(run.title for run in _runs()[1:])
     # About what the parts take on two free cores, with the default network.
     speech = _TRAIN.value + 2 * _HELD_OUT.value
@@ -184,7 +186,7 @@ class _Progress:
         sys.stdout.flush()
 
     def follow(self, run: _Run, printed: str) -> None:
-        """Moves the bar to the progress of a run that has printed this."""
+        """Moves the bar to the progress of a run, by all that it has printed."""
         begun = [int(epoch) for epoch in re.findall(r"Epoch (\d+)/\d+", printed)]
         self._bar.n = self._done + max(max(begun, default=1) - 1, 0) / _workers(run)
         self._bar.set_description_str(run.title, refresh=False)

@@ -1,4 +1,4 @@
-"""The check of a run's model.json, before a model is built from it."""
+"""The check of a run's model.json before a model is built from it."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from typing import Any
 from input.streams import NORMALISATIONS
 from models.presets import BUILDERS
 
-# The arguments of builders that are no sizes, and their types.
+# Arguments of builders that are not sizes, and their types.
 _OTHERS = {"activation": (str,), "dropout": (int, float), "cell_clip": (int, float, type(None))}
 _SEEDS = ("seed", "streams")  # given by the program that builds the model
-_LARGEST = 1 << 20  # of a number that only says how data are treated
-_LAYER_BYTES = 100  # that a layer takes at least in a file of weights
+_LARGEST = 1 << 20  # of numbers that concern the data alone
+_LAYER_BYTES = 100  # the fewest bytes of a layer in a file of weights
 
 
 def check(description: Any, room: int) -> None:
-    """Refuses a description that no run has written, or whose model its weights do not fill.
+    """Refuses a description that no run has written, or whose model is far larger than its weights.
 
-    So what is allocated for the model is a small multiple of what its file of weights holds.
+    So a damaged description cannot make a program allocate far more than the file of weights has.
 
     Args:
         description: content of model.json.
-        room: bytes of the file of weights.
+        room: size of the file of weights, in bytes.
 
     Raises:
         ValueError: the description is wrong; the message names the key and its value.
@@ -54,11 +54,11 @@ def check(description: Any, room: int) -> None:
 
 
 def least_weights(kind: str, sizes: Mapping[str, int]) -> int:
-    """Returns a number of weights that a model has at least: those of its large matrices.
+    """Returns the number of weights in a model's large matrices; it has at least so many.
 
     Args:
         kind: name of the builder.
-        sizes: all its arguments that are sizes.
+        sizes: its arguments that are sizes.
     """
     if kind == "dnn":
         return _dense(sizes["input_dim"], sizes["layers"], sizes)
@@ -76,7 +76,7 @@ def least_weights(kind: str, sizes: Mapping[str, int]) -> int:
 
 
 def _dense(into: int, layers: int, sizes: Mapping[str, int]) -> int:
-    """The weights of Dense layers of one width, and of the logits after them."""
+    """Returns the number of weights of Dense layers of one width, and of the logits after them."""
     width, classes = sizes["width"], sizes["num_classes"]
     if not layers:
         return into * classes
@@ -84,7 +84,7 @@ def _dense(into: int, layers: int, sizes: Mapping[str, int]) -> int:
 
 
 def _sizes(kind: str, arguments: Mapping[str, Any]) -> dict[str, int]:
-    """Returns all sizes of a model, those by default too."""
+    """Returns all sizes of a model, including defaults."""
     try:
         bound = inspect.signature(BUILDERS[kind]).bind(**arguments)
     except TypeError as error:

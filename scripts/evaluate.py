@@ -27,7 +27,7 @@ from scripts.data import held_out, is_recurrent, stream_options
 from tfpara.algorithms import BSP
 from tfpara.sync.strategy import PeriodicSyncStrategy
 
-_SILENCE = "_"  # eSpeak NG's name of the silence, of corpora that do not name theirs
+_SILENCE = "_"  # eSpeak NG's name of silence, for corpora that do not name theirs
 
 _RUN_DIR = flags.DEFINE_string(
     "run_dir", None, "directory of a run of scripts.train", required=True
@@ -93,7 +93,7 @@ def main() -> None:
 
 
 def _check_flags() -> None:
-    """Refuses wrong flags early that would otherwise fail only after the frames are scored."""
+    """Refuses wrong flags now, which would otherwise fail after all frames are scored."""
     if (_DECODE.value or _LOGLIKES.value) and tfpara.cluster.read().num_workers > 1:
         raise ValueError(
             "--decode and --write_loglikes run in one process. Start evaluate without the launcher."

@@ -1,12 +1,12 @@
-"""Writes a run's log-likelihoods of a Kaldi data directory, for Kaldi's decoders; needs no labels.
+"""Computes log-likelihoods for Kaldi's decoders: of a Kaldi data directory, by a run's model.
 
 python -m scripts.forward --run_dir=runs/bmuf --data=data/test --out=exp/bmuf/loglikes
 
-Writes OUT.ark and OUT.scp: for each utterance log posteriors minus log priors, a row for each frame
-(of a model that stacks frames, for each stack; of labels of --frame_subsampling=F, for every F
-frames), a column for each pdf-id. `latgen-faster-mapped` reads them. Features are made as those of
-the corpus that the run was trained on: taken from feats.scp, or computed from wav.scp; --cmvn,
-deltas. Priors are counted in that corpus, once; they are kept in RUN_DIR/decoding.json.
+Writes OUT.ark and OUT.scp, which `latgen-faster-mapped` reads: log posteriors minus log priors of
+each utterance. There is a column for each pdf-id, and a row for each frame; for each stack if the
+model stacks frames, and for every F frames with labels of --frame_subsampling=F. No labels are
+needed. Features are made as for the corpus of the training: from feats.scp or from wav.scp, with
+its --cmvn and deltas. Priors are counted once in that corpus, and kept in RUN_DIR/decoding.json.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def _check_flags() -> None:
 
 
 def _part(made: dict[str, Any]) -> Part:
-    """Opens the data directory; `made` says how the features of the training were made."""
+    """Opens the data directory; `made` has the options of the training's features."""
     plain = sources.Extraction()
     kind = made.get("features", plain.kind)
     computed, directory = kind != "given", Path(_DATA.value)

@@ -1,9 +1,9 @@
-"""The figures of the house: `python -m scripts.house [ROOT]`.
+"""Figures on the code of `tfpara/`: `python -m scripts.house [ROOT]`.
 
-Counts by the syntax tree over `tfpara/` of a checkout: lines by folder, long functions, large
-classes and files, annotations, docstrings, `Any`, private names of TensorFlow and Keras, the floors
-of the folders, and circles of imports. `--comments=N` prints N random comments and docstrings
-instead, to be read by somebody who did not write them.
+The figures come from the syntax trees of a checkout: lines by folder, long functions, large classes
+and files, annotations, docstrings, `Any`, private names of TensorFlow and Keras, the floors of the
+folders, and circles of imports. `--comments=N` prints N random comments and docstrings instead, for
+a reader who did not write them.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Module:
         return len(self.text.splitlines())
 
     def functions(self) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-        """Gives all functions and methods."""
+        """Yields all functions and methods."""
         return (node for node in self.nodes if isinstance(node, _FUNCTIONS))
 
 
@@ -65,7 +65,7 @@ def modules(root: Path = HERE) -> dict[str, Module]:
 
 
 def imported(module: Module, known: Mapping[str, object]) -> set[str]:
-    """Returns the known modules that one imports, within functions and for types alone too."""
+    """Returns the known modules that a module imports, also in functions and for types alone."""
     found = set()
     for node in module.nodes:
         if isinstance(node, ast.Import):
@@ -83,7 +83,7 @@ def imported(module: Module, known: Mapping[str, object]) -> set[str]:
 
 
 def imports(house: Mapping[str, Module]) -> dict[str, set[str]]:
-    """Returns the imports of each module but the package itself, which all load by name."""
+    """Returns the imports of each module; `tfpara` itself, whose names load late, is left out."""
     names = {name: imported(module, house) - {"tfpara"} for name, module in house.items()}
     del names["tfpara"]
     return names
@@ -159,8 +159,8 @@ def size_of(node: ast.AST) -> int:
 def private_names(house: Mapping[str, Module]) -> dict[str, set[str]]:
     """Returns the private names of other libraries in each module that has any.
 
-    Private is a module of `_PRIVATE_MODULES`, and an attribute with an underscore which nothing in
-    the package defines. (One of the same name as a private attribute of the package is missed.)
+    Private names are modules of `_PRIVATE_MODULES`, and attributes with an underscore that nothing
+    in the package defines. (An attribute that has the name of one of the package's is missed.)
     """
     own: set[str] = set()
     for module in house.values():
@@ -194,7 +194,7 @@ def _is_self(node: ast.AST) -> bool:
 
 
 def prose(module: Module) -> Iterator[tuple[int, str]]:
-    """Gives the comments (several lines as one) and docstrings of a module, with their lines."""
+    """Yields the comments (several lines as one) and docstrings of a module, with their lines."""
     last, start, joined = -2, 0, ""
     for token in tokenize.generate_tokens(io.StringIO(module.text).readline):
         if token.type != tokenize.COMMENT:

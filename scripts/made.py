@@ -1,4 +1,4 @@
-"""What the programs that read recorded speech show: progress bars, and lines at the end."""
+"""Progress bars, and lines at the end, of the programs that read recorded speech."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def summary(made: CorpusIndex, reused: bool, seconds: float) -> str:
 
 
 def skipped(counts: Mapping[str, int]) -> str:
-    """Returns the end of a line about utterances that were left out, by kind of problem."""
+    """Returns the end of the last line: utterances that were left out, by kind of problem."""
     if not counts:
         return ""
     return "; skipped " + ", ".join(

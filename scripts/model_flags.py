@@ -95,7 +95,7 @@ def description(corpus: CorpusIndex, coefficients: int | None = None) -> dict[st
 
 
 def about_width(description: dict[str, Any]) -> str | None:
-    """Returns a sentence where frames are of another width than in the paper of --model."""
+    """Returns a sentence if frames are not as wide as in the paper of --model; else None."""
     if _MODEL.value == _PLAIN:
         return None
     preset = presets.get(_MODEL.value)
@@ -130,10 +130,10 @@ def sigmoid_dnn(corpus: CorpusIndex) -> dict[str, Any]:
 
 
 def _bands(corpus: CorpusIndex, frame_dim: int) -> int:
-    """Returns the number of filterbank channels, of which `frame_dim` must be a multiple.
+    """Returns the number of filterbank channels; `frame_dim` must be a multiple of it.
 
     Raises:
-        ValueError: the frames have other features, or nothing says what they have.
+        ValueError: the frames have other features, or it is not known which.
     """
     made, where = corpus.options, f"--model={_MODEL.value} needs frames of filterbank channels"
     kind, blocks = made.get("features", "fbank"), int(made.get("deltas", 2)) + 1

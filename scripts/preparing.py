@@ -143,7 +143,7 @@ def run(
 
     Args:
       open_source: opens the source of a directory.
-      made_with: options of this program alone.
+      made_with: the program's own options, which the index records.
       allow_pipes: whether commands in cmvn.scp are run.
     """
     started = time.monotonic()
@@ -177,7 +177,7 @@ def run(
 
 
 def _check() -> None:
-    """Refuses flags that would do nothing beside the others; `_recorded` those that do for data."""
+    """Refuses flags that have no effect with the other flags; `_recorded` looks at the data."""
     cepstra = _FEATURES.value != "fbank"
     common.only_for(_CMVN.value != "none", (_NORM_VARS,), "--cmvn")
     common.only_for(bool(_PHONES.value), (_SILENCE,), "--phones")
@@ -215,7 +215,7 @@ def _extraction() -> sources.Extraction:
 
 
 def _recorded(opened: Mapping[str, sources.Source], extraction: sources.Extraction) -> dict:
-    """Returns the options of the features for the index; "given" means those of a feats.scp."""
+    """Returns the features' options for the index; "given" means features of a feats.scp."""
     from_audio = {split: isinstance(source, sources.Audio) for split, source in opened.items()}
     if len(set(from_audio.values())) > 1:
         raise ValueError(

@@ -4,9 +4,9 @@ python -m scripts.pretrain --corpus=corpus --out=runs/rbm/model.weights.h5 --lay
 python -m scripts.train --corpus=corpus --run_dir=runs/dnn --activation=sigmoid \\
     --init=runs/rbm/model.weights.h5
 
-The second command needs the same --model, --scale, --layers, --width and --context. Runs in one
-process; every worker of the training then starts from the file. Beside it a .json file says which
-net it is of, and how well each layer reconstructs what it sees.
+The second command needs the same --model, --scale, --layers, --width and --context. The first runs
+in one process; every worker of the training then starts from its file. A .json file beside that
+describes the network, and has the reconstruction errors of each layer.
 """
 
 from __future__ import annotations

@@ -232,7 +232,7 @@ def _check() -> None:
 
 
 def _block_momentum() -> float | str | None:
-    """Returns what --block_momentum says: a number, or a name that BMUF checks."""
+    """Returns the value of --block_momentum: a number, or a name that BMUF checks."""
     given = _ETA.value
     try:
         return None if given is None else float(given)
@@ -266,7 +266,7 @@ def _given(**chosen: flags.FlagHolder) -> dict[str, Any]:
 
 
 def averages() -> dict[str, Any]:
-    """Returns the averages of the global model that the flags say, by name."""
+    """Returns the averages of the global model by name, as the flags choose them."""
     try:
         found: dict[str, Any] = {
             f"ema-{decay}": algorithms.EMA(float(decay), _COUNTED.value) for decay in _EMA.value

@@ -1,7 +1,7 @@
 """The record of the files that a run has written in its directory.
 
-RUN_DIR/files.txt has a name, or a pattern of names, in each line. A program adds the names before
-it writes the files. Only files in this record are ever removed.
+Each line of RUN_DIR/files.txt is a name, or a pattern of names. A program adds names before it
+writes the files. Only files in this record are ever removed.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _CHECKPOINT_NAMES = f"{_CHECKPOINTS}/checkpoint-" + 8 * "[0-9]"
 _EVENTS = "tensorboard/events.out.tfevents.*"
 EVALUATOR = "evaluator"  # the directory of its scores
 _SCORES = f"{EVALUATOR}/scores.csv"
-# Files that a run has before its first checkpoint; all others are results.
+# Files that a run writes before its first checkpoint; all others are results.
 _AT_START = ("flags.txt", "model.json", "held_out.csv", _EVENTS)
-_LONGEST_NAME = 1000  # characters; a pattern takes time by its length
-_BEING_WRITTEN = ".[0-9]*."  # begins the second name of a file of weights, while it is written
+_LONGEST_NAME = 1000  # characters; a long pattern would take long to match
+_BEING_WRITTEN = ".[0-9]*."  # a file of weights has this before its name while it is written
 
 
 def checkpoints(run_dir: Path) -> Path:
@@ -60,8 +60,8 @@ def check(run_dir: Path, names: Sequence[str], start_over: bool, init: str | Non
         init: the file of weights to start from, if there is one.
 
     Raises:
-        ValueError: the run would replace files that are not of an earlier run, or the results of
-            an earlier run; or files that would be removed are elsewhere, through a link.
+        ValueError: the run would replace results of an earlier run, or files of something else; or
+            a link leads from a file that would be removed to another directory.
     """
     _check_init(run_dir, names, init)
     if start_over:
@@ -155,9 +155,9 @@ def _recorded(run_dir: Path) -> list[str]:
 
 
 def _check_links(run_dir: Path, found: Iterable[Path]) -> None:
-    """Refuses to remove files that are in another folder, to which a link within `run_dir` leads.
+    """Refuses to remove files that are in another folder, to which a link in `run_dir` leads.
 
-    A file that is a link itself is no such: the link alone is removed.
+    A file that is itself a link is no problem: only the link is removed.
     """
     inside = run_dir.resolve()
     for path in found:

@@ -1,14 +1,14 @@
-"""The directory of a training run: what `train` leaves there, and other programs read.
+"""The directory of a training run, which `train` writes and other programs read.
 
-model.json               the model's kind and arguments, how it gets its frames, its corpus and what
-                         normalises them
+model.json               the model's kind and arguments, how its frames are made and normalised, and
+                         its corpus
 model.weights.h5         the global model; AVERAGE.weights.h5 for each average
 history.json             the log of every epoch, and a summary
 held_out.csv             the held-out scores of all weights
 flags.txt                the flags of the run, for --flagfile
 files.txt                the names of these files: see `run_files`
 tensorboard/             event files
-checkpoints/             to go on from
+checkpoints/             checkpoints, from which a run is resumed
 """
 
 from __future__ import annotations
@@ -119,22 +119,22 @@ def load_weights(model: keras.Model, path: Path) -> None:
 
 
 def beside(weights: Path) -> Path:
-    """Returns NAME.json for NAME.weights.h5: `pretrain` and runs describe their model there."""
+    """Returns NAME.json for NAME.weights.h5, in which `pretrain` and runs describe the model."""
     return weights.with_name(weights.name.removesuffix(".weights.h5") + ".json")
 
 
 def check_activation(description: Mapping[str, Any], weights: Path) -> None:
-    """Refuses weights of units with another activation, where the file beside them tells.
+    """Refuses weights of units with another activation, if a file beside them names one.
 
     Raises:
-        ValueError: the units of the description are others than those of the weights.
+        ValueError: the description has another activation than the weights.
     """
     try:
         with open(beside(weights), "rb", opener=files.regular) as file:
             theirs = json.loads(file.read())["arguments"]["activation"]
         ours = description["arguments"]["activation"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return  # nothing is known of them
+        return  # the activation is not known
     if theirs != ours:
         raise ValueError(
             f"{weights} has the weights of {theirs} units, says {beside(weights).name} beside it, "
@@ -160,12 +160,12 @@ def entropy_name(description: Mapping[str, Any]) -> str:
 
 
 class Frames(NamedTuple):
-    """A description of the frames that a model was trained on; others need the same treatment."""
+    """A description of the frames that a model was trained on; it needs such frames ever after."""
 
     feature_dim: int
     mean: np.ndarray  # float32 [feature_dim], of the training frames
     stddev: np.ndarray  # float32 [feature_dim]
-    options: dict[str, Any]  # how the features were made
+    options: dict[str, Any]  # options of the features
     classes: str  # a checksum of the names of the classes, in their order
 
 
@@ -184,8 +184,8 @@ def frames(description: Mapping[str, Any]) -> Frames:
     """Returns the description of the frames that a run's model was trained on.
 
     Raises:
-        FileNotFoundError, ValueError: model.json is of an older version, which left them to the
-            corpus, and that has gone or changed.
+        FileNotFoundError, ValueError: model.json is of an older version and lacks them, and the
+            corpus is gone or has changed.
     """
     if "frames" in description:
         kept = dict(description["frames"])
@@ -233,14 +233,14 @@ def corpus_for(description: Mapping[str, Any], directory: str | None = None) -> 
     about = about_features(corpus, trained)
     if about is not None:
         print(about, flush=True)
-    # The corpus' own statistics are those of its training split, which may be a different one.
+    # The corpus' own statistics are of its own training split, perhaps not that of the run.
     return dataclasses.replace(corpus, mean=trained.mean, stddev=trained.stddev)
 
 
 def about_features(corpus: CorpusIndex, trained: Frames) -> str | None:
-    """Returns a sentence where it cannot be known that a corpus has the features of the training.
+    """Returns a sentence if a corpus may have other features than the training; else None.
 
-    That is where one of the two has been taken from a feats.scp, and the other computed from audio.
+    It may if the features of one come from a feats.scp, and those of the other from audio.
     """
     theirs, ours = (made.get("features", "fbank") for made in (corpus.options, trained.options))
     if theirs == ours or "given" not in (theirs, ours):
@@ -288,9 +288,9 @@ def named_scores(scores: dict[str, Any]) -> dict[str, float]:
 
 
 def speed(history: list[dict[str, float]]) -> dict[str, float]:
-    """Returns the speed over the whole run; without the times of syncs where there are none.
+    """Returns the speed over the whole run, and the times of syncs if there are any.
 
-    Epochs have the same frames, so the rates are averaged harmonically.
+    Epochs have equally many frames, so their speeds are averaged harmonically.
     """
     means = {}
     speeds = [log["samples_per_second"] for log in history if log.get("samples_per_second")]

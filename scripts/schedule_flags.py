@@ -228,7 +228,7 @@ def before_scores(num_replicas: int, warm: callbacks.WarmStart) -> list[keras.ca
 
 
 def of_scores() -> list[str]:
-    """Returns the flags given that need held-out scores, such as "--schedule=newbob"."""
+    """Returns those of the given flags that need held-out scores, such as "--schedule=newbob"."""
     guard = [] if _GUARD.value is None else [f"--{_GUARD.name}={_GUARD.value}"]
     return (["--schedule=newbob"] if _schedule() == "newbob" else []) + guard
 
@@ -263,7 +263,7 @@ def after_scores(entropy: str, validation: Any) -> list[keras.callbacks.Callback
 class _HandsRate(keras.callbacks.Callback):
     """Logs the learning rate of --schedule=hand at the end of each epoch.
 
-    Not with rules whose workers have optimizers of their own, which count for themselves.
+    It logs none if workers have their own optimizers, whose counts differ.
 
     Args:
         first: the rate at the start.
@@ -284,9 +284,9 @@ class _HandsRate(keras.callbacks.Callback):
 
 
 def _step() -> int:
-    """Returns the minibatches that an iteration of the optimizer is of.
+    """Returns the number of minibatches in an iteration of the optimizer.
 
-    An iteration of the servers' optimizer is a push; those of workers and replicas are minibatches.
+    An iteration of the servers' optimizer is a push. Those of workers and replicas are minibatches.
     """
     by_pushes = async_flags.counts_pushes(rule_flags.rule_name())
     return next(iter(sync_periods().values())) if by_pushes else 1

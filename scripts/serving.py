@@ -1,4 +1,4 @@
-"""The steps of a served model around the network: from an utterance's features to posteriors."""
+"""The steps of a served model before and after the network."""
 
 from __future__ import annotations
 
@@ -68,8 +68,8 @@ def model_input(
     """Returns a function that makes a model's input from an utterance's frames with deltas.
 
     Args:
-        trained: from `runs.frames` or `runs.corpus_for`; has the mean and standard deviation of the
-            training frames, for "global" normalisation.
+        trained: from `runs.frames` or `runs.corpus_for`, with the mean and standard deviation of
+            the training frames, for "global" normalisation.
         description: description of the model. `context` frames are spliced on each side, `stack`
             frames (default 1) are joined to one, and the last input is repeated `label_delay` times
             (0). The first `coefficients` of each frame are used (all), with `normalisation`
@@ -99,7 +99,7 @@ def model_input(
 
 
 def label_delay(description: Mapping[str, Any]) -> int:
-    """Returns the number of outputs by which a model is late; 0 for a model without streams."""
+    """Returns by how many outputs a model lags behind its input; 0 without streams."""
     return int(description.get("label_delay", 0)) if is_recurrent(description) else 0
 
 

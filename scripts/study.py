@@ -5,17 +5,15 @@ python -m scripts.study --out=runs/async --suite=async     asynchronous rules, b
 python -m scripts.study --out=runs/grid --suite=replicas   numbers of replicas, rules and periods
 python -m scripts.study --out=runs/003 --paper=003 --table=4    a table of a paper
 
-The third one is described in `scripts/study_grid.py`; it leaves page.md and pictures in --out. That
-of a paper leaves page.md with the paper's figures beside ours, and whether their order is the same;
-without --table it has all tables of the paper that are made here.
-
-The others:
-
-Trains what the suite lists on synthetic speech, --jobs runs at a time with a thread each, then
+It trains the runs of a suite on synthetic speech, --jobs at a time with a thread each. Then it
 scores each of their models on the test split: frame error rate, and phone error rate of the decoded
-phones. N replicas, or asynchronous workers, are simulated in one process. Leaves results.json,
-table.md, the runs and their logs in --out. A run that has ended is not trained again, and one that
-was interrupted goes on. The table's minutes are those of training, start included.
+phones. N replicas, or asynchronous workers, are simulated in one process. It writes results.json,
+table.md, the runs and their logs to --out. A finished run is not trained again, and an interrupted
+one continues. The table's minutes are those of training, start included.
+
+The suite `replicas` is described in `scripts/study_grid.py`; it writes page.md and pictures. For a
+paper, page.md has the paper's figures beside ours, and tells whether their order is the same;
+without --table it has all tables of the paper that this program can make.
 """
 
 from __future__ import annotations
@@ -124,7 +122,7 @@ def _all(out: Path, chosen: list[Run]) -> list[dict[str, Any]]:
 
 def _side_by_side(calls: Iterable[Callable[[], Any]]) -> list[Any]:
     """Calls functions, --jobs at a time; returns their results in order."""
-    # With this, running trainings end with the study; they can be resumed.
+    # Without this, running trainings would outlive the study. They can be resumed.
     common.exit_on_sigterm()
     with concurrent.futures.ThreadPoolExecutor(_jobs()) as pool:
         futures = [pool.submit(call) for call in calls]
@@ -175,7 +173,7 @@ def _pretrain(out: Path) -> None:
 
 
 def _first_epoch(out: Path) -> None:
-    """Trains, on one replica, the model that `study_runs.FIRST` stands for."""
+    """Trains the model of `study_runs.FIRST` on one replica."""
     if not _weights(out, study_runs.FIRST).is_file():
         print("the common first epoch ...", flush=True)
         where = [f"--corpus={out / 'corpus'}", f"--run_dir={out / study_runs.FIRST}"]
@@ -220,7 +218,7 @@ def _replicas(run: Run) -> int:
 
 
 def _seconds(run_dir: Path, now: float) -> float:
-    """Returns the seconds of the call that ended the run: `now`, unless it had ended before."""
+    """Returns the seconds of the call that finished the run: `now`, unless an earlier one did."""
     file = run_dir / "seconds.json"
     if not file.exists():
         common.write_json(file, now)

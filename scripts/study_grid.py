@@ -1,10 +1,10 @@
 """The suite `replicas` of `scripts.study`: rules over numbers of replicas and sync periods.
 
-For each task the learning rate is chosen for one replica, by its validation error, and kept. Then
-every rule trains with every number of replicas, sync period and seed. The validation error is that
-of the model at the end, of as many samples for all.
+For each task the learning rate is chosen for one replica, by its validation error. With that rate
+every rule trains with every number of replicas, sync period and seed, each time on as many samples.
+The validation error is that of the last model.
 
-`all-reduce` is what N replicas make that average their gradients in each step: one replica with
+`all-reduce` stands for N replicas that average their gradients in each step: it is one replica with
 minibatches N times as large. It has no sync period, and the best of three rates for each N.
 """
 
@@ -64,14 +64,14 @@ FLAGS = (_TASKS, _COUNTS, _PERIODS, _CHOSEN, _SEEDS, _PASSES)
 
 _DECAY = "0.8"
 _WEIGHTS = {"global": "", f"ema-{_DECAY}": f", EMA({_DECAY})"}
-# By how much more than one replica's error the default rule may have, by number of replicas.
+# The share by which the default rule's error may exceed one replica's, by number of replicas.
 _AIMS = {4: 0.01, 8: 0.03, 16: 0.05}
 
 
 class Cell(NamedTuple):
-    """A training: of one replica if `rule` is empty, and then with no period.
+    """A training. If `rule` is empty, it is of one replica, and has no period.
 
-    Of `all-reduce` the period is 1.
+    For `all-reduce` the period is 1.
     """
 
     task: str
@@ -105,7 +105,7 @@ class Cell(NamedTuple):
         ]
 
     def file(self, out: Path) -> Path:
-        """The result; there once the training has ended."""
+        """Returns the path of the result, which is written at the end of the training."""
         return out / "runs" / f"{self.name}.json"
 
 
@@ -114,10 +114,10 @@ _Each = Callable[[Iterable[Callable[[], Any]]], list[Any]]
 
 
 def tasks() -> list[str]:
-    """Returns what --tasks says.
+    """Returns the value of --tasks.
 
     Raises:
-        ValueError: it, or another flag of the grid, has a value that there is not.
+        ValueError: a flag of this suite has an unknown value.
     """
     _checked("tasks", _TASKS.value, _UNITS)
     _checked("rules", _CHOSEN.value, _RULES)
@@ -137,14 +137,14 @@ def tasks() -> list[str]:
 
 
 def check_setting(out: Path, setting: dict[str, Any]) -> None:
-    """Notes what all runs of a directory have alike, of which their names say nothing.
+    """Records the settings that all runs of a directory share and that their names do not contain.
 
     Args:
         out: the directory.
         setting: values by flag, besides those of this module.
 
     Raises:
-        ValueError: the runs that are there have been made with others.
+        ValueError: the runs in the directory were made with other settings.
     """
     setting = {**setting, _PASSES.name: _PASSES.value}
     file = out / "setting.json"
@@ -192,7 +192,7 @@ def train(out: Path, each: _Each) -> Results:
 def _all_reduce(
     out: Path, chosen: dict[str, float], counts: list[int], seeds: list[int], each: _Each
 ) -> list[Cell]:
-    """The trainings of all seeds, with the best of 1, √N and N times one replica's rate."""
+    """Returns trainings of all seeds, with the best of 1, √N and N times one replica's rate."""
     tried = {
         (task, count): [
             Cell(task, _ALL_REDUCE, count, 1, seeds[0], float(f"{rate * factor:.3g}"))
@@ -225,13 +225,13 @@ def _results(out: Path, cells: list[Cell], each: _Each) -> Results:
 
 
 def _error(result: dict[str, Any], weights: str = "global") -> float:
-    """The validation error at the end; infinite where the training has diverged."""
+    """Returns the validation error at the end; infinite if the training has diverged."""
     error = result["errors"].get(weights)
     return math.inf if error is None or math.isnan(error) else error
 
 
 def page(results: Results) -> str:
-    """Returns the tables, in Markdown, and what is beyond the aims."""
+    """Returns the tables and the results beyond the aims, in Markdown."""
     parts = []
     for task in dict.fromkeys(cell.task for cell in results):
         single = [_error(found) for cell, found in results.items() if _is_single(cell, task)]
@@ -265,7 +265,7 @@ def _table(task: str, results: Results) -> str:
 
 
 def _beyond(task: str, results: Results) -> list[str]:
-    """Where the rule that is taken by default is further from one replica than the aims allow."""
+    """Returns the cases in which the default rule is worse than the aims allow."""
     single = mean(_error(found) for cell, found in results.items() if _is_single(cell, task))
     found = []
     for key in dict.fromkeys(cell[:4] for cell in results if cell.rule == "bmuf"):
@@ -288,7 +288,7 @@ def _is_single(cell: Cell, task: str) -> bool:
 
 
 def _errors(results: Results, key: tuple[str, str, int, int], weights: str) -> list[float]:
-    """The errors of all seeds."""
+    """Returns the errors of all seeds."""
     return [_error(found, weights) for cell, found in results.items() if cell[:4] == key]
 
 
@@ -322,7 +322,7 @@ def draw(results: Results, out: Path) -> None:
 
 
 def _belongs(cell: Cell, rule: str, period: int) -> bool:
-    """Whether a training is one of the rule in the panel of a sync period."""
+    """Returns whether a training belongs to the rule's curve in the panel of a sync period."""
     return cell.rule == rule and (rule in ("", _ALL_REDUCE) or cell.period == period)
 
 

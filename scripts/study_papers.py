@@ -1,7 +1,7 @@
 """The tables of the four papers, made again on a small corpus by `scripts.study --paper --table`.
 
-Each row is a run, or an average of one, beside what the paper says. Error rates of another corpus
-cannot be the same; the order of the rows can. Speed-ups are left out: replicas are simulated.
+Each row has a run, or an average of one, beside the paper's figures. Error rates of another corpus
+cannot be the same, but the order of the rows can. Speed-ups are left out: replicas are simulated.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Row(NamedTuple):
     Attributes:
         labels: its first cells, one for each of `Table.heads`.
         paper: the paper's figures, one for each of `Table.columns`; lower is better.
-        run: the run that stands for it.
+        run: the run that corresponds to it.
         weights: the model of the run: "global", or an average.
     """
 
@@ -37,12 +37,12 @@ class Table(NamedTuple):
     """A table of a paper.
 
     Attributes:
-        title: what is in it.
+        title: title of the table.
         heads: heads of the rows' labels.
         columns: heads of the paper's figures.
-        rows: its rows.
-        here: what is other in our runs, in sentences.
-        measure: what is compared: "frame_error_rate", or "seconds" of the training.
+        rows: rows of the table.
+        here: differences between our runs and the paper's, in sentences.
+        measure: the figure that is compared: "frame_error_rate", or "seconds" of the training.
     """
 
     title: str
@@ -185,7 +185,7 @@ def _one_and_many(
     alone: tuple[float, ...],
     many: tuple[float, ...],
 ) -> list[Row]:
-    """Rows of one replica and of several, which stand for as many nodes as the paper had."""
+    """Returns rows of one replica and of several, which stand for the paper's nodes."""
     return [
         Row((label, "1"), alone, _of_001(optimizer, start, False)),
         Row((label, nodes), many, _of_001(optimizer, start, True)),
@@ -202,7 +202,7 @@ def _every(period: int) -> Run:
 
 # -- paper 002: averaged ASGD in one pass ----------------------------------------------------------
 
-# Sizes of a chunk: hours there, and minutes here.
+# Sizes of a chunk: hours in the paper, and minutes here.
 _CHUNKS = {1: 0.25, 5: 0.5, 10: 1.0, 20: 2.5, 25: 5.0}
 _TABLE_1_OF_002 = {
     1: (8.93, 22.15),
@@ -353,7 +353,7 @@ TABLES: Mapping[tuple[str, int], Table] = {
 
 
 def numbers(paper: str, wanted: Sequence[str]) -> list[int]:
-    """Returns the numbers of the tables of a paper that are wanted; all there are, of none.
+    """Returns the numbers of the requested tables of a paper; of all its tables if none is named.
 
     Raises:
         ValueError: one of them is not made here.
@@ -369,7 +369,7 @@ def numbers(paper: str, wanted: Sequence[str]) -> list[int]:
 
 
 def runs(paper: str, tables: Sequence[int]) -> list[Run]:
-    """Returns the runs of tables of a paper, each once, with all models that rows are of."""
+    """Returns the runs of tables of a paper, each once, with all models that rows need."""
     found: dict[str, Run] = {}
     for number in tables:
         for row in TABLES[paper, number].rows:
@@ -427,7 +427,7 @@ def _table(table: Table, rows: list[Row], found: list[Mapping[str, Any]]) -> str
 
 
 def _agreement(table: Table, rows: list[Row], found: list[Mapping[str, Any]]) -> str:
-    """Says how many pairs of rows have the paper's order, and which do not."""
+    """Returns a sentence on the pairs of rows that have the paper's order, and on the others."""
     ours = {row: _measured(table, each) for row, each in zip(rows, found, strict=True)}
     pairs = list(_ordered(rows))
     if not pairs:
@@ -450,7 +450,7 @@ def _agreement(table: Table, rows: list[Row], found: list[Mapping[str, Any]]) ->
 
 
 def _ordered(rows: Sequence[Row]) -> Iterator[tuple[Row, Row]]:
-    """Pairs of rows of which all columns say that the first is better."""
+    """Yields the pairs of rows whose first one is better in all columns."""
     for pair in itertools.permutations(rows, 2):
         if all(first < second for first, second in zip(pair[0].paper, pair[1].paper, strict=True)):
             yield pair
@@ -462,7 +462,7 @@ def _measured(table: Table, found: Mapping[str, Any]) -> float:
 
 
 def _places(figures: Sequence[float]) -> list[int]:
-    """The place of each figure, from 1 on; equal ones share it."""
+    """Returns the rank of each figure, from 1; equal figures share it."""
     return [1 + sum(other < figure for other in figures) for figure in figures]
 
 

@@ -1,6 +1,6 @@
 """The runs of the suites `models` and `async` of `scripts.study`, and the table of their scores.
 
-Those that the papers' tables share with them are taken from here by `scripts/study_papers.py`.
+`scripts/study_papers.py` takes some of these runs for the papers' tables.
 """
 
 from __future__ import annotations
@@ -8,15 +8,22 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-RBM = "rbm"  # the pretraining that the DNNs start from
-FIRST = "first-epoch"  # the run that other runs start from: one replica alone
+RBM = "rbm"  # the run that pretrains the DNNs
+FIRST = "first-epoch"  # a run of one replica, from which other runs start
 
 
 class Run(NamedTuple):
     """A training run.
 
-    `options` are flags of scripts.train, `models` names its rows in the table, `start` is the run
-    whose weights it starts from, and `replicas` how many a parallel run has; 0: --replicas.
+    Attributes:
+        name: name of the run.
+        model: kind of the model, in the table.
+        training: description of the training, in the table.
+        parallel: whether it has several replicas.
+        options: flags of scripts.train.
+        models: names of its models, which are its rows in the table.
+        start: the run from whose weights it starts; "" for random weights.
+        replicas: number of replicas of a parallel run; 0: --replicas.
     """
 
     name: str
@@ -134,7 +141,7 @@ ASYNC = (
         ),
         start=FIRST,
     ),
-    # The chunks are so long that 20 % of one show whether a learning rate is too high.
+    # Chunks are long here, so that 20 % of one suffice to see if a learning rate is too high.
     _one_pass(
         "aasgd-search",
         "averaged ASGD, one pass, rates searched",
@@ -147,7 +154,7 @@ ASYNC = (
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Returns the rows of runs, in Markdown; rates are None where a run has diverged."""
+    """Returns the table of runs, in Markdown. Error rates are None if a run has diverged."""
     names = {"global": "global", "ma": "MA"}
     lines = [
         "| model | training | replicas | epochs | weights | test frame error % | "

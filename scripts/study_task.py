@@ -2,11 +2,14 @@
 
 python -m scripts.study_task --task=digits --rate=0.05 --out=run.json --simulate_replicas=8
 
-speech: a deep network that names the phone state of a frame of a prepared corpus. characters: a
-small transformer that predicts the next character of the text that synthetic speech is read from.
-digits: a convolutional network with batch normalisation on scikit-learn's handwritten digits. The
-same number of samples is trained on, however many replicas there are. Writes the validation error
-of the global model, and of its averages, after each epoch.
+The tasks are
+
+- speech: a deep network finds the phone state of a frame of a prepared corpus;
+- characters: a small transformer predicts the next character of the text for synthetic speech;
+- digits: a convolutional network with batch normalisation reads scikit-learn's handwritten digits.
+
+The number of samples is the same for any number of replicas. The program writes the validation
+errors of the global model, and of its averages, after each epoch.
 """
 
 from __future__ import annotations
@@ -74,7 +77,7 @@ _Arrays = tuple[np.ndarray, np.ndarray]
 
 
 class _Task(NamedTuple):
-    """What is learned, from (x, y) by minibatches of that size."""
+    """A task: its data (x, y), the size of its minibatches, and its model."""
 
     train: _Arrays
     validation: _Arrays
@@ -104,7 +107,7 @@ def _speech() -> _Task:
 
 
 def _frames(corpus: Any, split: str) -> _Arrays:
-    """The frames of a split, each with its neighbours, and their classes."""
+    """Returns the frames of a split, each with its neighbours, and their classes."""
     utterances = corpus.split(split)
     frames, labels = [], []
     with index.open_shards(utterances) as files:
@@ -132,7 +135,7 @@ def _characters() -> _Task:
 
 
 def _windows(codes: np.ndarray) -> _Arrays:
-    """Pieces of text, and the characters that follow each of theirs."""
+    """Returns pieces of text, and for each of their characters the next one."""
     count = (len(codes) - 1) // _WINDOW
     x, y = codes[: count * _WINDOW], codes[1 : count * _WINDOW + 1]
     return x.reshape(count, _WINDOW), y.reshape(count, _WINDOW)
@@ -161,7 +164,7 @@ def _transformer(alphabet: int, width: int = 64, blocks: int = 2) -> keras.Model
 
 
 def _digits() -> _Task:
-    """1797 images of 8 × 8, of which every fourth is held out."""
+    """Returns the task of 1797 images of 8 × 8; every fourth is held out."""
     place = importlib.util.find_spec("sklearn")
     if place is None or place.origin is None:
         raise ValueError("--task=digits needs scikit-learn's data. Run: pip install scikit-learn")
@@ -202,7 +205,7 @@ def main() -> None:
         common.only_for(rule_flags.rule_name() == "none", [_ALL_REDUCE], "--rule=none")
         common.only_for(not rule_flags.is_async(), [_FIRST_PERIOD], "synchronous rules")
         out.parent.mkdir(parents=True, exist_ok=True)
-        # Devices of simulated replicas are made before any tensor.
+        # The devices of simulated replicas must be made before any tensor.
         strategy = None if rule_flags.is_async() else _strategy(_PERIOD.value)
         task = _MAKE[_TASK.value]()
         replicas = max(_ALL_REDUCE.value, rule_flags.simulated())
@@ -215,7 +218,7 @@ def main() -> None:
                 f"{samples} samples are no minibatch of {task.minibatch} for each of "
                 f"{replicas} replicas. Give more data, or fewer replicas."
             )
-        # A block of a synchronous rule ends with the epoch; a push has no more minibatches either.
+        # Neither a block of a synchronous rule nor a push is longer than an epoch.
         period = min(_PERIOD.value, steps)
         strategy = strategy or _strategy(period)
     keras.utils.set_random_seed(_SEED.value)
@@ -231,7 +234,7 @@ def main() -> None:
         )
     which = [name for name in strategy.weight_names if name != "local"]
     scores, history = tfpara.callbacks.HeldOut(task.validation, which), keras.callbacks.History()
-    # The last part of a minibatch is left out, so that all replicas take as many steps.
+    # Samples that fill no minibatch are left out, so that all replicas take equally many steps.
     x, y = (array[: steps * task.minibatch * replicas] for array in task.train)
     callbacks = [scores, history]
     if _FIRST_PERIOD.value:
@@ -275,15 +278,15 @@ def _strategy(period: int) -> Any:
 
 
 def _updates_per_step(replicas: int, period: int) -> float:
-    """How much the optimizer that has the schedule counts while each replica takes a step."""
+    """Returns by how much the schedule's optimizer counts on while each replica takes a step."""
     if not rule_flags.is_async():
         return 1.0
-    # Local optimizers go by the minibatches of all workers; the servers' one counts pushes.
+    # A worker's optimizer counts the minibatches of all workers; the servers' one counts pushes.
     return replicas / (period if async_flags.counts_pushes(rule_flags.rule_name()) else 1)
 
 
 def _exchanges(strategy: Any, model: keras.Model) -> int:
-    """The number of syncs, or of pushes."""
+    """Returns the number of syncs, or of pushes."""
     if isinstance(strategy, tfpara.AsyncStrategy):
         return strategy.statistics(model).pushes
     statistics = strategy.statistics()
@@ -291,7 +294,7 @@ def _exchanges(strategy: Any, model: keras.Model) -> int:
 
 
 def _errors(history: Mapping[str, Sequence[float]], which: str) -> list[float]:
-    """The validation error of these weights after each epoch: per cent, or bits per character."""
+    """Returns the validation error after each epoch, in % or bits per character."""
     name = "validation" if which == "global" else f"validation_{which}"
     if _TASK.value == "characters":
         return [loss / math.log(2.0) for loss in history.get(f"{name}_loss", ())]

@@ -6,10 +6,11 @@ tfpara-launch --ps 1 -n 2 -- python -m scripts.train --corpus=corpus --run_dir=r
 tfpara-launch --evaluator -n 2 -- python -m scripts.train --corpus=corpus --run_dir=runs/2
 
 A replica is a device of a worker. The run directory gets the weights, the log, the flags,
-checkpoints and TensorBoard's event files; scripts.evaluate and scripts.export read it. Started
-again with the same flags, a run that was interrupted goes on; asked to end (SIGTERM), it writes a
-checkpoint and ends with exit code 75. An evaluator scores each checkpoint on the validation data
-while others train: RUN_DIR/evaluator/scores.csv, and the best weights in RUN_DIR/best.weights.h5.
+checkpoints and TensorBoard's event files; scripts.evaluate and scripts.export read it. On SIGTERM
+the run writes a checkpoint and ends with exit code 75. If an interrupted run is started again with
+the same flags, it continues. An evaluator scores each checkpoint on the validation data while
+others train; it writes RUN_DIR/evaluator/scores.csv, and the best weights to
+RUN_DIR/best.weights.h5.
 """
 
 from __future__ import annotations
@@ -152,7 +153,7 @@ def main() -> None:
 
 
 def score_checkpoints() -> None:
-    """The program of an evaluator."""
+    """Runs the program of an evaluator."""
     run_dir = Path(_RUN_DIR.value)
     with common.bad_input():
         _check()
@@ -179,7 +180,7 @@ def score_checkpoints() -> None:
 
 
 class _History(keras.callbacks.Callback):
-    """Keeps the log of every epoch, also of those before an interruption."""
+    """Keeps the log of every epoch, including those before an interruption."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -219,7 +220,7 @@ def _check() -> None:
 
 
 def _check_held_out(corpus: index.CorpusIndex) -> None:
-    """Refuses flags that need held-out scores where the corpus has no validation data."""
+    """Refuses flags that need held-out scores if the corpus has no validation data."""
     if len(corpus.split("validation")):
         return
     needing = schedule_flags.of_scores()
@@ -298,7 +299,7 @@ def _start_run(run_dir: Path, files: list[str], description: dict[str, Any]) -> 
 def _callbacks(
     run_dir: Path, validation: Any, data: Any, warm: Any
 ) -> list[keras.callbacks.Callback]:
-    """Returns all callbacks but the last ones; without `validation` none that score."""
+    """Returns the callbacks, without history and checkpoints; none scores without `validation`."""
     replicas = data.strategy.num_replicas
     traced = [] if _TRACE.value is None else [tfpara.callbacks.Trace(_TRACE.value)]
     choosing = async_training.before_scores(data, validation) if rule_flags.is_async() else []

@@ -1,5 +1,5 @@
-"""Cost, measured: `python -m scripts.benchmarks --suite=SUITE --out=FILE.json`.
+"""Benchmarks: `python -m scripts.benchmarks --suite=SUITE --out=FILE.json`.
 
-Nothing is imported here: the peers' processes run in environments that have neither TensorFlow nor
+Nothing is imported here, since the peers' processes run in environments without TensorFlow and
 absl.
 """

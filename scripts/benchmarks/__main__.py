@@ -1,43 +1,44 @@
-"""Cost, measured: `python -m scripts.benchmarks --suite=SUITE --out=FILE.json`.
+"""Measures costs: `python -m scripts.benchmarks --suite=SUITE --out=FILE.json`.
 
-Suite `scaling`: the 12.5-million-parameter DNN (1320-6x1024-5723) on data in memory, one thread per
-worker. In one run and interleaved: plain Keras in one process, plain Keras in two processes that
-know nothing of each other, this strategy on one worker, and on two workers at several sync periods;
-and a bare all-reduce of the model's bytes. `ratio_to_independent` compares with the two independent
-processes of the same round.
+Suite `scaling`: the DNN of 12.5 million parameters (1320-6x1024-5723) on data in memory, one thread
+per worker. Each round measures, one after the other: plain Keras in one process, plain Keras in two
+processes that are independent of each other, this strategy on one worker and on two workers at
+several sync periods, and a bare all-reduce of the model's bytes. `ratio_to_independent` is the
+speed over that of the two independent processes of the same round.
 
-Suite `averages`: a sync of the same DNN under BMUF on two workers, with no averages and with three
-(EMA of two decays, MA), the global state replicated and sharded. `ratio_to_none` is the time of a
-sync over that without averages of the same round.
+Suite `averages`: a sync of the same DNN under BMUF on two workers, without averages and with three
+(EMA of two decays, MA), with replicated and sharded global state. `ratio_to_none` is the time of a
+sync over its time without averages in the same round.
 
 Suite `memory`: bytes of global state (model, momentum, EMA and MA) that each of N replicas keeps,
 for the same DNN; N replicas are simulated on devices of one process.
 
-Suite `input`: frames/s that the input pipeline gives on one core, from a corpus (--corpus), and
-frames/s that training the demo's model (4x512) takes on one core. `ratio_to_training` is the one
-over the other of the same round.
+Suite `input`: frames/s that the input pipeline reads from a corpus (--corpus) on one core, and
+frames/s that training of the demo's model (4x512) takes on one core. `ratio_to_training` is the
+first over the second in the same round.
 
-Suite `async`: pushes/s of one and two workers with one parameter server, of tfpara.AsyncStrategy
-and of TensorFlow's stock loop, for the same DNN and a tiny one. `ratio_to_stock` is of the same
-round.
+Suite `async`: pushes/s of one and two workers with one parameter server, by tfpara.AsyncStrategy
+and by TensorFlow's stock loop, for the same DNN and a tiny one. `ratio_to_stock` is the ratio of
+the two in the same round.
 
-Suite `faults`: how much of the time is progress while a worker that trains is killed every
---kill_every seconds: with elastic=, with a spare worker, and where all workers start again from a
-checkpoint. `goodput` is the time of an epoch without faults over that with faults.
+Suite `faults`: the part of the time that is progress while a worker is killed every --kill_every
+seconds: with elastic=, with a spare worker, and with a restart of all workers from a checkpoint.
+`goodput` is the time of an epoch without faults over that with faults.
 
-Suite `gpu`: six networks on one card: milliseconds of a step of plain Keras as a user has it (which
-XLA compiles on GPUs), of tfpara with one worker at sync periods 5, 20 and 80 and without syncs, and
-of PyTorch where it is installed. `of_plain` is plain Keras' step over tfpara's, with its syncs;
-`sync_ms` is what a sync adds to a run. Without a card the networks are tiny, which shows that the
-program runs, and no more.
+Suite `gpu`: milliseconds of a step of six networks on one card: by plain Keras with its defaults
+(XLA compiles it on GPUs), by tfpara with one worker at sync periods 5, 20 and 80 and without syncs,
+and by PyTorch if it is installed. `of_plain` is plain Keras' step over tfpara's step with its
+syncs; `sync_ms` is the time that a sync adds. Without a card the networks are tiny, and only show
+that the program runs.
 
-Suite `step`: a training step of one worker beside plain Keras' in the same process, milliseconds of
-wall time and of the processor and operations of its graph; and a sync of that worker. For networks
-of 0.1, 1.6 and 12.5 million weights, one and 20 minibatches of a call, one and two devices.
+Suite `step`: a training step of one worker, and of plain Keras in the same process: milliseconds of
+wall time and of the processor, and the operations of its graph; and a sync of that worker. It does
+so for networks of 0.1, 1.6 and 12.5 million weights, for calls of one and 20 minibatches, and for
+one and two devices.
 
 Suite `peers`: tfpara beside MultiWorkerMirroredStrategy, Horovod, PyTorch and torchft, on loopback
-and on limited links; see scripts.benchmarks.beside_peers. `predictions` has what the cost model
-says. scripts.benchmarks.page puts the results into the documentation.
+and on limited links; see scripts.benchmarks.beside_peers. `predictions` are those of the cost
+model. scripts.benchmarks.page puts the results into the documentation.
 """
 
 from __future__ import annotations
@@ -111,7 +112,7 @@ _PLAIN = "plain Keras"
 
 def main() -> None:
     """Measures, prints the table and writes the JSON file."""
-    # With this, processes and the namespaces of limited links are removed if SIGTERM comes.
+    # On SIGTERM processes are ended, and the namespaces of limited links removed.
     common.exit_on_sigterm()
     out = Path(_OUT.value)
     if not out.parent.is_dir():

@@ -2,9 +2,9 @@
 
     python -m scripts.benchmarks.asynchronous_worker JSON
 
-The system "tfpara" trains with `tfpara.AsyncStrategy`; "stock" is the loop that TensorFlow's guide
-shows: `ParameterServerStrategy`, a scheduled function for each step, Keras' optimizer in it. Both
-run in the same processes. The chief prints the figures as a line of JSON.
+The system "tfpara" trains with `tfpara.AsyncStrategy`. "stock" is the loop of TensorFlow's guide:
+`ParameterServerStrategy`, and for each step a scheduled function with Keras' optimizer. Both run in
+the same kind of processes. The chief prints the figures as a line of JSON.
 """
 
 from __future__ import annotations

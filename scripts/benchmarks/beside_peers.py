@@ -2,8 +2,8 @@
 
 All train the same network (1320-6x1024-5723) on one minibatch in memory, by SGD with momentum, with
 one thread for each worker. `scaling` is the speed of two workers over that of one process of the
-same system; `ratio_to_independent` over that of two processes of plain Keras that know nothing of
-each other, in the same round. A system that is not installed, or that fails, is listed as such.
+same system. `ratio_to_independent` is their speed over that of two independent processes of plain
+Keras in the same round. Systems that are not installed, or that fail, are listed, too.
 
 The limited links are cables between two network namespaces (scripts.benchmarks.links).
 """
@@ -121,7 +121,7 @@ def chosen(names: list[str]) -> list[str]:
 
 
 def _shortened(system: System, mbit: float) -> System:
-    """Returns the system with fewer exchanges on a slow link: what fits into about 15 seconds."""
+    """Returns the system with fewer exchanges on a slow link, for about 15 seconds."""
     options = dict(system.options)
     elements = options.get("elements") or elements_of(options)
     seconds = 4 * elements * 8 / (mbit * 1e6)
@@ -144,7 +144,7 @@ def _measure_at(
     rounds: int,
     speeds: dict[str, float] | None = None,
 ) -> list[dict[str, Any]]:
-    """Returns the rows of one link; `speeds` are those on loopback, if not measured here."""
+    """Returns the rows of one link; `speeds` are those on loopback, of other systems."""
     results: list[dict[str, dict[str, Any]]] = []
     for number in range(rounds):
         found = {}

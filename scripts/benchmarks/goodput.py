@@ -1,4 +1,4 @@
-"""Runs whose workers are killed, for the suite `faults`: how much of the time is progress."""
+"""Runs whose workers are killed, for the suite `faults`."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def _run(
 
 
 def _growth(run: report.Run) -> dict[str, Any]:
-    """Returns what the worker that lived longest has more at its end than after a third of that."""
+    """Returns the growth of the longest-lived worker, from a third of its life to its end."""
     lives = [life for life in report.growth(run.samples) if life["name"] != "launcher"]
     if not lives:
         return {}

@@ -2,8 +2,8 @@
 
     python -m scripts.benchmarks.goodput_worker JSON
 
-It trains a small network in steps that take at least `step_seconds`, as if a device of its own did
-them: on one machine many workers would otherwise share its cores.
+It trains a small network in steps of at least `step_seconds`, as on a device of its own. Faster
+steps would depend on the cores, which all workers of the machine share.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ import tfpara
 from tfpara.examples.drill import tell
 
 _BATCH, _FEATURES, _CLASSES = 32, 64, 10
-_SYNCS = 5  # from one checkpoint to the next
+_SYNCS = 5  # number of syncs from one checkpoint to the next
 
 
 class _Watch(keras.callbacks.Callback):
-    """Keeps the pace, and tells the drill where the worker is."""
+    """Keeps the pace of steps, and reports progress to the drill."""
 
     def __init__(self, strategy: tfpara.PeriodicSyncStrategy, seconds: float) -> None:
         super().__init__()
         self.strategy, self.seconds = strategy, seconds
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        tell(pid=os.getpid())  # a worker that waits to be let in is not yet here
+        tell(pid=os.getpid())  # here the worker has been admitted
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         self.begun = time.monotonic()

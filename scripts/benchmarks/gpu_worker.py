@@ -1,7 +1,7 @@
 """One process of the suite `gpu`: trains a network on the card, if there is one.
 
-Plain Keras' model and tfpara's are in one process and take turns, so that XLA chooses the same
-kernels for both, and other work on the machine slows both. A figure is the median of the turns.
+Plain Keras' model and tfpara's take turns in one process. So XLA chooses the same kernels for both,
+and other work on the machine slows both. A figure is the median of the turns.
 
 Options: `network`; `system` ("keras", which is plain Keras and tfpara, or "torch"); `periods`, the
 sync periods; `small`, sizes for a CPU; `steps`, the minibatches of a turn; `turns`; `execution`,
@@ -21,8 +21,8 @@ from typing import Any
 
 from scripts.benchmarks.peers.process import wait_for_the_others
 
-# For each network: the shape of an example, whether labels are for each frame, the classes, the
-# minibatch; then the same for a CPU.
+# For each network: the shape of an example, the number of classes, and the size of the minibatch;
+# then the same for a CPU.
 NETWORKS: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
     "dnn": (((1320,), 5723, 1024), ((20,), 7, 4)),
     "dnn, float16": (((1320,), 5723, 4096), ((20,), 7, 4)),
@@ -71,7 +71,7 @@ def _keras(options: dict[str, Any]) -> dict[str, Any]:
         return {"step": seconds, "sync": synced / max(1, syncs)}
 
     for period in options["periods"]:
-        with_period(period)  # syncs are traced, and the first of them measure more
+        with_period(period)  # traces the syncs; the first ones also measure distances
     wait_for_the_others()
     turns: dict[str, list[dict[str, float]]] = {}
     for _ in range(options["turns"]):
@@ -84,7 +84,8 @@ def _keras(options: dict[str, Any]) -> dict[str, Any]:
     for period in options["periods"]:
         name = f"period_{period}"
         figures[f"{name}_of_plain"] = steps["plain"] / steps[name]
-        # What a sync adds to a run. What the host measures has waits for steps before it.
+        # This is the time that a sync adds. The host's measurement includes waits for earlier
+        # steps.
         figures[f"{name}_sync_ms"] = 1000 * period * (steps[name] - steps["never"])
         figures[f"{name}_host_ms"] = 1000 * statistics.median(turn["sync"] for turn in turns[name])
     batch = NETWORKS[options["network"]][bool(options["small"])][-1]
@@ -168,7 +169,7 @@ def _network(name: str, shape: tuple[int, ...], classes: int, small: bool) -> An
 
 
 def _torch(options: dict[str, Any]) -> dict[str, Any]:
-    """PyTorch's loop as its users write it, not compiled, with TF32 for products as TensorFlow."""
+    """Measures PyTorch's usual loop, not compiled, with TF32 for products, as in TensorFlow."""
     torch: Any = importlib.import_module("torch")
     nn = torch.nn
     torch.backends.cuda.matmul.allow_tf32 = True

@@ -1,7 +1,7 @@
-"""The networks of a benchmark's processes: this machine's loopback, or network namespaces of their
-own, with a cable between them whose speed and delay are limited.
+"""The networks of a benchmark's processes: loopback, or a cable with limited speed and delay.
 
-Namespaces, the cable and its limits are made by `ip` and `tc`, which only root may use.
+The cable is between two network namespaces of this machine. `ip` and `tc` make them, which only
+root may use.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tfpara.cluster import Cluster
 from tfpara.launch.clusters import local_clusters
 
 _INTERFACE = "cable"
-_NETWORK = "10.77.0"  # seen in the two namespaces only
+_NETWORK = "10.77.0"  # exists in the two namespaces only
 _QUEUE_MS = 100
 _HOSTS = Path("/etc/netns")
 
@@ -40,7 +40,7 @@ class Loopback:
         return []
 
     def clusters(self, workers: int) -> list[Cluster]:
-        """The views that the workers have of their cluster, the chief's first."""
+        """Returns each worker's view of the cluster, the chief's first."""
         return local_clusters(workers)
 
 
@@ -53,7 +53,7 @@ class Namespaces:
     def __init__(self) -> None:
         self.names = [f"tfpara-{os.getpid()}-{end}" for end in range(2)]
         self.delay_ms = 0.0
-        # Each cluster has new ports, so that it never meets remains of the last one.
+        # Each cluster has new ports, so that it never meets processes of the last one.
         self._ports = itertools.count(20000)
 
     def prefix(self, rank: int) -> list[str]:
@@ -61,7 +61,7 @@ class Namespaces:
         return ["ip", "netns", "exec", self.names[rank]]
 
     def clusters(self, workers: int) -> list[Cluster]:
-        """The views that at most two workers have of their cluster, the chief's first."""
+        """Returns each worker's view of a cluster of at most two, the chief's first."""
         addresses = tuple(f"{_NETWORK}.{end + 1}:{next(self._ports)}" for end in range(workers))
         tasks: list[tuple[Any, int]] = [("chief", 0), ("worker", 0)]
         return [Cluster(addresses, *task, has_chief_job=True) for task in tasks[:workers]]
@@ -70,8 +70,8 @@ class Namespaces:
         """Makes the namespaces and the cable, and limits both of its ends."""
         for end, name in enumerate(self.names):
             _run("ip", "netns", "add", name)
-            # `ip netns exec` shows this file as /etc/hosts. In it this machine's name is the
-            # cable's end, on which Gloo listens.
+            # `ip netns exec` shows this file as /etc/hosts. It maps this machine's name to the
+            # cable's end; Gloo listens at that name's address.
             (_HOSTS / name).mkdir(parents=True)
             lines = f"127.0.0.1 localhost\n{_NETWORK}.{end + 1} {socket.gethostname()}\n"
             (_HOSTS / name / "hosts").write_text(lines)

@@ -2,7 +2,7 @@
 
     python -m scripts.benchmarks.page --results=FILE.json --page=docs/benchmarks.md
 
-replaces what stands between the page's two marks, and writes the plot beside the page.
+replaces the text between the page's two marks, and writes the plot beside the page.
 """
 
 from __future__ import annotations

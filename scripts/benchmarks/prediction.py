@@ -16,9 +16,9 @@ _ON_THE_WIRE = {None: 1.0, "none": 1.0, "bf16": 0.5, "fp16": 0.5, "int8": 0.25}
 def costs_of(
     rows: Iterable[dict[str, Any]], batch: int, model_bytes: float, loopback: str
 ) -> Costs | None:
-    """Returns the costs of one worker, of two together and of a sync, by the rows on loopback.
+    """Returns the costs of steps and syncs, from the rows on loopback.
 
-    None where a system is missing that says it.
+    Returns None if a system was not measured that is needed for that.
     """
     found = {row["system"]: row for row in rows if row["link"] == loopback}
     speeds = [
@@ -52,8 +52,8 @@ def predictions(
     """Returns predicted and measured samples/s for each training of tfpara on two workers.
 
     Args:
-        rows: of the suite.
-        costs: of `costs_of`.
+        rows: rows of the suite.
+        costs: result of `costs_of`.
         batch: samples of a minibatch.
         links: the limited links, by their name in the rows; others are as in `costs`.
     """

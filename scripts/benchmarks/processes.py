@@ -86,7 +86,7 @@ def _running(
     with contextlib.ExitStack() as stack:
         try:
             for command, environment in zip(commands, environments, strict=True):
-                # This is a file, since a pipe could fill up while nobody reads it.
+                # A pipe could fill up, as it is read only at the end; a file cannot.
                 errors = stack.enter_context(tempfile.TemporaryFile("w+"))
                 popen = subprocess.Popen(
                     command,
@@ -118,7 +118,7 @@ def _environment(place: Loopback | Namespaces, cluster: Cluster | None) -> dict[
     }
     if cluster is None:
         return environment
-    # Without these, Gloo takes the interface that this machine's name resolves to.
+    # Without these, Gloo uses the interface of the address of this machine's name.
     interfaces = dict.fromkeys(("GLOO_SOCKET_IFNAME", "HOROVOD_GLOO_IFACE"), place.interface)
     return environment | interfaces | {"TF_CONFIG": cluster.tf_config()}
 

@@ -1,7 +1,7 @@
 """One process of the suite `step`: a step and a local sync of one worker, beside plain Keras' step.
 
-Both models are in one process and take turns, so that other work on the machine slows both. A
-figure is the fastest of the turns.
+Both models take turns in one process, so that other work on the machine slows both. A figure is the
+fastest of the turns.
 
 Options: `sizes`, the widths of a dense network; `batch`; `execution`, minibatches of a call
 (`steps_per_execution`); `devices` of the worker; `steps` of a turn; `turns`.
@@ -17,8 +17,8 @@ from typing import Any
 
 from scripts.benchmarks.peers.process import wait_for_the_others
 
-# Dense networks, by their weights in millions: widths, and minibatches of a turn. The last is the
-# papers'.
+# Dense networks by their millions of weights: widths, and minibatches of a turn. The last network
+# is that of the papers.
 NETWORKS: dict[str, tuple[tuple[int, ...], int]] = {
     "0.1": ((128, 256, 256, 50), 160),
     "1.6": ((440, 640, 640, 640, 800), 100),
@@ -74,7 +74,7 @@ def _figures(options: dict[str, Any]) -> dict[str, float]:
 
 
 class _Trained:
-    """A model and its data, trained by `fit` with nothing but its steps timed."""
+    """A model and its data. It is trained by `fit`, and only its steps are timed."""
 
     def __init__(self, options: dict[str, Any], strategy: Any) -> None:
         import keras
@@ -97,7 +97,7 @@ class _Trained:
         self.train(options["execution"])
 
     def train(self, steps: int) -> tuple[float, float]:
-        """Trains an epoch of so many steps; returns a step's seconds, and those of the processor.
+        """Trains an epoch of `steps` steps; returns a step's seconds of wall time and of processor.
 
         The begin and the end of the epoch do not count.
         """
@@ -118,9 +118,9 @@ class _Trained:
         return wall / timed, processor / timed
 
     def operations(self) -> int:
-        """Returns the operations of a step's graph, with the functions that it calls, once each.
+        """Returns the number of operations in a step's graph and the functions that it calls.
 
-        Those of syncs, which are functions that TensorFlow does not inline, are left out.
+        Syncs, which are functions that TensorFlow does not inline, are left out.
         """
         (cell,) = (
             c.cell_contents

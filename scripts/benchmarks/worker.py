@@ -14,7 +14,7 @@ from scripts.benchmarks.peers.process import peak_memory_bytes, sent_bytes, wait
 
 
 def main(options: dict[str, Any]) -> None:
-    """Runs what `options["system"]` says; prints READY, waits for a line, prints a JSON line."""
+    """Measures the system in the options; prints READY, waits for a line, prints a JSON line."""
     figures = {
         "plain": _train,
         "tfpara": _train,
@@ -54,7 +54,7 @@ def _train(options: dict[str, Any]) -> dict[str, Any]:
         return tf.data.Dataset.from_tensors((x, y)).repeat()
 
     data = strategy.distribute_datasets_from_function(repeated) if strategy else repeated()
-    # Syncs before the timed ones set up what later ones use; so do their first merges.
+    # The first syncs and merges take longer, since they make what later ones use.
     long_block = strategy is not None and "first" in options
     if strategy:
         strategy.set_sync_period(1)
@@ -62,10 +62,10 @@ def _train(options: dict[str, Any]) -> dict[str, Any]:
     if strategy and not long_block:
         strategy.set_sync_period(options["sync_period"])
     wait_for_the_others()
-    # Time is measured from the end of a block to the end of a later one, so that there is one sync
-    # for each block, and the beginning and end of `fit` do not count. If blocks are long, the block
-    # before has one minibatch. With overlap, a sync that is under way at the beginning is merged in
-    # this time, and one that begins at the end is not waited for.
+    # Time is measured from the end of a block to the end of a later one. So there is one sync for
+    # each block, and the beginning and end of `fit` do not count. If blocks are long, the first one
+    # has a single minibatch. With overlap, the sync that travels at the beginning is merged in this
+    # time, and the one that begins at the end is not awaited.
     first = options.get("first") or options["sync_period"] or 1
     marks: list[tuple[float, Any, int]] = []
 

@@ -1,8 +1,8 @@
 """Checks the built site: python -m scripts.docs.check SITE
 
-Every link within it leads to a page, and to a section of it; nothing is loaded from elsewhere.
-Where there is a Chromium, all pages are opened in it: they load, their pictures show, the search
-finds, and the console has no error. Links to other sites are not followed.
+Every link within the site must lead to a page and a section, and nothing may be loaded from
+elsewhere. If there is a Chromium, it opens all pages: they must load and show their pictures, the
+search must find pages, and the console must have no error. Links to other sites are not followed.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 _BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-_SECONDS = 120  # of a call of the browser
-# What one looks for, and the page on which it is to be found.
+_SECONDS = 120  # longest time of a call of the browser
+# Words to search for, and the page that must be found.
 SEARCHES = {
     "block_momentum": "reference/rules.html",
     "TFPARA_RESTART_EXIT_CODE": "reference/environment.html",
@@ -53,13 +53,13 @@ _OPENS_ALL = """<!doctype html><title>all pages</title><iframe width=1280 height
 
 
 def pages(site: Path) -> list[str]:
-    """The pages of a built site, without the one for addresses that there are not."""
+    """Returns the pages of a built site, without the page for unknown addresses."""
     found = (path.relative_to(site).as_posix() for path in sorted(site.rglob("*.html")))
     return [page for page in found if page != "404.html" and not page.startswith("source/")]
 
 
 def wrong_links(site: Path) -> Iterator[str]:
-    """What is wrong with links, and what would be loaded from elsewhere."""
+    """Yields wrong links, and files that would be loaded from elsewhere."""
     texts = {page: (site / page).read_text() for page in pages(site)}
     named = {page: set(re.findall(r'\bid="([^"]+)"', text)) for page, text in texts.items()}
     for page, text in texts.items():
@@ -80,12 +80,12 @@ def wrong_links(site: Path) -> Iterator[str]:
 
 
 def browser() -> str | None:
-    """The path of a browser, if there is one."""
+    """Returns the path of a browser, if there is one."""
     return next(filter(None, map(shutil.which, _BROWSERS)), None)
 
 
 def wrong_in_browser(site: Path, program: str) -> Iterator[str]:
-    """What a browser finds wrong with all pages, and with the search, opened from files."""
+    """Yields faults that a browser finds in the pages, and in the search, opened from files."""
     reports: queue.Queue[list[str]] = queue.Queue()
     handler = functools.partial(_Pages, reports, directory=str(site))
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
@@ -111,7 +111,7 @@ def wrong_in_browser(site: Path, program: str) -> Iterator[str]:
 
 
 class _Pages(http.server.SimpleHTTPRequestHandler):
-    """The files of a site, and a page that opens all of them and reports what it has seen."""
+    """Serves the files of a site, and a page that opens all of them and reports faults."""
 
     def __init__(self, reports: queue.Queue[list[str]], *arguments: Any, **options: Any) -> None:
         self._reports = reports
@@ -139,14 +139,14 @@ class _Pages(http.server.SimpleHTTPRequestHandler):
 
 
 class _Console(list[str]):
-    """The errors on the console of a browser, and the page that it printed, if asked for that."""
+    """The errors on a browser's console; `shown` is the page that the browser printed."""
 
     shown = ""
 
 
 @contextlib.contextmanager
 def _browsing(program: str, address: str, *flags: str) -> Iterator[_Console]:
-    """Opens a page. With flags the browser ends by itself, else where the block does."""
+    """Opens a page. With flags the browser ends by itself, else at the end of the block."""
     console = _Console()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
         command = [
@@ -171,7 +171,7 @@ def _browsing(program: str, address: str, *flags: str) -> Iterator[_Console]:
 
 
 def main(arguments: list[str]) -> int:
-    """Prints what is wrong with a site, and what was not checked."""
+    """Prints the faults of a site, and what was not checked."""
     site = Path(arguments[0])
     wrong = list(wrong_links(site))
     program = browser()

@@ -1,4 +1,4 @@
-"""Docstrings as the site shows them: an extension of Griffe, which reads them (mkdocs.yml)."""
+"""An extension of Griffe, which reads docstrings for the site (mkdocs.yml)."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from scripts.docs import equations
 
 
 class Docstrings(griffe.Extension):
-    """Has equations set, pages linked, and examples shown as code."""
+    """Sets equations, links pages, and shows examples as code."""
 
     def on_instance(self, *, obj: griffe.Object, **_: Any) -> None:
         """Changes the docstring of an object."""
         if obj.docstring:
             text = equations.docstring(obj.docstring.value)
-            # What is under `Examples:` Griffe shows as code.
+            # Griffe shows text under `Examples:` as code.
             text = re.sub(r"(?m)^Example:$", "Examples:", text)
             obj.docstring.value = re.sub(r"\bdocs/([\w/]+)\.md\b", r"[\1](../\1.md)", text)

@@ -1,4 +1,4 @@
-"""Equations, which docstrings have in plain characters, set for the site.
+"""Converts equations, which docstrings have in plain characters, to HTML.
 
 `W_i ← w̄ + ηΔ` gets letters in italics and subscripts; the browser loads nothing for it. In pages
 they are blocks of code of the language "equation".
@@ -54,15 +54,15 @@ def _is_symbol(word: str, before: str, after: str) -> bool:
 
 
 def fence(source: str, *_: Any, **__: Any) -> str:
-    """A block of code of the language "equation", for pymdownx.superfences."""
+    """Returns the HTML of a block of code of the language "equation", for pymdownx.superfences."""
     lines = [line for line in source.splitlines() if line.strip()]
     return f'<div class="equation">{"<br>".join(map(typeset, lines))}</div>'
 
 
 def docstring(text: str) -> str:
-    """Returns a docstring as Markdown: lists by four columns, equations in blocks of their own.
+    """Returns a docstring as Markdown: lists indented by four, equations in blocks of their own.
 
-    A block that is indented by four is an equation, where it has the signs of one.
+    A block that is indented by four is an equation if it has the signs of one.
     """
     prose, *sections = re.split(r"(?m)^(?=[A-Z]\w+:$)", text, maxsplit=1)
     lines: list[str] = []

@@ -1,8 +1,8 @@
-"""What MkDocs calls while it builds the site (mkdocs.yml).
+"""Functions that MkDocs calls while it builds the site (mkdocs.yml).
 
-The pages are read as they are on a code host: links lead to files of the repository, wherever these
-are. Here they lead to pages of the site, or to copies of those files in it. Where a page has a line
-`<!-- made: NAME ARGUMENTS -->`, what `scripts.docs.reference` makes of the code takes its place.
+Pages are written for a code host, where links lead to files of the repository. Here such a link is
+replaced by one to a page of the site, or to a copy of the file in the site. A line
+`<!-- made: NAME ARGUMENTS -->` is replaced by text that `scripts.docs.reference` makes of the code.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """Turns links to files of the repository into links of the site, and fills in what is made."""
+    """Replaces links to files of the repository, and lines `<!-- made: … -->`."""
     place = page.file.src_uri
     source = _OUTSIDE.get(place, f"docs/{place}")
 
@@ -53,7 +53,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
 
 
 def _in_site(path: str, files: Files, config: Any) -> str:
-    """The place in the site of a file of the repository; a folder's is that of a list of it."""
+    """Returns the place of a file in the site; for a folder, that of a list of its content."""
     for place, source in _OUTSIDE.items():
         if path == source:
             return place
@@ -72,6 +72,6 @@ def _in_site(path: str, files: Files, config: Any) -> str:
 
 
 def _outside_code(markdown: str, change: Any) -> str:
-    """Changes what is in no block of code."""
+    """Changes the text outside of blocks of code."""
     parts = re.split(r"(^ *```.*?^ *```$)", markdown, flags=re.M | re.S)
     return "".join(part if number % 2 else change(part) for number, part in enumerate(parts))

@@ -2,10 +2,10 @@
 
     python -m scripts.docs.pictures [NAME...]
 
-They are checked in, so that a code host shows them and the site needs no TensorFlow to be built; a
-test draws them again and compares. Paths of weights are computed by the rules of the library, times
-by its cost model; errors and speeds are read from the tables of docs/study.md and
-docs/benchmarks.md.
+The pictures are checked in. So a code host shows them, and the site can be built without
+TensorFlow; a test draws them again and compares. Paths of weights are computed by the rules of the
+library, and times by its cost model. Errors and speeds are read from the tables of docs/study.md
+and docs/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -58,13 +58,13 @@ def draw(name: str, folder: Path) -> Path:
         path = folder / f"{name}.svg"
         figure.savefig(path, metadata={"Date": None, "Creator": None}, facecolor="white")
         plt.close(figure)
-    # Nothing of the machine is in the file, and no line ends with spaces.
+    # The file must be the same on every machine; no line ends with spaces.
     path.write_text("".join(f"{line.rstrip()}\n" for line in path.read_text().splitlines()))
     return path
 
 
 def _canvas(height: float, width: float, rows: float) -> tuple[Figure, Axes]:
-    """A figure without axes, `width` units wide and `rows` units high, from the top down."""
+    """Returns a figure without axes, `width` units wide and `rows` high, counted from the top."""
     figure = plt.figure(figsize=(WIDTH, height))
     axes = figure.add_axes((0.0, 0.0, 1.0, 1.0))
     axes.set_xlim(0, width)
@@ -161,7 +161,7 @@ def _loss_steps(weights: Any, best: Any, steps: int, rate: float = 0.14) -> list
 
 
 def lives(rule: Any, blocks: int = 3, period: int = 4) -> list[dict[str, Any]]:
-    """The weights of two replicas over some blocks under a rule of the library.
+    """Returns the weights of two replicas over some blocks under a rule of the library.
 
     Returns:
         For each block the two paths, their mean, the global model after the sync and where the
@@ -438,14 +438,14 @@ def elastic() -> Figure:
 
 
 def _rows(page: str, heading: str, header: str) -> list[list[str]]:
-    """The cells of the first table with such a header, under a heading of a page."""
+    """Returns the cells of the first table with this header under a heading of a page."""
     text = (ROOT / "docs" / page).read_text().split(f"\n{heading}\n", 1)[1]
     table = text.split(f"\n{header}\n", 1)[1].split("\n\n")[0]
     return [[cell.strip() for cell in row.strip("|").split("|")] for row in table.splitlines()[1:]]
 
 
 def errors() -> dict[int, list[tuple[int, float, float]]]:
-    """By N: period, error and deviation, from the first table of docs/study.md."""
+    """Returns by N: period, error and deviation, from the first table of docs/study.md."""
     found: dict[int, list[tuple[int, float, float]]] = {4: [], 8: [], 16: []}
     header = "| period | rule | N = 4 | N = 8 | N = 16 |"
     for period, _, *cells in _rows("study.md", "## Rules compared", header):
@@ -492,7 +492,7 @@ def error() -> Figure:
 
 
 def speeds() -> dict[str, list[tuple[float, float]]]:
-    """By system: Mbit/s and samples/s of two workers, from the tables of docs/benchmarks.md."""
+    """Returns by system Mbit/s and samples/s of two workers, from docs/benchmarks.md."""
     header = "| system | loopback | 1000 Mbit/s | 100 Mbit/s |"
     text = (ROOT / "docs" / "benchmarks.md").read_text()
     table = (

@@ -1,6 +1,7 @@
-"""What the reference has of the code beside docstrings: help texts, variables, codes, messages.
+"""Parts of the reference that are made of the code: help texts, variables, codes, messages.
 
-A page asks for it by `<!-- made: NAME ARGUMENTS -->`, see `made`. TensorFlow is not imported.
+A page has such a part where it has the line `<!-- made: NAME ARGUMENTS -->`; see `made`. TensorFlow
+is not imported.
 """
 
 from __future__ import annotations
@@ -19,18 +20,18 @@ from tfpara.__main__ import VARIABLES
 from tfpara.cluster import exit_codes
 
 ROOT = Path(__file__).resolve().parents[2]
-_WORDS = 3  # of small letters; a text of fewer is no message
-# Calls that print, by their names; what raises ends with one of _RAISES.
+_WORDS = 3  # a text with fewer words of small letters is no message
+# Names of functions that print. Names of exceptions end with one of _RAISES.
 _PRINTS = {
     "print": "printed", "say": "printed", "tell": "note", "note": "note", "warn": "warning",
     "warning": "log", "error": "log", "info": "log", "add_note": "added to an error",
 }  # fmt: skip
 _RAISES = ("Error", "Exception", "Preempted", "Exit")
-_HELP = {"help", "description", "epilog", "usage"}  # what argparse prints is in the help texts
+_HELP = {"help", "description", "epilog", "usage"}  # these texts are in the programs' help
 
 
 class Message(NamedTuple):
-    """A text that a user may see: of which module, by which call ("" if by a later one)."""
+    """A text that a user may see, its module, and the kind of the call ("" if not known)."""
 
     module: str
     kind: str
@@ -38,7 +39,7 @@ class Message(NamedTuple):
 
 
 def made(words: str) -> str:
-    """Returns the Markdown of what a page asks for: the name of a function here, and arguments."""
+    """Returns the Markdown for a line of a page, which has a name of `makers` and arguments."""
     name, *arguments = words.split()
     makers = {
         "help": help_of, "docstring": docstring_of, "environment": environment,
@@ -50,7 +51,7 @@ def made(words: str) -> str:
 
 
 def help_of(path: str) -> str:
-    """What a program of the library prints for --help; its path is that of its module."""
+    """Returns what a program of the library prints for --help; `path` is that of its module."""
     environ = {**os.environ, "COLUMNS": "88", "PYTHONPATH": str(ROOT), "NO_COLOR": "1"}
     command = [sys.executable, "-m", path.replace("/", "."), "--help"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environ)
@@ -60,24 +61,24 @@ def help_of(path: str) -> str:
 
 
 def docstring_of(path: str) -> str:
-    """The docstring of a file, as it stands."""
+    """Returns the docstring of a file, unchanged."""
     return f"```text\n{ast.get_docstring(ast.parse((ROOT / path).read_text()))}\n```"
 
 
 def environment() -> str:
-    """The variables that the library reads."""
+    """Returns the table of the variables that the library reads."""
     rows = [f"| `{name}` | {text} |" for name, text in VARIABLES.items()]
     return "\n".join(["| variable | what it says |", "|---|---|", *rows])
 
 
 def codes() -> str:
-    """The exit codes of a program that trains."""
+    """Returns the table of the exit codes of a program that trains."""
     rows = [f"| {code} | {when} |" for code, when in exit_codes.MEANINGS.items()]
     return "\n".join(["| code | when |", "|---|---|", *rows])
 
 
 def messages_by_module() -> str:
-    """All messages, under the modules that they are of."""
+    """Returns all messages by module."""
     lines: list[str] = []
     former = ""
     for module, kind, text in messages():
@@ -90,7 +91,7 @@ def messages_by_module() -> str:
 
 
 def messages() -> Iterator[Message]:
-    """Every text of some words that may be shown, with "…" for what is filled in."""
+    """Yields every text of some words that users may see, with "…" for values."""
     for path in sorted((ROOT / "tfpara").rglob("*.py")):
         if path.name == "__main__.py":
             continue  # prints its help alone
@@ -104,7 +105,7 @@ def messages() -> Iterator[Message]:
 
 
 def _texts(node: ast.AST, kind: str) -> Iterator[tuple[str, str]]:
-    """The texts within a node, docstrings left out, with the kind of the call that they are of."""
+    """Yields the texts within a node, without docstrings, with the kinds of their calls."""
     text = text_of(node)
     if text is not None:
         yield kind, text
@@ -120,7 +121,7 @@ def _texts(node: ast.AST, kind: str) -> Iterator[tuple[str, str]]:
 
 
 def text_of(node: ast.AST) -> str | None:
-    """The words of a string in the sources, with "…" for what is filled in; None if it is none."""
+    """Returns the text of a string in the code, with "…" for values; None if it is no string."""
     if isinstance(node, ast.Constant):
         return node.value if isinstance(node.value, str) else None
     if isinstance(node, ast.JoinedStr):
@@ -132,7 +133,7 @@ def text_of(node: ast.AST) -> str | None:
 
 
 def public_names() -> dict[str, list[str]]:
-    """The public modules, and the names in each one's `__all__`; imports TensorFlow."""
+    """Returns the names in `__all__` of each public module; imports TensorFlow."""
     rows = (ROOT / "docs" / "design.md").read_text().split("## What is public")[1]
     (public,) = re.findall(r"^\| public \| (.*) \|$", rows, re.M)
     modules = ["tfpara", *(f"tfpara.{name}" for name in re.findall(r"`(\w+)`", public))]

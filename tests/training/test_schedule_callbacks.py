@@ -15,7 +15,6 @@ from tfpara.callbacks.stopping import Newbob, OverfittingGuard
 from tfpara.callbacks.warm_start import WarmStart
 from tfpara.schedules import (
     AdaComm,
-    Adapt,
     Exponential,
     Hand,
     NewbobRule,

@@ -107,7 +107,7 @@ class Outer(Rule):
         return f"Outer({_settings(self._optimizer)})"
 
     def resolve(self, num_replicas: int) -> Outer:
-        """Checks the optimizer; returns this rule, which does not depend on the number of replicas."""
+        """Returns this rule, which does not depend on the number of replicas, after checks."""
         del num_replicas
         self._check_element_by_element()
         return self

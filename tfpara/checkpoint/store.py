@@ -2,7 +2,7 @@
 
 DIRECTORY/lock                          held by the run that writes here
 DIRECTORY/checkpoint-00000012/          the twelfth checkpoint
-    manifest.json                       facts about the run; size and SHA-256 of each file
+    manifest.json                       facts about the run; sizes and SHA-256 of files, and its own
     part-00000.index, part-00000.data-00000-of-00001     worker 0's part, in TensorFlow's format
 
 A checkpoint becomes visible by one rename (`LocalStore`), or when its manifest is written, which

@@ -1,6 +1,6 @@
 """The messages of a benchmark's process to the program that started it, and its measurements.
 
-Only the standard library is imported: the peers' environments have nothing of ours.
+Only the standard library is imported, since the peers' environments lack our packages.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ LEARNING_RATE, MOMENTUM = 0.01, 0.9
 def run(figures: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
     """Calls `figures` with the options from the command line and prints what it returns."""
     print(json.dumps(figures(json.loads(sys.argv[1]))), flush=True)
-    # The process ends here: at their regular ends the peers wait for each other, print, or crash.
+    # The process ends at once: at a regular end some peers wait for each other, print, or crash.
     sys.stdout.flush()
     os._exit(0)
 

@@ -1,5 +1,6 @@
-"""PyTorch's peers: one process, DDP, periodic averaging, post-local SGD, and torchft's LocalSGD and
-DiLoCo. Run in an environment that has PyTorch; Gloo between the processes.
+"""PyTorch's peers: one process, DDP, two periodic averagers, torchft's LocalSGD and DiLoCo.
+
+It runs in an environment that has PyTorch. The processes are connected by Gloo.
 """
 
 from __future__ import annotations
