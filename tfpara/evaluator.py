@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import csv
 import errno
 import fcntl
-import io
 import math
 import os
 import signal
@@ -25,6 +23,7 @@ from tfpara.algorithms import Average
 from tfpara.algorithms.asgd import AsyncAverage
 from tfpara.callbacks.held_out import evaluate
 from tfpara.callbacks.scalars import Scalars
+from tfpara.callbacks.table import Table
 from tfpara.checkpoint import weights
 from tfpara.checkpoint.base import store_at
 from tfpara.checkpoint.store import CheckpointError, Store
@@ -151,7 +150,7 @@ class _Evaluator:
         self._averages = dict(averages)
         self._names = ["global", *self._averages]
         self._monitor, self._is_better, self._save = monitor, _BETTER[mode], save
-        self._table = _Table(out / "scores.csv")
+        self._table = Table(out / "scores.csv", files.no_link)
         self._scalars = Scalars(out / "tensorboard")
         self._last = 0  # number of the last checkpoint that was read, or left out
 
@@ -240,7 +239,7 @@ class _Evaluator:
         Raises:
             CheckpointError: the table has scores of another run's checkpoint with this number.
         """
-        rows = [row for row in self._table.rows() if row["checkpoint"] == str(number)]
+        rows = [row for row in self._rows() if row["checkpoint"] == str(number)]
         if any(row["mark"] != _mark(manifest) for row in rows):
             raise CheckpointError(
                 f"{self._table.path} has scores of a checkpoint {number} that is not the one in "
@@ -292,8 +291,29 @@ class _Evaluator:
             number, {f"{r['weights']}/{k}": r[k] for r in rows for k in r if k not in _PLACE}
         )
         # The rows come last: if this process is killed earlier, the checkpoint is scored again.
+        there, columns = self._rows(), list(rows[0])
+        if there and list(there[0]) != columns:
+            raise ValueError(
+                f"{self._table.path} has the columns {', '.join(there[0])}, and the model now has "
+                f"the scores {', '.join(columns[len(_PLACE) :])}. Compile it as before, or give "
+                "another out=."
+            )
         self._table.add(rows)
         return True
+
+    def _rows(self) -> list[dict[str, Json]]:
+        """Returns the rows of the table.
+
+        Raises:
+            ValueError: the file is another table.
+        """
+        rows = self._table.rows()
+        if rows and list(rows[0])[: len(_PLACE)] != list(_PLACE):
+            raise ValueError(
+                f"{self._table.path} has the columns {', '.join(map(str, rows[0]))}, so it is no "
+                "table of an evaluator. Give another out=."
+            )
+        return rows
 
     def _keep(self) -> None:
         """Replaces the best model by the present one."""
@@ -306,62 +326,11 @@ class _Evaluator:
     def _best(self) -> float | None:
         """Returns the best score in the table, None if there is none."""
         best = None
-        for row in self._table.rows():
+        for row in self._rows():
             score = float(row.get(self._monitor, "nan"))
             if not math.isnan(score) and (best is None or self._is_better(score, best)):
                 best = score
         return best
-
-
-class _Table:
-    """A CSV file that grows by rows. Half a row, from a killed process, is removed."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def rows(self) -> list[dict[str, Json]]:
-        """Returns the rows, as texts.
-
-        Raises:
-            ValueError: the file is another table.
-        """
-        found = list(csv.DictReader(io.StringIO(self._text())))
-        if found and list(found[0])[: len(_PLACE)] != list(_PLACE):
-            raise ValueError(
-                f"{self.path} has the columns {', '.join(map(str, found[0]))}, so it is no table "
-                "of an evaluator. Give another out=."
-            )
-        return found
-
-    def add(self, rows: Sequence[Mapping[str, Json]]) -> None:
-        """Adds rows with the same columns, by one call of the system.
-
-        Raises:
-            ValueError: the table has other columns.
-        """
-        there, text = self.rows(), io.StringIO()
-        writing = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
-        if not there:
-            writing.writeheader()
-        elif list(there[0]) != list(rows[0]):
-            raise ValueError(
-                f"{self.path} has the columns {', '.join(there[0])}, and the model now has the "
-                f"scores {', '.join(list(rows[0])[len(_PLACE) :])}. Compile it as before, or give "
-                "another out=."
-            )
-        writing.writerows(rows)
-        kept = self._text()
-        if self.path.exists() and self.path.stat().st_size != len(kept.encode()):
-            with files.whole(self.path) as place:
-                place.write_text(kept)
-        files.append_line(self.path, text.getvalue().removesuffix("\n"))
-
-    def _text(self) -> str:
-        if not self.path.exists():
-            return ""
-        with open(self.path, "rb", opener=files.no_link) as file:
-            text = file.read().decode(errors="replace")
-        return text[: text.rfind("\n") + 1]
 
 
 def _say(text: str) -> None:

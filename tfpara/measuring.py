@@ -26,6 +26,8 @@ from tfpara.planner import calibrated_link
 VARIABLE = "TFPARA_MEASURE"
 MARK = "tfpara measured: "
 _SHOWN_LINES = 15  # number of lines that are shown of a script that failed
+_WORKERS = 2  # their number on this machine
+_QUIET_SECONDS = 300.0  # longest time without a line of progress
 
 
 def is_asked() -> bool:
@@ -41,20 +43,16 @@ def measure(
     command: Sequence[str],
     hosts: Sequence[str] = (),
     *,
-    workers: int = 2,
     apart: bool = False,
-    quiet_seconds: float = 300.0,
 ) -> dict[str, float]:
     """Runs a script on one worker and on several, and returns the numbers that a plan needs.
 
     Args:
         command: the script and its arguments.
         hosts: the machines of the workers. ssh must reach them, and the script, its data and
-            Python must be at the same paths there. Empty: `workers` processes on this machine.
-        workers: number of workers without hosts, 2 or more.
+            Python must be at the same paths there. Empty: two processes on this machine.
         apart: whether each worker of the planned run will have a machine of its own. Then the
             single worker is measured with all cores, and workers do not slow each other down.
-        quiet_seconds: longest time without a line of progress.
 
     Returns:
         The values by the names of `tfpara-plan`'s flags: step_ms, model_mb, link_mbit,
@@ -63,7 +61,7 @@ def measure(
     Raises:
         MeasuringError: a script failed, was too short, or has no `fit` that can be measured.
     """
-    count = len(hosts) or workers
+    count = len(hosts) or _WORKERS
     apart = apart or len(set(hosts)) > 1
     share = max(1, len(os.sched_getaffinity(0)) // count)
     if hosts:
@@ -73,8 +71,8 @@ def measure(
         single = _local(command, 1, 0 if apart else share)
         several = _local(command, count, share)
         places = f"{count} workers on this machine"
-    (alone,) = _run(single, "1 worker", 1, quiet_seconds)
-    return found(alone, _run(several, places, count, quiet_seconds), apart)
+    (alone,) = _run(single, "1 worker", 1)
+    return found(alone, _run(several, places, count), apart)
 
 
 def found(
@@ -138,13 +136,13 @@ def _remote(command: Sequence[str], hosts: Sequence[str]) -> list[tuple[list[str
 
 
 def _run(
-    started: Sequence[tuple[list[str], str]], places: str, count: int, quiet_seconds: float
+    started: Sequence[tuple[list[str], str]], places: str, count: int
 ) -> list[dict[str, float]]:
     """Starts processes, prints their progress, and returns the numbers of their workers."""
     _tell(f"{places}: starting")
     results: list[dict[str, float]] = []
     printed: deque[str] = deque(maxlen=_SHOWN_LINES)
-    with _Processes(started, quiet_seconds) as processes:
+    with _Processes(started) as processes:
         for line in processes.lines():
             before, *texts = line.split(MARK)  # two processes may write into one line
             if not texts:
@@ -164,7 +162,7 @@ def _run(
     if sys.stderr.isatty():
         print(file=sys.stderr)
     if len(results) < count:
-        raise MeasuringError(_why(printed, places, processes.was_quiet and quiet_seconds))
+        raise MeasuringError(_why(printed, places, processes.was_quiet))
     return results
 
 
@@ -173,11 +171,10 @@ class _Processes:
 
     Args:
         started: their commands and standard inputs.
-        quiet_seconds: reading ends after this time without a call of `is_alive`.
     """
 
-    def __init__(self, started: Sequence[tuple[list[str], str]], quiet_seconds: float) -> None:
-        self._started, self._seconds = started, quiet_seconds
+    def __init__(self, started: Sequence[tuple[list[str], str]]) -> None:
+        self._started = started
         self.was_quiet = False
 
     def __enter__(self) -> _Processes:
@@ -203,8 +200,8 @@ class _Processes:
             popen.wait()
 
     def is_alive(self) -> None:
-        """Notes that there is progress."""
-        self._deadline = time.monotonic() + self._seconds
+        """Notes progress; reading ends after `_QUIET_SECONDS` without any."""
+        self._deadline = time.monotonic() + _QUIET_SECONDS
 
     def lines(self) -> Iterator[str]:
         """Yields the lines that they print, until all have ended or were quiet for too long."""
@@ -220,11 +217,11 @@ class _Processes:
         self.was_quiet = True
 
 
-def _why(printed: Sequence[str], places: str, quiet_seconds: float) -> str:
+def _why(printed: Sequence[str], places: str, was_quiet: bool) -> str:
     by_hand = "Measure by hand, and give --step_ms, --model_mb and --link_mbit."
-    if quiet_seconds:
+    if was_quiet:
         return (
-            f"{places} measured nothing in {quiet_seconds:.0f} s. The script must call `fit` of a "
+            f"{places} measured nothing in {_QUIET_SECONDS:.0f} s. The script must call `fit` of a "
             f"model of a PeriodicSyncStrategy; loops of one's own are not measured. {by_hand}"
         )
     said = "\n".join(f"  {line}" for line in printed) or "  (nothing)"

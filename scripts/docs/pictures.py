@@ -215,7 +215,8 @@ def _life(axes: Axes, title: str, blocks: list[dict[str, Any]]) -> None:
             axes.plot(
                 *points.T, "-", color=REPLICAS[replica], lw=1.4, marker=".", ms=4, label=label
             )
-            # From where the block ended to where the sync lets the replica go on.
+            # The sync moves the replica from the block's end to the point where the next one
+            # begins.
             jump = np.array([points[-1], found["next"][replica]])
             label = "the sync moves a replica" if first and replica == 0 else None
             axes.plot(*jump.T, ":", color=SYNC, lw=1.3, label=label)

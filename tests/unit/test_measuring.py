@@ -56,11 +56,12 @@ def test_a_noisy_measurement_gives_possible_numbers():
         ('print(\'tfpara measured: {"error": "why."}\')', "^why.$"),
     ],
 )
-def test_scripts_that_cannot_be_measured(tmp_path, script, message):
+def test_scripts_that_cannot_be_measured(tmp_path, monkeypatch, script, message):
     path = tmp_path / "script.py"
     path.write_text(script)
+    monkeypatch.setattr(measuring, "_QUIET_SECONDS", 2.0 if "sleep" in script else 60.0)
     with pytest.raises(measuring.MeasuringError, match=f"(?s){message}"):
-        measuring.measure([str(path)], quiet_seconds=2.0 if "sleep" in script else 60.0)
+        measuring.measure([str(path)])
 
 
 @pytest.mark.quick

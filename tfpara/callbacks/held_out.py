@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import csv
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ from tfpara.callbacks.base import Callback
 from tfpara.callbacks.scalars import Scalars
 from tfpara.callbacks.schedule import components
 from tfpara.callbacks.sync_watch import SyncWatch
+from tfpara.callbacks.table import Table
 from tfpara.cluster.call_site import of_callback
 from tfpara.keras_model import carried_states
 from tfpara.sync.strategy import PeriodicSyncStrategy
@@ -84,7 +84,7 @@ class HeldOut(Callback):
         self._name = name
         self._times = times_per_epoch
         self._steps_per_epoch = steps_per_epoch
-        self._table = _Table(Path(csv)) if csv is not None else None
+        self._table = _Scores(Path(csv)) if csv is not None else None
         self._scalars = Scalars(log_dir)
         self._epoch = 0
         self._steps_before = 0
@@ -210,7 +210,7 @@ class HeldOut(Callback):
     def _write(self, passes: float, syncs: int, results: dict[str, dict[str, float]]) -> None:
         if self._table:
             for which, scores in results.items():
-                self._table.add({"epoch": passes, "syncs": syncs, "weights": which, **scores})
+                self._table.add_score({"epoch": passes, "syncs": syncs, "weights": which, **scores})
         values = {
             f"{self._name}/{which}/{key}": value
             for which, scores in results.items()
@@ -229,12 +229,12 @@ def evaluate(model: keras.Model, data: Data) -> dict[str, float]:
     return model.evaluate(x, y, sample_weight=sample_weight, verbose=0, return_dict=True)
 
 
-class _Table:
-    """A CSV file to which rows are appended."""
+class _Scores(Table):
+    """A table of scores, of which a resumed run trains a part again."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-        rows = self._rows()
+        super().__init__(path, files.regular)
+        rows = self.rows()
         if rows and not {"epoch", "syncs", "weights"} <= set(rows[0]):
             raise ValueError(
                 f"csv={path} has the columns {', '.join(map(str, rows[0]))}, so it is no table of "
@@ -243,40 +243,16 @@ class _Table:
 
     def cut(self, passes: float) -> None:
         """Removes the rows after this point of the run, since that part is trained again."""
-        rows = self._rows()
-        kept = [row for row in rows if _number(row.get("epoch")) <= passes + 1e-9]
+        rows = self.rows()
+        kept = [row for row in rows if float(row["epoch"]) <= passes + 1e-9]
         if len(kept) < len(rows):
-            self._rewrite(kept, list(rows[0]))
+            self.rewrite(kept, list(rows[0]))
 
-    def add(self, row: dict[str, Json]) -> None:
-        rows = self._rows()
-        new = not rows
-        if rows and list(rows[0]) != list(row):  # other metrics than before
-            self._rewrite(rows, [*row, *(key for key in rows[0] if key not in row)])
-            row = {key: row.get(key, "") for key in self._rows()[0]}
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        with open(self._path, "w" if new else "a", newline="", opener=files.regular) as file:
-            writer = csv.DictWriter(file, list(row))
-            if new:
-                writer.writeheader()
-            writer.writerow(row)
-
-    def _rewrite(self, rows: list[dict[str, str]], columns: list[str]) -> None:
-        with files.whole(self._path) as place, place.open("w", newline="") as file:
-            writer = csv.DictWriter(file, columns, restval="", extrasaction="ignore")
-            writer.writeheader()
-            writer.writerows(rows)
-
-    def _rows(self) -> list[dict[str, str]]:
-        if not self._path.exists():
-            return []
-        with open(self._path, newline="", opener=files.regular) as file:
-            return list(csv.DictReader(file))
-
-
-def _number(text: str | None) -> float:
-    """Returns a cell's number; infinity if a killed run has left half a row."""
-    try:
-        return float(text or "inf")
-    except ValueError:
-        return float("inf")
+    def add_score(self, row: dict[str, Json]) -> None:
+        """Adds a row, and columns for metrics that the table lacks."""
+        rows = self.rows()
+        if rows and list(rows[0]) != list(row):
+            columns = [*row, *(key for key in rows[0] if key not in row)]
+            self.rewrite(rows, columns)
+            row = {key: row.get(key, "") for key in columns}
+        self.add([row])

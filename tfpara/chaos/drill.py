@@ -75,7 +75,7 @@ class Drill:
         self._made: list[report.Made] = []
         self._missed: list[report.Made] = []
         self._samples: list[report.Sample] = []
-        self._seen: queue.SimpleQueue[str] = queue.SimpleQueue()  # points
+        self._seen: queue.SimpleQueue[str] = queue.SimpleQueue()  # points that were shown
         self._open = set(plan.points)  # points at which the next such line is a place for a fault
         self._begin = time.monotonic()
         self._due: float | None = None

@@ -53,21 +53,17 @@ class Explanation(NamedTuple):
     lost: Sequence[str] = ()
 
 
-def explain(
-    error: BaseException, cluster: Cluster, timeout_seconds: float | None = None
-) -> Explanation | None:
+def explain(error: BaseException, cluster: Cluster) -> Explanation | None:
     """Returns the explanation of an error that a collective raised; None for any other error.
 
     Args:
         error: the error that `fit` or another call raised.
         cluster: the workers; the explanation names those that no longer accept a connection.
-        timeout_seconds: the strategy's timeout; None takes that of the latest strategy.
     """
     import tensorflow as tf
 
     if not isinstance(error, tf.errors.OpError):
         return None
-    timeout_seconds = _timeout if timeout_seconds is None else timeout_seconds
     text = str(error.message)
     if not cluster.addresses and _known is not None:
         cluster = _known
@@ -90,7 +86,7 @@ def explain(
     ended_here = _silence is not None or isinstance(error, tf.errors.DeadlineExceededError)
     if silent or told or ended_here or heard_nothing:
         who = _silence or (told[1] if told else _who_is_mute() or "a worker")
-        value = "" if timeout_seconds is None else f"={timeout_seconds:g}"
+        value = "" if _timeout is None else f"={_timeout:g}"
         sentence = (
             f"a sync failed because {who} was silent for longer than timeout_seconds{value}, "
             "though all still accept connections. If it is only slow (first step, uneven "
@@ -155,7 +151,7 @@ def _gone(cluster: Cluster) -> Explanation | None:
         time.sleep(_HEAR_SECONDS)
     failed = {rank: f"{names[rank]} has failed ({why})" for rank, why in _ended.items() if why}
     gone = {r: f"{name} is gone" for r, name in names.items() if name in closed and r not in _ended}
-    # If a worker has failed or died, other ends are its consequence, and not named.
+    # If a worker has failed or died, the others end because of it, and only it is named.
     lost = failed or gone
     sentence = f"a sync failed because {' and '.join(lost.values())}; start all workers again."
     if not lost:

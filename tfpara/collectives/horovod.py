@@ -6,6 +6,7 @@ wrappers silently do not average.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import json
@@ -87,6 +88,27 @@ def abort(message: str) -> None:
         os._exit(1)
 
 
+def _operation(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Runs a method of `HorovodCollectives` on its device.
+
+    An eager call runs the method in a function, since Horovod does not see the names of eager
+    operations, and for at most `timeout_seconds`.
+    """
+
+    @functools.wraps(method)
+    def call(self: HorovodCollectives, value: Nest, name: str) -> Nest:
+        if tf.inside_function():
+            with tf.device(self._device):
+                return method(self, value, name)
+        value = tf.nest.map_structure(tf.convert_to_tensor, value)
+        key = method, name, tuple(tensor.dtype for tensor in tf.nest.flatten(value))
+        if key not in self._functions:
+            self._functions[key] = self._function(method, value, name)
+        return self._timed(lambda: self._functions[key](*tf.nest.flatten(value)), name)
+
+    return call
+
+
 class HorovodCollectives:
     """The `Collectives` between the lead devices of the processes of Horovod's group.
 
@@ -126,26 +148,22 @@ class HorovodCollectives:
         self._group = group
         self._functions: dict[Hashable, Callable[[Nest], Nest]] = {}
 
+    @_operation
     def all_reduce(self, buffers: Sequence[tf.Tensor], name: str) -> list[tf.Tensor]:
         self._check(buffers, name)
-        return self._call(HorovodCollectives._all_reduce, list(buffers), name)
-
-    def _all_reduce(self, buffers: list[tf.Tensor], name: str) -> list[tf.Tensor]:
         return [
             self._named(self._hvd.allreduce, buffer, ("reduce", name, k), op=self._hvd.Sum)
             for k, buffer in enumerate(buffers)
         ]
 
+    @_operation
     def reduce_scatter(self, buffers: Sequence[tf.Tensor], name: str) -> list[tf.Tensor]:
         self._check(buffers, name)
-        return self._call(HorovodCollectives._reduce_scatter, list(buffers), name)
-
-    def _reduce_scatter(self, buffers: list[tf.Tensor], name: str) -> list[tf.Tensor]:
         if not self._by_nccl:
             # An all-to-all and a local sum send the same bytes as Gloo's reduce-scatter, in a third
             # of the time.
             received = [
-                self._all_to_all(tf.reshape(buffer, [self.size, -1]), f"{name}/{k}")
+                self.all_to_all(tf.reshape(buffer, [self.size, -1]), f"{name}/{k}")
                 for k, buffer in enumerate(buffers)
             ]
             return [tf.add_n(tf.unstack(rows, num=self.size)) for rows in received]
@@ -158,27 +176,21 @@ class HorovodCollectives:
                 part.set_shape([buffer.shape[0] // self.size])
         return parts
 
+    @_operation
     def all_to_all(self, rows: tf.Tensor, name: str) -> tf.Tensor:
-        return self._call(HorovodCollectives._all_to_all, rows, name)
-
-    def _all_to_all(self, rows: tf.Tensor, name: str) -> tf.Tensor:
         received = self._named(self._hvd.alltoall, rows, ("all_to_all", name))
         received.set_shape(rows.shape)
         return received
 
+    @_operation
     def all_gather(self, buffer: tf.Tensor, name: str) -> tf.Tensor:
-        return self._call(HorovodCollectives._all_gather, buffer, name)
-
-    def _all_gather(self, buffer: tf.Tensor, name: str) -> tf.Tensor:
         rows = _as_bits(buffer)[tf.newaxis]
         gathered = self._named(self._hvd.allgather, rows, ("gather", name))
         gathered.set_shape(tf.TensorShape([self.size]).concatenate(buffer.shape))
         return _from_bits(gathered, buffer.dtype)
 
+    @_operation
     def broadcast(self, buffer: tf.Tensor, name: str) -> tf.Tensor:
-        return self._call(HorovodCollectives._broadcast, buffer, name)
-
-    def _broadcast(self, buffer: tf.Tensor, name: str) -> tf.Tensor:
         bits = _as_bits(buffer)
         sent = self._named(self._hvd.broadcast, bits, ("broadcast", name), root_rank=0)
         return _from_bits(sent, buffer.dtype)
@@ -208,17 +220,6 @@ class HorovodCollectives:
 
         attributes = {"_noinline": True}
         return tf.function(run, autograph=False, experimental_attributes=attributes)(buffer)
-
-    def _call(self, operation: Callable[..., Nest], value: Nest, name: str) -> Nest:
-        if tf.inside_function():
-            with tf.device(self._device):
-                return operation(self, value, name)
-        # Horovod does not see the name of an eager operation, so it runs in a function.
-        value = tf.nest.map_structure(tf.convert_to_tensor, value)
-        key = operation, name, tuple(tensor.dtype for tensor in tf.nest.flatten(value))
-        if key not in self._functions:
-            self._functions[key] = self._function(operation, value, name)
-        return self._timed(lambda: self._functions[key](*tf.nest.flatten(value)), name)
 
     def _function(self, operation: Callable[..., Nest], value: Nest, name: str) -> Nest:
         """Returns a concrete function for tensors of any shapes."""

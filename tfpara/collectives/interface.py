@@ -18,11 +18,9 @@ class Collectives(Protocol):
     of `tf.errors`, which `tfpara.cluster.failures.explain` puts into a sentence. Called eagerly, it
     raises `UnavailableError` for a dead worker and `DeadlineExceededError` for a silent one.
 
-    size: number of workers in the group.
-    rank: this worker, 0 … size − 1.
-    full_duplex: whether reduce_scatter, all_to_all and all_gather between two workers send and
-        receive at the same time, as all_reduce does.
-    way: how the workers are connected, for the user.
+    Attributes:
+        full_duplex: whether reduce_scatter, all_to_all and all_gather between two workers send and
+            receive at the same time, as all_reduce does.
     """
 
     @property

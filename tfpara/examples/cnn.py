@@ -14,7 +14,7 @@ SIZE, CLASSES = 16, 4
 
 
 def images(number: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Made-up data: a noisy ring, square, cross or stripes, somewhere in the image."""
+    """Returns made-up images, with a noisy ring, square, cross or stripes somewhere, and labels."""
     random = np.random.default_rng(seed)
     labels = random.integers(0, CLASSES, number)
     across, down = np.meshgrid(np.arange(SIZE), np.arange(SIZE))
@@ -33,7 +33,7 @@ def images(number: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def network() -> keras.Model:
-    """Layers that change the images in training alone, then convolutions."""
+    """Returns a network: layers that change images in training alone, then convolutions."""
     model = keras.Sequential(
         [
             keras.Input((SIZE, SIZE, 1)),

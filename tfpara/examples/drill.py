@@ -1,12 +1,12 @@
-"""Counts minibatches in its weights, for drills: each must be there once, whatever happens.
+"""Counts minibatches in its weights, for drills: each must count once, whatever happens.
 
     tfpara-chaos --every=20s --for=2m --faults=kill,stop,term --quiet_run -- \\
       tfpara-launch -n 4 --elastic --threads 1 -- python -m tfpara.examples.drill --out=drill-{run}
 
 The model has a weight for each minibatch. A step of SGD with rate 1 on minibatch k raises weight k
-by 1, or by 1000 where that is above 0 already. Under BSP a sync adds the mean over the replicas, so
-at the end a weight is 0 where the minibatch was lost, at most 1 where it is in once, and larger
-where it came in again after a sync.
+by 1, or by 1000 if it is above 0 already. Under BSP a sync adds the mean over the replicas. So at
+the end the weight of a lost minibatch is 0, that of one trained once is at most 1, and that of one
+trained again after a sync is larger.
 """
 
 import argparse
@@ -25,7 +25,7 @@ PERIOD, AGAIN = 5, 1000.0
 
 
 class Counter(keras.layers.Layer):
-    """The weights of the minibatches whose numbers it is given."""
+    """Returns the weights of minibatches, given their numbers."""
 
     def __init__(self, minibatches: int) -> None:
         super().__init__()
@@ -39,12 +39,12 @@ class Counter(keras.layers.Layer):
 
 
 def loss(_: tf.Tensor, counts: tf.Tensor) -> tf.Tensor:
-    """Its gradient is -1 where a weight is 0, and -1000 where it is above."""
+    """Returns a loss whose gradient is -1 for a weight of 0, and -1000 for a larger one."""
     return -counts * tf.stop_gradient(tf.where(counts > 0.0, AGAIN, 1.0))
 
 
 class Progress(keras.callbacks.Callback):
-    """Keeps a pace, and tells `tfpara-chaos` how many minibatches are in the weights."""
+    """Keeps a pace, and reports the number of counted minibatches to `tfpara-chaos`."""
 
     def __init__(self, step_seconds: float) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class Progress(keras.callbacks.Callback):
 
 
 def tell(**line: object) -> None:
-    """Adds a line to the file that `tfpara-chaos` reads, where there is one."""
+    """Adds a line to the file that `tfpara-chaos` reads, if there is one."""
     path = os.environ.get("TFPARA_CHAOS_PROGRESS")
     if path:
         with open(path, "a") as file:
@@ -70,7 +70,7 @@ def tell(**line: object) -> None:
 
 
 def main() -> None:
-    """Trains, and says what was lost and doubled."""
+    """Trains, and prints how many minibatches were trained, lost and doubled."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--minibatches", type=int, default=1000, help="of an epoch")
@@ -87,7 +87,7 @@ def main() -> None:
         model.compile(keras.optimizers.SGD(1.0), loss)
 
     def minibatches(epoch: int) -> tf.data.Dataset:
-        """Of one row each, which is the minibatch's number."""
+        """Returns minibatches of one row, which is the minibatch's number."""
         first = epoch * options.minibatches
         numbers = tf.data.Dataset.range(first, first + options.minibatches)
         return numbers.map(lambda number: (number[None], number[None]))

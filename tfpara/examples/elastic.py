@@ -34,7 +34,7 @@ def main() -> None:
     whole = points(10_000, seed=1)
 
     def minibatches(epoch: int) -> tf.data.Dataset:
-        """All minibatches of an epoch, each for one replica, in an order of the epoch's own."""
+        """Returns all minibatches of an epoch, each for one replica, in this epoch's order."""
         rows = tf.data.Dataset.from_tensor_slices(whole).shuffle(10_000, seed=epoch)
         return rows.batch(BATCH, drop_remainder=True)
 

@@ -14,7 +14,7 @@ FEATURES, CLASSES = 30, 8
 
 
 def points(number: int, seed: int, task: int) -> tuple[np.ndarray, np.ndarray]:
-    """Made-up data of two tasks: which of their own products of hidden features is largest."""
+    """Returns made-up data: labels are the largest of the task's products of hidden features."""
     shared = np.random.default_rng(0).normal(size=(FEATURES, 2 * CLASSES)) / FEATURES**0.5
     x = np.random.default_rng(seed).normal(size=(number, FEATURES))
     hidden = np.maximum(x @ shared, 0)
@@ -23,7 +23,7 @@ def points(number: int, seed: int, task: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def compile_at(model: keras.Model, rate: float) -> None:
-    """Compiles a classifier. Layers that are frozen then stay so until it is compiled again."""
+    """Compiles a classifier. Frozen layers stay frozen until it is compiled again."""
     model.compile(
         keras.optimizers.Adam(rate),
         keras.losses.SparseCategoricalCrossentropy(from_logits=True),
@@ -32,14 +32,14 @@ def compile_at(model: keras.Model, rate: float) -> None:
 
 
 def with_head(base: keras.Model, rate: float) -> keras.Model:
-    """A compiled classifier: the layers of `base`, and a new one on top."""
+    """Returns a compiled classifier: the layers of `base`, and a new one on top."""
     model = keras.Sequential([base, keras.layers.Dense(CLASSES)])
     compile_at(model, rate)
     return model
 
 
 def networks() -> tuple[keras.Model, keras.Model]:
-    """The layers that both tasks use, and a classifier for the first task."""
+    """Returns the layers that both tasks use, and a classifier for the first task."""
     hidden = [keras.layers.Dense(64, "relu"), keras.layers.Dense(64, "relu")]
     base = keras.Sequential([keras.Input((FEATURES,)), *hidden])
     return base, with_head(base, rate=0.003)

@@ -15,7 +15,7 @@ import tfpara
 
 
 def network() -> keras.Model:
-    """A network of one hidden layer."""
+    """Returns a network of one hidden layer."""
     return keras.Sequential(
         [keras.Input((1,)), keras.layers.Dense(32, "tanh"), keras.layers.Dense(1)]
     )
@@ -39,7 +39,7 @@ def main() -> None:
     batches = strategy.experimental_distribute_dataset(dataset.batch(20 * strategy.num_replicas))
 
     def step(inputs: tf.Tensor, targets: tf.Tensor) -> None:
-        """A step of one replica, on its own part of the batch."""
+        """Takes a step of one replica, on its own part of the batch."""
         with tf.GradientTape() as tape:
             # The mean over the replica's own samples: nothing is divided by the number of replicas.
             loss = tf.reduce_mean((model(inputs, training=True) - targets) ** 2)

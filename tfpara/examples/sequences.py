@@ -1,4 +1,4 @@
-"""Tags the tokens of sequences of different length, some of whose labels are not to be trusted.
+"""Tags the tokens of sequences of different length, with sample weights for doubtful labels.
 
     tfpara-launch -n 2 -- python -m tfpara.examples.sequences
 
@@ -15,7 +15,10 @@ TOKENS, LENGTH = 8, 20
 
 
 def sequences(number: int, seed: int, doubtful: float = 0.0) -> tuple[np.ndarray, ...]:
-    """Made-up data: whether 1 has come since the last 2; 0 is padding. A part has random tags."""
+    """Returns made-up tokens (0 is padding), tags (whether 1 has come since the last 2), weights.
+
+    Sequences of the part `doubtful` have random tags, and small weights.
+    """
     random = np.random.default_rng(seed)
     tokens = random.integers(1, TOKENS, (number, LENGTH))
     tags = np.zeros((number, LENGTH), "int64")
@@ -30,7 +33,7 @@ def sequences(number: int, seed: int, doubtful: float = 0.0) -> tuple[np.ndarray
 
 
 def network() -> keras.Model:
-    """The embedding's mask keeps padding out of the GRU's state, the loss and the metric."""
+    """Returns a network, whose embedding masks padding in the GRU, the loss and the metric."""
     model = keras.Sequential(
         [
             keras.Input((None,), dtype="int32"),
@@ -48,7 +51,7 @@ def network() -> keras.Model:
 
 
 def tokens_in(minibatch: tuple[tf.Tensor, ...]) -> tf.Tensor:
-    """The number of tokens that are no padding, over which the loss is a mean."""
+    """Returns the number of tokens without padding, over which the loss is a mean."""
     return tf.reduce_sum(tf.cast(minibatch[0] != 0, tf.float32))
 
 

@@ -15,7 +15,7 @@ TOWNS = np.array(["Aachen", "Bern", "Cork", "Delft", "Evora"])
 
 
 def table(number: int, seed: int) -> tuple[dict[str, np.ndarray], np.ndarray]:
-    """Made-up data: rents by size and age in numbers, town and shop in words."""
+    """Returns made-up rents, and their causes: size and age in numbers, town and shop in words."""
     random = np.random.default_rng(seed)
     town, shop = random.integers(0, 5, number), random.integers(0, 40, number)
     size, age = random.uniform(20, 200, number), random.exponential(30, number)
@@ -31,7 +31,7 @@ def table(number: int, seed: int) -> tuple[dict[str, np.ndarray], np.ndarray]:
 
 
 def network(columns: dict[str, np.ndarray]) -> keras.Model:
-    """The table's preprocessing, and a network; the same file of the model has both."""
+    """Returns a model of the preprocessing and a network, so that one file has both."""
     inputs, features = {}, []
     for name in ("size", "age"):
         inputs[name] = keras.Input((1,), name=name)

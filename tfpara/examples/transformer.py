@@ -15,13 +15,13 @@ EPOCHS, BATCH = 5, 32
 
 
 def sequences(number: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Made-up data: random tokens, and the same in order."""
+    """Returns made-up data: random tokens, and the same tokens in order."""
     tokens = np.random.default_rng(seed).integers(0, TOKENS, (number, LENGTH))
     return tokens, np.sort(tokens)
 
 
 def block(x: keras.KerasTensor) -> keras.KerasTensor:
-    """Attention, then a layer for each token, each added to what it reads."""
+    """Applies attention, then a layer for each token; each is added to its input."""
     normal = keras.layers.LayerNormalization()(x)
     x = x + keras.layers.MultiHeadAttention(4, WIDTH // 4)(normal, normal)
     normal = keras.layers.LayerNormalization()(x)
@@ -30,7 +30,7 @@ def block(x: keras.KerasTensor) -> keras.KerasTensor:
 
 
 def network(steps: int) -> keras.Model:
-    """Two blocks; the rate rises for a tenth of the steps, and then falls to 0."""
+    """Returns a network of two blocks. Its rate rises for a tenth of the steps, then falls to 0."""
     tokens = keras.Input((LENGTH,), dtype="int32")
     places = keras.ops.arange(LENGTH)
     x = keras.layers.Embedding(TOKENS, WIDTH)(tokens)

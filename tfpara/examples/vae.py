@@ -18,7 +18,7 @@ SIZE, LATENT = 12, 2
 
 
 def images(number: int, seed: int) -> np.ndarray:
-    """Made-up data: a bright spot somewhere, so that two numbers say all of an image."""
+    """Returns made-up images with a bright spot, whose place, two numbers, describes the image."""
     random = np.random.default_rng(seed)
     x, y = random.uniform(2, SIZE - 3, (2, number, 1))
     across, down = np.divmod(np.arange(SIZE * SIZE), SIZE)
@@ -26,7 +26,7 @@ def images(number: int, seed: int) -> np.ndarray:
 
 
 class VAE(keras.Model):
-    """An encoder to means and log variances, and a decoder; both are made in the scope."""
+    """A model of an encoder to means and log variances, and a decoder, both made in the scope."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class VAE(keras.Model):
         return image, ops.sum(ops.exp(log_variance) + mean**2 - 1 - log_variance, 1) / 2
 
     def losses_of(self, x: tf.Tensor) -> tf.Tensor:
-        """The mean over the minibatch that a replica has: nothing is divided by their number."""
+        """Returns the mean over the replica's minibatch; the number of replicas plays no part."""
         image, divergence = self(x)
         return ops.mean(ops.sum((image - x) ** 2, 1) / 0.1 + divergence)
 

@@ -1,0 +1,55 @@
+"""A CSV file of scores."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from tfpara import files
+from tfpara.typing import Json
+
+
+class Table:
+    """A CSV file that grows by rows. Half a row, from a killed process, is removed.
+
+    Args:
+        path: path of the file, which need not exist.
+        opener: function of `tfpara.files` that opens it.
+    """
+
+    def __init__(self, path: Path, opener: Callable[[str, int], int]) -> None:
+        self.path, self._opener = path, opener
+
+    def rows(self) -> list[dict[str, Json]]:
+        """Returns the rows, as texts."""
+        return list(csv.DictReader(io.StringIO(self._text(), newline="")))
+
+    def add(self, rows: Sequence[dict[str, Json]]) -> None:
+        """Adds rows with the columns of the table, by one call of the system."""
+        kept, text = self._text() if self.rows() else "", io.StringIO()
+        writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
+        if not kept:
+            writer.writeheader()
+        writer.writerows(rows)
+        if self.path.exists() and self.path.stat().st_size != len(kept.encode()):
+            with files.whole(self.path) as place:
+                place.write_text(kept)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with open(self.path, "ab", buffering=0, opener=self._opener) as file:
+            file.write(text.getvalue().encode())
+
+    def rewrite(self, rows: Sequence[dict[str, Json]], columns: Sequence[str]) -> None:
+        """Replaces the table by these rows and columns; values that a row lacks are empty."""
+        with files.whole(self.path) as place, place.open("w", newline="") as file:
+            writer = csv.DictWriter(file, columns, restval="", lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(rows)
+
+    def _text(self) -> str:
+        if not self.path.exists():
+            return ""
+        with open(self.path, "rb", opener=self._opener) as file:
+            text = file.read().decode(errors="replace")
+        return text[: text.rfind("\n") + 1]
