@@ -126,5 +126,5 @@ def frame_order(plan: Partition, window: int, seed: int, epoch: int) -> np.ndarr
 
 
 def _generator(seed: int, *key: int) -> np.random.Generator:
-    # The key is a spawn key: as a part of the seed, (1, 0) and (1, 0, 0) would be equal.
+    # Keys are spawn keys, since the seeds [seed, 1, 0] and [seed, 1, 0, 0] give the same numbers.
     return np.random.default_rng(np.random.SeedSequence(seed, spawn_key=key))

@@ -29,7 +29,7 @@ class Location(NamedTuple):
     columns: slice
     pipe: bool
     where: str  # file, line and key, for messages
-    channel: int | None = None  # of a recording, from 0; None if the line names none
+    channel: int | None = None  # channel of a recording, from 0; None if the line names none
 
     def __str__(self) -> str:
         return f"{self.where} ({self.path}, byte {self.offset})"
@@ -41,7 +41,7 @@ class Segment(NamedTuple):
     recording: str
     start: float  # seconds
     end: float | None  # seconds; None for the end of the recording
-    channel: int | None = None  # from 0; None if the line names none
+    channel: int | None = None  # channel of the recording, from 0; None if the line names none
 
 
 def read(path: str | Path) -> dict[str, str]:

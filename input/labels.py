@@ -187,7 +187,7 @@ class KaldiAlignments(_OfFiles):
 
 
 def of_frames(labels: np.ndarray, subsampling: int, shift: int = 0) -> np.ndarray:
-    """Returns the label of each frame, [F * n], of labels [n] at an F-th of the frame rate.
+    """Returns the label of each frame, [F * n], from labels [n] of F frames each.
 
     A chain model's output i is centred on frame F i. Features that `shift-feats --shift=s` has
     moved have frame F i - s there. Kaldi trains on all F shifts, from -floor(F/2) on, in turn, so

@@ -24,7 +24,7 @@ class Part(NamedTuple):
 
     source: Source
     utterances: list[str]
-    stats: Stats | None  # from the source's cmvn.scp
+    stats: Stats | None  # statistics of the source's cmvn.scp
 
 
 def divide(

@@ -27,7 +27,7 @@ class Place(NamedTuple):
     path: str
     offset: int  # bytes from the start of the file
     length: int  # bytes of the whole record
-    crc32: int  # of the whole record
+    crc32: int  # checksum of the whole record
     frames: int
     id: str
 

@@ -338,9 +338,9 @@ def _digest(tables: list[Path], locations: Mapping[str, Location]) -> str:
 
 
 def _content(path: str) -> str:
-    """Returns the size of a file, and a SHA-256 of it: of the whole file if it is small.
+    """Returns the size of a file, and the SHA-256 of all of it, or of blocks of a larger file.
 
-    Of a larger file it is that of blocks at equal distances, from the first one to the last.
+    The blocks are at equal distances, from the first to the last one.
     """
     digest = hashlib.sha256()
     size = os.path.getsize(path)

@@ -207,7 +207,7 @@ def pyplot(backend: str, what: str = "the plot") -> Any:
     except ImportError as error:
         raise Failure(f"{what} needs matplotlib. pip install matplotlib installs it.") from error
     matplotlib.use(backend)
-    matplotlib.rcParams["svg.hashsalt"] = "tfpara"  # with this, equal results give equal files
+    matplotlib.rcParams["svg.hashsalt"] = "tfpara"  # makes files of equal results equal
     from matplotlib import pyplot
 
     return pyplot

@@ -13,7 +13,7 @@ from models.presets import BUILDERS
 # Arguments of builders that are not sizes, and their types.
 _OTHERS = {"activation": (str,), "dropout": (int, float), "cell_clip": (int, float, type(None))}
 _SEEDS = ("seed", "streams")  # given by the program that builds the model
-_LARGEST = 1 << 20  # of numbers that concern the data alone
+_LARGEST = 1 << 20  # the largest number that concerns the data alone
 _LAYER_BYTES = 100  # the fewest bytes of a layer in a file of weights
 
 

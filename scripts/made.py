@@ -26,7 +26,7 @@ class Bars:
                 desc=stage,
                 total=total,
                 unit=" utterances",
-                disable=None,  # on terminals only
+                disable=None,  # None shows the bar on terminals alone
             )
         self._bar.update()
 

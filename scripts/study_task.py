@@ -70,7 +70,7 @@ _ALL_REDUCE = flags.DEFINE_integer(
 for _module in (common, rule_flags, async_flags):
     flags.adopt_module_key_flags(_module)
 
-_LOWEST = 0.04  # of the highest learning rate, at the end of the cosine
+_LOWEST = 0.04  # factor of the highest learning rate at the end of the cosine
 _CONTEXT = 5  # frames of speech on each side
 _WINDOW = 64  # characters
 _Arrays = tuple[np.ndarray, np.ndarray]

@@ -290,7 +290,7 @@ def _start_run(run_dir: Path, files: list[str], description: dict[str, Any]) -> 
     if _START_OVER.value or not run_files.can_resume(run_dir):
         try:
             run_files.begin(run_dir, files, _START_OVER.value)
-        except CheckpointError as error:  # on the chief alone
+        except CheckpointError as error:  # the chief alone comes here
             raise common.Failure(str(error)) from error
         common.write_text(run_dir / "flags.txt", common.resolved_flags())
         common.write_json(run_dir / "model.json", description)

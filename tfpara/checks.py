@@ -13,7 +13,7 @@ from tfpara.algorithms.asgd import AsyncAverage
 from tfpara.version import __version__
 from tfpara.whole_number import LARGEST_COUNT, checked_whole
 
-_FEW_LEFT_OUT = 10  # within an epoch, fewer minibatches that are left out are never too many
+_FEW_LEFT_OUT = 10  # while an epoch goes on, fewer may always be left out
 
 
 def versions() -> dict[str, str]:

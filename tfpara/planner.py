@@ -28,14 +28,14 @@ __all__ = ["Costs", "KnownError", "Link", "Plan", "calibrated_link", "choose", "
 # The longest sync period that `Costs.smallest_period` tries.
 LONGEST_PERIOD = 10**6
 
-# By how many % the error of `BMUF()` is above one replica's, by number of replicas and sync period.
-# It was measured on 40 minutes of speech in eight epochs (docs/study.md).
+# The error of `BMUF()` in % above that of one replica, by number of replicas and sync period. It
+# was measured on 40 minutes of speech in eight epochs (docs/study.md).
 _ERRORS = {
     4: {5: 0.9, 20: 0.2, 80: 1.3},
     8: {5: 1.9, 20: 0.9, 80: 5.9},
     16: {5: 4.0, 20: 5.6, 80: 12.3},
 }
-# How many % of one replica's error `overlap=True` adds, on 20 minutes of speech (docs/syncs.md).
+# The part of one replica's error, in %, that `overlap=True` adds, on 20 minutes (docs/syncs.md).
 _OVERLAP_ADDS = {4: {5: 0.0, 20: 3.2, 80: 2.2}, 8: {20: 7.3}}
 # The longest sync period whose error is known.
 LONGEST_KNOWN = 80

@@ -36,7 +36,7 @@ def skip_empty(fn: Callable[..., Nest]) -> Callable[..., Nest]:
         if isinstance(count, int):
             count = tf.constant(count)
             args, kwargs = tf.nest.map_structure(_open_if_empty, (args, kwargs))
-        outputs = []  # not annotated: AutoGraph, which converts this code, knows no annotations
+        outputs = []  # AutoGraph, which converts this code, knows no annotations
 
         def step() -> Nest:
             outputs.append(tf.nest.map_structure(_tensor_or_none, fn(*args, **kwargs)))

@@ -23,9 +23,9 @@ State: TypeAlias = Any
 Variable: TypeAlias = "tf.Variable | keras.Variable"
 # Tensors in tuples, lists and dicts, as `tf.nest` takes them; None and a tensor alone as well.
 Nest: TypeAlias = Any
-# What Keras' `fit` takes as data: arrays in such structures, datasets, `PyDataset`, generators.
+# Data for Keras' `fit`: arrays in such structures, datasets, `PyDataset`, generators.
 Data: TypeAlias = Any
-# What JSON can carry.
+# A value that JSON can carry.
 Json: TypeAlias = Any
-# What Keras gives callbacks: metrics by name.
+# The logs that callbacks get from Keras: metrics by name.
 Logs: TypeAlias = "dict[str, float]"

@@ -23,7 +23,7 @@ from tfpara.parameter_server import processes
 from tfpara.parameter_server.chunks import Chunks
 from tfpara.parameter_server.strategy import AsyncStrategy
 
-_CHUNKS = 4  # for each worker, as by default in `fit`, so that no worker trains alone at the end
+_CHUNKS = 4  # chunks of a worker, as in `fit`, so that none trains alone at the end
 _STARTUP_SECONDS, _TIMEOUT_SECONDS = 300.0, 60.0
 
 

@@ -16,7 +16,7 @@ class _Rule:
     """The common part of asynchronous rules."""
 
     local_steps: ClassVar[bool] = True  # whether workers have optimizers of their own
-    local_models: ClassVar[bool] = False  # whether they have models of their own
+    local_models: ClassVar[bool] = False  # whether workers have models of their own
     keeps_state: ClassVar[bool] = False  # whether a server keeps a state beside the weights
 
     def difference(self, local: Array, pulled: Array) -> Array:
@@ -314,7 +314,7 @@ class AsyncEASGD(_Rule):
         return self.elasticity * (local - global_model)
 
 
-_LARGEST_BLOCK_MOMENTUM = 0.75  # by default: docs/study.md has figures
+_LARGEST_BLOCK_MOMENTUM = 0.75  # the largest default; docs/study.md has figures
 
 
 class AsyncBMUFState(NamedTuple):

@@ -20,7 +20,7 @@ _SCALINGS: Mapping[str, tuple[Callable[[int], float], float]] = {
     "sqrt": (math.sqrt, 20.0),
 }
 _ADAMS_WARMUP = 5.0  # blocks in which the default gain rises by one; see docs/study.md
-_LARGEST_DEFAULT = 0.9  # of η with a warm-up; a gain of 10
+_LARGEST_DEFAULT = 0.9  # the largest default η with a warm-up: a gain of 10
 
 
 class BMUFState(NamedTuple):

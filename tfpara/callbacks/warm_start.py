@@ -1,4 +1,4 @@
-"""A callback that trains the first epochs as one replica would, for all to start from."""
+"""A callback that trains the first epochs as one replica, whose model all others then take."""
 
 from __future__ import annotations
 

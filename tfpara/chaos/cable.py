@@ -51,7 +51,7 @@ class Cut:
 
     def __init__(self, pid: int, others: Iterable[int]) -> None:
         self._pid, self._others = pid, [other for other in others if other != pid]
-        self._cut: dict[str, socket.socket] = {}  # by the number of the socket
+        self._cut: dict[str, socket.socket] = {}  # by the sockets' numbers
 
     @property
     def sockets(self) -> int:

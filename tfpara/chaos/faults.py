@@ -23,7 +23,7 @@ from tfpara.chaos.processes import Worker
 _LOOK_SECONDS = 0.02
 _FIRED_SECONDS = 10.0  # longest wait for the evidence, if the kernel acts at once
 _END_SECONDS = 120.0  # longest wait for the end of a worker that was asked to end
-_SLICE_SECONDS = 0.05  # in each slice a slow worker runs for a quarter
+_SLICE_SECONDS = 0.05  # a slow worker runs for a quarter of each slice
 _LARGEST_DISK = 4 << 30  # bytes; a larger disk is not for drills
 _NAME = ".chaos"  # name of the file that fills a disk
 

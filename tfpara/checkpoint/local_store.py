@@ -27,7 +27,7 @@ from tfpara.files import append_line, cleared, no_link, regular, sync_to_disk
 from tfpara.typing import Json
 
 _PARTIAL = ".partial-"
-_HOLDER = "process "  # how the content of a lock begins
+_HOLDER = "process "  # the beginning of a lock's content
 # Error numbers of flock where another process has the lock; EACCES and EAGAIN come from NFS.
 _HELD = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
 _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP)

@@ -15,7 +15,7 @@ from typing import Any
 from tfpara.typing import Json
 
 FORMAT = 2
-_ENDINGS = (".index", ".data-00000-of-00001")  # of the files that TensorFlow writes for a part
+_ENDINGS = (".index", ".data-00000-of-00001")  # endings of TensorFlow's files of a part
 _SUM = "sha256"
 # The key for the folder of the files within the checkpoint. Without the key they lie directly in
 # the checkpoint. In a store without `rename` each run has such a folder of its own.

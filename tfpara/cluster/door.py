@@ -50,7 +50,7 @@ class Door(Generic[Key]):
         self.turned_away = ""
         self._listener, self._secret, self._purpose = listener, secret, purpose
         self._most = min(_STRANGERS + guests, _open_files() // _SHARE)
-        self._keys: dict[Channel, Key] = {}  # of guests
+        self._keys: dict[Channel, Key] = {}  # the keys of guests
         self._strangers: dict[Channel, tuple[str, float]] = {}  # host and time of arrival; in order
         self._named: set[str] = set()
         self._selector = selectors.DefaultSelector()

@@ -67,7 +67,7 @@ class Told(NamedTuple):
 class _Engine(NamedTuple):
     """An engine and its variables."""
 
-    name: str  # in messages
+    name: str  # the engine's name in messages
     rank: str  # the variable of the rank
     size: str  # the variable of the size
     starter: str  # the program that sets them, in messages

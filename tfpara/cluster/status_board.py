@@ -40,7 +40,7 @@ _LIBRARIES = tuple(
 
 
 class Row(NamedTuple):
-    """A row of the board: where a worker is.
+    """A row of the board: the place of a worker in its script.
 
     Attributes:
         text: the place of the worker, as in "worker 1 is TEXT"; empty if it does not answer.

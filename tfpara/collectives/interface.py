@@ -35,7 +35,7 @@ class Collectives(Protocol):
 
     @property
     def way(self) -> str:
-        """How the workers are connected, for the user."""
+        """The connection of the workers, in words for the user."""
 
     def all_reduce(self, buffers: Sequence[tf.Tensor], name: str) -> list[tf.Tensor]:
         """Sums each buffer element-wise over the workers; buffers are sent in parallel."""

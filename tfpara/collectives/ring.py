@@ -57,7 +57,7 @@ class TensorFlowCollectives:
     ) -> None:
         self._size, self._rank, self._members = len(tasks), rank, members
         order = order_of(tasks)
-        # None if TensorFlow's order is that of the ranks, so that nothing is sorted.
+        # None if TensorFlow orders the workers by rank; then nothing is sorted.
         self._order = None if order == list(range(len(tasks))) else order
         self._waiting = waiting
         self._device = device

@@ -49,7 +49,7 @@ def main() -> None:
     """Trains on the first task, then on the second, and writes the model."""
     strategy = tfpara.PeriodicSyncStrategy(tfpara.BMUF(), sync_period=5)
     batch = 32 * strategy.num_replicas
-    with strategy.scope():  # where load_model belongs, too
+    with strategy.scope():  # a call of load_model belongs here, too
         base, first = networks()
     first.fit(*points(8_000, seed=1, task=1), batch_size=batch, epochs=5, verbose=2)
     strategy.forget(first)  # another model trains its layers now

@@ -32,7 +32,7 @@ def main() -> None:
     with strategy.scope():  # models, optimizers and metrics
         model, optimizer = network(), keras.optimizers.Adam(0.01)
         mean_loss = keras.metrics.Mean()
-    strategy.track(model)  # what is synchronised
+    strategy.track(model)  # this model is synchronised
 
     x = np.linspace(-3, 3, 2_000, dtype="float32")[:, None]
     dataset = tf.data.Dataset.from_tensor_slices((x, np.sin(x))).shuffle(len(x))
@@ -56,7 +56,7 @@ def main() -> None:
         for batch in batches:
             train(*batch)
         strategy.synchronize()  # ends a block of fewer than four steps
-        loss = float(mean_loss.result())  # of all replicas of all workers, and so on every worker
+        loss = float(mean_loss.result())  # the mean over all replicas, on every worker
         if strategy.is_chief:
             print(f"epoch {epoch + 1}: mean squared error {loss:.4f}")
 

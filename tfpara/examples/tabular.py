@@ -36,7 +36,7 @@ def network(columns: dict[str, np.ndarray]) -> keras.Model:
     for name in ("size", "age"):
         inputs[name] = keras.Input((1,), name=name)
         scale = keras.layers.Normalization()
-        scale.adapt(columns[name])  # of all rows, on every worker
+        scale.adapt(columns[name])  # every worker adapts to all rows
         features.append(scale(inputs[name]))
     inputs["town"] = keras.Input((1,), name="town", dtype="string")
     known = keras.layers.StringLookup(output_mode="one_hot")

@@ -179,7 +179,7 @@ class NGSGD(keras.optimizers.SGD):
                 continue
             kernel = variables[entry["variables"][0]]
             by_rows = entry["kind"] == ROWS
-            # Not the layer's own name: its number depends on the worker's earlier layers.
+            # The layer's own name is not used: its number depends on the worker's earlier layers.
             name = f"layer{number}"
             input_side = self._make_side(self.input_rank, entry["width"], by_rows, f"{name}_input")
             output_side = self._make_side(
