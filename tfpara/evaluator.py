@@ -161,7 +161,8 @@ class _Evaluator:
         since, told, after = time.monotonic(), "", ""
         while True:
             leave_late()
-            former, refused, position = self._last, "", None
+            former, refused = self._last, ""
+            position: dict[str, Json] | None = None
             try:
                 number = self._next()
                 if number is not None:

@@ -13,9 +13,9 @@ from tfpara.typing import Array, Nest
 
 
 def skip_empty(fn: Callable[..., Nest]) -> Callable[..., Nest]:
-    """Wraps `fn` so that it returns zeros where a replica's batch has no samples.
+    """Wraps `fn` so that it returns zeros if a replica's batch has no samples.
 
-    Where `fn` has not run before, a trace of it, which runs no operation, shows their shapes.
+    If `fn` has not run before, it is traced, which runs no operation, to find their shapes.
     """
 
     stepped: list[Nest] = []  # results of replicas before this one; TensorFlow runs them in turn
@@ -110,13 +110,13 @@ def weight_of(minibatch: Nest, samples: int | tf.Tensor, loss: Any) -> int | tf.
     averaging with plain SGD after every minibatch is one step on all replicas' minibatches
     together. The divisor depends on Keras' reduction. It is the sum of the sample weights
     ("mean_with_sample_weight"), their number, including those of padding ("sum_over_batch_size",
-    "mean"), or 1, and 0 without samples ("sum"). Of several outputs with sample weights of their
-    own, whose losses have divisors of their own, it is the sum: no one number is exact there.
+    "mean"), or 1, and 0 without samples ("sum"). If several outputs have sample weights of their
+    own, their losses have different divisors. Then it is the sum, since no single number is exact.
 
     Args:
-        minibatch: what `train_step` is given, (x, y, sample weights) if it has weights.
-        samples: the number of samples in it; the result where there are no sample weights, unless
-            the reduction is "sum".
+        minibatch: the argument of `train_step`, (x, y, sample weights) if there are weights.
+        samples: the number of samples in it, which is the result without sample weights, unless the
+            reduction is "sum".
         loss: the loss that the model was compiled with.
     """
     reduced = reductions(loss)
@@ -134,8 +134,8 @@ def weight_of(minibatch: Nest, samples: int | tf.Tensor, loss: Any) -> int | tf.
 def with_open_batches(dataset: tf.data.Dataset) -> tf.data.Dataset:
     """Returns `dataset` with a batch size that its spec leaves open.
 
-    Where the last minibatches are fewer than the devices, TensorFlow leaves them out if all shapes
-    are fixed. With an open batch size it gives the other devices an empty minibatch.
+    If all shapes are fixed and the last minibatches are fewer than the devices, TensorFlow leaves
+    them out. With an open batch size it gives the other devices an empty minibatch.
     """
     specs = tf.nest.flatten(dataset.element_spec)
     if not all(isinstance(s, tf.TensorSpec) and s.shape.is_fully_defined() for s in specs):
@@ -152,7 +152,7 @@ def with_own_memory(dataset: tf.data.Dataset) -> tf.data.Dataset:
     """Returns `dataset` with elements that are copies.
 
     Data of a Python function (`from_generator`, `PyDataset`) may lie in the memory of the caller's
-    arrays. Where a batch is divided between replicas, TensorFlow may write results into it.
+    arrays. If a batch is divided between replicas, TensorFlow may write results into that memory.
     """
 
     def copied(tensor: tf.Tensor) -> tf.Tensor:

@@ -368,7 +368,7 @@ def _gather(terms: _Terms, door: Door[int]) -> dict[int, _Guest]:
             terms.describe(rank) for rank in range(1, terms.size) if rank not in guests
         )
 
-    # When all have come it waits a moment longer, since two processes may have the same task.
+    # When all have come, this waits a moment longer, since two processes may have the same task.
     complete_since = float("inf")
     for _ in until(terms.deadline, missing, pause=door.wait):
         door.serve(hear, lambda rank: guests.pop(rank, None))  # one that has ended may come again
