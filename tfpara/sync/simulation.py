@@ -76,7 +76,7 @@ def simulate(
 
 
 def make_devices(count: int) -> None:
-    """Divides the CPU into logical devices, at least `count`.
+    """Divides the CPU into at least `count` logical devices.
 
     Raises:
         RuntimeError: TensorFlow has made fewer already, or has one thread for more than 8.

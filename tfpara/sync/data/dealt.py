@@ -10,8 +10,8 @@ import tensorflow as tf
 class Dealt:
     """The minibatches of a pass that belong to this worker.
 
-    Reading waits until the numbers of the next block are known. Unlike a Python function, the wait
-    occupies no thread of TensorFlow, and ends with its iterator.
+    Reading waits until the numbers of the next block are known. This wait occupies no thread of
+    TensorFlow, as one in a Python function would, and ends with the iterator.
 
     Args:
         queue: queue of the minibatches' numbers in the epoch, in rising order.

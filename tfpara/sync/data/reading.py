@@ -1,6 +1,6 @@
 """The division of Python data among the workers, and reading ahead in threads or processes.
 
-TensorFlow is not imported, since processes that read import this module.
+This module does not import TensorFlow, since processes that read import it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Read(NamedTuple):
-    """A batch that a worker reads. It is cut into `of` parts; each of `parts` is one step."""
+    """A batch that a worker reads. The batch is cut into `of` parts; each of `parts` is a step."""
 
     batch: int
     parts: range
@@ -73,9 +73,9 @@ def shuffled_rows(
         rows: number of rows.
         seed: from 0 to 2⁴⁸ − 1.
         epoch: number of the epoch, from 0.
-        batch_size: if given, rows are shuffled only within each batch.
+        batch_size: rows of a batch, within which alone rows are shuffled; None: among all.
     """
-    # NumPy keeps the numbers of this generator the same in all of its versions.
+    # All versions of NumPy draw the same numbers from this generator.
     drawn = np.random.RandomState([seed % 2**32, seed >> 32, epoch])
     if batch_size is None:
         return drawn.permutation(rows)
@@ -134,7 +134,7 @@ def set_random_states(states: Mapping[str, list[Json]]) -> None:
 
 @contextlib.contextmanager
 def common_randomness(seed: str) -> Iterator[None]:
-    """A context with newly seeded global generators of Python and NumPy; restores them after."""
+    """A context in which Python's and NumPy's global generators are seeded anew."""
     states = random_states()
     random.seed(seed)
     np.random.seed(random.getrandbits(32))
@@ -195,7 +195,7 @@ def ahead(
         executor.shutdown(wait=False, cancel_futures=True)
 
 
-_dataset: Any = None  # the dataset, in a process that reads
+_dataset: Any = None  # set in a process that reads
 
 
 def _keep(dataset: keras.utils.PyDataset) -> None:

@@ -21,15 +21,13 @@ class Block:
     """The counters of an open block.
 
     Args:
-        settings: the strategy's settings.
         whole: whether each sync is of the whole model, so that there is one part.
-        site: this worker's place and links.
 
     Attributes:
         parts: number of parts.
         period: τ, or `NEVER`.
-        steps: minibatches of each replica since the last sync point. The sync is due at `period`;
-            where a worker has missed the beginning of the others' block, it is counted, too.
+        steps: minibatches of each replica since the last sync point; the sync is due at `period`.
+            In an elastic run minibatches of the block that this worker has missed count too.
         part_steps: minibatches of each replica since the last sync of each part, shape [parts].
         samples: for each local replica the sum of its minibatches' weights since the last sync of
             each part, shape [parts]. A minibatch weighs its samples unless the user says otherwise.
@@ -63,7 +61,7 @@ class Block:
         return int(self.part_steps.read_value()[0])
 
     def due(self) -> tf.Tensor:
-        """Returns the minibatches of a replica in the open block, after which a sync is due."""
+        """Returns the number of minibatches in the open block after which a sync is due."""
         period = self.period.read_value()
         if self._balance is None:
             return period
@@ -79,10 +77,10 @@ class Block:
         """Counts a minibatch of each local replica; returns `steps`.
 
         Args:
-            samples: of all these minibatches, float64.
-            weights: of each of them in the mean of the replicas, float64.
+            samples: the samples of all these minibatches, float64.
+            weights: the weight of each in the mean of the replicas, float64.
         """
-        # Read before the sum: weights that a device has computed are not waited for.
+        # This is read first, so that it does not wait for weights that a device computes.
         steps = self.steps.read_value() + 1
         terms = tf.stack([tf.ones([], tf.float64), samples, *weights])
         self._counts.assign_add(tf.gather(terms, self._terms))
@@ -116,19 +114,19 @@ class Block:
         """
         carried = tf.one_hot(fragment, self.parts, dtype=tf.float64)
         self.turn.assign(fragment)
-        # The part that was synced last has counted the steps since the last sync point alone.
+        # The part that was synced last has the least steps: those since the last sync point.
         self.steps.assign_add(tf.cast(tf.reduce_min(steps), tf.int64))
         self.part_steps.assign_add(carried * steps)
         for replica, pending in enumerate(self.samples):
             pending.assign_add(carried * samples[replica])
 
     def give_up(self) -> None:
-        """Sets all counters to 0: a checkpoint replaces what was trained since the last sync."""
+        """Sets all counters to 0, since a checkpoint replaces the work of the open block."""
         self._forget()
         self.turn.assign(0)
 
     def _forget(self) -> None:
-        """Sets what is counted since a sync to 0."""
+        """Sets the counters since the last sync to 0."""
         self._counts[2:].assign(tf.zeros([self._counts.shape[0] - 2], tf.float64))
 
     def slots(self) -> Iterator[Slot]:

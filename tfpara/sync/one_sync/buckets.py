@@ -10,8 +10,8 @@ import tensorflow as tf
 
 # A variable with at least 1/4 of the largest bucket's elements has buckets of its own.
 _OWN_BUCKET = 4
-# Large variables are cut at multiples of this many elements. When buckets are cut again, into the
-# parts that replicas hold, those parts stay aligned in memory and need no copy.
+# Large variables are cut at multiples of this many elements. So the parts of buckets that replicas
+# hold are aligned in memory, and need no copy.
 _ALIGNED = 4096
 
 
@@ -77,12 +77,9 @@ class Layout:
         return found
 
     def pack(self, tensors: Sequence[tf.Tensor], fragment: int | None = None) -> list[tf.Tensor]:
-        """Packs tensors into flat float32 buckets.
+        """Packs tensors of any float type, one for each variable, into flat float32 buckets.
 
-        Args:
-            tensors: one for each variable, or for each of the fragment's; each of its variable's
-                shape and any float type.
-            fragment: the number of the fragment; None for all variables.
+        With a fragment's number the tensors and the buckets are that fragment's alone.
         """
         flat = [tf.reshape(tf.cast(tensor, tf.float32), [-1]) for tensor in tensors]
         first = self.variables[fragment].start if fragment is not None else 0

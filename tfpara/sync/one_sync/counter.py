@@ -10,7 +10,7 @@ from tfpara.typing import Array
 
 
 class Counter:
-    """A part of the variable of several counters, used as a variable of its own.
+    """A part of a variable that holds several counters, used as a variable of its own.
 
     Args:
         whole: the variable, a float64 vector, exact for whole numbers up to 2^53.

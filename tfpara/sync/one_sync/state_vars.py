@@ -62,11 +62,12 @@ class Kind(enum.Enum):
         return self in (Kind.SUM, Kind.MEAN, Kind.FIRST)
 
 
-# Of a metric's variable, by how Keras aggregates it.
+# The kind of a metric's variable, by its aggregation in Keras.
 _OF_METRIC = {"mean": Kind.MEAN, "only_first_replica": Kind.FIRST, "none": Kind.FIRST}
 
 
-# What workers that are behind, or new, take over from another one.
+# The kinds that a worker which is behind, or new, takes over from another one.
+
 TRAVELLING = (Kind.SHARED, Kind.HOLDER, Kind.MODEL)
 
 
@@ -89,11 +90,7 @@ class Slot(NamedTuple):
     absent: Any = None
 
     def key(self, replica_ids: Sequence[int]) -> str:
-        """Returns the slot's name with the global number of its replica.
-
-        Args:
-            replica_ids: the global numbers of the local replicas.
-        """
+        """Returns the slot's name, with the number that its replica has among all replicas."""
         if self.replica is None:
             return self.name
         return f"replica-{replica_ids[self.replica]}/{self.name}"

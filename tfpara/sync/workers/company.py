@@ -23,8 +23,7 @@ class Company(abc.ABC):
     """The workers that take part in a run, and their common operations.
 
     Other code calls these methods and never asks for the kind of company. Every worker must call
-    the methods marked "all" alike. Methods that are not abstract do nothing if members do not
-    change.
+    the methods marked "all". Methods that are not abstract do nothing if members do not change.
 
     Attributes:
         changes: whether workers may join and leave.
@@ -110,7 +109,9 @@ class Company(abc.ABC):
     def sums(self, parts: Sequence[tf.Tensor], evaluates: bool) -> list[tf.Tensor]:
         """All: returns the sums of the workers' `parts` of metrics' variables.
 
-        `evaluates`: whether the metrics are those of an evaluation.
+        Args:
+            parts: this worker's terms.
+            evaluates: whether the metrics are those of an evaluation.
         """
 
     @abc.abstractmethod

@@ -31,9 +31,7 @@ class Control:
         company: the workers.
 
     Attributes:
-        collectives: collectives for operations right after `together`, which all workers then run.
-        size: number of workers.
-        rank: this worker, 0 … size − 1.
+        collectives: for operations right after `together`, which all workers then run.
     """
 
     def __init__(
@@ -78,8 +76,7 @@ class Control:
             nonlocal got
             got = self.collectives.broadcast(value, name)
             if self._company.changes:
-                # If a worker is lost after this, and another one has come here, all have the
-                # tensor.
+                # A worker that passes this knows that all have the tensor, even if one is lost.
                 self.collectives.barrier(name)
 
         self._company.together(exchange)
