@@ -106,7 +106,8 @@ class MomentumFit:
 
         Args:
             steps: minibatches of each replica in an epoch; None: `set_length` follows.
-            epochs: of the run, with those before a resume; 0 if this call has a single one.
+            epochs: the epochs of the run, with those before a resume; 0 if this call has a single
+                one.
         """
         self._epochs_to_note = epochs if steps is None else 0
         if epochs and steps is not None and self.sync_period and not self.is_scheduled:

@@ -34,7 +34,7 @@ class Notes:
         Args:
             period: minibatches between two syncs.
             steps: minibatches of each replica in an epoch.
-            epochs: of the run, with those before a resume.
+            epochs: the epochs of the run, with those before a resume.
         """
         replicas = self.worker.replicas
         if self.settings.device_sync_period:
@@ -46,11 +46,7 @@ class Notes:
             self.tell(text)
 
     def small_batches(self, rows: int | None) -> None:
-        """Prints a note if the batches of `fit` have fewer rows than there are replicas.
-
-        Args:
-            rows: the number of rows of the largest batch; None: not known.
-        """
+        """Prints a note if the largest batch of `fit` has fewer rows than there are replicas."""
         replicas = self.worker.replicas
         if rows is not None and rows < replicas and not self.worker.changes:
             self._idle_told = True

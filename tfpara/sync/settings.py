@@ -319,10 +319,7 @@ def warn_of_outlasting_momentum(
 ) -> None:
     """Warns of a local momentum that outlasts a block, so that the rule's own momentum repeats it.
 
-    Args:
-        settings: of the strategy.
-        optimizer: of the model.
-        steps: the number of the optimizer's steps in a block.
+    `steps` is the number of the optimizer's steps in a block.
     """
     momentum, rule = momentum_of(optimizer), settings.rule
     reset = settings.local_state == "reset"

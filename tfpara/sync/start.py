@@ -97,12 +97,10 @@ def workers_of(
     startup_timeout_seconds: float,
     is_simulated: bool,
 ) -> tuple[cluster.Cluster, Settings, contextlib.AbstractContextManager[Company]]:
-    """Finds the other workers.
+    """Finds the other workers; for the arguments see `start`.
 
     Args:
-        settings: of the strategy.
         devices: the number of this worker's devices.
-        elastic: as in `start`; so are the other arguments.
 
     Returns:
         The cluster, which is this worker alone in an elastic run; the settings, with those that
@@ -122,7 +120,7 @@ def workers_of(
     found = _found(settings, is_simulated)
     chosen, why = choose(settings.collectives, found)
     if found.num_workers > 1 and found.is_chief and settings.collectives == "auto":
-        # The choice is worth a warning, which is shown by default, only if there was another one.
+        # A choice between several backends is worth a warning, which is shown by default.
         chose = found.rank_variable and (of_horovod(found) or not found.told)
         level = logging.WARNING if chose else logging.DEBUG
         _log.log(level, "tfpara: collectives=%s: %s", chosen, why)
@@ -134,7 +132,7 @@ def workers_of(
 
 @contextlib.contextmanager
 def _elastic_company(elastic: Elastic, startup_timeout_seconds: float) -> Iterator[Company]:
-    """Connects to the meeting point; TensorFlow's server starts inside."""
+    """A context in which TensorFlow's server starts, after a connection to the meeting point."""
     with startup.elastic_run():
         company = ElasticCompany(elastic, startup_timeout_seconds)
         with quiet.starting():
@@ -145,7 +143,7 @@ def _elastic_company(elastic: Elastic, startup_timeout_seconds: float) -> Iterat
 def _fixed_company(
     found: cluster.Cluster, settings: Settings, startup_timeout_seconds: float
 ) -> Iterator[Company]:
-    """Joins Horovod's group, if that connects the workers; TensorFlow's server starts inside."""
+    """A context in which TensorFlow's server starts; Horovod's group is joined before, if used."""
     by_horovod = found.num_workers > 1 and settings.collectives == "horovod"
     starting: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
     if by_horovod:

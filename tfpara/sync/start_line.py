@@ -22,9 +22,9 @@ def start_line(
     Args:
         workers: the number of processes.
         devices: TensorFlow's names of this worker's devices; the others have as many.
-        rule: with defaults filled in.
+        rule: the rule, with defaults filled in.
         period: minibatches between two syncs; None: there are no syncs.
-        averages: of the global model, by name.
+        averages: the averages of the global model, by name.
         way: the connection between the workers; "" for one worker.
         divided: whether batches are divided among the replicas of all workers.
 

@@ -124,9 +124,7 @@ def deal_out_dataset(strategy: Any, began: Began, given: dict[str, Any]) -> None
         ValueError: the dataset has no batches, or no end, or another order in each pass; or each
             worker has a different part; or workers have different data.
     """
-    dataset = given.get("x")
-    if not isinstance(dataset, tf.data.Dataset):
-        return
+    dataset: tf.data.Dataset = given["x"]
     same_data.check_batched(dataset.element_spec)
     if not same_data.divided_between_workers(dataset):
         raise ValueError(

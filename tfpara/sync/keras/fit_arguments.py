@@ -1,4 +1,4 @@
-"""Arguments of `fit` that are refused, or replaced by data that an elastic run deals out."""
+"""Checks of the arguments of `fit`, and their replacement by data that are dealt out."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def _batches_of(data: keras.utils.PyDataset, given: dict[str, Any]) -> Batches:
 
 
 def divide_and_weight(given: dict[str, Any]) -> None:
-    """Does what `fit` would do to arrays for `validation_split` and `class_weight`, in place."""
+    """Applies `validation_split` and `class_weight` to arrays, in place, as `fit` would."""
     if not are_arrays(given):
         return
     if given.get("validation_split") and given.get("validation_data") is None:

@@ -48,12 +48,13 @@ class TrainingState:
         self._kept = [(variable, variable.read_value()) for variable in _changing(model, slots)]
 
     def restore(self) -> None:
-        """Puts everything back, bit for bit. It may be called again."""
+        """Puts everything back, bit for bit. Every worker must call it; it may be called again."""
         for variable, value in self._kept:
             variable.assign(value)
         self._go_back()
         if self._shared:
-            for synchronizer in getattr(self._strategy.extended, "synchronizers", ()):
+            models = getattr(self._strategy.extended, "models", None)  # None: parameter servers
+            for synchronizer in models.synchronizers if models else ():
                 synchronizer.was_put_back()
 
     def by_variable(self) -> dict[int, tf.Tensor]:
@@ -70,10 +71,10 @@ class TrainingState:
 
 
 class EpochStart:
-    """The training state where an epoch began, on all workers, also on those that join within it.
+    """The training state at the begin of an epoch, also on workers that join within it.
 
-    A worker that joins takes the state over from another one, without the replicas' own variables:
-    its replicas begin as those of any worker that joins.
+    A joiner takes the state over from another worker, without the replicas' own variables: its
+    replicas begin as those of any joiner.
 
     Args:
         model: a compiled model.
@@ -87,7 +88,7 @@ class EpochStart:
         self._strategy.share_state("epoch start", self)
 
     def note(self) -> None:
-        """Notes the present state, where an epoch begins. All workers call it.
+        """Notes the present state at the begin of an epoch. All workers call it.
 
         A worker that has joined within the epoch keeps the state that it has taken over.
         """
@@ -119,7 +120,7 @@ class EpochStart:
 
     @property
     def weights(self) -> Sequence[np.ndarray]:
-        """The arrays that are sent to joiners; where none were noted, others of their shapes."""
+        """The arrays that joiners receive; if no state was noted, others of their shapes."""
         if self._taken is not None:
             return self._taken
         noted = {} if self._state is None else self._state.by_variable()
@@ -127,7 +128,7 @@ class EpochStart:
 
     @weights.setter
     def weights(self, weights: Sequence[np.ndarray]) -> None:
-        if self._strategy.joining:  # a worker that is behind has noted its own
+        if self._strategy.joining:  # a worker that is behind has noted its own state
             self._taken = weights
 
     def _travelling(self) -> list[tf.Variable]:
@@ -136,7 +137,7 @@ class EpochStart:
 
 
 def _shared_slots(model: keras.Model) -> list[Slot]:
-    """Returns the slots of a checkpoint, and those that the number of replicas gives the rule."""
+    """Returns the slots of a checkpoint, and the rule's values that depend on N."""
     slots = slots_of(model)
     strategy: Any = model.distribute_strategy
     if hasattr(strategy, "synchronizer_of"):
@@ -145,7 +146,7 @@ def _shared_slots(model: keras.Model) -> list[Slot]:
 
 
 def _changing(model: keras.Model, slots: Iterable[Slot]) -> Iterator[tf.Variable]:
-    """Yields the variables of slots that training changes, but for rates and counters."""
+    """Yields the variables of slots that training changes, except rates and counters."""
     rates = _rates(model)
     for slot in slots:
         counter = slot.kind is Kind.WORKER or slot.kind.is_aggregated
@@ -154,7 +155,7 @@ def _changing(model: keras.Model, slots: Iterable[Slot]) -> Iterator[tf.Variable
 
 
 def _is_finite(value: Array) -> bool:
-    # A sum is finite only if all its terms are, and needs one pass and no memory.
+    # A sum is finite only if all its terms are. It needs one pass and no memory.
     return bool(tf.math.is_finite(tf.reduce_sum(tf.cast(value, tf.float32))))
 
 

@@ -80,7 +80,7 @@ class Block:
             samples: the samples of all these minibatches, float64.
             weights: the weight of each in the mean of the replicas, float64.
         """
-        # This is read first, so that it does not wait for weights that a device computes.
+        # `steps` is read before the sum, so that it does not wait for weights from a device.
         steps = self.steps.read_value() + 1
         terms = tf.stack([tf.ones([], tf.float64), samples, *weights])
         self._counts.assign_add(tf.gather(terms, self._terms))

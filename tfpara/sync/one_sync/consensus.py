@@ -31,8 +31,8 @@ from tfpara.sync.one_sync.weight_exchange import Shares, phase
 from tfpara.sync.settings import NEVER, Settings
 from tfpara.typing import Array
 
-# A worker waits this long before it fails, so that the others receive the table that says why. Its
-# end would also end what is still being sent to them.
+# A worker waits this long before it fails, since its end stops messages that are under way. So the
+# others receive the table that says why.
 _GRACE_SECONDS = 1.0
 # This text stands for a sentence that the workers have yet to exchange.
 _APART = "the workers are apart"
@@ -313,7 +313,7 @@ class Consensus:
         return Verdict(at, allowed, problem, is_last, agreed, counts, trained, made)
 
     def _problem_of(self, table: Array) -> str:
-        """Returns what forbids the sync, or ""; if nothing does, counts the replicas' weights."""
+        """Returns the problem that forbids the sync, or ""; without one, updates `weights_seen`."""
         names, own = self._replicas.averaged_names, len(self._site.devices)
         text = problem_of(table, self.columns, names, own, self._share)
         if not text and len(table) == len(self.weights_seen):

@@ -114,7 +114,7 @@ class GlobalState:
         """Returns the moments for the next block, for each holder; nothing is written.
 
         Args:
-            first: for each holder its parts of the mean of the replicas' first moments.
+            first: the parts of the mean of the replicas' first moments, for each holder.
             second: those of their second moments.
             steps: minibatches of the block, a float.
             iterations: step count of the local optimizer, a float.
@@ -153,7 +153,7 @@ class GlobalState:
         """Takes the rule's and the averages' steps on every local holder; nothing is written.
 
         Args:
-            means: for each holder its parts of the mean of the replicas' models.
+            means: the parts of the mean of the replicas' models, for each holder.
             buckets: the buckets of these means.
             share: length of this block as a fraction of a whole one, 0 < share ≤ 1.
         """
@@ -172,7 +172,7 @@ class GlobalState:
                     (state,) = self.rule.carried([_read(kept, after=mean)])
                     before.append((state, [_read(each, after=mean) for each in of_averages], mean))
                 steps = self._fused(functools.partial(self._steps, rule), rule, device)
-                # If nothing is sent, all means are there at once.
+                # If nothing is sent, all means are there at once, and one function takes all steps.
                 together = [before] if self._site.has_one_replica else [[each] for each in before]
                 after = [one for some in together for one in steps(some, replicas, share)]
             update.broadcasts.append([broadcast for _, broadcast in after])

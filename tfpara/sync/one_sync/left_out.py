@@ -30,11 +30,9 @@ class LeftOut:
         self.total = site.make(tf.zeros([], tf.float64), "left_out")
 
     def count(self, nonfinite: Sequence[tf.Tensor]) -> None:
-        """Counts a minibatch of each local replica.
+        """Counts a minibatch of each local replica, and notes whether it was left out.
 
-        Args:
-            nonfinite: for each replica whether it has left its minibatch out. The host does not
-                wait for these tensors.
+        The host does not wait for `nonfinite`.
         """
         for kept, bad in zip(self._of_epoch, nonfinite, strict=True):
             value, one = kept.read_value(), tf.cast(bad, tf.float64)

@@ -37,7 +37,7 @@ class Site(NamedTuple):
     make: creates a plain variable, `make(initial_value, name)`, or `make(value, name, shape)` for
         one whose shape may change.
     period: the sync period in minibatches, of all models of the strategy.
-    balance: of the workers' blocks; None: all have the sync period.
+    balance: the lengths of the workers' blocks; None: all have the sync period.
     """
 
     name: str

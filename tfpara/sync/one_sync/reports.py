@@ -16,7 +16,7 @@ a vector of float64 with these columns:
 - all minibatches that the replica has taken;
 - the signature of the state and of the frozen weights, as `signature`;
 - the seconds in which the worker has trained the block, 0 or less if that is not known;
-- where minibatches with NaN or Inf are left out, the minibatches of the epoch and those left out of
+- if minibatches with NaN or Inf are left out, the minibatches of the epoch and those left out of
   them, two columns;
 - the learning rate of each optimizer, NaN where nothing was trained with it.
 """
@@ -106,7 +106,7 @@ def report_of(
     Args:
         weights: a number for each weight, NaN or Inf if one of its elements is.
         running: whether the replica has data left.
-        seconds: in which the worker has trained the block; 0 or less if that is not known.
+        seconds: the time of the block on this worker; 0 or less if it is not known.
         idle: whether the replica has trained nothing since the last sync.
         never: whether the replicas are independent, so that nothing is averaged.
         left_out: minibatches of the epoch, and those left out of them; empty: none are left out.

@@ -28,7 +28,7 @@ class SizedRule:
     do not follow, both versions are the rule itself.
 
     Args:
-        rule: as `resolve` gives it for the number of replicas that begin.
+        rule: the result of `resolve` for the number of replicas that begin.
         asked: the user's rule, if its hyper-parameters follow; else None.
         make: creates a plain variable, `make(initial_value, name)`.
     """

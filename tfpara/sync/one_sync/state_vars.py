@@ -26,8 +26,8 @@ class Kind(enum.Enum):
     HOLDER: a part of a field of the global state. It is cut anew from the whole field.
     MODEL: a replica's variable of the Keras model. Replica i takes the value of replica i mod the
         former number.
-    RANDOM: as MODEL, for states of seed generators. A replica beyond the former number keeps its
-        own.
+    RANDOM: a state of a seed generator. It is taken like MODEL, but a replica beyond the former
+        number keeps its own.
     REPLICA: a replica's own value. It is dropped if the number of replicas has changed.
     BLOCK: belongs to the open block, of one replica or the same on all workers. It is restored when
         `fit` continues the epoch, and dropped if the number of replicas has changed.
@@ -35,8 +35,9 @@ class Kind(enum.Enum):
     SUM: a term of a sum over replicas or workers. The terms are divided anew, so that the sum stays
         the same. It is restored again when `fit` continues the epoch. A return to an earlier epoch
         does not change it.
-    MEAN: as SUM, for a term of a mean. If the number of replicas has changed, each takes the mean.
-    FIRST: as SUM, where only the first replica's value counts. Replica i takes the value of replica
+    MEAN: like SUM, for a term of a mean. If the number of replicas has changed, each takes the
+        mean.
+    FIRST: like SUM, if only the first replica's value counts. Replica i takes the value of replica
         i mod the former number.
     """
 

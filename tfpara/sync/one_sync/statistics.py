@@ -49,7 +49,7 @@ class SyncStatistics(NamedTuple):
             begin: the statistics at the begin of the epoch.
             first: those after its first step.
             seconds: the time since that step.
-            workers: of the run; each counts its own samples.
+            workers: the number of workers; each counts its own samples.
         """
         waited = self.sync_seconds - first.sync_seconds
         return {

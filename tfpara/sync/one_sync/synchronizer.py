@@ -92,7 +92,7 @@ class Synchronizer:
             return due
 
     def act(self) -> None:
-        """Averages the local replicas and syncs all, each where it is due."""
+        """Averages the local replicas if that is due; syncs all replicas if that is due."""
         with tf.device("CPU:0"):
             if self._device_period is not None:
                 devices_due = self._device_steps.read_value() >= self._device_period

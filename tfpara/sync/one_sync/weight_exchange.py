@@ -71,7 +71,8 @@ class Arrival(NamedTuple):
 class Moments(NamedTuple):
     """New moments of the local optimizers.
 
-    kept: for each holder the states of its parts. spread: by field, for each device the buckets.
+    kept: the states of its parts, for each holder.
+    spread: by field, the buckets of each device.
     """
 
     kept: list[list[State]]

@@ -30,7 +30,7 @@ def everyones(value: Json, control: Control, purpose: Purpose) -> list[Json]:
 def _everyones(value: Json, control: Control, purpose: Purpose) -> list[Json]:
     text = json.dumps(value, default=repr, sort_keys=True).encode()
     lengths = control.together(purpose, len(text))
-    # Padded to a power of 2, since TensorFlow keeps some memory for every shape that was sent.
+    # The text is padded to a power of 2, since TensorFlow keeps memory for every shape it sent.
     padded = np.zeros(1 << max(lengths).bit_length(), np.int32)
     padded[: len(text)] = np.frombuffer(text, np.uint8)
     table = control.collectives.all_gather(tf.constant(padded), "text").numpy()

@@ -25,13 +25,9 @@ class Control:
     """Exchanges between workers that Python code calls.
 
     Args:
-        collectives: collectives between the workers' hosts, with a timeout.
-        call_site: the place of this process in its script.
+        collectives: collectives between the workers' hosts, with a timeout. All workers may use
+            them right after `together`.
         synchronizers: returns those of the trained models, in the same order on all workers.
-        company: the workers.
-
-    Attributes:
-        collectives: for operations right after `together`, which all workers then run.
     """
 
     def __init__(

@@ -29,9 +29,9 @@ def agree(settings: Mapping[str, object], control: Control, purpose: Purpose) ->
 
 
 def differences(settings: Mapping[str, Mapping[str, object]]) -> str:
-    """Returns where settings of several owners, given by the owner's name, differ; else "".
+    """Returns the keys whose values differ between owners, and these values; "" if none differ.
 
-    For example "tau: worker 0 has 1, worker 1 has 2; ...".
+    For example "tau: worker 0 has 1, worker 1 has 2; ...". The owners' names are the outer keys.
     """
     first = next(iter(settings.values()))
     return "; ".join(
