@@ -54,11 +54,6 @@ def simulate(
         4
     """
     program.explain_errors()
-    if "record" in options:
-        raise ValueError(
-            f"record={options['record']!r}: the replay of elastic runs has left the library. "
-            "tests/lib/replaying.py in the sources of tfpara has it."
-        )
     num_replicas = checked_whole("num_replicas", num_replicas)
     if cluster.read().num_workers > 1:
         raise ValueError(

@@ -49,10 +49,11 @@ def rows_of(leaf: Any) -> tf.Tensor:
     return leaf.nrows() if isinstance(leaf, tf.RaggedTensor) else tf.shape(leaf, tf.int64)[0]
 
 
-def slice_of(leaf: Any, begin: tf.Tensor, end: tf.Tensor) -> Any:
+def slice_of(leaf: Any, begin: int | tf.Tensor, end: int | tf.Tensor) -> Any:
     """Returns the existing rows of a batch from `begin` to before `end`."""
     if not isinstance(leaf, tf.SparseTensor):
         return leaf[begin:end]
+    begin, end = tf.cast(begin, tf.int64), tf.cast(end, tf.int64)
     count = tf.minimum(end, leaf.dense_shape[0]) - begin
     rest = leaf.dense_shape[1:]
     start, size = (

@@ -28,7 +28,7 @@ from tfpara.typing import Json
 
 Facts: TypeAlias = dict[str, Json]
 PARTS = ("x", "y", "sample_weight")  # arguments of `fit`
-_BATCH_SIZE = 32  # as in Keras
+_BATCH_SIZE = 32  # Keras' default
 
 
 class Began(NamedTuple):

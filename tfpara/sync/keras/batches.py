@@ -24,7 +24,7 @@ class ShuffledArrays(data_adapters.ArrayDataAdapter):
     """Keras' adapter of arrays that `fit` shuffles, in an order that the run keeps by epoch."""
 
     _extended: PeriodicSyncExtended
-    _order: tf.Variable  # the rows' numbers, as the present pass has them
+    _order: tf.Variable  # the rows' numbers, in the order of the present pass
     _spec: Nest  # of a batch
 
     @classmethod
@@ -37,7 +37,7 @@ class ShuffledArrays(data_adapters.ArrayDataAdapter):
 
     @property
     def order(self) -> list[int]:
-        """The rows' numbers, as the present pass has them."""
+        """The rows' numbers, in the order of the present pass."""
         return self._order.numpy().tolist()
 
     def begin_pass(self) -> None:
@@ -249,8 +249,6 @@ def part_of(batch: Nest, part: int, of: int, at_least: int = 0) -> Nest:
         rows = reading.bounds(int(leaf.nrows()) if ragged else leaf.shape[0], part, of)
         if rows.stop - rows.start < at_least:
             rows = slice(0, at_least)
-        if isinstance(leaf, tf.SparseTensor):
-            return slice_of(leaf, *(tf.constant(row, tf.int64) for row in (rows.start, rows.stop)))
-        return leaf[rows]
+        return slice_of(leaf, rows.start, rows.stop)
 
     return keras.tree.map_structure(rows_of, batch, none_is_leaf=False)

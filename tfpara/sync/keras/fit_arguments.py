@@ -44,7 +44,7 @@ def refuse_spent(given: dict[str, Json]) -> None:
 def deal_out(strategy: Any, began: Began, given: dict[str, Any]) -> None:
     """Replaces data among the arguments of `fit`, in place, by data that can be dealt out anew."""
     if given.get("steps_per_epoch") is not None and not are_arrays(given):
-        return  # an elastic run refuses them
+        return  # `check_dealt` refuses them
     data, class_weight = given.get("x"), given.get("class_weight")
     if class_weight and isinstance(data, (tf.data.Dataset, tf.distribute.DistributedDataset)):
         weighted = data_adapters.TFDatasetAdapter(data, class_weight=class_weight)

@@ -155,13 +155,7 @@ def _of_arrays(x: Data) -> _Whole:
         return int(leaf.shape[0])
 
     def part(first: int, end: int) -> Data:
-        bounds = tf.constant(first, tf.int64), tf.constant(end, tf.int64)
-        return keras.tree.map_structure(
-            lambda leaf: (
-                slice_of(leaf, *bounds) if isinstance(leaf, tf.SparseTensor) else leaf[first:end]
-            ),
-            x,
-        )
+        return keras.tree.map_structure(lambda leaf: slice_of(leaf, first, end), x)
 
     counts = {rows(leaf) for leaf in keras.tree.flatten(x)}
     if len(counts) != 1:

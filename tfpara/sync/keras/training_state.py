@@ -53,7 +53,7 @@ class TrainingState:
             variable.assign(value)
         self._go_back()
         if self._shared:
-            models = getattr(self._strategy.extended, "models", None)  # None: parameter servers
+            models = getattr(self._strategy.extended, "models", None)  # not of AsyncStrategy
             for synchronizer in models.synchronizers if models else ():
                 synchronizer.was_put_back()
 

@@ -29,7 +29,7 @@ from tfpara.sync.one_sync.replicas import Buckets, Replicas
 from tfpara.sync.one_sync.state_vars import Kind, Slot
 from tfpara.sync.one_sync.weight_exchange import Shares
 
-# This many numbers of int8 share a scale, max|x| / 127.
+# The number of int8 elements that share a scale, max|x| / 127.
 CHUNK = 256
 _HALVES = {"bf16": tf.bfloat16, "fp16": tf.float16}
 

@@ -235,7 +235,7 @@ class DistributedData:
         return dataset
 
     def deal(self, first: int) -> Dealt | None:
-        """Deals out the minibatches of a pass by the workers' speeds; None: numbers decide."""
+        """Deals out the minibatches of a pass by the workers' speeds; None: ranks decide."""
         if self.balance is None or self.worker.call_site.calls:
             return None
         return self.balance.begin(first, warm=self.models.steps_seen > 0)

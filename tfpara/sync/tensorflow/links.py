@@ -25,7 +25,7 @@ from tfpara.sync.workers.worker import Worker
 START = Purpose("making a strategy", "make strategies and models on every worker alike")
 # TensorFlow's limits exceed ours by so many seconds: the watchdog can name the silent worker.
 LATER_SECONDS = 10.0
-BETWEEN_STRATEGIES = 1024  # a strategy of TensorFlow's takes some group keys; the next ones follow
+BETWEEN_STRATEGIES = 1024  # distance of the group keys of two strategies, each of which takes some
 _SEED = 87654321  # TensorFlow's default seed
 # The number of strategies that this process has made on the server of a cluster.
 served: collections.Counter[cluster.Cluster] = collections.Counter()

@@ -52,7 +52,7 @@ class Worker:
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
-        """A context in which what is made counts this worker as the only one."""
+        """A context in which new objects take this worker for the only one."""
         former, (self.num_workers, self.rank) = (self.num_workers, self.rank), (1, 0)
         try:
             yield
