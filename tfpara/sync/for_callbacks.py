@@ -147,12 +147,9 @@ class ForCallbacks(Strategy):
         return found | {"minibatches": first + steps * self.num_replicas}
 
     def go_on_from(self, epoch: int, position: Mapping[str, Any]) -> None:
-        """Sets the position from which the epoch that begins reads its data.
+        """Sets the position from which the epoch that begins reads its data, by a checkpoint's.
 
-        Args:
-            epoch: its number.
-            position: that of a checkpoint. If it is empty or of another epoch, the epoch begins at
-                its start.
+        If that is empty or of another epoch, the epoch begins at its start.
         """
         within = position if position.get("epoch") == epoch else {}
         first, steps = within.get("minibatches", 0), within.get("steps", 0)

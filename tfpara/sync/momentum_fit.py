@@ -26,8 +26,7 @@ from tfpara.typing import Nest
 class MomentumFit:
     """The length of a block, which ends with the epoch at the latest, and momentum fitted to it.
 
-    Args:
-        make: makes a plain variable, `make(value, name)`.
+    `make(value, name)` makes a plain variable.
 
     Attributes:
         period: the variable of the sync period in minibatches, which graphs read.
@@ -75,9 +74,7 @@ class MomentumFit:
     def begin_epoch(self, model: keras.Model, steps: int | None) -> None:
         """Notes that an epoch of `fit` begins, or that the last one is over. A block ends with it.
 
-        Args:
-            model: the model that is trained.
-            steps: minibatches of each replica in the epoch; None: not known, or there is no epoch.
+        `steps` are the minibatches of each replica; None: not known, or there is no epoch.
         """
         self._steps_in_epoch = NEVER if steps is None or self._worker.changes else steps
         self._write_blocks()
@@ -121,12 +118,7 @@ class MomentumFit:
                 self.set_epochs(steps, self._epochs_to_note)
 
     def note(self, model: keras.Model, settings: Settings) -> None:
-        """Prints notes on the local momentum of a model that is about to be trained.
-
-        Args:
-            model: the model.
-            settings: those for that model.
-        """
+        """Prints notes on the local momentum of a model that is about to be trained."""
         for optimizer in optimizers(model):
             steps = self._steps_of_a_block(settings.sync_period) / minibatches_of_a_step(optimizer)
             warn_of_outlasting_momentum(settings, optimizer, steps)
@@ -164,10 +156,6 @@ class MomentumFit:
         """Returns the momentum of a step (β₁ for Adam), and the factor of SGD's learning rate.
 
         None: the optimizer's own momentum and rate. See `tfpara.algorithms.local_momentum`.
-
-        Args:
-            optimizer: the optimizer that takes the step.
-            replica: the number of the local replica.
         """
         if not self.settings.fits_momentum(optimizer):
             return None

@@ -8,13 +8,10 @@ import tensorflow as tf
 
 
 class Dealt:
-    """The minibatches of a pass that belong to this worker.
+    """The minibatches of a pass that belong to this worker, by a queue of their rising numbers.
 
     Reading waits until the numbers of the next block are known. This wait occupies no thread of
     TensorFlow, as one in a Python function would, and ends with the iterator.
-
-    Args:
-        queue: queue of the minibatches' numbers in the epoch, in rising order.
     """
 
     def __init__(self, queue: tf.queue.QueueBase) -> None:
@@ -25,11 +22,7 @@ class Dealt:
         return numbers.take_while(lambda number: number < end)
 
     def among(self, numbered: tf.data.Dataset) -> tf.data.Dataset:
-        """Returns this worker's minibatches among `numbered` ones.
-
-        Args:
-            numbered: pairs of a number, rising by 1, and the minibatch.
-        """
+        """Returns this worker's minibatches among pairs of a rising number and a minibatch."""
         none = tf.constant(-1, tf.int64)
 
         def next_of(awaited: tf.Tensor, pair: Any) -> Any:

@@ -34,14 +34,10 @@ class Read(NamedTuple):
 def reads(order: Iterable[int], worker: int, workers: int) -> list[Read]:
     """Returns the batches that a worker reads in one pass; each part of each batch has one reader.
 
-    The workers read the batches in turn, and a batch is `workers` steps of its reader. If the
-    number of batches is no multiple of `workers`, all workers read each of the last ones, and take
-    one step on a part of it. So every worker takes as many steps as there are batches.
-
-    Args:
-        order: the numbers of the batches in this pass.
-        worker: number of the worker that reads, 0 … workers − 1.
-        workers: number of workers that share the data.
+    The workers read the batches, whose numbers are in `order`, in turn. A batch is `workers` steps
+    of its reader. If the number of batches is no multiple of `workers`, all workers read each of
+    the last ones, and take one step on a part of it. So every worker takes as many steps as there
+    are batches.
     """
     order = list(order)
     whole = len(order) // workers * workers
@@ -65,15 +61,10 @@ def shuffled(count: int, seed: int, epoch: int) -> list[int]:
 def shuffled_rows(
     rows: int, seed: int, epoch: int, batch_size: int | None = None
 ) -> NDArray[np.int64]:
-    """Returns 0 … rows − 1 in the order of an epoch, the same for the same seed.
+    """Returns 0 … rows − 1 in the order of an epoch, the same for the same seed, 0 … 2⁴⁸ − 1.
 
-    It is fast enough for millions of rows; `shuffled` is not.
-
-    Args:
-        rows: number of rows.
-        seed: from 0 to 2⁴⁸ − 1.
-        epoch: number of the epoch, from 0.
-        batch_size: rows of a batch, within which alone rows are shuffled; None: among all.
+    With a batch size, rows are shuffled only within each batch. It is fast enough for millions of
+    rows; `shuffled` is not.
     """
     # All versions of NumPy draw the same numbers from this generator.
     drawn = np.random.RandomState([seed % 2**32, seed >> 32, epoch])

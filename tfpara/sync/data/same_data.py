@@ -155,9 +155,7 @@ def batch_size(dataset: tf.data.Dataset) -> int | None:
 def why_order_differs(dataset: tf.data.Dataset, made_anew: bool = False) -> str:
     """Returns the reason why a dataset may have another order in each pass; "" if it has one order.
 
-    Args:
-        dataset: the dataset.
-        made_anew: whether each pass makes the dataset again, so that a seed fixes the order.
+    If each pass makes the dataset anew, a seed fixes the order.
     """
     if dataset.options().deterministic is False:
         return "has the option deterministic=False, which lets it reorder what is ready first"
@@ -263,9 +261,7 @@ def files_of(dataset: tf.data.Dataset) -> int | None:
 def check_batched(spec: Nest, several: bool = True) -> None:
     """Raises ValueError if the elements of a dataset, by their spec, cannot be batches.
 
-    Args:
-        spec: the spec of an element.
-        several: whether the elements are divided among several replicas.
+    `several`: whether the elements are divided among several replicas.
     """
     leaves = [leaf for leaf in tf.nest.flatten(spec) if isinstance(leaf, tf.TensorSpec)]
     shapes = [leaf.shape for leaf in leaves if leaf.shape.rank is not None]

@@ -24,10 +24,8 @@ def several_steps(
 
     It does what Keras' own function does, but the host decides whether the loop goes on. In Keras'
     loop a GPU combines the two conditions, so before each minibatch the host waits until the GPU
-    has finished the one before.
-
-    Args:
-        single: Keras' function, for iterators that are not TensorFlow's.
+    has finished the one before. `single` is Keras' function, for iterators that are not
+    TensorFlow's.
     """
     strategy, most = model.distribute_strategy, model.steps_per_execution
 

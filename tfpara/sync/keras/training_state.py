@@ -20,16 +20,14 @@ from tfpara.typing import Array, Json
 class TrainingState:
     """A copy of all that training has changed, taken while blocks are closed.
 
-    It holds every replica's weights, statistics, random states, optimizer slots and step counts. It
-    also holds the state that a checkpoint keeps of the syncs (the global model, its momentum and
-    averages, rounding errors), or the state of the parameter servers. It leaves out learning rates,
-    metrics, and the counters of steps, syncs, bytes and pushes.
+    It holds every replica's weights, statistics, random states, optimizer slots and step counts.
+    Unless `shared` is false, it also holds the state that a checkpoint keeps of the syncs (the
+    global model, its momentum and averages, rounding errors), or the state of the parameter
+    servers. It leaves out learning rates, metrics, and the counters of steps, syncs, bytes and
+    pushes.
 
-    Every worker must make it, and restore it, at the same point between epochs.
-
-    Args:
-        model: a built and compiled model.
-        shared: whether the state that replicas share is kept, besides their own variables.
+    The model must be built and compiled. Every worker must make the copy, and restore it, at the
+    same point between epochs.
     """
 
     def __init__(self, model: keras.Model, shared: bool = True) -> None:
@@ -75,9 +73,6 @@ class EpochStart:
 
     A joiner takes the state over from another worker, without the replicas' own variables: its
     replicas begin as those of any joiner.
-
-    Args:
-        model: a compiled model.
     """
 
     def __init__(self, model: keras.Model) -> None:

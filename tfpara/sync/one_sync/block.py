@@ -76,9 +76,7 @@ class Block:
     def count(self, samples: tf.Tensor, weights: Sequence[tf.Tensor]) -> tf.Tensor:
         """Counts a minibatch of each local replica; returns `steps`.
 
-        Args:
-            samples: the samples of all these minibatches, float64.
-            weights: the weight of each in the mean of the replicas, float64.
+        `samples` are those of all these minibatches, `weights` their weights in the mean; float64.
         """
         # `steps` is read before the sum, so that it does not wait for weights from a device.
         steps = self.steps.read_value() + 1
@@ -87,12 +85,7 @@ class Block:
         return steps
 
     def close(self, done: tf.Tensor, is_last: tf.Tensor) -> None:
-        """Resets the counters after a sync.
-
-        Args:
-            done: number of the fragment that was synced.
-            is_last: whether all parts were synced, as at the end of the data.
-        """
+        """Resets the counters after a sync of fragment `done`, or of all parts if it `is_last`."""
         if self._whole:
             self._forget()
             return
@@ -107,10 +100,8 @@ class Block:
     def reopen(self, fragment: tf.Tensor, steps: tf.Tensor, samples: tf.Tensor) -> None:
         """Restores the counters of a fragment whose sync was started and has failed.
 
-        Args:
-            fragment: number of the fragment.
-            steps: `part_steps` when the sync started.
-            samples: `samples` when the sync started, shape [local replicas, parts].
+        `steps` and `samples`, [local replicas, parts], are `part_steps` and `samples` at that
+        start.
         """
         carried = tf.one_hot(fragment, self.parts, dtype=tf.float64)
         self.turn.assign(fragment)

@@ -28,13 +28,9 @@ class Layout:
     """The layout of a list of variables in buckets.
 
     A large variable, flattened, has buckets of its own. If it fits one, it is sent and received
-    without a copy. Small variables share buckets. Fragments divide the list of variables into runs
-    of about equal size; no bucket belongs to two fragments.
-
-    Args:
-        shapes: static shapes of the variables.
-        bucket_bytes: largest bucket, in bytes of float32.
-        fragments: number of fragments, at most that of the variables.
+    without a copy. Small variables share buckets. A bucket has at most `bucket_bytes` of float32.
+    Fragments, not more than variables, divide the list of variables into runs of about equal size;
+    no bucket belongs to two fragments.
 
     Attributes:
         sizes: number of elements of each variable.

@@ -37,9 +37,7 @@ _HALVES = {"bf16": tf.bfloat16, "fp16": tf.float16}
 def encode(rows: tf.Tensor, kind: str) -> tf.Tensor:
     """Encodes float32 rows [count, length] as rows of int32 words, which every backend can send.
 
-    Args:
-        rows: the rows, of a static length.
-        kind: "bf16", "fp16" or "int8".
+    The length must be static, and `kind` "bf16", "fp16" or "int8".
     """
     count, length = rows.shape
     if kind in _HALVES:

@@ -256,7 +256,6 @@ class Consensus:
         have to be made and optimised before the first step.
 
         Args:
-            reports: the table of all replicas' reports.
             known: the sentence of an earlier decision from the same table, or "".
             patient: whether to wait a little if the sync is forbidden: see `_GRACE_SECONDS`.
         """

@@ -49,11 +49,8 @@ class Flight:
     Args:
         fly: does the exchange, called in the thread. It reads `rows`, `fragment` and `snapshots`,
             and writes `table`, `problem`, `arrived` and `committed`.
-        devices: devices of this worker's replicas.
         sizes: lengths of the buckets of all fragments.
         columns: number of columns of a report.
-        num_replicas: N, over all workers.
-        make: creates a plain variable, `make(initial_value, name)`.
 
     Attributes:
         state: NONE, FLYING or LANDED.
@@ -113,14 +110,8 @@ class Flight:
     ) -> tf.Tensor:
         """Copies what the exchange needs, and starts the thread.
 
-        Args:
-            rows: this worker's reports.
-            fragment: number of the fragment to exchange.
-            local: for each local replica the fragment's buckets.
-            buckets: the fragment's slice of the list of buckets.
-
-        Returns:
-            A tensor that is computed once the thread has started.
+        `local` are each local replica's buckets of a fragment, and `buckets` the slice of these.
+        The returned tensor is computed once the thread has started.
         """
         with tf.control_dependencies([tf.numpy_function(self._prepare, [], tf.int64)]):
             copies = [self.state.assign(FLYING), self.rows.assign(rows)]

@@ -56,11 +56,8 @@ class Update(NamedTuple):
 class GlobalState:
     """The state of the rule and of the averages.
 
-    Args:
-        aggregation: the placement of the parts.
-        settings: the strategy's settings, with the rule resolved for all replicas.
-        replicas: the local replicas. Their weights, and their moments if the rule filters these,
-            must be equal on all workers.
+    The replicas' weights, and their moments if the rule filters these, must be equal on all workers
+    when it is made.
 
     Attributes:
         is_new: whether the rule has taken no step since its state was made.
@@ -113,12 +110,8 @@ class GlobalState:
     ) -> list[list[State]]:
         """Returns the moments for the next block, for each holder; nothing is written.
 
-        Args:
-            first: the parts of the mean of the replicas' first moments, for each holder.
-            second: those of their second moments.
-            steps: minibatches of the block, a float.
-            iterations: step count of the local optimizer, a float.
-            share: length of this block as a fraction of a whole one, 0 < share ≤ 1.
+        `first` and `second` are its parts of the mean of the replicas' moments. The block has
+        `steps` minibatches, and is `share` of a whole one, 0 < share ≤ 1.
         """
         updated = []
         for holder, device in enumerate(self.aggregation.holders):
@@ -152,10 +145,8 @@ class GlobalState:
     ) -> Update:
         """Takes the rule's and the averages' steps on every local holder; nothing is written.
 
-        Args:
-            means: the parts of the mean of the replicas' models, for each holder.
-            buckets: the buckets of these means.
-            share: length of this block as a fraction of a whole one, 0 < share ≤ 1.
+        `means` are each holder's parts, in these buckets, of the mean of the replicas' models. The
+        block is `share` of a whole one, 0 < share ≤ 1.
         """
         labels = [f"averages/{label}" for label in self._averages]
         update = Update(buckets, [], {label: [] for label in ("rule", *labels)})
@@ -349,9 +340,8 @@ class GlobalState:
     ) -> list[list[tf.Tensor]]:
         """Returns for each holder its parts of the point to which the mean difference is added.
 
-        Args:
-            received: for each holder its parts of the point from which replicas take differences.
-            buckets: the buckets of these parts.
+        `received` are its parts, in these buckets, of the point from which replicas take
+        differences.
         """
         per_holder, rule = [], self.rule.last()
         for holder, device in enumerate(self.aggregation.holders):

@@ -221,10 +221,8 @@ class SyncGraph:
     def note(self, verdict: Verdict, committed: tf.Tensor, seconds: tf.Tensor) -> None:
         """Updates the counters after a sync.
 
-        Args:
-            verdict: the decision.
-            committed: 1 if the sync was committed, else 0.
-            seconds: the time for which training stood still, and the part of it spent waiting.
+        `committed` is 1 or 0, and `seconds` the time for which training stood still, and the part
+        of it spent waiting.
         """
         self._agreed.assign(verdict.agreed)
         self.dealt.assign_add(verdict.trained)

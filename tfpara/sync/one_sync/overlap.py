@@ -22,8 +22,7 @@ from tfpara.sync.one_sync.weight_exchange import phase
 class Overlap:
     """The overlapped syncs of one model.
 
-    Args:
-        overlap: number of steps after which a sync is merged; True: when the next one begins.
+    A sync is merged `overlap` steps after its start; True: when the next one begins.
 
     Attributes:
         flight: the thread of these syncs, and its variables.

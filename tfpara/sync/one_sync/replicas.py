@@ -125,12 +125,8 @@ class Replicas:
 
         First come the sums of the elements of each of `averaged_names`. A sum is finite only if all
         its terms are, and takes one pass and no memory. State may have huge numbers, such as those
-        of a mask. Its number is 0 if its changes since the last sync are finite, else NaN. Then
-        come the step counts that all share, and the learning rates.
-
-        Args:
-            replica: number of the local replica.
-            anchors: buckets of the state as the last sync wrote it.
+        of a mask. Its number is 0 if its changes since the last sync, from the anchors, are finite,
+        else NaN. Then come the step counts that all share, and the learning rates.
         """
         device = self.devices[replica]
         with tf.device(device):
@@ -172,11 +168,7 @@ class Replicas:
         return [] if self._local_state == "reset" else self.variables.counts
 
     def write_counts(self, furthest: tf.Tensor) -> None:
-        """Sets the step counts of optimizers whose slots are now the same on all replicas.
-
-        Args:
-            furthest: for each of `shared_counts` the value that all replicas get.
-        """
+        """Sets the `shared_counts` of replicas whose slots are now the same to these values."""
         for k, count in enumerate(self.shared_counts):
             cycle = self.variables.cycles[k]
             for component in count:
@@ -215,14 +207,11 @@ class Replicas:
     def constrained(
         self, weights: Sequence[tf.Tensor], run: slice = slice(None)
     ) -> list[tf.Tensor]:
-        """Returns weights as their Keras constraints make them.
+        """Returns weights, a slice `run` of the list of all, as their Keras constraints make them.
 
         This applies to all weights from which replicas continue, or that are shown. The state of
         the rule and the averages is without constraints, since a part of a flat vector has no whole
         weight.
-
-        Args:
-            run: the slice of the list of weights that these are.
         """
         constraints = self.variables.constraints[run]
         if not any(constraints):
@@ -271,9 +260,8 @@ class Replicas:
 
             w_i ← w_0 + Σ_j (n_j / Σ_k n_k) (w_j − w_0),  then the weight's constraint
 
-        Args:
-            samples: n, the samples that each replica has processed since they were last equal. If
-                all are 0, nothing changes.
+        n are the samples that each replica has processed since they were last equal. If all are 0,
+        nothing changes.
         """
         total = tf.reduce_sum(samples)
         shares = tf.unstack(tf.cast(samples / tf.maximum(total, 1.0), tf.float32))

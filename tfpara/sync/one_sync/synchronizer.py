@@ -21,11 +21,6 @@ from tfpara.sync.settings import NEVER, Settings
 class Synchronizer:
     """The syncs of one model.
 
-    Args:
-        variables: the model's replica variables.
-        settings: the strategy's settings, with the rule resolved for all replicas.
-        site: this worker's place and links.
-
     Attributes:
         name: prefix of the names of the model's exchanges.
         graph: the operations and the state of a sync.
@@ -217,10 +212,8 @@ class Synchronizer:
         """Takes over the value of a variable that Python code has set, equally on all devices.
 
         A weight's new value becomes that of the global model. Its momentum becomes zero, and its
-        averages restart from it. A variable that is not the model's is ignored.
-
-        Args:
-            component: the variable's component on the first device.
+        averages restart from it. A variable that is not the model's is ignored. `component` is the
+        variable's component on the first device.
         """
         kind, index = self._places.get(id(component), ("", 0))
         if kind == "weight" and self.shows_others:
@@ -326,11 +319,9 @@ class Synchronizer:
 
         Nothing is exchanged, since the chief may write alone. The variables stay as they are if
         `showing` determines what they hold, and if there are no syncs. Within a block the global
-        model is that of the last sync. If workers have parts of it, the chief has the whole only as
-        of the last block that was closed; if there was a sync since, the variables stay, too.
-
-        Args:
-            note: prints a note about a file that is written within a block.
+        model is that of the last sync, and `note` prints a note. If workers have parts of the
+        model, the chief has the whole only as of the last block that was closed; if there was a
+        sync since, the variables stay, too.
         """
         if self._shown is not None or self.sync_period is None:
             yield
@@ -475,15 +466,11 @@ class Synchronizer:
         kept: Sequence[Sequence[tf.Variable]],
         from_chief: Callable[[tf.Tensor], tf.Tensor],
     ) -> None:
-        """Gives all replicas the same values of the weights that are no longer trained.
+        """Gives all replicas the same values of the weights that are not among `kept` any more.
 
         These are the values of the global model if the rule leaves the replicas apart, and those of
-        the chief's first replica if there were no syncs. Every worker must call it, while the block
-        is closed.
-
-        Args:
-            kept: the weights that are trained from now on.
-            from_chief: returns the chief's tensor.
+        the chief's first replica, by `from_chief`, if there were no syncs. Every worker must call
+        it, while the block is closed.
         """
         first = {id(variable[0]) for variable in kept}
         left = [i for i, v in enumerate(self._variables.weights) if id(v[0]) not in first]

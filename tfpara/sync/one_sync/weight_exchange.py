@@ -104,10 +104,7 @@ class Averaging:
     def exchange(self, fragment: int, local: Sequence[Buckets], shares: Shares) -> Arrival:
         """Averages a fragment and takes the global step; nothing is written.
 
-        Args:
-            fragment: number of the fragment.
-            local: for each local replica the buckets of its weights.
-            shares: shares of the local replicas in the mean.
+        `local` are each local replica's buckets of its weights.
         """
         buckets = self._replicas.layout.buckets[fragment]
         with phase("reduce"):
@@ -152,9 +149,7 @@ class Averaging:
     def exchange_moments(self, shares: Shares, steps: tf.Tensor, iterations: tf.Tensor) -> Moments:
         """Computes the local optimizers' moments for the next block; nothing is written.
 
-        Args:
-            steps: minibatches of the block, at least 1: an empty block has no mean gradient.
-            iterations: step count of the local optimizer.
+        The block's `steps` are at least 1, since an empty block has no mean gradient.
         """
         first, second = self.mean_moments(shares.portions)
         kept = self._global.update_moments(

@@ -22,9 +22,7 @@ class CompiledStep:
     device.
 
     XLA compiles once for each shape of a minibatch, so a smaller last one is compiled again, once.
-
-    Args:
-        step: the bound method. This object has its name and its model, as the method has.
+    The object has the name and the model of the bound method `step`.
     """
 
     def __init__(self, step: Callable[..., Nest]) -> None:

@@ -34,8 +34,7 @@ served: collections.Counter[cluster.Cluster] = collections.Counter()
 class Links:
     """The collectives between the workers.
 
-    Args:
-        earlier: the number of strategies that this process has made before on the same server.
+    `earlier` is the number of strategies that this process has made before on the same server.
 
     Attributes:
         collectives: between the lead devices, for the weights.

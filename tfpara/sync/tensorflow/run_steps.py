@@ -175,10 +175,6 @@ class RunSteps:
         """Replaces the outputs of replicas that had no samples by the mean of the others'.
 
         Such replicas took no step and returned zeros, and Keras averages over all replicas.
-
-        Args:
-            outputs: the results of a step of Keras through `run`.
-            samples: for each local replica its samples, as from `batch_size`.
         """
         if len(samples) == 1 or not any(tf.is_tensor(number) or number == 0 for number in samples):
             return outputs

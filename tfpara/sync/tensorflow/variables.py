@@ -103,8 +103,7 @@ def plain_variable(
 ) -> tf.Variable:
     """Returns a variable of the present device alone, also in a strategy's scope.
 
-    Args:
-        shape: covers the shapes of all values that it may have; None: that of the initial one.
+    `shape` covers the shapes of all values that it may have; None: that of the initial one.
     """
     return ResourceVariable(value, name=f"tfpara/{name}", trainable=False, shape=shape)
 

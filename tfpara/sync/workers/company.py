@@ -109,20 +109,12 @@ class Company(abc.ABC):
     def sums(self, parts: Sequence[tf.Tensor], evaluates: bool) -> list[tf.Tensor]:
         """All: returns the sums of the workers' `parts` of metrics' variables.
 
-        Args:
-            parts: this worker's terms.
-            evaluates: whether the metrics are those of an evaluation.
+        `evaluates`: whether the metrics are those of an evaluation.
         """
 
     @abc.abstractmethod
     def fit(self, model: keras.Model, given: dict[str, Any], fit: Fit) -> keras.callbacks.History:
-        """All: makes a call of `fit`.
-
-        Args:
-            model: the model that is trained.
-            given: the arguments of the call by name, which are changed in place.
-            fit: makes the call with such arguments.
-        """
+        """All: makes a call of `fit` with arguments by name, which are changed in place."""
 
     def fit_begins(self) -> None:
         """Admits this worker, once `fit` has begun and its callbacks know that."""

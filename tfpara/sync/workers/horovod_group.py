@@ -100,8 +100,7 @@ def join(found: Cluster, startup_timeout_seconds: float, timeout_seconds: float)
 def leave(orderly: bool) -> None:
     """Leaves the group, if this process is in it; the others' operations then fail.
 
-    Args:
-        orderly: whether to wait up to 2 s until the others leave as well.
+    An `orderly` end waits up to 2 s until the others leave as well.
     """
     global _joined
     if _joined is None:
@@ -159,10 +158,6 @@ def with_addresses(found: Cluster, control: Control) -> Cluster:
     """Returns the cluster with the addresses at which its processes can be probed.
 
     If a process cannot be reached, the cluster stays without addresses. Every process must call it.
-
-    Args:
-        found: the cluster that was joined.
-        control: exchanges between the processes.
     """
     if _joined is None or (found.addresses and not found.rank_variable):
         return found
