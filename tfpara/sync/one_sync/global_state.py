@@ -327,7 +327,7 @@ class GlobalState:
             cell.variable.assign(tf.cast(value, cell.variable.dtype))
 
     def carry(self, former: Rule) -> None:
-        """Lets the rule continue from the state of `former`, an earlier rule of its kind."""
+        """Lets the rule continue from the state of an earlier one of its kind, at its point."""
         rule = self.rule.last()
         if rule is former:
             return
