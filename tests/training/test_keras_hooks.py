@@ -17,6 +17,7 @@ from tests.lib import simulation
 from tests.lib.replicas_here import TAU, data_of, make, network, of_replicas
 from tests.lib.small import compiled_net, strategy_of
 from tfpara import files
+from tfpara.sync.keras.training_state import TrainingState
 from tfpara.sync.one_sync.global_state import GlobalState
 from tfpara.sync.one_sync.placement import Sharded
 from tfpara.sync.one_sync.synchronizer import Synchronizer
@@ -198,6 +199,24 @@ def test_a_gathered_global_model_knows_of_weights_that_were_set(tmp_path, monkey
             np.testing.assert_allclose(mine, wanted, atol=1e-6)
     (synchronizer,) = strategy.extended.models.synchronizers
     assert synchronizer.graph.waiting_since() == 0.0
+
+
+def test_a_gathered_global_model_goes_back_with_the_state_of_an_earlier_epoch(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(Synchronizer, "_is_in_parts", True)
+    strategy = make(tfpara.EASGD(0.5), aggregation="sharded")
+    model = network(strategy)
+    model.fit(data_of(strategy, EIGHT), verbose=0)
+    earlier = TrainingState(model)
+    with strategy.weights(model, "global"):
+        wanted = model.get_weights()
+    model.fit(data_of(strategy, EIGHT), verbose=0)
+    earlier.restore()
+    model.save(tmp_path / "m.keras")
+    found = keras.models.load_model(tmp_path / "m.keras", compile=False).get_weights()
+    for mine, theirs in zip(found, wanted, strict=True):
+        np.testing.assert_array_equal(mine, theirs)
 
 
 def test_a_save_that_fails_leaves_the_former_file(strategy, tmp_path, monkeypatch):

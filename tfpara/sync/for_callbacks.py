@@ -36,11 +36,11 @@ class ForCallbacks(Strategy):
 
     @property
     def states(self) -> dict[str, StateHolder]:
-        """The objects given to `keep_state`, and those of the strategy's own, by name."""
+        """The objects given to `keep_state`, and the strategy's own such objects, by name."""
         return self.extended.states
 
     def request(self, request: Request) -> None:
-        """Requests a checkpoint or a stop of all workers, which agree on it at the next sync.
+        """Requests something of all workers, which agree on it at the next sync.
 
         `tfpara.callbacks.Checkpoint` and `StopTogether` act on it. Any worker may call it.
         """
@@ -56,7 +56,7 @@ class ForCallbacks(Strategy):
 
     @property
     def blocks_differ(self) -> bool:
-        """Whether a block may have other steps than the sync period, and on each worker others."""
+        """Whether blocks may have other steps than the sync period, or differ between workers."""
         return self.members_change or self.extended.balance is not None
 
     @property
@@ -75,7 +75,7 @@ class ForCallbacks(Strategy):
         self._company.part()
 
     def program_ends(self) -> None:
-        """Tells the other workers that this program ends, where `tfpara.run` does not end it."""
+        """Tells the other workers that this program ends without `tfpara.run`."""
         self._company.program_ends()
 
     def note(self, text: str) -> None:
@@ -102,7 +102,7 @@ class ForCallbacks(Strategy):
         return self._company.completed_in
 
     def leave(self) -> bool:
-        """Has this worker leave at the next sync; returns whether all must leave with it."""
+        """Makes this worker leave at the next sync; returns whether all must leave with it."""
         return self._company.leave()
 
     def keep_record(self, checkpoints: StateHolder, append: Callable[[str, str], None]) -> None:
@@ -110,7 +110,7 @@ class ForCallbacks(Strategy):
         self._company.keep_record(checkpoints, append)
 
     def write_record(self, syncs: int) -> None:
-        """Adds the present members to the record, after so many syncs."""
+        """Appends the present members to the record, after so many syncs."""
         self._company.write_record(syncs)
 
     @property
@@ -123,7 +123,7 @@ class ForCallbacks(Strategy):
         self.extended.momentum.is_scheduled = True
 
     def note_restored_period(self, sync_period: int | None) -> None:
-        """Notes τ, where a checkpoint has set it."""
+        """Notes τ after a checkpoint has set it."""
         self.extended.momentum.sync_period = sync_period
 
     def put_back_sync_period(self, sync_period: int | None) -> None:
@@ -131,7 +131,7 @@ class ForCallbacks(Strategy):
         self.extended.momentum.set_period(sync_period)
 
     def position(self, first: int, steps: int) -> dict[str, Json]:
-        """Returns the position in the data of the epoch, at a sync, as a checkpoint keeps it.
+        """Returns the position in the data of the epoch at a sync, for a checkpoint.
 
         Args:
             first: minibatches of the epoch that an earlier process has trained, over all replicas.
@@ -147,12 +147,9 @@ class ForCallbacks(Strategy):
         return found | {"minibatches": first + steps * self.num_replicas}
 
     def go_on_from(self, epoch: int, position: Mapping[str, Any]) -> None:
-        """Sets the position in the data from which the epoch that begins goes on.
+        """Sets the position from which the epoch that begins reads its data, by a checkpoint's.
 
-        Args:
-            epoch: its number.
-            position: of a checkpoint from which the run goes on; of another epoch, or empty: the
-                epoch begins at its start.
+        If that is empty or of another epoch, the epoch begins at its start.
         """
         within = position if position.get("epoch") == epoch else {}
         first, steps = within.get("minibatches", 0), within.get("steps", 0)
@@ -170,9 +167,10 @@ class ForCallbacks(Strategy):
         return position.first // self.num_replicas if position.epoch == epoch else 0
 
     def answered(self, *requests: Request) -> None:
-        """Forgets these kinds of requests, and the one agreed on if it is such a one.
+        """Forgets requests of these kinds, also if one of them was agreed on.
 
-        Others stay until they are answered. Every worker calls it at the same sync.
+        Requests of other kinds stay until they are answered. Every worker must call it at the same
+        sync.
         """
         for synchronizer in self.extended.models.synchronizers:
             synchronizer.graph.answered(*requests)
@@ -180,7 +178,7 @@ class ForCallbacks(Strategy):
     def datasets_by_number(
         self, minibatches: Callable[[int, int], tf.data.Dataset]
     ) -> tf.distribute.DistributedDataset:
-        """Internal: as `datasets_by_epoch`, of a function that deals minibatches out itself."""
+        """Does what `datasets_by_epoch` does, for a function that deals minibatches out itself."""
 
         def make(context: object) -> tf.data.Dataset:
             place = data_place.present()

@@ -1,4 +1,4 @@
-"""The length of a block, and local momentum that is fitted to it."""
+"""The length of a block in steps, and local momentum that is fitted to it."""
 
 from __future__ import annotations
 
@@ -24,18 +24,13 @@ from tfpara.typing import Nest
 
 
 class MomentumFit:
-    """The steps of a block, which ends with the epoch at the latest; momentum is fitted to it.
+    """The length of a block, which ends with the epoch at the latest, and momentum fitted to it.
 
-    Args:
-        settings: of the strategy.
-        worker: this worker.
-        notes: for the user.
-        make: makes a plain variable, `make(value, name)`.
+    `make(value, name)` makes a plain variable.
 
     Attributes:
-        settings: of the strategy.
         period: the variable of the sync period in minibatches, which graphs read.
-        sync_period: the same for Python code; None: no syncs.
+        sync_period: the sync period for Python code; None: no syncs.
         is_scheduled: whether callbacks of `fit` set the sync period.
     """
 
@@ -53,18 +48,18 @@ class MomentumFit:
         self.is_scheduled = False
         self._steps_in_epoch = NEVER
         self._share: int | None = None  # minibatches of the present block; None: the sync period
-        self._without_length: keras.Model | None = None  # in an epoch of unknown length
-        self._epochs_to_note = 0  # of a `fit` whose epochs have no known length yet
+        self._without_length: keras.Model | None = None  # the model in an epoch of unknown length
+        self._epochs_to_note = 0  # of a `fit` whose epochs are of unknown length
         with tf.device("CPU:0"):
             self.period = make(tf.constant(settings.sync_period, tf.int64), "sync_period")
         self._make = make
-        # Of each optimizer the momentum and the factor of the rate, as a variable on each device:
-        # what XLA compiles for one reads no other.
+        # For each optimizer a variable on each device, with the momentum and the factor of the
+        # rate. A step that XLA has compiled reads variables of its own device alone.
         self._fitted: weakref.WeakKeyDictionary[keras.optimizers.Optimizer, list[tf.Variable]]
         self._fitted = weakref.WeakKeyDictionary()
 
     def set_period(self, sync_period: int | None) -> None:
-        """Sets τ for all models, also within a block; None: no syncs. All workers must do so."""
+        """Sets τ for all models, also within a block; None: no syncs. Every worker must call it."""
         self.sync_period = sync_period
         self.is_scheduled |= self._worker.call_site.fits > 0
         self.period.assign(NEVER if sync_period is None else sync_period)
@@ -77,11 +72,9 @@ class MomentumFit:
             self._write_blocks()
 
     def begin_epoch(self, model: keras.Model, steps: int | None) -> None:
-        """Notes that an epoch of `fit` begins, with which a block ends, or that the last is over.
+        """Notes that an epoch of `fit` begins, or that the last one is over. A block ends with it.
 
-        Args:
-            model: that is trained.
-            steps: minibatches of each replica in the epoch; None: not known, or no epoch.
+        `steps` are the minibatches of each replica; None: not known, or there is no epoch.
         """
         self._steps_in_epoch = NEVER if steps is None or self._worker.changes else steps
         self._write_blocks()
@@ -97,39 +90,35 @@ class MomentumFit:
             self._note_short_block(optimizer)
 
     def end_fit(self) -> None:
-        """Notes that `fit` is over, maybe by an error."""
+        """Notes that `fit` is over, perhaps by an error."""
         self._without_length = None
         self._steps_in_epoch = NEVER
         self._write_blocks()
 
     def set_epochs(self, steps: int | None, epochs: int) -> None:
-        """Notes the length of a call of `fit`; tells the user if its syncs are few.
+        """Notes the length of a call of `fit`; prints a note if its syncs are few (docs/study.md).
 
-        The user is told nothing where a callback sets the sync period, nor of a single epoch, which
-        may be one of several calls. See docs/study.md.
+        No note is printed if a callback sets the sync period, nor for a single epoch, which may be
+        one of several calls.
 
         Args:
             steps: minibatches of each replica in an epoch; None: `set_length` follows.
-            epochs: of the run, those before a resume included; 0 if this call has a single one.
+            epochs: the epochs of the run, with those before a resume; 0 if this call has a single
+                one.
         """
         self._epochs_to_note = epochs if steps is None else 0
         if epochs and steps is not None and self.sync_period and not self.is_scheduled:
             self._notes.few_syncs(self.sync_period, steps, epochs)
 
     def set_length(self, steps: int) -> None:
-        """Notes the steps of the epoch that has begun, if Keras does not know them."""
+        """Notes the steps of the epoch that has begun, where Keras does not know them."""
         if self._without_length is not None:
             self.begin_epoch(self._without_length, steps)
             if self._epochs_to_note:
                 self.set_epochs(steps, self._epochs_to_note)
 
     def note(self, model: keras.Model, settings: Settings) -> None:
-        """Tells the user how local momentum goes with a block, of a model about to be trained.
-
-        Args:
-            model: the model.
-            settings: for that model.
-        """
+        """Prints notes on the local momentum of a model that is about to be trained."""
         for optimizer in optimizers(model):
             steps = self._steps_of_a_block(settings.sync_period) / minibatches_of_a_step(optimizer)
             warn_of_outlasting_momentum(settings, optimizer, steps)
@@ -146,9 +135,9 @@ class MomentumFit:
             self._notes.tell(f'{text}; local_state="keep" would leave the optimizer as it is.')
 
     def _note_short_block(self, optimizer: keras.optimizers.Optimizer) -> None:
-        """Tells the user if every second block is too short for the local momentum."""
+        """Prints a note if every second block is too short for the local momentum."""
         if not momentum_of(optimizer):
-            return  # Adam's steps stay bounded
+            return  # an average of gradients, as in Adam, keeps steps bounded
         block = (self.sync_period or NEVER) * self.settings.fragments
         steps = self._steps_in_epoch
         rest = steps % block
@@ -166,11 +155,7 @@ class MomentumFit:
     ) -> tuple[tf.Tensor, tf.Tensor] | None:
         """Returns the momentum of a step (β₁ for Adam), and the factor of SGD's learning rate.
 
-        None: the optimizer's own. See `tfpara.algorithms.local_momentum`.
-
-        Args:
-            optimizer: that takes the step.
-            replica: the local replica in which it does.
+        None: the optimizer's own momentum and rate. See `tfpara.algorithms.local_momentum`.
         """
         if not self.settings.fits_momentum(optimizer):
             return None

@@ -1,4 +1,4 @@
-"""Notes on what a user may not expect; each is printed once."""
+"""Notes about what a user may not expect; each is printed once."""
 
 from __future__ import annotations
 
@@ -13,12 +13,7 @@ from tfpara.sync.workers.worker import Worker
 
 @dataclasses.dataclass(eq=False)
 class Notes:
-    """The notes of a strategy, which its chief prints.
-
-    Args:
-        settings: of the strategy.
-        worker: this worker.
-    """
+    """The notes of a strategy, which its chief prints."""
 
     settings: Settings
     worker: Worker
@@ -34,16 +29,16 @@ class Notes:
             print(f"tfpara: {text}", file=sys.stderr, flush=True)
 
     def few_syncs(self, period: int, steps: int, epochs: int) -> None:
-        """Tells the user, once, if a call of `fit` has fewer syncs than its replicas need.
+        """Prints a note, once, if a call of `fit` has fewer syncs than its replicas need.
 
         Args:
             period: minibatches between two syncs.
             steps: minibatches of each replica in an epoch.
-            epochs: of the run, those before a resume included.
+            epochs: the epochs of the run, with those before a resume.
         """
         replicas = self.worker.replicas
         if self.settings.device_sync_period:
-            replicas = self.worker.num_workers  # a worker's devices meet more often
+            replicas = self.worker.num_workers  # a worker's devices are averaged more often
         block = period * self.settings.fragments
         text = few_syncs(epochs * -(-steps // block), replicas) if block > 1 else ""
         if text and not self._few_told and not self.worker.changes:
@@ -51,11 +46,7 @@ class Notes:
             self.tell(text)
 
     def small_batches(self, rows: int | None) -> None:
-        """Tells the user if the batches of `fit` have fewer rows than there are replicas.
-
-        Args:
-            rows: of the largest batch; None: not known.
-        """
+        """Prints a note if the largest batch of `fit` has fewer rows than there are replicas."""
         replicas = self.worker.replicas
         if rows is not None and rows < replicas and not self.worker.changes:
             self._idle_told = True
@@ -66,11 +57,7 @@ class Notes:
             )
 
     def idle_replicas(self, idle: Sequence[int]) -> None:
-        """Tells the user if replicas, but not all, had no row in the first epoch of `fit`.
-
-        Args:
-            idle: the numbers of these replicas.
-        """
+        """Prints a note if some replicas, by number, had no row in the first epoch of `fit`."""
         replicas = self.worker.replicas
         if 0 < len(idle) < replicas and not self._idle_told and not self.worker.changes:
             self._idle_told = True

@@ -31,8 +31,8 @@ COMPRESSIONS = ("none", "bf16", "fp16", "int8")
 # A sync period that no run reaches: the replicas stay independent, and nothing is averaged.
 NEVER = 2**62
 
-# With this many replicas, and fewer syncs of a run for each, the default rule falls some 3 % behind
-# one replica: docs/study.md.
+# A run of at least `_MANY` replicas with fewer than `_SYNCS_FOR_EACH` syncs for each of them ends
+# some 3 % worse than one replica (docs/study.md).
 _MANY = 4
 _SYNCS_FOR_EACH = 6
 
@@ -44,14 +44,11 @@ _RUN = {"workers": True, "run": True}
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """The arguments of a `PeriodicSyncStrategy`, which documents them; checked when it is made.
-
-    A setting with a default is in `of_a_run()` only where it differs from the default, since
-    checkpoints of older versions lack it.
+    """The arguments of a `PeriodicSyncStrategy`, which documents them; checked when they are made.
 
     Raises:
         TypeError: `rule` is not a rule object, or an average is not one.
-        ValueError: a value outside its range, or two that exclude each other.
+        ValueError: a value is outside its range, or two values exclude each other.
     """
 
     rule: algorithms.Rule = dataclasses.field(metadata=_RUN)
@@ -97,7 +94,8 @@ class Settings:
     def resolved(self, num_replicas: int) -> Settings:
         """Returns these settings with the rule resolved for N replicas.
 
-        A user's own rule or average is tried out, maybe by TensorFlow, which must know the cluster.
+        A user's own rule or average is tried out too, by TensorFlow where it uses that. So the
+        cluster must be known.
         """
         rule = self.rule.resolve(num_replicas)
         if _is_of_a_user(rule):
@@ -110,7 +108,7 @@ class Settings:
         """Returns the settings for a run whose members change.
 
         Raises:
-            ValueError: one of them needs a fixed group of workers.
+            ValueError: a setting needs a fixed group of workers.
         """
         apart = "belongs to workers of a fixed group: what one holds alone is lost with it."
         for name, refused, why in (
@@ -138,7 +136,8 @@ class Settings:
     def of_a_run(self) -> dict[str, Json]:
         """Returns the values that have to be equal when a run is resumed, by name.
 
-        The number of replicas may differ then.
+        The number of replicas may differ. A setting that has its default is left out, since
+        checkpoints of older versions lack it.
         """
         compared = {}
         for each in dataclasses.fields(self):
@@ -151,7 +150,7 @@ class Settings:
         return {f"data_plan.{key}": value for key, value in self.data_plan.items()}
 
     def _take_whole(self, name: str, of: str = "") -> int:
-        """Makes a setting, maybe a number of NumPy's, a Python int; raises if it is not whole."""
+        """Stores a setting as a Python int; raises ValueError if it is not a whole number."""
         number = checked_whole(name, getattr(self, name), of=of)
         object.__setattr__(self, name, number)  # the class is frozen
         return number
@@ -174,7 +173,7 @@ class Settings:
 
     @property
     def _trains_on(self) -> bool:
-        """Whether replicas train some weights at least while a sync is under way."""
+        """Whether replicas train some of the weights while a sync is under way."""
         return bool(self.overlap) or self.fragments > 1
 
     def _check_overlap(self) -> None:
@@ -273,18 +272,15 @@ class Settings:
 
     @property
     def has_momentum(self) -> bool:
-        """Whether the rule has, for some number of replicas that may come, a momentum of its own.
-
-        See `Rule.has_momentum`.
-        """
+        """Whether the rule has a momentum of its own for some number of replicas that may come."""
         return any(each.has_momentum() for each in (self.rule, self.largest_rule) if each)
 
     def for_optimizers(self, given: Sequence[keras.optimizers.Optimizer]) -> Settings:
         """Returns these settings for a model with these local optimizers.
 
-        If all divide by the size of gradients, as Adam does, the default block momentum is reached
-        more slowly. If an average of gradients outlasts a block, it is that of "sqrt", since such
-        an average is not shortened.
+        If all of them divide by the size of gradients, as Adam does, the default block momentum is
+        reached more slowly. That of "sqrt" is taken if one of them keeps an average of gradients
+        that is not shortened and so outlasts a block.
         """
         rule = self.asked_rule
         if not isinstance(rule, algorithms.BMUF) or not given:
@@ -306,11 +302,11 @@ class Settings:
         return "keep" if self.local_state == "auto" else self.local_state
 
     def fits_momentum(self, optimizer: keras.optimizers.Optimizer) -> bool:
-        """Whether an optimizer's momentum is fitted to the block: see `local_momentum`.
+        """Returns whether an optimizer's momentum is fitted to the block: see `local_momentum`.
 
-        With local_state="auto" and a rule that has a momentum of its own it is, for SGD with
-        momentum, Adam, Muon, and optimizers that take the step of one of them. A rule that filters
-        Adam's moments itself takes them as they are.
+        That is so with local_state="auto" and a rule that has a momentum, for SGD with momentum,
+        Adam, Muon, and optimizers that take the step of one of them. A rule that filters Adam's
+        moments takes them as they are.
         """
         if self.local_state != "auto" or not self.has_momentum or not memory_can_change(optimizer):
             return False
@@ -321,12 +317,9 @@ class Settings:
 def warn_of_outlasting_momentum(
     settings: Settings, optimizer: keras.optimizers.Optimizer, steps: float
 ) -> None:
-    """Warns of a local momentum that outlasts a block, so that the rule's own repeats it.
+    """Warns of a local momentum that outlasts a block, so that the rule's own momentum repeats it.
 
-    Args:
-        settings: of the strategy.
-        optimizer: of the model.
-        steps: of the optimizer in a block.
+    `steps` is the number of the optimizer's steps in a block.
     """
     momentum, rule = momentum_of(optimizer), settings.rule
     reset = settings.local_state == "reset"
@@ -345,7 +338,7 @@ def warn_of_outlasting_momentum(
 
 
 def few_syncs(syncs: int, replicas: int) -> str:
-    """Returns a sentence if a run has fewer syncs than its replicas need, else an empty text.
+    """Returns a sentence if a run has fewer syncs than its replicas need, else "".
 
     Up to three replicas lose little (docs/study.md).
     """

@@ -54,11 +54,6 @@ def simulate(
         4
     """
     program.explain_errors()
-    if "record" in options:
-        raise ValueError(
-            f"record={options['record']!r}: the replay of elastic runs has left the library. "
-            "tests/lib/replaying.py in the sources of tfpara has it."
-        )
     num_replicas = checked_whole("num_replicas", num_replicas)
     if cluster.read().num_workers > 1:
         raise ValueError(
@@ -76,7 +71,7 @@ def simulate(
 
 
 def make_devices(count: int) -> None:
-    """Divides the CPU into logical devices, at least `count`.
+    """Divides the CPU into at least `count` logical devices.
 
     Raises:
         RuntimeError: TensorFlow has made fewer already, or has one thread for more than 8.

@@ -30,10 +30,6 @@ from tfpara.sync.workers.fixed import Fixed
 from tfpara.threads import check_threads
 
 _log = logging.getLogger(__name__)
-_PS_LEFT_OUT = (
-    "TF_CONFIG lists 'ps', which a synchronous strategy leaves out: the chief and the workers "
-    "train without them. tfpara.AsyncStrategy uses them."
-)
 
 
 def start(
@@ -47,14 +43,14 @@ def start(
     """Joins the other workers, and initializes a strategy as one of theirs.
 
     Args:
-        strategy: the strategy, of which only the class exists so far.
+        strategy: an instance whose constructor has not run yet.
         settings: its settings.
-        devices: of this worker; None: the default ones.
-        elastic: the settings of an elastic run; else None.
+        devices: this worker's devices; None: the default ones.
+        elastic: the settings of an elastic run; None: the members do not change.
         startup_timeout_seconds: longest wait for the others.
-        is_simulated: whether it is of one process, whatever the environment says.
+        is_simulated: whether one process stands for all, whatever the environment says.
     """
-    # Before the processes know of each other: then TensorFlow lists the devices of all.
+    # This comes first: once the processes know each other, TensorFlow lists the devices of all.
     devices = default_devices() if devices is None else devices
     check_threads(len(devices))
     found, settings, starting = workers_of(
@@ -62,8 +58,8 @@ def start(
     )
     with starting as company, _starting_first():
         extended = PeriodicSyncExtended(strategy, settings, devices, found, company)
-        # The constructor of tf.distribute.MultiWorkerMirroredStrategy would build an extended class
-        # of its own, so its base's is called.
+        # The constructor of MultiWorkerMirroredStrategy would build TensorFlow's extended class, so
+        # that of its base class is called.
         tf.distribute.Strategy.__init__(strategy, extended)
     if found.num_workers > 1:
         found = horovod_group.with_addresses(found, extended.control)
@@ -79,7 +75,17 @@ def start(
         _say("joins a run that is under way")
     elif strategy.is_chief:
         # The line shows the number of workers, so that a mistake in TF_CONFIG is seen.
-        _print_line(strategy, extended)
+        line = start_line(
+            strategy.num_workers,
+            extended.worker_devices,
+            extended.models.rule,
+            strategy.sync_period,
+            strategy.averages,
+            extended.links.collectives.way,
+            divided=not strategy.members_change,
+        )
+        for text in (line, extended.links.connected_by):
+            _say(text)
         if found.num_workers == 1 and not is_simulated and not company.changes:
             _say(cluster.left_alone())
 
@@ -91,14 +97,15 @@ def workers_of(
     startup_timeout_seconds: float,
     is_simulated: bool,
 ) -> tuple[cluster.Cluster, Settings, contextlib.AbstractContextManager[Company]]:
-    """Finds the other workers, unless they come and go.
+    """Finds the other workers; for the arguments see `start`.
 
     Args:
-        devices: the number of this worker's; the others as of `start`.
+        devices: the number of this worker's devices.
 
     Returns:
-        The workers that stay the same, else this one; the settings, with what depends on them; and
-        the context in which TensorFlow's server starts, which yields the company.
+        The cluster, which is this worker alone in an elastic run; the settings, with those that
+        depend on the workers; and a context in which TensorFlow's server starts, which yields the
+        company.
     """
     if elastic is not None:
         settings = _checked_elastic(settings, elastic)
@@ -113,7 +120,7 @@ def workers_of(
     found = _found(settings, is_simulated)
     chosen, why = choose(settings.collectives, found)
     if found.num_workers > 1 and found.is_chief and settings.collectives == "auto":
-        # A warning is shown by default. It is one only if another backend was possible.
+        # A choice between several backends is worth a warning, which is shown by default.
         chose = found.rank_variable and (of_horovod(found) or not found.told)
         level = logging.WARNING if chose else logging.DEBUG
         _log.log(level, "tfpara: collectives=%s: %s", chosen, why)
@@ -125,7 +132,7 @@ def workers_of(
 
 @contextlib.contextmanager
 def _elastic_company(elastic: Elastic, startup_timeout_seconds: float) -> Iterator[Company]:
-    """Connects to the meeting point; TensorFlow's server starts inside."""
+    """A context in which TensorFlow's server starts, after a connection to the meeting point."""
     with startup.elastic_run():
         company = ElasticCompany(elastic, startup_timeout_seconds)
         with quiet.starting():
@@ -136,7 +143,7 @@ def _elastic_company(elastic: Elastic, startup_timeout_seconds: float) -> Iterat
 def _fixed_company(
     found: cluster.Cluster, settings: Settings, startup_timeout_seconds: float
 ) -> Iterator[Company]:
-    """Joins Horovod's group, if that connects the workers; TensorFlow's server starts inside."""
+    """A context in which TensorFlow's server starts; Horovod's group is joined before, if used."""
     by_horovod = found.num_workers > 1 and settings.collectives == "horovod"
     starting: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
     if by_horovod:
@@ -161,7 +168,10 @@ def _found(settings: Settings, is_simulated: bool) -> cluster.Cluster:
             f"elastic=tfpara.Elastic(), or start the program without --elastic and {MEETING}."
         )
     if found.has_ps and found.is_chief:
-        _log.warning("tfpara: %s", _PS_LEFT_OUT)
+        _log.warning(
+            "tfpara: TF_CONFIG lists 'ps', which a synchronous strategy leaves out: the chief and "
+            "the workers train without them. tfpara.AsyncStrategy uses them."
+        )
     return found
 
 
@@ -170,8 +180,8 @@ def _checked_elastic(settings: Settings, elastic: object) -> Settings:
 
     Raises:
         TypeError: `elastic` is no `Elastic`.
-        ValueError: a setting contradicts it; or TF_CONFIG, or an engine, has started several
-            workers without a meeting point.
+        ValueError: a setting contradicts it; or TF_CONFIG or an engine has started several workers
+            without a meeting point.
     """
     if not isinstance(elastic, Elastic):
         raise TypeError(f"elastic={elastic!r} must be a tfpara.Elastic(...), or None.")
@@ -180,7 +190,7 @@ def _checked_elastic(settings: Settings, elastic: object) -> Settings:
     except cluster.ClusterError:
         if not meeting_point():
             raise
-        return settings.elastic()  # what they say is not needed
+        return settings.elastic()  # an elastic run needs no variables of an engine
     if found.num_workers > 1:
         told = found.told.engine if found.told else "TF_CONFIG"
         if not meeting_point():
@@ -195,20 +205,6 @@ def _checked_elastic(settings: Settings, elastic: object) -> Settings:
     return settings.elastic()
 
 
-def _print_line(strategy: Strategy, extended: PeriodicSyncExtended) -> None:
-    line = start_line(
-        strategy.num_workers,
-        extended.worker_devices,
-        extended.models.rule,
-        strategy.sync_period,
-        strategy.averages,
-        extended.links.collectives.way,
-        divided=not strategy.members_change,
-    )
-    for text in (line, extended.links.connected_by):
-        _say(text)
-
-
 def _say(text: str) -> None:
     if text:
         print(f"tfpara: {text}", file=sys.stderr, flush=True)
@@ -216,7 +212,7 @@ def _say(text: str) -> None:
 
 @contextlib.contextmanager
 def _starting_first() -> Iterator[None]:
-    """Replaces TensorFlow's error, if TensorFlow was used before the strategy was made."""
+    """Replaces TensorFlow's error if TensorFlow was used before the strategy was made."""
     try:
         yield
     except RuntimeError as error:

@@ -1,4 +1,4 @@
-"""The line that a strategy prints where it is made."""
+"""The line that a strategy prints when it is made."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ def start_line(
     way: str,
     divided: bool = True,
 ) -> str:
-    """Returns a line on the workers, their part of a batch, the rule, and the devices.
+    """Returns a line about the workers, their part of a batch, the rule and the devices.
 
     Args:
         workers: the number of processes.
-        devices: of this worker, the names that TensorFlow gives them; the others have as many.
-        rule: with defaults filled in.
-        period: minibatches between two syncs; None: there are none.
-        averages: of the global model, by name.
-        way: in which the workers are connected; "" for one worker.
+        devices: TensorFlow's names of this worker's devices; the others have as many.
+        rule: the rule, with defaults filled in.
+        period: minibatches between two syncs; None: there are no syncs.
+        averages: the averages of the global model, by name.
+        way: the connection between the workers; "" for one worker.
         divided: whether batches are divided among the replicas of all workers.
 
     Example:
@@ -51,12 +51,12 @@ def start_line(
 
 
 def in_words(given: Rule | Average) -> str:
-    """Returns the name of a rule or average with the settings that are not its defaults."""
+    """Returns the name of a rule or average with the settings that differ from its defaults."""
     if not dataclasses.is_dataclass(given):
         return repr(given)
     values = {each.name: getattr(given, each.name) for each in dataclasses.fields(given)}
     if not all(isinstance(value, (int, float, str, type(None))) for value in values.values()):
-        return repr(given)  # a setting is an optimizer, whose own settings the rule's repr has
+        return repr(given)  # a setting is an optimizer, and the repr shows its settings
     told = [
         f"{each.name}={values[each.name]!r}"
         for each in dataclasses.fields(given)

@@ -41,8 +41,8 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, ForCallbac
     sync. The metrics of the epoch's log, validation and callbacks come after that sync. Metrics are
     reduced over all replicas of all workers.
 
-    A weight's Keras constraint holds in what replicas go on from, and in the global model and the
-    averages as they are shown and written; the state of the rule is without it.
+    A weight's Keras constraint holds in the weights from which replicas continue, and in the global
+    model and the averages as they are shown and written; the state of the rule is without it.
 
     Args:
         rule: `tfpara.BSP()`, `BMUF(...)`, `EASGD(...)`, `BMUFAdam(...)`, `DiLoCo(...)`,
@@ -50,10 +50,10 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, ForCallbac
         sync_period: τ ≥ 1, the minibatches of each replica between two syncs.
         averages: averages of the global model by name, e.g. `{"ema": tfpara.EMA(0.99)}`; they do
             not change the training.
-        local_state: what a sync does to the optimizer's slots (momentum …): "keep", "reset" to
-            their initial value, or "average" over the replicas. "auto" keeps them; where the rule
-            has a momentum of its own (BMUF, DiLoCo, SlowMo), that of local SGD, and β₁ of Adam, are
-            shortened to fit into the block, since two in a row are unstable.
+        local_state: the effect of a sync on the optimizer's slots (momentum …): "keep", "reset" to
+            their initial value, or "average" over the replicas. "auto" keeps them. If the rule has
+            a momentum of its own (BMUF, DiLoCo, SlowMo), "auto" also shortens that of local SGD,
+            and β₁ of Adam, to fit into the block, since two in a row are unstable.
         aggregation: "replicated": every worker keeps the whole global model and averages.
             "sharded": every replica keeps 1/N of them (paper 000, section 3.2). "auto": sharded
             with `compression`, or if there are several replicas and the model has 16 MB or more.
@@ -67,7 +67,7 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, ForCallbac
         fragments: number of fragments of the model, which are synchronised in turn: one at each
             sync point, and so each at every `fragments`-th. 1: the whole model at each.
         compression: format of the bytes between workers. "none": float32. "bf16" and "fp16": half
-            the bytes. "int8": a quarter. Rounding errors are added to what the next sync sends.
+            the bytes. "int8": a quarter. The next sync sends the rounding errors of this one, too.
         device_sync_period: number of minibatches after which a worker's devices also average their
             weights among themselves; τ must be a multiple. None: only syncs of all replicas.
         data_plan: facts about the data that must be equal on all workers (numbers and strings by
@@ -107,7 +107,7 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, ForCallbac
         tfpara.StartupError: some workers did not come, or have another cluster.
     """
 
-    _is_simulated = False  # whether it is of one process, whatever the environment says
+    _is_simulated = False  # whether one process stands for all, whatever the environment says
 
     def __init__(
         self,
@@ -195,7 +195,7 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, ForCallbac
 
     @property
     def is_chief(self) -> bool:
-        """Whether this worker is the one that writes files of which the run needs one.
+        """Whether this worker writes the files of which the run needs one copy.
 
         In an elastic run another is the chief once all of a lower rank are lost: in `fit` from the
         next exchange on, elsewhere at once.
@@ -297,7 +297,7 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, ForCallbac
 
         Args:
             reduce_op: "SUM" or "MEAN".
-            value: what `run` returned, or a structure of that.
+            value: the result of `run`, or a structure of such results.
             axis: the axis of the samples, over which the values are summed, or averaged, too.
 
         Raises:
@@ -324,7 +324,6 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, ForCallbac
             loop of your own every pass that follows training steps is the next epoch's. In a
             resumed run `tfpara.callbacks.Checkpoint` sets the epoch and `first`.
         """
-
         return self.datasets_by_number(of_one_reader(dataset_fn))
 
     def minibatches_by_epoch(
@@ -339,7 +338,7 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, ForCallbac
         Args:
             dataset_fn: called on each worker as `dataset_fn(epoch)`, from 0. It returns all
                 minibatches of that epoch, each for one replica, in the same order on all workers
-                and whenever it is called: what is shuffled or drawn needs a seed, as in
+                and whenever it is called: every shuffle or random draw needs a seed, as in
                 `dataset.shuffle(1000, seed=epoch)`.
 
         Raises:
@@ -399,11 +398,11 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, ForCallbac
         all workers have deleted the model and begin to train another one. The open block is closed
         first. The model keeps its weights, on all replicas those of the global model where these
         stand apart. It may be trained again, and so may another model that shares weights with it,
-        such as one with a new head: both begin as models that were never trained. Write what is
-        wanted of the averages before (`tfpara.export`).
+        such as one with a new head: both begin as models that were never trained. If an average is
+        still wanted, write it before (`tfpara.export`).
 
-        Nothing happens to a model that was not trained. A loop of your own calls `track` again, and
-        makes its `tf.function` anew, in which the syncs were.
+        Nothing happens to a model that was not trained. A loop of your own must call `track` again,
+        and make a new `tf.function`, since the old one has the syncs of the model.
 
         Args:
             model: the model that was trained. One of those that are tracked together, or that is

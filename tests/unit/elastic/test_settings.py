@@ -99,9 +99,3 @@ def test_without_a_meeting_point_a_process_trains_alone(monkeypatch, capfd):
     x = np.ones((8, 2), "float32")
     model.fit(x, x[:, :1], batch_size=4, verbose=0)
     assert strategy.statistics().syncs == 1
-
-
-@pytest.mark.quick
-def test_a_replay_has_left_the_library():
-    with pytest.raises(ValueError, match=r"record='run/generations.jsonl': .* has left the libr"):
-        tfpara.simulate(2, tfpara.BSP(), sync_period=2, record="run/generations.jsonl")

@@ -8,13 +8,10 @@ import tensorflow as tf
 
 
 class Dealt:
-    """The minibatches of a pass that belong to this worker.
+    """The minibatches of a pass that belong to this worker, by a queue of their rising numbers.
 
-    Reading waits until the numbers of the next block are known. Unlike a Python function, the wait
-    occupies no thread of TensorFlow, and ends with its iterator.
-
-    Args:
-        queue: queue of the minibatches' numbers in the epoch, in rising order.
+    Reading waits until the numbers of the next block are known. This wait occupies no thread of
+    TensorFlow, as one in a Python function would, and ends with the iterator.
     """
 
     def __init__(self, queue: tf.queue.QueueBase) -> None:
@@ -25,11 +22,7 @@ class Dealt:
         return numbers.take_while(lambda number: number < end)
 
     def among(self, numbered: tf.data.Dataset) -> tf.data.Dataset:
-        """Returns this worker's minibatches among `numbered` ones.
-
-        Args:
-            numbered: pairs of a number, rising by 1, and the minibatch.
-        """
+        """Returns this worker's minibatches among pairs of a rising number and a minibatch."""
         none = tf.constant(-1, tf.int64)
 
         def next_of(awaited: tf.Tensor, pair: Any) -> Any:
@@ -49,10 +42,11 @@ def rows_of(leaf: Any) -> tf.Tensor:
     return leaf.nrows() if isinstance(leaf, tf.RaggedTensor) else tf.shape(leaf, tf.int64)[0]
 
 
-def slice_of(leaf: Any, begin: tf.Tensor, end: tf.Tensor) -> Any:
+def slice_of(leaf: Any, begin: int | tf.Tensor, end: int | tf.Tensor) -> Any:
     """Returns the existing rows of a batch from `begin` to before `end`."""
     if not isinstance(leaf, tf.SparseTensor):
         return leaf[begin:end]
+    begin, end = tf.cast(begin, tf.int64), tf.cast(end, tf.int64)
     count = tf.minimum(end, leaf.dense_shape[0]) - begin
     rest = leaf.dense_shape[1:]
     start, size = (

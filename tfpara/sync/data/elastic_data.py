@@ -1,8 +1,8 @@
 """Data of `fit` as numbered minibatches, which can be assigned to any worker.
 
 A replica's minibatch is a part of a batch, which is cut for the N replicas with which the run
-began. Minibatches have numbers, from 0 in each epoch. Any worker can read any of them, so those
-that a lost worker has not trained go to others, and faster workers get more.
+began. The minibatches of an epoch are numbered from 0, and any worker can read any of them. So
+others train those that a lost worker has left, and faster workers get more.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tfpara.typing import Json
 
 Facts: TypeAlias = dict[str, Json]
 PARTS = ("x", "y", "sample_weight")  # arguments of `fit`
-_BATCH_SIZE = 32  # as in Keras
+_BATCH_SIZE = 32  # Keras' default
 
 
 class Began(NamedTuple):
@@ -55,18 +55,13 @@ def are_arrays(given: Mapping[str, Any]) -> bool:
 
 
 def deal_out_arrays(strategy: Any, began: Began, given: dict[str, Any]) -> None:
-    """Replaces arrays among the arguments of `fit` by `strategy.datasets_by_epoch`.
+    """Replaces arrays among the arguments of `fit`, in place, by `strategy.datasets_by_epoch`.
 
     A replica's minibatch has `batch_size` / N rows, rounded up, for the N replicas with which the
-    run begins, as without `elastic=`; its size stays when replicas are lost or join. Each row of an
+    run begins, as without `elastic=`. The size stays when replicas are lost or join. Each row of an
     epoch is trained once. With `shuffle` (the default) each epoch has another order. With
-    `steps_per_epoch` an epoch has as many minibatches as N replicas train in so many steps, and
-    continues in the arrays where the previous one has ended.
-
-    Args:
-        strategy: the strategy of the run.
-        began: N, and the devices of each worker.
-        given: the arguments of `fit`, changed in place; unchanged if they are no arrays.
+    `steps_per_epoch` an epoch has as many minibatches as N replicas train in so many steps. The
+    next epoch continues in the arrays where it ends. Data that are no arrays stay.
 
     Raises:
         ValueError: arrays of different lengths.
@@ -122,17 +117,14 @@ def deal_out_arrays(strategy: Any, began: Began, given: dict[str, Any]) -> None:
 def deal_out_dataset(strategy: Any, began: Began, given: dict[str, Any]) -> None:
     """Replaces a `tf.data.Dataset` of batches among the arguments of `fit`, as arrays are.
 
-    Each batch is cut into N minibatches, for the N replicas with which the run begins, whose rows
-    differ by one at most. Every worker reads the whole dataset, and keeps its own parts. Arguments
-    as for `deal_out_arrays`.
+    Each batch is cut into N minibatches, for the N replicas with which the run begins. Their rows
+    differ by one at most. Every worker reads the whole dataset, and keeps its own parts.
 
     Raises:
-        ValueError: the dataset has no batches, or no end, or another order in each pass; or
-            each worker has a different part; or workers have different data.
+        ValueError: the dataset has no batches, or no end, or another order in each pass; or each
+            worker has a different part; or workers have different data.
     """
-    dataset = given.get("x")
-    if not isinstance(dataset, tf.data.Dataset):
-        return
+    dataset: tf.data.Dataset = given["x"]
     same_data.check_batched(dataset.element_spec)
     if not same_data.divided_between_workers(dataset):
         raise ValueError(
@@ -161,7 +153,7 @@ class Batches(NamedTuple):
         number: number of batches.
         signature: the spec of a batch.
         values: some of the first batches' values, by which workers' data are compared.
-        standard: makes a batch of a result of the dataset.
+        standard: makes a batch of an item of the dataset.
         part_of: returns part k of n of a batch.
     """
 
@@ -177,10 +169,10 @@ def deal_out_py_dataset(
 ) -> None:
     """Replaces a `keras.utils.PyDataset` among the arguments of `fit`, as arrays are.
 
-    Each batch is cut into N minibatches, for the N replicas with which the run begins, whose rows
-    differ by one at most. A worker reads every W-th batch, as without `elastic=`, while there are
-    the W workers of the beginning; after a change of members it reads each batch of which it needs
-    a part. Arguments as for `deal_out_arrays`, and the dataset's batches.
+    Each batch is cut into N minibatches, for the N replicas with which the run begins. Their rows
+    differ by one at most. A worker reads every W-th batch, as without `elastic=`, while the W
+    workers of the beginning are there. After a change of members it reads each batch of which it
+    needs a part.
 
     Raises:
         ValueError: the dataset changes between epochs, or reads in processes; or workers have
@@ -256,8 +248,8 @@ def by_epoch(strategy: Any, dataset_fn: Callable[[int], tf.data.Dataset]) -> Any
         same_data.check_batched(dataset.element_spec)
         _check_order(dataset, "Give a seed to all that is drawn.", made_anew=True)
         if not facts:
-            # With a seed for the whole program, an operation without a seed of its own gets another
-            # seed each time.
+            # If only the program has a seed, an operation gets another seed at each call. So the
+            # function is called twice, and the seeds are compared.
             facts.update(same_data.facts_of_dataset(dataset))
             if same_data.difference([facts, same_data.facts_of_dataset(dataset_fn(epoch))]):
                 raise ValueError(
@@ -273,16 +265,13 @@ def by_epoch(strategy: Any, dataset_fn: Callable[[int], tf.data.Dataset]) -> Any
 
 
 def check_dealt(given: Mapping[str, Any], option: str, steps: str, data: str) -> None:
-    """Checks that the data given to `fit` are numbered.
+    """Raises ValueError if the data given to `fit` are not numbered, or a number of steps is given.
 
     Args:
         given: the arguments of `fit`, after data that can be numbered were replaced.
         option: the strategy's argument that requires numbered data, for the message.
         steps: the reason why no number of steps can be given, as the end of a sentence.
         data: the message about other data.
-
-    Raises:
-        ValueError: the data are not numbered, or a number of steps was given, too.
     """
     if given.get("steps_per_epoch") is not None:
         raise ValueError(
@@ -296,7 +285,8 @@ def check_dealt(given: Mapping[str, Any], option: str, steps: str, data: str) ->
 def of_one_reader(dataset_fn: Callable[[int, int], tf.data.Dataset]) -> Callable[..., Any]:
     """Converts a function of a worker's minibatches, by its place, for `datasets_by_number`.
 
-    If minibatches are assigned by number, it reads those of all workers, as a run of one would.
+    If minibatches are assigned by number, the function is called as for a run of one worker, so it
+    returns those of all.
     """
 
     def minibatches(epoch: int, first: int) -> tf.data.Dataset:

@@ -1,4 +1,4 @@
-"""The position of a run in its data: the epoch, and how much of it is done."""
+"""The position of a run in its data: the epoch, and the trained part of it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Pass:
 
 @dataclasses.dataclass
 class Position:
-    """The present or next epoch, and how much of it an earlier process has trained.
+    """The present or next epoch, and the part of it that an earlier process has trained.
 
     Attributes:
         epoch: number of the epoch, from 0.
@@ -47,7 +47,7 @@ class Position:
         steps: int = 0,
         begun: Pass | None = None,
     ) -> None:
-        """Sets the position to an epoch; see the attributes.
+        """Sets the position to an epoch; for the arguments see the attributes.
 
         `steps_seen` is the number of training steps of this process so far.
         """
@@ -63,7 +63,7 @@ class Position:
             self.move(epoch, steps_seen)
 
     def begin(self, steps_seen: int) -> tuple[int, int]:
-        """Notes that a pass over the data begins; returns the epoch and `first`.
+        """Notes that a pass over the data begins; returns its epoch and `first`.
 
         The pass is of the next epoch if training steps were taken since the last `begin` or `move`.
         So a pass in which Keras only inspects the first batch does not count.

@@ -1,6 +1,6 @@
 """The division of Python data among the workers, and reading ahead in threads or processes.
 
-TensorFlow is not imported, since processes that read import this module.
+This module does not import TensorFlow, since processes that read import it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Read(NamedTuple):
-    """A batch that a worker reads. It is cut into `of` parts; each of `parts` is one step."""
+    """A batch that a worker reads. The batch is cut into `of` parts; each of `parts` is a step."""
 
     batch: int
     parts: range
@@ -34,14 +34,10 @@ class Read(NamedTuple):
 def reads(order: Iterable[int], worker: int, workers: int) -> list[Read]:
     """Returns the batches that a worker reads in one pass; each part of each batch has one reader.
 
-    The workers read the batches in turn, and a batch is `workers` steps of its reader. If the
-    number of batches is no multiple of `workers`, all workers read each of the last ones, and take
-    one step on a part of it. So every worker takes as many steps as there are batches.
-
-    Args:
-        order: the numbers of the batches in this pass.
-        worker: number of the worker that reads, 0 … workers − 1.
-        workers: number of workers that share the data.
+    The workers read the batches, whose numbers are in `order`, in turn. A batch is `workers` steps
+    of its reader. If the number of batches is no multiple of `workers`, all workers read each of
+    the last ones, and take one step on a part of it. So every worker takes as many steps as there
+    are batches.
     """
     order = list(order)
     whole = len(order) // workers * workers
@@ -65,17 +61,12 @@ def shuffled(count: int, seed: int, epoch: int) -> list[int]:
 def shuffled_rows(
     rows: int, seed: int, epoch: int, batch_size: int | None = None
 ) -> NDArray[np.int64]:
-    """Returns 0 … rows − 1 in the order of an epoch, the same for the same seed.
+    """Returns 0 … rows − 1 in the order of an epoch, the same for the same seed, 0 … 2⁴⁸ − 1.
 
-    It is fast enough for millions of rows; `shuffled` is not.
-
-    Args:
-        rows: number of rows.
-        seed: from 0 to 2⁴⁸ − 1.
-        epoch: number of the epoch, from 0.
-        batch_size: if given, rows are shuffled only within each batch.
+    With a batch size, rows are shuffled only within each batch. It is fast enough for millions of
+    rows; `shuffled` is not.
     """
-    # NumPy keeps the numbers of this generator the same in all of its versions.
+    # All versions of NumPy draw the same numbers from this generator.
     drawn = np.random.RandomState([seed % 2**32, seed >> 32, epoch])
     if batch_size is None:
         return drawn.permutation(rows)
@@ -134,7 +125,7 @@ def set_random_states(states: Mapping[str, list[Json]]) -> None:
 
 @contextlib.contextmanager
 def common_randomness(seed: str) -> Iterator[None]:
-    """A context with newly seeded global generators of Python and NumPy; restores them after."""
+    """A context in which Python's and NumPy's global generators are seeded anew."""
     states = random_states()
     random.seed(seed)
     np.random.seed(random.getrandbits(32))
@@ -195,7 +186,7 @@ def ahead(
         executor.shutdown(wait=False, cancel_futures=True)
 
 
-_dataset: Any = None  # the dataset, in a process that reads
+_dataset: Any = None  # set in a process that reads
 
 
 def _keep(dataset: keras.utils.PyDataset) -> None:

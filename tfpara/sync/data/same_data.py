@@ -1,7 +1,7 @@
 """The check that all workers have the same data, which `fit` divides among them.
 
-Each worker takes its part of data that must be the same on all workers: if they differed, rows
-would be left out. Before the first step the workers compare a few facts and numbers of their data.
+Each worker takes its part of the data. If the workers' data differed, rows would be left out. So
+before the first step the workers compare a few facts and numbers of their data.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def _value(leaf: Nest, row: int) -> Json:
 def divided_between_workers(dataset: tf.data.Dataset) -> bool:
     """Returns whether a dataset must be divided among the workers.
 
-    It must not if its options disable auto-sharding, since each worker then has a different part.
+    A dataset whose options disable auto-sharding must not: each worker has a different part.
     """
     policy = dataset.options().experimental_distribute.auto_shard_policy
     return policy != tf.data.experimental.AutoShardPolicy.OFF
@@ -112,8 +112,8 @@ def facts_of_dataset(dataset: tf.data.Dataset) -> dict[str, Json]:
         return {"kind": OWN}
     shards, values = [], []
     for part in _parts(dataset):
-        # Private: the names of tf.data's classes and attributes, since nothing public lists the
-        # parts of a dataset. If a TensorFlow version lacks a name, there is one fact less.
+        # Nothing public lists the parts of a dataset, so tf.data's private classes and attributes
+        # are read here and below. If a TensorFlow version lacks a name, there is one fact less.
         name = type(part).__name__
         if "Shard" in name:
             shards.append([_number(part, "_num_shards"), _number(part, "_index")])
@@ -134,7 +134,7 @@ def _parts(dataset: tf.data.Dataset) -> Iterator[tf.data.Dataset]:
     while waiting:
         part = waiting.pop()
         yield part
-        # Private: the input datasets. Datasets of files have one in `_dataset` or `_filenames`.
+        # Datasets of files have an input dataset in `_dataset` or `_filenames`.
         wrapped = [getattr(part, name, None) for name in ("_dataset", "_filenames")]
         waiting += [*part._inputs(), *(p for p in wrapped if isinstance(p, tf.data.Dataset))]
 
@@ -155,14 +155,11 @@ def batch_size(dataset: tf.data.Dataset) -> int | None:
 def why_order_differs(dataset: tf.data.Dataset, made_anew: bool = False) -> str:
     """Returns the reason why a dataset may have another order in each pass; "" if it has one order.
 
-    Args:
-        dataset: the dataset.
-        made_anew: whether each pass makes the dataset again, so that a seed fixes the order.
+    If each pass makes the dataset anew, a seed fixes the order.
     """
     if dataset.options().deterministic is False:
         return "has the option deterministic=False, which lets it reorder what is ready first"
     for part in _parts(dataset):
-        # Private names, as above. If another TensorFlow version changes a name, it is not found.
         name = type(part).__name__
         if getattr(part, "_deterministic", None) == "false":
             return f"has {_method(name)}(deterministic=False), which reorders what is ready first"
@@ -204,7 +201,7 @@ def _why_function_differs(function: Any, name: str, made_anew: bool) -> str:
 
 
 def _is_drawn(part: tf.data.Dataset) -> bool:
-    """Returns whether the order of a part is random, by the private name of its class."""
+    """Returns whether the order of a part is random."""
     return "Shuffle" in type(part).__name__ or "Random" in type(part).__name__
 
 
@@ -213,7 +210,7 @@ def _seeds(part: tf.data.Dataset) -> list[int | None]:
 
 
 def _method(name: str) -> str:
-    """Returns the method that makes such a dataset: "map" for _MapDataset or MapDatasetV2."""
+    """Returns the name of the method that makes such a dataset, as "map" for MapDatasetV2."""
     words = re.findall("[A-Z][a-z]+", name.replace("Dataset", "").replace("Parallel", ""))
     return "_".join(words).lower() or name
 
@@ -236,7 +233,7 @@ def check_files(dataset: tf.data.Dataset, workers: int) -> None:
         )
 
 
-# Operations that read files, whose files TensorFlow divides.
+# Operations that read files. TensorFlow divides these files among the workers.
 _READERS = {
     name + version
     for name in ("TFRecordDataset", "TextLineDataset", "FixedLengthRecordDataset")
@@ -247,11 +244,11 @@ _READERS = {
 def files_of(dataset: tf.data.Dataset) -> int | None:
     """Returns how many files a dataset reads by tf.data's readers; None if unknown.
 
-    Of several lists of files it is the shortest one, since each is divided.
+    If it has several lists of files, each is divided, so the length of the shortest counts.
     """
     counts = []
     for part in _parts(dataset):
-        names = getattr(part, "_filenames", None)  # private, as above
+        names = getattr(part, "_filenames", None)
         if isinstance(names, tf.data.Dataset):
             counts.append(int(names.cardinality()))
         for function in part._functions():
@@ -262,11 +259,9 @@ def files_of(dataset: tf.data.Dataset) -> int | None:
 
 
 def check_batched(spec: Nest, several: bool = True) -> None:
-    """Raises ValueError if a dataset's elements cannot be batches.
+    """Raises ValueError if the elements of a dataset, by their spec, cannot be batches.
 
-    Args:
-        spec: the spec of an element.
-        several: whether there are several replicas, among which the elements are divided.
+    `several`: whether the elements are divided among several replicas.
     """
     leaves = [leaf for leaf in tf.nest.flatten(spec) if isinstance(leaf, tf.TensorSpec)]
     shapes = [leaf.shape for leaf in leaves if leaf.shape.rank is not None]

@@ -24,12 +24,12 @@ class ShuffledArrays(data_adapters.ArrayDataAdapter):
     """Keras' adapter of arrays that `fit` shuffles, in an order that the run keeps by epoch."""
 
     _extended: PeriodicSyncExtended
-    _order: tf.Variable  # the rows' numbers, as the present pass has them
+    _order: tf.Variable  # the rows' numbers, in the order of the present pass
     _spec: Nest  # of a batch
 
     @classmethod
     def of(cls, adapter: Any, extended: PeriodicSyncExtended) -> ShuffledArrays:
-        """Makes an adapter of Keras' one of these."""
+        """Converts an adapter of Keras'."""
         adapter.__class__, adapter._extended = cls, extended
         numbers = np.arange(adapter._num_samples, dtype=np.int64)
         adapter._order = host_variable(numbers, "order of rows")
@@ -37,7 +37,7 @@ class ShuffledArrays(data_adapters.ArrayDataAdapter):
 
     @property
     def order(self) -> list[int]:
-        """The rows' numbers, as the present pass has them."""
+        """The rows' numbers, in the order of the present pass."""
         return self._order.numpy().tolist()
 
     def begin_pass(self) -> None:
@@ -46,7 +46,7 @@ class ShuffledArrays(data_adapters.ArrayDataAdapter):
         self._order.assign(self._extended.data.next_order_of_rows(self._num_samples, within))
 
     def get_tf_dataset(self) -> tf.data.Dataset:
-        # With this function Keras draws an order of all rows, or (shuffle="batch") of each batch.
+        # Keras calls tf.random.shuffle for an order of all rows or (shuffle="batch") of each batch.
         draw, calls = tf.random.shuffle, []
 
         def ordered(numbers: tf.Tensor) -> tf.Tensor:
@@ -92,7 +92,7 @@ class Steps(data_adapters.data_adapter.DataAdapter):
         """Begins the next pass over the data."""
 
     def _batches(self) -> Iterator[tuple[Data, range, int]]:
-        """Yields batches, each with those of its parts that are steps, and the number of parts."""
+        """Yields a batch, its parts that are this worker's steps, and the number of its parts."""
         raise NotImplementedError
 
     def _steps(self) -> Iterator[Nest]:
@@ -106,7 +106,7 @@ class Steps(data_adapters.data_adapter.DataAdapter):
         return self._extended.distribute_steps(dataset.prefetch(1))
 
     def first_minibatch(self) -> Nest:
-        """Returns a minibatch of one replica, of which Keras uses the shapes."""
+        """Returns a minibatch of one replica, for its shapes."""
         replicas = self._workers * len(self._extended.worker_devices)
         return part_of(self._first[0], 0, replicas, at_least=1)
 
@@ -130,7 +130,7 @@ class PyDatasetSteps(Steps):
         self, dataset: keras.utils.PyDataset, adapter: Any, extended: PeriodicSyncExtended
     ) -> None:
         self._dataset, self._adapter = dataset, adapter
-        adapter.enqueuer = None  # its queue would mix the batches of two passes
+        adapter.enqueuer = None  # its queue would mix batches of two passes
         self._processes = bool(dataset.use_multiprocessing) and dataset.workers > 0
         several = self._processes and extended.worker.num_workers > 1
         if several and multiprocessing.get_start_method() == "fork":
@@ -142,7 +142,7 @@ class PyDatasetSteps(Steps):
         count = adapter.num_batches
         numbers = range(2 if count is None else min(2, count))
         super().__init__([adapter._standardize_batch(dataset[n]) for n in numbers], extended)
-        self.order: Sequence[int] = ()  # of the batches, as the present pass has them
+        self.order: Sequence[int] = ()  # the numbers of the batches, in the present pass's order
         self._hooks_called = 0
 
     def facts(self) -> dict[str, Json]:
@@ -156,7 +156,7 @@ class PyDatasetSteps(Steps):
             self.order = self._extended.data.next_order(count) if shuffle else range(count)
 
     def _note_workers(self) -> None:
-        """Prints a note where a resumed run goes on within a pass of another number of workers."""
+        """Prints a note if a resumed run continues a pass of another number of workers."""
         data = self._extended.data
         former, data.order.workers = data.order.workers, self._workers
         if data.position.steps and former not in (None, self._workers):
@@ -249,8 +249,6 @@ def part_of(batch: Nest, part: int, of: int, at_least: int = 0) -> Nest:
         rows = reading.bounds(int(leaf.nrows()) if ragged else leaf.shape[0], part, of)
         if rows.stop - rows.start < at_least:
             rows = slice(0, at_least)
-        if isinstance(leaf, tf.SparseTensor):
-            return slice_of(leaf, *(tf.constant(row, tf.int64) for row in (rows.start, rows.stop)))
-        return leaf[rows]
+        return slice_of(leaf, rows.start, rows.stop)
 
     return keras.tree.map_structure(rows_of, batch, none_is_leaf=False)

@@ -22,7 +22,7 @@ def looking(
     iterator: Any = None,
     data_batch: Nest = None,
 ) -> object:
-    """Looks at a first batch to build a model, without beginning a pass over Python data."""
+    """Builds a model from a first batch, without beginning a pass over Python data."""
     with strategy.extended.looking():
         if isinstance(iterator, Epochs):
             built = build(model, data_batch=iterator.data_adapter.first_minibatch())
@@ -45,13 +45,13 @@ def of_a_row(
 ) -> object:
     """Builds a model from a batch's shapes, with one row at least.
 
-    Of a small first batch a worker may have no row, and Keras divides by their number. A model with
-    steps of its own may not be callable, as a GAN is not. Without a strategy Keras does not try.
+    A worker may have no row of a small first batch, and Keras divides by their number. A model with
+    steps of its own, such as a GAN, may not be callable. Without a strategy Keras does not call it.
     """
     if data_batch is not None:
         data_batch = keras.tree.map_structure(_with_a_row, data_batch)
     own = has_own(model, ("train_step", "test_step"))
-    # An error in a model comes up again in its step.
+    # An error in such a model shows again in its step.
     with contextlib.suppress(*([Exception] if own else [])):
         return build(model, iterator=iterator, data_batch=data_batch, **kwargs)
     return None

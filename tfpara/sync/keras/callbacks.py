@@ -1,4 +1,4 @@
-"""Lists of callbacks: the callbacks that a worker runs, and the place in `fit` that they note."""
+"""Lists of callbacks, which choose a worker's callbacks and note its place in `fit`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tfpara.sync.keras import chiefs_callbacks, left_out
 from tfpara.sync.keras.measured_fit import MeasuredFit
 from tfpara.sync.keras.replacing import Method, strategy_of_ours
 
-# The attribute of a list of callbacks that has the `PeriodicSyncExtended` of their model.
+# The attribute by which a list of callbacks keeps the `PeriodicSyncExtended` of its model.
 _EXTENDED = "tfpara_extended"
 
 
@@ -97,7 +97,8 @@ def _after(name: str, extended: Any, callbacks: CallbackList, number: int) -> No
         extended.momentum.begin_epoch(model, None)
     elif name == "on_epoch_begin":
         steps = callbacks.params.get("steps")
-        extended.momentum.begin_epoch(model, steps)  # callbacks may have changed the sync period
+        # The sync period is read after the callbacks, which may have changed it.
+        extended.momentum.begin_epoch(model, steps)
         if first:
             epochs = callbacks.params["epochs"]
             extended.momentum.set_epochs(steps, epochs if epochs - number > 1 else 0)

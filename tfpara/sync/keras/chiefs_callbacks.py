@@ -1,7 +1,7 @@
 """Callbacks of Keras on several workers, of which the chief alone writes and draws.
 
-In an elastic run another worker may become the chief from one step to the next; it goes on with
-what the former chief drew and wrote.
+In an elastic run another worker may become the chief from one step to the next. It continues the
+files and the progress bar of the former chief.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy as np
 
 from tfpara.typing import Json
 
-HAS_WEIGHTS = "has weights"  # in the state of an object that also has the property `weights`
+HAS_WEIGHTS = "has weights"  # the key in a state: whether the property `weights` has arrays too
 _CALLBACKS = keras.callbacks
 Hook = Callable[..., None]
 # The attributes with the paths to which callbacks write.
@@ -38,7 +38,7 @@ _REMEMBERED = {
 
 
 def prepared(callback: keras.callbacks.Callback, strategy: Any) -> Any:
-    """Returns the callback that this worker runs in place of a given one; None for none.
+    """Returns the callback that this worker runs in place of a given one; None: it runs none.
 
     Raises:
         ValueError: the callback cannot work under the strategy.
@@ -53,7 +53,7 @@ def prepared(callback: keras.callbacks.Callback, strategy: Any) -> Any:
             return callback if strategy.is_chief else None
         return callback if attribute is None else _Elsewhere(callback, attribute, strategy)
     if isinstance(callback, _CALLBACKS.CSVLogger):
-        # Other callbacks make their folders by themselves.
+        # Other callbacks make their own folders.
         os.makedirs(os.path.dirname(callback.filename) or ".", exist_ok=True)
     return callback
 
@@ -86,7 +86,7 @@ class _Memory:
 
     @property
     def weights(self) -> list[np.ndarray] | None:
-        """Weights of the model that the callback keeps, to restore them; None if it has none."""
+        """The weights that the callback keeps, to restore the model; None if there are none."""
         return getattr(self.callback, "best_weights", None)
 
     @weights.setter
@@ -110,14 +110,14 @@ class _Memory:
 class _Elsewhere(keras.callbacks.Callback):
     """A wrapper of a callback, which writes to a temporary folder and prints nothing.
 
-    Between its methods the callback has its own path. Where its worker becomes the chief of an
-    elastic run, it begins anew there, and appends to the files of the former chief.
+    Between its methods the callback has its own path. If its worker becomes the chief of an elastic
+    run, the callback begins anew at that path, and appends to the files of the former chief.
     """
 
     def __init__(self, callback: keras.callbacks.Callback, attribute: str, strategy: Any) -> None:
         super().__init__()
         self._callback, self._attribute, self._strategy = callback, attribute, strategy
-        self._elsewhere = False  # whether it has written elsewhere
+        self._elsewhere = False  # whether the callback has written to the folder
         self._trains = False
         self._folder = tempfile.mkdtemp(prefix="tfpara-")
         weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
@@ -142,7 +142,7 @@ class _Elsewhere(keras.callbacks.Callback):
         self._trains = method == "on_train_begin" or (self._trains and method != "on_train_end")
 
     def _begin_anew(self) -> None:
-        """Ends the files that the callback wrote elsewhere, and goes on with the former chief's."""
+        """Ends the callback's files in the folder, and continues those of the former chief."""
         if self._trains:
             self._call_elsewhere("on_train_end")
         if hasattr(self._callback, "append"):
@@ -165,7 +165,7 @@ class _Elsewhere(keras.callbacks.Callback):
             getattr(self._callback, method)(*args, **kwargs)
         finally:
             for name, value in own.items():
-                # A value that the callback has set meanwhile stays.
+                # If the callback has set another value meanwhile, that stays.
                 if getattr(self._callback, name) == meanwhile[name]:
                     setattr(self._callback, name, value)
 
@@ -181,7 +181,7 @@ class ChiefsBar(keras.callbacks.ProgbarLogger):
         super().set_params({**params, "steps": None})
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Json] | None = None) -> None:
-        self.target = None  # epochs have as many steps as there are workers for
+        self.target = None  # the number of steps depends on the number of workers
         super().on_epoch_begin(epoch, logs)
 
 
@@ -189,7 +189,7 @@ def _of_the_chief(hook: Hook) -> Hook:
     @functools.wraps(hook)
     def calling(bar: ChiefsBar, *args: object, **kwargs: object) -> None:
         if bar._strategy.is_chief:
-            bar._maybe_init_progbar()  # where a worker becomes the chief within an epoch
+            bar._maybe_init_progbar()  # a worker may become the chief within an epoch
             hook(bar, *args, **kwargs)
 
     return calling

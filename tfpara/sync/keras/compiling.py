@@ -1,4 +1,4 @@
-"""Compilation by XLA: of each replica's step, not of the function around it as Keras has it."""
+"""Compilation by XLA of each replica's step, rather than of the function around it as in Keras."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tfpara.typing import Nest
 
 @for_ours
 def compiled_by_default(resolve: Method, strategy: Any, model: keras.Model) -> bool:
-    """Decides for `jit_compile="auto"` as without a strategy, for the strategy's devices."""
+    """Decides `jit_compile="auto"` by the strategy's devices, as Keras does without a strategy."""
     if not any("GPU" in device.upper() for device in strategy.extended.worker_devices):
         return False
     with _holding(model, "_distribute_strategy", None):

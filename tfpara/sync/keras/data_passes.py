@@ -19,7 +19,7 @@ from tfpara.typing import Json, Nest
 
 
 def with_divided_data(make: Any) -> Method:
-    """Replaces the class of passes over data: data are compared and divided among the workers."""
+    """Replaces the class of passes over data: workers compare their data and divide them."""
 
     @functools.wraps(make, updated=())
     def making(distribute_strategy: Any = None, **kwargs: Any) -> Any:
@@ -52,7 +52,7 @@ def with_divided_data(make: Any) -> Method:
 def _adapter_of(given: dict[str, Any], extended: PeriodicSyncExtended) -> Any:
     """Returns an adapter of the data among the arguments of `fit`.
 
-    Keras chooses its kind, and raises its own errors. An adapter in place of data is used as it is.
+    Keras chooses its kind, and raises its own errors. If the data are an adapter, Keras uses it.
     """
     adapter = data_adapters.get_data_adapter(**given)
     if isinstance(adapter, data_adapters.PyDatasetAdapter):
@@ -67,10 +67,7 @@ def _adapter_of(given: dict[str, Any], extended: PeriodicSyncExtended) -> Any:
 def _compare(adapter: Any, dataset: tf.data.Dataset | None, extended: PeriodicSyncExtended) -> None:
     """Compares data with the other workers', and notes batches that are too small.
 
-    Args:
-        adapter: of the data.
-        dataset: the data, if they are a dataset that may be divided.
-        extended: of the strategy.
+    `dataset` are the data, if they are a dataset that may be divided.
 
     Raises:
         ValueError: the data cannot be divided, or differ.
@@ -85,7 +82,7 @@ def _compare(adapter: Any, dataset: tf.data.Dataset | None, extended: PeriodicSy
             "minibatches, and give them `data`."
         )
     place = extended.call_site
-    # Within an epoch the workers may be at different steps, so nothing is exchanged there.
+    # Within an epoch nothing is exchanged, since the workers may be at different steps.
     if not (place.fits and place.calls):
         drawn = isinstance(adapter, (PyDatasetSteps, ShuffledArrays))
         extended.data.check(_facts(adapter, dataset) if divided else {}, drawn)
@@ -115,24 +112,24 @@ def _facts(adapter: Any, dataset: tf.data.Dataset | None) -> dict[str, Json]:
 class Passes(trainer.TFEpochIterator):
     """Keras' passes over data; with `steps_per_epoch` one of them may last several epochs.
 
-    A resumed run goes on within the pass in which the former process was.
+    A resumed run continues the pass of the former process.
     """
 
     extended: PeriodicSyncExtended
-    dataset: tf.data.Dataset | None = None  # of the passes, if they are over one that is divided
+    dataset: tf.data.Dataset | None = None  # the data, if they are a dataset that may be divided
     steps_per_epoch: int | None
     _num_batches: int | None  # None: not known
     _current_iterator: Iterator[Nest] | None
     _began = 0  # the epoch in which the present pass began
 
     def present(self) -> Pass | None:
-        """Returns the pass that the next step goes on with; None if it begins one."""
+        """Returns the pass that the next step continues; None if that step begins one."""
         steps = 0 if self._current_iterator is None else self._steps_seen
         first = steps * self.extended.worker.replicas
         return Pass(self._began, first, steps) if steps else None
 
     def _interrupted_warning(self) -> None:
-        """Warns of an end before `steps_per_epoch`; data without that may end anywhere."""
+        """Warns of an end before `steps_per_epoch`; without that, data may end anywhere."""
         if self.steps_per_epoch and self.extended.worker.rank == 0:
             super()._interrupted_warning()
 
@@ -168,7 +165,7 @@ class Passes(trainer.TFEpochIterator):
         yield from self._of_epoch(left)
 
     def _of_epoch(self, steps: int) -> Iterator[Nest]:
-        """Yields what Keras does for the last `steps` steps of an epoch."""
+        """Yields the elements that Keras would, for the last `steps` steps of an epoch."""
         if steps > 0:
             whole, self.steps_per_epoch = self.steps_per_epoch, steps
             try:
@@ -182,7 +179,7 @@ class Passes(trainer.TFEpochIterator):
         self.data_adapter.on_epoch_end()
 
     def _note_order(self, epoch: int) -> None:
-        """Prints a note where data that go on in a pass may be in another order.
+        """Prints a note if data that continue within a pass may be in another order.
 
         In the first epoch a seed gives the order that it gave in the former process.
         """

@@ -1,4 +1,4 @@
-"""Arguments of `fit` that are refused, or replaced by data that an elastic run deals out."""
+"""Checks of the arguments of `fit`, and their replacement by data that are dealt out."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def refuse_spent(given: dict[str, Json]) -> None:
 def deal_out(strategy: Any, began: Began, given: dict[str, Any]) -> None:
     """Replaces data among the arguments of `fit`, in place, by data that can be dealt out anew."""
     if given.get("steps_per_epoch") is not None and not are_arrays(given):
-        return  # an elastic run refuses them
+        return  # `check_dealt` refuses them
     data, class_weight = given.get("x"), given.get("class_weight")
     if class_weight and isinstance(data, (tf.data.Dataset, tf.distribute.DistributedDataset)):
         weighted = data_adapters.TFDatasetAdapter(data, class_weight=class_weight)
@@ -110,7 +110,7 @@ def _batches_of(data: keras.utils.PyDataset, given: dict[str, Any]) -> Batches:
 
 
 def divide_and_weight(given: dict[str, Any]) -> None:
-    """Does what `fit` would do to arrays for `validation_split` and `class_weight`, in place."""
+    """Applies `validation_split` and `class_weight` to arrays, in place, as `fit` would."""
     if not are_arrays(given):
         return
     if given.get("validation_split") and given.get("validation_data") is None:

@@ -1,24 +1,7 @@
-"""Keras' functions that must know that several workers run one script: the list of all replaced.
+"""The list of Keras' functions that are replaced, since Keras 3 does not know of other workers.
 
-Keras 3 does not know it, so that each worker would write to the same path at once. For models of a
-`PeriodicSyncStrategy` these functions are replaced:
-
-- functions that save a model write the global model on the chief, and do nothing on the other
-  workers (`saving`). They wait for no other worker, since a script may save on the chief alone;
-- callbacks run on all workers; those that write get a temporary folder on the other workers, as in
-  Keras 2. Lists of callbacks note the place of this worker in its script (`callbacks`);
-- `fit` and `train_on_batch` first check that the model was made in a strategy's scope;
-- `fit` calls the functions given to `fit_call.at_end`, also if it raises;
-- `fit` returns when all workers have come to its end, so that all can read what the chief wrote;
-- only the chief shows the progress of `fit`, `evaluate` and `predict`;
-- `predict` returns all rows on the worker that calls it;
-- the log of an epoch and of `evaluate` is the same on all workers (`logs`);
-- `fit` and `evaluate` first check that all workers have the same data, which they divide
-  (`data_passes`). Each part of a batch of Python data has one reader (`batches`), and a look at the
-  first batch reads none (`building`);
-- an optimizer's steps are noted, and may have a fitted momentum; its loss and gradients are looked
-  at for NaN and Inf (`optimizer_steps`);
-- XLA compiles each replica's step, without the sync (`compiling`).
+The replacements act on models of a `PeriodicSyncStrategy`; docs/design.md ("Keras and data") has
+the reasons. The file of each one describes it.
 """
 
 from __future__ import annotations
@@ -85,7 +68,7 @@ def install() -> None:
     replace(keras.Model, "evaluate", _placed)
     replace(keras.Model, "train_on_batch", _looked_at)
     replace(keras.Model, "predict", _of_all_rows)
-    # `fit` and `evaluate` make their log by this method from what a step returned.
+    # `fit` and `evaluate` make their log by this method from the outputs of a step.
     replace(keras.Model, "_get_metrics_result_or_logs", of_all_workers)
     # The optimizers of a custom loop are known by their steps alone.
     for kind in (keras.optimizers.Optimizer, keras.optimizers.LossScaleOptimizer):
@@ -121,8 +104,8 @@ def _watched(fit: Method) -> Method:
     return fitting
 
 
-# The text of pybind11 in an error that an operation raised while Ctrl-C came. TensorFlow raises one
-# if another worker has ended by Ctrl-C.
+# pybind11 puts this text into the error of an operation that fails during Ctrl-C, as one does if
+# Ctrl-C has already ended another worker.
 _INTERRUPTED = "REPLACED BY KeyboardInterrupt"
 
 
@@ -132,7 +115,7 @@ def _shown_by_the_chief(
 ) -> object:
     """Runs a method with a progress bar, which workers other than the chief do not show."""
     given = inspect.signature(method).bind(model, *args, **kwargs)
-    # Where members change, another worker may become the chief.
+    # If members change, another worker may become the chief.
     if not (strategy.is_chief or strategy.members_change):
         given.arguments["verbose"] = 0
     try:
@@ -147,7 +130,7 @@ def _shown_by_the_chief(
 def _together(
     fit: Method, strategy: Any, model: keras.Model, *args: object, **kwargs: object
 ) -> object:
-    """Runs `fit`, and returns when every worker has come to its end."""
+    """Runs `fit`; returns when every worker has come to its end, so that all can read its files."""
     given = dict(inspect.signature(fit).bind(model, *args, **kwargs).arguments)
     given.pop("self")
     refuse_spent(given)
@@ -179,7 +162,7 @@ def _of_all_rows(
 
 @contextlib.contextmanager
 def _with_data(name: str, strategy: Any) -> Iterator[None]:
-    """Replaces the empty StopIteration that Keras raises where there are no data."""
+    """Replaces the empty StopIteration that Keras raises if there are no data."""
     try:
         yield
     except StopIteration:

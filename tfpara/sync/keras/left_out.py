@@ -1,4 +1,4 @@
-"""The minibatches that an epoch of `fit` has left out for NaN or Inf, in the log and in a line."""
+"""The minibatches that an epoch of `fit` left out for NaN or Inf, in its log and a printed line."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from tfpara.sync.tensorflow.extended import PeriodicSyncExtended
 from tfpara.sync.workers.json_exchange import everyones
 from tfpara.typing import Logs
 
-ENTRY = "left_out"  # in the log of an epoch
-_TOLD = 20  # minibatches that the line names at most
+ENTRY = "left_out"  # the name in the log of an epoch
+_TOLD = 20  # the largest number of minibatches that the line names
 _TELL = Purpose("at the end of an epoch, counting minibatches that were left out")
 
 
@@ -28,22 +28,16 @@ def _of(extended: PeriodicSyncExtended, model: keras.Model) -> LeftOut | None:
 
 
 def begin_epoch(extended: PeriodicSyncExtended, model: keras.Model) -> None:
-    """Begins to count an epoch; a checkpoint that goes on within it sets the counts later."""
+    """Begins to count an epoch; a checkpoint within it sets the counts later."""
     left_out = _of(extended, model)
     if left_out is not None:
         left_out.begin_epoch()
 
 
 def tell(extended: PeriodicSyncExtended, model: keras.Model, epoch: int, logs: Logs | None) -> None:
-    """Adds the number of minibatches that were left out to the epoch's log; the chief names them.
+    """Adds the number of left-out minibatches, of all replicas, to a log; the chief names them.
 
-    Every worker must call it.
-
-    Args:
-        extended: of the strategy.
-        model: that is trained.
-        epoch: its number, from 0.
-        logs: of the epoch, to which the number is added, of all replicas.
+    Every worker must call it at the end of the epoch with this number, from 0.
     """
     left_out = _of(extended, model)
     if left_out is None:
@@ -71,18 +65,14 @@ def tell(extended: PeriodicSyncExtended, model: keras.Model, epoch: int, logs: L
 
 
 def _inside(extended: PeriodicSyncExtended, replica: int, numbers: Sequence[int]) -> Sequence[str]:
-    """Returns in words what is in minibatches of the epoch: rows of arrays, or the batch of others.
+    """Returns a text for each of some minibatches: its rows, if the data are arrays, or its batch.
 
-    Each is "" where that is not known.
-
-    Args:
-        extended: of the strategy.
-        replica: a local one.
-        numbers: of its minibatches in the epoch, from 1, rising.
+    A text is "" if that is not known. `numbers` are those of the local replica's minibatches in the
+    epoch, from 1, rising.
     """
     passes = extended.data.last
     unknown = [""] * len(numbers)
-    if passes is None or passes.steps_per_epoch:  # a pass may last several epochs then
+    if passes is None or passes.steps_per_epoch:  # a pass may last several epochs
         return unknown
     adapter = passes.data_adapter
     if isinstance(adapter, PyDatasetSteps) and adapter.num_batches is not None:
@@ -97,7 +87,7 @@ def _inside(extended: PeriodicSyncExtended, replica: int, numbers: Sequence[int]
     dataset = tf.data.Dataset.from_tensor_slices(order).batch(adapter.batch_size)
     strategy = extended._container_strategy()
     found, wanted = [], iter([*numbers, 0])
-    with extended.call_site.in_call(EVALUATE):  # which skips no minibatch that is trained already
+    with extended.call_site.in_call(EVALUATE):  # an evaluation skips no trained minibatch
         awaited = next(wanted)
         options = adapter.get_tf_dataset().options()
         divided = strategy.experimental_distribute_dataset(dataset.with_options(options))

@@ -19,20 +19,20 @@ def of_all_workers(
     """Returns the log of an epoch, the same on all workers.
 
     Keras uses the metrics' values only if the last step returned exactly the metrics; otherwise its
-    log is what that step returned on this worker. Here the log has the metrics of all replicas.
-    Other values are averaged over the workers, from the last step of each.
+    log is what that step returned on this worker. This log has the metrics of all replicas. Other
+    values are averaged over the workers, from the last step of each.
     """
     if not isinstance(logs, dict):
         return read(model, logs)
     extended = strategy.extended
     with extended.metrics.reading(model):
         metrics = model.get_metrics_result()
-    # A user's own step may return values that are no metrics. All workers find the same here, so
-    # all of them exchange, or none does.
+    # Only a user's own step may return values that are no metrics. That is so on all workers or on
+    # none, so all of them exchange values, or none does.
     if not has_own(model, ("train_step", "test_step", "compute_metrics")):
-        return metrics  # `logs` may be empty: a worker may take no step of a resumed epoch
+        return metrics  # `logs` may be empty, as without a step in a resumed epoch
     purpose = extended.call_site.of_metric()
-    # Others may still have data. A model without metrics has not waited for them yet.
+    # Others may still have data: without metrics this worker has not waited for them yet.
     extended.models.finish_blocks(purpose)
     returned = strategy.everyones(_plain(logs), purpose)
     if not any(returned):
@@ -46,7 +46,7 @@ def of_all_workers(
 
 
 def has_own(model: keras.Model, names: Sequence[str]) -> bool:
-    """Returns whether a model has methods of its own among those of `keras.Model` named here."""
+    """Returns whether a model has its own version of one of these methods of `keras.Model`."""
     own = (getattr(getattr(model, name), "__func__", None) for name in names)
     return any(one is not getattr(keras.Model, name) for one, name in zip(own, names, strict=True))
 
@@ -69,7 +69,7 @@ def _mean(values: list[Nest]) -> Nest:
 
 
 def _counted_nothing(model: keras.Model, name: str, metrics: dict[str, Nest]) -> bool:
-    """Returns whether no step has updated the metric of this name, among all metrics' values.
+    """Returns whether no step has updated the metric of this name.
 
     Keras makes a metric "loss" for each compiled model, which a custom step may leave out. Reading
     a metric's variables is an exchange of all workers. So they are read only if the metric's value,

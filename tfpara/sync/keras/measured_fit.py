@@ -1,4 +1,4 @@
-"""A `fit` that is measured, for `tfpara-plan --measure`, and ends the program."""
+"""A `fit` that is measured for `tfpara-plan --measure`, and ends the program."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from tfpara.sync.one_sync.replicas import BUCKET_BYTES
 from tfpara.sync.one_sync.statistics import NO_SYNCS, SyncStatistics
 from tfpara.typing import Logs
 
-_LONGEST_PERIOD = 10  # what a longer one has more of are minibatches, which are alike
-_WARM_BLOCKS, _STEPS, _BLOCKS = 4, 40, 6  # blocks left out; the least that is measured
+_LONGEST_PERIOD = 10  # a longer one would only measure more minibatches, which are alike
+_WARM_BLOCKS, _STEPS, _BLOCKS = 4, 40, 6  # blocks left out first; the least steps and blocks
 _REDUCES = 9
-_REDUCED_BYTES = 4 << 20  # a smaller model's travel time would be nothing but delay
+_REDUCED_BYTES = 4 << 20  # fewer bytes would show the link's delay alone
 
 
 class MeasuredFit(keras.callbacks.Callback):
@@ -31,11 +31,8 @@ class MeasuredFit(keras.callbacks.Callback):
 
     The callbacks are left out, so that no checkpoint is read and nothing is written. Steps that
     follow each other in an epoch are measured: the time from the end of one to the end of the next,
-    with their syncs and their data. What a callback of Keras costs is not in it, nor what this one
-    does. Periods above 10 minibatches or half an epoch are shortened to that.
-
-    Args:
-        strategy: of the model.
+    with their syncs and their data. The time of Keras' callbacks and of this one is not in it.
+    Periods above 10 minibatches or half an epoch are shortened to that.
     """
 
     async_safe = False
@@ -43,11 +40,11 @@ class MeasuredFit(keras.callbacks.Callback):
     def __init__(self, strategy: Any) -> None:
         super().__init__()
         self._strategy = strategy
-        self._blocks = 0  # until the end
+        self._blocks = 0  # the number of blocks after which the measurement ends
         self._seconds = 0.0
         self._counted = self._former = NO_SYNCS
-        self._left: float | None = None  # when the last step's hook was left; None in other places
-        self._told = 0
+        self._left: float | None = None  # the end of the last step's hook; None if none precedes
+        self._told = 0  # the last block that was printed
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         if self._strategy.members_change:
@@ -56,7 +53,7 @@ class MeasuredFit(keras.callbacks.Callback):
         steps = self.params["steps"] or 2 * _LONGEST_PERIOD
         period = min(asked, _LONGEST_PERIOD, max(1, steps // 2))
         if period < asked:
-            with contextlib.suppress(ValueError):  # overlap and devices may need a longer one
+            with contextlib.suppress(ValueError):  # other settings may need a longer period
                 self._strategy.set_sync_period(period)
         self._blocks = _WARM_BLOCKS + max(_BLOCKS, -(-_STEPS // period))
 
@@ -113,7 +110,7 @@ class MeasuredFit(keras.callbacks.Callback):
         _leave()
 
     def _reduce_ms(self, nbytes: int) -> float:
-        """Returns the time of an all-reduce of the workers, in the pieces in which a sync sends."""
+        """Returns the time of an all-reduce of the workers, in pieces as a sync sends them."""
         layout = Layout([tf.TensorShape([nbytes // 4])], BUCKET_BYTES)
         buffers = [tf.ones([size]) for size in layout.bucket_sizes]
         collectives = self._strategy.extended.links.collectives
@@ -140,7 +137,7 @@ def _say(what: dict[str, Any]) -> None:
 
 
 def _leave() -> NoReturn:
-    """Ends the process: nothing of the script that follows `fit` runs."""
+    """Ends the process, so that nothing of the script after `fit` runs."""
     for output in (sys.stdout, sys.stderr):
         output.flush()
     os._exit(0)

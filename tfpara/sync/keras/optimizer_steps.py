@@ -15,18 +15,18 @@ from tfpara.sync.tensorflow.extended import PeriodicSyncExtended
 from tfpara.sync.tensorflow.variables import in_replica, local_replica
 from tfpara.typing import Nest, Variable
 
-# The weights that optimizers without slots train, by the id of the optimizer, while
-# `build_optimizers` traces a step; None before `apply` was called.
+# The weights that each optimizer without slots trains, by its id, while `build_optimizers` traces a
+# step; None until its `apply` is called.
 _unbuilt: dict[int, Sequence[Variable] | None] = {}
-# The momentum (or Adam's β₁) and the factor of SGD's learning rate that are fitted to the block, by
-# the id of the optimizer, during its step.
+# During the step of an optimizer, by its id: the momentum (or Adam's β₁) and the factor of SGD's
+# learning rate that are fitted to the block.
 _fitted: dict[int, tuple[tf.Tensor, tf.Tensor]] = {}
 # The spec of a minibatch in the present or last `fit` of each model.
 element_specs: weakref.WeakKeyDictionary[keras.Model, Nest] = weakref.WeakKeyDictionary()
 
 
 def step_noted(apply: Method) -> Method:
-    """Replaces an optimizer's step, which the strategy notes where it is taken in a replica."""
+    """Replaces an optimizer's step, which the strategy notes if a replica takes it."""
 
     @functools.wraps(apply)
     def applying(
@@ -71,11 +71,10 @@ def loss_looked_at(scale_loss: Method) -> Method:
 
 
 def _where_fitted(step: Callable[..., None]) -> Callable[[Method], Method]:
-    """Replaces an optimizer's `update_step` by `step` where momentum is fitted to the block.
+    """Replaces an optimizer's `update_step` by `step` if its momentum is fitted to the block.
 
-    Args:
-        step: called as `step(update_step, optimizer, gradient, variable, rate, momentum, factor)`,
-            with the last two as `local_momentum` returns them for a block.
+    `step(update_step, optimizer, gradient, variable, rate, momentum, factor)` gets the last two as
+    `local_momentum` returns them for a block.
     """
 
     def replacing(update_step: Method) -> Method:
@@ -109,8 +108,8 @@ def with_fitted_momentum(
     factor: tf.Tensor,
 ) -> None:
     """Takes a step of SGD: m ← m'm − rate'·g."""
-    # Keras' own step asks whether the momentum is 0, which no value of a graph can answer.
-    # `keras.ops` takes gradients of some rows, too.
+    # Keras' own step asks whether the momentum is 0, which a tensor of a graph cannot answer.
+    # `keras.ops` also takes gradients that have some rows only.
     ops = keras.ops
     rate = ops.cast(learning_rate, variable.dtype) * factor
     step = ops.multiply(ops.cast(gradient, variable.dtype), rate)
@@ -131,7 +130,7 @@ def with_fitted_average(
     momentum: tf.Tensor,
     factor: tf.Tensor,
 ) -> None:
-    """Takes a step of Adam with another β₁, or of Muon with that and another momentum."""
+    """Takes a step of Adam with another β₁, or of Muon with another β₁ and momentum."""
     names = [name for name in ("beta_1", "adam_beta_1", "momentum") if hasattr(optimizer, name)]
     given = {name: getattr(optimizer, name) for name in names}
     try:
@@ -157,7 +156,7 @@ def build_optimizers(model: keras.Model) -> None:
     unbuilt = [getattr(model, name) for name in unbuilt_optimizers(model)]
     if unbuilt and spec is not None and not model.run_eagerly:
         strategy = model.distribute_strategy
-        # TensorFlow's `run`: that of `strategy` would make a synchronizer, which needs the slots.
+        # `strategy.run` would make a synchronizer, which needs the slots. TensorFlow's does not.
         run = tf.distribute.MultiWorkerMirroredStrategy.run
         step = tf.autograph.experimental.do_not_convert(
             lambda minibatch: run(strategy, model.train_step, args=(minibatch,))

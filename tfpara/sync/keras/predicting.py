@@ -17,7 +17,8 @@ from tfpara.sync.workers.worker import Worker
 from tfpara.typing import Array, Data, Json, Nest
 
 _PREDICT = call("strategy.predict()")
-# The bytes of a worker that are sent at a time: one that keeps nothing needs memory for no more.
+# The largest piece of a worker's rows that is sent at a time. A worker that keeps no rows needs no
+# more memory than for one piece of each worker.
 _PIECE_BYTES = 64 << 20
 _REMEDY = "Give the same data on every worker: strategy.predict divides them."
 
@@ -26,8 +27,8 @@ class _Whole(NamedTuple):
     """Data of which a worker takes a part.
 
     length: rows of arrays, or batches of other data.
-    part: returns those from one number to before another, for `model.predict`.
-    facts: by which the data are compared with those of other workers.
+    part: returns the rows or batches from one number to before another, for `model.predict`.
+    facts: facts by which the data are compared with those of other workers.
     """
 
     length: int
@@ -61,14 +62,14 @@ def predict(
         if problem:
             raise ValueError(problem)
         own = reading.bounds(whole.length, worker.rank, worker.num_workers)
-        # Without a row of its own a worker predicts one, which shows it the outputs' structure.
+        # A worker without rows predicts one, to know the structure of the outputs.
         first = min(own.start, whole.length - 1)
         outputs = model.predict(whole.part(first, max(own.stop, first + 1)), **given)
         keeps = not only_chief or worker.rank == 0
         kept = None if own.stop > own.start else 0
         rows = [_gathered(leaf[:kept], worker, keeps) for leaf in keras.tree.flatten(outputs)]
         if worker.changes:
-            # If a worker is lost after this, and any other has come here, all have the rows.
+            # A worker that passes this knows that all have the rows, even if one is lost.
             worker.control.collectives.barrier("predictions")
         found = keras.tree.pack_sequence_as(outputs, rows) if keeps else None
 
@@ -77,7 +78,7 @@ def predict(
 
 
 def _gathered(mine: Array, worker: Worker, keeps: bool) -> Array | None:
-    """Returns the rows of all workers, one worker's after the other's, in pieces sent in turn."""
+    """Returns the rows of all workers, by rank, in pieces that are sent in turn."""
     if not isinstance(mine, np.ndarray):
         raise ValueError(
             f"strategy.predict: an output is a {type(mine).__name__}, whose rows cannot be "
@@ -154,13 +155,7 @@ def _of_arrays(x: Data) -> _Whole:
         return int(leaf.shape[0])
 
     def part(first: int, end: int) -> Data:
-        bounds = tf.constant(first, tf.int64), tf.constant(end, tf.int64)
-        return keras.tree.map_structure(
-            lambda leaf: (
-                slice_of(leaf, *bounds) if isinstance(leaf, tf.SparseTensor) else leaf[first:end]
-            ),
-            x,
-        )
+        return keras.tree.map_structure(lambda leaf: slice_of(leaf, first, end), x)
 
     counts = {rows(leaf) for leaf in keras.tree.flatten(x)}
     if len(counts) != 1:

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 import keras
 
-# In these modules `fit`, `evaluate` and `predict` make datasets of their arguments.
+# `fit`, `evaluate` and `predict` make datasets of their arguments by functions of this module.
 from keras.src.backend.tensorflow import trainer as trainer
 
 # All public functions that save call functions of these modules: Model.save, Model.save_weights,
@@ -29,7 +29,7 @@ _replaced: set[tuple[int, str, Callable[[Any], Any]]] = set()
 
 
 def replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
-    """Replaces a function or class by what `make` makes of it; a second call changes nothing."""
+    """Replaces a function or class by `make` of it; a second call changes nothing."""
     if (id(owner), name, make) not in _replaced:
         _replaced.add((id(owner), name, make))
         setattr(owner, name, make(getattr(owner, name)))
@@ -38,8 +38,7 @@ def replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
 def for_ours(replacement: Method) -> Callable[[Method], Method]:
     """Makes a replacement for models of a `PeriodicSyncStrategy`; others keep Keras' function.
 
-    Args:
-        replacement: called as `replacement(original, strategy, model, …)`.
+    It is called as `replacement(original, strategy, model, …)`.
     """
 
     def make(original: Method) -> Method:

@@ -33,7 +33,7 @@ def by_the_chief(
     It writes the global model, unless the model shows other weights (`strategy.weights`).
     """
     models = strategy.extended.models
-    # Keras creates optimizers and layers, with variables, to compare the model's with.
+    # Keras creates optimizers and layers, with variables, to compare them with the model's.
     with strategy.extended.initial_values.alone():
         if not isinstance(filepath, (str, os.PathLike)):
             with models.writing(model):
@@ -91,10 +91,9 @@ def also_in_stores(function: Method) -> Method:
 
 @contextlib.contextmanager
 def _scratch(path: str) -> Iterator[str]:
-    """Yields the path to which a model is written, so that it appears at `path` whole."""
+    """Yields the path to which a model is written, so that it appears whole at `path`."""
     if is_of_keras(path) or (os.path.isdir(path) and not files.holds_a_model_alone(Path(path))):
-        # A folder with other files must not be replaced.
-        yield path
+        yield path  # a folder with other files must not be replaced
         return
     with remote_files.whole(path) as scratch, _printing(os.fspath(scratch), path):
         yield os.fspath(scratch)
@@ -102,7 +101,7 @@ def _scratch(path: str) -> Iterator[str]:
 
 @contextlib.contextmanager
 def _printing(former: str, path: str) -> Iterator[None]:
-    """Replaces a path by another one in all that is printed inside."""
+    """Replaces the path `former` by `path` in all that is printed inside."""
     printed = io.StringIO()
     try:
         with contextlib.redirect_stdout(printed):

@@ -25,11 +25,7 @@ _warned: weakref.WeakSet[keras.Model] = weakref.WeakSet()
 
 
 def watch(strategy: tf.distribute.Strategy) -> None:
-    """Registers a strategy for `look`.
-
-    Args:
-        strategy: a strategy with the property `has_trained`.
-    """
+    """Registers a strategy, with the property `has_trained`, for `look`."""
     _strategies.add(strategy)
 
 
@@ -48,7 +44,7 @@ def look(model: keras.Model) -> None:
 def check(model: keras.Model, strategy: tf.distribute.Strategy) -> None:
     """Checks that all variables which a training step writes have a component on each replica.
 
-    The metrics given to `compile` are known only once a first step was traced.
+    The metrics given to `compile` are known only after the first step was traced.
 
     Raises:
         ValueError: a weight, the optimizer or a metric was made outside of the strategy's scope.

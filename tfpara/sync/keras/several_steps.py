@@ -1,4 +1,4 @@
-"""The loop over the minibatches of one call, where `steps_per_execution` is larger than 1."""
+"""The loop over the minibatches of one call, if `steps_per_execution` is larger than 1."""
 
 from __future__ import annotations
 
@@ -24,12 +24,8 @@ def several_steps(
 
     It does what Keras' own function does, but the host decides whether the loop goes on. In Keras'
     loop a GPU combines the two conditions, so before each minibatch the host waits until the GPU
-    has done the one before.
-
-    Args:
-        model: that is trained or evaluated.
-        step: its `train_step` or `test_step`.
-        single: Keras' function, for what is no iterator of TensorFlow.
+    has finished the one before. `single` is Keras' function, for iterators that are not
+    TensorFlow's.
     """
     strategy, most = model.distribute_strategy, model.steps_per_execution
 
@@ -51,20 +47,16 @@ def several_steps(
 
 
 def _loop(one: Callable[[Nest], Nest], steps: RunSteps, most: int) -> Callable[[Any], Any]:
-    """Returns a graph function that takes up to `most` minibatches of an iterator.
+    """Returns a graph function that takes up to `most` minibatches of an iterator, by `one` each.
 
-    It returns an optional with the outputs of the last one; without a value if there was none.
-
-    Args:
-        one: the step of one minibatch.
-        steps: of the strategy, which leave their syncs to this loop.
-        most: number of minibatches.
+    It returns an optional with the outputs of the last one; without a value if there was none. The
+    steps leave their syncs to this loop.
     """
 
     @functools.partial(tf.function, reduce_retracing=True)
     @tf.autograph.experimental.do_not_convert
     def several(iterator: Any) -> Any:
-        traced: list[tuple[Any, list[Any]]] = []  # a minibatch's outputs, and what it left to do
+        traced: list[tuple[Any, list[Any]]] = []  # a minibatch's outputs, and the syncs it left
 
         def goes_on(number: tf.Tensor, outputs: tf.Tensor, data: Any) -> tf.Tensor:
             del outputs
@@ -79,7 +71,7 @@ def _loop(one: Callable[[Nest], Nest], steps: RunSteps, most: int) -> Callable[[
             with steps.leaving_syncs() as left:
                 optional = _Optional.from_value(one(data.get_value()))
             traced.append((optional, left))
-            # The type of the outputs is not known where the loop begins, so it carries a variant.
+            # The loop carries a variant, since the outputs' type is not known when it begins.
             (outputs,) = tf.nest.flatten(optional, expand_composites=True)
             with tf.device("CPU:0"):
                 due = left[0][0] if left else due
@@ -97,7 +89,7 @@ def _loop(one: Callable[[Nest], Nest], steps: RunSteps, most: int) -> Callable[[
             due, number, outputs, data = tf.while_loop(within, minibatch, (due, *state))
             for _, act in traced[-1][1]:
                 where(due, act)
-            # A sync may decide which minibatch is the next one.
+            # The next minibatch is read after the sync, which may decide which one it is.
             with tf.device("CPU:0"):
                 more = (number < most) & due
             return number, outputs, read_if(more, data)

@@ -1,4 +1,4 @@
-"""A function in place of Keras' training step."""
+"""Replacement of the function that Keras calls for a training step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import keras
 def stepping(
     model: keras.Model, step: Callable[[Callable[..., Any], Iterator[Any]], Any]
 ) -> Iterator[None]:
-    """Lets `fit` call `step(function, iterator)` inside, with the function that Keras would call.
+    """Makes `fit` call `step(function, iterator)` inside, with the function that Keras would call.
 
     Keras makes that function in `fit`, unless an earlier `fit` has made it.
     """

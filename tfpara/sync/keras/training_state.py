@@ -20,15 +20,13 @@ from tfpara.typing import Json
 class TrainingState:
     """A copy of all that training has changed, taken while blocks are closed.
 
-    It holds every replica's weights, statistics, random states, optimizer slots and step counts. It
-    also holds the state that a checkpoint keeps of the syncs (the global model, its momentum and
+    It holds every replica's weights, statistics, random states, optimizer slots and step counts.
+    It also holds the state that a checkpoint keeps of the syncs (the global model, its momentum and
     averages, rounding errors), or the state of the parameter servers. It leaves out learning rates,
     metrics, and the counters of steps, syncs, bytes and pushes.
 
-    Every worker must make it, and restore it, at the same point between epochs.
-
-    Args:
-        model: a built and compiled model.
+    The model must be built and compiled. Every worker must make the copy, and restore it, at the
+    same point between epochs.
     """
 
     def __init__(self, model: keras.Model) -> None:
@@ -46,11 +44,12 @@ class TrainingState:
         self._kept = [(variable, variable.read_value()) for variable in changing]
 
     def restore(self) -> None:
-        """Puts everything back, bit for bit. It may be called again."""
+        """Puts everything back, bit for bit. Every worker must call it; it may be called again."""
         for variable, value in self._kept:
             variable.assign(value)
         self._go_back()
-        for synchronizer in getattr(self._strategy.extended, "synchronizers", ()):
+        models = getattr(self._strategy.extended, "models", None)  # not of AsyncStrategy
+        for synchronizer in models.synchronizers if models else ():
             synchronizer.was_put_back()
 
     def by_variable(self) -> dict[int, tf.Tensor]:
@@ -59,13 +58,10 @@ class TrainingState:
 
 
 class EpochStart:
-    """The training state where an epoch began, on all workers, also on those that join within it.
+    """The training state at the begin of an epoch, also on workers that join within it.
 
-    A worker that joins takes the state over from another one, without the replicas' own variables:
-    its replicas begin as those of any worker that joins.
-
-    Args:
-        model: a compiled model.
+    A joiner takes the state over from another worker, without the replicas' own variables: its
+    replicas begin as those of any joiner.
     """
 
     def __init__(self, model: keras.Model) -> None:
@@ -76,7 +72,7 @@ class EpochStart:
         self._strategy.share_state("epoch start", self)
 
     def note(self) -> None:
-        """Notes the present state, where an epoch begins. All workers call it.
+        """Notes the present state at the begin of an epoch. All workers call it.
 
         A worker that has joined within the epoch keeps the state that it has taken over.
         """
@@ -108,7 +104,7 @@ class EpochStart:
 
     @property
     def weights(self) -> Sequence[np.ndarray]:
-        """The arrays that are sent to joiners; where none were noted, others of their shapes."""
+        """The arrays that joiners receive; if no state was noted, others of their shapes."""
         if self._taken is not None:
             return self._taken
         noted = {} if self._state is None else self._state.by_variable()
@@ -116,7 +112,7 @@ class EpochStart:
 
     @weights.setter
     def weights(self, weights: Sequence[np.ndarray]) -> None:
-        if self._strategy.joining:  # a worker that is behind has noted its own
+        if self._strategy.joining:  # a worker that is behind has noted its own state
             self._taken = weights
 
     def _travelling(self) -> list[tf.Variable]:
@@ -125,7 +121,7 @@ class EpochStart:
 
 
 def _shared_slots(model: keras.Model) -> list[Slot]:
-    """Returns the slots of a checkpoint, and those that the number of replicas gives the rule."""
+    """Returns the slots of a checkpoint, and the rule's values that depend on N."""
     slots = slots_of(model)
     strategy: Any = model.distribute_strategy
     if hasattr(strategy, "synchronizer_of"):
@@ -134,7 +130,7 @@ def _shared_slots(model: keras.Model) -> list[Slot]:
 
 
 def _changing(model: keras.Model, slots: Iterable[Slot]) -> Iterator[tf.Variable]:
-    """Yields the variables of slots that training changes, but for rates and counters."""
+    """Yields the variables of slots that training changes, except rates and counters."""
     rates = _rates(model)
     for slot in slots:
         counter = slot.kind is Kind.WORKER or slot.kind.is_aggregated

@@ -21,15 +21,13 @@ class Block:
     """The counters of an open block.
 
     Args:
-        settings: the strategy's settings.
         whole: whether each sync is of the whole model, so that there is one part.
-        site: this worker's place and links.
 
     Attributes:
         parts: number of parts.
         period: τ, or `NEVER`.
-        steps: minibatches of each replica since the last sync point. The sync is due at `period`;
-            where a worker has missed the beginning of the others' block, it is counted, too.
+        steps: minibatches of each replica since the last sync point; the sync is due at `period`.
+            In an elastic run minibatches of the block that this worker has missed count too.
         part_steps: minibatches of each replica since the last sync of each part, shape [parts].
         samples: for each local replica the sum of its minibatches' weights since the last sync of
             each part, shape [parts]. A minibatch weighs its samples unless the user says otherwise.
@@ -63,7 +61,7 @@ class Block:
         return int(self.part_steps.read_value()[0])
 
     def due(self) -> tf.Tensor:
-        """Returns the minibatches of a replica in the open block, after which a sync is due."""
+        """Returns the number of minibatches in the open block after which a sync is due."""
         period = self.period.read_value()
         if self._balance is None:
             return period
@@ -78,23 +76,16 @@ class Block:
     def count(self, samples: tf.Tensor, weights: Sequence[tf.Tensor]) -> tf.Tensor:
         """Counts a minibatch of each local replica; returns `steps`.
 
-        Args:
-            samples: of all these minibatches, float64.
-            weights: of each of them in the mean of the replicas, float64.
+        `samples` are those of all these minibatches, `weights` their weights in the mean; float64.
         """
-        # Read before the sum: weights that a device has computed are not waited for.
+        # `steps` is read before the sum, so that it does not wait for weights from a device.
         steps = self.steps.read_value() + 1
         terms = tf.stack([tf.ones([], tf.float64), samples, *weights])
         self._counts.assign_add(tf.gather(terms, self._terms))
         return steps
 
     def close(self, done: tf.Tensor, is_last: tf.Tensor) -> None:
-        """Resets the counters after a sync.
-
-        Args:
-            done: number of the fragment that was synced.
-            is_last: whether all parts were synced, as at the end of the data.
-        """
+        """Resets the counters after a sync of fragment `done`, or of all parts if it `is_last`."""
         if self._whole:
             self._forget()
             return
@@ -109,26 +100,24 @@ class Block:
     def reopen(self, fragment: tf.Tensor, steps: tf.Tensor, samples: tf.Tensor) -> None:
         """Restores the counters of a fragment whose sync was started and has failed.
 
-        Args:
-            fragment: number of the fragment.
-            steps: `part_steps` when the sync started.
-            samples: `samples` when the sync started, shape [local replicas, parts].
+        `steps` and `samples`, [local replicas, parts], are `part_steps` and `samples` at that
+        start.
         """
         carried = tf.one_hot(fragment, self.parts, dtype=tf.float64)
         self.turn.assign(fragment)
-        # The part that was synced last has counted the steps since the last sync point alone.
+        # The part that was synced last has the least steps: those since the last sync point.
         self.steps.assign_add(tf.cast(tf.reduce_min(steps), tf.int64))
         self.part_steps.assign_add(carried * steps)
         for replica, pending in enumerate(self.samples):
             pending.assign_add(carried * samples[replica])
 
     def give_up(self) -> None:
-        """Sets all counters to 0: a checkpoint replaces what was trained since the last sync."""
+        """Sets all counters to 0, since a checkpoint replaces the work of the open block."""
         self._forget()
         self.turn.assign(0)
 
     def _forget(self) -> None:
-        """Sets what is counted since a sync to 0."""
+        """Sets the counters since the last sync to 0."""
         self._counts[2:].assign(tf.zeros([self._counts.shape[0] - 2], tf.float64))
 
     def slots(self) -> Iterator[Slot]:

@@ -10,8 +10,8 @@ import tensorflow as tf
 
 # A variable with at least 1/4 of the largest bucket's elements has buckets of its own.
 _OWN_BUCKET = 4
-# Large variables are cut at multiples of this many elements. When buckets are cut again, into the
-# parts that replicas hold, those parts stay aligned in memory and need no copy.
+# Large variables are cut at multiples of this many elements. So the parts of buckets that replicas
+# hold are aligned in memory, and need no copy.
 _ALIGNED = 4096
 
 
@@ -28,13 +28,9 @@ class Layout:
     """The layout of a list of variables in buckets.
 
     A large variable, flattened, has buckets of its own. If it fits one, it is sent and received
-    without a copy. Small variables share buckets. Fragments divide the list of variables into runs
-    of about equal size; no bucket belongs to two fragments.
-
-    Args:
-        shapes: static shapes of the variables.
-        bucket_bytes: largest bucket, in bytes of float32.
-        fragments: number of fragments, at most that of the variables.
+    without a copy. Small variables share buckets. A bucket has at most `bucket_bytes` of float32.
+    Fragments, not more than variables, divide the list of variables into runs of about equal size;
+    no bucket belongs to two fragments.
 
     Attributes:
         sizes: number of elements of each variable.
@@ -77,12 +73,9 @@ class Layout:
         return found
 
     def pack(self, tensors: Sequence[tf.Tensor], fragment: int | None = None) -> list[tf.Tensor]:
-        """Packs tensors into flat float32 buckets.
+        """Packs tensors of any float type, one for each variable, into flat float32 buckets.
 
-        Args:
-            tensors: one for each variable, or for each of the fragment's; each of its variable's
-                shape and any float type.
-            fragment: the number of the fragment; None for all variables.
+        With a fragment's number the tensors and the buckets are that fragment's alone.
         """
         flat = [tf.reshape(tf.cast(tensor, tf.float32), [-1]) for tensor in tensors]
         first = self.variables[fragment].start if fragment is not None else 0

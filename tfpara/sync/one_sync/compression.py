@@ -8,8 +8,8 @@ received, w_i the local models, n_i their shares, and Q the rounding of a format
     B̂ ← B̂ + Q(B' − B̂)                                    everywhere, from the owner of each part
 
 where B is the point that the rule broadcast at the last sync, exact at its owner, and B' the new
-one. EASGD does not overwrite the replicas, and its equation needs their true mean, so there
-w̄ = B̂ + Σ q (`measured_from` of the rules). The sums are of decoded numbers, in float32.
+one. EASGD does not overwrite the replicas, and its equation needs their true mean, so there w̄ = B̂
++ Σ q (`measured_from` of the rules). The sums are of decoded numbers, in float32.
 
 Both rounding errors are sent later. That of the first line is e, the *error feedback* of Seide et
 al., "1-bit stochastic gradient descent" (2014), and Karimireddy et al., "Error feedback fixes
@@ -29,21 +29,19 @@ from tfpara.sync.one_sync.replicas import Buckets, Replicas
 from tfpara.sync.one_sync.state_vars import Kind, Slot
 from tfpara.sync.one_sync.weight_exchange import Shares
 
-# This many numbers of int8 share a scale, max|x| / 127.
+# The number of int8 elements that share a scale, max|x| / 127.
 CHUNK = 256
 _HALVES = {"bf16": tf.bfloat16, "fp16": tf.float16}
 
 
 def encode(rows: tf.Tensor, kind: str) -> tf.Tensor:
-    """Encodes rows of float32 as rows of int32 words, which every backend can send.
+    """Encodes float32 rows [count, length] as rows of int32 words, which every backend can send.
 
-    Args:
-        rows: shape [count, length], of a static length.
-        kind: "bf16", "fp16" or "int8".
+    The length must be static, and `kind` "bf16", "fp16" or "int8".
     """
     count, length = rows.shape
     if kind in _HALVES:
-        # What exceeds float16's range becomes part of the error, and is sent at the next sync.
+        # The part beyond float16's range belongs to the error, which the next sync sends.
         clipped = tf.clip_by_value(rows, -65504.0, 65504.0) if kind == "fp16" else rows
         halves = tf.cast(tf.pad(clipped, [[0, 0], [0, length % 2]]), _HALVES[kind])
         return tf.bitcast(tf.reshape(halves, [count, -1, 2]), tf.int32)
@@ -82,12 +80,6 @@ class CompressedWire:
 
     In one process nothing is sent. The results are then those of workers with one device each.
 
-    Args:
-        kind: "bf16", "fp16" or "int8".
-        aggregation: the owners of the parts.
-        replicas: the local replicas.
-        global_state: the state of the rule.
-
     Attributes:
         points: the buckets of B̂.
     """
@@ -116,7 +108,7 @@ class CompressedWire:
     def gather(
         self, local: Sequence[Buckets], shares: Shares, fragment: int
     ) -> tuple[list[list[tf.Tensor]], list[tuple[tf.Variable, tf.Tensor]]]:
-        """Returns for each holder its parts of the mean; and the errors e to write on commit."""
+        """Returns as `Wire.gather`; the errors e are written on commit."""
         buckets = self._replicas.layout.buckets[fragment]
         sent, kept = [], []
         for device, errors, moved in zip(
@@ -185,7 +177,7 @@ class CompressedWire:
     def spread(
         self, broadcasts: Sequence[Buckets], fragment: int
     ) -> tuple[list[list[tf.Tensor]], list[tuple[tf.Variable, tf.Tensor]]]:
-        """Returns for each device the new B̂; and the points to write on commit."""
+        """Returns the new B̂ as `Wire.spread`; the points are written on commit."""
         buckets = self._replicas.layout.buckets[fragment]
         size, rank, kept = self._collectives.size, self._collectives.rank, []
         with tf.device(self._replicas.devices[0]):
@@ -209,7 +201,7 @@ class CompressedWire:
         return 4 * 2 * (size - 1) * words
 
     def set_part(self, bucket: int, at: int, values: tf.Tensor) -> None:
-        """Sets elements `at` … of B̂, which Python code has set to equal values on all workers."""
+        """Sets elements `at` … of B̂ to values that Python code has set on all workers alike."""
         stop = at + int(values.shape[0])
         self.points[bucket][at:stop].assign(values)
         for errors in self._errors:
@@ -220,12 +212,10 @@ class CompressedWire:
         former: CompressedWire,
         of_weights: Callable[[Buckets, Buckets], list[tf.Tensor]],
     ) -> None:
-        """Takes over the points and the errors of the wire that the same model had before.
+        """Takes over the points and errors of the wire that the same model had before.
 
-        Args:
-            former: the former wire.
-            of_weights: takes the former and the present buckets; returns the present ones with the
-                former values of all weights that both have.
+        `of_weights` takes the former and the present buckets. It returns the present ones with the
+        former values of all weights that both have.
         """
         self.set_points(of_weights(former.points, self.points))
         sizes = [int(point.shape[0]) for point in self.points]

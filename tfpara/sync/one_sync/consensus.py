@@ -31,10 +31,10 @@ from tfpara.sync.one_sync.weight_exchange import Shares, phase
 from tfpara.sync.settings import NEVER, Settings
 from tfpara.typing import Array
 
-# A worker waits this long before it fails, so that the others receive the table that says why. Its
-# failure would end what they have not received yet.
+# A worker waits this long before it fails, since its end stops messages that are under way. So the
+# others receive the table that says why.
 _GRACE_SECONDS = 1.0
-# Stands for the sentence that the workers have yet to exchange.
+# This text stands for a sentence that the workers have yet to exchange.
 _APART = "the workers are apart"
 
 
@@ -49,7 +49,8 @@ class Part(NamedTuple):
 class Verdict(NamedTuple):
     """The decision of all workers, as tensors: see `Decision`.
 
-    at: when they had decided, as by `now`. allowed: whether there is no problem.
+    at: the time of the decision, as by `now`.
+    allowed: whether there is no problem.
     """
 
     at: tf.Tensor
@@ -65,21 +66,14 @@ class Verdict(NamedTuple):
 class Consensus:
     """The reports of a model's replicas, and the decision of all workers from them.
 
-    Args:
-        replicas: the local replicas.
-        block: the counters of the open block.
-        settings: the strategy's settings.
-        left_out: minibatches that were left out for NaN or Inf; None: none are.
-
     Attributes:
         columns: the columns of a report that depend on the model.
         signatures: for each weight a number that must be equal on all replicas.
-        other_signatures: the same for the state, as it was at first or was set, and for the frozen
-            weights.
-        request: what this worker asks of all (see `Request`), a float64 variable.
-        began: since when the sync waits for other workers, as by `now`; 0 if it does not.
-        weights_seen: for each replica a number that is 0 as long as no sync has had a minibatch of
-            it that counts.
+        other_signatures: such numbers of the state, from its first value or the last one that was
+            set, and of the frozen weights.
+        request: the request of this worker (see `Request`), a float64 variable.
+        began: the time since which the sync waits for other workers, as by `now`; 0 if it does not.
+        weights_seen: for each replica a number, 0 until a sync counts a minibatch of it.
     """
 
     def __init__(
@@ -92,7 +86,6 @@ class Consensus:
         shared, rates = len(replicas.shared_counts), len(variables.rates)
         self.columns = Columns.of(block.parts, shared, rates, left_out is not None)
         self.weights_seen = np.zeros(site.num_replicas)
-        # All workers must start from the same weights, also if a script has loaded them.
         others = [*variables.state, *variables.frozen]
         self.signatures = make(_signatures(variables.weights), "signatures")
         self.other_signatures = make(_signatures(others), "other_signatures")
@@ -100,7 +93,7 @@ class Consensus:
         self.began = make(tf.zeros([], tf.float64), "sync_began")
 
     def reached(self, running: tf.Tensor, anchors: Buckets) -> tuple[tf.Tensor, Verdict]:
-        """Returns when this worker came to the sync, as by `now`, and what all decide there.
+        """Returns when this worker came to the sync, as by `now`, and the decision of all there.
 
         Args:
             running: whether this worker has data left.
@@ -140,10 +133,7 @@ class Consensus:
             return reports[::devices, SAMPLES], tf.cond(differ, told, lambda: tf.constant(""))
 
     def report(self, running: tf.Tensor | bool, anchors: Buckets) -> tuple[tf.Tensor, tf.Tensor]:
-        """Returns when this worker came to the sync, as by `now`, and its reports.
-
-        The reports have the shape [local replicas, columns].
-        """
+        """Returns when this worker came to the sync, and its reports, [local replicas, columns]."""
         began, read = self._read(running, anchors)
         (rows,) = in_python(lambda *read: [self._rows(*read)], read, self._of_rows)
         return began, rows
@@ -189,19 +179,14 @@ class Consensus:
         period: Array,
         *each: Array,
     ) -> Array:
-        """Returns the reports of the local replicas, [local replicas, columns].
+        """Returns the reports of the local replicas, [local replicas, columns]; see `report_of`.
 
         Args:
-            began: when this worker came to the sync, as by `now`.
-            since: when the block began on it, 0 if that is not known.
-            running: whether this worker has data left.
-            request: of this worker.
-            signatures: of the weights.
+            began: the time at which this worker came to the sync, as by `now`.
+            since: the time at which the block began on it, 0 if that is not known.
             others: the signatures of the state and the frozen weights.
             steps: minibatches since the last sync, one number for each part.
-            taken: all minibatches of each replica.
             pending: minibatches of each replica since the last sync point.
-            period: the sync period.
             *each: `Replicas.summary` of each local replica; then the samples of each; then
                 `LeftOut.of_epoch` of each.
         """
@@ -240,7 +225,6 @@ class Consensus:
             table = self._site.reports.all_gather(rows, f"{self._site.name}/report")
         reports = tf.reshape(table, [-1, self.columns.width])
         with tf.control_dependencies([reports]):
-            # The wait is over. If the reports forbid the sync, no other wait follows.
             self.began.assign(0.0)
         return reports
 
@@ -266,17 +250,14 @@ class Consensus:
     def decide(
         self, reports: tf.Tensor, known: tf.Tensor | str = "", *, patient: bool = True
     ) -> Verdict:
-        """Returns what all workers decide from the table of reports.
+        """Returns the decision of all workers from the table of reports.
 
-        It runs as Python: as operations it would be a third of those of a sync, all of which have
-        to be made and optimised before the first step.
+        It runs as Python. As operations it would be a third of those of a sync, and all of them
+        have to be made and optimised before the first step.
 
         Args:
-            reports: the table of all replicas' reports.
-            known: the sentence of an earlier decision from the same table, "" if it forbade
-                nothing or there was none.
-            patient: whether to wait a little if the sync is forbidden. A worker that fails ends
-                what the others have not received yet, such as the table that says why.
+            known: the sentence of an earlier decision from the same table, or "".
+            patient: whether to wait a little if the sync is forbidden: see `_GRACE_SECONDS`.
         """
         return self._decide([reports], lambda table: table, known, patient)
 
@@ -287,14 +268,7 @@ class Consensus:
         known: tf.Tensor | str = "",
         patient: bool = True,
     ) -> Verdict:
-        """Returns what all workers decide from the table that `table_of` returns.
-
-        Args:
-            given: arguments of `table_of`.
-            table_of: returns the table of all replicas' reports, in Python.
-            known: as `decide` has it.
-            patient: as `decide` has it.
-        """
+        """Returns the decision from the table that `table_of` returns, in Python, from `given`."""
         own = len(self._site.devices)
 
         def decided(
@@ -338,7 +312,7 @@ class Consensus:
         return Verdict(at, allowed, problem, is_last, agreed, counts, trained, made)
 
     def _problem_of(self, table: Array) -> str:
-        """Returns what forbids the sync, "" if nothing does; notes who has trained if not."""
+        """Returns the problem that forbids the sync, or ""; without one, updates `weights_seen`."""
         names, own = self._replicas.averaged_names, len(self._site.devices)
         text = problem_of(table, self.columns, names, own, self._share)
         if not text and len(table) == len(self.weights_seen):
@@ -348,7 +322,7 @@ class Consensus:
     def _decision(
         self, table: Array, text: str, replicas: int, first: int, period: int
     ) -> Decision:
-        """Returns what follows from the table, where `text` forbids the sync, or is empty."""
+        """Returns the decision from the table; `text` is what forbids the sync, or ""."""
         own, balance = len(self._site.devices), self._site.balance
         share = None if balance is None else balance.mean_steps()
         found = decide(

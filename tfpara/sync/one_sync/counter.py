@@ -10,13 +10,13 @@ from tfpara.typing import Array
 
 
 class Counter:
-    """A part of the variable of several counters, used as a variable of its own.
+    """One or more elements of a variable that holds several counters, used as a variable.
 
     Args:
         whole: the variable, a float64 vector, exact for whole numbers up to 2^53.
         start: the first element.
         shape: [] for one element, [n] for n of them.
-        dtype: of what is read.
+        dtype: the type of `read_value`.
     """
 
     def __init__(

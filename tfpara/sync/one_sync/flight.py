@@ -2,12 +2,11 @@
 
 A flight *starts* at a sync point: the replicas' weights and reports are copied (by TensorFlow, when
 the next step writes to them), and a thread exchanges these copies. A flight *lands* when its
-results are there. Where training has to wait for that, it waits in a TensorFlow queue, which blocks
-no thread that the flight may need. The training thread reads the results only after that.
+results are there; the training thread reads them only after that. If training has to wait for a
+landing, it waits in a TensorFlow queue, which blocks no thread that the flight may need.
 
-The end of a flight stays known until the next one starts. The queue only wakes the waiting thread,
-and each wait begins by putting the known end into it again. So a step that fails while it takes the
-end out of the queue does not leave the next wait without one.
+Each wait begins by putting the known end into the queue again: see docs/design.md, "The end of a
+flight stays known until the next one".
 """
 
 from __future__ import annotations
@@ -27,11 +26,9 @@ from tfpara.typing import Array
 
 # Values of `Flight.state`.
 NONE, FLYING, LANDED = range(3)
-# The longest wait for a flight's thread when the program ends. A worker that is gone ends a flight
-# at once.
+# The longest wait for a flight's thread when the program ends. A lost worker ends a flight at once.
 _PATIENCE_SECONDS = 5.0
-# The errors of a failed collective of any backend, and words in their messages (`_WORDS`). After
-# one of them, further collectives of the group fail too.
+# The errors of a failed collective of any backend, and words in their messages (`_WORDS`).
 _OF_COLLECTIVES = (
     tf.errors.UnavailableError,
     tf.errors.DeadlineExceededError,
@@ -41,7 +38,7 @@ _OF_COLLECTIVES = (
     tf.errors.UnknownError,
 )
 _WORDS = re.compile("ollective|RecvBuf|Horovod has")
-# Ends of a flight: the error, "" if none; and whether a collective raised it.
+# The end of a flight is an error, "" if there is none, and whether a collective raised it.
 _WELL = ("", False)
 _NOT_STARTED = ("a sync was to run beside the training, and the step failed that starts it", False)
 
@@ -52,18 +49,15 @@ class Flight:
     Args:
         fly: does the exchange, called in the thread. It reads `rows`, `fragment` and `snapshots`,
             and writes `table`, `problem`, `arrived` and `committed`.
-        devices: devices of this worker's replicas.
         sizes: lengths of the buckets of all fragments.
         columns: number of columns of a report.
-        num_replicas: N, over all workers.
-        make: creates a plain variable, `make(initial_value, name)`.
 
     Attributes:
         state: NONE, FLYING or LANDED.
         fragment: number of the fragment that is exchanged.
         rows: this worker's reports, [local replicas, columns].
         table: the reports of all replicas, [N, columns].
-        problem: what forbids the sync; "" if nothing does.
+        problem: the sentence that forbids the sync; "" if none does.
         committed: 1 if the sync was committed, else 0.
         snapshots: for each local replica its buckets at the start.
         arrived: for each local device the buckets that the rule broadcast.
@@ -116,14 +110,8 @@ class Flight:
     ) -> tf.Tensor:
         """Copies what the exchange needs, and starts the thread.
 
-        Args:
-            rows: this worker's reports.
-            fragment: number of the fragment to exchange.
-            local: for each local replica the fragment's buckets.
-            buckets: the fragment's slice of the list of buckets.
-
-        Returns:
-            A tensor that is computed once the thread has started.
+        `local` are each local replica's buckets of a fragment, and `buckets` the slice of these.
+        The returned tensor is computed once the thread has started.
         """
         with tf.control_dependencies([tf.numpy_function(self._prepare, [], tf.int64)]):
             copies = [self.state.assign(FLYING), self.rows.assign(rows)]
@@ -137,11 +125,7 @@ class Flight:
             return tf.numpy_function(self._launch, [], tf.int64)
 
     def landing(self) -> tuple[tf.Tensor, tf.Tensor]:
-        """Waits for the end of the flight.
-
-        Returns:
-            The error that ended it, "" if none; and whether a collective raised it.
-        """
+        """Waits for the end of the flight; returns it: see `_WELL`."""
         with tf.control_dependencies([tf.numpy_function(self._remind, [], tf.int64)]):
             message, of_collective = self._ends.dequeue()
         return message, of_collective
@@ -154,7 +138,7 @@ class Flight:
     def set_part(self, bucket: int, at: int, values: tf.Tensor) -> None:
         """Overwrites elements `at` … of a bucket in all copies, after Python code set the weights.
 
-        So the merge does not change them.
+        So a later merge does not change them.
         """
         for buckets in (*self.snapshots, *self.arrived):
             buckets[bucket][at : at + int(values.shape[0])].assign(values)
@@ -170,7 +154,7 @@ class Flight:
             for k, (snapshot, value) in enumerate(zip(snapshots, arrived, strict=True)):
                 name = f"sync/flight/snapshot/{k}"
                 yield Slot(name, Kind.BLOCK, snapshot, replica, **options)
-                # The value is the same on all devices.
+                # The value is equal on all devices, so the name is that of one.
                 yield Slot(f"open/arrived/{k}", Kind.BLOCK, value, **options)
 
     def _prepare(self) -> int:

@@ -1,4 +1,4 @@
-"""The global state: the state of the rule and of the averages, in the parts that this worker keeps.
+"""The state of the rule and of the averages, in the parts that this worker keeps.
 
 Its variables are created here and nowhere else. A *field* is one array of the state, such as
 "rule/global_model", "rule/delta" or "averages/ema/average". A scalar field has one variable for
@@ -43,8 +43,9 @@ class Cell(NamedTuple):
 class Update(NamedTuple):
     """A global step that is not written yet.
 
-    buckets: the buckets that it updates. broadcasts: for each holder the tensors that the rule
-    broadcasts, one for each bucket. states: the new states, by label, holder and bucket.
+    buckets: the buckets that it updates.
+    broadcasts: for each holder the tensors that the rule broadcasts, one for each bucket.
+    states: the new states, by label, holder and bucket.
     """
 
     buckets: slice
@@ -55,11 +56,8 @@ class Update(NamedTuple):
 class GlobalState:
     """The state of the rule and of the averages.
 
-    Args:
-        aggregation: the placement of the parts.
-        settings: the strategy's settings, with the rule resolved for all replicas.
-        replicas: the local replicas. Their weights, and their moments if the rule filters these,
-            must be equal on all workers.
+    The replicas' weights, and their moments if the rule filters these, must be equal on all workers
+    when it is made.
 
     Attributes:
         is_new: whether the rule has taken no step since its state was made.
@@ -112,12 +110,8 @@ class GlobalState:
     ) -> list[list[State]]:
         """Returns the moments for the next block, for each holder; nothing is written.
 
-        Args:
-            first: for each holder its parts of the mean of the replicas' first moments.
-            second: for each holder its parts of the mean of the replicas' second moments.
-            steps: minibatches of the block, a float.
-            iterations: step count of the local optimizer, a float.
-            share: length of this block as a fraction of a whole one, 0 < share ≤ 1.
+        `first` and `second` are its parts of the mean of the replicas' moments. The block has
+        `steps` minibatches, and is `share` of a whole one, 0 < share ≤ 1.
         """
         updated = []
         for holder, device in enumerate(self.aggregation.holders):
@@ -151,10 +145,8 @@ class GlobalState:
     ) -> Update:
         """Takes the rule's and the averages' steps on every local holder; nothing is written.
 
-        Args:
-            means: for each holder its parts of the mean of the replicas' models.
-            buckets: the buckets of these means.
-            share: length of this block as a fraction of a whole one, 0 < share ≤ 1.
+        `means` are each holder's parts, in these buckets, of the mean of the replicas' models. The
+        block is `share` of a whole one, 0 < share ≤ 1.
         """
         labels = [f"averages/{label}" for label in self._averages]
         update = Update(buckets, [], {label: [] for label in ("rule", *labels)})
@@ -166,12 +158,12 @@ class GlobalState:
             with tf.device(device):
                 before: list[tuple[State, list[State], tf.Tensor]] = []
                 for mean, (kept, *of_averages) in zip(means[holder], of_holder, strict=True):
-                    # The state of a bucket is read once its mean has arrived. Reading it earlier
-                    # would take time from the sending.
+                    # An earlier read, before the bucket's mean has arrived, would slow down the
+                    # sending.
                     (state,) = self.rule.carried([_read(kept, after=mean)])
                     before.append((state, [_read(each, after=mean) for each in of_averages], mean))
                 steps = self._fused(functools.partial(self._steps, rule), rule, device)
-                # Where nothing is sent, no bucket has to wait for another.
+                # If nothing is sent, all means are there at once, and one function takes all steps.
                 together = [before] if self._site.has_one_replica else [[each] for each in before]
                 after = [one for some in together for one in steps(some, replicas, share)]
             update.broadcasts.append([broadcast for _, broadcast in after])
@@ -207,7 +199,7 @@ class GlobalState:
             lambda: rule.update(state, mean, replicas),
         )
         broadcast = rule.broadcast(state, after)
-        with tf.control_dependencies([broadcast]):  # which is sent while the averages are updated
+        with tf.control_dependencies([broadcast]):  # it is sent while the averages are updated
             new = [
                 average.update(before, after.global_model, share)
                 for average, before in zip(self._averages.values(), averaged, strict=True)
@@ -215,7 +207,7 @@ class GlobalState:
         return [after, *new], broadcast
 
     def _fused(self, steps: Callable[..., Nest], rule: Any, device: str) -> Callable[..., Nest]:
-        """Returns `steps`, fused unless a user's rule or average may do what XLA does not take."""
+        """Returns `steps`, fused unless a rule or average is a user's, which XLA may not take."""
         ours = all(
             type(r).__module__.startswith("tfpara.") for r in (rule, *self._averages.values())
         )
@@ -244,10 +236,7 @@ class GlobalState:
             yield bucket
 
     def value(self, which: str) -> list[tf.Tensor]:
-        """Returns the buckets of the "global" model or of a named average.
-
-        Every worker must call it.
-        """
+        """Returns the buckets of the "global" model or an average; every worker must call it."""
         if which == "global":
             return self.whole("rule/global_model")
         average = self._averages[which]
@@ -259,10 +248,7 @@ class GlobalState:
         return self.aggregation.spread(per_holder, f"{self._name}/value of {which}")[0]
 
     def share_of_start(self, which: str) -> float:
-        """Returns the weight, 0 … 1, of the model before the first sync in a named average.
-
-        It is 0 for everything else.
-        """
+        """Returns the weight, 0 … 1, of the model before the first sync in an average; else 0."""
         if which not in self._averages or getattr(self._averages[which], "zero_debias", False):
             return 0.0
         states = [s for of_holder in self._states[f"averages/{which}"] for s in of_holder]
@@ -287,10 +273,10 @@ class GlobalState:
                 _assign_at(own, self.rule.last().init(piece), start - part.start)
             for label, average in self._averages.items():
                 state = self._states[f"averages/{label}"][holder][part.bucket]
-                # A user's average may have no count. To restart it twice does no harm.
+                # A user's average may have no count; a second restart does no harm.
                 restarted = "count" in state._fields and float(state.count) == 0.0
                 if not inside and restarted:
-                    continue  # restarted already, when another weight was set
+                    continue  # it has restarted when another weight was set
                 value = average.value(_read(state))
                 if inside:
                     before, after = value[: start - part.start], value[end - part.start :]
@@ -341,11 +327,7 @@ class GlobalState:
             cell.variable.assign(tf.cast(value, cell.variable.dtype))
 
     def carry(self, former: Rule) -> None:
-        """Has the rule go on from the state that another one left, at the same broadcast point.
-
-        Args:
-            former: of the same kind, with which the last step was taken.
-        """
+        """Lets the rule continue from the state of an earlier one of its kind, at its point."""
         rule = self.rule.last()
         if rule is former:
             return
@@ -358,9 +340,8 @@ class GlobalState:
     ) -> list[list[tf.Tensor]]:
         """Returns for each holder its parts of the point to which the mean difference is added.
 
-        Args:
-            received: for each holder its parts of the point from which replicas take differences.
-            buckets: the buckets of these parts.
+        `received` are its parts, in these buckets, of the point from which replicas take
+        differences.
         """
         per_holder, rule = [], self.rule.last()
         for holder, device in enumerate(self.aggregation.holders):
@@ -404,7 +385,7 @@ class GlobalState:
 
     @property
     def is_broadcast(self) -> bool:
-        """Whether all replicas go on from the global model itself."""
+        """Whether all replicas continue from the global model itself."""
         rule = self.rule.last()
         state = rule.init(np.zeros(1, np.float32))
         return rule.overwrites and rule.broadcast(state, state) is state.global_model

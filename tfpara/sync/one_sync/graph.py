@@ -1,7 +1,7 @@
 """One sync as operations of a graph: reports, a decision, the exchange of weights, the commit.
 
-First every replica sends a short *report* (samples since the last sync, whether it still has data,
-whether its weights are finite, what its worker asks for). All workers decide from the same table of
+Every replica first sends a short *report* (samples since the last sync, whether it still has data,
+whether its weights are finite, its worker's request). All workers decide from the same table of
 reports: stop with an error, skip, or commit. Then they exchange the weights. No replica's weights
 change before every buffer has arrived.
 
@@ -32,28 +32,18 @@ from tfpara.sync.one_sync.statistics import SyncStatistics
 from tfpara.sync.one_sync.weight_exchange import Arrival, Averaging, PlainWire, Shares, phase
 from tfpara.sync.settings import Settings
 
-# The replicas' distance is measured at each of the first 16 syncs, then at every 16th, since it
-# needs a pass over the weights.
+# The replicas' distance needs a pass over the weights, so it is measured at the first 16 syncs and
+# then at every 16th.
 MEASURED_SYNCS = 16
 
 
 class SyncGraph:
     """The variables that syncs of one model need, and the operations of a sync.
 
-    Args:
-        variables: the model's replica variables.
-        settings: the strategy's settings, with the rule resolved for all replicas.
-        site: this worker's place and links.
-
     Attributes:
         whole: whether each sync in the training thread is of the whole model: the weights, and the
             state that no rule updates. Otherwise that state is averaged when a block is closed.
-        block: the counters of the open block.
         left_out: the minibatches that were left out for NaN or Inf; None: none are.
-        consensus: the reports of the replicas, and the decision.
-        replicas: the local replicas' variables.
-        global_state: the state of the rule and the averages.
-        averaging: the exchanges.
         compressed: the wire that compresses; None if weights are sent as they are.
         dealt: steps of each worker that are in the model since the data were dealt out.
     """
@@ -70,9 +60,8 @@ class SyncGraph:
             self.left_out = LeftOut(site) if settings.nonfinite == "skip" else None
             self.consensus = Consensus(self.replicas, self.block, settings, self.left_out)
             self._make_counters()
-        # In a while loop (Keras' steps_per_execution) TensorFlow identifies a collective by the
-        # loop's iteration too. Inlined there, the collectives of two workers that are in different
-        # iterations would not meet.
+        # Inlined in a while loop, collectives of workers at different iterations would not meet:
+        # see docs/design.md, "The sync is a function that is not inlined".
         self._sync = not_inlined(self._sync_step, tf.TensorSpec([], tf.bool))
         self._meet = not_inlined(self.consensus.met, tf.TensorSpec([], tf.float64))
 
@@ -118,7 +107,8 @@ class SyncGraph:
         """Runs one sync.
 
         Returns:
-            Whether no replica has data left; and what forbids the sync, "" if nothing does.
+            Whether no replica has data left; and the sentence that forbids the sync, "" if none
+            does.
         """
         began, verdict = self.consensus.reached(running, self.averaging.anchors)
         self._close_block(verdict, began)
@@ -166,10 +156,7 @@ class SyncGraph:
     def exchange(
         self, fragment: int, local: Sequence[Buckets], shares: Shares
     ) -> tuple[Arrival, tf.Tensor]:
-        """Exchanges a fragment; returns the result and the replicas' distance.
-
-        Nothing is written.
-        """
+        """Exchanges a fragment; returns the result, not written yet, and the replicas' distance."""
         arrival = self.averaging.exchange(fragment, local, shares)
         if self._site.has_one_replica:
             return arrival, tf.zeros([])
@@ -186,7 +173,7 @@ class SyncGraph:
     def _commit_now(self, fragment: int, verdict: Verdict) -> tf.Tensor:
         """Averages a fragment, applies the rule and writes the result; returns 1."""
         _, block_steps, shares = verdict.parts[fragment]
-        # The wait is noted before anything is sent, so that the watchdog sees it.
+        # The wait is noted first, so that the watchdog sees it.
         with tf.control_dependencies([self.begin_waiting(verdict)]), phase("pack"):
             local = self.replicas.all_weights(fragment)
         others = self.averaging.exchange_others(shares) if self.whole else []
@@ -194,10 +181,9 @@ class SyncGraph:
         arrived = [distance, *others, *tf.nest.flatten(arrival.received)]
         moments = None
         if self._variables.moments:
-            # At least 1, since an empty block has no mean gradient.
             steps = tf.maximum(block_steps, 1.0)
             (counted,) = tf.unstack(verdict.counts, num=1)
-            # Loss scaling skips steps of the optimizer, but not of the block that the rule counts.
+            # Loss scaling skips steps of the optimizer, which the rule still counts in the block.
             counted = tf.maximum(tf.cast(counted, tf.float32), steps)
             moments = self.averaging.exchange_moments(shares, steps, counted)
             arrived += tf.nest.flatten(moments.spread)
@@ -235,10 +221,8 @@ class SyncGraph:
     def note(self, verdict: Verdict, committed: tf.Tensor, seconds: tf.Tensor) -> None:
         """Updates the counters after a sync.
 
-        Args:
-            verdict: what was decided.
-            committed: 1 if the sync was committed, else 0.
-            seconds: for which training stood still, and the part of these spent waiting.
+        `committed` is 1 or 0, and `seconds` the time for which training stood still, and the part
+        of it spent waiting.
         """
         self._agreed.assign(verdict.agreed)
         self.dealt.assign_add(verdict.trained)
@@ -281,7 +265,7 @@ class SyncGraph:
         return Request(int(request)), int(running) in (0, int(replicas))
 
     def answered(self, *requests: Request) -> None:
-        """Forgets the request of this worker, and the one agreed on, where it is one of these."""
+        """Forgets this worker's request, and the one agreed on, if it is one of these."""
         if int(self.consensus.request) in requests:
             self.consensus.request.assign(0.0)
         agreed = self._agreed.numpy()
@@ -289,7 +273,7 @@ class SyncGraph:
             self._agreed.assign([0.0, *agreed[1:]])
 
     def set_statistics(self, past: SyncStatistics) -> None:
-        """Sets what this worker has counted and measured to what it was in the past."""
+        """Sets the counts and times of this worker to those of the past."""
         self.block.taken.assign(past.steps)
         self.block.seen.assign(past.samples)
         self._syncs.assign(past.syncs)
@@ -378,7 +362,7 @@ class SyncGraph:
         counting = [theirs.start for theirs, mine in pairs for _ in range(mine.start, mine.stop)]
         for cell in {cell.field: cell for cell in self.global_state.cells()}.values():
             if cell.field in ("moments/momentum", "moments/velocity"):
-                continue  # Moments stay those of the optimizer's present slots.
+                continue  # The optimizer's present slots keep their moments.
             if cell.is_scalar:
                 values = [scalars[cell.field, bucket] for bucket in counting]
             else:
@@ -388,14 +372,14 @@ class SyncGraph:
         self.global_state.carry(old.global_state.rule.last())
         if self.compressed is not None and old.compressed is not None:
             self.compressed.adopt(old.compressed, of_weights)
-        # State may have moved since the last sync, so its anchors are taken over too.
+        # The state may have moved since the last sync, so its anchors are taken over too.
         anchors = adopted("state", old.averaging.anchors, self.averaging.anchors)
         for anchor, value in zip(self.averaging.anchors, anchors, strict=True):
             anchor.assign(value)
         for slot, theirs in zip(self.counted(), old.counted(), strict=True):
             slot.variable.assign(theirs.variable.read_value())
-        # Signatures must be equal everywhere, as zeros are; what replicas have trained may differ.
-        # What the former synchronizer did not have was never compared.
+        # Weights that replicas have trained may differ, so their signatures become 0 everywhere.
+        # Those of variables that the former synchronizer lacked stay, and will be compared.
         variables = self._variables
         for signatures, of_kind in (
             (self.consensus.signatures, variables.weights),

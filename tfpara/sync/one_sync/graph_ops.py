@@ -1,4 +1,4 @@
-"""Operations of graphs: Python in them, functions that are not inlined, branches, the time."""
+"""Helpers for graphs: Python in them, functions that are not inlined, branches, the time."""
 
 from __future__ import annotations
 
@@ -16,12 +16,9 @@ from tfpara.typing import Nest
 def in_python(
     function: Callable[..., Sequence[Any]], arguments: Sequence[Any], *specs: tf.TensorSpec
 ) -> list[tf.Tensor]:
-    """Returns as operations what a Python function returns; it gets NumPy arrays.
+    """Returns the results of a Python function, which gets NumPy arrays, as tensors of the `specs`.
 
-    Args:
-        function: called with `arguments` as arrays.
-        arguments: tensors, or what becomes one.
-        *specs: of what it returns, arrays or what NumPy makes arrays of.
+    `arguments` are tensors, or values that become tensors.
     """
 
     def called(*values: np.ndarray) -> list[np.ndarray]:
@@ -47,12 +44,8 @@ def where(condition: tf.Tensor, function: Callable[[], object]) -> tf.Tensor:
 def not_inlined(function: Callable[..., Nest], *specs: tf.TensorSpec) -> Callable[..., Nest]:
     """Returns `function` as a graph function that TensorFlow does not inline, traced once.
 
-    A tf.function would be traced twice: in a training step's graph, and for the first call from
-    Python, which is outside of the strategy's scope. That takes half a second or more.
-
-    Args:
-        function: its operations.
-        *specs: of its arguments.
+    A tf.function would be traced twice, which takes half a second or more: in a training step's
+    graph, and for the first call from Python, which is outside of the strategy's scope.
     """
     attributes = {"_noinline": True}
     in_graph = tf.function(function, specs, autograph=False, experimental_attributes=attributes)
@@ -63,8 +56,8 @@ def not_inlined(function: Callable[..., Nest], *specs: tf.TensorSpec) -> Callabl
 def on_host(function: Callable[..., Nest], *arguments: Any) -> Nest:
     """Calls a graph function with the CPU as the device of all operations that name none.
 
-    TensorFlow would give them to a GPU. For each number that the host decides by, it would then
-    wait until the GPU has done all that it was given before.
+    TensorFlow would place them on a GPU. Whenever the host needs one of their results for a
+    decision, it would wait until the GPU has finished all earlier work.
     """
     with tf.device("CPU:0"):
         return function(*arguments)
@@ -76,7 +69,7 @@ def compiles_on(device: str) -> bool:
 
 
 def fused(function: Callable[..., Nest], device: str) -> Callable[..., Nest]:
-    """Returns `function`, compiled by XLA on a GPU, so that it is a few kernels.
+    """Returns `function`, compiled by XLA into a few kernels on a GPU.
 
     A GPU waits for the launch of each small operation. On CPUs XLA rounds otherwise than NumPy.
     """
@@ -87,5 +80,5 @@ def fused(function: Callable[..., Nest], device: str) -> Callable[..., Nest]:
 
 def now() -> tf.Tensor:
     """Returns the seconds on the monotonic clock, float64."""
-    # Called eagerly, numpy_function would turn a Python float into float32.
+    # In eager mode numpy_function would turn a Python float into float32.
     return tf.numpy_function(lambda: np.float64(time.monotonic()), [], tf.float64)

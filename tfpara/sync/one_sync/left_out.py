@@ -11,21 +11,18 @@ from tfpara.sync.one_sync.replicas import Site
 from tfpara.sync.one_sync.state_vars import Kind, Slot
 from tfpara.typing import Json
 
-NAMED = 32  # of the minibatches that a replica leaves out in an epoch, so many are named
+NAMED = 32  # for each replica, the first minibatches left out in an epoch whose numbers are kept
 
 
 class LeftOut:
     """The minibatches that the local replicas have left out, of the present epoch and of all.
-
-    Args:
-        site: this worker's place and links.
 
     Attributes:
         total: minibatches that the local replicas have left out in the whole run.
     """
 
     def __init__(self, site: Site) -> None:
-        # For each replica: minibatches of the epoch, those left out, and the numbers of these.
+        # For each replica: minibatches of the epoch, the count of those left out, their numbers.
         self._of_epoch = [
             site.make(tf.zeros([2 + NAMED], tf.float64), f"left_out_{replica}")
             for replica in range(len(site.devices))
@@ -33,10 +30,9 @@ class LeftOut:
         self.total = site.make(tf.zeros([], tf.float64), "left_out")
 
     def count(self, nonfinite: Sequence[tf.Tensor]) -> None:
-        """Counts a minibatch of each local replica.
+        """Counts a minibatch of each local replica, and notes whether it was left out.
 
-        Args:
-            nonfinite: for each replica whether it has left its minibatch out. It is not waited for.
+        The host does not wait for `nonfinite`.
         """
         for kept, bad in zip(self._of_epoch, nonfinite, strict=True):
             value, one = kept.read_value(), tf.cast(bad, tf.float64)
@@ -52,28 +48,28 @@ class LeftOut:
             kept.assign(tf.zeros_like(kept))
 
     def go_on(self, steps: int) -> None:
-        """Goes on within an epoch after so many minibatches of each replica.
+        """Continues an epoch after `steps` minibatches of each replica.
 
-        A checkpoint of other replicas, or of a run that left none out, has not set their number.
+        Their number is not in a checkpoint of other replicas, or of a run that left none out.
         """
         for kept in self._of_epoch:
             kept[0].assign(tf.maximum(kept[0], float(steps)))
 
     def of_epoch(self, replica: int) -> tf.Tensor:
-        """Returns the minibatches of a local replica in the epoch, and how many it has left out."""
+        """Returns a local replica's minibatches in the epoch, and how many of them it left out."""
         return self._of_epoch[replica].read_value()[:2]
 
     def told(self) -> list[Json]:
         """Returns for each local replica how many it has left out in the epoch, and their numbers.
 
-        A number counts the minibatches of a replica in the epoch, from 1. The first `NAMED` are
+        Numbers count the minibatches of a replica in the epoch, from 1. Only the first `NAMED` are
         there.
         """
         values = [kept.numpy() for kept in self._of_epoch]
         return [[int(v[1]), v[2:][v[2:] > 0.0].astype(np.int64).tolist()] for v in values]
 
     def slots(self) -> Iterator[Slot]:
-        """Yields the counts of the epoch, which go on where it is continued."""
+        """Yields the counts of the epoch, which continue with it after a resume."""
         for replica, kept in enumerate(self._of_epoch):
             yield Slot("counter/left_out_of_epoch", Kind.BLOCK, kept, replica, absent=0.0)
 

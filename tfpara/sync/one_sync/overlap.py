@@ -1,9 +1,9 @@
 """Overlapped syncs, as graph operations: start beside the training, wait, and merge.
 
-Both phases of such a sync run in a thread (see `tfpara.sync.one_sync.flight`), with copies of
-weights and reports. Its results are merged a fixed number of steps later. When a block is closed
-(an epoch ends, or weights are read), a sync in flight is merged first. Then a last sync, of all
-fragments, runs in the training thread.
+Both phases of such a sync run in a thread (see `flight`), with copies of weights and reports. Its
+results are merged a fixed number of steps later. When a block is closed (an epoch ends, or weights
+are read), a sync in flight is merged first. Then a last sync, of all fragments, runs in the
+training thread.
 """
 
 from __future__ import annotations
@@ -22,10 +22,7 @@ from tfpara.sync.one_sync.weight_exchange import phase
 class Overlap:
     """The overlapped syncs of one model.
 
-    Args:
-        graph: the model's sync.
-        overlap: number of steps after which a sync is merged; True: where the next one begins.
-        site: this worker's place and links.
+    A sync is merged `overlap` steps after its start; True: when the next one begins.
 
     Attributes:
         flight: the thread of these syncs, and its variables.
@@ -49,11 +46,7 @@ class Overlap:
         self._start = not_inlined(self._start_step)
 
     def is_due(self, steps: tf.Tensor) -> tf.Tensor:
-        """Returns whether `act` has something to do.
-
-        Args:
-            steps: minibatches of each replica since the last sync point.
-        """
+        """Returns whether `act` has something to do, after so many steps since a sync point."""
         arrives, begins = self._due(steps)
         return arrives | begins
 
@@ -70,7 +63,7 @@ class Overlap:
         return arrives, steps >= period
 
     def await_landing(self) -> None:
-        """Waits until the flight has landed, if there is one, and notes what all agreed on."""
+        """Waits until the flight, if any, has landed; notes the decision of all workers."""
         self._stop_if(*self._land())
 
     def merge(self) -> None:
@@ -108,7 +101,7 @@ class Overlap:
         reports = graph.consensus.gather(flight.rows.read_value(), now())
         with tf.control_dependencies([reports]):
             flight.table.assign(reports)
-        # If the reports forbid the sync, `_touch_down` tells the training why.
+        # If the reports forbid the sync, `_touch_down` passes the reason on to the training.
         verdict = graph.consensus.decide(reports, patient=False)
         flight.problem.assign(verdict.problem)
         committed = graph.of_fragment(
@@ -133,7 +126,7 @@ class Overlap:
     def _stop_if(self, problem: tf.Tensor, of_collective: tf.Tensor) -> None:
         """Raises in the training thread the error that ended the flight.
 
-        If a collective has failed, every further one fails with the same error. So one more is run
+        If a collective has failed, all that follow fail with the same error. So another one is run
         here, which raises that error with its own type.
         """
 
@@ -144,13 +137,10 @@ class Overlap:
             stop_if(problem)
 
     def _land_step(self) -> tuple[tf.Tensor, tf.Tensor]:
-        """Waits for the flight, if one is in the air.
+        """Waits for the flight, if one is in the air; returns its end, as `Flight.landing` does.
 
         A flight that failed never lands, so a second call returns the same error. If the reports
         forbid the sync, which they do on all workers, the flight is over and its block open again.
-
-        Returns:
-            The error that ended the flight, "" if none; and whether a collective raised it.
         """
         return tf.cond(
             self.flight.state == FLYING,

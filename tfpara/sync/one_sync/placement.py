@@ -19,7 +19,7 @@ ALL = slice(None)  # all buckets
 
 
 class Part(NamedTuple):
-    """Elements `start` … `stop` of bucket number `bucket`; `stop` may lie past the bucket's end."""
+    """Elements `start` … `stop` of a bucket, by its number; `stop` may exceed the bucket's end."""
 
     bucket: int
     start: int
@@ -53,13 +53,7 @@ class Aggregation(Protocol):
 
 
 class Replicated:
-    """Every worker keeps a whole global model, on its lead device, and applies the rule to it.
-
-    Args:
-        bucket_sizes: lengths of the buckets, in elements.
-        collectives: between the workers' lead devices.
-        devices: this worker's devices, the lead device first.
-    """
+    """Every worker keeps a whole global model, on its lead device, and applies the rule to it."""
 
     def __init__(
         self, bucket_sizes: Sequence[int], collectives: Collectives, devices: Sequence[str]
@@ -70,19 +64,16 @@ class Replicated:
         self._devices = list(devices)
 
     def parts(self, holder: int) -> list[Part]:
-        """Returns the whole of each bucket as a part."""
         del holder
         return [Part(k, 0, size) for k, size in enumerate(self._sizes)]
 
     def gather(self, per_device: Sequence[Sequence[tf.Tensor]], name: str) -> list[list[tf.Tensor]]:
-        """Sums over this worker's devices, then over the workers by an all-reduce."""
         sums = sum_on_first_device(per_device, self._devices)
         return [self._collectives.all_reduce(sums, name)]
 
     def spread(
         self, per_holder: Sequence[Sequence[tf.Tensor]], name: str, buckets: slice = ALL
     ) -> list[list[tf.Tensor]]:
-        """Copies the buckets to all devices of this worker."""
         del name, buckets
         return broadcast_to_devices(per_holder[0], self._devices)
 
@@ -92,11 +83,6 @@ class Sharded:
 
     A sync is a reduce-scatter, the rule applied to the local parts, and an all-gather. Buckets are
     padded with zeros to N equal parts.
-
-    Args:
-        bucket_sizes: lengths of the buckets, in elements.
-        collectives: between the workers' lead devices.
-        devices: this worker's devices, the lead device first; as many on every worker.
     """
 
     def __init__(
@@ -109,7 +95,6 @@ class Sharded:
         self._lengths = [-(-size // self._replicas) for size in self._sizes]  # lengths of one part
 
     def parts(self, holder: int) -> list[Part]:
-        """Returns the part of each bucket that this worker's replica `holder` keeps."""
         replica = self._collectives.rank * len(self.holders) + holder
         return [
             Part(k, replica * length, (replica + 1) * length)
@@ -122,10 +107,6 @@ class Sharded:
         return tf.pad(bucket, [[0, missing]]) if missing else bucket
 
     def gather(self, per_device: Sequence[Sequence[tf.Tensor]], name: str) -> list[list[tf.Tensor]]:
-        """Sums over this worker's devices, then by a reduce-scatter over the workers.
-
-        The result is divided among this worker's devices.
-        """
         sums = sum_on_first_device(per_device, self.holders)
         with tf.device(self.holders[0]):
             sums = [self.padded(s) for s in sums]
@@ -146,7 +127,6 @@ class Sharded:
     def spread(
         self, per_holder: Sequence[Sequence[tf.Tensor]], name: str, buckets: slice = ALL
     ) -> list[list[tf.Tensor]]:
-        """Joins the parts of all workers by an all-gather; copies the buckets to all devices."""
         mine = self.of_worker(per_holder)
         with tf.device(self.holders[0]):
             whole = []

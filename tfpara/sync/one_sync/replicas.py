@@ -33,11 +33,11 @@ class Site(NamedTuple):
     devices: one for each local replica, the lead device first.
     collectives: between the workers' lead devices, for the weights.
     reports: collectives between the workers' hosts, for the reports.
-    call_site: where in its script this process is; its owner keeps it up to date.
+    call_site: the place of this process in its script.
     make: creates a plain variable, `make(initial_value, name)`, or `make(value, name, shape)` for
         one whose shape may change.
     period: the sync period in minibatches, of all models of the strategy.
-    balance: of the workers' blocks; None: all have the sync period.
+    balance: the lengths of the workers' blocks; None: all have the sync period.
     """
 
     name: str
@@ -75,7 +75,7 @@ class ReplicaVariables:
     state: other float variables, such as batch-norm statistics, which are averaged without a rule.
     slots: the optimizers' slots that a sync resets or averages.
     slot_resets: values of the slots after a reset.
-    local_state: "keep", "reset" or "average", what a sync does to the slots.
+    local_state: "keep", "reset" or "average": the effect of a sync on the slots.
     frozen: weights that are not trained, which no sync reads or writes.
     moments: the first and the second moments, if the rule filters them.
     counts: step counts of the optimizers whose slots or moments a sync writes.
@@ -105,13 +105,7 @@ class ReplicaVariables:
 
 
 class Replicas:
-    """The variables of a worker's replicas, which it packs into buckets and writes.
-
-    Args:
-        variables: the model's variables that a sync works on.
-        settings: the strategy's settings.
-        site: this worker's place and links.
-    """
+    """The variables of a worker's replicas, packed into buckets and written from them."""
 
     def __init__(self, variables: ReplicaVariables, settings: Settings, site: Site) -> None:
         self.variables = variables
@@ -127,16 +121,12 @@ class Replicas:
         self.averaged_names = [*variables.weight_names, *variables.state_names, *slot_names]
 
     def summary(self, replica: int, anchors: Buckets) -> tf.Tensor:
-        """Returns the numbers of a replica that its report is made of, one float64 vector.
+        """Returns the numbers of a replica's report that its device computes, one float64 vector.
 
-        First for each of `averaged_names` the sum of its elements, which is finite only if all of
-        them are, and takes one pass and no memory. Of state, which may have huge numbers such as
-        those of a mask, it is 0 if all that has moved since the last sync is finite, else NaN. Then
-        the step counts that all share, and the learning rates.
-
-        Args:
-            replica: number of the local replica.
-            anchors: buckets of the state as the last sync wrote it.
+        First come the sums of the elements of each of `averaged_names`. A sum is finite only if all
+        its terms are, and takes one pass and no memory. State may have huge numbers, such as those
+        of a mask. Its number is 0 if its changes since the last sync, from the anchors, are finite,
+        else NaN. Then come the step counts that all share, and the learning rates.
         """
         device = self.devices[replica]
         with tf.device(device):
@@ -155,7 +145,7 @@ class Replicas:
         return tf.concat([tf.cast(sums, tf.float64), *exact], 0)
 
     def weights(self, replica: int, fragment: int | None = None) -> list[tf.Tensor]:
-        """Returns the buckets of a replica's weights: of all, or of one fragment."""
+        """Returns the buckets of a replica's weights, of all or of one fragment."""
         own = self._of(fragment)
         with tf.device(self.devices[replica]):
             return self.layout.pack([v[replica] for v in own], fragment)
@@ -178,23 +168,19 @@ class Replicas:
         return [] if self._local_state == "reset" else self.variables.counts
 
     def write_counts(self, furthest: tf.Tensor) -> None:
-        """Sets the step counts of optimizers whose slots are now the same on all replicas.
-
-        Args:
-            furthest: for each of `shared_counts` the value that all replicas get.
-        """
+        """Sets the `shared_counts` of replicas whose slots are now the same to these values."""
         for k, count in enumerate(self.shared_counts):
             cycle = self.variables.cycles[k]
             for component in count:
                 with tf.device(component.device):
                     newest = tf.cast(furthest[k], component.dtype)
-                    # A replica keeps the gradients that it has accumulated, and so the remainder.
+                    # The remainder counts the gradients that this replica has accumulated.
                     component.assign(newest - newest % cycle + component % cycle)
 
     def others(self, replica: int, anchors: Buckets) -> list[tf.Tensor]:
         """Returns the buckets of a replica's state minus `anchors`, and of its averaged slots."""
         with tf.device(self.devices[replica]):
-            # Differences from the last sync are averaged, so that unchanged values stay exact.
+            # The changes since the last sync are averaged, so that unchanged values stay exact.
             moved = self._moved(replica, anchors)
             return [*moved, *self.slot_layout.pack([v[replica] for v in self.averaged_slots])]
 
@@ -209,7 +195,7 @@ class Replicas:
             device = self.devices[replica]
             write = functools.partial(self._write_weights, replica, fragment)
             with tf.device(device):
-                # A user's constraint may be what XLA does not take.
+                # XLA may be unable to compile a user's constraint.
                 constraints = any(self.variables.constraints)
                 (write if constraints else fused(write, device))(list(buckets))
 
@@ -221,14 +207,11 @@ class Replicas:
     def constrained(
         self, weights: Sequence[tf.Tensor], run: slice = slice(None)
     ) -> list[tf.Tensor]:
-        """Returns weights as their Keras constraints make them.
+        """Returns weights, a slice `run` of the list of all, as their Keras constraints make them.
 
-        So are all weights that replicas go on from, or that are shown. A part of a flat vector has
-        no whole weight, so the state of the rule and the averages is without constraints.
-
-        Args:
-            weights: one tensor for each weight.
-            run: the slice of the list of weights that these are.
+        This applies to all weights from which replicas continue, or that are shown. The state of
+        the rule and the averages is without constraints, since a part of a flat vector has no whole
+        weight.
         """
         constraints = self.variables.constraints[run]
         if not any(constraints):
@@ -252,7 +235,7 @@ class Replicas:
     def write_others(self, state: Buckets, slots: Buckets) -> None:
         """Writes the same state and averaged slots on all devices.
 
-        Resets the slots where local_state="reset".
+        With local_state="reset" it also resets the slots.
         """
         for layout, buckets, variables in (
             (self.state_layout, state, self.variables.state),
@@ -277,9 +260,8 @@ class Replicas:
 
             w_i ← w_0 + Σ_j (n_j / Σ_k n_k) (w_j − w_0),  then the weight's constraint
 
-        Args:
-            samples: n, the samples that each replica has processed since they were last equal. If
-                all are 0, nothing changes.
+        n are the samples that each replica has processed since they were last equal. If all are 0,
+        nothing changes.
         """
         total = tf.reduce_sum(samples)
         shares = tf.unstack(tf.cast(samples / tf.maximum(total, 1.0), tf.float32))
@@ -290,7 +272,7 @@ class Replicas:
         for variable, minus, constraint in kinds:
             with tf.device(self.devices[0]):
                 values = [tf.cast(component, tf.float32) for component in variable]
-                # Differences from the first replica are averaged, so that equal values stay exact.
+                # By differences from the first replica, equal values stay exact.
                 moved = [
                     s * minus(v, values[0]) for s, v in zip(shares[1:], values[1:], strict=True)
                 ]

@@ -16,7 +16,7 @@ a vector of float64 with these columns:
 - all minibatches that the replica has taken;
 - the signature of the state and of the frozen weights, as `signature`;
 - the seconds in which the worker has trained the block, 0 or less if that is not known;
-- where minibatches with NaN or Inf are left out, the minibatches of the epoch and those left out of
+- if minibatches with NaN or Inf are left out, the minibatches of the epoch and those left out of
   them, two columns;
 - the learning rate of each optimizer, NaN where nothing was trained with it.
 """
@@ -39,20 +39,17 @@ from tfpara.typing import Array
 RUNNING, NONFINITE, SIGNATURE, REQUEST, MET, PURPOSE, EPOCH, SAMPLES = range(8)
 
 
-# Learning rates count as equal if they differ by less than this, relatively: two kinds of machines
-# may round them differently.
+# Learning rates count as equal if they differ by less than this, relatively, since two kinds of
+# machines may round them differently.
+
 _ROUNDING = 1e-6
 
 
 class Columns(NamedTuple):
-    """The columns of a report that depend on the model.
+    """The columns of a report that depend on the model, in their order: see the top of this file.
 
-    samples, steps: since the last sync, one for each part; at first `samples`, then minibatches.
-    counts: the step counts that all share. taken: all minibatches of the replica, one column.
-    others: the signature of what is not trained, one column.
-    seconds: the time of the block, one column.
-    left_out: minibatches of the epoch, and those left out; none where none are left out.
-    rates: learning rates of the optimizers.
+    samples, steps: since the last sync, one column for each part.
+    left_out: no column if no minibatches are left out.
     """
 
     samples: slice
@@ -104,21 +101,12 @@ def report_of(
     never: bool,
     left_out: Array | Sequence[float] = (),
 ) -> Array:
-    """Returns a replica's report, a row of the table; all arguments are NumPy's.
+    """Returns a replica's report, a row of the table; arguments and result are NumPy's.
 
     Args:
         weights: a number for each weight, NaN or Inf if one of its elements is.
-        samples: since the last sync, one number for each part.
-        counts: the optimizers' step counts that all share.
-        rates: the optimizers' learning rates.
         running: whether the replica has data left.
-        signature: of the weights with which the worker began.
-        others: the signature of the state and the frozen weights.
-        seconds: in which the worker has trained the block; 0 or less if that is not known.
-        request: of the worker.
-        mark: of the worker.
-        steps: minibatches since the last sync, one number for each part.
-        taken: all minibatches of the replica.
+        seconds: the time of the block on this worker; 0 or less if it is not known.
         idle: whether the replica has trained nothing since the last sync.
         never: whether the replicas are independent, so that nothing is averaged.
         left_out: minibatches of the epoch, and those left out of them; empty: none are left out.
@@ -126,7 +114,6 @@ def report_of(
     bad = np.flatnonzero(~np.isfinite(weights))
     if never:
         samples = np.zeros_like(samples)
-    # NaN: it has trained nothing with its rate.
     used = np.full(len(rates), np.nan) if idle or never else rates
     flags = [running, bad[0] if len(bad) else -1, signature, request]
     worker = [taken, others, seconds, *left_out]
@@ -145,7 +132,7 @@ def signature_of(value: tf.Tensor) -> tf.Tensor:
 
 
 def are_apart(reports: Array, elastic: bool = False) -> bool:
-    """Returns whether the workers have come to different exchanges.
+    """Returns whether the workers have come to different exchanges, by the table of reports.
 
     Collectives pair the workers' exchanges by their order alone. They belong together if
 
@@ -155,10 +142,6 @@ def are_apart(reports: Array, elastic: bool = False) -> bool:
       other worker may still train has epoch −1;
     - no worker trains outside of `fit` (epoch 0) while another one waits inside of it;
     - in an elastic run, which deals out one epoch at a time, all that train are in the same one.
-
-    Args:
-        reports: the table of all replicas' reports, NumPy.
-        elastic: whether it is of an elastic run.
     """
     running = reports[:, RUNNING] > 0.0
     met, purpose, epoch = reports[:, MET], reports[:, PURPOSE], reports[:, EPOCH]
@@ -177,17 +160,14 @@ def problem_of(
     replicas_per_worker: int = 1,
     share: float = 1.0,
 ) -> str:
-    """Returns the sentence that says why the reports forbid a sync, or "".
+    """Returns the sentence that says why the table of reports forbids a sync, or "".
 
-    It is the same on every worker. Workers that have come to different exchanges have a sentence
-    of their own: see `tfpara.cluster.call_site.sentence`.
+    It is the same on every worker. If workers have come to different exchanges, the sentence is
+    `tfpara.cluster.call_site.sentence` instead.
 
     Args:
-        reports: the table of all replicas' reports, NumPy.
-        columns: the columns that depend on the model.
         weight_names: names of the weights, by the index that a report gives; None: the index.
-        replicas_per_worker: number of devices of a worker.
-        share: of an epoch's minibatches that may be left out for NaN or Inf.
+        share: the share of an epoch's minibatches that may be left out for NaN or Inf.
     """
 
     def owner(replica: int) -> str:
@@ -228,7 +208,7 @@ def problem_of(
         )
     differing = np.argwhere(_differing_others(reports, columns))
     if len(differing):
-        one, other = map(int, differing[0])  # the first pair in row-major order
+        one, other = map(int, differing[0])
         return (
             f"{owner(other)} has other frozen weights or statistics, such as those of batch "
             f"normalisation or of adapt, than replica {one}. Load and set them on every worker "
@@ -236,7 +216,7 @@ def problem_of(
         )
     differing = np.argwhere(_differing_rates(reports, columns))
     if len(differing):
-        *pair, optimizer = map(int, differing[0])  # the first one in row-major order
+        *pair, optimizer = map(int, differing[0])
         rates = reports[:, columns.rates]
         first, second = (f"{owner(replica)} {rates[replica, optimizer]:.6g}" for replica in pair)
         return (
@@ -250,7 +230,7 @@ def problem_of(
 def _leaves_out_too_many(reports: Array, columns: Columns, share: float) -> bool:
     """Returns whether the replicas have left out more than a share of the epoch's minibatches.
 
-    It is looked at where an epoch ends, and before that once some have been left out.
+    This is checked at the end of an epoch, and before that once some have been left out.
     """
     if columns.left_out.start == columns.left_out.stop:
         return False
@@ -260,7 +240,7 @@ def _leaves_out_too_many(reports: Array, columns: Columns, share: float) -> bool
 
 
 def _differing_rates(reports: Array, columns: Columns) -> Array:
-    """Returns which pairs of replicas wrongly differ in an optimizer's rate, [N, N, K] or empty.
+    """Returns the pairs of replicas that wrongly differ in an optimizer's rate, [N, N, K] or empty.
 
     Two replicas must have the same rate if both have taken as many minibatches, in the open block
     and in all: a callback may set the rate before every minibatch.
@@ -275,9 +255,9 @@ def _differing_rates(reports: Array, columns: Columns) -> Array:
 
 
 def _differing_others(reports: Array, columns: Columns) -> Array:
-    """Returns which pairs of replicas wrongly differ in what is not trained, [N, N] or empty.
+    """Returns the pairs of replicas that wrongly differ in what is not trained, [N, N] or empty.
 
-    What a callback sets before every minibatch may differ as rates may.
+    A callback may set that before every minibatch, like a rate.
     """
     others = reports[:, columns.others]
     if (others == others[0]).all():
@@ -286,7 +266,7 @@ def _differing_others(reports: Array, columns: Columns) -> Array:
 
 
 def _alike(reports: Array, columns: Columns) -> Array:
-    """Returns which pairs of replicas have taken as many minibatches, [N, N]."""
+    """Returns the pairs of replicas that have taken as many minibatches, [N, N]."""
     taken = np.concatenate([reports[:, columns.steps], reports[:, columns.taken]], 1)
     return (taken[:, np.newaxis] == taken).all(2)
 
@@ -299,10 +279,9 @@ class Decision(NamedTuple):
     agreed: the largest request; the number of replicas with data left, and of all.
     counts: for each of the shared step counts the largest value over all replicas, or the mean.
     trained: by worker, the minibatches of a replica since the last sync.
-    committed: by part, whether it is averaged: whether any replica has trained it, and no problem
-        forbids it.
-    steps: by part, the minibatches of the replica that has most; where blocks are by speed, those
-        of a replica in the mean.
+    committed: by part, whether it is averaged, as any replica has trained it and no problem forbids
+        it.
+    steps: by part, the minibatches of the replica that has most; if blocks are by speed, the mean.
     portions: by part, n_i / Σ_j n_j for the n_i samples of each local replica.
     divisor: by part, N if all replicas have equal shares, else 1.
     of_block: by part, its block's length as a fraction of a whole one, 0 < f ≤ 1.
@@ -330,12 +309,10 @@ def decide(
     block: float,
     by_speed: bool = False,
 ) -> Decision:
-    """Returns what follows from the table of reports.
+    """Returns the decision that follows from the table of reports.
 
     Args:
-        reports: the table, NumPy.
-        columns: the columns that depend on the model.
-        problem: what forbids the sync, "" if nothing does.
+        problem: the sentence that forbids the sync, "" if nothing does.
         local: the rows of this worker's replicas.
         replicas: N. The table may have rows of idle replicas beyond it.
         block: minibatches of a whole block.
@@ -365,8 +342,8 @@ def decide(
 def _counted(reports: Array, columns: Columns, replicas: int, block: float) -> Array:
     """Returns the samples of each replica by part, [replicas, parts], as the mean counts them.
 
-    Where all sample weights of a part's block are 0, every replica that has taken steps counts the
-    same. Its momentum and its decay have moved it.
+    If all sample weights of a part's block are 0, every replica that has taken steps counts the
+    same, since its momentum and its decay have moved it.
     """
     samples, steps = reports[:, columns.samples], reports[:, columns.steps]
     if block >= NEVER:
@@ -379,9 +356,8 @@ def _counted(reports: Array, columns: Columns, replicas: int, block: float) -> A
 def stop_if(problem: tf.Tensor) -> tf.Operation | None:
     """Returns an operation that fails with the text `problem`, unless the text is empty.
 
-    It belongs in the graph that calls a sync, not in the sync's own function. If a function fails
-    that another function of several devices has called, TensorFlow cancels the caller before it
-    passes the error on, and only the cancellation is reported.
+    It belongs in the graph that calls a sync, not in the sync's own function: see docs/design.md,
+    "A sync returns its error as a text".
     """
     with tf.device("CPU:0"):
         return tf.raw_ops.Assert(condition=tf.equal(problem, ""), data=[problem])

@@ -13,22 +13,23 @@ from tfpara.algorithms.rule import Rule
 from tfpara.sync.one_sync.state_vars import Kind, Slot
 from tfpara.typing import Array, State
 
-_SIZES = (1, 2, 3, 5, 8)  # numbers of replicas for which rules are compared
-_LARGE = [*range(1, 33), 64, 128, 256, 512, 1024]  # numbers of workers, where none is the largest
+_SIZES = (1, 2, 3, 5, 8)  # numbers of replicas for which a rule's hyper-parameters are compared
+# The numbers of workers for which a rule is checked if any number may train.
+_LARGE = [*range(1, 33), 64, 128, 256, 512, 1024]
 
 
 class SizedRule:
     """A rule whose hyper-parameters are those for the present number of replicas.
 
-    Where they follow it (`Elastic.rule_follows`), the numbers that `Rule.resolve` gives for N are
-    variables, in two versions: those for the *present* N, with which the next global step is taken,
-    and those of the *last* step, by which the point is known from which the replicas started. A
-    sync makes the present ones the last ones where it commits, so a state and the numbers that
-    belong to it are never apart. Otherwise both versions are the rule itself.
+    If they follow that number (`Elastic.rule_follows`), the values that `Rule.resolve` gives for N
+    are variables, in two versions. Those for the *present* N are for the next global step. Those of
+    the *last* step give the point from which the replicas started. A sync that commits makes the
+    present ones the last ones, so a state is never apart from the values that belong to it. If they
+    do not follow, both versions are the rule itself.
 
     Args:
-        rule: as `resolve` gives it for the number of replicas that begin.
-        asked: as the user gave it, if its hyper-parameters follow; else None.
+        rule: the result of `resolve` for the number of replicas that begin.
+        asked: the user's rule, if its hyper-parameters follow; else None.
         make: creates a plain variable, `make(initial_value, name)`.
     """
 
@@ -45,7 +46,7 @@ class SizedRule:
                 self._last[name] = make(value, f"rule/last_{name}")
 
     def present(self) -> Any:
-        """Returns the rule for the next global step; in a graph, as it is when the graph runs."""
+        """Returns the rule for the next global step; a graph reads its values when it runs."""
         return self._with(self._present)
 
     def last(self) -> Any:
@@ -62,7 +63,7 @@ class SizedRule:
         return rule
 
     def carried(self, states: Sequence[State]) -> list[State]:
-        """Returns the states after the last step as `present` continues from them."""
+        """Returns states after the last step in the form from which `present` continues."""
         if not self._present:
             return list(states)
         present, last = self.present(), self.last()
@@ -81,7 +82,7 @@ class SizedRule:
                 variable.assign(getattr(rule, name))
 
     def slots(self) -> Iterator[Slot]:
-        """Yields the numbers of the last step, for a worker that takes over the state."""
+        """Yields the values of the last step, for a worker that takes over the state."""
         for name, variable in self._last.items():
             yield Slot(f"rule/last_{name}", Kind.SHARED, variable)
 
@@ -116,18 +117,13 @@ def sized_fields(rule: Rule) -> list[str]:
 
 
 def check_sizes(rule: Rule, max_workers: int | None, devices: int) -> Rule:
-    """Checks a rule for every number of workers that may train.
+    """Checks a rule for every number of workers that may train; returns it for the largest one.
 
     Args:
-        rule: the rule.
         max_workers: largest number of workers; None: any number.
-        devices: of each worker.
-
-    Returns:
-        The rule for the largest of these numbers.
 
     Raises:
-        ValueError: it is unstable for one of them.
+        ValueError: the rule is unstable for one of these numbers.
     """
     numbers = range(1, max_workers + 1) if max_workers else _LARGE
     for workers in numbers:

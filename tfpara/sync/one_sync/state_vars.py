@@ -26,8 +26,8 @@ class Kind(enum.Enum):
     HOLDER: a part of a field of the global state. It is cut anew from the whole field.
     MODEL: a replica's variable of the Keras model. Replica i takes the value of replica i mod the
         former number.
-    RANDOM: as MODEL, for states of seed generators. A replica beyond the former number keeps its
-        own.
+    RANDOM: a state of a seed generator. It is taken like MODEL, but a replica beyond the former
+        number keeps its own.
     REPLICA: a replica's own value. It is dropped if the number of replicas has changed.
     BLOCK: belongs to the open block, of one replica or the same on all workers. It is restored when
         `fit` continues the epoch, and dropped if the number of replicas has changed.
@@ -35,8 +35,9 @@ class Kind(enum.Enum):
     SUM: a term of a sum over replicas or workers. The terms are divided anew, so that the sum stays
         the same. It is restored again when `fit` continues the epoch. A return to an earlier epoch
         does not change it.
-    MEAN: as SUM, for a term of a mean. If the number of replicas has changed, each takes the mean.
-    FIRST: as SUM, where only the first replica's value counts. Replica i takes the value of replica
+    MEAN: like SUM, for a term of a mean. If the number of replicas has changed, each takes the
+        mean.
+    FIRST: like SUM, if only the first replica's value counts. Replica i takes the value of replica
         i mod the former number.
     """
 
@@ -62,11 +63,12 @@ class Kind(enum.Enum):
         return self in (Kind.SUM, Kind.MEAN, Kind.FIRST)
 
 
-# Of a metric's variable, by how Keras aggregates it.
+# The kind of a metric's variable, by its aggregation in Keras.
 _OF_METRIC = {"mean": Kind.MEAN, "only_first_replica": Kind.FIRST, "none": Kind.FIRST}
 
 
-# What workers that are behind, or new, take over from another one.
+# The kinds that a worker which is behind, or new, takes over from another one.
+
 TRAVELLING = (Kind.SHARED, Kind.HOLDER, Kind.MODEL)
 
 
@@ -89,11 +91,7 @@ class Slot(NamedTuple):
     absent: Any = None
 
     def key(self, replica_ids: Sequence[int]) -> str:
-        """Returns the slot's name with the global number of its replica.
-
-        Args:
-            replica_ids: the global numbers of the local replicas.
-        """
+        """Returns the slot's name, with the number that its replica has among all replicas."""
         if self.replica is None:
             return self.name
         return f"replica-{replica_ids[self.replica]}/{self.name}"

@@ -14,14 +14,14 @@ class SyncStatistics(NamedTuple):
         steps: minibatches taken by each replica.
         samples: samples processed by all local replicas.
         syncs: committed syncs.
-        sync_seconds: seconds for which training stood still for syncs, waiting included. The work
-            of an overlapped sync beside the training is not in it, nor the copying of its snapshot
+        sync_seconds: seconds for which training stood still for syncs, waiting included. It leaves
+            out the work of an overlapped sync beside the training, and the copying of its snapshot
             in the next step.
         wait_seconds: the part of `sync_seconds` spent waiting for the slowest replica, or for an
             overlapped sync to arrive.
-        distance: relative distance ‖w_i − w̄‖ / ‖w̄‖ of the local replicas before a sync, root
-            mean square. Where the global state is sharded, it is taken on the parts of the weights
-            that the replicas hold. It is measured at the first 16 syncs and then at every 16th.
+        distance: relative distance ‖w_i − w̄‖ / ‖w̄‖ of the local replicas before a sync, root mean
+            square. If the global state is sharded, only the parts of the weights that the replicas
+            hold count. It is measured at the first 16 syncs and then at every 16th.
         bytes_sent: bytes sent to other workers in syncs, without headers.
         left_out: minibatches of all local replicas that were left out for NaN or Inf.
     """
@@ -36,20 +36,20 @@ class SyncStatistics(NamedTuple):
     left_out: int = 0
 
     def and_then(self, later: SyncStatistics) -> SyncStatistics:
-        """Returns the sums of these and later ones; the distance is the later's."""
+        """Returns the sums of these and later ones; the distance is that of the later ones."""
         sums = (one + other for one, other in zip(self, later, strict=True))
         return SyncStatistics._make(sums)._replace(distance=later.distance)
 
     def of_epoch(
         self, begin: SyncStatistics, first: SyncStatistics, seconds: float, workers: int
     ) -> dict[str, float]:
-        """Returns what TensorBoard shows of an epoch at whose end these are the statistics.
+        """Returns TensorBoard's values of an epoch at whose end these are the statistics.
 
         Args:
-            begin: the statistics where the epoch began.
+            begin: the statistics at the begin of the epoch.
             first: those after its first step.
-            seconds: since then.
-            workers: of the run; each counts its own samples.
+            seconds: the time since that step.
+            workers: the number of workers; each counts its own samples.
         """
         waited = self.sync_seconds - first.sync_seconds
         return {

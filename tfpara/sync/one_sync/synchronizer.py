@@ -1,4 +1,4 @@
-"""The synchronizer, by which the strategy keeps the replicas of one model together."""
+"""The synchronizer, which keeps the replicas of one model together."""
 
 from __future__ import annotations
 
@@ -21,11 +21,6 @@ from tfpara.sync.settings import NEVER, Settings
 class Synchronizer:
     """The syncs of one model.
 
-    Args:
-        variables: the model's replica variables.
-        settings: the strategy's settings, with the rule resolved for all replicas.
-        site: this worker's place and links.
-
     Attributes:
         name: prefix of the names of the model's exchanges.
         graph: the operations and the state of a sync.
@@ -38,8 +33,8 @@ class Synchronizer:
         # The replicas' own weights, by device, while the model's variables hold other weights.
         self._own: list[list[tf.Tensor]] | None = None
         self._shown: str | None = None  # the name given to `showing`, inside its context
-        # On the chief, where each worker has a part of it: the buckets, in the host's memory, of
-        # the global model of this many syncs.
+        # If workers have parts of the global model: the chief's copy of its buckets, in the host's
+        # memory, and the number of syncs at which they were gathered.
         self._gathered: list[tf.Tensor] = []
         self._gathered_at = -1
         self._places = variables.places()
@@ -68,7 +63,7 @@ class Synchronizer:
             weights: weight of these minibatches in the mean of the replicas.
             nonfinite: whether they were left out for NaN or Inf; empty: none can be.
         """
-        with tf.device("CPU:0"):  # a GPU would be waited for
+        with tf.device("CPU:0"):  # on a GPU the host would wait for the result
             of_each = [tf.cast(n, tf.float64) for n in samples]
             counts = [tf.cast(n, tf.float64) for n in weights]
             if nonfinite and self.graph.left_out is not None:
@@ -92,7 +87,7 @@ class Synchronizer:
             return due
 
     def act(self) -> None:
-        """Averages the local replicas and syncs all, each where it is due."""
+        """Averages the local replicas if that is due; syncs all replicas if that is due."""
         with tf.device("CPU:0"):
             if self._device_period is not None:
                 devices_due = self._device_steps.read_value() >= self._device_period
@@ -131,7 +126,7 @@ class Synchronizer:
     def meet(self, number: float) -> list[float]:
         """Exchanges a number between all workers; returns the numbers by rank.
 
-        Every worker must call it. It waits for a sync in flight first.
+        Every worker must call it. It first waits for a sync in flight.
 
         Raises:
             tf.errors.InvalidArgumentError: on every worker, if one has come to another exchange,
@@ -142,7 +137,7 @@ class Synchronizer:
             return self.graph.meet(tf.constant(number, tf.float64)).numpy().tolist()
 
     def give_up_block(self) -> None:
-        """Drops the counters of the open block, before a checkpoint replaces what was trained.
+        """Drops the counters of the open block, whose work a checkpoint replaces.
 
         Every worker must call it, since it waits for a sync in flight.
         """
@@ -165,7 +160,7 @@ class Synchronizer:
 
     @contextlib.contextmanager
     def _watched(self) -> Iterator[None]:
-        """Runs a sync from Python; if it fails, the watchdog forgets that it waits."""
+        """Runs a sync from Python; if it fails, the watchdog no longer sees a wait."""
         try:
             yield
         except BaseException:
@@ -173,7 +168,7 @@ class Synchronizer:
             raise
 
     def step_is_over(self) -> None:
-        """Notes that no training step runs, so that a sync which one waited in has failed."""
+        """Notes that no training step runs, so a sync in which a step waited has failed."""
         if not self._in_the_air:
             self.graph.forget_waiting()
 
@@ -217,11 +212,8 @@ class Synchronizer:
         """Takes over the value of a variable that Python code has set, equally on all devices.
 
         A weight's new value becomes that of the global model. Its momentum becomes zero, and its
-        averages restart from it.
-
-        Args:
-            component: the variable's component on the first device. A variable that is not the
-                model's is ignored.
+        averages restart from it. A variable that is not the model's is ignored. `component` is the
+        variable's component on the first device.
         """
         kind, index = self._places.get(id(component), ("", 0))
         if kind == "weight" and self.shows_others:
@@ -253,16 +245,14 @@ class Synchronizer:
             graph.consensus.other_signatures[others].assign(signature_of(value))
 
     def _set_gathered(self, index: int, value: tf.Tensor, anew: bool) -> None:
-        """Takes over a weight that was set into the gathered global model.
+        """Takes over the value, flat, of weight number `index` into the gathered global model.
 
-        Args:
-            index: of the weight.
-            value: of the weight, flat.
-            anew: whether the rule has begun anew with all weights, from where the replicas are.
+        `anew`: whether the rule restarts with all weights, from the point at which the replicas
+        are.
         """
         graph = self.graph
         if anew and not graph.global_state.rule.last().overwrites:
-            self._gathered_at = -1  # where the rule has begun anew is on no worker
+            self._gathered_at = -1  # no worker has the whole point from which the rule restarts
         if not self._is_gathered or not self._gathered:
             return
         with tf.device("CPU:0"):
@@ -275,7 +265,7 @@ class Synchronizer:
     def global_weights(self, which: str) -> list[tf.Tensor]:
         """Returns the "global" model or a named average, one tensor for each weight.
 
-        Weights that have constraints are as these make them. Every worker must call it.
+        The weights' constraints are applied. Every worker must call it.
         """
         with self.graph.waiting():
             return self._whole_weights(self.graph.global_state.value(which))
@@ -327,13 +317,11 @@ class Synchronizer:
     def writing(self, note: Callable[[str], None]) -> Iterator[None]:
         """Puts the global model into the variables while a file is written.
 
-        Nothing is exchanged, since the chief may write alone. The variables stay as they are where
-        `showing` says what they hold, and where there are no syncs. Within a block the global model
-        is that of the last sync. Where workers have parts of it, the chief has the whole only as of
-        the last block that was closed; if there was a sync since, the variables stay, too.
-
-        Args:
-            note: tells the user of a file that is written within a block.
+        Nothing is exchanged, since the chief may write alone. The variables stay as they are if
+        `showing` determines what they hold, and if there are no syncs. Within a block the global
+        model is that of the last sync, and `note` prints a note. If workers have parts of the
+        model, the chief has the whole only as of the last block that was closed; if there was a
+        sync since, the variables stay, too.
         """
         if self._shown is not None or self.sync_period is None:
             yield
@@ -449,23 +437,22 @@ class Synchronizer:
         return self.graph.replicas.layout.unpack(self.graph.global_state.broadcast_point())
 
     def start_from(self, weights: Sequence[tf.Tensor]) -> None:
-        """Has all replicas begin the block anew at these weights, with the moments of that point.
+        """Makes all replicas begin the block anew at these weights, with the moments of that point.
 
-        So begin replicas that took no part in the last sync, and those of a run that is resumed on
-        another number of them. Every worker must call it.
+        This is for replicas that took no part in the last sync, and for a run that is resumed on
+        another number of replicas. Every worker must call it.
         """
         graph, count = self.graph, len(self._site.devices)
         self.set_weights([graph.replicas.constrained(weights)] * count)
         graph.averaging.start_moments(range(count))
         if graph.compressed is not None:
-            # What the weights are beyond that point is part of what the next sync sends.
+            # The next sync sends the differences of the weights from that point.
             graph.compressed.set_points(graph.global_state.broadcast_point())
 
     def open_fragments(self, pending_samples: Sequence[tf.Tensor]) -> list[bool]:
         """Returns for each weight whether its fragment was trained since its last sync.
 
-        Args:
-            pending_samples: `Block.samples` of all replicas, from a checkpoint.
+        `pending_samples` are `Block.samples` of all replicas, from a checkpoint.
         """
         runs = self.graph.replicas.layout.variables
         return [
@@ -479,15 +466,11 @@ class Synchronizer:
         kept: Sequence[Sequence[tf.Variable]],
         from_chief: Callable[[tf.Tensor], tf.Tensor],
     ) -> None:
-        """Gives all replicas one set of the weights that are no longer trained.
+        """Gives all replicas the same values of the weights that are not among `kept` any more.
 
-        That is the global model where the rule leaves the replicas apart, and what the chief's
-        first replica has where there were no syncs. Every worker must call it, while the block is
-        closed.
-
-        Args:
-            kept: the weights that are trained from now on.
-            from_chief: returns the chief's tensor.
+        These are the values of the global model if the rule leaves the replicas apart, and those of
+        the chief's first replica, by `from_chief`, if there were no syncs. Every worker must call
+        it, while the block is closed.
         """
         first = {id(variable[0]) for variable in kept}
         left = [i for i, v in enumerate(self._variables.weights) if id(v[0]) not in first]

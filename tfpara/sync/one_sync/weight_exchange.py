@@ -19,7 +19,7 @@ from tfpara.sync.one_sync.replicas import Buckets, Replicas
 from tfpara.sync.one_sync.state_vars import Kind, Slot
 from tfpara.typing import State
 
-# Variables of a wire, each with the value that it gets on commit.
+# The variables of a wire, each with the value that it gets on commit.
 Writes = list[tuple[tf.Variable, tf.Tensor]]
 
 
@@ -71,7 +71,8 @@ class Arrival(NamedTuple):
 class Moments(NamedTuple):
     """New moments of the local optimizers.
 
-    kept: for each holder the states of its parts. spread: by field, for each device the buckets.
+    kept: the states of its parts, for each holder.
+    spread: by field, the buckets of each device.
     """
 
     kept: list[list[State]]
@@ -80,11 +81,6 @@ class Moments(NamedTuple):
 
 class Averaging:
     """The exchanges of one model.
-
-    Args:
-        replicas: the local replicas.
-        wire: the transport of the weights.
-        global_state: the state of the rule and the averages, whose holders keep the moments too.
 
     Attributes:
         anchors: buckets of the replicas' state as the last sync wrote it.
@@ -101,17 +97,14 @@ class Averaging:
         self.anchors = [make(a, f"anchor_{k}") for k, a in enumerate(anchors)]
 
     def slots(self) -> Iterator[Slot]:
-        """Yields the anchors, from which the movement of the replicas' state is measured."""
+        """Yields the anchors."""
         for k, anchor in enumerate(self.anchors):
             yield Slot(f"counter/anchor/{k}", Kind.SHARED, anchor)
 
     def exchange(self, fragment: int, local: Sequence[Buckets], shares: Shares) -> Arrival:
         """Averages a fragment and takes the global step; nothing is written.
 
-        Args:
-            fragment: number of the fragment.
-            local: for each local replica the buckets of its weights.
-            shares: shares of the local replicas in the mean.
+        `local` are each local replica's buckets of its weights.
         """
         buckets = self._replicas.layout.buckets[fragment]
         with phase("reduce"):
@@ -129,7 +122,7 @@ class Averaging:
             variable.assign(value)
 
     def exchange_others(self, shares: Shares) -> list[tf.Tensor]:
-        """Averages what the rule does not update; nothing is written.
+        """Averages the state and slots that the rule does not update; nothing is written.
 
         Returns:
             The buckets of the mean state minus the anchors, then those of the mean slots.
@@ -156,10 +149,7 @@ class Averaging:
     def exchange_moments(self, shares: Shares, steps: tf.Tensor, iterations: tf.Tensor) -> Moments:
         """Computes the local optimizers' moments for the next block; nothing is written.
 
-        Args:
-            shares: shares of the local replicas in the means.
-            steps: minibatches of the block, at least 1: an empty block has no mean gradient.
-            iterations: step count of the local optimizer.
+        The block's `steps` are at least 1, since an empty block has no mean gradient.
         """
         first, second = self.mean_moments(shares.portions)
         kept = self._global.update_moments(
@@ -207,7 +197,7 @@ class Averaging:
                     self._replicas.write_moments_of(replica, field, buckets)
 
     def restart_moments(self) -> None:
-        """Sets the moments of all replicas to their mean, as they must be equal in a new block."""
+        """Sets the moments of all replicas to their mean, since a new block needs equal ones."""
         site = self._replicas.site
         means = self.mean_moments(tf.fill([len(site.devices)], 1.0 / site.num_replicas))
         for field, parts in zip(("momentum", "velocity"), means, strict=True):
@@ -219,8 +209,8 @@ class Averaging:
     def distance(self, fragment: int, local: Sequence[Buckets], arrival: Arrival) -> tf.Tensor:
         """Returns the relative distance ‖w_i − w̄‖ / ‖w̄‖ of the local replicas, root mean square.
 
-        Where the global state is sharded, a replica's distance is taken on the part that it holds,
-        so that nothing more has to be sent.
+        If the global state is sharded, a replica's distance is that of the part which it holds, so
+        that nothing more has to be sent.
         """
         buckets = self._replicas.layout.buckets[fragment]
         squares, norms = [], []
@@ -257,7 +247,6 @@ class PlainWire:
     def gather(
         self, local: Sequence[Buckets], shares: Shares, fragment: int
     ) -> tuple[list[list[tf.Tensor]], Writes]:
-        """Returns for each holder its parts of the mean."""
         if self._replicas.site.has_one_replica:
             return [list(local[0])], []
         weighted = []
@@ -274,7 +263,6 @@ class PlainWire:
     def spread(
         self, broadcasts: Sequence[Buckets], fragment: int
     ) -> tuple[list[list[tf.Tensor]], Writes]:
-        """Returns for each device the whole buckets."""
         buckets = self._replicas.layout.buckets[fragment]
         name = f"{self._name}/broadcast/{fragment}"
         return self._aggregation.spread(broadcasts, name, buckets), []
@@ -288,7 +276,7 @@ class PlainWire:
 def _weighted(buckets: Buckets, shares: Shares, replica: int) -> Buckets:
     """Returns a replica's terms of the mean.
 
-    Where all shares are equal the buckets stay as they are. Each holder then divides its part of
+    If all shares are equal, these are the buckets as they are. Each holder then divides its part of
     the sum by N, which is cheaper than a pass over all weights.
     """
     return tf.cond(

@@ -16,15 +16,13 @@ from tfpara.typing import Nest
 class CompiledStep:
     """The `train_step` or `test_step` of a model with `jit_compile`, compiled by XLA.
 
-    Keras compiles what all replicas do as one function. XLA cannot compile it if the replicas
-    exchange something inside; so Keras' "auto" is off under every strategy. Between syncs the
-    replicas of a `PeriodicSyncStrategy` exchange nothing, and each one's step is compiled for its
+    Keras compiles the steps of all replicas as one function. XLA cannot compile that if replicas
+    exchange something inside, so Keras' "auto" is off under every strategy. The replicas of a
+    `PeriodicSyncStrategy` exchange nothing between syncs, so each one's step is compiled for its
     device.
 
     XLA compiles once for each shape of a minibatch, so a smaller last one is compiled again, once.
-
-    Args:
-        step: the bound method. This object has its name and its model, as the method has.
+    The object has the name and the model of the bound method `step`.
     """
 
     def __init__(self, step: Callable[..., Nest]) -> None:
@@ -33,7 +31,7 @@ class CompiledStep:
         self._step = step
 
     def around(self, wrap: Callable[[Callable[..., Nest]], Callable[..., Nest]]) -> CompiledStep:
-        """Returns this step with `wrap` of the method in place of the method, compiled as well."""
+        """Returns this step with its method replaced by `wrap` of it, compiled as well."""
         wrapped = CompiledStep(self)
         wrapped._step = wrap(self._step)
         return wrapped
@@ -50,8 +48,8 @@ class CompiledStep:
             step_args, step_kwargs = tf.nest.pack_sequence_as((args, kwargs), tensors)
             return self._step(*step_args, **step_kwargs)
 
-        # TensorFlow keeps the arguments of a function that are int32 in the host's memory. Labels
-        # that lie on a GPU would be brought to the host, which waits for the step before.
+        # TensorFlow keeps int32 arguments of a function in the host's memory. The host would fetch
+        # labels from a GPU, and wait for the step before. So they travel as float32.
         leaves = tf.nest.flatten((args, kwargs))
         int32 = [isinstance(leaf, tf.Tensor) and leaf.dtype == tf.int32 for leaf in leaves]
         carried = [
@@ -62,14 +60,14 @@ class CompiledStep:
         return tf.function(restored, jit_compile=True, autograph=False)(carried)
 
 
-# XLA's words for an operation that it has no code for, and for one whose shapes depend on data.
+# XLA's messages about an operation without code, and about one whose shape depends on data.
 _NO_CODE = re.compile(r"trying to compile graph .*?: (\w+) \(No registered", re.DOTALL)
 _NO_SHAPE = re.compile(r"must be a compile-time constant")
 _NODE = re.compile(r"\{\{node ([^}]+)\}\}")
 
 
 def explained(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns Keras' function of a compiled step, which says in a sentence what XLA cannot take."""
+    """Returns Keras' function of a compiled step, with errors that name what XLA cannot take."""
 
     @functools.wraps(function)
     def calling(*args: object, **kwargs: object) -> Any:

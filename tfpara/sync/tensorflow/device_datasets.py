@@ -19,16 +19,12 @@ from tfpara.typing import Nest
 
 
 def iterator_over(data: Any, begin: Callable[[], Iterator[Nest]]) -> Iterator[Nest]:
-    """Returns an iterator over distributed data of this worker.
+    """Returns an iterator over a distributed dataset of this worker; `begin` returns TensorFlow's.
 
-    The host's only device gets a plain one. TensorFlow's iterator over devices calls functions for
-    each element, and asks each time whether some devices have none, which would be a fifth of the
-    step of a small network. To a GPU it brings the data while a step is computed, which is worth
-    more: 0.5 of 2.3 ms for a minibatch of 5 MB on an H200.
-
-    Args:
-        data: of a class of TensorFlow's distributed datasets.
-        begin: returns TensorFlow's iterator.
+    If the host is the only device, it gets a plain iterator. TensorFlow's iterator over devices
+    calls functions for each element, and asks each time whether some devices have none. That would
+    be a fifth of the step of a small network. A GPU keeps it, since it brings data while a step is
+    computed: 0.5 of 2.3 ms for a minibatch of 5 MB on an H200.
     """
     devices = data._input_workers.compute_devices_for_worker(0)
     if len(devices) > 1 or "CPU" not in devices[0].upper():
@@ -48,8 +44,8 @@ def _own_iterators() -> Iterator[None]:
     """Replaces iterators over devices by ones that own their dataset, without tf.data's tuner.
 
     TensorFlow makes a dataset for each device, and no public name reaches its options. When such an
-    iterator is deleted, every device in turn waits for its tuner's thread; see `without_tuner`.
-    For the functions of these datasets see `_Shared`.
+    iterator is deleted, every device in turn waits for the tuner's thread; see `without_tuner`.
+    `_Shared` is about the functions of these datasets.
     """
     replaced = {
         "_create_device_dataset": lambda *args: without_tuner(_make_device_dataset(*args)),
@@ -68,8 +64,8 @@ def _own_iterators() -> Iterator[None]:
 _make_device_dataset = _multi_device._create_device_dataset
 _Generator = _multi_device._PerDeviceGenerator
 _Reincarnated = _multi_device._ReincarnatedPerDeviceGenerator
-_PARTS = ("init", "next", "finalize")  # of what such a dataset does
-# The functions of a device's dataset, and for each the names of the tensors that it captures.
+_PARTS = ("init", "next", "finalize")  # the functions of such a dataset
+# The functions of a device's dataset, each with the names of the tensors that it captures.
 _Traced = dict[str, tuple[Any, list[str | None]]]
 _traced: dict[tuple[object, ...], _Traced] = {}
 
@@ -105,10 +101,10 @@ def _shared(
     element_spec: Nest,
     iterator_is_anonymous: bool,
 ) -> tf.data.Dataset:
-    """Returns the dataset of one device; it stands for `_PerDeviceGenerator`."""
+    """Replaces `_PerDeviceGenerator`; returns the dataset of one device."""
 
     def make() -> Any:
-        _multi_device._PerDeviceGenerator = _Generator  # whose constructor looks for that name
+        _multi_device._PerDeviceGenerator = _Generator  # its constructor looks up this name
         try:
             return _Generator(
                 shard_num,
@@ -138,7 +134,7 @@ def _shared(
         for part in _PARTS:
             captured = getattr(made, f"_{part}_captured_args")
             found[part] = getattr(made, f"_{part}_func"), [names.get(id(t)) for t in captured]
-        # The only other tensor is the resource's handle, which the first function captures.
+        # The first function captures the resource's handle, too. Other tensors are not known.
         if [found[part][1].count(None) for part in _PARTS] != [1, 0, 0]:
             return made
         _traced[key] = found
@@ -147,7 +143,7 @@ def _shared(
 
 
 def _once_more(dataset: tf.data.Dataset, incarnation_id: tf.Tensor) -> tf.data.Dataset:
-    """Returns a dataset that is read; it stands for `_ReincarnatedPerDeviceGenerator`."""
+    """Replaces `_ReincarnatedPerDeviceGenerator`; returns a dataset that is read once more."""
     return dataset if isinstance(dataset, _Shared) else _Reincarnated(dataset, incarnation_id)
 
 
@@ -155,8 +151,8 @@ class _OwningIterator(_multi_device.OwnedMultiDeviceIterator):
     """An iterator over devices that keeps the dataset it reads alive.
 
     TensorFlow's own class makes that dataset and drops it, but its thread that reads ahead has a
-    bare pointer to it. Since 2.21 the thread reads each element's types there, which may be freed
-    memory.
+    bare pointer to it. Since 2.21 the thread reads each element's types there, from memory that may
+    be freed.
     """
 
     def __init__(self, dataset: Any = None, *args: Any, **kwargs: Any) -> None:
@@ -180,19 +176,20 @@ class _OwningIterator(_multi_device.OwnedMultiDeviceIterator):
 
 
 _open_iterators: weakref.WeakSet[_OwningIterator] = weakref.WeakSet()
-# Each with the process that made it, and its dataset.
+# Iterators of one device, each with the process that made it, and its dataset.
 _plain_iterators: weakref.WeakKeyDictionary[Any, tuple[int, tf.data.Dataset]]
 _plain_iterators = weakref.WeakKeyDictionary()
 
 
 def _end_iterators() -> None:
-    """Ends the reading of data while Python can still run its part of it.
+    """Ends the reading of data while Python can still run generators.
 
-    A failed `fit` leaves its error, and with it the iterator, to the end of the interpreter. There
-    the thread that reads ahead can call no generator any more, and the iterator waits for it.
+    A failed `fit` leaves its error, and with it the iterator, until the interpreter ends. By then
+    the thread that reads ahead can call no generator any more, and the iterator waits for that
+    thread.
     """
     for iterator in list(_open_iterators):
-        with contextlib.suppress(tf.errors.OpError):  # nothing can be done about it any more
+        with contextlib.suppress(tf.errors.OpError):
             iterator.end()
     for iterator, (process, dataset) in list(_plain_iterators.items()):
         if process == os.getpid():
@@ -203,7 +200,7 @@ def _end_iterators() -> None:
 
 
 def _forget_iterators(orderly: bool) -> None:
-    """Leaves the iterators of a process that ends at once, which does not wait for a generator."""
+    """Forgets the iterators of a process that ends at once, without waiting for a generator."""
     del orderly
     _open_iterators.clear()
     _plain_iterators.clear()

@@ -1,4 +1,4 @@
-"""The devices of this process, also where TensorFlow lists those of other processes."""
+"""The devices of this process, even if TensorFlow also lists those of other processes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _TASK = re.compile(r"/job:(\w+)(?:/replica:\d+)?/task:(\d+)")
 def default_devices() -> list[str]:
     """Returns all logical GPUs of this process, else its first CPU device.
 
-    TensorFlow need not have started, and what it knows of other processes does not matter.
+    It works before TensorFlow has started, and whatever TensorFlow knows of other processes.
     """
     return [f"GPU:{number}" for number in range(len(cards_of_gpus()))] or ["CPU:0"]
 
@@ -34,8 +34,7 @@ def checked_devices(wanted: Sequence[str], listed: Sequence[str], worker: str) -
 
     Args:
         wanted: the devices, such as "GPU:0".
-        listed: all logical devices that TensorFlow lists. Once it knows other processes, it lists
-            those of all processes.
+        listed: all logical devices that TensorFlow lists, maybe of all processes.
         worker: this worker's device name, such as "/job:worker/task:1"; "" if it is alone.
 
     Raises:
@@ -57,11 +56,8 @@ def _task(device: str) -> tuple[str, ...]:
 
 
 def card_of(gpu: str) -> str | None:
-    """Returns an identifier of the card of a logical GPU, which no other card has on any machine.
+    """Returns an identifier of a logical GPU's card, unique among all machines.
 
-    None where CUDA's driver does not tell it.
-
-    Args:
-        gpu: the name of a device of this process, which ends with "GPU:" and its number.
+    None if CUDA's driver does not tell it. The name of the device ends with "GPU:" and its number.
     """
     return cuda.identifier(cards_of_gpus()[int(gpu.rpartition(":")[2])])

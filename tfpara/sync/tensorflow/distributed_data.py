@@ -34,7 +34,7 @@ from tfpara.sync.workers.json_exchange import everyones
 from tfpara.sync.workers.worker import Worker
 from tfpara.typing import Json, Nest
 
-# TensorFlow's functions that distribute a dataset, and datasets made by a function of a user's.
+# TensorFlow's functions that distribute a dataset, and a user's function that makes datasets.
 _Distribute = Callable[[tf.data.Dataset], tf.distribute.DistributedDataset]
 _DatasetFn = Callable[[tf.distribute.InputContext], tf.data.Dataset]
 _FromFunction = Callable[[_DatasetFn], Any]
@@ -44,17 +44,11 @@ _FromFunction = Callable[[_DatasetFn], Any]
 class DistributedData:
     """The data of a run: the position in them, their order, and their division among the workers.
 
-    Args:
-        worker: this worker.
-        models: the trained models.
-        momentum: the momentum of the models' optimizers, which depends on the length of an epoch.
-        balance: of the workers' blocks; None: all have the same.
-
     Attributes:
-        position: in the data of `fit`.
-        order: of data that are shuffled by the library.
-        passes: over the data of the `fit` that runs, with `steps_per_epoch`.
-        last: the passes over data by which the last epoch of the `fit` that runs was read.
+        position: the position in the data of `fit`.
+        order: the order of data that the library shuffles.
+        passes: the passes over the data of the present `fit`, if it has `steps_per_epoch`.
+        last: the passes over data by which the last epoch of the present `fit` was read.
     """
 
     worker: Worker
@@ -84,7 +78,7 @@ class DistributedData:
     def place_of(self, epoch: int, first: int, dealt: Dealt | None = None) -> DataPlace:
         """Returns the place of this worker's data of an epoch, from minibatch `first` on."""
         worker = self.worker
-        # Before a worker has joined an elastic run, its number may be that of workers or more.
+        # Before a worker has joined an elastic run, its rank may be too large for the members.
         rank = worker.rank % worker.num_workers
         return DataPlace(rank, worker.num_workers, len(worker.devices), epoch, first, dealt)
 
@@ -96,8 +90,8 @@ class DistributedData:
         passes, last, seed = self.passes, self.last, self.order.seed
         self.passes = None
         if not self.worker.changes:
-            self.order.seed = None  # each call draws one, or takes that of a checkpoint
-        within = self.worker.call_site.fits > 0  # this fit is called in a callback of another fit
+            self.order.seed = None  # each call of fit draws a seed, or takes that of a checkpoint
+        within = self.worker.call_site.fits > 0  # whether a callback of another fit calls this one
         aside = self.position.aside(lambda: self.models.steps_seen)
         try:
             with aside if within else contextlib.nullcontext():
@@ -115,20 +109,18 @@ class DistributedData:
         self.position.enter(epoch, self.models.steps_seen)
 
     def begin_pass(self) -> tuple[int, int]:
-        """Notes that a pass over data begins; returns its epoch and how much of it is done.
+        """Notes that a pass over data begins; returns its epoch and `Position.first`.
 
-        The latter is `Position.first`. An evaluation is no epoch, and reads its data whole.
+        An evaluation is no epoch, and reads its data whole.
         """
         if self.worker.call_site.calls:
             return self.position.epoch, 0
         return self.position.begin(self.models.steps_seen)
 
     def resumed(self, dataset: Any, begin: Callable[[], Iterator[Nest]]) -> Iterator[Nest]:
-        """Begins a pass over a dataset; skips minibatches trained before the run was resumed.
+        """Begins a pass over a distributed dataset; skips minibatches trained before a resume.
 
-        Args:
-            dataset: that is distributed.
-            begin: returns TensorFlow's iterator over it.
+        `begin` returns TensorFlow's iterator over the dataset.
         """
         for synchronizer in self.models.synchronizers:
             synchronizer.step_is_over()
@@ -139,9 +131,9 @@ class DistributedData:
         return iterator
 
     def note_length(self, steps: int) -> None:
-        """Notes with how many steps a pass over `datasets_by_epoch` begins.
+        """Notes the steps with which a pass over `datasets_by_epoch` begins.
 
-        It is the length of the epoch that begins, if Keras does not know that.
+        They give the length of the epoch, if Keras does not know it.
         """
         if self.worker.call_site.fits and not self.worker.call_site.calls:
             done = self.position.first // self.worker.replicas  # before a resume
@@ -165,8 +157,8 @@ class DistributedData:
 
         Args:
             facts: facts about this worker's data; see `same_data.difference`.
-            drawn: whether the library draws the order of the data. The seed is the chief's, of
-                Python's generator, which `keras.utils.set_random_seed` seeds.
+            drawn: whether the library draws the order of the data. Its seed comes from the chief's
+                Python generator, which `keras.utils.set_random_seed` seeds.
 
         Raises:
             ValueError: on every worker, if they have different data.
@@ -184,19 +176,17 @@ class DistributedData:
         if problem:
             raise ValueError(problem)
 
-    # -- what is distributed ---------------------------------------------------------------------
+    # -- datasets --------------------------------------------------------------------------------
 
     def divided(self, dataset: tf.data.Dataset, distribute: _Distribute) -> Any:
-        """Returns a dataset divided among the replicas of all workers.
+        """Returns a dataset of batches, each divided among the replicas of all workers.
 
-        Args:
-            dataset: with batches of rows for all replicas.
-            distribute: TensorFlow's function that does so.
+        `distribute` is TensorFlow's function that does so.
         """
         check_batched(dataset.element_spec, self.worker.replicas > 1)
         dataset = without_tuner(_safe(dataset))
         if self._undivided or self.worker.changes:
-            # A worker that comes or goes would change the others' parts: each evaluates all data.
+            # A worker that joins or leaves would change the others' parts, so each evaluates all.
             with self.worker.alone():
                 whole = distribute(dataset)
             if isinstance(whole, _input_lib.DistributedDataset):
@@ -209,17 +199,15 @@ class DistributedData:
             distributed.data, distributed.given = self, dataset
             distributed.distribute = distribute
             if not divided_between_workers(dataset) and distributed._cardinality > 0:
-                # Each worker gives its devices 1/W of a batch per step, so its own data take W
-                # times as many steps, for W workers.
+                # With W workers each one takes 1/W of its own batch per step, so its data take W
+                # times as many steps.
                 distributed._cardinality *= self.worker.num_workers
         return distributed
 
     def from_function(self, dataset_fn: _DatasetFn, make: _FromFunction) -> Any:
         """Returns the data of a user's function, which makes this worker's minibatches.
 
-        Args:
-            dataset_fn: the user's.
-            make: TensorFlow's function that distributes what another one makes.
+        `make` is TensorFlow's function that distributes the datasets of another function.
         """
 
         def prepared(context: tf.distribute.InputContext) -> tf.data.Dataset:
@@ -233,7 +221,7 @@ class DistributedData:
         return dataset
 
     def by_epoch(self, dataset_fn: _DatasetFn, make: _FromFunction) -> Any:
-        """Returns data that `dataset_fn` makes anew for each epoch; for `make` see above."""
+        """Returns data that `dataset_fn` makes anew for each epoch; `make`: see `from_function`."""
         if not self.worker.call_site.fits:
             self.position.move(0, self.models.steps_seen)
         with making(self.place_of(0, 0)):
@@ -247,21 +235,21 @@ class DistributedData:
         return dataset
 
     def deal(self, first: int) -> Dealt | None:
-        """Deals out the minibatches of a pass by the workers' speeds; None: by their numbers."""
+        """Deals out the minibatches of a pass by the workers' speeds; None: ranks decide."""
         if self.balance is None or self.worker.call_site.calls:
             return None
         return self.balance.begin(first, warm=self.models.steps_seen > 0)
 
 
 class _UndividedDataset(_input_lib.DistributedDataset):
-    """A dataset that this worker reads whole, as for `predict`; it is not trained on."""
+    """A dataset that this worker reads whole, as for `predict`, and does not train on."""
 
     def __iter__(self) -> Iterator[Nest]:
         return iterator_over(self, super().__iter__)
 
 
 def _not_read_ahead(data: Any, buffer_size: int) -> Any:
-    """Stands for `prefetch` of distributed data, which are read ahead as they are."""
+    """Replaces `prefetch` of distributed data, which are read ahead anyway."""
     del buffer_size
     return data
 
@@ -271,12 +259,12 @@ class _Datasets(_input_lib.DistributedDatasetsFromFunction):
 
     data: DistributedData
     _dataset_fn: _DatasetFn
-    # Keras calls `map` and `prefetch` of data that it weighs by `class_weight`.
+    # Keras calls `map` and `prefetch` to apply `class_weight`.
     prefetch = _not_read_ahead
 
     @property
     def cardinality(self) -> int:
-        """The steps of a pass: the minibatches are for this worker's devices in turn."""
+        """The steps of a pass, each with a minibatch for each of this worker's devices."""
         minibatches = int(super().cardinality)  # negative if it is not known
         devices = len(self.data.worker.devices)
         return minibatches if minibatches < 0 else -(-minibatches // devices)
@@ -318,7 +306,7 @@ class _EpochDatasets(_Datasets):
     def __iter__(self) -> Iterator[Nest]:
         epoch, first = self.data.begin_pass()
         if not self.data.worker.call_site.calls:
-            # `dataset_fn` leaves out minibatches by `first`: they must not be skipped again.
+            # `dataset_fn` leaves out the first minibatches, which must not be skipped again.
             self.data.position.take_steps()
         dealt = self.data.deal(first)
         wanted = epoch, first, self.data.share
@@ -351,8 +339,8 @@ class _Dataset(_input_lib.DistributedDataset):
 def _safe(dataset: tf.data.Dataset) -> tf.data.Dataset:
     """Returns the dataset with batches that own their memory, so that they may be divided.
 
-    Batches made by `batch` are copies already. There a further copy would hide the batch size from
-    TensorFlow, so the dataset stays as it is.
+    Batches made by `batch` are copies already. Another copy would hide the batch size from
+    TensorFlow, so such a dataset stays as it is.
     """
     copies = with_own_memory(dataset)
     return copies if batch_size(copies) == batch_size(dataset) else dataset

@@ -45,29 +45,15 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
 
     It overrides the methods in which the parent makes replicas agree at every step or read.
 
-    Args:
-        strategy: of which this is the extended part.
-        settings: of the strategy.
-        devices: of this worker.
-        found: the cluster.
-        company: the workers that take part.
-
     Attributes:
         worker: this worker, its place in its script, and its exchanges with the others.
-        links: collectives between the workers.
-        notes: for the user.
         momentum: the sync period, and momentum that is fitted to a block.
-        models: the trained models.
-        steps: what TensorFlow and Keras report of the steps of a `run`.
-        data: that the strategy distributes.
-        metrics: the reading of metrics.
-        initial_values: of variables.
-        waits: of this process for others.
+        steps: the steps of a `run`, as TensorFlow and Keras report them.
         states: objects whose state checkpoints keep, by name.
         shown: the name given to `strategy.weights`, inside its context; else None.
     """
 
-    # Turns off the parent's thread that probes peers: collectives have errors and timeouts here.
+    # The parent's thread that probes peers is off: collectives have errors and timeouts here.
     _enable_check_health = False
 
     def __init__(
@@ -79,20 +65,20 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         company: Company,
     ) -> None:
         self._wanted_devices = devices
-        self._timeout_seconds = settings.timeout_seconds  # which the parent's constructor asks for
+        self._timeout_seconds = settings.timeout_seconds  # the parent's constructor needs it
         self.shown: str | None = None
         self.worker = Worker(company)
         self.call_site = self.worker.call_site
         self._looking = False  # whether Keras is reducing a first batch, to see its shapes
-        # Threads of an elastic run ask it before models can be trained.
+        # Threads of an elastic run ask for waits before models can be trained.
         self.waits = Waits(found, self.worker, bool(settings.overlap))
         horovod = settings.collectives == "horovod" and found.num_workers > 1
         if company.changes:
             links.without_coordination()
         served = not horovod and found.num_workers > 1
-        earlier = links.strategies_before(found) if served else 0
-        # The parent would start the server again for a second strategy, and so drop what a faster
-        # worker has already asked it for. The server stays, and each strategy has keys of its own.
+        earlier = links.served[found] if served else 0
+        # For a second strategy the parent would start the server anew, and lose the requests of a
+        # faster worker. So the server stays, and each strategy has keys of its own.
         self._std_server_started = earlier > 0
         strategy._collective_key_base = earlier * BETWEEN_STRATEGIES
         super().__init__(
@@ -104,7 +90,7 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         if not horovod:
             self.worker.host = f"{self._worker_device}/device:CPU:0"
         if served:
-            links.count_strategy(found)
+            links.served[found] += 1
         replicas = company.founding_replicas(len(self.worker_devices))
         self.settings = settings = settings.resolved(replicas)
         company.attach(self)
@@ -143,8 +129,8 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
 
     # -- the workers -----------------------------------------------------------------------------
 
-    # TensorFlow's class keeps the number of workers and this worker's task as attributes. Both
-    # change in an elastic run, so they are read from `worker`.
+    # The parent keeps the number of workers and this worker's task as attributes. Both change in an
+    # elastic run, so they are read from `worker`.
     @property
     def _num_workers(self) -> int:
         return self.worker.num_workers
@@ -164,18 +150,15 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
     def take_place(self, num_workers: int, rank: int) -> None:
         """Sets what TensorFlow has derived from its list of workers.
 
-        Args:
-            num_workers: that take part.
-            rank: this worker's among them, by which data and seeds are divided; 0 is the chief.
+        `rank` is this worker's number, by which data and seeds are divided; 0 is the chief.
         """
         self._num_workers, self._id_in_cluster = num_workers, rank
         self._is_chief = rank == 0
 
     def _update_config_proto(self, config_proto: tf.compat.v1.ConfigProto) -> Any:
-        # The configuration with which the parent starts TensorFlow's server.
+        # The parent starts TensorFlow's server with this configuration. By default TensorFlow ends
+        # all processes when a worker sends no heartbeat for 10 s, as while it is stopped.
         updated = super()._update_config_proto(config_proto)
-        # By default TensorFlow ends all when a worker sends no heartbeat for 10 s: its process is
-        # stopped, its machine sleeps, or its clock is put forward.
         limit = math.ceil(1000 * (self._timeout_seconds + LATER_SECONDS))
         updated.experimental.coordination_config.heartbeat_timeout_in_ms = limit
         if self.worker.company.leader:
@@ -189,19 +172,19 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         return tuple(devices), self._wanted_devices[0].upper().split(":")[0]
 
     def _in_multi_worker_mode(self) -> bool:
-        # False: otherwise Keras and the input library would run a collective at every step.
+        # Otherwise Keras and the input library would run a collective at every step.
         return False
 
     # -- steps -----------------------------------------------------------------------------------
 
     def _use_merge_call(self) -> bool:
-        # False: no step waits for other replicas.
+        # No step waits for other replicas, as a merge call would.
         return False
 
     def _replica_ctx_all_reduce(
         self, reduce_op: tf.distribute.ReduceOp, value: Nest, options: Any = None
     ) -> Any:
-        # Optimizers would sum gradients over the replicas here. A local step uses its own alone.
+        # Optimizers call this to sum gradients over the replicas. A local step has its own alone.
         del reduce_op, options
         if not self.steps.trace.applying and self._num_replicas_in_sync > 1:
             self.notes.tell(
@@ -232,7 +215,7 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
 
     @contextlib.contextmanager
     def looking(self) -> Iterator[None]:
-        """Lets Keras look at a first batch inside: reductions take the first replica's values."""
+        """Lets Keras inspect a first batch inside: reductions take the first replica's values."""
         former, self._looking = self._looking, True
         try:
             yield
@@ -269,7 +252,7 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
                 f"strategy.reduce: the replicas' values have the shapes {shapes}. Give the axis of "
                 "the samples too, as in strategy.reduce(op, value, axis=0)."
             )
-        # A value that is not one of replicas is the same on each, and counts once for each.
+        # A plain value stands for equal values of all replicas, and counts once for each.
         total = tf.add_n(parts) * (len(self.worker_devices) // len(parts))
         if self._num_workers > 1:
             total = tf.reduce_sum(joined(total[tf.newaxis], 0, self.control, _REDUCE), 0)
@@ -278,8 +261,8 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
     def _gather_to_implementation(
         self, value: Nest, destinations: object, axis: int, options: object
     ) -> tf.Tensor:
-        # The parent's method has no timeout, does not know Horovod's workers, and has the values in
-        # the order of the devices' names, 10 before 2.
+        # The parent's method has no timeout, does not know Horovod's workers, and orders values by
+        # the devices' names, 10 before 2.
         del destinations, options
         if self._num_workers > 1 and not tf.executing_eagerly():
             raise ValueError(
@@ -338,7 +321,7 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
                 self.momentum.end_fit()
 
     def note_idle(self, model: keras.Model) -> None:
-        """Tells the user of replicas without a row, at the end of the first epoch of `fit`."""
+        """Prints a note on replicas without a row, at the end of the first epoch of `fit`."""
         trained = self.models.trained(model)
         if trained is not None and not self.worker.changes and not self.data.position.first:
             seen = trained.graph.consensus.weights_seen

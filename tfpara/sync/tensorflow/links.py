@@ -1,7 +1,8 @@
-"""The links between the workers: collectives, and what workers compare before they train."""
+"""The links between the workers: collectives, and the comparison of workers before training."""
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 
@@ -22,21 +23,18 @@ from tfpara.sync.workers.settings_check import agree
 from tfpara.sync.workers.worker import Worker
 
 START = Purpose("making a strategy", "make strategies and models on every worker alike")
-# TensorFlow's own limits are longer than ours by so much: the watchdog knows the silent worker.
+# TensorFlow's limits exceed ours by so many seconds: the watchdog can name the silent worker.
 LATER_SECONDS = 10.0
-BETWEEN_STRATEGIES = 1024  # group keys, of which a strategy of TensorFlow's takes some
-_SEED = 87654321  # TensorFlow's own, where a program has set none
-_served: dict[cluster.Cluster, int] = {}  # strategies so far, by the cluster of the server
+BETWEEN_STRATEGIES = 1024  # distance of the group keys of two strategies, each of which takes some
+_SEED = 87654321  # TensorFlow's default seed
+# The number of strategies that this process has made on the server of a cluster.
+served: collections.Counter[cluster.Cluster] = collections.Counter()
 
 
 class Links:
     """The collectives between the workers.
 
-    Args:
-        found: the cluster.
-        settings: of the strategy.
-        worker: this worker.
-        earlier: strategies that this process has made before on the same server.
+    `earlier` is the number of strategies that this process has made before on the same server.
 
     Attributes:
         collectives: between the lead devices, for the weights.
@@ -62,8 +60,8 @@ class Links:
     def for_control(self) -> Collectives:
         """Returns collectives between the hosts, for exchanges that Python code calls.
 
-        The watchdog, or the meeting point's line, ends a wait in Python code earlier than their
-        timeout, and names the silent worker. In graphs the timeout does.
+        Their timeout ends waits in graphs. A wait in Python code ends earlier, by the watchdog or
+        the connection to the meeting point, which can name the silent worker.
         """
         seconds = self._settings.timeout_seconds + LATER_SECONDS
         return self._between(2, self._worker.host, seconds, self._worker.call_site.waiting)
@@ -113,13 +111,12 @@ class Links:
             )
         if self._settings.collectives == "tensorflow":
             self.connect_by(cards)
-        # Every worker shuffles data for itself. With different seeds the orders would differ, and
-        # the workers' parts would overlap. `shuffle(1000, seed=1)` depends on the program's seed,
-        # too, so a run that is resumed, or a worker that joins one, has to find the same one. A
-        # seed that the user sets later replaces it.
+        # Every worker shuffles data for itself. With different seeds of the program the orders
+        # would differ, even with `shuffle(1000, seed=1)`, and the workers' parts would overlap. A
+        # resumed run or a joiner needs the same seed too, so it is a fixed one.
         if _context.global_seed() is None:
             tf.random.set_seed(_SEED)
-        # Python's and NumPy's states too, for what scripts draw or a PyDataset shuffles.
+        # Scripts and PyDatasets draw from Python's and NumPy's generators.
         set_random_states(states[0])
 
     def connect_by(self, cards: Sequence[str | None]) -> None:
@@ -145,29 +142,19 @@ class Links:
             _context.context().abort_collective_ops(tf.errors.DEADLINE_EXCEEDED, message)
 
 
-def strategies_before(found: cluster.Cluster) -> int:
-    """Returns how many strategies this process has made on the server of a cluster."""
-    return _served.get(found, 0)
-
-
-def count_strategy(found: cluster.Cluster) -> None:
-    """Counts a strategy that was made on the server of a cluster."""
-    _served[found] = strategies_before(found) + 1
-
-
 def without_coordination() -> None:
-    """Has TensorFlow start no coordination service, which would end a run that loses a worker.
+    """Makes TensorFlow start no coordination service, which would end a run that loses a worker.
 
-    TensorFlow configures one only where there is no configuration.
+    TensorFlow configures one only if there is no configuration.
     """
     _context.context().configure_coordination_service(service_type="")
 
 
 def serve(addresses: Mapping[int, str], leader: str) -> None:
-    """Makes this process's server one of other workers; nothing that exists is made anew.
+    """Gives this process's server another list of workers; all that exists stays.
 
     Args:
-        addresses: of all workers, this one among them, by task number, in the order of ranks.
+        addresses: the addresses of all workers, by task number, in the order of ranks.
         leader: the device name of the worker that coordinates collectives.
     """
     context = _context.context()

@@ -1,4 +1,4 @@
-"""Reading a metric's variable: one number from the replicas of all workers."""
+"""Reading a metric's variable, as one number from the replicas of all workers."""
 
 from __future__ import annotations
 
@@ -15,19 +15,15 @@ from tfpara.sync.workers.worker import Worker
 
 @dataclasses.dataclass(eq=False)
 class MetricReads:
-    """The reading of metrics.
-
-    Args:
-        worker: this worker.
-    """
+    """The reading of metrics."""
 
     worker: Worker
-    # By the variable's id, while metrics are read.
+    # The sums of the metrics that are read now, by the variable's id.
     _sums: dict[int, tf.Tensor] = dataclasses.field(default_factory=dict, init=False)
 
     @contextlib.contextmanager
     def reading(self, model: keras.Model) -> Iterator[None]:
-        """Has metrics that are read inside be all of the same workers, where these change."""
+        """If members change, makes all metrics that are read inside sums over the same workers."""
         if not self.worker.changes:
             yield
             return
@@ -43,7 +39,7 @@ class MetricReads:
     def over_all(self, variable: Metric, mean: bool) -> tf.Tensor:
         """Returns the sum or mean of a variable over all replicas; every worker must call it.
 
-        Of a variable that is read as replica 0's, it is that one's component.
+        A variable that is read as replica 0's gives that component.
         """
         replicas, eager = self.worker.replicas, tf.executing_eagerly()
         if not eager:
@@ -57,11 +53,11 @@ class MetricReads:
         return total / replicas if mean else total
 
     def _part_of(self, variable: Metric) -> tf.Tensor:
-        """Returns this worker's term of the sum of which a metric's variable is read."""
+        """Returns this worker's term of the sum that a read of a metric's variable gives."""
         if not variable.is_of_first:
             return tf.add_n([v.read_value() for v in variable.values])
         first = variable.values[0].read_value()
-        # In a graph nothing is exchanged.
+        # In a graph nothing is exchanged, so each worker's own value counts.
         counts = self.worker.rank == 0 or not tf.executing_eagerly()
         return first if counts else tf.zeros_like(first)
 

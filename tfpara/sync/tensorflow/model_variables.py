@@ -20,11 +20,11 @@ def replica_variables(
 ) -> ReplicaVariables:
     """Returns the model's weights, averaged state and optimizer slots, by device.
 
+    A rule with a method `check_optimizer` filters the optimizer's moments.
+
     Args:
         model: a built model, whose optimizer, if it has one, is built too.
         components_of: returns a distributed variable's component on each local device.
-        settings: the strategy's. A rule with a method `check_optimizer` filters the optimizer's
-            moments.
 
     Raises:
         ValueError: the rule, or the choice of `local_state`, does not work with the model's
@@ -139,7 +139,8 @@ def _only_optimizer(model: keras.Model) -> list[keras.optimizers.Optimizer]:
 def _slots(optimizer: keras.optimizers.Optimizer) -> list[tuple[keras.Variable, float]]:
     """Returns the optimizer's slots, each with its initial value.
 
-    Variables with a true attribute `of_one_replica` are left out: a sync does not change them.
+    Variables with a true attribute `of_one_replica` are left out, since a sync does not change
+    them.
     """
     start = float(getattr(optimizer, "initial_accumulator_value", 0.0))
     # Nadam's product of its momenta so far is the only scalar that belongs to the moments.

@@ -1,4 +1,4 @@
-"""Replicas' steps that change nothing where the loss or a gradient has NaN or Inf."""
+"""Steps of replicas that change nothing if the loss or a gradient has NaN or Inf."""
 
 from __future__ import annotations
 
@@ -18,13 +18,9 @@ from tfpara.typing import Nest
 class Guard:
     """Looks at the loss and the gradients of each step, and takes back a step that has NaN or Inf.
 
-    A step is taken back by the values that the model's variables, its optimizers' and its metrics'
-    had before. So it holds for whatever the step has written of them: weights, slots, counts,
-    statistics of batch normalisation. States of seed generators go on.
-
-    Args:
-        strategy: of the replicas.
-        devices: of the local replicas.
+    The variables of the model, its optimizers and its metrics then get their former values. This
+    covers all of them that a step may write: weights, slots, counts, statistics of batch
+    normalisation. States of seed generators go on.
     """
 
     def __init__(self, strategy: tf.distribute.Strategy, devices: Sequence[str]) -> None:
@@ -44,7 +40,7 @@ class Guard:
             found.assign(tf.where(tf.reduce_all(finite), found.read_value(), 1.0))
 
     def around(self, fn: Callable[..., Nest], model: keras.Model) -> Callable[..., Nest]:
-        """Returns a replica's step `fn` of a model, which is taken back where it has NaN or Inf."""
+        """Returns a replica's step `fn` of a model, taken back if it has NaN or Inf."""
         if isinstance(fn, CompiledStep):
             return fn.around(lambda step: self.around(step, model))
 
@@ -58,7 +54,7 @@ class Guard:
         return guarded
 
     def taken(self) -> list[tf.Tensor]:
-        """Returns for each replica whether its last step was taken back; begins anew."""
+        """Returns for each replica whether its last step was taken back, and forgets that."""
         nonfinite = []
         for found in self._found:
             with tf.device(found.device):
@@ -68,7 +64,7 @@ class Guard:
 
     @tf.autograph.experimental.do_not_convert
     def _values(self, model: keras.Model) -> list[tuple[tf.Variable, tf.Tensor]]:
-        """Returns the components of this replica that a step writes, with their values."""
+        """Returns this replica's components that a step writes, with their values."""
         return [(component, component.read_value()) for component in self._own(model)]
 
     def _own(self, model: keras.Model) -> list[tf.Variable]:
@@ -84,9 +80,9 @@ class Guard:
         outputs: Nest,
         of_keras: bool,
     ) -> Nest:
-        """Restores variables where the step has met NaN or Inf; returns the step's outputs.
+        """Restores variables if the step has met NaN or Inf; returns the step's outputs.
 
-        Metrics among those of a step that `fit` runs are then without the minibatch.
+        Metrics in the outputs of a step of `fit` are then those without the minibatch.
         """
         replica = local_replica()
         bad = self._found[replica].read_value() > 0.0
@@ -96,7 +92,7 @@ class Guard:
                 variable.assign(value)
 
         if compiles_on(self._devices[replica]):
-            # With a branch the host would wait for the GPU before each next step.
+            # A branch would make the host wait for the GPU before each next step.
             for variable, value in before:
                 variable.assign(tf.where(bad, value, variable.read_value()))
         elif tf.executing_eagerly():

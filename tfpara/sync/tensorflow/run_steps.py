@@ -24,10 +24,10 @@ from tfpara.typing import Nest, Scalar, Variable
 
 @dataclasses.dataclass(eq=False)
 class StepTrace:
-    """What replicas do in one call of `run`, noted while their step is traced, or run from Python.
+    """The actions of replicas in one call of `run`, noted while it is traced or run from Python.
 
     Attributes:
-        optimizers: that take a step.
+        optimizers: those that take a step.
         written: variables that optimizers write.
         applying: whether the step of an optimizer is under way.
     """
@@ -50,15 +50,10 @@ class StepTrace:
 class RunSteps:
     """The calls of `run`.
 
-    Args:
-        strategy: whose replicas take the steps.
-        settings: of the strategy.
-        models: the trained models.
-        guard: takes back steps with NaN or Inf; None: they stay.
-
     Attributes:
+        guard: takes back steps with NaN or Inf; None: they stay.
         minibatch_weight: a user's weight of a minibatch; None: from the compiled loss.
-        trace: of the present call of `run`, else of the last one.
+        trace: the trace of the present call of `run`, else of the last one.
     """
 
     def __init__(
@@ -93,20 +88,18 @@ class RunSteps:
 
         Args:
             run: TensorFlow's method `run`.
-            fn: the step.
             args: its arguments, with a component for each local replica.
             kwargs: its named arguments; None: there are none.
-            options: for TensorFlow.
             check: called with a model that was not known before its step, and the strategy.
         """
         models = self._models
         if tf.executing_eagerly() and models.for_step(fn) is None:
             model = models.model_of(fn)
             if _is_train_step(fn) or (model is models.tracked and _has_weights(model)):
-                # Made before the step, so that it starts from the weights before the step.
+                # The synchronizer is made here, so that it starts from the weights before the step.
                 models.make(model)
-        # A function that was traced in an earlier call does not show that it steps. Its
-        # optimizers' step counts do.
+        # If a function was traced in an earlier call, only the step counts of its optimizers show
+        # that it takes steps.
         counts = self.step_counts() if tf.executing_eagerly() else []
         trace = self.trace = StepTrace()
         outputs = run(skip_empty(self._guarded(fn)), args, kwargs, options)
@@ -122,7 +115,7 @@ class RunSteps:
         if not stepped and not _is_train_step(fn):
             return outputs
         self.check_optimizers(models.model_of(fn), trace.optimizers)
-        # Looked up again, since the step may have made slots of optimizers.
+        # The synchronizer is looked up again, since the step may have made optimizers' slots.
         synchronizer = models.for_step(fn)
         if synchronizer is None:
             with tf.init_scope():
@@ -142,7 +135,7 @@ class RunSteps:
         return outputs
 
     def _guarded(self, fn: Callable[..., Nest]) -> Callable[..., Nest]:
-        """Returns `fn`, taken back where its loss or a gradient has NaN or Inf if that is asked."""
+        """Returns `fn`; a guard takes it back if its loss or a gradient has NaN or Inf."""
         model = self._models.model_of(fn)
         trains = _is_train_step(fn) or not isinstance(getattr(fn, "__self__", None), keras.Model)
         if self.guard is None or model is None or not trains:
@@ -154,8 +147,8 @@ class RunSteps:
     def leaving_syncs(self) -> Iterator[list[tuple[tf.Tensor, Callable[[], None]]]]:
         """Leaves the syncs that are due after the steps inside to the caller.
 
-        Yields a list to which each step adds whether something is due, and the function to call
-        then, before the next step.
+        Yields a list to which each step appends whether something is due, and the function that the
+        caller must call if so, before the next step.
         """
         former, self._left = self._left, []
         try:
@@ -182,10 +175,6 @@ class RunSteps:
         """Replaces the outputs of replicas that had no samples by the mean of the others'.
 
         Such replicas took no step and returned zeros, and Keras averages over all replicas.
-
-        Args:
-            outputs: what a step of Keras returned through `run`.
-            samples: for each local replica its samples, as from `batch_size`.
         """
         if len(samples) == 1 or not any(tf.is_tensor(number) or number == 0 for number in samples):
             return outputs
@@ -206,10 +195,7 @@ class RunSteps:
         return tf.nest.map_structure(filled, outputs)
 
     def step_counts(self) -> list[tuple[keras.optimizers.Optimizer, int]]:
-        """Returns all optimizers that have taken steps in `run`, and their steps.
-
-        These are summed over the local replicas.
-        """
+        """Returns the optimizers that have stepped in `run`, and their steps on this worker."""
 
         def count(optimizer: keras.optimizers.Optimizer) -> int:
             # `_iterations`, since the public `iterations` stands still while gradients accumulate.
@@ -225,7 +211,7 @@ class RunSteps:
     def check_optimizers(
         self, model: keras.Model | None, used: Sequence[keras.optimizers.Optimizer]
     ) -> None:
-        """Raises ValueError if a sync writes slots, and one of the optimizers is not known."""
+        """Raises ValueError if a sync writes slots, and one of the optimizers used is not known."""
         settings = self._settings
         if model is None:
             return
@@ -236,7 +222,8 @@ class RunSteps:
         setting = (
             "" if settings.local_state == "keep" else f", local_state={settings.local_state!r}"
         )
-        # The class name alone: an outer rule's repr reads its optimizer, which no graph can do.
+        # The message has the class name alone: an outer rule's repr reads an optimizer, which no
+        # graph can do.
         check_optimizers_known(model, used, f"{type(settings.rule).__name__}{setting}")
 
     def check_written(self, synchronizer: Synchronizer, written: Sequence[Variable]) -> None:

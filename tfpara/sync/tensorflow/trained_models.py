@@ -42,15 +42,14 @@ _TRAIN = Purpose("beginning to train a model", "train the same models on every w
 class _Trained:
     """A model that was trained.
 
-    Workers collect a model at different times. So what all of them do alike must not depend on
-    whether it is there still.
+    Workers collect a model at different times, so their common operations must not depend on
+    whether it still exists.
 
     Attributes:
         model: returns the model; None once Python has collected it.
-        identity: the `_identity` that it had then.
+        identity: the `_identity` that it had when its synchronizer was made.
         synchronizer: its synchronizer.
-        weights: by id, the components on the first device of all its weights, also of those that
-            are not trained.
+        weights: by id, the components on the first device of all its weights, frozen ones included.
     """
 
     model: Callable[[], keras.Model | None]
@@ -62,19 +61,9 @@ class _Trained:
 class TrainedModels:
     """The models that were trained, in the order of their first steps, on all workers alike.
 
-    Args:
-        strategy: in whose scope the models are.
-        settings: of the strategy.
-        worker: this worker.
-        links: the collectives.
-        momentum: the momentum of the models' optimizers.
-        notes: for the user.
-        balance: of the workers' blocks; None: all have the sync period.
-
     Attributes:
-        settings: of the strategy.
-        rule: of the model that was made last.
-        tracked: what a custom loop trains; None: not named.
+        rule: the rule of the model that was made last.
+        tracked: the model, or group of models, of a custom loop; None: not named.
         blocks_closed: number of times that Python code has closed the blocks, on all workers alike.
     """
 
@@ -101,7 +90,7 @@ class TrainedModels:
         self.blocks_closed = 0
         self._trained: list[_Trained] = []
         self._recent: _Trained | None = None  # of the model that was trained last
-        self._dropped = NO_SYNCS  # what syncs of models cost that are not in `_trained` any more
+        self._dropped = NO_SYNCS  # the statistics of models that are not in `_trained` any more
         self._made = 0
 
     # -- the models ----------------------------------------------------------------------------
@@ -170,7 +159,7 @@ class TrainedModels:
         return trained.synchronizer
 
     def trained(self, model: keras.Model) -> Synchronizer | None:
-        """Returns the synchronizer of a model, or of the whole it is part of; None if untrained."""
+        """Returns the synchronizer of a model, or of a trained whole that has it; else None."""
         trained = self._entry_of(model)
         return trained.synchronizer if trained else None
 
@@ -205,7 +194,7 @@ class TrainedModels:
         if not weights:
             return None
         wholes = [each for each in self._trained if weights.keys() <= each.weights.keys()]
-        # One may have frozen what another trains.
+        # Several models may have these weights; the one that trains most of them is meant.
         return max(
             wholes,
             key=lambda each: sum(each.synchronizer.has_any_of([c]) for c in weights.values()),
@@ -221,15 +210,15 @@ class TrainedModels:
 
     @contextlib.contextmanager
     def in_fit(self, model: keras.Model) -> Iterator[None]:
-        """Notes that a model's `fit` runs inside, maybe in a callback of another model's."""
+        """Notes that a model's `fit` runs inside, maybe in a callback of another model's `fit`."""
         former = self._recent
         self._recent = self._entry_of(model) or former
         yield
         if self._call_site.fits:
             self._recent = former
 
-    # A loop's tf.function would have AutoGraph convert this where it is traced, and with it the
-    # syncs from Python that end other models' blocks.
+    # Otherwise AutoGraph would convert this when a loop's tf.function is traced, and with it the
+    # syncs from Python that close other models' blocks.
     @tf.autograph.experimental.do_not_convert
     def make(self, model: keras.Model | None) -> Synchronizer:
         """Makes the sync state of a model from its present weights."""
@@ -286,7 +275,7 @@ class TrainedModels:
     def _note_settings(
         self, model: keras.Model, settings: Settings, variables: ReplicaVariables
     ) -> None:
-        """Tells the user how a model that is about to be trained goes with the settings."""
+        """Prints notes about a model that is about to be trained with these settings."""
         self._momentum.note(model, settings)
         if self._worker.replicas > 1 and "sum" in reductions(getattr(model, "loss", None)):
             self._notes.tell(
@@ -308,8 +297,8 @@ class TrainedModels:
     def _site(self) -> Site:
         """Returns this worker's place among all that train the next model."""
         site = Site(
-            # A joiner of an elastic run has made fewer synchronizers than the others, so that
-            # numbers would differ; such a run has one model.
+            # A joiner of an elastic run has made fewer synchronizers than the others, so the number
+            # would differ. Such a run has one model, and needs none.
             name="model" if self._company.changes else f"model{self._made}",
             num_replicas=self._worker.replicas,
             company=self._company,
@@ -330,12 +319,11 @@ class TrainedModels:
     def _drop_collected(self, former: _Trained | None) -> None:
         """Drops the synchronizers of models that no worker has any more; every worker must call it.
 
-        Args:
-            former: the entry of the model that is about to be trained, if it has one.
+        `former` is the entry of the model that is about to be trained, if it has one.
         """
         if all(each is former for each in self._trained):
             return
-        gc.collect()  # Models refer to themselves, so that they stay until then.
+        gc.collect()  # models refer to themselves, so they stay until a collection
         gone = [k for k, each in enumerate(self._trained) if each.model() is None]
         several = self._worker.num_workers > 1
         everyone = everyones(gone, self._worker.control, _TRAIN) if several else [gone]
@@ -367,7 +355,7 @@ class TrainedModels:
         if self.tracked is whole:
             self.tracked = None
 
-    # -- what all models do ------------------------------------------------------------------------
+    # -- all models --------------------------------------------------------------------------------
 
     def finish_blocks(self, purpose: Purpose = _SYNCHRONIZE) -> None:
         """Closes the open blocks of all models; every worker must call it for this purpose."""
@@ -376,7 +364,7 @@ class TrainedModels:
 
     @contextlib.contextmanager
     def writing(self, model: keras.Model) -> Iterator[None]:
-        """Has a model, or what has weights of trained ones, hold the global model for a file."""
+        """Puts the global model into a model, and trained ones that share weights, for a file."""
         weights = self._components(getattr(model, "weights", []))
         with contextlib.ExitStack() as stack:
             for trained in self._trained:
@@ -389,7 +377,7 @@ class TrainedModels:
         if not 0 <= replica < self._worker.replicas:
             raise ValueError(f"replica={replica} is not one of 0 … {self._worker.replicas - 1}.")
         synchronizer = self.synchronizer_of(model)
-        # The block is closed first, since the rule changes the weights then.
+        # The block is closed first, since that changes the weights.
         self.finish_blocks(call("strategy.broadcast_replica()"))
         worker, device = divmod(replica, len(self._worker.devices))
         weights, state = synchronizer.replica_values(device)
@@ -419,13 +407,13 @@ def _refuse(model: keras.Model) -> None:
 def _reference(model: keras.Model) -> Callable[[], keras.Model | None]:
     """Returns a function that gives the model as long as the program has it.
 
-    A group stays, since nobody else has it.
+    A group stays, since nothing else refers to it.
     """
     return (lambda: model) if isinstance(model, Group) else weakref.ref(model)
 
 
 def _identity(model: keras.Model) -> Any:
     """Returns what a synchronizer depends on; compiling anew or freezing layers changes it."""
-    # The number of slots is part of it, since an optimizer may get them in its first step.
+    # The number of slots is included, since an optimizer may get them in its first step.
     slots = [(optimizer, len(optimizer.variables)) for optimizer in optimizers(model)]
     return slots, [id(v) for v in model.trainable_variables]

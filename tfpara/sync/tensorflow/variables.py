@@ -1,4 +1,4 @@
-"""The variables that models and metrics get in the strategy's scope, and those of its own."""
+"""The variables of models and metrics in the strategy's scope, and those of the strategy."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tfpara.typing import Nest, Variable
 
 
 class _AsNumber:
-    """Lets Python make a number of a distributed variable, as it does of a plain one.
+    """Lets Python make a number of a distributed variable, as of a plain one.
 
     So `float(optimizer.learning_rate)` works in callbacks, as in plain Keras.
     """
@@ -33,7 +33,7 @@ class _AsNumber:
 
 
 class Mirrored(_AsNumber, _values.MirroredVariable):
-    """A variable of each replica; outside of replicas a read takes this worker's first one."""
+    """A variable of each replica; a read outside of replicas gives this worker's first one."""
 
 
 class Metric(_AsNumber, _values.SyncOnReadVariable):
@@ -64,9 +64,8 @@ class Metric(_AsNumber, _values.SyncOnReadVariable):
         name: str | None = None,
         read_value: bool = True,
     ) -> Any:
-        # Called from Python, the parent's method reads the variable after it has written it, which
-        # is an exchange of all workers. Keras resets all metrics at the begin of an epoch, and does
-        # not use the value.
+        # From Python the parent's method also reads the variable, which is an exchange of all
+        # workers. Keras resets all metrics at the begin of an epoch, and does not use the value.
         if not tf.executing_eagerly() or in_replica():
             return super().assign(value, use_locking, name, read_value)
         super().assign(value, use_locking, name, read_value=False)
@@ -95,7 +94,7 @@ def in_replica() -> bool:
 
 
 def local_replica() -> int:
-    """Returns the number, on this worker, of the replica whose step calls it."""
+    """Returns the number, on this worker, of the replica whose step calls this function."""
     return _values.values_util.get_current_replica_id_as_int()
 
 
@@ -104,10 +103,7 @@ def plain_variable(
 ) -> tf.Variable:
     """Returns a variable of the present device alone, also in a strategy's scope.
 
-    Args:
-        value: its initial value.
-        name: its name.
-        shape: of all values that it may have; None: that of the initial one.
+    `shape` covers the shapes of all values that it may have; None: that of the initial one.
     """
     return ResourceVariable(value, name=f"tfpara/{name}", trainable=False, shape=shape)
 
@@ -119,11 +115,7 @@ def host_variable(value: Nest, name: str) -> tf.Variable:
 
 
 class InitialValues:
-    """The initial values of variables: the chief's, once all have agreed on what is being made.
-
-    Args:
-        worker: this worker.
-    """
+    """The initial values of variables: the chief's, once all have agreed on what is being made."""
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
@@ -178,7 +170,7 @@ class InitialValues:
         self._created += 1
         if self._worker.num_workers == 1:
             return value
-        # Numbers in Keras' names are removed: they count everything that a process has made.
+        # Numbers in Keras' names are removed, since they count all objects that a process has made.
         name = re.sub(r"_\d+(?=[/_]|$)", "", name)
         description = f"{name} {tuple(value.shape)} {value.dtype.name}"
         digest = hashlib.blake2b(description.encode(), digest_size=6).digest()

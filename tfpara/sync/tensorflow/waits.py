@@ -1,4 +1,4 @@
-"""Waits of this process for other workers: their begin, the workers awaited, and their end."""
+"""Waits of this process for other workers: their begin, the awaited workers, and their end."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Waits:
         return [*names, "meeting"] if self.worker.call_site.began else names
 
     def _table(self) -> list[status_board.Row] | None:
-        """Returns where all workers are in their scripts; None if it is not known."""
+        """Returns the places of all workers in their scripts; None if they are not known."""
         return self._status_board.table() if self._status_board else None
 
     def _report(self, seconds: float) -> None:

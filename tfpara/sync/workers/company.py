@@ -23,8 +23,7 @@ class Company(abc.ABC):
     """The workers that take part in a run, and their common operations.
 
     Other code calls these methods and never asks for the kind of company. Every worker must call
-    the methods marked "all" alike. Methods that are not abstract do nothing if members do not
-    change.
+    the methods marked "all". Methods that are not abstract do nothing if members do not change.
 
     Attributes:
         changes: whether workers may join and leave.
@@ -115,13 +114,7 @@ class Company(abc.ABC):
 
     @abc.abstractmethod
     def fit(self, model: keras.Model, given: dict[str, Any], fit: Fit) -> keras.callbacks.History:
-        """All: makes a call of `fit`.
-
-        Args:
-            model: the model that is trained.
-            given: the arguments of the call by name, which are changed in place.
-            fit: makes the call with such arguments.
-        """
+        """All: makes a call of `fit` with arguments by name, which are changed in place."""
 
     def fit_begins(self) -> None:
         """Admits this worker, once `fit` has begun and its callbacks know that."""

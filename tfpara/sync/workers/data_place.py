@@ -19,7 +19,7 @@ class DataPlace:
         devices: number of devices of each worker, with a replica on each.
         epoch: number of the epoch, from 0.
         first: number of minibatches of the epoch, over all replicas, that are left out.
-        dealt: the worker's minibatches, if speeds decide (a `Dealt`); None: those of its number.
+        dealt: the `Dealt` of the worker's minibatches if speeds decide; None: its number decides.
     """
 
     worker: int

@@ -41,9 +41,7 @@ class Host(Protocol):
 class Fixed(Company):
     """The workers of a run that none leaves and none joins, or a single worker.
 
-    Args:
-        found: the workers.
-        by_horovod: whether Horovod connects them, so that TensorFlow knows only this worker.
+    If Horovod connects them, TensorFlow knows only this worker.
     """
 
     _host: Host

@@ -26,10 +26,10 @@ from tfpara.sync.workers.json_exchange import everyones
 from tfpara.sync.workers.meetings import Control
 
 _GLOO_TIMEOUT = "HOROVOD_GLOO_TIMEOUT_SECONDS"
-# Milliseconds between two requests of Horovod's thread for work of other processes. With Horovod's
-# default of 1 it always takes some percent of a core. With 5 a large sync is no slower.
+# Milliseconds between two looks of Horovod's thread for work. With Horovod's default of 1 it takes
+# some percent of a core all the time. With 5 a large sync is no slower.
 _CYCLE, _CYCLE_MS = "HOROVOD_CYCLE_TIME", "5"
-# No fusion: fused buckets arrive together, and the rule would wait for the last one.
+# No fusion: fused buckets arrive together, so the rule would wait for the last one.
 _FUSION, _FUSION_BYTES = "HOROVOD_FUSION_THRESHOLD", "0"
 # The network interface on which Gloo listens, by default that of the host name's address.
 _INTERFACE = "HOROVOD_GLOO_IFACE"
@@ -48,12 +48,12 @@ _joined: _Joined | None = None
 
 
 def join(found: Cluster, startup_timeout_seconds: float, timeout_seconds: float) -> None:
-    """Joins the group, unless this process has done so before; every process must call it.
+    """Joins the group, unless this process is in it; every process must call it.
 
     Args:
         found: this process's view of the cluster, of several processes.
         startup_timeout_seconds: longest wait for the other processes.
-        timeout_seconds: how long a process may be stopped before it counts as lost.
+        timeout_seconds: time for which a process may be stopped before it counts as lost.
 
     Raises:
         ValueError: Horovod is missing, or built for another TensorFlow, or without the MPI that
@@ -72,7 +72,7 @@ def join(found: Cluster, startup_timeout_seconds: float, timeout_seconds: float)
             "tfpara-launch --max_restarts."
         )
     port = _meet(hvd, found, startup_timeout_seconds, secret.read())
-    # After the start only this limits Horovod's wait for a stopped process.
+    # After the start only this variable limits Horovod's wait for a stopped process.
     os.environ.setdefault(_GLOO_TIMEOUT, str(max(5, math.ceil(timeout_seconds))))
     os.environ.setdefault(_CYCLE, _CYCLE_MS)
     os.environ.setdefault(_FUSION, _FUSION_BYTES)
@@ -92,7 +92,7 @@ def join(found: Cluster, startup_timeout_seconds: float, timeout_seconds: float)
         listener.listen(128)
         port = ports.OpenPort(listener)
     _joined = _Joined(found, port)
-    # If an exception ends the program, the others do not leave, so this process does not wait.
+    # If an exception ends the program, the others stay, so this process does not wait for them.
     program.on_leaving(leave)
     atexit.register(lambda: leave(orderly=not hasattr(sys, "last_value")))
 
@@ -100,8 +100,7 @@ def join(found: Cluster, startup_timeout_seconds: float, timeout_seconds: float)
 def leave(orderly: bool) -> None:
     """Leaves the group, if this process is in it; the others' operations then fail.
 
-    Args:
-        orderly: whether to wait up to 2 s until the others leave as well.
+    An `orderly` end waits up to 2 s until the others leave as well.
     """
     global _joined
     if _joined is None:
@@ -149,7 +148,7 @@ def _meet(
 
 
 def _own_name(hvd: Any) -> str:
-    """Returns the host of this process, by a name or address that the others can reach."""
+    """Returns this process's host, by a name or address that the others can reach."""
     if hvd.local_size() == hvd.size():
         return "127.0.0.1"
     return os.environ.get("HOROVOD_HOSTNAME") or socket.gethostname()
@@ -158,16 +157,12 @@ def _own_name(hvd: Any) -> str:
 def with_addresses(found: Cluster, control: Control) -> Cluster:
     """Returns the cluster with the addresses at which its processes can be probed.
 
-    If a process cannot be reached, the cluster stays without addresses.
-
-    Args:
-        found: the cluster that was joined.
-        control: control between the processes; every process must call this.
+    If a process cannot be reached, the cluster stays without addresses. Every process must call it.
     """
     if _joined is None or (found.addresses and not found.rank_variable):
         return found
     own = f"{_own_name(load())}:{_joined.port.port}"
     addresses = everyones(own, control, Purpose("telling its address"))
     whole = found._replace(addresses=tuple(addresses))
-    # Behind a firewall a live process looks dead, so addresses are useless.
+    # Behind a firewall a live process looks dead, and its address is useless.
     return found if unreachable(whole, _REACH_SECONDS) else whole

@@ -19,12 +19,10 @@ _CARRIED_AS = {tf.bfloat16: tf.float32} | dict.fromkeys(
 
 
 def everyones(value: Json, control: Control, purpose: Purpose) -> list[Json]:
-    """Sends this worker's value to all; returns the workers' values by rank.
+    """Sends this worker's value for JSON to all; returns the workers' values by rank.
 
-    Args:
-        value: a value for JSON; other objects are sent as their `repr`.
-        control: control between the workers; every worker must call this for the same purpose.
-        purpose: the purpose of the exchange.
+    Every worker must call it for the same purpose. Objects that JSON lacks are sent as their
+    `repr`.
     """
     return control.whole(lambda: _everyones(value, control, purpose))
 
@@ -32,7 +30,7 @@ def everyones(value: Json, control: Control, purpose: Purpose) -> list[Json]:
 def _everyones(value: Json, control: Control, purpose: Purpose) -> list[Json]:
     text = json.dumps(value, default=repr, sort_keys=True).encode()
     lengths = control.together(purpose, len(text))
-    # Padded to a power of 2, since TensorFlow keeps some memory for every shape that was sent.
+    # The text is padded to a power of 2, since TensorFlow keeps memory for every shape it sent.
     padded = np.zeros(1 << max(lengths).bit_length(), np.int32)
     padded[: len(text)] = np.frombuffer(text, np.uint8)
     table = control.collectives.all_gather(tf.constant(padded), "text").numpy()
@@ -45,12 +43,8 @@ def _everyones(value: Json, control: Control, purpose: Purpose) -> list[Json]:
 def joined(tensor: tf.Tensor, axis: int, control: Control, purpose: Purpose) -> tf.Tensor:
     """Concatenates the workers' tensors along an axis, by rank.
 
-    Args:
-        tensor: this worker's tensor. Dtype and shape, except the size along `axis`, must be the
-            same on every worker.
-        axis: the axis along which they are joined.
-        control: control between the workers; every worker must call this for the same purpose.
-        purpose: the purpose of the exchange.
+    Every worker must call it for the same purpose, with a tensor of the same dtype and of the same
+    shape except along `axis`.
 
     Raises:
         ValueError: on every worker, if the tensors cannot be joined or sent.

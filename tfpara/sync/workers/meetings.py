@@ -25,15 +25,9 @@ class Control:
     """Exchanges between workers that Python code calls.
 
     Args:
-        collectives: collectives between the workers' hosts, with a timeout.
-        call_site: the place of this process in its script.
+        collectives: collectives between the workers' hosts, with a timeout. All workers may use
+            them right after `together`.
         synchronizers: returns those of the trained models, in the same order on all workers.
-        company: the workers.
-
-    Attributes:
-        collectives: collectives for operations right after `together`, which all workers then run.
-        size: number of workers.
-        rank: this worker, 0 … size − 1.
     """
 
     def __init__(
@@ -78,8 +72,7 @@ class Control:
             nonlocal got
             got = self.collectives.broadcast(value, name)
             if self._company.changes:
-                # If a worker is lost after this, and another one has come here, all have the
-                # tensor.
+                # A worker that passes this knows that all have the tensor, even if one is lost.
                 self.collectives.barrier(name)
 
         self._company.together(exchange)

@@ -14,13 +14,7 @@ class FingerprintError(ValueError):
 
 
 def agree(settings: Mapping[str, object], control: Control, purpose: Purpose) -> None:
-    """Compares settings between workers.
-
-    Args:
-        settings: values that must be equal on all workers, by the key for messages. They are
-            compared by their JSON text.
-        control: control between the workers; every worker must call this for the same purpose.
-        purpose: the purpose of the exchange.
+    """Compares settings, by their JSON text; every worker must call it for the same purpose.
 
     Raises:
         FingerprintError: on every worker, naming the keys that differ and the workers' values.
@@ -35,12 +29,9 @@ def agree(settings: Mapping[str, object], control: Control, purpose: Purpose) ->
 
 
 def differences(settings: Mapping[str, Mapping[str, object]]) -> str:
-    """Returns the keys whose values differ, and the values; "" if none differ.
+    """Returns the keys whose values differ between owners, and these values; "" if none differ.
 
-    For example "tau: worker 0 has 1, worker 1 has 2; ...".
-
-    Args:
-        settings: the settings of each owner, by the owner's name in the text.
+    For example "tau: worker 0 has 1, worker 1 has 2; ...". The owners' names are the outer keys.
     """
     first = next(iter(settings.values()))
     return "; ".join(

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 
-# First wait that is reported, in seconds; then each doubling of the wait is reported.
+# The first wait that is reported, in seconds. Later each doubling of the wait is reported.
 _TELL_SECONDS = 10.0
 
 
@@ -44,9 +44,8 @@ class Watchdog:
         self._thread.join()
 
     def _watch(self) -> None:
-        ended = 0.0  # begin of the last sync that was ended
-        # begin of the present sync, and the seconds of its next report
-        seen, tell_after = 0.0, _TELL_SECONDS
+        ended = 0.0  # the begin of the last sync that was ended here
+        seen, tell_after = 0.0, _TELL_SECONDS  # the present sync's begin, and its next report
         while not self._stop.wait(min(1.0, self._timeout / 10.0)):
             began = self._waiting_since()
             if began != seen:

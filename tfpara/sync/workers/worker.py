@@ -13,7 +13,7 @@ from tfpara.sync.workers.meetings import Control
 
 @dataclasses.dataclass(eq=False)
 class Worker:
-    """This worker: its number among all, its devices, its place, and its exchanges with the others.
+    """This worker: its number, its devices, its place, and its exchanges with the others.
 
     Attributes:
         company: the workers that take part.
@@ -52,7 +52,7 @@ class Worker:
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
-        """A context in which this worker is the only one for all that is made inside."""
+        """A context in which new objects take this worker for the only one."""
         former, (self.num_workers, self.rank) = (self.num_workers, self.rank), (1, 0)
         try:
             yield
