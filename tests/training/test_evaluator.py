@@ -206,7 +206,7 @@ def test_a_run_that_begins_again_in_the_same_directory_is_noticed(tmp_path, monk
 
     monkeypatch.setattr(evaluator.time, "sleep", begin_again)
     with pytest.raises(tfpara.CheckpointError, match="had a checkpoint 3, and its newest one is n"):
-        evaluate(tmp_path / "run", tmp_path / "out", epochs=3, averages=None, wait_minutes=0.01)
+        evaluate(tmp_path / "run", tmp_path / "out", epochs=3, averages=None, wait_minutes=1)
 
 
 def test_a_store_that_does_not_answer_for_a_while(tmp_path, bucket, s3_server, monkeypatch, capsys):
