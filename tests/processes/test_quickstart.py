@@ -56,6 +56,7 @@ def last_accuracy(text):
     return float(re.findall(r" val_accuracy: (\S+)", text)[-1])
 
 
+@pytest.mark.nightly
 def test_two_processes_train_the_changed_script_as_well_as_one_the_plain_one(tmp_path):
     (tmp_path / "train.py").write_text(PLAIN)
     alone = printed(tmp_path, sys.executable, "train.py", EPOCHS="2")
@@ -67,6 +68,7 @@ def test_two_processes_train_the_changed_script_as_well_as_one_the_plain_one(tmp
     assert last_accuracy(together) == pytest.approx(last_accuracy(alone), abs=0.03)
 
 
+@pytest.mark.nightly
 def test_a_killed_run_goes_on_and_its_average_is_loaded(tmp_path):
     (tmp_path / "train.py").write_text(WHOLE)
     with Launched(

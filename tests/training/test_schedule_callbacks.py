@@ -189,7 +189,7 @@ def adam():
     return keras.optimizers.Adam(0.5)
 
 
-@pytest.mark.nightly_cases("easgd")
+@pytest.mark.nightly_cases("easgd", "bmuf int8 overlapped")
 @pytest.mark.parametrize(
     ("rule", "optimizer", "options"),
     [
@@ -372,6 +372,7 @@ def warm_fit(strategy, model, warm, callbacks, epochs):
         fit(model, callbacks, epoch + 1, epoch, data)
 
 
+@pytest.mark.nightly_cases("EASGD")
 @pytest.mark.parametrize(
     "rule", [tfpara.BMUF(0.9), tfpara.EASGD(0.3)], ids=lambda r: type(r).__name__
 )
@@ -567,6 +568,7 @@ def test_search_does_not_try_again_in_an_epoch_that_is_resumed():
     assert search.get_state()["epoch"] == -1
 
 
+@pytest.mark.nightly_cases("two replicas-adam")
 @pytest.mark.parametrize(
     ("strategy", "optimizer"), [("plain", None), ("two replicas", adam)], indirect=["strategy"]
 )

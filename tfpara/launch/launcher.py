@@ -28,7 +28,6 @@ from tfpara.launch.supervisor import (
     Supervisor,
 )
 
-
 _LONGEST_WAIT = 0.5  # seconds
 
 
