@@ -23,6 +23,7 @@ def expected(record, epochs):
     return weights.ravel()
 
 
+@pytest.mark.nightly_cases("False-1", "True-1")
 @pytest.mark.parametrize(("killed", "execution"), [(False, 1), (True, 1), (False, 4)])
 def test_every_minibatch_counts_once(killed, execution, tmp_path):
     """Three workers, of which one pauses three times as long; killed in the second epoch.

@@ -3,12 +3,15 @@
 import subprocess
 import sys
 
+import pytest
+
 from tfpara.collectives import horovod
 
 WITH_RANK = {"HOROVOD_RANK": "1", "HOROVOD_SIZE": "2"}
 COMMAND = rf"scripts/install_horovod.sh --venv={sys.prefix}"
 
 
+@pytest.mark.nightly
 def test_a_process_of_several_says_so_at_once(tmp_path):
     """In a program of its own, from which Horovod is hidden."""
     program = tmp_path / "program.py"

@@ -349,6 +349,7 @@ def test_each_call_of_fit_draws_an_order_that_the_seed_repeats(strategy, model):
         assert all(one != other for one, other in itertools.combinations(epochs, 2))
 
 
+@pytest.mark.nightly_cases("2")
 @pytest.mark.parametrize("devices", [2, 3])
 def test_shuffled_arrays_go_on_where_they_were(tmp_path, devices):
     """Within an epoch, with as many replicas or others: each row is trained once in an epoch."""

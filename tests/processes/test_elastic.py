@@ -31,7 +31,7 @@ TOLD = {
 
 
 @pytest.mark.latest
-@pytest.mark.nightly_cases("metric-*", "reports-*", "step-*", "written-*")
+@pytest.mark.nightly_cases("metric-*", "reports-*", "step-*", "written-*", "commit-2-1-told3")
 @pytest.mark.parametrize(
     "place,times,rank,told",
     [
@@ -178,6 +178,7 @@ def test_who_is_asked_to_end_leaves_and_who_is_silent_comes_back(where, tmp_path
         assert len(run.meeting.state.history) == 4
 
 
+@pytest.mark.nightly
 def test_all_workers_are_stopped_for_a_while_and_go_on(tmp_path):
     options = {"epochs": 4, "step_seconds": 0.05, "silence_seconds": 4.0, "grace_seconds": 60.0}
     with elastic_runs.Run(tmp_path, 2, **options) as run:
@@ -366,9 +367,9 @@ def histories(run, number):
     return [event[1:] for event in run.events(number) if event[0] == "history"]
 
 
+@pytest.mark.nightly
 @pytest.mark.one_version
 @pytest.mark.latest
-@pytest.mark.nightly_cases("anew-*", "step*")
 @pytest.mark.parametrize("place,times", [("between", 1), ("anew", 2), ("step", 47)])
 def test_a_second_fit_goes_on_without_who_is_lost_and_takes_in_who_comes(place, times, tmp_path):
     """Who comes passes by the first call, and does itself what its script does between the two."""
@@ -413,6 +414,7 @@ def test_who_waits_in_one_fit_comes_in_the_next(tmp_path):
         assert [len(each.members) for each in run.meeting.state.history] == [2, 1, 2]
 
 
+@pytest.mark.nightly
 def test_chiefs_that_are_lost_after_fit_are_done_without(tmp_path):
     """One before it saves, one while it writes what all have called for."""
     faults = {0: ["after", 1, "SIGKILL"], 1: ["write", 1, "SIGKILL"]}
@@ -444,6 +446,7 @@ def test_the_meeting_point_dies_and_is_started_again(tmp_path):
         ]
 
 
+@pytest.mark.nightly_cases("fails-75-no member of it is left", "raises-75-no member of it is left")
 @pytest.mark.latest
 @pytest.mark.parametrize(
     ("how", "code", "says"),

@@ -86,6 +86,7 @@ def test_parameter_servers_of_a_synchronous_run_end_at_once(monkeypatch):
     assert f"[chief] {STARTED}" in ended.stderr
 
 
+@pytest.mark.nightly_cases("True")
 @pytest.mark.parametrize("with_run", [False, True])
 def test_an_error_of_one_is_a_traceback_there_and_a_sentence_elsewhere(with_run):
     chief, worker = run("end.py", [{"how": "raise", "rank": 1, "run": with_run}] * 2, environ=QUIET)
@@ -97,6 +98,7 @@ def test_an_error_of_one_is_a_traceback_there_and_a_sentence_elsewhere(with_run)
     assert 'KeyError: "the user\'s"' in worker.output
 
 
+@pytest.mark.nightly
 @pytest.mark.one_version
 def test_a_fit_that_fails_ends_though_a_generator_is_at_work():
     """At the end of the interpreter its thread would wait for Python for ever."""
@@ -114,6 +116,7 @@ def test_an_error_in_a_thread_has_the_sentence_as_a_note():
     assert re.fullmatch(GONE.format("worker 1"), failed)
 
 
+@pytest.mark.nightly
 @pytest.mark.one_version
 def test_the_frames_are_shown_if_they_are_asked_for():
     options = {"how": "leave", "rank": 0, "run": True}
@@ -131,7 +134,7 @@ def test_an_exit_code_is_that_of_the_worker_also_where_another_does_not_exit():
     assert chief.returncode == 1
 
 
-@pytest.mark.nightly_cases("15-False-*")
+@pytest.mark.nightly_cases("15-False-*", "15-True-codes1-says1")
 @pytest.mark.parametrize(
     ("number", "thread", "codes", "says"),
     [

@@ -4,6 +4,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 from tests.lib.cluster_of_processes import run_all_well
 
 LONG = 300.0  # seconds; reached only by a hang
@@ -11,6 +13,7 @@ BATCH_SCRIPT = {"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_JOB_NODELIST": 
 TF_CONFIG = '{"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 1}}'
 
 
+@pytest.mark.nightly
 def test_the_line_follows_that_of_the_start():
     environ = {**os.environ, **BATCH_SCRIPT}
     environ.pop("TF_CONFIG", None)

@@ -88,6 +88,7 @@ def test_beside_a_run_under_the_launcher(tmp_path, kind):
     assert json.loads((tmp_path / "rows.json").read_text()) == table(tmp_path)
 
 
+@pytest.mark.nightly
 def test_killed_and_started_again_while_others_train(tmp_path):
     killed = {"kill": str(tmp_path / "killed"), "step_seconds": 0.05, "epochs": 2}
     code, out, err = launch(
@@ -129,6 +130,7 @@ def test_two_evaluators_one_without_checkpoints_and_one_that_is_asked_to_end(tmp
     assert asked.returncode == 75
 
 
+@pytest.mark.nightly
 def test_a_script_that_has_none_ends_at_once(tmp_path):
     path = tmp_path / "script.py"
     path.write_text(

@@ -58,7 +58,7 @@ def test_the_classifier_learns_and_leaves_a_model_that_loads(tmp_path):
 
 
 # In each run: workers that adapt layers, and several models. The others are nightly.
-@pytest.mark.nightly_cases("cnn", "transformer", "sequences", "vae", "loop")
+@pytest.mark.nightly_cases("cnn", "transformer", "sequences", "vae", "loop", "finetune")
 @pytest.mark.parametrize("name", examples.SCORES)
 def test_two_workers_learn_and_leave_one_model_that_loads(name, tmp_path):
     assert examples.learned(name, run(name, tmp_path)) > 0.8

@@ -14,6 +14,7 @@ def both(option, other):
     return run("faults.py", [option, other])
 
 
+@pytest.mark.nightly
 @pytest.mark.one_version
 def test_without_a_fault_all_train():
     """Neither a worse epoch is a fault, nor a rate that each worker sets by its own minibatches."""
@@ -69,7 +70,7 @@ def test_different_settings_are_named_before_the_first_step(option, other, words
             assert word in result.output
 
 
-@pytest.mark.nightly_cases("load-*", "nan-*", "statistics*")
+@pytest.mark.nightly_cases("load-*", "nan-*", "statistics*", "rate-replica 0 (worker 0) 0.1,*")
 @pytest.mark.parametrize(
     ("fault", "message"),
     [

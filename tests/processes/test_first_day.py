@@ -42,6 +42,7 @@ def test_on_two_devices_of_a_process(plain, tmp_path):
     assert_as_plain(first_day.results(strategy, str(tmp_path)), plain)
 
 
+@pytest.mark.nightly
 def test_on_two_workers(plain, tmp_path):
     options = {"devices": 1, "folder": str(tmp_path)}
     run_all_well("first_day.py", [options] * 2, timeout=400)

@@ -36,6 +36,7 @@ def test_a_silent_peer_is_an_error_after_the_timeout(fault):
     assert "was silent for longer than timeout_seconds=5" in output
 
 
+@pytest.mark.nightly
 def test_bad_weights_on_one_worker_stop_all():
     for result in run("faults.py", [{}, {"fault": "nan"}], start="horovod"):
         assert result.returncode == 1

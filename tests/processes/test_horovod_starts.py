@@ -41,7 +41,7 @@ def has_mpi():
     return horovod.tensorflow.mpi_built()
 
 
-@pytest.mark.nightly_cases("horovodrun")
+@pytest.mark.nightly
 @pytest.mark.parametrize("starter", [HOROVODRUN, LAUNCH], ids=["horovodrun", "tfpara-launch"])
 def test_starters(starter):
     code, output = words([*starter, *PROGRAM])
@@ -63,6 +63,7 @@ def test_mpirun():
         assert "scripts/install_horovod.sh --mpi --venv=" in output
 
 
+@pytest.mark.nightly
 def test_a_cluster_of_tf_config_on_horovod():
     for result in run_all_well("faults.py", [{"collectives": "horovod"}] * 2):
         assert "trained" in result.output

@@ -779,6 +779,7 @@ def test_an_elastic_worker_that_is_killed_before_training_is_started_again(place
     assert [line for line in out.splitlines() if "[worker 1]" in line][-1].endswith(last)
 
 
+@pytest.mark.nightly
 def test_an_elastic_run_goes_on_where_a_worker_cannot_be_started_for_a_while(script, tmp_path):
     member = _MEMBER.replace(
         "        (directory / place).touch()\n",

@@ -47,6 +47,7 @@ def assert_alike(found, expected, name):
         np.testing.assert_allclose(found[key], value, err_msg=f"{name}: {key}", **close)
 
 
+@pytest.mark.nightly_cases("tutorial")
 @pytest.mark.latest
 @pytest.mark.parametrize("name", ["own_step", "tutorial"])
 def test_devices_of_a_process_do_what_plain_keras_does(plain, name):
@@ -77,6 +78,7 @@ def test_workers_do_not_exchange_values_inside_a_tf_function(workers, method):
         assert text in str(worker[method])
 
 
+@pytest.mark.nightly
 def test_metrics_are_aggregated_as_they_say_on_all_workers(workers):
     """Of four replicas, the first has the first four of the 16 rows of each minibatch."""
     labels = train_loops.Y[:, 0].reshape(train_loops.STEPS, train_loops.BATCH)

@@ -38,7 +38,7 @@ def check(path, workers, uneven, epochs=1):
             np.testing.assert_allclose(found[which], expected, rtol=1e-5)
 
 
-@pytest.mark.nightly_cases("13*", "replicated,*")
+@pytest.mark.nightly_cases("13*", "replicated,*", "3")
 @pytest.mark.parametrize(
     ("workers", "of_strategy", "uneven"),
     [

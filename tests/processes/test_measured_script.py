@@ -41,6 +41,7 @@ def measured(tmp_path, capfd, monkeypatch):
     return call
 
 
+@pytest.mark.nightly
 def test_a_script_is_measured_and_nothing_of_it_is_written(measured, tmp_path):
     """Epochs of four minibatches, and a period of 40, in whose place is one of two."""
     code, said = measured({})
@@ -67,6 +68,7 @@ def test_syncs_beside_training_and_a_link_that_is_given(measured, tmp_path):
     assert not any((tmp_path / "run").iterdir())
 
 
+@pytest.mark.nightly
 def test_a_fit_that_is_too_short_is_named(measured, tmp_path):
     code, said = measured({}, epochs=1)
     assert code == 1

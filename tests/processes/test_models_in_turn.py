@@ -1,10 +1,12 @@
 """Several models that one script trains in turn, on two workers."""
 
 import numpy as np
+import pytest
 
 from tests.lib.cluster_of_processes import run_all_well
 
 
+@pytest.mark.nightly
 def test_models_that_all_workers_have_deleted_are_dropped(tmp_path):
     """Python collects a model on one worker before it does on the other."""
     outs = [tmp_path / f"{rank}.npz" for rank in range(2)]

@@ -36,6 +36,7 @@ def test_the_other_program_is_whole_and_knows_nothing_of_ours(name, diff):
     assert used & modules == imported & modules == imported
 
 
+@pytest.mark.nightly
 @needs_horovod
 def test_the_loop_of_horovod_learns_as_ours_does(tmp_path):
     (tmp_path / "theirs.py").write_text(other("loop", HOROVOD_LOOP))

@@ -1,6 +1,7 @@
 """`nonfinite="skip"` on two workers of two devices."""
 
 import numpy as np
+import pytest
 
 from tests.lib.bad_minibatches import BAD
 from tests.lib.cluster_of_processes import run, run_all_well
@@ -12,6 +13,7 @@ RUNS = [["BMUF", "adam"]]
 NAMES = "minibatch 1 of replica 3, 4 of replica 2, 4 of replica 3\n"
 
 
+@pytest.mark.nightly
 def test_two_workers_train_as_without_the_bad_minibatches(tmp_path):
     options = {"runs": RUNS, "out": str(tmp_path / "nan-{rank}.npz"), "kind": "nan"}
     said = run_all_well("train_with_bad.py", [options] * 2)
@@ -30,6 +32,7 @@ def test_two_workers_train_as_without_the_bad_minibatches(tmp_path):
         assert [found[name].tolist() for name in logged] == [[len(BAD)] * 2] * len(RUNS)
 
 
+@pytest.mark.nightly
 def test_all_workers_end_with_one_sentence_above_the_share(tmp_path):
     options = {"runs": RUNS, "out": str(tmp_path / "{rank}.npz"), "kind": "nan", "share": 0.1}
     for each in run("train_with_bad.py", [options] * 2):
@@ -38,6 +41,7 @@ def test_all_workers_end_with_one_sentence_above_the_share(tmp_path):
         assert "2 of them were of replica 3 (worker 1)" in each.output
 
 
+@pytest.mark.nightly
 def test_an_elastic_run_leaves_them_out(tmp_path):
     options = {"runs": RUNS, "out": str(tmp_path / "{rank}.npz"), "kind": "nan", "elastic": True}
     with Run(tmp_path, 2, program="train_with_bad.py", **options) as elastic:

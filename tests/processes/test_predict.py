@@ -40,6 +40,7 @@ def test_all_workers_have_all_rows_in_order(workers, tmp_path):
     assert all(found["read"] <= 6 // workers + 3 for found in of_all)
 
 
+@pytest.mark.nightly
 def test_the_rows_of_a_lost_worker_are_predicted_by_the_others(tmp_path):
     options = {"out": str(tmp_path / "{rank}.npz"), "elastic": True, "killed": 1}
     with Run(tmp_path, 3, program="predict.py", **options) as elastic:

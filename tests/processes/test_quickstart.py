@@ -56,6 +56,7 @@ def last_accuracy(text):
     return float(re.findall(r" val_accuracy: (\S+)", text)[-1])
 
 
+@pytest.mark.nightly
 def test_two_processes_train_the_changed_script_as_well_as_one_the_plain_one(tmp_path):
     (tmp_path / "train.py").write_text(PLAIN)
     alone = printed(tmp_path, sys.executable, "train.py", EPOCHS="2")
@@ -67,6 +68,7 @@ def test_two_processes_train_the_changed_script_as_well_as_one_the_plain_one(tmp
     assert last_accuracy(together) == pytest.approx(last_accuracy(alone), abs=0.03)
 
 
+@pytest.mark.nightly
 def test_a_killed_run_goes_on_and_its_average_is_loaded(tmp_path):
     (tmp_path / "train.py").write_text(WHOLE)
     with Launched(
@@ -86,17 +88,25 @@ def test_a_killed_run_goes_on_and_its_average_is_loaded(tmp_path):
     assert float(printed(tmp_path, sys.executable, "load.py")) > 0.87
 
 
-def test_the_notebook_prints_what_is_stored_in_it(tmp_path):
+@pytest.mark.nightly_cases("6")
+@pytest.mark.parametrize("epochs", [1, 6])
+def test_the_notebook_prints_what_is_stored_in_it(epochs, tmp_path):
+    """With one epoch, in place of its six, it is only run."""
     pytest.importorskip("matplotlib")
     cells = json.loads((DOCS / "quickstart.ipynb").read_text())["cells"]
     code = [cell for cell in cells if cell["cell_type"] == "code"]
     assert [cell["execution_count"] for cell in code] == list(range(1, len(code) + 1))
-    (tmp_path / "cells.py").write_text("\n".join("".join(cell["source"]) for cell in code))
+    text = "\n".join("".join(cell["source"]) for cell in code)
+    assert "epochs=6" in text and "range(1, 7)" in text
+    text = text.replace("epochs=6", f"epochs={epochs}").replace("(1, 7)", f"(1, {epochs + 1})")
+    (tmp_path / "cells.py").write_text(text)
     now = accuracies(printed(tmp_path, sys.executable, "cells.py", MPLBACKEND="agg"))
     outputs = [output for cell in code for output in cell["outputs"]]
     stored = accuracies("".join("".join(each.get("text", "")) for each in outputs))
     assert list(stored) == ["BSP", "BMUF", "EASGD", "DiLoCo", "one replica"]
-    assert now == pytest.approx(stored, abs=0.015)
+    assert now.keys() == stored.keys()
+    if epochs == 6:
+        assert now == pytest.approx(stored, abs=0.015)
     assert sum("image/png" in each.get("data", {}) for each in outputs) == 2
 
 

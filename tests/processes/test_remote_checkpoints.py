@@ -33,8 +33,8 @@ OF_TWO_WORKERS = [
 ]
 
 
+@pytest.mark.nightly
 @pytest.mark.long
-@pytest.mark.nightly_cases("two workers")
 @pytest.mark.parametrize(
     ("workers", "every_syncs", "kills"),
     [
@@ -113,6 +113,7 @@ def test_another_worker_of_an_elastic_run_takes_the_lease_over(tmp_path, bucket)
         assert count in ({0, 1} if own in doubtful else {1}), own
 
 
+@pytest.mark.nightly
 def test_an_asynchronous_run_whose_chief_is_killed(tmp_path, bucket):
     """The weight counts the minibatches that are in the model."""
 

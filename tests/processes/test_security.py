@@ -38,6 +38,7 @@ def hosts(places):
     return sorted(place.split()[0].replace("0.0.0.0", "::") for place in places)
 
 
+@pytest.mark.nightly
 def test_under_the_launcher_tensorflow_alone_listens_on_all_interfaces():
     launcher, chief, worker = listeners_of("-n", "2")
     assert launcher == []

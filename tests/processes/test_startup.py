@@ -189,6 +189,7 @@ def test_a_name_may_be_known_later_than_its_process_runs(monkeypatch):
     assert not answers
 
 
+@pytest.mark.nightly
 def test_tensorflow_starts_on_the_ports_of_the_meeting():
     for result in run_all_well("start.py", [{"timeout_seconds": LONG}] * 2, fresh=True):
         assert "sum 2.0" in result.output and "met before" in result.output

@@ -53,6 +53,7 @@ def test_every_worker_has_all_phases_in_rows_with_names(events):
         assert all(rows[e["tid"]] == e["name"] for e in mine if e["ph"] == "X")
 
 
+@pytest.mark.nightly
 def test_the_steps_asked_for_are_there(events):
     for worker in range(2):
         steps = [args["step"] for *_, args in spans(events, worker, "step")]

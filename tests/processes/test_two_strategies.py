@@ -8,7 +8,7 @@ from tests.lib.cluster_of_processes import run_all_well
 pytestmark = pytest.mark.latest
 
 
-@pytest.mark.nightly_cases("1")
+@pytest.mark.nightly
 @pytest.mark.parametrize("late", [0, 1])
 def test_a_second_strategy_waits_for_a_worker_that_is_late(tmp_path, late):
     """Both train as if there was no other, also where the first goes on after the second began."""

@@ -68,6 +68,7 @@ def test_it_ends_as_in_an_interpreter_of_its_own(tmp_path, end):
     assert found[2] == expected[2] == {3: 3, "kill": -signal.SIGKILL}.get(end, 1)
 
 
+@pytest.mark.nightly
 def test_what_tensorflow_reads_at_import_is_never_another_environments(tmp_path, monkeypatch):
     monkeypatch.setattr(warm, "_pairs", {})  # these are for this test alone
     (facts, _), _, _ = ended(warm.Popen, tmp_path, 0, KERAS_HOME=str(tmp_path))

@@ -225,6 +225,7 @@ def test_data_that_know_no_epochs_are_read_again_up_to_the_position(tmp_path, ow
     assert_same(*ends)
 
 
+@pytest.mark.nightly
 @pytest.mark.one_version
 def test_resuming_after_the_last_minibatch_of_an_epoch(tmp_path):
     whole, whole_history, _ = uninterrupted()
@@ -299,6 +300,9 @@ def over_passes(data, directory=None, stop=None):
 
 
 # Where Keras' data end within an epoch, it is shorter, and the next one begins a pass.
+@pytest.mark.nightly_cases(
+    "PyDataset-stops5", "of twice an epoch-stops3", "repeated-stops0", "with an end-stops1"
+)
 @pytest.mark.one_version
 @pytest.mark.parametrize(
     ("data", "stops"),
@@ -346,8 +350,8 @@ class Scores(keras.callbacks.Callback):
         self.logs[epoch] = dict(logs)
 
 
+@pytest.mark.nightly
 @pytest.mark.one_version
-@pytest.mark.nightly_cases("inside")
 @pytest.mark.parametrize("stop", [(1, 7), (1, 5)], ids=["end", "inside"])
 def test_epochs_logs_and_validation_are_those_of_an_uninterrupted_run(tmp_path, stop):
     """At (1, 7) no step of the resumed epoch is left; validation reads data that know no epochs."""
@@ -378,6 +382,7 @@ def test_epochs_logs_and_validation_are_those_of_an_uninterrupted_run(tmp_path, 
     assert set(whole[1]) == {"loss", "accuracy", "val_loss", "val_accuracy"}
 
 
+@pytest.mark.nightly_cases("1")
 @pytest.mark.one_version
 @pytest.mark.parametrize("replicas", [1, 3])
 def test_resumed_on_another_number_of_replicas_every_minibatch_is_used_once(tmp_path, replicas):
@@ -436,6 +441,7 @@ class Steps(keras.metrics.Metric):
         return keras.ops.convert_to_tensor(self.count)
 
 
+@pytest.mark.nightly_cases("1")
 @pytest.mark.parametrize("replicas", [1, 4])
 def test_a_mean_goes_on_with_another_number_of_replicas(tmp_path, replicas):
     def trained(replicas, *callbacks):
@@ -724,6 +730,7 @@ def test_the_callback_of_a_fit_that_has_ended_goes_on_with_another_model(tmp_pat
     assert_same(everything(strategy, model), whole)
 
 
+@pytest.mark.nightly
 @pytest.mark.one_version
 def test_a_disk_that_is_full_leaves_the_checkpoints_before_it(tmp_path, monkeypatch):
     from tfpara.checkpoint import local_store
@@ -802,7 +809,7 @@ def test_a_state_that_json_cannot_carry_is_named(tmp_path):
     checkpoint._checkpoints.store.release()
 
 
-@pytest.mark.nightly_cases("last*")
+@pytest.mark.nightly_cases("last*", "validation")
 @pytest.mark.parametrize("when", ["inside", "last block", "validation"])
 def test_asked_to_end_it_writes_a_checkpoint_and_leaves(tmp_path, when):
     whole = uninterrupted(epochs=2)[0]
@@ -1130,6 +1137,7 @@ def test_with_what_settings_a_run_of_version_0_1_goes_on(state, now, warmup, sai
         )
 
 
+@pytest.mark.nightly
 def test_a_run_that_was_told_to_keep_its_momentum_does_not_go_on_with_another():
     theirs, mine = ({"local_state": state, "rule": "BSP()"} for state in ("keep", "auto"))
     with pytest.raises(tfpara.CheckpointError, match="local_state: the checkpoint has 'keep'"):

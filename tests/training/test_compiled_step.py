@@ -177,6 +177,7 @@ def compilations(monkeypatch):
         yield names
 
 
+@pytest.mark.nightly_cases("batch normalisation", "dense", "lstm", "two optimizers")
 @pytest.mark.nightly_cases(
     "accumulation*",
     "attention*",
@@ -210,6 +211,7 @@ def test_a_compiled_run_is_the_run_but_for_rounding(name, monkeypatch):
     )
 
 
+@pytest.mark.nightly
 @pytest.mark.one_version
 def test_a_policy_of_float16_with_its_loss_scale():
     keras.config.set_dtype_policy("mixed_float16")
@@ -263,6 +265,7 @@ def rows(count):
     return tf.data.Dataset.from_tensor_slices((X[:count], Y[:count])).batch(4)
 
 
+@pytest.mark.nightly
 @pytest.mark.one_version
 def test_a_resumed_run_has_the_same_bits(tmp_path):
     case = CASES["batch normalisation"]
@@ -275,6 +278,7 @@ def test_a_resumed_run_has_the_same_bits(tmp_path):
         fitted(case, False, [tfpara.callbacks.Checkpoint(tmp_path)], 4)
 
 
+@pytest.mark.nightly
 @pytest.mark.one_version
 def test_train_on_batch_is_compiled():
     expected, found = [], []
@@ -306,6 +310,7 @@ def test_a_layer_that_cannot_be_compiled_gets_keras_warning_once(monkeypatch):
     assert len([w for w in seen if "doesn't support `jit_compile=True`" in str(w.message)]) == 1
 
 
+@pytest.mark.nightly_cases("rule1")
 @pytest.mark.parametrize("rule", [tfpara.BMUF(0.6), tfpara.EASGD()])
 def test_a_global_step_compiled_by_xla_is_the_same_but_for_rounding(rule, monkeypatch):
     """It is compiled on GPUs alone, so here the CPU is made one that compiles."""

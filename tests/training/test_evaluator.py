@@ -83,7 +83,7 @@ def assert_last(rows, number, expected):
         assert found == pytest.approx(expected[row["weights"]], rel=1e-5), row
 
 
-@pytest.mark.nightly_cases("sharded", "overlap")
+@pytest.mark.nightly_cases("sharded", "overlap", "replicated")
 @pytest.mark.parametrize(
     ("rule", "options"),
     [
@@ -102,6 +102,7 @@ def test_scores_are_those_of_the_run(tmp_path, rule, options):
     assert len({row["loss"] for row in rows[3:]}) == 6  # no two models are the same
 
 
+@pytest.mark.nightly
 def test_the_best_model_is_that_of_the_best_row(tmp_path):
     trained(tmp_path / "run", epochs=3, checkpoint={"every_syncs": 2})
     seen = []
@@ -131,6 +132,7 @@ def test_the_best_model_is_that_of_the_best_row(tmp_path):
     assert error == pytest.approx(max(errors), rel=1e-5)
 
 
+@pytest.mark.nightly
 def test_servers_checkpoints(tmp_path):
     averages = {"ema": AVERAGES["ema"], "mean": tfpara.RunningThenMean(0.5)}
     strategy = tfpara.simulate_async(2, tfpara.ASGD(), averages=averages)
@@ -176,6 +178,7 @@ def test_it_goes_on_after_the_last_whole_row(tmp_path, monkeypatch):
     assert len(seen) == 2
 
 
+@pytest.mark.nightly
 def test_checkpoints_that_go_and_that_are_damaged(tmp_path, monkeypatch, capsys):
     trained(tmp_path / "run", epochs=4)
     part = tmp_path / "run" / "checkpoint-00000002" / "part-00000.data-00000-of-00001"
@@ -197,6 +200,7 @@ def test_checkpoints_that_go_and_that_are_damaged(tmp_path, monkeypatch, capsys)
     assert "checkpoints 4 to 4 are not scored" in said
 
 
+@pytest.mark.nightly
 def test_a_run_that_begins_again_in_the_same_directory_is_noticed(tmp_path, monkeypatch):
     trained(tmp_path / "run")
 
@@ -206,9 +210,10 @@ def test_a_run_that_begins_again_in_the_same_directory_is_noticed(tmp_path, monk
 
     monkeypatch.setattr(evaluator.time, "sleep", begin_again)
     with pytest.raises(tfpara.CheckpointError, match="had a checkpoint 3, and its newest one is n"):
-        evaluate(tmp_path / "run", tmp_path / "out", epochs=3, averages=None, wait_minutes=0.01)
+        evaluate(tmp_path / "run", tmp_path / "out", epochs=3, averages=None, wait_minutes=1)
 
 
+@pytest.mark.nightly
 def test_a_store_that_does_not_answer_for_a_while(tmp_path, bucket, s3_server, monkeypatch, capsys):
     import s3fs
 
@@ -234,6 +239,7 @@ def test_a_store_that_does_not_answer_for_a_while(tmp_path, bucket, s3_server, m
     s3_server.calm()
 
 
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_sigterm_where_python_drops_what_is_raised(run_of_two, tmp_path):
     class Dying:
@@ -311,6 +317,7 @@ def test_what_does_not_fit_is_one_sentence(run_of_two, tmp_path, changes, error,
     assert not (tmp_path / "out" / "scores.csv").exists()
 
 
+@pytest.mark.nightly
 def test_tables_that_do_not_fit(run_of_two, tmp_path):
     evaluate(run_of_two, tmp_path / "out")
     more = build()

@@ -73,6 +73,7 @@ STRUCTURES = {
 }
 
 
+@pytest.mark.nightly_cases("nested")
 @pytest.mark.parametrize("kind", STRUCTURES)
 def test_several_inputs_are_those_of_the_model(tmp_path, kind):
     strategy = tfpara.PeriodicSyncStrategy(

@@ -60,6 +60,7 @@ def syncs(strategy):
     return strategy.statistics().syncs
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("batch", "again"), [(TAU - 1, True), (TAU + 1, False)])
 def test_after_a_warm_start_that_failed_replicas_sync(made, batch, again):
     strategy, model = made
@@ -76,6 +77,7 @@ def test_after_a_warm_start_that_failed_replicas_sync(made, batch, again):
     assert syncs(strategy) == 4 if again else syncs(strategy) >= 3
 
 
+@pytest.mark.nightly_cases("set_sync_period")
 @pytest.mark.parametrize("method", ["broadcast_replica", "set_sync_period"])
 def test_after_a_warm_start_whose_end_fails_replicas_sync(made, monkeypatch, method):
     strategy, model = made

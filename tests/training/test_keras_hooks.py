@@ -94,6 +94,7 @@ WITHIN_RULES = {
 EIGHT = [[4] * 8, [4] * 5]
 
 
+@pytest.mark.nightly_cases("replicas apart")
 @pytest.mark.parametrize("name", WITHIN_RULES)
 def test_files_have_the_global_model_and_replicas_stay_as_they_are(name, tmp_path, capfd):
     """That of NumPy: where epochs end, in all formats, and within a block as of the last sync."""
@@ -174,6 +175,7 @@ def test_a_file_within_a_block_waits_for_the_sync_beside_the_training(tmp_path, 
     assert max(np.abs(w).max() for w in weights) < 1e3
 
 
+@pytest.mark.nightly
 def test_a_gathered_global_model_knows_of_weights_that_were_set(tmp_path, monkeypatch):
     """After which BMUFAdam, which counts steps, begins anew with all weights."""
     monkeypatch.setattr(Synchronizer, "_is_in_parts", True)

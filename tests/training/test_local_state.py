@@ -214,6 +214,9 @@ def on_rows():
     return keras.Sequential([keras.Input((2,), dtype="int32"), *layers])
 
 
+@pytest.mark.nightly_cases(
+    "options1-nesterov-1", "options2-ng_sgd-1", "options6-sgd-1", "options7-sgd-1"
+)
 @pytest.mark.parametrize(
     ("options", "made", "accumulated"),
     [
@@ -625,6 +628,7 @@ def test_default_bmuf_over_adam_is_what_numpy_computes(optimizer, capfd):
     assert told.count("divides by the size of gradients, the rule is BMUF (block_momentum=0.5") == 1
 
 
+@pytest.mark.nightly_cases("nothing-replicated", "set-replicated", "warm-sharded")
 @pytest.mark.parametrize(
     ("between", "aggregation"),
     [("warm", "sharded"), ("set", "replicated"), ("set", "sharded"), ("nothing", "replicated")],
@@ -780,7 +784,7 @@ ADOPTED = {
 }
 
 
-@pytest.mark.nightly_cases("easgd-*")
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ADOPTED)
 def test_compiling_with_the_same_optimizer_changes_nothing(name):
     ends = []

@@ -74,7 +74,17 @@ CASES = {
 }
 
 
-@pytest.mark.nightly_cases("several steps", "fragments", "devices", "eager")
+@pytest.mark.nightly_cases(
+    "several steps",
+    "fragments",
+    "devices",
+    "eager",
+    "accumulation",
+    "overlap",
+    "several compiled steps",
+    "two optimizers",
+    "xla",
+)
 @pytest.mark.parametrize("case", CASES)
 def test_equals_the_run_without_them(case, capfd):
     optimizer, rule, options = CASES[case]
@@ -101,6 +111,7 @@ def test_equals_the_run_without_them(case, capfd):
         np.testing.assert_allclose(log[name], expected[name], rtol=1e-6)
 
 
+@pytest.mark.nightly
 def test_a_gpu_chooses_values_without_a_branch(monkeypatch, capfd):
     """The host would wait for a branch; here the same operations run on CPUs."""
     monkeypatch.setattr(nonfinite, "compiles_on", lambda device: True)
@@ -161,6 +172,7 @@ def test_rows_are_named_where_other_replicas_go_on(tmp_path, capfd):
     assert "minibatch 4 of replica 2 (rows 44, 45, 46, 47)\n" in capfd.readouterr().err
 
 
+@pytest.mark.nightly_cases("0.0", "0.2")
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.2])
 def test_above_a_share_of_the_epoch_the_run_ends(share):
     strategy = strategy_of(REPLICAS, nonfinite="skip", nonfinite_share=share)
@@ -192,6 +204,7 @@ def test_many_in_a_row_end_the_run_within_the_epoch():
     assert len(seen) == 5  # the sixth has the third sync
 
 
+@pytest.mark.nightly
 def test_rows_of_arrays_and_batches_of_a_py_dataset_are_named(capfd):
     class Batches(keras.utils.PyDataset):
         def __len__(self):
@@ -230,6 +243,7 @@ def test_what_loss_scaling_handles_is_not_counted(bad):
     np.testing.assert_array_equal(model.get_weights()[0], before[0])
 
 
+@pytest.mark.nightly
 def test_a_loop_of_ones_own():
     def looped(kind):
         options = {} if kind == "empty" else {"nonfinite": "skip"}

@@ -100,6 +100,7 @@ CASES = [
 ]
 
 
+@pytest.mark.nightly_cases("elastic-{'aggregation': 'repli*")
 @pytest.mark.parametrize(("kind", "options"), CASES, ids=str)
 def test_it_trains_as_the_rule_that_is_the_same(kind, options):
     own, ours = PAIRS[kind]
@@ -138,6 +139,7 @@ def test_an_average_that_counts_nothing_starts_again_where_weights_are_set():
             np.testing.assert_array_equal(got, want)
 
 
+@pytest.mark.nightly
 def test_a_checkpoint_has_its_state_and_knows_it(tmp_path):
     whole = trained(Elastic(0.2), Mean(), epochs=3)
     trained(Elastic(0.2), Mean(), epochs=2, callbacks=[tfpara.callbacks.Checkpoint(tmp_path)])
@@ -245,6 +247,7 @@ def test_what_is_no_average_is_refused_where_the_strategy_is_made(average, error
         tfpara.PeriodicSyncStrategy(tfpara.BSP(), sync_period=2, averages={"own": average})
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "rule",
     [tfpara.BSP(), tfpara.BMUF(), tfpara.EASGD(), tfpara.BMUFAdam(), tfpara.DiLoCo()],

@@ -59,6 +59,14 @@ def test_models_weights_and_exports_are_what_a_local_path_gets(bucket, tmp_path,
     assert "saved_model.pb" in names(f"{bucket}/run/served")
 
 
+def test_stores_of_tensorflow_io_are_not_used(bucket):
+    """It has settings of its own for S3, and here knows no address."""
+    pytest.importorskip("tensorflow_io")
+    _, model = trained()
+    model.save(f"{bucket}/model.keras")
+    assert names(bucket) == ["model.keras"]
+
+
 def test_model_checkpoint_writes_the_best(bucket, tmp_path):
     best = keras.callbacks.ModelCheckpoint(
         f"{bucket}/best.keras", monitor="loss", save_best_only=True

@@ -183,7 +183,7 @@ def adam():
     return keras.optimizers.Adam(0.5)
 
 
-@pytest.mark.nightly_cases("easgd")
+@pytest.mark.nightly_cases("easgd", "bmuf int8 overlapped")
 @pytest.mark.parametrize(
     ("rule", "optimizer", "options"),
     [
@@ -365,6 +365,7 @@ def warm_fit(strategy, model, warm, callbacks, epochs):
         fit(model, callbacks, epoch + 1, epoch, data)
 
 
+@pytest.mark.nightly_cases("EASGD")
 @pytest.mark.parametrize(
     "rule", [tfpara.BMUF(0.9), tfpara.EASGD(0.3)], ids=lambda r: type(r).__name__
 )

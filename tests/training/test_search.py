@@ -11,6 +11,7 @@ from tests.search import cases
 SEED = int(os.environ.get("TFPARA_TEST_SEED", "0"))
 
 
+@pytest.mark.nightly_cases("0", "2", "3", "4")
 @pytest.mark.parametrize("number", range(5))
 def test_a_random_run_is_what_the_pages_say(number, tmp_path):
     case = cases.draw(SEED, number, workers=1, devices=4)

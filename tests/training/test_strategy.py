@@ -1212,6 +1212,7 @@ def test_models_that_share_weights_are_refused():
         other.fit(distributed(strategy), verbose=0)
 
 
+@pytest.mark.nightly_cases("rule1-deleted")
 @pytest.mark.parametrize(("rule", "way"), [(None, "forgotten"), (tfpara.EASGD(0.0), "deleted")])
 def test_a_new_head_is_trained_on_layers_that_were_trained_before(rule, way):
     """EASGD leaves the layers apart, and they begin again at the former global model."""
@@ -1395,6 +1396,7 @@ def test_unknown_weights_are_refused_with_a_list():
         pass
 
 
+@pytest.mark.nightly
 def test_classical_bmuf_warns_where_kept_momentum_outlasts_the_block():
     strategy = make_strategy(tfpara.BMUF(nesterov=False), local_state="keep")
     with strategy.scope():

@@ -127,6 +127,7 @@ CONSTRAINED = {
 }
 
 
+@pytest.mark.nightly_cases("Adam", "compressed", "whose replicas stay apart")
 @pytest.mark.one_version
 @pytest.mark.parametrize("case", CONSTRAINED)
 def test_constraints_hold_in_what_replicas_go_on_from_and_in_what_is_shown(case):
@@ -184,6 +185,7 @@ def test_int8_with_error_feedback(name):
         np.testing.assert_array_equal(first, second)
 
 
+@pytest.mark.nightly_cases("fp16-0.001-False")
 @pytest.mark.one_version
 @pytest.mark.parametrize(("kind", "atol", "overlap"), [("fp16", 1e-3, False), ("int8", 2e-2, True)])
 def test_compressed_easgd_is_the_same_rule(kind, atol, overlap):
@@ -193,6 +195,7 @@ def test_compressed_easgd_is_the_same_rule(kind, atol, overlap):
     check("stiff easgd", [[4] * 60] * 4, epochs=1, atol=atol, **options)
 
 
+@pytest.mark.nightly_cases("fp16")
 @pytest.mark.one_version
 @pytest.mark.parametrize("kind", ["bf16", "fp16"])
 def test_half_precision_on_the_wire_overlapped(kind):
@@ -277,6 +280,7 @@ def spoiling(model, replica, when):
     return keras.callbacks.LambdaCallback(on_train_batch_end=spoil)
 
 
+@pytest.mark.nightly_cases("1-1")
 @pytest.mark.parametrize(("overlap", "fragments"), [(False, 2), (1, 1)])
 def test_nan_on_one_of_several_devices_is_named_and_a_second_fit_trains(overlap, fragments):
     strategy = make(tfpara.BSP(), 4, overlap=overlap, fragments=fragments)

@@ -28,6 +28,8 @@ from tfpara.launch.supervisor import (
     Supervisor,
 )
 
+_LONGEST_WAIT = 0.5  # seconds
+
 
 class _Child(NamedTuple):
     """A started process, its reports, and the threads that read its output."""
@@ -115,7 +117,9 @@ class Launcher:
         event: tuple[int, int] | int | None = None
         due = supervisor.due
         with contextlib.suppress(queue.Empty):
-            wait = None if due == float("inf") else max(0.0, due - time.monotonic())
+            # Python runs a signal's handler before or during the wait. A signal that comes between
+            # the two is handled at the wait's end, so no wait is long.
+            wait = min(max(0.0, due - time.monotonic()), _LONGEST_WAIT)
             event = self._events.get(timeout=wait)
         now = time.monotonic()
         for rank, child in self._children.items():

@@ -53,6 +53,7 @@ def check_counts(got, times, pushes, workers):
     assert len([n for n in got["by_worker"] if n]) == workers
 
 
+@pytest.mark.nightly
 @pytest.mark.long
 def test_no_update_is_lost():
     pushes = 2 * 500
@@ -337,7 +338,7 @@ class Late:
 
 
 @pytest.mark.one_version
-@pytest.mark.nightly_cases("2")
+@pytest.mark.nightly_cases("2", "0")
 @pytest.mark.parametrize("bound", [0, 1, 2])
 def test_the_bound_holds_on_every_server(bound):
     """Workers in threads, and two servers of which the second is slow at times."""

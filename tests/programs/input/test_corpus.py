@@ -52,7 +52,7 @@ def test_script_ends_with_a_line_of_what_it_made(tmp_path):
         assert " 4 speakers, " in lines[0]
 
 
-@pytest.mark.nightly_cases("--text=/nowhere/prose.txt-*")
+@pytest.mark.nightly_cases("--text=/nowhere/prose.txt-*", "--voices=klingon-qo-voice must*")
 @pytest.mark.parametrize(
     ("change", "message"),
     [

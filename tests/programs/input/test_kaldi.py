@@ -6,6 +6,7 @@ from pathlib import Path
 
 import kaldiio
 import numpy as np
+import pytest
 
 
 def alignments():
@@ -16,6 +17,7 @@ def alignments():
 ROOT = Path(__file__).parents[3]
 
 
+@pytest.mark.nightly
 def test_python_without_assertions_is_refused(tmp_path):
     kaldiio.save_ark(str(tmp_path / "a.ark"), alignments())
     code = (

@@ -5,6 +5,7 @@ import json
 import pytest
 
 
+@pytest.mark.nightly
 def test_networks_on_a_card_are_compared_with_plain_keras(run_well, tmp_path):
     """There is no card here: what is tested is that all runs, with tiny networks."""
     out = tmp_path / "gpu.json"

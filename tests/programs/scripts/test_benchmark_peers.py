@@ -119,6 +119,7 @@ def test_peers_of_pytorch_run(run_well, tmp_path):
             assert row["workers"] == 1 or row["scaling"] > 0, name
 
 
+@pytest.mark.nightly
 def test_unknown_systems_and_links_are_refused(run, tmp_path):
     arguments = ("benchmarks", "--suite=peers", f"--out={tmp_path / 'x.json'}")
     ended = run(*arguments, "--only=Spark", "--link_mbit=")

@@ -78,6 +78,7 @@ def test_phone_errors_are_those_of_the_models_posteriors(evaluated, corpus_direc
     assert f"phone error rate {total.rate:.2f} % ({total.insertions} insertions" in ended.out
 
 
+@pytest.mark.nightly
 def test_the_silence_that_a_corpus_names_is_not_counted(
     run_well, evaluated, corpus_directory, tmp_path
 ):

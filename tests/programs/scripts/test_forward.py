@@ -81,6 +81,7 @@ def by_hand(run_dir, frames):
     return found
 
 
+@pytest.mark.nightly
 def test_utterances_without_labels_have_log_likelihoods(run_well, root, run_dir, tmp_path):
     run, aligned = run_dir
     out = tmp_path / "new" / "loglikes"
@@ -122,6 +123,7 @@ def test_labels_of_three_frames_give_rows_of_three_frames(run_well, root, tmp_pa
     assert sum(counts) == sum(40 + 3 * n for n in range(9))  # every frame has a label
 
 
+@pytest.mark.nightly
 def test_audio_through_a_recurrent_model(run, run_well, root, tmp_path):
     recurrent = ("--model=lstm-000", "--scale=0.01", "--streams=2", "--truncation=10")
     made = ("--features=plp", "--from_audio", "--deltas=0")
@@ -140,6 +142,7 @@ def test_audio_through_a_recurrent_model(run, run_well, root, tmp_path):
         np.testing.assert_allclose(found[key], matrix, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.nightly
 def test_data_that_does_not_fit_is_refused(run, run_well, root, run_dir, tmp_path):
     run_of, _ = run_dir
     data = tmp_path / "data"

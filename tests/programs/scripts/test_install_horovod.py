@@ -44,6 +44,7 @@ def install(tmp_path, *arguments, tools=()):
     return done.returncode, done.stderr
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("more", "missing", "packages"),
     [

@@ -41,6 +41,7 @@ def kaldi(tmp_path_factory):
     return root
 
 
+@pytest.mark.nightly
 def test_kaldi_features_to_a_model(run_well, kaldi, tmp_path):
     out = tmp_path / "corpus"
     flags = (f"--data={kaldi}/data", f"--ali={kaldi}/pdf.*", f"--out={out}", "--deltas=1")
@@ -57,6 +58,7 @@ def test_kaldi_features_to_a_model(run_well, kaldi, tmp_path):
     run_well("train", f"--corpus={out}", f"--run_dir={tmp_path / 'run'}", "--rule=none", *small)
 
 
+@pytest.mark.nightly
 def test_one_speaker_trains_without_held_out_scores(run, run_well, kaldi, tmp_path):
     data, out = tmp_path / "data", tmp_path / "corpus"
     data.mkdir()

@@ -22,6 +22,7 @@ def weights(run_well, corpus_directory, tmp_path_factory):
     return out, ended
 
 
+@pytest.mark.nightly
 def test_every_layer_learns_and_shows_it(weights):
     out, ended = weights
     report = json.loads((out.parent / "start.json").read_text())
@@ -36,6 +37,7 @@ def test_every_layer_learns_and_shows_it(weights):
     assert set(last["reconstruction_error"]) == {"hidden1", "hidden2"}
 
 
+@pytest.mark.nightly
 def test_training_starts_from_it(weights, run_well, corpus_directory, tmp_path):
     """With a learning rate of next to 0 the run ends with the weights that it began with."""
     out, _ = weights

@@ -66,6 +66,7 @@ def test_single_training_learns_and_leaves_its_results(single, corpus_directory)
     assert "Epoch 1/2" in ended.out and "Epoch 2/2" in ended.out
 
 
+@pytest.mark.nightly
 def test_two_workers_train_on_from_the_given_weights(single, pair):
     before = history(single[0])["epochs"]
     content = history(pair[0])
@@ -151,6 +152,7 @@ def test_workers_together_score_as_one(run_well, pair, tmp_path):
     assert results[0]["frames"] == results[1]["frames"]
 
 
+@pytest.mark.nightly
 def test_an_evaluator_beside_the_training(run, run_well, corpus_directory, tmp_path):
     flags = (f"--corpus={corpus_directory}", f"--run_dir={tmp_path}", "--rule=bmuf", "--epochs=2")
     more = ("--layers=1", "--width=8", "--context=1", "--minibatch=64", "--ma", "--sync_period=5")

@@ -80,6 +80,7 @@ def runs(request, corpus_directory, tmp_path_factory):
     return out
 
 
+@pytest.mark.nightly_cases("000-dnn")
 @pytest.mark.nightly_cases(
     "000-lstm*",
     "002-hand*",

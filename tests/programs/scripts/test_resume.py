@@ -65,6 +65,7 @@ def epochs(run_dir):
     return json.loads((run_dir / "history.json").read_text())["epochs"]
 
 
+@pytest.mark.nightly
 def test_its_weights_are_those_of_an_uninterrupted_run_bit_for_bit(resumed):
     one, two, ended = resumed
     assert "Resuming from checkpoint" in ended.out

@@ -2,6 +2,7 @@
 
 import keras
 import numpy as np
+import pytest
 
 from input import streams
 from input.streams import StreamOptions
@@ -10,6 +11,7 @@ from tests.lib.small import strategy_of
 from tests.lib.streams import SMALL, read, utterances
 
 
+@pytest.mark.nightly
 def test_streams_of_two_replicas_score_as_whole_utterances_do(tiny, tmp_path):
     """Trains under the strategy, then scores in pieces of 7 frames and in one piece each."""
     options = StreamOptions(**SMALL, stack=3)

@@ -43,6 +43,7 @@ def test_replicas_train_as_plain_models_averaged_by_hand():
     check_states(model, strategy, plain)
 
 
+@pytest.mark.nightly
 def test_two_workers_train_as_plain_models_averaged_by_hand(tmp_path):
     """In two processes; the state never travels."""
     outs = [tmp_path / f"{rank}.npz" for rank in range(2)]
@@ -89,6 +90,7 @@ def test_minibatches_without_rows_take_no_step_and_leave_the_state():
     check_states(model, strategy, plain)
 
 
+@pytest.mark.nightly
 def test_evaluation_scores_frames_by_weight_and_training_goes_on():
     strategy = strategy_of(2, tfpara.BMUF(), sync_period=TAU)
     with strategy.scope():

@@ -192,6 +192,7 @@ def test_max_change_of_an_embedding_counts_a_row_once():
     assert np.linalg.norm(model.get_weights()[0] - before) == pytest.approx(0.5, rel=1e-5)
 
 
+@pytest.mark.nightly
 def test_beats_sgd_at_equal_steps_on_ill_conditioned_data():
     """Each at the best of three learning rates."""
     x, y = minibatches(150, 128, 20, seed=3, scales=(0.5, -1.0), mean=2.0)

@@ -22,6 +22,7 @@ from tfpara.sync.tensorflow.model_variables import replica_variables
 layers = keras.layers
 
 
+@pytest.mark.nightly
 def test_saved_model_goes_on_as_if_never_stopped(tmp_path):
     x, y = minibatches(16)
     model = compiled(dense_model(), 0.1, 0.9, alpha=3.0)
@@ -63,6 +64,7 @@ def test_exported_model_needs_nothing_of_ours(tmp_path):
     np.testing.assert_allclose(loaded.serve(x), model.predict(x, verbose=0), atol=1e-6)
 
 
+@pytest.mark.nightly_cases("average")
 @pytest.mark.parametrize("local_state", ["reset", "average"])
 def test_replicas_agree_after_a_sync_and_keep_their_own_scatters(local_state):
     strategy = strategy_of(sync_period=3, local_state=local_state)
@@ -117,6 +119,7 @@ def test_two_replicas_equal_two_models_averaged_by_hand():
         np.testing.assert_allclose(got, want, atol=1e-5)
 
 
+@pytest.mark.nightly
 def test_mixed_precision_with_loss_scaling():
     keras.mixed_precision.set_global_policy("mixed_float16")
     try:
@@ -134,6 +137,7 @@ def test_mixed_precision_with_loss_scaling():
     assert all(np.isfinite(v.numpy()).all() for v in model.optimizer.variables)
 
 
+@pytest.mark.nightly_cases("{'gradient_accumulation_steps'*")
 @pytest.mark.parametrize(
     "options",
     [{"clipnorm": 1.0}, {"gradient_accumulation_steps": 2, "weight_decay": 1e-4, "nesterov": True}],

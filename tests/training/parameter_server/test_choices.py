@@ -53,6 +53,7 @@ def test_the_searched_rates_are_those_of_numpy(rule, period):
     np.testing.assert_allclose(model.get_weights()[0], w, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.nightly_cases("one")
 @pytest.mark.parametrize("factors", [(1.0, 1e30), (1e30, 1e38)], ids=["one", "all"])
 def test_a_diverging_candidate_never_wins(factors):
     """The rate stays where none is left, and other workers and later chunks see nothing of it."""
@@ -87,6 +88,7 @@ def test_a_search_that_cannot_be_is_refused():
         strategy.fit(model, tfpara.Chunks(2, read), verbose=0, search_rate=tfpara.ChunkRateSearch())
 
 
+@pytest.mark.nightly_cases("rule1-averages1")
 @pytest.mark.parametrize(
     ("rule", "averages"),
     [
@@ -111,6 +113,7 @@ def test_the_mean_starts_once_the_average_is_better(rule, averages):
         assert model.evaluate(held_out, verbose=0) < mine
 
 
+@pytest.mark.nightly
 def test_the_mean_starts_again_where_the_average_does():
     """In a second fit with the same callback, after weights that are set in between."""
     noisy = X @ TRUE + np.random.default_rng(3).normal(size=(128, 1)).astype("float32")

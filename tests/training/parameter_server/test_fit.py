@@ -43,6 +43,7 @@ def settings(**more):
 WEIGHTS = np.random.default_rng(2).uniform(0.0, 2.0, size=len(X)).astype("float32")
 
 
+@pytest.mark.nightly_cases("class_weight-validation_data-initial_epoch")
 @pytest.mark.parametrize(
     "options",
     [
@@ -316,6 +317,7 @@ def test_a_dataset_of_unknown_length_is_for_all_workers():
     assert strategy.statistics(model).pushes == MINIBATCHES
 
 
+@pytest.mark.nightly
 def test_validation_frequencies_are_those_of_keras():
     strategy, model = made()
     for every, epochs in [(1, [0, 1, 2]), (2, [1]), ([1, 3], [0, 2])]:

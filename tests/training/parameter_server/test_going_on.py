@@ -217,6 +217,7 @@ def test_random_layers_have_other_numbers_in_each_fit_and_the_same_after_a_resum
     np.testing.assert_array_equal(resumed, three[2:])
 
 
+@pytest.mark.nightly_cases("x-y-")
 @pytest.mark.parametrize(
     ("other", "told"),
     [
@@ -467,6 +468,7 @@ KINDS = {
 }
 
 
+@pytest.mark.nightly_cases("AsyncEASGD(elasticity=0.3)-adam")
 @pytest.mark.parametrize(
     ("rule", "optimizer"),
     [*zip(RULES, ["momentum", "schedule", "adam"], strict=True), (tfpara.ASGD(), "schedule")],
@@ -603,6 +605,7 @@ def test_a_model_that_is_compiled_again_with_the_same_optimizer_has_the_new_loss
         np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.nightly
 def test_layers_are_frozen_and_unfrozen_between_fits():
     """With the same optimizer or not; its slots start anew, as those of one that is made anew."""
     _, own = made(workers=1)
@@ -656,6 +659,7 @@ def test_a_callback_sets_the_rate_on_the_servers():
     np.testing.assert_array_equal(seen[1], seen[2])
 
 
+@pytest.mark.nightly
 def test_a_searched_rate_outlasts_a_resumption_and_a_second_fit(tmp_path):
     search = tfpara.ChunkRateSearch((0.5,), minibatches=2)  # halves it for each chunk
     strategy, model = made(tfpara.AveragedASGD(), keras.optimizers.SGD(0.064))
@@ -738,6 +742,7 @@ def test_sigterm_is_the_programs_own_again_after_a_fit_that_failed(tmp_path):
         signal.signal(signal.SIGTERM, former)
 
 
+@pytest.mark.nightly
 def test_telemetry_reports_pushes_and_their_staleness(tmp_path):
     strategy, model = made()
     train(strategy, model)
@@ -909,6 +914,7 @@ def test_a_checkpoint_of_other_variables_is_refused_before_any_is_set(tmp_path):
         np.testing.assert_array_equal(got, expected)
 
 
+@pytest.mark.nightly_cases("AsyncEASGD(elasticity=0.3)-adam")
 @pytest.mark.parametrize(
     ("rule", "optimizer"), zip(RULES, ["adam", "momentum", "adam"], strict=True), ids=str
 )

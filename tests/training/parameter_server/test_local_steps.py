@@ -302,6 +302,7 @@ def test_a_round_that_other_workers_have_begun_counts_by_its_pushes():
     assert w == 6 / 8 + 8 / 2 + 0.5 * 2.0
 
 
+@pytest.mark.nightly
 def test_block_momentum_goes_on_with_other_workers(tmp_path):
     for workers, epochs in ((4, 1), (2, 2), (3, 3)):
         strategy, model = made(tfpara.AsyncBMUF(), keras.optimizers.SGD(0.02), workers)
@@ -313,6 +314,7 @@ def test_block_momentum_goes_on_with_other_workers(tmp_path):
         train(strategy, model, 4, [tfpara.AsyncCheckpoint(tmp_path)])
 
 
+@pytest.mark.nightly
 def test_block_momentum_goes_on_from_a_checkpoint(tmp_path):
     found = []
     for folder, stops in (("whole", (4,)), ("parts", (2, 4))):

@@ -44,6 +44,7 @@ def pushed_minibatches(strategy, model, period, epochs):
     assert done == [epochs * each] * CHUNKS
 
 
+@pytest.mark.nightly_cases("ASGD(max_staleness=None, delay*")
 @pytest.mark.parametrize(
     ("rule", "period", "workers"),
     [

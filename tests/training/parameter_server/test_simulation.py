@@ -316,6 +316,7 @@ def test_without_elasticity_the_servers_model_stays():
     np.testing.assert_array_equal(model.get_weights()[0], np.full((INPUTS, CLASSES), 1 / 8))
 
 
+@pytest.mark.nightly_cases("AsyncBMUF(block_momentum=None,*")
 @pytest.mark.parametrize("rule", [ASGD(), AsyncBMUF(max_staleness=3)], ids=str)
 def test_runs_repeat_bit_for_bit_and_a_record_is_followed(rule):
     speeds = Speed(1.0, spread=0.8)

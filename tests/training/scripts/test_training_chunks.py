@@ -44,7 +44,7 @@ def described(corpus, recurrent=False):
     return of_streams if recurrent else frames
 
 
-@pytest.mark.nightly_cases("True")
+@pytest.mark.nightly
 @pytest.mark.parametrize("recurrent", [False, True])
 def test_a_model_trains_on_chunks_and_is_scored_by_the_chief(corpus, recurrent):
     description = described(corpus, recurrent=recurrent)

@@ -93,6 +93,7 @@ def test_every_frame_once_where_the_size_changes(corpus, every_frame, workers):
                 assert len(set(lengths[step : step + len(ids)])) == 1
 
 
+@pytest.mark.nightly_cases("sizes1-1", "sizes1-16", "sizes1-21")
 @pytest.mark.parametrize("steps", [1, 7, 15, 16, 21])
 @pytest.mark.parametrize("sizes", [{0: 64}, {0: 32, 0.3: 64}])
 def test_what_is_left_of_an_epoch_is_what_was_not_done(corpus, sizes, steps):

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import keras
-import tensorflow as tf
 
 from tfpara import files, remote_files
 from tfpara.graph_files import without_tasks
@@ -60,9 +59,12 @@ def for_any_task(
 
 
 def is_of_keras(path: str) -> bool:
-    """Returns whether a path is a URL to which Keras itself can write."""
-    scheme = path.partition("://")[0]
-    return "://" in path and scheme in {"hf", *tf.io.gfile.get_registered_schemes()}
+    """Returns whether a path is a URL to which Keras itself can write.
+
+    A process that has imported tensorflow-io could write to more, but with other settings of the
+    store. Whether it has must not decide how a model is written.
+    """
+    return path.partition("://")[0] in {"hf", "gs", "ram", "file"} and "://" in path
 
 
 def not_of_stores(function: Method) -> Method:
