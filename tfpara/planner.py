@@ -75,6 +75,11 @@ class Link:
         """
         return cls(mbit * 1e6 / 8 / _WITH_HEADERS, delay_ms / 1e3)
 
+    @property
+    def mbit(self) -> float:
+        """The speed in Mbit/s, with the headers of packets: `of_mbit` takes it."""
+        return self.bytes_per_second * 8 / 1e6 * _WITH_HEADERS
+
     def reduce_seconds(self, nbytes: float, num_workers: int) -> float:
         """Returns the time of an all-reduce, or of a reduce-scatter and an all-gather.
 

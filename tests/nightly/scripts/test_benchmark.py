@@ -93,6 +93,6 @@ def test_a_cluster_of_pausing_workers(run_well, tmp_path):
     for name, bits in (("sharded", 32), ("int8", 8)):
         floor = 1e3 * 4 / 3 * elements * bits * 1.045 / 100e6
         assert rows[name]["floor_ms"] == pytest.approx(floor)
-        assert rows[name]["sync_ms"] > floor
+        assert rows[name]["sync_ms"] > 0.7 * floor  # what the link's bucket lets through at once
         assert 1.0 < rows[name]["speedup"] < 3.0
         assert rows[name]["speedup"] < rows[name]["predicted_speedup"] * 1.05
