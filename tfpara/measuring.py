@@ -98,7 +98,7 @@ def found(
         "step_ms": step_ms,
         "slowdown": slowdown,
         "model_mb": nbytes / 1e6,
-        "link_mbit": link.bytes_per_second * 8 / 1e6,
+        "link_mbit": link.mbit,
         "link_delay_ms": 1e3 * link.delay_seconds,
         "sync_ms": max(0.0, mean["sync_ms"] - reduce_ms),
         "batch": mean["batch"],

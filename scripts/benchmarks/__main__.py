@@ -36,6 +36,10 @@ wall time and of the processor, and the operations of its graph; and a sync of t
 so for networks of 0.1, 1.6 and 12.5 million weights, for calls of one and 20 minibatches, and for
 one and two devices.
 
+Suite `cluster`: what a sync adds for 2 to 16 workers (--replicas), each with a link of its own
+(--link_mbit; needs root), whose step is a pause of --step_seconds. `over_floor` is a sync over
+the least that a ring's transfers take, `predicted` the planner's speed-up.
+
 Suite `peers`: tfpara beside MultiWorkerMirroredStrategy, Horovod, PyTorch and torchft, on loopback
 and on limited links; see scripts.benchmarks.beside_peers. `predictions` are those of the cost
 model. scripts.benchmarks.page puts the results into the documentation.
@@ -55,7 +59,14 @@ from absl import flags
 
 import tfpara
 from scripts import common
-from scripts.benchmarks import asynchronous, beside_peers, goodput, gpu_worker, step_worker
+from scripts.benchmarks import (
+    asynchronous,
+    beside_peers,
+    goodput,
+    gpu_worker,
+    many_workers,
+    step_worker,
+)
 from scripts.benchmarks.headlines import headlines
 from scripts.benchmarks.prediction import costs_of, predictions
 from scripts.benchmarks.processes import measure
@@ -66,7 +77,18 @@ from tfpara.planner import Link
 _SUITE = flags.DEFINE_enum(
     "suite",
     "scaling",
-    ["scaling", "averages", "memory", "input", "peers", "async", "faults", "gpu", "step"],
+    [
+        "scaling",
+        "averages",
+        "memory",
+        "input",
+        "peers",
+        "async",
+        "faults",
+        "gpu",
+        "step",
+        "cluster",
+    ],
     "what to measure",
 )
 _OUT = flags.DEFINE_string("out", None, "JSON file to write", required=True)
@@ -80,7 +102,7 @@ _STEPS = flags.DEFINE_integer(
 )
 _CORPUS = flags.DEFINE_string("corpus", None, "directory of a prepared corpus, for suite input")
 _REPLICAS = flags.DEFINE_list(
-    "replicas", ["1", "2", "4", "8"], "numbers of replicas of the suite memory"
+    "replicas", ["1", "2", "4", "8"], "numbers of replicas of the suites memory and cluster"
 )
 _QUICK = flags.DEFINE_bool(
     "quick", False, "suite peers: one round, two sync periods, loopback only"
@@ -93,7 +115,10 @@ _EPOCH_STEPS = flags.DEFINE_integer(
     "epoch_steps", 200, "suite faults: minibatches of a worker in an epoch", lower_bound=1
 )
 _STEP_SECONDS = flags.DEFINE_float(
-    "step_seconds", 0.05, "suite faults: shortest time of a step, in seconds", lower_bound=0.0
+    "step_seconds",
+    0.05,
+    "suite faults: shortest time of a step; suite cluster: time of a step; in seconds",
+    lower_bound=0.001,
 )
 _KILL_EVERY = flags.DEFINE_float(
     "kill_every", 30.0, "suite faults: seconds from one kill to the next", lower_bound=0.1
@@ -125,6 +150,9 @@ def main() -> None:
         return
     if _SUITE.value == "faults":
         _faults(out)
+        return
+    if _SUITE.value == "cluster":
+        _cluster(out)
         return
     systems = {
         "scaling": _scaling_systems,
@@ -195,6 +223,25 @@ def _faults(out: Path) -> None:
     how_often = {"epochs": _EPOCHS.value, "kill_every": _KILL_EVERY.value}
     rows = goodput.measured(ways, _WORKERS.value, **how_often, options=options)
     common.write_json(out, {**_conditions(), "options": {**options, **how_often}, "rows": rows})
+    _print_table(rows)
+
+
+def _cluster(out: Path) -> None:
+    speeds = beside_peers.limited_mbit()
+    ways = beside_peers.chosen(list(many_workers.WAYS))
+    with common.bad_input():
+        workers = [int(count) for count in _REPLICAS.value if count != "1"]
+    for rows in many_workers.measured(
+        ways,
+        workers,
+        speeds,
+        beside_peers.DELAY.value,
+        _periods(),
+        _STEP_SECONDS.value,
+        _sizes(),
+        _ROUNDS.value,
+    ):
+        common.write_json(out, {**_conditions(), "sizes": _sizes(), "rows": rows})
     _print_table(rows)
 
 
@@ -386,6 +433,11 @@ _COLUMNS = {  # key: (title, width, format)
     "ratio_to_plain": ("/plain", 7, ".3f"),
     "sync_ms": ("sync ms", 8, ".0f"),
     "wait_ms": ("wait ms", 8, ".0f"),
+    "adds_ms": ("adds ms", 8, ".1f"),
+    "floor_ms": ("floor ms", 8, ".1f"),
+    "over_floor": ("/floor", 7, ".2f"),
+    "speedup": ("speed-up", 8, ".2f"),
+    "predicted_speedup": ("predicted", 9, ".2f"),
     "ratio_to_none": ("/no averages", 12, ".3f"),
     "frames_per_second": ("frames/s", 10, ".0f"),
     "ratio_to_training": ("/training", 9, ".1f"),

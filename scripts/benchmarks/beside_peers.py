@@ -33,7 +33,7 @@ _LINKS = flags.DEFINE_list(
     ["1000", "100"],
     "suite peers: limited links to measure too, in Mbit/s (needs root); empty for none",
 )
-_DELAY = flags.DEFINE_float(
+DELAY = flags.DEFINE_float(
     "link_delay_ms", 10.0, "delay of a limited link, where the kernel has netem", lower_bound=0.0
 )
 _LINK_ROUNDS = flags.DEFINE_integer(
@@ -96,9 +96,9 @@ def measured(
     for mbit in limits:
         label = f"{mbit:g} Mbit/s"
         limited = [_shortened(s, mbit) for s in systems if s.workers > 1 and s.name != INDEPENDENT]
-        with links.limited(mbit, _DELAY.value) as place:
+        with links.limited(mbit, DELAY.value) as place:
             made.append((label, mbit, place.delay_ms))
-            if place.delay_ms != _DELAY.value:
+            if place.delay_ms != DELAY.value:
                 notes.append(f"{label}: without delay, since this kernel has no netem")
             rows += _measure_at(label, place, limited, _LINK_ROUNDS.value, speeds)
         yield {"rows": rows, "links": made, "notes": notes}

@@ -1,7 +1,7 @@
-"""The networks of a benchmark's processes: loopback, or a cable with limited speed and delay.
+"""The networks of a benchmark's processes: this machine's loopback, or network namespaces of their
+own, each with a cable to a switch, whose speed and delay are limited.
 
-The cable is between two network namespaces of this machine. `ip` and `tc` make them, which only
-root may use.
+Namespaces, cables and their limits are made by `ip` and `tc`, which only root may use.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tfpara.cluster import Cluster
 from tfpara.launch.clusters import local_clusters
 
 _INTERFACE = "cable"
-_NETWORK = "10.77.0"  # exists in the two namespaces only
+_NETWORK = "10.77.0"  # seen in the namespaces only
 _QUEUE_MS = 100
 _HOSTS = Path("/etc/netns")
 
@@ -45,13 +45,17 @@ class Loopback:
 
 
 class Namespaces:
-    """Two network namespaces and a cable between them. Make it with `limited`, which removes it."""
+    """Network namespaces with a cable each, and the switch between them, which has its own.
+
+    Make them with `limited`, which removes them.
+    """
 
     interface = _INTERFACE
     shared = False
 
-    def __init__(self) -> None:
-        self.names = [f"tfpara-{os.getpid()}-{end}" for end in range(2)]
+    def __init__(self, ends: int) -> None:
+        self.names = [f"tfpara-{os.getpid()}-{end}" for end in range(ends)]
+        self._switch = f"tfpara-{os.getpid()}-switch"
         self.delay_ms = 0.0
         # Each cluster has new ports, so that it never meets processes of the last one.
         self._ports = itertools.count(20000)
@@ -61,34 +65,41 @@ class Namespaces:
         return ["ip", "netns", "exec", self.names[rank]]
 
     def clusters(self, workers: int) -> list[Cluster]:
-        """Returns each worker's view of a cluster of at most two, the chief's first."""
-        addresses = tuple(f"{_NETWORK}.{end + 1}:{next(self._ports)}" for end in range(workers))
-        tasks: list[tuple[Any, int]] = [("chief", 0), ("worker", 0)]
-        return [Cluster(addresses, *task, has_chief_job=True) for task in tasks[:workers]]
+        """Returns each worker's view of their cluster, the chief's first."""
+        addresses = tuple(f"{_address(end)}:{next(self._ports)}" for end in range(workers))
+        tasks: list[tuple[Any, int]] = [("chief", 0), *(("worker", i) for i in range(workers - 1))]
+        return [Cluster(addresses, *task, has_chief_job=True) for task in tasks]
 
     def make(self, mbit: float, delay_ms: float) -> None:
-        """Makes the namespaces and the cable, and limits both of its ends."""
+        """Makes the namespaces and cables, and limits both ends of each cable."""
+        _run("ip", "netns", "add", self._switch)
+        inside = ["ip", "-n", self._switch]
+        _run(*inside, "link", "add", "switch", "type", "bridge")
+        _run(*inside, "link", "set", "switch", "up")
         for end, name in enumerate(self.names):
             _run("ip", "netns", "add", name)
             # `ip netns exec` shows this file as /etc/hosts. It maps this machine's name to the
             # cable's end; Gloo listens at that name's address.
             (_HOSTS / name).mkdir(parents=True)
-            lines = f"127.0.0.1 localhost\n{_NETWORK}.{end + 1} {socket.gethostname()}\n"
+            lines = f"127.0.0.1 localhost\n{_address(end)} {socket.gethostname()}\n"
             (_HOSTS / name / "hosts").write_text(lines)
-        first, second = self.names
-        _run(
-            *("ip", "link", "add", _INTERFACE, "netns", first, "type", "veth"),
-            *("peer", "name", _INTERFACE, "netns", second),
-        )
-        for end, name in enumerate(self.names):
-            inside = ["ip", "-n", name]
-            _run(*inside, "address", "add", f"{_NETWORK}.{end + 1}/24", "dev", _INTERFACE)
+            self._connect(name, f"port{end}")
+            _run("ip", "-n", name, "address", "add", f"{_address(end)}/24", "dev", _INTERFACE)
             for interface in ("lo", _INTERFACE):
-                _run(*inside, "link", "set", interface, "up")
-            self._limit(name, mbit, delay_ms)
+                _run("ip", "-n", name, "link", "set", interface, "up")
+            self._limit(name, _INTERFACE, mbit, delay_ms)
+            self._limit(self._switch, f"port{end}", mbit, 0.0)
 
-    def _limit(self, name: str, mbit: float, delay_ms: float) -> None:
-        at = ["tc", "-n", name, "qdisc", "add", "dev", _INTERFACE]
+    def _connect(self, name: str, port: str) -> None:
+        """Makes the cable between a namespace and a port of the switch."""
+        peer = ["peer", "name", port, "netns", self._switch]
+        _run("ip", "link", "add", _INTERFACE, "netns", name, "type", "veth", *peer)
+        _run("ip", "-n", self._switch, "link", "set", port, "master", "switch")
+        _run("ip", "-n", self._switch, "link", "set", port, "up")
+
+    def _limit(self, name: str, interface: str, mbit: float, delay_ms: float) -> None:
+        """Limits what a namespace sends on an interface."""
+        at = ["tc", "-n", name, "qdisc", "add", "dev", interface]
         # The bucket has 1 ms of data, and at least one large packet. Packets wait for at most
         # _QUEUE_MS, as in a switch with that much memory.
         burst = max(128 * 1024, int(mbit * 1e6 / 8 * 0.001))
@@ -101,8 +112,8 @@ class Namespaces:
                 self.delay_ms = delay_ms
 
     def remove(self) -> None:
-        """Removes the namespaces, and with them the cable."""
-        for name in self.names:
+        """Removes the namespaces, and with them the cables."""
+        for name in (*self.names, self._switch):
             subprocess.run(["ip", "netns", "delete", name], capture_output=True)
             shutil.rmtree(_HOSTS / name, ignore_errors=True)
         # The directory may not exist, or have files of another benchmark.
@@ -111,8 +122,8 @@ class Namespaces:
 
 
 @contextlib.contextmanager
-def limited(mbit: float, delay_ms: float = 0.0) -> Iterator[Namespaces]:
-    """Makes two namespaces and a cable of `mbit` Mbit/s with a delay in each direction.
+def limited(mbit: float, delay_ms: float = 0.0, ends: int = 2) -> Iterator[Namespaces]:
+    """Makes `ends` namespaces, with cables of `mbit` Mbit/s and a delay in each direction.
 
     They are removed at the end, also after an error, Ctrl-C or SIGTERM. The attribute `delay_ms` of
     the result is 0 if the kernel cannot delay packets.
@@ -120,7 +131,7 @@ def limited(mbit: float, delay_ms: float = 0.0) -> Iterator[Namespaces]:
     Raises:
         Failure: this process may not make namespaces, or the tools are missing.
     """
-    made = Namespaces()
+    made = Namespaces(ends)
     with _ended_by_sigterm():
         try:
             made.make(mbit, delay_ms)
@@ -139,6 +150,10 @@ def problem() -> str | None:
             return None
     except common.Failure as failure:
         return str(failure)
+
+
+def _address(end: int) -> str:
+    return f"{_NETWORK}.{end + 1}"
 
 
 def _run(*command: str) -> None:

@@ -42,7 +42,7 @@ def _train(options: dict[str, Any]) -> dict[str, Any]:
             tfpara.BSP(), sync_period=options["sync_period"], **options.get("strategy", {})
         )
     with strategy.scope() if strategy else contextlib.nullcontext():
-        model = _dnn(options)
+        model = _pausing(options) if "pause_seconds" in options else _dnn(options)
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         model.compile(keras.optimizers.SGD(0.01, momentum=0.9), loss)
     batch, steps = options["batch"], options["steps"]
@@ -67,19 +67,19 @@ def _train(options: dict[str, Any]) -> dict[str, Any]:
     # has a single minibatch. With overlap, the sync that travels at the beginning is merged in this
     # time, and the one that begins at the end is not awaited.
     first = options.get("first") or options["sync_period"] or 1
-    marks: list[tuple[float, Any, int]] = []
+    marks: list[tuple[float, Any, int, float]] = []
 
     def mark(batch: int, logs: Any) -> None:
         del logs
         if batch in (first - 1, first + steps - 1):
             found = strategy.statistics() if strategy else None
-            marks.append((time.time(), found, sent_bytes(options)))
+            marks.append((time.time(), found, sent_bytes(options), time.process_time()))
         if long_block and batch == first - 1:
             strategy.set_sync_period(options["sync_period"])
 
     callbacks = [keras.callbacks.LambdaCallback(on_train_batch_end=mark)]
     model.fit(data, epochs=1, steps_per_epoch=first + steps, verbose=0, callbacks=callbacks)
-    (began, before, sent_before), (ended, now, sent) = marks
+    (began, before, sent_before, used_before), (ended, now, sent, used) = marks
     figures = {
         "began": began,
         "ended": ended,
@@ -94,6 +94,8 @@ def _train(options: dict[str, Any]) -> dict[str, Any]:
         figures["sync_ms"] = 1000 * (synced - waited) / syncs
         figures["wait_ms"] = 1000 * waited / syncs
         figures["sync_fraction"] = synced / (ended - began)
+        if "pause_seconds" in options:
+            figures["processor_ms"] = 1000 * (used - used_before) / syncs
     return figures
 
 
@@ -140,6 +142,24 @@ def _dnn(options: dict[str, Any]) -> Any:
 
     sizes = {"layers": options.get("layers", 6), "width": options.get("width", 1024)}
     return dnn(options.get("inputs", 1320), options.get("classes", 5723), **sizes)
+
+
+def _pausing(options: dict[str, Any]) -> Any:
+    """Builds the network with a step that only waits, as the CPU does while a GPU computes."""
+    import keras
+    import tensorflow as tf
+
+    def pause() -> None:
+        time.sleep(options["pause_seconds"])
+
+    class Pausing(keras.Model):
+        def train_step(self, data: Any) -> dict[str, tf.Tensor]:
+            del data
+            tf.py_function(pause, [], [])
+            return {"loss": tf.zeros([])}
+
+    network = _dnn(options)
+    return Pausing(network.inputs, network.outputs)
 
 
 def _compiled(strategy: Any, options: dict[str, Any]) -> Any:

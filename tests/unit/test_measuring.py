@@ -26,7 +26,7 @@ def test_the_values_by_hand():
             "step_ms": 2.0,
             "slowdown": 1.5,
             "model_mb": 4.0,
-            "link_mbit": 3200.0,  # 4 MB in 10 ms
+            "link_mbit": 3344.0,  # 4 MB in 10 ms, and 4.5 % for headers
             "link_delay_ms": 1.0,  # two messages, one after the other
             "sync_ms": 8.0,
             "batch": 32.0,

@@ -11,7 +11,7 @@ from tfpara.planner import _ERRORS, _OVERLAP_ADDS, Costs, Link, choose, known_er
 from tfpara.sync.one_sync import placement
 
 # A sync of two takes 0.1 s and 40 MB at 100 MB/s, 0.4 s; one of four 0.1 + 0.6 s.
-GIVEN = ("--step_ms=100", "--sync_ms=100", "--link_mbit=800", "--model_mb=40")
+GIVEN = ("--step_ms=100", "--sync_ms=100", "--link_mbit=836", "--model_mb=40")
 COSTS = Costs(0.1, 40e6, Link(100e6), local_seconds=0.1)
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 

@@ -22,7 +22,8 @@ def test_an_all_reduce_sends_its_share_of_the_buffer():
 
 
 def test_mbit_are_millions_of_bits():
-    assert Link.of_mbit(100, 10) == Link(12.5e6, 0.01)
+    assert Link.of_mbit(104.5, 10) == Link(12.5e6, 0.01)  # 4.5 % are headers
+    assert Link(12.5e6).mbit == pytest.approx(104.5)
 
 
 @pytest.mark.parametrize(

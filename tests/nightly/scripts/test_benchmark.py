@@ -2,6 +2,10 @@
 
 import json
 
+import pytest
+
+from scripts.benchmarks import links
+
 SMALL = ("--layers=1", "--width=64", "--classes=50")
 
 
@@ -75,3 +79,20 @@ def test_goodput_of_a_run_with_faults_and_of_one_without(run_well, tmp_path):
     assert rows["elastic, one spare, graphs not optimised"]["kills"] >= 1
     assert rows["elastic, one spare, graphs not optimised"]["goodput"] > 0.0
     assert 0.0 < rows["elastic, one spare, graphs not optimised"]["loss"] < 3.0
+
+
+@pytest.mark.skipif(links.problem() is not None, reason=str(links.problem()))
+def test_a_cluster_of_pausing_workers(run_well, tmp_path):
+    """A sync takes no less than its bytes on the link, and three workers are faster than one."""
+    out = tmp_path / "cluster.json"
+    arguments = ("--only=sharded;int8", "--replicas=3", "--link_mbit=100", "--link_delay_ms=0")
+    arguments += ("--sync_periods=20", "--step_seconds=0.05", "--rounds=1", *SMALL)
+    run_well("benchmarks", "--suite=cluster", f"--out={out}", *arguments)
+    rows = {row["system"]: row for row in json.loads(out.read_text())["rows"]}
+    elements = 1320 * 64 + 64 + 64 * 50 + 50
+    for name, bits in (("sharded", 32), ("int8", 8)):
+        floor = 1e3 * 4 / 3 * elements * bits * 1.045 / 100e6
+        assert rows[name]["floor_ms"] == pytest.approx(floor)
+        assert rows[name]["sync_ms"] > 0.7 * floor  # what the link's bucket lets through at once
+        assert 1.0 < rows[name]["speedup"] < 3.0
+        assert rows[name]["speedup"] < rows[name]["predicted_speedup"] * 1.05

@@ -29,7 +29,7 @@ def namespaces():
 def test_a_limited_link_is_as_fast_as_it_says_and_is_removed():
     before = namespaces()
     with links.limited(40) as place:
-        assert len(namespaces() - before) == 2
+        assert len(namespaces() - before) == 3  # and the switch
         options = {"system": "copy", "elements": 500_000, "steps": 3}
         module = "scripts.benchmarks.peers.socket_copy"
         limited = measure(2, options, module=module, place=place)["sync_ms"]
@@ -67,7 +67,7 @@ def test_signals_remove_everything(number):
     )
     try:
         assert process.stdout.readline() == "made\n"
-        assert len(namespaces() - before) == 2
+        assert len(namespaces() - before) == 3
         process.send_signal(number)
         assert process.wait(120) != 0
     finally:

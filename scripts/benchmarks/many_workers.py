@@ -1,0 +1,145 @@
+"""The suite `cluster` of scripts.benchmarks: syncs of 2 to 16 workers, each with a link of its own.
+
+A worker's step is a pause, as long as a GPU's step; its weights and its syncs are real. So a few
+cores do for many workers, up to the speed at which the syncs themselves need the cores:
+`processor_ms` says how much of a core a worker's sync takes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from scripts.benchmarks import links
+from scripts.benchmarks.processes import measure
+from scripts.benchmarks.systems import elements_of
+from tfpara.planner import Costs, Link
+
+_SECONDS = 900.0  # of a run; on two cores sixteen processes take a minute to start
+
+
+class Way(NamedTuple):
+    """A way to sync: arguments of the strategy, and the bits that a weight has on the link."""
+
+    strategy: dict[str, Any]
+    bits: int = 32
+
+
+WAYS = {
+    "replicated": Way({"aggregation": "replicated"}),
+    "sharded": Way({"aggregation": "sharded"}),
+    "overlap": Way({"overlap": True}),
+    "bf16": Way({"compression": "bf16"}, 16),
+    "int8": Way({"compression": "int8"}, 8),
+    "Horovod": Way({"collectives": "horovod"}),
+}
+
+
+def measured(
+    ways: list[str],
+    workers: list[int],
+    speeds: list[float],
+    delay_ms: float,
+    periods: list[int],
+    pause: float,
+    sizes: dict[str, int],
+    rounds: int,
+) -> Iterator[list[dict[str, Any]]]:
+    """Measures ways to sync, for numbers of workers, speeds of links and sync periods.
+
+    Args:
+        ways: names in `WAYS`.
+        workers: numbers of workers N.
+        speeds: Mbit/s of the link of each worker.
+        delay_ms: delay of a link in each direction, where the kernel can delay packets.
+        periods: sync periods τ, in minibatches.
+        pause: length of a minibatch in seconds.
+        sizes: `inputs`, `layers`, `width`, `classes` of the network.
+        rounds: how often everything is measured; the ways take turns.
+
+    Yields:
+        All rows so far, after each link and number of workers: what is slow comes last.
+    """
+    rows: list[dict[str, Any]] = []
+    for mbit in sorted(speeds, reverse=True):
+        for count in sorted(workers):
+            with links.limited(mbit, delay_ms, count) as place:
+                link = Link.of_mbit(mbit, place.delay_ms)
+                found: dict[tuple[str, int], list[dict[str, float]]] = {}
+                for _ in range(rounds):
+                    for name, period in itertools.product(ways, periods):
+                        options = _options(WAYS[name], period, pause, link, count, sizes)
+                        options["interface"] = place.interface
+                        figures = measure(count, options, place=place, seconds=_SECONDS)
+                        found.setdefault((name, period), []).append(figures)
+                for (name, period), series in found.items():
+                    row = _row(name, count, period, pause, link, sizes, series)
+                    rows.append({"link": f"{mbit:g} Mbit/s", **row})
+            yield rows
+
+
+def _costs(
+    way: Way, pause: float, link: Link, sizes: dict[str, int], local_seconds: float = 0.0
+) -> Costs:
+    nbytes = elements_of(sizes) * way.bits / 8
+    overlap = bool(way.strategy.get("overlap"))
+    return Costs(pause, nbytes, link, local_seconds, overlap=overlap)
+
+
+def _options(
+    way: Way, period: int, pause: float, link: Link, workers: int, sizes: dict[str, int]
+) -> dict[str, Any]:
+    # Blocks of some ten seconds together, and three at least.
+    block = _costs(way, pause, link, sizes).sync_seconds(workers) + period * pause
+    blocks = min(20, max(3, round(10 / block)))
+    return {
+        "system": "tfpara",
+        "strategy": way.strategy,
+        "sync_period": period,
+        "steps": blocks * period,
+        "batch": 1,
+        "warm_up": 1,
+        "pause_seconds": pause,
+        **sizes,
+    }
+
+
+def _row(
+    name: str,
+    workers: int,
+    period: int,
+    pause: float,
+    link: Link,
+    sizes: dict[str, int],
+    series: list[dict[str, float]],
+) -> dict[str, Any]:
+    """Returns the medians over the rounds, with the extremes of the speed-up.
+
+    `adds_ms` is what a sync adds to a block's pauses. `floor_ms` is the least that a ring's
+    transfers take: 2 (N − 1) / N · bytes / bandwidth. `speedup` is the number of pauses that all
+    workers have had, over those that one worker alone has in the same time; `predicted` is the
+    planner's, with the processor time of a sync as its local part.
+    """
+    values = {key: statistics.median(one[key] for one in series) for key in series[0]}
+    speedups = [one["samples_per_second"] * pause for one in series]
+    speedup = statistics.median(speedups)
+    way = WAYS[name]
+    costs = _costs(way, pause, link, sizes, values["processor_ms"] / 1e3)
+    floor = costs.link.reduce_seconds(costs.model_bytes, workers)
+    adds = period * pause * (workers / speedup - 1.0)
+    return {
+        "system": name,
+        "workers": workers,
+        "sync_period": period,
+        "adds_ms": 1e3 * adds,
+        "floor_ms": 1e3 * floor,
+        "over_floor": values["sync_ms"] / (1e3 * floor),
+        "sync_ms": values["sync_ms"],
+        "wait_ms": values["wait_ms"],
+        "processor_ms": values["processor_ms"],
+        "speedup": speedup,
+        "speedup_range": [min(speedups), max(speedups)],
+        "predicted_speedup": costs.speedup(workers, period),
+    }
