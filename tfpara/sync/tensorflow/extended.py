@@ -64,6 +64,7 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         initial_values: of variables.
         waits: of this process for others.
         states: objects whose state checkpoints keep, by name.
+        progress: the `tfpara.sync.progress.Progress` of this worker, once it has begun.
         shown: the name given to `strategy.weights`, inside its context; else None.
     """
 
@@ -81,6 +82,7 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         self._wanted_devices = devices
         self._timeout_seconds = settings.timeout_seconds  # which the parent's constructor asks for
         self.shown: str | None = None
+        self.progress: Any = None
         self.worker = Worker(company)
         self.call_site = self.worker.call_site
         self._looking = False  # whether Keras is reducing a first batch, to see its shapes
