@@ -34,6 +34,8 @@ _SCRIPT = """
 const cell = (row, tag, text) => row.appendChild(document.createElement(tag)).textContent = text;
 const number = (value, digits) => typeof value !== "number" ? (value ?? "–")
   : value.toLocaleString("en", {maximumFractionDigits: digits});
+const brief = (value, digits) => typeof value === "number" ? +value.toPrecision(digits)
+  : value ?? "–";
 const share = value => value === undefined ? "–" : number(100 * value, 1) + " %";
 const fill = (id, rows) => {
   const body = document.createElement("tbody");
@@ -58,9 +60,9 @@ async function show() {
       each.place ?? "", number(each.steps, 0), number(each.samples_per_second, 0),
       number(each.syncs, 0), typeof each.last_sync_seconds === "number"
       ? number(each.last_sync_seconds, 0) + " s ago" : "–", share(each.wait_share),
-      each.distance === undefined ? "–" : each.distance.toPrecision(3), number(each.starts, 0)]));
+      brief(each.distance, 3), number(each.starts, 0)]));
     fill("scores", Object.entries(run.scores).flatMap(([name, scores]) =>
-      Object.entries(scores).map(([score, value]) => [name, score, number(value, 6)])));
+      Object.entries(scores).map(([score, value]) => [name, score, brief(value, 6)])));
     fill("events", run.events.reverse().map(each => [number(each.at, 1) + " s", each.text]));
     tell("error", "");
   } catch (error) {
@@ -83,11 +85,13 @@ def _table(name: str, columns: tuple[str, ...]) -> str:
 
 
 PAGE = f"""<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>tfpara: a run</title><style>
-body {{ font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 80rem }}
-table {{ border-collapse: collapse; width: 100% }}
+<html lang="en"><head><meta charset="utf-8"><title>tfpara: a run</title>
+<link rel="icon" href="data:,"><style>
+body {{ font: 14px/1.5 system-ui, sans-serif; margin: 1rem auto; max-width: 80rem; padding: 1rem }}
+table {{ border-collapse: collapse }}
 th, td {{ border-bottom: 1px solid #ccc; padding: .3rem .6rem; text-align: left }}
 td {{ font-variant-numeric: tabular-nums }}
+td:nth-child(-n+3) {{ white-space: nowrap }}
 #waits, #error {{ color: #b00020; font-weight: 600 }}
 #shows {{ color: #666 }}
 @media (prefers-color-scheme: dark) {{ body {{ background: #181818; color: #ddd }} }}
@@ -102,7 +106,7 @@ td {{ font-variant-numeric: tabular-nums }}
 _HASH = base64.b64encode(hashlib.sha256(_SCRIPT.encode()).digest()).decode()
 POLICY = (
     f"default-src 'none'; script-src 'sha256-{_HASH}'; style-src 'unsafe-inline'; "
-    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 
 

@@ -169,25 +169,28 @@ class RunStatus:
         waiting = {name for name, each in told.items() if each.get("waits", 0.0) > _WAIT_SECONDS}
         waiting -= {name for name in waiting if rows[name]["state"].startswith("silent")}
         members = {name for name, each in told.items() if "at" in each and not each.get("joins")}
-        scores: dict[str, Any] = {}
-        for name, row in rows.items():
-            of_it = row.pop("scores", None)
-            if of_it and of_it not in scores.values():
-                scores[name] = of_it
+        scores = {name: of_it for name, row in rows.items() if (of_it := row.pop("scores", None))}
+        # The log of an epoch is that of all workers; the first that runs has the latest.
+        of_workers = sorted(
+            (name for name in scores if "steps" in rows[name]),
+            key=lambda name: not rows[name]["runs"],
+        )
         return {
             "shows": self._shows,
             "seconds": now - self._began,
             "samples_per_second": sum(row.get("samples_per_second", 0.0) for row in rows.values()),
             "waits_for": sorted(members - waiting) if waiting else [],
             "workers": [{"name": name, **row} for name, row in rows.items()],
-            "scores": scores,
+            "scores": {name: scores[name] for name in scores if name not in of_workers[1:]},
             "faults": self._faults,
             "events": events,
         }
 
     def summary(self, shown: int = 10) -> list[str]:
-        """Returns the run in a few lines; none if nothing was trained and nothing has failed."""
+        """Returns the run in a few lines; none if nothing was trained, or started again."""
         lines, total = [], self._total
+        if not total.samples and self._starts == len(self._workers):
+            return []
         if total.samples:
             seconds = max(self._trained_to - self._trained_from, 1e-9)
             lines = [
@@ -206,7 +209,7 @@ def _checked(report: Json) -> dict[str, Any]:
         return {}
     found: dict[str, Any] = {}
     for name in _NUMBERS:
-        value = report.get(name)
+        value: Any = report.get(name)
         if _is_number(value) and math.isfinite(value):
             found[name] = value
     found |= {name: report.get(name) is True for name in ("trains", "joins") if name in report}

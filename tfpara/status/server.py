@@ -17,12 +17,12 @@ import errno
 import hmac
 import http.server
 import secrets
-import socket
+import socketserver
 import threading
 from collections.abc import Callable
 from typing import Any
 
-from tfpara.cluster import ports, secret
+from tfpara.cluster import secret
 from tfpara.status.page import PAGE, POLICY, as_json, metrics
 
 _HOST = "127.0.0.1"
@@ -42,7 +42,7 @@ class StatusError(ValueError):
     """The page cannot be served. The message states the cause."""
 
 
-class StatusServer(http.server.ThreadingHTTPServer):
+class StatusServer(socketserver.ThreadingTCPServer):
     """Serves the live page on loopback until `close`.
 
     Args:
@@ -51,6 +51,7 @@ class StatusServer(http.server.ThreadingHTTPServer):
         given: how the user has given the port, for errors, as in "--status_port=8080".
 
     Attributes:
+        port: the port.
         url: the address of the page, with its token.
 
     Raises:
@@ -58,7 +59,7 @@ class StatusServer(http.server.ThreadingHTTPServer):
         SecretError: the run's secret cannot be read.
     """
 
-    daemon_threads = True
+    allow_reuse_address = daemon_threads = True
 
     def __init__(self, port: int, status: Callable[[], dict[str, Any]], given: str) -> None:
         self.status = status
@@ -73,19 +74,14 @@ class StatusServer(http.server.ThreadingHTTPServer):
             raise StatusError(
                 f"{given}: port {port} of {_HOST} {why}. Give another one, or 0 for a free one."
             ) from None
-        self.url = f"http://{ports.joined(_HOST, self.server_port)}/?token={self.token}"
+        self.port = int(self.server_address[1])
+        self.url = f"http://{_HOST}:{self.port}/?token={self.token}"
         threading.Thread(target=self.serve_forever, name="tfpara-page", daemon=True).start()
 
     def close(self) -> None:
         """Frees the port."""
         self.shutdown()
         self.server_close()
-
-    def server_bind(self) -> None:
-        # The parent's method would ask the name service for this machine's name.
-        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self.socket.bind(self.server_address)
-        self.server_name, self.server_port = self.socket.getsockname()[:2]
 
     def process_request(self, request: Any, client_address: Any) -> None:
         if self._free.acquire(blocking=False):

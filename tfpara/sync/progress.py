@@ -66,9 +66,10 @@ class Progress:
         self._scores |= {name: value for name, value in numbers.items() if value is not None}
         self.report()
 
-    def report(self) -> None:
-        """Reports now, unless the launcher has yet to read an earlier report."""
-        if parent.unread() == 0 and self is _latest:
+    def report(self, last: bool = False) -> None:
+        """Reports to the launcher, once it has read all before; the last of a `fit` in any case."""
+        unread = parent.unread()
+        if self is _latest and unread is not None and (last or not unread):
             parent.tell(progress=self.told())
 
     def told(self) -> dict[str, Json]:

@@ -96,7 +96,7 @@ def _after(
         extended.worker.company.fit_begins()
     elif name == "on_train_end":
         extended.momentum.begin_epoch(model, None)
-        extended.progress.report()
+        extended.progress.report(last=True)
     elif name == "on_epoch_begin":
         steps = callbacks.params.get("steps")
         extended.momentum.begin_epoch(model, steps)  # callbacks may have changed the sync period
