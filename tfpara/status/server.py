@@ -18,6 +18,7 @@ import hmac
 import http.server
 import secrets
 import socketserver
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -96,7 +97,8 @@ class StatusServer(socketserver.ThreadingTCPServer):
             self._free.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        del request, client_address  # it has hung up
+        if not isinstance(sys.exception(), OSError):  # the browser has hung up
+            super().handle_error(request, client_address)
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):
