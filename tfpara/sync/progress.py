@@ -6,7 +6,7 @@ import atexit
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -59,9 +59,9 @@ class Progress:
             atexit.register(thread.join)
             atexit.register(self._stop.set)
 
-    def epoch_ends(self, epoch: int, logs: Mapping[str, Any] | None) -> None:
-        """Notes the log of an epoch, from 0, and reports it."""
-        numbers = {name: _number(value) for name, value in (logs or {}).items()}
+    def epoch_ends(self, epoch: int, history: Mapping[str, Sequence[Any]]) -> None:
+        """Notes the log of an epoch, from 0, which is the last in `history`, and reports it."""
+        numbers = {name: _number(values[-1]) for name, values in history.items() if values}
         self._scores = {"epoch": epoch + 1.0}
         self._scores |= {name: value for name, value in numbers.items() if value is not None}
         self.report()

@@ -60,10 +60,11 @@ def _in_place(name: str) -> Callable[[Method], Method]:
             extended = getattr(callbacks, _EXTENDED, None)
             if extended is None:
                 return hook(callbacks, *args, **kwargs)
+            number = args[0] if args else 0  # of the epoch or the batch
             _before(name, extended, callbacks, *args)
             with extended.call_site.in_callbacks():
                 result = hook(callbacks, *args, **kwargs)
-            _after(name, extended, callbacks, *args)
+            _after(name, extended, callbacks, number)
             return result
 
         return calling
@@ -86,9 +87,7 @@ def _before(
         left_out.tell(extended, callbacks._model, number, logs)
 
 
-def _after(
-    name: str, extended: Any, callbacks: CallbackList, number: Any = 0, logs: Any = None
-) -> None:
+def _after(name: str, extended: Any, callbacks: CallbackList, number: int) -> None:
     """Notes the begin or the end of `fit` or of an epoch, after callbacks have run."""
     place, model = extended.call_site, callbacks._model
     first = place.fits and place.in_first_epoch
@@ -104,7 +103,7 @@ def _after(
             epochs = callbacks.params["epochs"]
             extended.momentum.set_epochs(steps, epochs if epochs - number > 1 else 0)
     elif name == "on_epoch_end":
-        extended.progress.epoch_ends(number, logs)
+        extended.progress.epoch_ends(number, model.history.history)
         if first:
             extended.note_idle(model)
 
