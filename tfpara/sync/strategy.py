@@ -103,7 +103,7 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, ForCallbac
     Raises:
         TypeError: `rule` is not a rule object, or an average is not one.
         ValueError: a value is outside its range; or TFPARA_MEETING is set, and `elastic` is not;
-            or `communication="NCCL"` connects CPUs, or two workers on one card.
+            or `communication="NCCL"` connects CPUs, or two workers on one card; or a port is taken.
         tfpara.FingerprintError: the workers were started with different settings.
         tfpara.cluster.ClusterError: TF_CONFIG, or an engine's variables, are wrong.
         tfpara.StartupError: some workers did not come, or have another cluster.
