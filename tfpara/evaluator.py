@@ -27,7 +27,7 @@ from tfpara.callbacks.table import Table
 from tfpara.checkpoint import weights
 from tfpara.checkpoint.base import store_at
 from tfpara.checkpoint.store import CheckpointError, Store
-from tfpara.cluster import exit_codes
+from tfpara.cluster import exit_codes, parent
 from tfpara.program import explain_errors
 from tfpara.remote_files import RefusedError, is_url, whole
 from tfpara.saved_model import writer
@@ -288,9 +288,9 @@ class _Evaluator:
             told = ", ".join(f"{key} {value:.6g}" for key, value in scores.items())
             note = f"; the best so far, in {self._path}" if is_best else ""
             _say(f"checkpoint {number}, {name}: {told}{note}")
-        self._scalars.write(
-            number, {f"{r['weights']}/{k}": r[k] for r in rows for k in r if k not in _PLACE}
-        )
+        by_name = {f"{r['weights']}/{k}": r[k] for r in rows for k in r if k not in _PLACE}
+        self._scalars.write(number, by_name)
+        parent.tell(progress={"scores": {"checkpoint": number, **by_name}})
         # The rows come last: if this process is killed earlier, the checkpoint is scored again.
         there, columns = self._rows(), list(rows[0])
         if there and list(there[0]) != columns:

@@ -92,7 +92,7 @@ def wrong_in_browser(site: Path, program: str) -> Iterator[str]:
     threading.Thread(target=server.serve_forever, daemon=True).start()
     address = f"http://127.0.0.1:{server.server_port}/?all-pages"
     try:
-        with _browsing(program, address) as console:
+        with browsing(program, address) as console:
             yield from reports.get(timeout=_SECONDS)
     except queue.Empty:
         yield f"the browser has not opened all pages within {_SECONDS} s"
@@ -102,7 +102,7 @@ def wrong_in_browser(site: Path, program: str) -> Iterator[str]:
     yield from console
     for words, page in SEARCHES.items():
         address = f"{(site / 'index.html').resolve().as_uri()}?q={words.replace(' ', '+')}"
-        with _browsing(program, address, "--virtual-time-budget=8000", "--dump-dom") as console:
+        with browsing(program, address, "--virtual-time-budget=8000", "--dump-dom") as console:
             pass
         found = re.findall(r'<a href="([^"]+)" class="md-search-result__link"', console.shown)
         if not any(f"/{page}" in link for link in found):
@@ -145,7 +145,7 @@ class _Console(list[str]):
 
 
 @contextlib.contextmanager
-def _browsing(program: str, address: str, *flags: str) -> Iterator[_Console]:
+def browsing(program: str, address: str, *flags: str) -> Iterator[_Console]:
     """Opens a page. With flags the browser ends by itself, else at the end of the block."""
     console = _Console()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:

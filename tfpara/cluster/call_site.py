@@ -86,6 +86,11 @@ class CallSite:
         self._callbacks = 0
         self._purpose: Purpose | None = None
 
+    @property
+    def is_before_epochs(self) -> bool:
+        """Whether `fit` has begun, and no epoch of it, so that a checkpoint may be read."""
+        return self.fits > 0 and not self._epoch
+
     def in_fit(self) -> contextlib.AbstractContextManager[None]:
         """A context in which `fit` runs."""
         return self._with(

@@ -2,16 +2,19 @@
 
 The launcher names the writing end of a pipe in TFPARA_LAUNCHER. The process writes lines of JSON:
 ``because`` (the names of the workers that caused its failure) with ``at`` (the time when it noticed
-that, in seconds of `time.monotonic()`), and ``saves`` (it was asked to end, and writes a checkpoint
-first). The program's output is not read for this.
+that, in seconds of `time.monotonic()`), ``saves`` (it was asked to end, and writes a checkpoint
+first), and ``progress`` (see `tfpara.status.run`). The program's output is not read for this.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import stat
+import sys
+import termios
 from collections.abc import Mapping
 
 from tfpara.typing import Json
@@ -28,14 +31,37 @@ def variables(descriptor: int) -> dict[str, str]:
 
 def tell(environ: Mapping[str, str] = os.environ, **said: object) -> None:
     """Reports to the launcher, if it has started this process; never waits, never fails."""
-    descriptor, _, pipe = environ.get(_VARIABLE, "").partition(":")
     line = json.dumps(said).encode() + b"\n"
     with contextlib.suppress(OSError, ValueError, OverflowError):
-        # A child of this process inherits the variable, but may have another file under this
-        # number.
-        found = os.fstat(int(descriptor))
-        if stat.S_ISFIFO(found.st_mode) and found.st_ino == int(pipe) and len(line) <= _LONGEST:
-            os.write(int(descriptor), line)
+        if len(line) <= _LONGEST:
+            os.write(_pipe(environ), line)
+
+
+def unread(environ: Mapping[str, str] = os.environ) -> int | None:
+    """Returns the bytes of reports that the launcher has yet to read; None without a launcher.
+
+    A report that the next one replaces waits until this is 0. So it leaves room for others in the
+    pipe of a launcher that is stopped.
+    """
+    with contextlib.suppress(OSError, ValueError, OverflowError):
+        return int.from_bytes(
+            fcntl.ioctl(_pipe(environ), termios.FIONREAD, bytes(4)), sys.byteorder
+        )
+    return None
+
+
+def _pipe(environ: Mapping[str, str]) -> int:
+    """Returns the writing end of the launcher's pipe.
+
+    Raises:
+        OSError, ValueError, OverflowError: this process has none.
+    """
+    descriptor, _, pipe = environ.get(_VARIABLE, "").partition(":")
+    # A child of this process inherits the variable, but may have another file under this number.
+    found = os.fstat(int(descriptor))
+    if not stat.S_ISFIFO(found.st_mode) or found.st_ino != int(pipe):
+        raise ValueError("another file")
+    return int(descriptor)
 
 
 class Reports:

@@ -45,10 +45,12 @@ class Row(NamedTuple):
     Attributes:
         text: the place of the worker, as in "worker 1 is TEXT"; empty if it does not answer.
         waits: the names of the exchanges in which the worker waits for others.
+        progress: how far it is, for the live page.
     """
 
     text: str
     waits: Sequence[str] = ()
+    progress: Json = None
 
 
 _SILENT = Row("")
@@ -144,6 +146,7 @@ class StatusBoard:
         self._asked = threading.Event()  # whether this process wants a table
         self._table: list[Row] | None = None
         self._has_table = threading.Event()
+        self._asking = threading.Lock()
         self._stop = threading.Event()
         self._chief_at = f"{found.addresses[0].rpartition(':')[0]}:{port}"
         self._door: Door[int] | None = None
@@ -161,11 +164,12 @@ class StatusBoard:
         """
         if not self._thread.is_alive():
             return None
-        self._has_table.clear()
-        self._table = None
-        self._asked.set()
-        if self._has_table.wait(_TABLE_SECONDS) or self._door or not self._thread.is_alive():
-            return self._table
+        with self._asking:
+            self._has_table.clear()
+            self._table = None
+            self._asked.set()
+            if self._has_table.wait(_TABLE_SECONDS) or self._door or not self._thread.is_alive():
+                return self._table
         # The chief does not answer, and no other worker knows all places. In this table only the
         # chief is silent.
         return [_SILENT] + [Row("", [""])] * (self._cluster.num_workers - 1)
@@ -264,8 +268,8 @@ class StatusBoard:
 def _row(told: Json) -> Row | None:
     """Returns the row in a worker's message; None if it has another content."""
     match told:
-        case [str() as text, list() as waits] if all(isinstance(each, str) for each in waits):
-            return Row(text, waits)
+        case [str() as text, list() as waits, told] if all(isinstance(w, str) for w in waits):
+            return Row(text, waits, told)
     return None
 
 

@@ -32,6 +32,7 @@ from tfpara.launch.clusters import LaunchError, local_async_clusters, local_clus
 from tfpara.launch.launcher import Launcher
 from tfpara.launch.output import Console
 from tfpara.launch.supervisor import SAVING_SECONDS, SETTLE_SECONDS, Policy, Process
+from tfpara.status.server import StatusError, StatusServer
 from tfpara.version import __version__
 
 _THREADS = ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS")
@@ -112,6 +113,8 @@ _HELP = {
     f"{SAVING_SECONDS:g} while one writes a checkpoint)",
     "max_restarts": "start all workers again after a failure, at most K times (default: 0)",
     "prefix": "start each line of output with [chief], [worker 1], ... (default: yes)",
+    "status_port": "serve a live page of the run at this port, to programs of this machine that "
+    "have the token in its address, which is printed; 0 for any free port (default: no page)",
     "log_dir": "also write each worker's output to DIR/chief.log, DIR/worker-1.log, ...; restarts "
     "append to them",
 }
@@ -144,8 +147,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             if options.evaluator:
                 processes = _and_evaluator(options, processes)
             launcher = Launcher(console, options.log_dir, policy, options.max_restarts)
+            if options.status_port is not None:
+                given = f"--status_port={options.status_port}"
+                page = StatusServer(options.status_port, launcher.status.now, given)
+                stores.callback(page.close)
+                print(f"tfpara-launch: live page: {page.url}", file=sys.stderr, flush=True)
             return launcher.run(command, processes)
-    except (LaunchError, secret.SecretError, OSError) as error:
+    except (LaunchError, StatusError, secret.SecretError, OSError) as error:
         print(f"tfpara-launch: {error}", file=sys.stderr)
         return 2
 
@@ -169,6 +177,12 @@ def _check(options: argparse.Namespace) -> None:
         raise LaunchError(
             f"--elastic with --collectives={options.collectives}: Horovod's groups cannot change. "
             "Leave --collectives out."
+        )
+    if options.ps and options.status_port is not None:
+        raise LaunchError(
+            f"--status_port={options.status_port} with --ps={options.ps}: the live page shows "
+            "syncs, and asynchronous training has none. Leave it out; TensorBoard shows pushes and "
+            "their staleness."
         )
     if options.ps and options.collectives != "tensorflow":
         raise LaunchError(
@@ -364,6 +378,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--grace", type=_number(float, 0, 86400, "a number of seconds"), metavar="SECONDS")
     add("--max_restarts", type=whole(0, many), default=0, metavar="K")
     add("--prefix", action=argparse.BooleanOptionalAction, default=True)
+    add("--status_port", type=whole(0, 65535), metavar="PORT")
     add("--log_dir", type=Path, metavar="DIR")
     parser.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     return parser

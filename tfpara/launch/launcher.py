@@ -20,6 +20,7 @@ from tfpara.launch import output, signals
 from tfpara.launch.supervisor import (
     SETTLE_SECONDS,
     Action,
+    Exit,
     Note,
     Policy,
     Process,
@@ -27,8 +28,9 @@ from tfpara.launch.supervisor import (
     Start,
     Supervisor,
 )
+from tfpara.status.run import RunStatus
 
-_LONGEST_WAIT = 0.5  # seconds
+_LONGEST_WAIT = 0.5  # seconds between two readings of the processes' reports
 
 
 class _Child(NamedTuple):
@@ -47,6 +49,9 @@ class Launcher:
         log_dir: an existing folder for one file of output per process; None for no files.
         policy: the policy for failures and signals.
         max_restarts: number of restarts of all processes after one has failed.
+
+    Attributes:
+        status: the status of the run, for its live page and its summary.
     """
 
     def __init__(
@@ -59,6 +64,7 @@ class Launcher:
         self._console, self._log_dir = console, log_dir
         self._policy, self._max_restarts = policy, max_restarts
         self._restarts = 0
+        self.status = RunStatus("the processes that this launcher has started")
         # Ends of processes, (rank, status), and signals.
         self._events: queue.SimpleQueue[tuple[int, int] | int] = queue.SimpleQueue()
         self._children: dict[int, _Child] = {}  # the latest of each rank
@@ -85,7 +91,9 @@ class Launcher:
                 if not outcome.code or outcome.signal or self._restarts == self._max_restarts:
                     break
                 self._restarts += 1
-                _say(f"restart {self._restarts} of {self._max_restarts}: {outcome.text}")
+                self._tell(f"restart {self._restarts} of {self._max_restarts}: {outcome.text}")
+        for line in self.status.summary():
+            _say(line)
         _say(outcome.text)
         if outcome.signal == signal.SIGPIPE:  # otherwise Python reports an error at its end
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -123,19 +131,24 @@ class Launcher:
             event = self._events.get(timeout=wait)
         now = time.monotonic()
         for rank, child in self._children.items():
-            supervisor.said(rank, child.reports.read())
+            said = child.reports.read()
+            supervisor.said(rank, said)
+            self.status.told(supervisor.processes[rank].name, said.get("progress"))
         if event is None:
             return supervisor.tick(now)
         if isinstance(event, int):
             return supervisor.signalled(event, now)
         rank, status = event
         self._tell_guardian(self._children[rank].popen.pid)
+        end = Exit.of(rank, status)
+        is_fault = end.code != 0 and not supervisor.is_forced(end)
+        self.status.ended(supervisor.processes[rank].name, end.how, is_fault)
         return supervisor.ended(rank, status, now)
 
     def _act(self, action: Action, supervisor: Supervisor, end: contextlib.ExitStack) -> None:
         match action:
             case Note(text):
-                _say(text)
+                self._tell(text)
             case Send(rank, number):
                 _signal_group(self._children[rank].popen, number)
             case Start(rank):
@@ -148,6 +161,10 @@ class Launcher:
                 supervisor.started(rank, time.monotonic())
                 for thread in threads:
                     thread.start()
+
+    def _tell(self, text: str) -> None:
+        self.status.note(text)
+        _say(text)
 
     def _start(
         self, rank: int, process: Process, end: contextlib.ExitStack
@@ -181,6 +198,7 @@ class Launcher:
         finally:
             for descriptor in (out_end, err_end, reports.writer):
                 os.close(descriptor)
+        self.status.started(name, popen.pid)
         end.callback(_signal_group, popen, signal.SIGKILL)
         self._tell_guardian(popen.pid)
         readers = [

@@ -126,6 +126,11 @@ class Exit(NamedTuple):
     code: int
     by_signal: bool
 
+    @classmethod
+    def of(cls, rank: int, status: int) -> Exit:
+        """Makes it of an exit code, or a signal's number, negative."""
+        return cls(rank, 128 - status if status < 0 else status, status < 0)
+
     @property
     def is_killed(self) -> bool:
         """Whether SIGKILL ended it, which no program sends to itself."""
@@ -211,6 +216,10 @@ class Supervisor:
             del self._workers[rank]
         return [Note(f"{worker.process.name} cannot be started: {why}")]
 
+    def is_forced(self, end: Exit) -> bool:
+        """Returns whether a process ends now because it was asked to, or others have failed."""
+        return self.phase in ("stopping", "asked", "killed") or self._workers[end.rank].removed
+
     def said(self, rank: int, said: Mapping[str, Json]) -> None:
         """Event: a process has sent messages since its start; see `cluster/parent.py`."""
         self._workers[rank].said = said
@@ -218,7 +227,7 @@ class Supervisor:
     def ended(self, rank: int, status: int, now: float) -> list[Action]:
         """Event: a process has ended. `status` is its exit code, or a signal's number, negative."""
         worker = self._workers[rank]
-        end = Exit(rank, 128 - status if status < 0 else status, status < 0)
+        end = Exit.of(rank, status)
         worker.running, worker.end = False, end
         forced = self.phase in ("stopping", "killed")
         worker.ended_here |= forced and end.by_signal

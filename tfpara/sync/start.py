@@ -7,10 +7,12 @@ import dataclasses
 import logging
 import sys
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import tensorflow as tf
 
 from tfpara import cluster, program
+from tfpara.checks import checked_seconds
 from tfpara.cluster import quiet, startup
 from tfpara.collectives.choice import choose, of_horovod
 from tfpara.elastic.meeting import ADDRESS as MEETING
@@ -19,6 +21,7 @@ from tfpara.strategy import Strategy
 from tfpara.sync.elastic.company import Elastic as ElasticCompany
 from tfpara.sync.keras import hooks, scope
 from tfpara.sync.one_sync.sized_rule import check_sizes
+from tfpara.sync.progress import Progress, checked_port
 from tfpara.sync.settings import Settings
 from tfpara.sync.start_line import start_line
 from tfpara.sync.tensorflow import average_loss
@@ -33,12 +36,12 @@ _log = logging.getLogger(__name__)
 
 
 def start(
-    strategy: Strategy,
+    strategy: Any,
     settings: Settings,
     devices: Sequence[str] | None,
     elastic: Elastic | None,
     startup_timeout_seconds: float,
-    is_simulated: bool,
+    status_port: int | None,
 ) -> None:
     """Joins the other workers, and initializes a strategy as one of theirs.
 
@@ -48,8 +51,11 @@ def start(
         devices: this worker's devices; None: the default ones.
         elastic: the settings of an elastic run; None: the members do not change.
         startup_timeout_seconds: longest wait for the others.
-        is_simulated: whether one process stands for all, whatever the environment says.
+        status_port: of the live page, which the chief serves; None: there is none.
     """
+    is_simulated = strategy._is_simulated
+    checked_seconds("startup_timeout_seconds", startup_timeout_seconds)
+    status_port = checked_port(status_port, elastic is not None)
     # This comes first: once the processes know each other, TensorFlow lists the devices of all.
     devices = default_devices() if devices is None else devices
     check_threads(len(devices))
@@ -65,6 +71,8 @@ def start(
         found = horovod_group.with_addresses(found, extended.control)
     program.watch(strategy, found, settings.timeout_seconds)
     extended.links.compare()
+    extended.progress = Progress(strategy)
+    extended.waits.progress = extended.progress.told
     if found.num_workers > 1:
         extended.waits.connect(found)
     scope.watch(strategy)
@@ -88,6 +96,7 @@ def start(
             _say(text)
         if found.num_workers == 1 and not is_simulated and not company.changes:
             _say(cluster.left_alone())
+    extended.progress.begin(status_port)
 
 
 def workers_of(

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from tfpara import program
 from tfpara.algorithms.rule import Average, Rule
-from tfpara.checks import check_backend, checked_seconds
+from tfpara.checks import check_backend
 from tfpara.cluster.call_site import call
 from tfpara.elastic.settings import Elastic
 from tfpara.group import as_list
@@ -97,11 +97,13 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, ForCallbac
             weight 0 in the next sync. It is counted, and named where the epoch ends.
         nonfinite_share: with "skip", the share of an epoch's minibatches, in [0, 1], above which
             the run ends; looked at where the epoch ends, and before that once ten were left out.
+        status_port: port of a live page of all workers, which the chief serves to its own machine;
+            0: a free one. None: no page. `tfpara-launch` has such a flag, which needs no script.
 
     Raises:
         TypeError: `rule` is not a rule object, or an average is not one.
         ValueError: a value is outside its range; or TFPARA_MEETING is set, and `elastic` is not;
-            or `communication="NCCL"` connects CPUs, or two workers on one card.
+            or `communication="NCCL"` connects CPUs, or two workers on one card; or a port is taken.
         tfpara.FingerprintError: the workers were started with different settings.
         tfpara.cluster.ClusterError: TF_CONFIG, or an engine's variables, are wrong.
         tfpara.StartupError: some workers did not come, or have another cluster.
@@ -131,6 +133,7 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, ForCallbac
         balance: bool | Sequence[Sequence[int]] = False,
         nonfinite: str = "raise",
         nonfinite_share: float = 0.01,
+        status_port: int | None = None,
     ) -> None:
         """Joins the other workers and compares settings with them; for the arguments see above."""
         program.explain_errors()
@@ -153,8 +156,7 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, ForCallbac
             nonfinite=nonfinite,
             nonfinite_share=nonfinite_share,
         )
-        checked_seconds("startup_timeout_seconds", startup_timeout_seconds)
-        start(self, settings, devices, elastic, startup_timeout_seconds, self._is_simulated)
+        start(self, settings, devices, elastic, startup_timeout_seconds, status_port)
 
     def __repr__(self) -> str:
         count = f"{counted(self.num_workers, 'worker')}, {counted(self.num_replicas, 'replica')}"

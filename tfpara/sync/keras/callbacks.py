@@ -95,6 +95,7 @@ def _after(name: str, extended: Any, callbacks: CallbackList, number: int) -> No
         extended.worker.company.fit_begins()
     elif name == "on_train_end":
         extended.momentum.begin_epoch(model, None)
+        extended.progress.report(last=True)
     elif name == "on_epoch_begin":
         steps = callbacks.params.get("steps")
         # The sync period is read after the callbacks, which may have changed it.
@@ -102,8 +103,10 @@ def _after(name: str, extended: Any, callbacks: CallbackList, number: int) -> No
         if first:
             epochs = callbacks.params["epochs"]
             extended.momentum.set_epochs(steps, epochs if epochs - number > 1 else 0)
-    elif name == "on_epoch_end" and first:
-        extended.note_idle(model)
+    elif name == "on_epoch_end":
+        extended.progress.epoch_ends(number, model.history.history)
+        if first:
+            extended.note_idle(model)
 
 
 HOOKS = {

@@ -50,6 +50,7 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         momentum: the sync period, and momentum that is fitted to a block.
         steps: the steps of a `run`, as TensorFlow and Keras report them.
         states: objects whose state checkpoints keep, by name.
+        progress: the `tfpara.sync.progress.Progress` of this worker, once it has begun.
         shown: the name given to `strategy.weights`, inside its context; else None.
     """
 
@@ -67,6 +68,7 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         self._wanted_devices = devices
         self._timeout_seconds = settings.timeout_seconds  # the parent's constructor needs it
         self.shown: str | None = None
+        self.progress: Any = None
         self.worker = Worker(company)
         self.call_site = self.worker.call_site
         self._looking = False  # whether Keras is reducing a first batch, to see its shapes

@@ -11,6 +11,7 @@ from tfpara.sync.one_sync.synchronizer import Synchronizer
 from tfpara.sync.tensorflow.links import START
 from tfpara.sync.workers.watchdog import Watchdog
 from tfpara.sync.workers.worker import Worker
+from tfpara.typing import Json
 
 _log = logging.getLogger(__name__)
 
@@ -25,6 +26,7 @@ class Waits:
         overlap: whether syncs run beside the training.
         synchronizers: returns those of all trained models.
         abort: ends the collectives under way, with a message; set before `watch`.
+        progress: returns how far this process is, for the live page; set before `connect`.
     """
 
     found: Cluster
@@ -32,6 +34,7 @@ class Waits:
     overlap: bool
     synchronizers: Callable[[], Sequence[Synchronizer]] = tuple
     abort: Callable[[str], None] = dataclasses.field(init=False)
+    progress: Callable[[], dict[str, Json]] = dict
     _status_board: status_board.StatusBoard | None = dataclasses.field(default=None, init=False)
 
     def watch(self, timeout_seconds: float) -> None:
@@ -44,10 +47,10 @@ class Waits:
         self._status_board = status_board.begin(
             found,
             lambda port: self.worker.control.together(START, port),
-            lambda: status_board.Row(self._where(), self._exchanges()),
+            lambda: status_board.Row(self.where(), self._exchanges(), self.progress()),
         )
         failures.ask(
-            lambda: status_board.mute(self._table(), found),
+            lambda: status_board.mute(self.table(), found),
             lambda: self.worker.call_site.failed.advice if self.worker.call_site.failed else "",
         )
 
@@ -59,7 +62,8 @@ class Waits:
             0.0,
         )
 
-    def _where(self) -> str:
+    def where(self) -> str:
+        """Returns the place of this process in its script, in words."""
         text, line = self.worker.call_site.text(False), status_board.line_of_script()
         return f"{text} [{line}]" if line else text
 
@@ -68,12 +72,12 @@ class Waits:
         names = [s.name for s in self.synchronizers() if s.graph.waiting_since()]
         return [*names, "meeting"] if self.worker.call_site.began else names
 
-    def _table(self) -> list[status_board.Row] | None:
+    def table(self) -> list[status_board.Row] | None:
         """Returns the places of all workers in their scripts; None if they are not known."""
         return self._status_board.table() if self._status_board else None
 
     def _report(self, seconds: float) -> None:
-        table = self._table()
+        table = self.table()
         if table is None or not self.since():
             return
         _log.warning("%s", status_board.waiting_line(table, self.worker.rank, seconds))
@@ -83,4 +87,4 @@ class Waits:
             self.abort(failures.note_apart(apart))
 
     def _end(self) -> None:
-        self.abort(failures.note_silence(status_board.silent(self._table(), self.found)))
+        self.abort(failures.note_silence(status_board.silent(self.table(), self.found)))

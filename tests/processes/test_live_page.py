@@ -1,0 +1,127 @@
+"""The live page of real runs: the launcher's and the chief's own, and the summary at the end."""
+
+import json
+import os
+import re
+import signal
+import time
+import urllib.request
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+import tfpara
+from tests.lib.launched import DEADLINE, Launched
+
+SECRET = "a secret that nobody is shown"
+ROWS, EPOCHS = 640, 3
+COUNTS = tfpara.SyncStatistics._fields
+# The second start of it ends at once. Files tell it when to go on.
+SCRIPT = f"""
+import json, pathlib, sys, time
+here = pathlib.Path(sys.argv[1])
+if (here / "over").exists():
+    sys.exit()
+import keras, numpy as np, tfpara
+strategy = tfpara.PeriodicSyncStrategy(tfpara.BMUF(), sync_period=5, status_port=0)
+rank = strategy.worker_index
+def wait_for(name):
+    while not (here / name).exists(): time.sleep(0.05)
+class Pause(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        if rank == 1 and batch == 3: wait_for("go")
+with strategy.scope():
+    model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(1)])
+    model.compile(keras.optimizers.Adam(0.01), "mse", metrics=["mae"])
+x = np.random.default_rng(0).normal(size=({ROWS}, 8))
+data = dict(x=x, y=x[:, :1], batch_size=32, verbose=0)
+model.fit(**data, epochs=1, callbacks=[Pause()])
+history = model.fit(**data, epochs={EPOCHS}, initial_epoch=1, callbacks=[Pause()]).history
+told = {{"scores": {{name: values[-1] for name, values in history.items()}}}}
+told |= {{"counts": strategy.statistics()._asdict()}}
+(here / f"told-{{rank}}").write_text(json.dumps(told))
+wait_for("over")
+"""
+
+
+def ask(url, path):
+    with urllib.request.urlopen(url.replace("/?", f"/{path}?"), timeout=DEADLINE) as answer:
+        return answer.read().decode()
+
+
+def until(url, holds):
+    """Returns the first status for which a condition holds."""
+    deadline = time.monotonic() + DEADLINE
+    while time.monotonic() < deadline:
+        status = json.loads(ask(url, "status.json"))
+        if holds(status):
+            return status
+        time.sleep(0.2)
+    pytest.fail(f"it never holds: {status}")
+
+
+def counts(status):
+    return [{name: row.get(name) for name in COUNTS} for row in status["workers"]]
+
+
+def url_of(log, prefix):
+    deadline = time.monotonic() + DEADLINE
+    while time.monotonic() < deadline:
+        found = re.search(
+            rf"^{prefix}: live page: (http://127\.0\.0\.1:\d+/\?token=\w+)$", log(), re.M
+        )
+        if found:
+            return found[1]
+        time.sleep(0.1)
+    pytest.fail(f"no page of {prefix}: {log()}")
+
+
+def test_the_page_of_two_workers_is_right_and_shows_a_fault(tmp_path):
+    script, errors = tmp_path / "script.py", tmp_path / "errors"
+    script.write_text(SCRIPT)
+    environment = {**os.environ, "TFPARA_SECRET": SECRET}
+    flags = ("-n", 2, "--status_port=0", "--max_restarts=1", script, tmp_path)
+    with (
+        errors.open("w") as stderr,
+        Launched(*flags, stderr=stderr, env=environment) as launched,
+    ):
+        page = url_of(errors.read_text, "tfpara-launch")
+        chiefs = url_of(errors.read_text, r"\[chief\] tfpara")
+        for url in (page, chiefs):
+            awaited = until(url, lambda status: status["waits_for"])
+            assert awaited["waits_for"] == ["worker 1"]
+            chief, worker = awaited["workers"]
+            assert chief["state"].startswith("waits for ")
+            assert "callbacks of epoch 1 of fit, step 4 [script.py, line" in worker["place"]
+        (tmp_path / "go").touch()
+        files = [tmp_path / f"told-{rank}" for rank in (0, 1)]
+        until(page, lambda status: all(path.exists() for path in files))
+        told = [json.loads(path.read_text()) for path in files]
+        assert sum(each["counts"]["samples"] for each in told) == ROWS * EPOCHS
+        for url in (page, chiefs):
+            status = until(url, lambda status: counts(status) == [each["counts"] for each in told])
+            assert all(row["devices"] == ["CPU:0"] and row["runs"] for row in status["workers"])
+            assert status["scores"] == {"chief": {"epoch": EPOCHS, **told[0]["scores"]}}
+            assert status["faults"] == 0
+            families = text_string_to_metric_families(ask(url, "metrics"))
+            steps = [
+                s for family in families for s in family.samples if s.name == "tfpara_steps_total"
+            ]
+            assert [sample.value for sample in steps] == [ROWS * EPOCHS / 32] * 2
+        os.kill(json.loads(ask(page, "status.json"))["workers"][1]["pid"], signal.SIGKILL)
+        failed = until(page, lambda status: status["faults"])
+        assert failed["events"][0]["text"] == "worker 1: killed by SIGKILL"
+        (tmp_path / "over").touch()
+        code, _, _ = launched.finish()
+    said = errors.read_text()
+    assert code == 0, said
+    lines = [line for line in said.splitlines() if line.startswith("tfpara-launch: ")]
+    assert re.fullmatch(
+        r"tfpara-launch: \d+\.\d s of training: [\d,]+ samples/s; workers waited in \d+% of their "
+        "time; processes: 2, starts: 4",
+        lines[-4],
+    )
+    assert re.fullmatch(r"tfpara-launch: after [\d.]+ s: worker 1: killed by SIGKILL", lines[-3])
+    assert "restart 1 of 1: worker 1 failed first: killed by SIGKILL" in lines[-2]
+    assert "all 2 workers done" in lines[-1]
+    assert SECRET not in said

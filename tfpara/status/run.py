@@ -1,0 +1,227 @@
+"""The status of a run, made of its workers' reports of progress. No TensorFlow is imported.
+
+A worker reports once a second. Its report has the keys
+
+- ``at``: its time, in seconds of `time.monotonic()`;
+- ``rank``, ``devices``, ``place`` (in its script, in words);
+- ``trains``: whether steps may have been counted since the last report, and nothing was restored;
+- ``joins``: whether an elastic run has yet to let it in;
+- ``waits``: the seconds for which it has waited for others;
+- the counts of `tfpara.SyncStatistics`;
+- ``scores``: the log of its last epoch.
+
+An evaluator reports ``scores`` alone. Other keys, and values of other types, are left out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from tfpara.typing import Json
+
+_WINDOW_SECONDS = 30.0  # over which speed and waiting are shown
+_SILENT_SECONDS = 5.0  # without a report, after which a process counts as silent
+_WAIT_SECONDS = 2.0  # shorter waits, as in each sync, are not shown
+_NUMBERS = (
+    *("at", "rank", "waits", "steps", "samples", "syncs", "sync_seconds", "wait_seconds"),
+    *("distance", "bytes_sent", "left_out"),
+)
+_MOST, _LONGEST = 50, 200  # scores or devices of a process; characters of a text
+_MOST_EVENTS = 1000
+
+
+class Grown(NamedTuple):
+    """Growth of a worker's counts while it trained: seconds that passed, samples, and waiting."""
+
+    seconds: float = 0.0
+    samples: float = 0.0
+    waited: float = 0.0
+
+    def plus(self, other: Grown) -> Grown:
+        return Grown(*(one + more for one, more in zip(self, other, strict=True)))
+
+
+@dataclasses.dataclass
+class _Worker:
+    """A process of the run."""
+
+    pid: int = 0
+    starts: int = 0
+    end: str = ""  # how it has ended; empty while it runs
+    told: dict[str, Any] = dataclasses.field(default_factory=dict)
+    heard: float = 0.0  # when it has reported last
+    synced: float = 0.0  # when its number of syncs was last seen to grow
+    recent: deque[tuple[float, Grown]] = dataclasses.field(default_factory=deque)
+
+    def hear(self, told: dict[str, Any], now: float) -> Grown:
+        """Takes a report; returns how much the counts have grown since the last one."""
+        former, self.told, self.heard = self.told, told, now
+        if told.get("syncs", 0) > former.get("syncs", 0):
+            self.synced = now
+        if not (former.get("trains") and told.get("trains")):
+            return Grown()
+        names = ("at", "samples", "wait_seconds")
+        grown = Grown(*(told.get(name, 0) - former.get(name, 0) for name in names))
+        if min(grown) < 0.0:
+            return Grown()
+        self.recent.append((now, grown))
+        while len(self.recent) > 1 and self.recent[0][0] < now - _WINDOW_SECONDS:
+            self.recent.popleft()
+        return grown
+
+    def row(self, now: float) -> dict[str, Any]:
+        """Returns what is shown of it."""
+        told, lately, runs = self.told, Grown(), not self.end
+        for at, grown in self.recent:
+            if runs and at > now - 2.0 * _WINDOW_SECONDS:
+                lately = lately.plus(grown)
+        silent = now - self.heard if runs and self.heard else 0.0
+        row: dict[str, Any] = {
+            "pid": self.pid or None,
+            "starts": self.starts,
+            "runs": runs,
+            "state": self._state(silent),
+        }
+        row |= {name: told[name] for name in told if name not in ("at", "trains", "joins", "waits")}
+        if "at" in told:
+            row["samples_per_second"] = lately.samples / lately.seconds if lately.seconds else 0.0
+            row["wait_share"] = lately.waited / lately.seconds if lately.seconds else 0.0
+            row["waiting_seconds"] = told.get("waits", 0.0) if runs else 0.0
+            row["last_sync_seconds"] = now - self.synced if self.synced else None
+        return row
+
+    def _state(self, silent: float) -> str:
+        if self.end:
+            return self.end
+        if silent > _SILENT_SECONDS and "at" in self.told:
+            return f"silent for {silent:.0f} s"
+        if self.told.get("joins"):
+            return "waits until it is let in"
+        if self.told.get("waits", 0.0) > _WAIT_SECONDS:
+            return f"waits for {self.told['waits']:.0f} s"
+        return "trains" if self.told.get("trains") else "runs"
+
+
+class RunStatus:
+    """The status of a run; threads may use it at once.
+
+    Args:
+        shows: the workers that it knows of, in words.
+    """
+
+    def __init__(self, shows: str) -> None:
+        self._shows = shows
+        self._began = time.monotonic()
+        self._lock = threading.Lock()
+        self._workers: dict[str, _Worker] = {}
+        self._events: deque[tuple[float, str]] = deque(maxlen=_MOST_EVENTS)
+        self._noted = self._faults = self._starts = 0
+        self._total = Grown()
+        self._trained_from = self._trained_to = 0.0
+
+    def started(self, name: str, pid: int) -> None:
+        """Notes that a process was started."""
+        with self._lock:
+            self._starts += 1
+            starts = self._workers[name].starts if name in self._workers else 0
+            self._workers[name] = _Worker(pid, starts + 1)
+
+    def told(self, name: str, report: Json) -> None:
+        """Takes the latest report of a process, which may be the one that it has already."""
+        checked, now = _checked(report), time.monotonic()
+        with self._lock:
+            worker = self._workers.setdefault(name, _Worker(starts=1))
+            if not checked or checked == worker.told:
+                return
+            grown = worker.hear(checked, now)
+            self._total = self._total.plus(grown)
+            if grown.samples:
+                self._trained_from = self._trained_from or now - grown.seconds
+                self._trained_to = now
+
+    def ended(self, name: str, how: str, is_fault: bool) -> None:
+        """Notes that a process has ended."""
+        with self._lock:
+            self._workers[name].end = how
+            self._faults += is_fault
+        if is_fault:
+            self.note(f"{name}: {how}")
+
+    def note(self, text: str) -> None:
+        """Notes a fault, or another change of the processes."""
+        with self._lock:
+            self._noted += 1
+            self._events.append((time.monotonic() - self._began, text))
+
+    def now(self) -> dict[str, Any]:
+        """Returns the status, as JSON has it. Its times are in seconds."""
+        now = time.monotonic()
+        with self._lock:
+            rows = {name: worker.row(now) for name, worker in self._workers.items()}
+            told = {name: worker.told for name, worker in self._workers.items() if not worker.end}
+            events = [{"at": round(at, 1), "text": text} for at, text in self._events]
+        waiting = {name for name, each in told.items() if each.get("waits", 0.0) > _WAIT_SECONDS}
+        waiting -= {name for name in waiting if rows[name]["state"].startswith("silent")}
+        members = {name for name, each in told.items() if "at" in each and not each.get("joins")}
+        scores = {name: of_it for name, row in rows.items() if (of_it := row.pop("scores", None))}
+        # The log of an epoch is that of all workers; the first that runs has the latest.
+        of_workers = sorted(
+            (name for name in scores if "steps" in rows[name]),
+            key=lambda name: not rows[name]["runs"],
+        )
+        return {
+            "shows": self._shows,
+            "seconds": now - self._began,
+            "samples_per_second": sum(row.get("samples_per_second", 0.0) for row in rows.values()),
+            "waits_for": sorted(members - waiting) if waiting else [],
+            "workers": [{"name": name, **row} for name, row in rows.items()],
+            "scores": {name: scores[name] for name in scores if name not in of_workers[1:]},
+            "faults": self._faults,
+            "events": events,
+        }
+
+    def summary(self, shown: int = 10) -> list[str]:
+        """Returns the run in a few lines; none if nothing was trained, or started again."""
+        lines, total = [], self._total
+        if not total.samples and self._starts == len(self._workers):
+            return []
+        if total.samples:
+            seconds = max(self._trained_to - self._trained_from, 1e-9)
+            lines = [
+                f"{seconds:.1f} s of training: {total.samples / seconds:,.0f} samples/s; workers "
+                f"waited in {total.waited / total.seconds:.0%} of their time; processes: "
+                f"{len(self._workers)}, starts: {self._starts}"
+            ]
+        if self._noted > shown:
+            lines.append(f"the last {shown} of {self._noted} faults and changes:")
+        return lines + [f"after {at:.1f} s: {text}" for at, text in list(self._events)[-shown:]]
+
+
+def _checked(report: Json) -> dict[str, Any]:
+    """Returns what is of use in a report of progress; a process may have written anything."""
+    if not isinstance(report, dict):
+        return {}
+    found: dict[str, Any] = {}
+    for name in _NUMBERS:
+        value: Any = report.get(name)
+        if _is_number(value) and math.isfinite(value):
+            found[name] = value
+    found |= {name: report.get(name) is True for name in ("trains", "joins") if name in report}
+    if isinstance(report.get("place"), str):
+        found["place"] = report["place"][:_LONGEST]
+    if isinstance(devices := report.get("devices"), list):
+        found["devices"] = [str(each)[:_LONGEST] for each in devices[:_MOST]]
+    if isinstance(scores := report.get("scores"), Mapping):
+        numbers = {str(k)[:_LONGEST]: v for k, v in scores.items() if _is_number(v)}
+        found["scores"] = dict(list(numbers.items())[:_MOST])
+    return found
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, float) or (isinstance(value, int) and abs(value) < 1e300)

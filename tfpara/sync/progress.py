@@ -1,0 +1,134 @@
+"""A worker's reports of progress: to its launcher, to the chief, and to the strategy's own page."""
+
+from __future__ import annotations
+
+import atexit
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfpara import cluster
+from tfpara.cluster import parent
+from tfpara.cluster.status_board import Row
+from tfpara.status.run import RunStatus
+from tfpara.status.server import StatusServer
+from tfpara.typing import Json
+from tfpara.whole_number import checked_whole
+
+_EVERY_SECONDS = 1.0
+_latest: Progress | None = None  # of the strategy that was made last, which alone reports
+
+
+class Progress:
+    """The progress of this worker, which a thread reports each second to the launcher, if any.
+
+    Steps are as quick with it as without: it reads the counts that they keep on the host anyway.
+
+    Args:
+        strategy: the strategy of this worker.
+    """
+
+    def __init__(self, strategy: Any) -> None:
+        self._strategy = strategy
+        self._scores: dict[str, float] = {}
+        self._stop = threading.Event()
+        self._asking = threading.Lock()
+        self._asked_at = 0.0
+
+    def begin(self, status_port: int | None) -> None:
+        """Begins to report, and serves the page if a port is given and this is the chief.
+
+        Raises:
+            StatusError: the port cannot be used.
+        """
+        global _latest
+        _latest = self
+        if status_port is not None and self._strategy.is_chief:
+            shows = "all workers" if self._strategy.num_workers > 1 else "the only worker"
+            self._run = RunStatus(shows)
+            server = StatusServer(status_port, self._of_all, f"status_port={status_port}")
+            print(f"tfpara: live page: {server.url}", file=sys.stderr, flush=True)
+        if parent.unread() is not None:
+            thread = threading.Thread(target=self._report, name="tfpara-progress", daemon=True)
+            thread.start()
+            # The thread must not call TensorFlow while the interpreter shuts down.
+            atexit.register(thread.join)
+            atexit.register(self._stop.set)
+
+    def epoch_ends(self, epoch: int, history: Mapping[str, Sequence[Any]]) -> None:
+        """Notes the log of an epoch, from 0, which is the last in `history`, and reports it."""
+        numbers = {name: _number(values[-1]) for name, values in history.items() if values}
+        self._scores = {"epoch": epoch + 1.0}
+        self._scores |= {name: value for name, value in numbers.items() if value is not None}
+        self.report()
+
+    def report(self, last: bool = False) -> None:
+        """Reports to the launcher, once it has read all before; the last of a `fit` in any case."""
+        unread = parent.unread()
+        if self is _latest and unread is not None and (last or not unread):
+            parent.tell(progress=self.told())
+
+    def told(self) -> dict[str, Json]:
+        """Returns the progress, as `tfpara.status.run` describes it."""
+        extended = self._strategy.extended
+        place, since = extended.call_site, extended.waits.since()
+        with tf.device("CPU:0"):
+            counts = extended.models.statistics()._asdict()
+        now = time.monotonic()
+        return {
+            "at": now,
+            "rank": extended.worker.rank,
+            "devices": [name.split("device:")[-1] for name in extended.worker_devices],
+            "place": extended.waits.where(),
+            "trains": counts["steps"] > 0 and not place.is_before_epochs,
+            "joins": self._strategy.joining,
+            "waits": now - since if since else 0.0,
+            **counts,
+            "scores": self._scores,
+        }
+
+    def _report(self) -> None:
+        while not self._stop.wait(_EVERY_SECONDS):
+            self.report()
+
+    def _of_all(self) -> dict[str, Any]:
+        """Returns the status of all workers, which are asked at most once a second."""
+        with self._asking:
+            if time.monotonic() - self._asked_at > _EVERY_SECONDS:
+                table = self._strategy.extended.waits.table() or [Row("", progress=self.told())]
+                for rank, row in enumerate(table):
+                    name = cluster.label(rank)
+                    self._run.told(name, row.progress)
+                self._asked_at = time.monotonic()
+            return self._run.now()
+
+
+def checked_port(status_port: object, is_elastic: bool) -> int | None:
+    """Returns `status_port` if it is None or the number of a port, which 0 leaves open.
+
+    Raises:
+        ValueError: it is neither; or the run is elastic, so that another may become the chief.
+    """
+    if status_port is None:
+        return None
+    if is_elastic:
+        raise ValueError(
+            f"status_port={status_port!r} with elastic=: the chief, which serves the page, may be "
+            "lost. Leave it out, and start the workers by tfpara-launch --elastic --status_port=0."
+        )
+    port = checked_whole("status_port", status_port, at_least=0)
+    if port > 65535:
+        raise ValueError(f"status_port={port} is above 65535, the largest number of a port.")
+    return port
+
+
+def _number(value: object) -> float | None:
+    """Returns a score as a number; None if it is none."""
+    try:
+        return float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        return None
