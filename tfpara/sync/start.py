@@ -17,7 +17,6 @@ from tfpara.cluster import quiet, startup
 from tfpara.collectives.choice import choose, of_horovod
 from tfpara.elastic.meeting import ADDRESS as MEETING
 from tfpara.elastic.settings import Elastic, meeting_point
-from tfpara.strategy import Strategy
 from tfpara.sync.elastic.company import Elastic as ElasticCompany
 from tfpara.sync.keras import hooks, scope
 from tfpara.sync.one_sync.sized_rule import check_sizes
