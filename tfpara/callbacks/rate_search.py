@@ -25,22 +25,24 @@ _TRIED = of_callback("SearchRate")
 class SearchRate(Schedule):
     """Deprecated: tries learning rates on a sample before each epoch, and takes the best.
 
-    For every candidate the replicas start from the present model and train on the sample, each on
-    its part and without syncs. The candidate's score is the loss on the sample afterwards, over all
-    replicas of all workers. Then weights, optimizer and random state are restored bit for bit. The
-    lowest score wins; of equal scores the lower rate.
+    For every candidate rate the replicas start from the present model and train on the sample, each
+    replica on its part and without syncs. The score of a candidate is then the loss on the sample,
+    over all replicas of all workers. Afterwards weights, optimizer and random state are restored
+    bit for bit. The candidate with the lowest score is taken; of equal scores, the lower rate.
 
-    Source: You & Xu (2014), section 4.1, "ASGD-search", which searches before each chunk of an
-    asynchronous run. `tfpara.ChunkRateSearch` does that, and is the only one from version 0.3 on.
+    Source: You & Xu (2014), section 4.1, "ASGD-search". There the rate is searched before each
+        chunk of an asynchronous run, as `tfpara.ChunkRateSearch` does. From version 0.3 on there is
+        only `tfpara.ChunkRateSearch`.
 
     Args:
-        sample: minibatches to try on, a `tf.data.Dataset` (divided among the workers and replicas
-            as `fit` does) or one of the strategy's distributed datasets; or a function of the epoch
-            that returns one. Every worker needs at least one minibatch.
-        factors: candidates, as multiples of the present rate. 1 keeps it.
+        sample: minibatches on which the rates are tried. A `tf.data.Dataset`, which is divided
+            among the workers and replicas as by `fit`; or one of the strategy's distributed
+            datasets; or a function that takes the epoch and returns one of these. Every worker
+            needs at least one minibatch.
+        factors: candidates, as multiples of the present rate. The factor 1 is the present rate.
         rates: the candidates themselves, in place of `factors`.
-        held_out: data that scores the candidates in place of the sample, as `fit` takes
-            `validation_data`.
+        held_out: data on which candidates are scored, in place of the sample, in any form that
+            `fit` takes as `validation_data`.
         verbose: 1: the chief prints a line for each choice; 0: none.
 
     Raises:
