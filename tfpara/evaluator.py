@@ -60,13 +60,13 @@ def evaluate_checkpoints(
 ) -> list[dict[str, Json]]:
     """Scores each checkpoint of a run on held-out data, until the run has ended.
 
-    Call it in a process of its own, which takes no part in the training (`tfpara.is_evaluator`).
-    It reads the checkpoints of `Checkpoint` (of elastic runs, too) or `AsyncCheckpoint`. Training
-    never waits for it. Checkpoints are scored in their order. If the run removes one before it was
-    read, that one is left out, and a line says so.
+    Call it in a process of its own, which does not train (`tfpara.is_evaluator`). It reads the
+    checkpoints of `Checkpoint` or `AsyncCheckpoint`, also those of elastic runs. Training never
+    waits for it. Checkpoints are scored in their order. If the run removes a checkpoint before it
+    was read, a line says so, and the next one is scored.
 
-    If it is started again, it continues after the last checkpoint in the table. On SIGTERM it ends
-    with exit code 75, or TFPARA_RESTART_EXIT_CODE.
+    Started again, it continues after the last checkpoint in the table. After SIGTERM it ends with
+    exit code 75, or TFPARA_RESTART_EXIT_CODE.
 
     In `out` it writes
 
@@ -78,18 +78,19 @@ def evaluate_checkpoints(
                         ones; it appears whole
 
     Args:
-        model: a model built like the run's, without a strategy, compiled with loss and metrics.
-        directory: directory of the checkpoints.
+        model: a model of the same architecture as the run's, without a strategy, compiled with loss
+            and metrics.
+        directory: of the checkpoints.
         data: held-out data, in any form that `fit` takes as `validation_data`.
-        out: directory on this machine for the results of this evaluator alone.
-        epochs: number of epochs of the run's `fit`. The run has ended when a checkpoint is of that
-            epoch, or training has stopped by itself.
-        averages: averages of the run's strategy that are scored, too.
-        monitor: name of the score that decides which model is the best, as in `evaluate`.
+        out: directory of the results on this machine, of this evaluator alone.
+        epochs: the `epochs` of the run's `fit`. The run has ended if a checkpoint has this number
+            of epochs, or if training has stopped by itself.
+        averages: those averages of the run's strategy that are scored as well.
+        monitor: the name of the score that decides which model is the best, as `evaluate` has it.
         mode: "min" if a lower score is better, "max" if a higher one is.
         best: path or URL of the best model. None: `best` in `out`.
-        save: called with the model and a path of that name; writes the best model there, to a file
-            or a folder. None: a SavedModel, as `tfpara.export` writes it.
+        save: a function that writes the best model, called with the model and the path of a file or
+            folder to write. None: a SavedModel, as by `tfpara.export`.
         wait_minutes: longest wait for a new checkpoint.
 
     Returns:

@@ -47,29 +47,29 @@ def run(
     Put it at the end of a script: `tfpara.run(main)`, or `app.run(lambda _: tfpara.run(main))` with
     absl. Without it a script works, too. With it
 
-    - no worker leaves before all have come to the end of `main`: a worker that leaves would break
-      off the messages that others are still reading from it;
-    - the process ends as soon as it has nothing more to do (functions given to `atexit` are called;
-      TensorFlow does not wait for the heartbeats of workers that have ended);
-    - an error that tfpara raises is one sentence on stderr, and exit code 1, without a traceback.
-      With TFPARA_TRACEBACK=1 in the environment that is there, too.
+    - no worker ends before all workers have come to the end of `main`, so no worker loses a message
+      from a worker that ends;
+    - the process then ends at once, after it has called functions given to `atexit`; TensorFlow
+      does not wait for heartbeats of workers that have ended;
+    - for an error of tfpara, one sentence is printed on stderr, without a traceback, and the exit
+      code is 1. TFPARA_TRACEBACK=1 in the environment adds the traceback.
 
-    An error of the program itself is shown as Python shows it. Ctrl-C prints the word "interrupted"
-    and gives exit code 130. The argument of `sys.exit` is the exit code. In a cluster with
-    parameter servers the other processes end when the chief's does, with the same code.
+    An error of the program itself is shown as Python shows it. After Ctrl-C the program prints
+    "interrupted", and the exit code is 130. The argument of `sys.exit` becomes the exit code. In a
+    cluster with parameter servers the other processes end when the chief ends, with the same code.
 
     Args:
         main: the program; called without arguments. Its result is not used.
         name: the first words of the sentence on stderr.
         explain: called with an error that tfpara cannot explain; returns the sentence, or None.
-        lost_worker_exit_code: from 1 to 255: the exit code where a sync has failed because another
+        lost_worker_exit_code: from 1 to 255: the exit code after a sync has failed because another
             worker was lost. None: TFPARA_LOST_WORKER_EXIT_CODE, or 1.
 
     Raises:
         ValueError: an exit code outside its range.
         RuntimeError: it is called in another thread than the main one.
-        SystemExit: always where the process is the only worker, or the cluster has parameter
-            servers. Elsewhere the process ends without an exception.
+        SystemExit: always if the process is the only worker, or if the cluster has parameter
+            servers. Otherwise the process ends without an exception.
     """
     if threading.current_thread() is not threading.main_thread():
         raise RuntimeError(

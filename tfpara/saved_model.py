@@ -36,19 +36,22 @@ def export(
 ) -> None:
     """Writes a SavedModel whose `serving_default` is postprocessing(model(preprocessing(*inputs))).
 
-    It appears at `path` whole or not at all, and replaces a SavedModel there. Every worker must
-    call this; the chief writes and prints the path, and all return when the SavedModel is written.
-    It warns where an average is mostly, or wholly, the weights with which the model began.
+    It replaces a former SavedModel at `path`, and is visible only when it is complete. Every worker
+    must call this function. The chief writes the SavedModel and prints the path; the function
+    returns on all workers when the SavedModel is written. There is a warning if an average still
+    consists mostly of the initial weights.
 
     Args:
         model: a built model.
         path: directory of the SavedModel, or a URL that fsspec knows, such as s3://bucket/path.
-        which: the weights: "global", "local" (the chief's) or an average's name. For a model that
-            belongs to no strategy of tfpara, "global" and "local" both are its own weights.
+        which: the weights: "global", "local" (those of the chief) or an average's name. If the
+            model belongs to no strategy of tfpara, "global" and "local" both mean the model's own
+            weights.
         strategy: the strategy that trained the model; None finds it from the model.
-        signature: the inputs; their names become those of the signature. None: those of the model;
-            several are one argument with the structure in which the model takes them.
-        preprocessing: TensorFlow function from the inputs to the model's. None: they are the same.
+        signature: the inputs; the signature has their names. None: the inputs of the model; several
+            inputs are one argument, with the structure in which the model takes them.
+        preprocessing: TensorFlow function from the inputs of the signature to the inputs of the
+            model. None: both are the same.
         postprocessing: TensorFlow function from the model's output to named outputs. None: the
             output as it is.
 

@@ -28,16 +28,16 @@ def _scaling(found: dict[str, dict[str, Any]]) -> list[str]:
     if ours is None or "ratio_to_independent" not in ours:
         return []
     said = [
-        f"Two workers of {ours['system']} are {ours['ratio_to_independent']:.2f} times as fast as "
-        f"two independent processes of plain Keras, and {ours['scaling']:.2f} times as fast as one "
-        "worker."
+        f"Two workers of *{ours['system']}* are {ours['ratio_to_independent']:.2f} times as fast "
+        f"as two independent processes of plain Keras, and {ours['scaling']:.2f} times as fast as "
+        "one worker of tfpara."
     ]
     peers = [r for r in found.values() if r["family"] == "peer" and "scaling" in r]
     if peers:
         best = max(peers, key=lambda r: r["scaling"])
         said.append(
-            f"Of the peers {best['system']} scales best: {best['scaling']:.2f} times its own one "
-            "process."
+            f"Of the other libraries, *{best['system']}* scales best: its two workers are "
+            f"{best['scaling']:.2f} times as fast as one."
         )
     return said
 
@@ -48,8 +48,8 @@ def _syncs(where: str, found: dict[str, dict[str, Any]]) -> list[str]:
         times = [found.get(name, {}).get("sync_ms") for name in (sync, bare)]
         if all(times):
             said.append(
-                f"The {sync}, takes {times[0]:.0f} ms{where}: {times[0] / times[1]:.2f} times the "
-                f"{bare} of as many bytes ({times[1]:.0f} ms)."
+                f"The *{sync}* takes {times[0]:.0f} ms{where}. That is {times[0] / times[1]:.2f} "
+                f"times as long as the *{bare}* of as many bytes ({times[1]:.0f} ms)."
             )
     return said
 
@@ -63,13 +63,13 @@ def _limited(
         ours, free = _longest(found, strategy), _longest(loopback, strategy)
         if ours is None:
             continue
-        text = f"At {link} {ours['system']} does {ours[_SPEED]:.0f} samples/s"
+        text = f"At {link} two workers of *{ours['system']}* train {ours[_SPEED]:.0f} samples/s"
         if free is not None:
-            text += f", {ours[_SPEED] / free[_SPEED]:.2f} of its speed on loopback"
+            text += f": {ours[_SPEED] / free[_SPEED]:.2f} of their speed on loopback"
         if per_step:
             best = max(per_step, key=lambda r: r[_SPEED])
             text += (
-                f" and {ours[_SPEED] / best[_SPEED]:.1f} times the speed of the best system that "
+                f", and {ours[_SPEED] / best[_SPEED]:.1f} times the speed of the best system that "
                 f"averages at every step ({best['system']}, {best[_SPEED]:.0f})"
             )
         said.append(text + ".")

@@ -56,8 +56,8 @@ def section(content: dict[str, Any]) -> str:
     columns = {
         "workers": lambda r: r["workers"],
         "samples/s": lambda r: _ranged(r, _SPEED, ".0f"),
-        "over its own one process": lambda r: _shown(r, "scaling", ".2f"),
-        "of two independent": lambda r: _shown(r, "ratio_to_independent", ".2f"),
+        "speed / one worker": lambda r: _shown(r, "scaling", ".2f"),
+        "speed / two independent": lambda r: _shown(r, "ratio_to_independent", ".2f"),
         "sync ms": lambda r: _shown(r, "sync_ms", ".0f"),
         "bytes sent a sample": lambda r: _shown(r, "bytes_per_sample", ",.0f"),
         "peak memory MB": lambda r: _shown(r, "peak_memory_bytes", ",.0f", 1e-6),
@@ -67,7 +67,11 @@ def section(content: dict[str, Any]) -> str:
         f"![samples per second of all systems]({_PLOT})",
         "\n".join(f"* {sentence}" for sentence in headlines(content["rows"])),
         _table([row for row in trained if row["link"] == "loopback"], columns),
-        _by_link("Milliseconds of a sync, and of a bare exchange", exchanged, "sync_ms"),
+        _by_link(
+            "Milliseconds of a whole sync, and of a bare exchange of as many bytes",
+            exchanged,
+            "sync_ms",
+        ),
         _by_link("Samples/s of two workers on limited links", _limited(trained), _SPEED),
         _predicted(content["predictions"]),
         _absent(content["rows"]),
@@ -81,10 +85,11 @@ def _conditions(content: dict[str, Any]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in content["versions"].items())
     sizes = content["sizes"]
     return (
-        f"{machine['cpu']}, {machine['cores']} cores, {machine['system']}; {versions}. "
-        f"{sizes['inputs']}-{sizes['layers']}x{sizes['width']}-{sizes['classes']}, minibatches of "
-        f"{sizes['batch']}, one thread for each worker; medians of {content['rounds']} "
-        "round(s) on loopback, in brackets the smallest and the largest value."
+        f"Machine: {machine['cpu']}, {machine['cores']} cores, {machine['system']}. Versions: "
+        f"{versions}. Network: {sizes['inputs']}-{sizes['layers']}x{sizes['width']}-"
+        f"{sizes['classes']}, with minibatches of {sizes['batch']} and one thread for each worker. "
+        f"Figures on loopback are medians of {content['rounds']} round(s); the smallest and the "
+        "largest value are in brackets."
     )
 
 
@@ -117,7 +122,8 @@ def _predicted(predictions: list[dict[str, Any]]) -> str:
         "measured": lambda r: _shown(r, _SPEED, ".0f"),
         "measured / predicted": lambda r: _shown(r, "measured_over_predicted", ".2f"),
     }
-    return f"The cost model (`tfpara.planner`) beside it:\n\n{_table(predictions, columns)}"
+    title = "The cost model (`tfpara.planner`) beside the measured speeds:"
+    return f"{title}\n\n{_table(predictions, columns)}"
 
 
 def _absent(rows: list[dict[str, Any]]) -> str:
@@ -126,7 +132,7 @@ def _absent(rows: list[dict[str, Any]]) -> str:
         for row in rows
         if "missing" in row or "failed" in row
     ]
-    return "\n".join(["Without figures:", "", *lines]) if lines else ""
+    return "\n".join(["Systems that were left out or failed:", "", *lines]) if lines else ""
 
 
 def _table(rows: list[dict[str, Any]], columns: dict[str, Any]) -> str:

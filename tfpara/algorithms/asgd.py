@@ -32,18 +32,18 @@ class ASGD(_Rule):
 
     g is the gradient of one minibatch at the weights that the worker pulled, or the sum over
     `sync_period` minibatches. The *staleness* k of a push is the number of other workers' pushes
-    between the pull and the push. The step is that of the optimizer that the model is compiled
-    with, which runs on the server; W − lr·g is the step of plain SGD.
+    between the pull and the push. The optimizer with which the model is compiled takes the step, on
+    the server; W − lr·g is the step of plain SGD.
 
     Args:
-        max_staleness: s ≥ 0, the highest staleness of a push. Workers wait before a pull and
-            before a push, if a push under way could otherwise exceed s. With s = 0 one worker at a
-            time computes. None: unbounded.
-        delay_compensation: λ ≥ 0, DC-ASGD: g + λ g⊙g⊙(W − W_pulled) in place of g, for each
-            minibatch's gradient.
+        max_staleness: s ≥ 0, the highest staleness of a push. Workers wait before a pull or a push
+            if the staleness of some worker's push would otherwise exceed s. With s = 0 only one
+            worker computes at a time. None: unbounded.
+        delay_compensation: λ ≥ 0 of DC-ASGD, which uses g + λ g⊙g⊙(W − W_pulled) in place of each
+            minibatch's gradient g. 0: none.
         rate_by_staleness: whether the step's learning rate is divided by 1 + k.
-        reduction: reduction of the gradients of `sync_period` minibatches, "sum" (each counts as
-            much as if it were pushed alone) or "mean".
+        reduction: how the gradients of `sync_period` minibatches become one: "sum" (each has the
+            same effect as if it were pushed alone) or "mean".
 
     Raises:
         TypeError: a value is not a number.
@@ -104,8 +104,8 @@ class ASGD(_Rule):
 class AveragedASGD(ASGD):
     """ASGD whose server keeps an average of the models beside the model: `RunningThenMean`.
 
-    The average is not fed back; it is the model that is exported, under the name "average". All
-    arguments are keyword-only.
+    The average does not affect training. Export it under the name "average". All arguments are
+    keyword-only.
 
     Args:
         running_rate: r, the rate of the running average in the first part of the training.
@@ -163,8 +163,8 @@ class RunningThenMean:
         W̄ ← (1 − r) W̄ + r W;   after `start_mean`:   W̄ ← (1 − 1/n) W̄ + (1/n) W
         with n = 1/r, 1/r + 1, …
 
-    The mean continues from the running average, which counts as 1/r − 1 models. Paper 002 does not
-    say what becomes of the running average.
+    The mean continues from the running average, which has the weight of 1/r − 1 models. (Paper 002
+    does not say whether the mean starts from the running average.)
 
     Args:
         rate: r, 0 < r ≤ 1.
@@ -214,21 +214,21 @@ class Downpour(_Rule):
 
         w ← W_pulled;   τ steps of w;   W ← W + ζ (w − W_pulled)
 
-    The τ = `sync_period` steps are those of the optimizer that the model is compiled with, which
-    runs on the worker, so that each gradient is taken after the steps before it. (`ASGD` takes all
-    τ gradients at W_pulled.) With τ = 1 and plain SGD the two are the same rule. With one worker
-    this is the same as training without servers, whatever τ is.
+    The worker takes τ = `sync_period` steps with the optimizer with which the model is compiled. So
+    each gradient is computed at the weights after the step before, whereas `ASGD` computes all τ
+    gradients at W_pulled. With τ = 1 and plain SGD both rules are the same. With one worker,
+    `Downpour` equals training without servers, for every τ.
 
-    Only the weights come from the server. The rest of the optimizer's state, such as momentum or
-    Adam's moments and their count, belongs to the worker: it continues from block to block, and is
-    lost when the worker is restarted.
+    Only the weights come from the server. The state of the optimizer, such as momentum or Adam's
+    moments, belongs to the worker: it continues from block to block, and is lost when the worker is
+    restarted.
 
     Args:
         max_staleness: s ≥ 0, the highest staleness of a push, as for `ASGD`.
         rate_by_staleness: whether a push is divided by 1 + k, with k its staleness.
-        block_learning_rate: ζ > 0. With 1 every local step counts as much in the global model as on
-            the worker. If N workers with a long period diverge, lower it: with 1/N a round of
-            their pushes moves the model by the mean of their blocks, as model averaging does.
+        block_learning_rate: ζ > 0. With 1 every local step moves the global model as far as the
+            worker's. If N workers with a long period diverge, lower ζ: with 1/N, one push of each
+            worker moves the model by the mean of their blocks, as model averaging does.
 
     Raises:
         TypeError: a value is not a number.
@@ -265,13 +265,13 @@ class Downpour(_Rule):
 
 @dataclasses.dataclass(frozen=True)
 class AsyncEASGD(_Rule):
-    """Asynchronous elastic averaging: a worker's model and the server's pull on each other.
+    """Asynchronous elastic averaging: a worker's model and the server's model attract each other.
 
         w_i ← w_i − α(w_i − W);   W ← W + α(w_i − W)
 
-    Both use the values before the exchange. Worker i does this after every `sync_period` local
-    steps, without waiting for other workers. The model's optimizer runs on the workers, each of
-    which keeps its own model.
+    Both equations use the values before the exchange. Worker i makes the exchange after every
+    `sync_period` local steps, without waiting for other workers. The model's optimizer runs on the
+    workers, each of which keeps its own model.
 
     Args:
         elasticity: α, 0 ≤ α ≤ 1. None: 0.9 divided by the number of workers. 0 leaves the workers
@@ -328,27 +328,29 @@ class AsyncBMUFState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class AsyncBMUF(_Rule):
-    """Asynchronous block momentum: workers train locally, the server filters what they push.
+    """Asynchronous block momentum: workers train locally, and the server adds momentum to their
+    pushes.
 
         w ← W_pulled;  τ steps of w;  d = w − W_pulled
         each push:                 W ← W + ζ d / N
         each N-th push ends a round:  Δ ← ηΔ + ζG;  W ← W + ηΔ,  G the mean of the round's d
 
-    N is the number of workers. A push counts at once, but the momentum moves the model once a
-    round, as often as if the workers met: momentum at every push would repeat old updates N times
-    as often. If all workers pull at the beginning of a round and push in it, W is the point from
+    N is the number of workers. A push moves the model at once, but momentum moves it only once in a
+    round, as in a synchronous run. (Momentum at every push would repeat old updates N times as
+    often.) If all workers pull at the beginning of a round and push in it, W is the point from
     which the replicas of Nesterov `BMUF` with this η continue. With one worker, η = 0 and ζ = 1,
-    this is training without servers.
+    the rule equals training without servers.
 
-    Each worker has its own local optimizer, as for `Downpour`. The optimizer's momentum (SGD), or
-    β₁ (Adam, Muon), is fitted to blocks of τ steps, as `PeriodicSyncStrategy` does under rules with
-    a momentum, but only half of SGD's length is restored, for all τ. A push of fewer minibatches,
-    at the end of a chunk, counts as one.
+    Each worker has its own local optimizer, as for `Downpour`. Its momentum (SGD) or β₁ (Adam,
+    Muon) is fitted to blocks of τ steps, as by `PeriodicSyncStrategy` under rules with a momentum;
+    but for all τ only half of the length of SGD's momentum is restored. A push of fewer
+    minibatches, at the end of a chunk, counts as a whole push.
 
     Args:
         block_momentum: η, 0 ≤ η < 1, or "linear" or "sqrt", as for `BMUF`. None: 1 − 1/N, at most
-            0.75, reached over the first rounds. `BMUF` goes up to 0.9; here pushes are a round old,
-            which acts as a second momentum. 0.9 with ζ = 0.7 is an asynchronous `DiLoCo`.
+            0.75, reached over the first rounds. (The limit is lower than the 0.9 of `BMUF`, because
+            pushes are a round old, which acts as a second momentum.) 0.9 with ζ = 0.7 is an
+            asynchronous `DiLoCo`.
         block_learning_rate: ζ > 0.
         warmup: the rounds in which the gain 1/(1 − η) may rise by one, as for `BMUF`. None: 1
             if `block_momentum` is None; 5 over a local optimizer like Adam, and 20 if its average

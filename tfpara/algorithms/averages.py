@@ -31,17 +31,18 @@ class EMA(Average):
         Ŵ_t = β_t Ŵ_{t−1} + (1 − β_t) W_t,   Ŵ_0 = W_0
 
     This equals the shadow variables of `tf.train.ExponentialMovingAverage`, updated once a sync.
-    After a block that was a share f of a whole one, the model's weight is f(1 − β_t) instead of
-    1 − β_t.
+    After a shorter block, with a share f of the minibatches of a whole block, the model's weight is
+    f(1 − β_t) instead of 1 − β_t.
 
     Args:
         decay: β, 0 < β < 1.
-        num_updates: True: β_t = min(β, (1+t)/(10+t)) with t the number of blocks before this one
-            (a share f of a block counts f), as in TensorFlow with a counter. So the average spans a
-            tenth of the run, at most 1/(1 − β) syncs, and is useful in short runs. False: β_t = β;
-            the initial weights then keep the weight β^t.
-        zero_debias: True: Ŵ starts from 0, not from W_0, and is divided by the weight that the
-            models so far have in it.
+        num_updates: True: β_t = min(β, (1+t)/(10+t)) with t the number of blocks before this one (a
+            share f of a block counts f), as in TensorFlow with a counter. So the average covers
+            about the last tenth of the run, at most 1/(1 − β) syncs, and suits short runs too.
+            False: β_t = β; after t syncs the initial weights still have the weight β^t in the
+            average.
+        zero_debias: True: Ŵ starts from 0, not from W_0, and is divided by the sum of the weights
+            of the models in it.
 
     Raises:
         TypeError: a value is not a number.
@@ -95,8 +96,9 @@ class MA(Average):
 
         W̄_t = (1/t) Σ_{k=1..t} W_k
 
-    After a block that was a share f of a whole one, W_k has the weight f in the sum, and adds f to
-    t. Before the first sync the average is the initial model. Source: paper 000, section 2.2.
+    After a shorter block, with a share f of the minibatches of a whole block, W_k has the weight f
+    in the sum, and t grows by f. Before the first sync the average is the initial model. Source:
+    paper 000, section 2.2.
 
     Example:
         >>> ma = MA()

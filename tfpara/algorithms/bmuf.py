@@ -39,7 +39,7 @@ class BMUFState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class BMUF(Rule):
-    """Block momentum: the block's model update is filtered like a gradient with momentum.
+    """Block momentum: momentum over blocks, where a block's update takes the place of a gradient.
 
     With w̄ the (sample-weighted) mean of the local models, η = `block_momentum` and
     ζ = `block_learning_rate`:
@@ -56,35 +56,36 @@ class BMUF(Rule):
 
     * ``compat="cntk"``: Δ ← ηΔ + (1−η)ζ Σ_i (w_i − W);  ``compat="fairseq"``:
       Δ ← ηΔ + ζ mean_i(w_i − W). Both then set W ← W + Δ and, with `nesterov`, W ← W + ηΔ, and
-      measure the next update from that sum, which raises the steady gain by (1+η). They serve to
-      continue or compare runs of those toolkits.
+      measure the next update from this sum. In a long run each update then moves W (1+η) times as
+      far. Use them to continue or compare runs of CNTK and fairseq.
 
-    A block that is closed after a share f of its minibatches takes that share of the step, with
-    the update that a whole block would have had at its pace, G/f:
+    A block that ends after a share f of its minibatches takes the share f of a whole block's step.
+    The whole block's update is estimated by G/f:
 
         Δ' = Δ + f(ηΔ + ζG/f − Δ) = (1 − f(1−η))Δ + ζG;  W ← W + f(ηΔ + ζG/f) = W + fηΔ + ζG
 
-    so every G moves the model by ζG/(1−η) in the end, as in a whole block, and η = 0, ζ = 1 is BSP.
+    So every G moves the model by ζG/(1−η) in the end, as in whole blocks. With η = 0 and ζ = 1 the
+    rule is BSP.
 
-    The filter's steady gain, 1/(1−η), is reached after about 1/(1−η) blocks, which a young run has
-    not seen. With `warmup` = k, the gain rises by at most one in k blocks: after t blocks (a share
-    f counts f) the momentum is
+    In a long run, momentum multiplies each update by the gain 1/(1−η). At the beginning of a run,
+    the full momentum would repeat the first, noisy updates. So with `warmup` = k the gain rises by
+    at most one in k blocks. After t blocks (a shorter block counts f) the momentum is
 
         η_t = min(η, 1 − 1/(t/k + 1)),   a gain of t/k + 1
 
-    In the equations above, B and the term ηΔ use η_t of the last sync; the point from which every
-    replica continues uses that of the present sync.
+    In the equations above, B and the term ηΔ use η_t of the last sync. The point from which every
+    replica continues uses η_t of the present sync.
 
     Args:
         block_momentum: η, 0 ≤ η < 1, or how the steady gain grows with the number N of replicas:
-            "linear", η = 1 − 1/N (with ζ = 1 that is C = 1 in ζ / (N(1−η)) = C), or "sqrt",
-            η = 1 − 1/√N. With `warmup` these are at most 0.9: for 16 replicas a gain of 10 was
-            as good as, or better than, one of 16 at all rates and periods that were tried. None:
-            "linear"; but if `warmup` is not False and the local optimizer divides by the size
-            of gradients, as Adam does, `warmup` is 5, and η is "sqrt" if its average of gradients
-            is not shortened to fit the block.
+            "linear", η = 1 − 1/N (with ζ = 1 that is C = 1 in ζ / (N(1−η)) = C), or "sqrt", η = 1 −
+            1/√N. With `warmup` both are at most 0.9, because for 16 replicas a gain of 10 was at
+            least as good as one of 16 at all rates and periods that were tried. None: "linear",
+            with one exception: if `warmup` is not False and the local optimizer divides by the size
+            of gradients, as Adam does, `warmup` is 5, and η is "sqrt" if the optimizer's average of
+            gradients cannot be fitted to the block.
         block_learning_rate: ζ > 0.
-        nesterov: the form; see above.
+        nesterov: which of the forms above.
         compat: None, "cntk" or "fairseq".
         warmup: k > 0, the blocks in which the gain may rise by one. True: 1, and 20 with "sqrt".
             False: η from the first sync on, for any N, as published. None: True if

@@ -34,9 +34,9 @@ class BMUFAdam(BMUF):
     """BMUF for replicas that train with Adam or AdamW.
 
     The weights follow `tfpara.BMUF`. Block momentum moves the replicas beyond their average w̄, to
-    a point where no replica has been, so neither their own moments nor the average of those belong
-    there. This rule estimates the moments of that point. With τ steps in the block, m the moment at
-    the start of the block and m̄ the average of the replicas' moments at its end,
+    a point where no replica has been. So neither the replicas' moments nor their average fit this
+    point. This rule estimates the moments that Adam would have there. With τ steps in the block, m
+    the moment at the start of the block and m̄ the average of the replicas' moments at its end,
 
         g = (m̄ − β^τ m) / (1 − β^τ)                the block's mean gradient (squared, for v)
         ρ ← ηρ + ζτ                                 Δ in steps, as Δ ← ηΔ + ζG
@@ -52,16 +52,17 @@ class BMUFAdam(BMUF):
     new moment is multiplied by (1 − β^t) / (1 − β^(t+a)) instead: the corrected moments are the
     same, and unbiased in all later steps.
 
-    With η = 0 and ζ = 1 the moments are simply averaged. In a block that is a share f of a whole
-    one, ρ follows Δ of `tfpara.BMUF`, ρ' = (1 − f(1−η))ρ + ζτ, and so do the steps from w̄ to the
-    broadcast point, a = η'ρ' + (ζ − 1)τ − (1−f)ηρ (Nesterov), ρ' − τ − (1−f)ρ (classical). If η
-    is reached over the first blocks, η is the one before the block, and η' the one after it.
+    With η = 0 and ζ = 1 the moments are simply averaged. In a shorter block, with a share f of the
+    minibatches of a whole block, ρ follows Δ of `tfpara.BMUF`, ρ' = (1 − f(1−η))ρ + ζτ, and so do
+    the steps from w̄ to the broadcast point, a = η'ρ' + (ζ − 1)τ − (1−f)ηρ (Nesterov), ρ' − τ −
+    (1−f)ρ (classical). If η is reached over the first blocks, η is the one before the block, and η'
+    the one after it.
 
     Args:
         block_momentum: η, as in `tfpara.BMUF`.
         block_learning_rate: ζ, as in `tfpara.BMUF`.
         nesterov: the form of block momentum; the default, True, is the authors'.
-        compat: None; the other toolkits' forms have no filtered moments.
+        compat: None only; the forms of CNTK and fairseq have no rule for moments.
         warmup: as in `tfpara.BMUF`.
         beta_1: β₁ of the local optimizer.
         beta_2: β₂ of the local optimizer.

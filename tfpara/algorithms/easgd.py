@@ -18,15 +18,16 @@ class EASGDState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class EASGD(Rule):
-    """Elastic averaging: local models and centre attract each other; neither is overwritten.
+    """Elastic averaging: local models and global model attract each other; none is overwritten.
 
         w_i ← w_i − α(w_i − W);  W ← W + α Σ_i (w_i − W)
 
-    Both use the values before the sync. Σ_i (w_i − W) is N(w̄ − W), where w̄ is the sample-weighted
-    mean if the replicas have different numbers of samples.
+    Both equations use the values before the sync. Σ_i (w_i − W) is N(w̄ − W), where w̄ is the
+    sample-weighted mean if the replicas have different numbers of samples.
 
-    Stability: each sync multiplies the distance between the mean of the replicas and the centre by
-    1 − α(N+1), so α must be below 2/(N+1); below 1/(N+1) they do not overshoot.
+    Stability: each sync multiplies the distance between the mean of the replicas and W by
+    1 − α(N+1). So α must be below 2/(N+1). Below 1/(N+1), the mean and W do not move past each
+    other.
 
     Args:
         elasticity: α, 0 ≤ α < 2/(N+1). None: 0.9/N. 0 leaves the replicas independent.

@@ -49,19 +49,19 @@ class Outer(Rule):
     Keras' SGD with Nesterov momentum, m ← ηm − ζG, W ← W + ηm − ζG, is torch's b ← ηb + G,
     W ← W − ζ(G + ηb), by m = −ζb.
 
-    A block that is closed after a share f of its minibatches takes the step with the gradient G/f,
-    and applies a share f of the changes of weights, slots and count (see `tfpara.algorithms`). So
-    SGD does what BMUF does.
+    A block that ends after a share f of its minibatches takes the step with the gradient G/f, and
+    applies a share f of the changes of weights, slots and count (see `tfpara.algorithms`). So SGD
+    equals BMUF in shorter blocks too.
 
-    A LearningRateSchedule gets the number of blocks so far, rounded to a whole number; a share f of
-    a block counts f. `weight_decay` pulls all weights, biases among them, to 0 at each sync.
+    A LearningRateSchedule gets the number of blocks so far, rounded to a whole number; a shorter
+    block counts f. `weight_decay` moves all weights, including biases, towards 0 at each sync.
 
     Args:
         keras_optimizer: a new Keras optimizer whose step treats every weight by itself; the rule
-            takes its present settings. Or a function that makes it, such as
-            `lambda: keras.optimizers.Adam(0.1)`. Several workers need a function, since making
-            an optimizer starts TensorFlow, which must know the cluster first. The strategy's
-            constructor calls the function, and checks the optimizer.
+            copies its settings. Or a function that makes it, such as `lambda:
+            keras.optimizers.Adam(0.1)`. Several workers need a function, since making an optimizer
+            starts TensorFlow, which must know the cluster first. The strategy's constructor calls
+            the function, and checks the optimizer.
 
     Raises:
         TypeError: `keras_optimizer` is not a Keras optimizer.
@@ -208,11 +208,11 @@ def SlowMo(slow_learning_rate: float = 1.0, slow_momentum: float = 0.7) -> Outer
 
         u ← βu + (W − w̄)/γ;  W ← W − αγu;  every replica continues from W
 
-    with γ the local learning rate. The state is v = γu, in units of weights, v ← βv + (W − w̄),
-    W ← W − αv, so that the rule need not know γ. For a constant γ that is the same; if a schedule
-    changes γ between two syncs, the paper scales the older v by the ratio of the new rate to the
-    old one, and this rule does not. The average is exact, as in the paper's Local SGD form.
-    With α = ζ and β = η it is classical block momentum, `BMUF(η, ζ, nesterov=False)`.
+    with γ the local learning rate. The state is v = γu, in units of weights, v ← βv + (W − w̄), W ←
+    W − αv, so that the rule need not know γ. For a constant γ both forms are the same. If a
+    schedule changes γ between two syncs, the paper multiplies the older v by the ratio of the new
+    rate to the old rate, and this rule does not. All replicas are averaged, as in the paper's Local
+    SGD form. With α = ζ and β = η it is classical block momentum, `BMUF(η, ζ, nesterov=False)`.
 
     Args:
         slow_learning_rate: α > 0.

@@ -14,12 +14,13 @@ from tfpara.typing import Array, Scalar, State
 class Rule:
     """A synchronisation rule: the global step that a sync takes with the mean of the local models.
 
-    A user's rule is a frozen dataclass that derives from this class and has `init` and `update`.
-    Both are plain arithmetic on flat arrays, element by element: they run on NumPy arrays for
-    checks, on TensorFlow tensors in training, and on any part of the weights, since each worker may
-    keep a part of the state. The replicas continue with the global model, unless `broadcast` or
-    `restart` say otherwise. The defaults of the other methods suit both kinds of rules: those that
-    overwrite the replicas, and those whose `restart` leaves each replica different weights.
+    To write a rule of your own, derive a frozen dataclass from this class, with the methods `init`
+    and `update`. Both must be plain arithmetic on flat arrays, element by element. They run on
+    NumPy arrays for checks, on TensorFlow tensors in training, and on any part of the weights,
+    since each worker may keep only a part of the state. The replicas continue with the global
+    model, unless `broadcast` or `restart` say otherwise. The defaults of the other methods suit
+    both kinds of rules: those that overwrite the replicas, and those whose `restart` leaves each
+    replica different weights.
 
     Example:
         >>> import dataclasses
@@ -38,9 +39,11 @@ class Rule:
         State(global_model=1.0)
 
     Attributes:
-        absent: values of fields that checkpoints of earlier versions of the rule lack, by name.
-        lasting: names of number fields that stay when a script sets some of the weights. If the
-            rule has other number fields, all its weights then restart from the broadcast point.
+        absent: values of state fields that checkpoints of earlier versions of the rule do not have,
+            by name.
+        lasting: names of state fields that are numbers and keep their values when a script sets
+            some of the weights. If a rule has other numbers, its whole state then restarts from the
+            weights that it broadcasts.
     """
 
     absent: ClassVar[Mapping[str, float]] = {}
@@ -147,8 +150,8 @@ class Rule:
 class Average:
     """An average of the global model after each sync, which training never sees.
 
-    A user's average is a frozen dataclass that derives from this class and has all three methods.
-    They work element by element, like those of a `Rule`.
+    To write an average of your own, derive a frozen dataclass from this class, with all three
+    methods. They work element by element, like those of a `Rule`.
     """
 
     def init(self, weights: Array) -> State:

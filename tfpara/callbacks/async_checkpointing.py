@@ -23,23 +23,26 @@ class AsyncCheckpoint(CheckpointBase):
 
     A checkpoint has the state of the parameter servers (weights, the optimizer's slots, averages,
     counters, and the progress of each chunk of the epoch), the frozen weights and the states of
-    callbacks. It is written at the end of each epoch, and within epochs if requested; workers pause
-    meanwhile, between two pushes. A restarted program continues there. It must have as many
-    parameter servers and chunks as before, and within an epoch the same minibatches, but may
-    have any number of workers. If that number changes, give `fit` the number of `chunks`, which
-    otherwise depends on it. The workers' own state is not kept: their models (AsyncEASGD) begin
-    with the servers', and their optimizers (all rules but ASGD) without momentum or moments.
+    callbacks. It is written at the end of each epoch, and within epochs if requested. Workers pause
+    while it is written, between two pushes. A restarted program continues from the newest
+    checkpoint. It must have as many parameter servers and chunks as before, and within an epoch the
+    same minibatches, but may have any number of workers. If the number of workers changes, give
+    `fit` the number of `chunks`, whose default depends on it. A checkpoint does not have the
+    workers' own state. So after a restart the workers' models (AsyncEASGD) begin with the servers'
+    model, and the workers' optimizers (all rules but ASGD) without momentum or moments.
 
     On SIGTERM in the chief, or in a parameter server, the chief writes a checkpoint, and
-    `Preempted` ends the program with exit code 75, or TFPARA_RESTART_EXIT_CODE. No worker is needed
-    for that, so all processes may get SIGTERM at once: all end with this code. A single worker that
-    gets SIGTERM ends with it, too, and the others continue. A repeated SIGTERM changes nothing.
-    The callback runs after all others, so the checkpoint includes their work.
+    `Preempted` ends the program with exit code 75, or TFPARA_RESTART_EXIT_CODE. The chief needs no
+    worker for this, so all processes may get SIGTERM at once; then all end with this code. If a
+    single worker gets SIGTERM, it also ends with this code, and the others continue. A repeated
+    SIGTERM changes nothing. The callback runs after all others, so the checkpoint includes their
+    work.
 
     Args:
         directory: folder of the checkpoints; nothing else may write there. A path, or a URL that
             fsspec knows, such as s3://bucket/run.
-        every_minutes: minutes between further checkpoints within an epoch. None: none within it.
+        every_minutes: minutes between further checkpoints within an epoch. None: no checkpoints
+            within an epoch.
         keep: number of checkpoints that are kept.
         if_damaged: what to do if there are checkpoints but all are damaged: "refuse", or "start"
             from the beginning.

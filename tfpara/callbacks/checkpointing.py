@@ -31,15 +31,15 @@ class Checkpoint(CheckpointBase):
     A checkpoint is written at the end of each epoch, and at syncs within epochs if requested. In a
     restarted program, `fit` continues exactly at the newest checkpoint: weights, momentum,
     averages, slots, dropout, metrics, schedules, and the position in the data. The data must be the
-    same in every process: arrays, shuffled or not, those of `strategy.datasets_by_epoch`, or a
-    dataset whose order does not depend on the epoch. Arrays and such a dataset are read again up to
-    the position.
+    same in every process: arrays, shuffled or not, the data of `strategy.datasets_by_epoch`, or a
+    dataset with the same order in every epoch. Arrays and such a dataset are read again up to the
+    position.
 
-    On SIGTERM in any worker all workers agree on it at the next sync, write a checkpoint, and
-    raise `Preempted`, which ends the program with exit code 75; restart it to continue. A repeated
-    SIGTERM, which some schedulers send, changes nothing. If a call of TensorFlow does not return
-    within the strategy's `timeout_seconds` after SIGTERM, the program ends with the same code and
-    without a checkpoint.
+    If any worker gets SIGTERM, all workers write a checkpoint at the next sync, and raise
+    `Preempted`, which ends the program with exit code 75. Start the program again to continue. A
+    repeated SIGTERM, which some schedulers send, changes nothing. If a call of TensorFlow does not
+    return within the strategy's `timeout_seconds` after SIGTERM, the program ends with the same
+    code and without a checkpoint.
 
     A directory holds the checkpoints of one call of `fit`. The callback runs after all others, so a
     checkpoint includes their work. Within an epoch, checkpoints are possible when a sync ends an
@@ -48,8 +48,10 @@ class Checkpoint(CheckpointBase):
     Args:
         directory: folder of the checkpoints, shared by all workers; nothing else may write there. A
             path, or a URL that fsspec knows, such as s3://bucket/run.
-        every_syncs: writes one also after this number of syncs; None: not by number.
-        every_minutes: writes one also after this time, by the chief's clock; None: not by time.
+        every_syncs: number of syncs after which a further checkpoint is written; None: not by
+            syncs.
+        every_minutes: minutes after which a further checkpoint is written, by the chief's clock;
+            None: not by time.
         keep: number of checkpoints that are kept.
         if_damaged: what to do if there are checkpoints but all are damaged: "refuse", or "start"
             from the beginning.
@@ -57,9 +59,9 @@ class Checkpoint(CheckpointBase):
             such as the number of epochs.
         restart_exit_code: from 1 to 255, in place of 75. None: TFPARA_RESTART_EXIT_CODE, or 75.
         termination_watcher: called once a second on each worker, in a thread, while `fit` runs:
-            returns whether this machine will soon end. A true result acts as SIGTERM does. For
-            clouds that announce the end otherwise, and for `fit` in a thread, which gets no
-            signals.
+            returns whether this machine will soon end. A true result has the effect of SIGTERM. It
+            is for clouds that announce the end of a machine without SIGTERM, and for `fit` in a
+            thread, which gets no signals.
 
     Raises:
         ImportError: the directory is a URL, and fsspec or its package for it is not installed.

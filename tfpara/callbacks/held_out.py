@@ -28,14 +28,15 @@ _LENGTH = of_callback("HeldOut")
 class HeldOut(Callback):
     """Scores weights of the run on held-out data: after each epoch, and within epochs if requested.
 
-    The scores at the end of an epoch are added to its log on every worker: `NAME_loss` and so on,
-    for each metric, for the first of `which`; `NAME_WHICH_loss` and so on for the others. This
-    callback runs before those of Keras and of the user, which may read the scores.
+    The scores at the end of an epoch are added to the epoch's log on every worker. For the first of
+    `which` their names are `NAME_loss` and `NAME_METRIC`, for the others `NAME_WHICH_loss` and
+    `NAME_WHICH_METRIC`. This callback runs before Keras' and your callbacks, which may read the
+    scores.
 
     Within an epoch the weights are scored at syncs, when all workers are at the same step. The
     epoch's metrics, and the states that recurrent layers carry from batch to batch, then continue
-    as if nothing had been scored. With a `tfpara.AsyncStrategy`, whose workers train on meanwhile,
-    all weights of a score are of one moment.
+    as if nothing had been scored. With a `tfpara.AsyncStrategy` the workers train on while weights
+    are scored; all weights of a score are from one moment.
 
     Args:
         dataset: held-out data, in any form that `fit` takes as `validation_data`: a dataset, or a
@@ -44,15 +45,16 @@ class HeldOut(Callback):
         which: the weights to score: "global", "local" (each replica's own, on its part of the
             data), an average's name, a list of these, or "all".
         name: prefix of the results.
-        times_per_epoch: number of scores in an epoch, with that at its end (paper 000 extracts four
-            models); above 1 the length of an epoch must be known.
+        times_per_epoch: number of scores in an epoch, including the score at its end (paper 000
+            scores four models in each epoch). Above 1, the length of an epoch must be known.
         steps_per_epoch: minibatches of a replica in an epoch; in an elastic run, of one of the
             first replicas. None: as Keras, or the data, state it.
         csv: file that gets a row for each score: epoch (passes over the data so far, a fraction),
-            syncs, weights (one of `which`), and the metrics. When an interrupted run resumes, only
-            the rows of the part that is trained again are removed. Written by the chief.
-        log_dir: directory of TensorBoard's event files, whose steps are numbers of syncs. Written
-            by the chief.
+            syncs, weights (one of `which`), and the metrics. When an interrupted run resumes, the
+            rows of the part that is trained again are removed, and other rows stay. The chief
+            writes this file.
+        log_dir: directory of TensorBoard's event files, whose steps are numbers of syncs. The chief
+            writes them.
 
     Raises:
         ValueError: `times_per_epoch` below 1, or another table in the CSV file; in `fit`, a name of

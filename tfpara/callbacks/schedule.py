@@ -77,8 +77,8 @@ class LearningRate(Schedule):
             `steps_per_execution` minibatches. None: when each epoch begins.
         verbose: 1: the chief prints a line when an epoch begins with another rate; 0: none.
 
-    Unlike a schedule inside the optimizer, the rate is the same on workers that take more steps
-    than others.
+    All workers have the same rate, even if some take more steps than others. (With a schedule
+    inside the optimizer, the rate depends on the worker's own steps.)
 
     Raises:
         TypeError: the optimizer has a learning-rate schedule, or `schedule` has another type.
@@ -170,7 +170,7 @@ class LearningRate(Schedule):
 class SyncPeriod(Schedule):
     """Changes the strategy's sync period when epochs begin: `SyncPeriod({0: 1, 2: 20, 4: 80})`.
 
-    Frequent syncs first, while the replicas' models move fast, and rare syncs later are called
+    To sync often at first, while the replicas' models change fast, and rarely later is called
     post-local SGD (Lin et al., "Don't use large mini-batches, use local SGD", 2020).
 
     Args:

@@ -14,11 +14,11 @@ _WISHES = of_callback("StopTogether")
 
 
 class StopTogether(Callback):
-    """Stops all workers if one wants to stop, at the next sync or the end of the epoch.
+    """Stops all workers at the next sync or at the end of the epoch, if one worker wants to stop.
 
-    It serves callbacks that set `model.stop_training` on one worker alone, for a reason that other
-    workers do not see. Without it the others would wait for that worker. It runs after all other
-    callbacks.
+    Use it with a callback that sets `model.stop_training` on one worker, for a reason that other
+    workers do not see. Without `StopTogether` the other workers would wait for that worker. It runs
+    after all other callbacks.
     """
 
     order = fit_call.Order.STOPS

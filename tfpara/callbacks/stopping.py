@@ -41,9 +41,9 @@ class Newbob(_ByScores):
     log in the same way.
 
     Args:
-        validation: held-out data in any form that `HeldOut` takes. Or the name of an existing entry
-            of the epoch's log, such as "validation_loss" of a `HeldOut` before this callback; then
-            `metric`, `which` and `name` only apply to scoring `initial`.
+        validation: held-out data in any form that `HeldOut` takes. Or the name of a score in the
+            epoch's log, such as "validation_loss" of a `HeldOut`; then `metric`, `which` and `name`
+            only apply to the score of `initial`.
         metric: "loss" or the name of a compiled metric.
         rule: the thresholds. None: `NewbobRule.cross_entropy()` for a loss and
             `NewbobRule.accuracy()` for an accuracy.
@@ -51,8 +51,8 @@ class Newbob(_ByScores):
         name: prefix of the results in the log.
         score_first: whether the model is also scored before the run's first epoch, as in Kaldi's
             nnet1 schedule, so that the first epoch is compared with the initial model.
-        initial: the data for that first score, if `validation` is a name; the score must have the
-            same name. None: there is no first score.
+        initial: the data for the score before the first epoch, if `validation` is a name; this
+            score must have the same name. None: there is no such score.
         verbose: 1: the chief prints a line for each change; 0: none.
 
     With ``reject_worse`` in the rule, an epoch without a better score is discarded. Everything but
@@ -140,20 +140,20 @@ class Newbob(_ByScores):
 
 
 class OverfittingGuard(_ByScores):
-    """Stops training when the gap between training and validation error has opened.
+    """Stops training when the gap between training and validation error has become too large.
 
     `tfpara.schedules.OverfittingRule` is the rule. `HeldOut` always runs before this callback.
     If `Newbob` or another callback scores the validation data, put this callback after it.
 
     Args:
-        training: entry of the epoch's log for the training data. "accuracy" and the like are means
-            over the epoch. To score the same weights as for the validation data, add
+        training: entry of the epoch's log for the training data, such as "accuracy", which is a
+            mean over the epoch. To compare errors of the same weights, add
             `HeldOut(part_of_training_data, name="training")`, and give "training_accuracy" here.
         validation: entry for the validation data.
         rule: threshold and patience.
         verbose: 1: the chief prints a line when it stops; 0: none.
 
-    Of entries whose names end in "accuracy" the error is 1 − accuracy; other entries are errors.
+    If the name of an entry ends in "accuracy", the error is 1 − accuracy. Other entries are errors.
 
     Raises:
         ValueError: one entry is an accuracy and the other is not; an entry is missing or not

@@ -37,7 +37,7 @@ class Trace(Callback):
     Workers on several machines are aligned by their clocks. `log_dir/worker-K` has all operations
     that the profiler recorded, for TensorBoard's profile plugin.
 
-    The recorded steps are slower by some percent; the others are not. Each `fit` makes one
+    Recorded steps are some percent slower; other steps are not slower. Each `fit` makes one
     recording. All workers must have this callback.
 
     Args:

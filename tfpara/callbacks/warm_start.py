@@ -16,16 +16,16 @@ from tfpara.whole_number import checked_whole
 
 
 class WarmStart(Schedule):
-    """Trains the first epochs as one replica would alone; then all start from that model.
+    """Trains the first epochs as one replica alone would; then all replicas start from that model.
 
-    In Li et al. (2017), section 3.1, every parallel run starts from the model of one epoch of
-    single-replica SGD. Here every replica trains in these epochs on the data of a run with one
-    replica, the same for all, without syncs. At the end of each such epoch all replicas continue
-    from the weights and batch-norm statistics of replica 0 (dropout makes the others differ). Block
-    momentum and averages begin there, and the optimizers' slots stay.
+    In Li et al. (2017), section 3.1, every parallel run starts from the model of one epoch of SGD
+    with a single replica. With this callback, all replicas train on the same data in the first
+    epochs, as one replica would, without syncs. Dropout makes their models differ slightly, so at
+    the end of each such epoch all replicas take the weights and batch-norm statistics of replica 0.
+    After the last such epoch block momentum and averages begin; the optimizers' slots stay.
 
-    The function that makes the data must ask which part to read, and repeat each minibatch for
-    every replica of the worker:
+    The function that makes the data must ask the callback which part to read, and repeat each
+    minibatch for every replica of the worker:
 
         warm = WarmStart()
 

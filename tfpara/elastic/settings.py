@@ -15,8 +15,9 @@ class Elastic:
 
     Args:
         min_workers: fewest workers with which training continues.
-        max_workers: most workers; further ones wait until another is lost. None: any number.
-        grace_seconds: longest wait of fewer than `min_workers` for others, before they end.
+        max_workers: largest number of workers; a further worker waits until another is lost. None:
+            any number.
+        grace_seconds: how long fewer than `min_workers` wait for other workers before they end.
         rule_follows: whether the hyper-parameters that a rule derives from the number of replicas
             (η of `BMUF()`, α of `EASGD()`) follow that number; if False they keep the values of the
             first workers. Values that you give never change.

@@ -39,7 +39,8 @@ class NewbobRule:
     * `NewbobRule.accuracy()`: 0.5 % and 0.1 % of all frames, absolute (Su et al. 2015,
       section 5.6).
 
-    As in Kaldi's nnet1 schedule, which the papers use, an epoch that begins the fading never stops.
+    As in Kaldi's nnet1 schedule, which the papers use, training never stops at the epoch that
+    begins the fading.
 
     Args:
         start: gain below which the rate begins to fall, ≥ `stop`.
@@ -48,8 +49,8 @@ class NewbobRule:
         rising: whether higher scores are better.
         relative: whether gains are divided by the previous score.
         reject_worse: whether an epoch without a better score is discarded, as in Kaldi's nnet1
-            schedule: training returns to the beginning of the epoch, its gain counts as 0, and the
-            score to compare with stays.
+            schedule. Then training returns to the beginning of the epoch, the gain of the epoch is
+            0, and the next score is compared with the former one.
 
     Raises:
         ValueError: a value outside its range.

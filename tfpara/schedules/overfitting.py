@@ -23,13 +23,13 @@ class OverfittingState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class OverfittingRule:
-    """Stops when the gap between validation and training error has opened.
+    """Stops when the gap between validation and training error has become too large.
 
     With gap = max(0, validation error − training error), an epoch is *open* if its gap exceeds the
     smallest one so far by more than `threshold`. `patience` open epochs in a row end training.
 
-    A negative gap counts as 0: an epoch's training error is measured while the model improves, and
-    with dropout, so that at first it is larger than the validation error.
+    A negative gap counts as 0. (At first the training error is larger than the validation error,
+    because it is measured with dropout, and while the model still improves.)
 
     Tian et al. (2017), section 3.1, watch for "an apparent gap" of the frame error rates and give
     no number; this project chose threshold and patience.

@@ -18,8 +18,8 @@ class Quadratic:
 
     at position p in epochs. Short periods early in training keep the replicas together. Long
     periods late, when the rate is small, need less communication and find solutions that generalise
-    better. The end of an epoch closes the block, too, so a period longer than an epoch means one
-    sync for each epoch.
+    better. The end of an epoch is a sync too, so a period longer than an epoch means one sync in
+    each epoch.
 
     Args:
         rate: position in epochs → learning rate, such as `Exponential` or a cosine; the same
@@ -83,7 +83,8 @@ class AdaCommState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class AdaComm:
-    """Sync periods that fall with the training loss: rare syncs first, for speed, then more.
+    """Sync periods that fall with the training loss: rare syncs at first, for speed, frequent ones
+    later.
 
         τ ← ⌈√(F / F₀) τ₀⌉, or ⌈τ / 2⌉ if the former is not below the last τ
 

@@ -20,7 +20,7 @@ class Exponential:
     With ``per_step=True``, at position p:   first · (last / first)^(p / E),
     which ends at `last` after the last minibatch. Later positions have the rate `last`.
 
-    Without `per_step` it can also be given to `keras.callbacks.LearningRateScheduler`.
+    Without `per_step` you can also give it to `keras.callbacks.LearningRateScheduler`.
 
     Args:
         first: rate at position 0, > 0.
@@ -160,10 +160,11 @@ def minibatch_sizes() -> Piecewise:
 def linear_scaling(rate: float, num_replicas: int) -> float:
     """Returns the learning rate of N replicas under model averaging: N times that of one.
 
-    Each replica takes n/N of an epoch's n minibatches, and the mean of the models moves only as far
-    as one replica does: N times less than a single replica would with all n (Su et al. 2015,
-    section 5.6). This is for `tfpara.BSP` only. BMUF keeps the rate of one replica, since block
-    momentum compensates for the same loss, and so does EASGD.
+    Each of N replicas trains n/N of an epoch's n minibatches, and the mean of their models moves
+    only as far as one replica does. So it moves 1/N as far as a single replica with all n
+    minibatches (Su et al. 2015, section 5.6). An N times higher rate corrects this. Use it for
+    `tfpara.BSP` only. With BMUF keep the rate of one replica, since block momentum corrects the
+    same loss; with EASGD keep it too.
 
     Args:
         rate: the learning rate that one replica would have, > 0.
