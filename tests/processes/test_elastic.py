@@ -178,7 +178,6 @@ def test_who_is_asked_to_end_leaves_and_who_is_silent_comes_back(where, tmp_path
         assert len(run.meeting.state.history) == 4
 
 
-@pytest.mark.nightly
 def test_all_workers_are_stopped_for_a_while_and_go_on(tmp_path):
     options = {"epochs": 4, "step_seconds": 0.05, "silence_seconds": 4.0, "grace_seconds": 60.0}
     with elastic_runs.Run(tmp_path, 2, **options) as run:
