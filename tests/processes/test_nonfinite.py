@@ -13,7 +13,6 @@ RUNS = [["BMUF", "adam"]]
 NAMES = "minibatch 1 of replica 3, 4 of replica 2, 4 of replica 3\n"
 
 
-@pytest.mark.nightly
 def test_two_workers_train_as_without_the_bad_minibatches(tmp_path):
     options = {"runs": RUNS, "out": str(tmp_path / "nan-{rank}.npz"), "kind": "nan"}
     said = run_all_well("train_with_bad.py", [options] * 2)

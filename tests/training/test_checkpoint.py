@@ -730,7 +730,6 @@ def test_the_callback_of_a_fit_that_has_ended_goes_on_with_another_model(tmp_pat
     assert_same(everything(strategy, model), whole)
 
 
-@pytest.mark.nightly
 @pytest.mark.one_version
 def test_a_disk_that_is_full_leaves_the_checkpoints_before_it(tmp_path, monkeypatch):
     from tfpara.checkpoint import local_store
