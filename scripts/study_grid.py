@@ -231,7 +231,7 @@ def _error(result: dict[str, Any], weights: str = "global") -> float:
 
 
 def page(results: Results) -> str:
-    """Returns the tables and the results beyond the aims, in Markdown."""
+    """Returns the tables, and the results that miss an aim, in Markdown."""
     parts = []
     for task in dict.fromkeys(cell.task for cell in results):
         single = [_error(found) for cell, found in results.items() if _is_single(cell, task)]

@@ -55,7 +55,8 @@ class Table(NamedTuple):
 
 # -- paper 003: DNNs under ASGD, BMUF, BSP and EASGD -----------------------------------------------
 
-_MINIBATCHES = {256: 16, 1024: 64, 4096: 256}  # the paper's minibatch: ours, which is a sixteenth
+# Our minibatches, by the paper's: ours are a sixteenth.
+_MINIBATCHES = {256: 16, 1024: 64, 4096: 256}
 _CLASSICAL = ("--rule=bmuf", "--nonesterov", "--noblock_momentum_warmup", "--block_learning_rate=1")
 _RULES = {
     "ASGD": ("--rule=downpour", *SERVERS),

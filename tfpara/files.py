@@ -155,7 +155,7 @@ def _place(new: Path, place: Path, former: Path) -> None:
 
 
 def _take_away(path: Path, entries: Iterable[Path], formers: Path) -> None:
-    """Moves the former files to the scratch folder, `path` first."""
+    """Moves the former files to the scratch folder, the one at `path` first."""
     formers.mkdir()
     for place in [path, *(path.with_name(entry.name) for entry in entries)]:
         if place.exists():
@@ -163,7 +163,7 @@ def _take_away(path: Path, entries: Iterable[Path], formers: Path) -> None:
 
 
 def _put_back(path: Path, scratch: Path) -> None:
-    """Undoes `_take_away`, `path` last, unless the new `path` is there."""
+    """Moves the former files back, the one at `path` last, unless the new one is there."""
     formers = scratch / _FORMERS
     if path.exists() or not formers.exists():
         return

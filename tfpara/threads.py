@@ -8,8 +8,8 @@ import os
 import tensorflow as tf
 
 _log = logging.getLogger(__name__)
-# A function that spans more devices is prepared in TensorFlow's own threads for operations, and
-# not in the thread that calls it.
+# TensorFlow prepares a function that spans more devices than these in its own threads for
+# operations, not in the thread that calls it.
 _MANY_DEVICES = 8
 
 

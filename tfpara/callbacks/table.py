@@ -43,7 +43,9 @@ class Table:
     def rewrite(self, rows: Sequence[dict[str, Json]], columns: Sequence[str]) -> None:
         """Replaces the table by these rows and columns; values that a row lacks are empty."""
         with files.whole(self.path) as place, place.open("w", newline="") as file:
-            writer = csv.DictWriter(file, columns, restval="", lineterminator="\n")
+            writer = csv.DictWriter(
+                file, columns, restval="", extrasaction="ignore", lineterminator="\n"
+            )
             writer.writeheader()
             writer.writerows(rows)
 

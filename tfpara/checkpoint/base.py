@@ -223,7 +223,7 @@ def store_at(
     keep: int,
     fields: Mapping[str, type] = MappingProxyType({}),
 ) -> Store:
-    """Returns the store of a directory, which is a path or a URL; args as of `Store`.
+    """Returns the store of a directory, which is a path or a URL; see `Store`.
 
     Raises:
         ValueError, ImportError: as of `RemoteFolder`.
