@@ -223,7 +223,7 @@ def deal_out_py_dataset(
 
         def read() -> Iterator[Any]:
             wanted = (number for number, _ in runs)
-            found = ahead(data, wanted, data.workers, False, data.max_queue_size)
+            found = ahead(data, wanted)
             with contextlib.closing(found):
                 for batch, (_, own) in zip(found, runs, strict=True):
                     batch = batches.standard(batch)

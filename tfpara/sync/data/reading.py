@@ -141,20 +141,18 @@ def bounds(rows: int, part: int, of: int) -> slice:
 
 
 def ahead(
-    dataset: keras.utils.PyDataset, numbers: Iterable[int], workers: int, processes: bool, size: int
+    dataset: keras.utils.PyDataset, numbers: Iterable[int], processes: bool = False
 ) -> Generator[Data, None, None]:
-    """Yields `dataset[number]` for each number in turn, read ahead by threads or processes.
+    """Yields `dataset[number]` for each number in turn, read ahead as the dataset says.
 
-    Args:
-        dataset: the dataset; with `processes` a copy is read, made when reading begins.
-        numbers: the numbers of the batches.
-        workers: number of threads or processes; with fewer than 2 threads nothing is read ahead.
-        processes: whether to read in processes, started by Python's chosen start method.
-        size: largest number of batches that are read ahead.
+    Its threads read up to `max_queue_size` batches ahead; with fewer than 2 threads nothing is.
+    With `processes`, processes started by Python's chosen method read copies of the dataset
+    instead.
 
     Raises:
         RuntimeError: a process ended.
     """
+    workers, size = dataset.workers, dataset.max_queue_size
     if workers < 2 and not processes:
         yield from (dataset[number] for number in numbers)
         return

@@ -16,7 +16,7 @@ from tfpara.sync.data import reading, same_data
 from tfpara.sync.data.dealt import slice_of
 from tfpara.sync.keras.replacing import data_adapter_utils, data_adapters
 from tfpara.sync.tensorflow.extended import PeriodicSyncExtended
-from tfpara.sync.tensorflow.variables import host_variable
+from tfpara.sync.tensorflow.variables import plain_variable
 from tfpara.typing import Data, Json, Nest
 
 
@@ -29,10 +29,11 @@ class ShuffledArrays(data_adapters.ArrayDataAdapter):
 
     @classmethod
     def of(cls, adapter: Any, extended: PeriodicSyncExtended) -> ShuffledArrays:
-        """Converts an adapter of Keras'."""
+        """Makes one of these of Keras' adapter, which it changes in place."""
         adapter.__class__, adapter._extended = cls, extended
         numbers = np.arange(adapter._num_samples, dtype=np.int64)
-        adapter._order = host_variable(numbers, "order of rows")
+        with tf.device("CPU:0"), tf.init_scope():
+            adapter._order = plain_variable(numbers, "order of rows")
         return adapter
 
     @property
@@ -172,9 +173,8 @@ class PyDatasetSteps(Steps):
         else:
             plan = reading.reads(self.order, self._worker, self._workers)
         plan, numbers = itertools.tee(plan)
-        data = self._dataset
         wanted = (read.batch for read in numbers)
-        batches = reading.ahead(data, wanted, data.workers, self._processes, data.max_queue_size)
+        batches = reading.ahead(self._dataset, wanted, self._processes)
         with contextlib.closing(batches):
             for batch, read in zip(batches, plan, strict=True):
                 yield self._adapter._standardize_batch(batch), read.parts, read.of

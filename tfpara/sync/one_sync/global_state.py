@@ -338,10 +338,10 @@ class GlobalState:
     def measured_from(
         self, received: Sequence[Sequence[tf.Tensor]], buckets: slice
     ) -> list[list[tf.Tensor]]:
-        """Returns for each holder its parts of the point to which the mean difference is added.
+        """Returns for each holder its parts of the point to which the replicas' mean move is added.
 
-        `received` are its parts, in these buckets, of the point from which replicas take
-        differences.
+        `received` are its parts, in these buckets, of the point from which replicas measure their
+        moves.
         """
         per_holder, rule = [], self.rule.last()
         for holder, device in enumerate(self.aggregation.holders):

@@ -146,7 +146,8 @@ class Replicas:
 
     def weights(self, replica: int, fragment: int | None = None) -> list[tf.Tensor]:
         """Returns the buckets of a replica's weights, of all or of one fragment."""
-        own = self._of(fragment)
+        run = slice(None) if fragment is None else self.layout.variables[fragment]
+        own = self.variables.weights[run]
         with tf.device(self.devices[replica]):
             return self.layout.pack([v[replica] for v in own], fragment)
 
@@ -189,8 +190,8 @@ class Replicas:
         state = self.state_layout.pack([v[replica] for v in self.variables.state])
         return [_difference(s, a) for s, a in zip(state, anchors, strict=True)]
 
-    def write_weights(self, per_device: Sequence[Buckets], fragment: int | None = None) -> None:
-        """Writes the weights from the buckets of each device, by their constraints."""
+    def write_weights(self, per_device: Sequence[Buckets], fragment: int) -> None:
+        """Writes a fragment's weights from the buckets of each device, by their constraints."""
         for replica, buckets in enumerate(per_device):
             device = self.devices[replica]
             write = functools.partial(self._write_weights, replica, fragment)
@@ -199,10 +200,10 @@ class Replicas:
                 constraints = any(self.variables.constraints)
                 (write if constraints else fused(write, device))(list(buckets))
 
-    def _write_weights(self, replica: int, fragment: int | None, buckets: Buckets) -> None:
-        run = slice(None) if fragment is None else self.layout.variables[fragment]
+    def _write_weights(self, replica: int, fragment: int, buckets: Buckets) -> None:
+        run = self.layout.variables[fragment]
         tensors = self.constrained(self.layout.unpack(buckets, fragment), run)
-        assign_on(replica, self._of(fragment), tensors)
+        assign_on(replica, self.variables.weights[run], tensors)
 
     def constrained(
         self, weights: Sequence[tf.Tensor], run: slice = slice(None)
@@ -223,14 +224,10 @@ class Replicas:
 
     def write_moments(self, field: str, spread: Sequence[Buckets]) -> None:
         """Writes the field "momentum" or "velocity" of the moments, from each device's buckets."""
-        for replica, buckets in enumerate(spread):
-            self.write_moments_of(replica, field, buckets)
-
-    def write_moments_of(self, replica: int, field: str, buckets: Buckets) -> None:
-        """Writes the field "momentum" or "velocity" of one local replica's moments."""
         slots = self.variables.moments[0 if field == "momentum" else 1]
-        with tf.device(self.devices[replica]):
-            assign_on(replica, slots, self.layout.unpack(buckets))
+        for replica, buckets in enumerate(spread):
+            with tf.device(self.devices[replica]):
+                assign_on(replica, slots, self.layout.unpack(buckets))
 
     def write_others(self, state: Buckets, slots: Buckets) -> None:
         """Writes the same state and averaged slots on all devices.
@@ -282,10 +279,6 @@ class Replicas:
                 with tf.device(component.device):
                     own = tf.cast(own, component.dtype)
                     component.assign(tf.where(total > 0.0, mean, own))
-
-    def _of(self, fragment: int | None) -> Sequence[Sequence[tf.Variable]]:
-        weights = self.variables.weights
-        return weights if fragment is None else weights[self.layout.variables[fragment]]
 
 
 def _difference(values: tf.Tensor, former: tf.Tensor) -> tf.Tensor:

@@ -444,7 +444,7 @@ class Synchronizer:
         """
         graph, count = self.graph, len(self._site.devices)
         self.set_weights([graph.replicas.constrained(weights)] * count)
-        graph.averaging.start_moments(range(count))
+        graph.averaging.start_moments()
         if graph.compressed is not None:
             # The next sync sends the differences of the weights from that point.
             graph.compressed.set_points(graph.global_state.broadcast_point())

@@ -185,16 +185,15 @@ class Averaging:
             for k, kind in enumerate(weighted)
         ]
 
-    def start_moments(self, replicas: Sequence[int]) -> None:
-        """Sets the moments of some local replicas to those with which the open block began.
+    def start_moments(self) -> None:
+        """Sets the moments of all replicas to those with which the open block began.
 
         Every worker must call it. Nothing happens if the rule filters no moments.
         """
         if self._replicas.variables.moments:
             for field in ("momentum", "velocity"):
                 buckets = self._global.whole(f"moments/{field}")
-                for replica in replicas:
-                    self._replicas.write_moments_of(replica, field, buckets)
+                self._replicas.write_moments(field, [buckets] * len(self._replicas.devices))
 
     def restart_moments(self) -> None:
         """Sets the moments of all replicas to their mean, since a new block needs equal ones."""

@@ -108,12 +108,6 @@ def plain_variable(
     return ResourceVariable(value, name=f"tfpara/{name}", trainable=False, shape=shape)
 
 
-def host_variable(value: Nest, name: str) -> tf.Variable:
-    """Returns a variable of this worker's host alone, also in a strategy's scope."""
-    with tf.device("CPU:0"), tf.init_scope():
-        return plain_variable(value, name)
-
-
 class InitialValues:
     """The initial values of variables: the chief's, once all have agreed on what is being made."""
 

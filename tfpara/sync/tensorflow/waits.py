@@ -81,7 +81,7 @@ class Waits:
         if table is None or not self.since():
             return
         _log.warning("%s", status_board.waiting_line(table, self.worker.rank, seconds))
-        # Workers with a sync in flight may be in different exchanges without being apart.
+        # With overlapped syncs, workers may rightly wait in different exchanges.
         apart = "" if self.overlap else status_board.apart(table)
         if apart:
             self.abort(failures.note_apart(apart))

@@ -62,7 +62,8 @@ def test_rows_are_shuffled_by_seed_and_epoch():
 class Slow:
     """Later numbers are there sooner."""
 
-    def __init__(self):
+    def __init__(self, workers=2, max_queue_size=4):
+        self.workers, self.max_queue_size = workers, max_queue_size
         self.threads, self.read = set(), []
 
     def __getitem__(self, number):
@@ -74,16 +75,16 @@ class Slow:
         return number
 
 
-@pytest.mark.parametrize("workers, processes", [(0, False), (1, False), (3, False)])
-def test_what_is_read_ahead_comes_in_order(workers, processes):
-    data, numbers = Slow(), [5, 3, 8, 2, 9, 1, 0, 4]
-    assert list(reading.ahead(data, numbers, workers, processes, 3)) == numbers
+@pytest.mark.parametrize("workers", [0, 1, 3])
+def test_what_is_read_ahead_comes_in_order(workers):
+    data, numbers = Slow(workers, 3), [5, 3, 8, 2, 9, 1, 0, 4]
+    assert list(reading.ahead(data, numbers)) == numbers
     assert (threading.get_ident() in data.threads) == (workers < 2)
 
 
 def test_no_more_is_read_ahead_than_allowed_and_an_abandoned_pass_ends():
     before, data = threading.active_count(), Slow()
-    batches = reading.ahead(data, range(80), 2, False, 4)
+    batches = reading.ahead(data, range(80))
     next(batches)
     batches.close()
     assert len(data.read) <= 6
@@ -94,7 +95,7 @@ def test_no_more_is_read_ahead_than_allowed_and_an_abandoned_pass_ends():
 
 
 def test_an_error_in_a_thread_comes_where_its_batch_would():
-    batches = reading.ahead(Slow(), [1, 90, 2], 2, False, 4)
+    batches = reading.ahead(Slow(), [1, 90, 2])
     assert next(batches) == 1
     with pytest.raises(KeyError, match="no such row"):
         next(batches)
