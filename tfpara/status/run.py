@@ -187,17 +187,16 @@ class RunStatus:
         }
 
     def summary(self, shown: int = 10) -> list[str]:
-        """Returns the run in a few lines; none if nothing was trained, or started again."""
-        lines, total = [], self._total
-        if not total.samples and self._starts == len(self._workers):
+        """Returns the run in a few lines; none if no training was seen."""
+        total = self._total
+        if not total.samples:
             return []
-        if total.samples:
-            seconds = max(self._trained_to - self._trained_from, 1e-9)
-            lines = [
-                f"{seconds:.1f} s of training: {total.samples / seconds:,.0f} samples/s; workers "
-                f"waited in {total.waited / total.seconds:.0%} of their time; processes: "
-                f"{len(self._workers)}, starts: {self._starts}"
-            ]
+        seconds = max(self._trained_to - self._trained_from, 1e-9)
+        lines = [
+            f"{seconds:.1f} s of training: {total.samples / seconds:,.0f} samples/s; workers "
+            f"waited in {total.waited / total.seconds:.0%} of their time; processes: "
+            f"{len(self._workers)}, starts: {self._starts}"
+        ]
         if self._noted > shown:
             lines.append(f"the last {shown} of {self._noted} faults and changes:")
         return lines + [f"after {at:.1f} s: {text}" for at, text in list(self._events)[-shown:]]

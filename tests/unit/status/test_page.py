@@ -94,9 +94,10 @@ def test_who_is_awaited_is_who_does_not_wait_and_who_is_silent_is_no_judge(clock
     assert status.now()["waits_for"] == ["worker 2"]
 
 
-def test_a_run_without_training_and_restarts_needs_no_summary(clock):
+def test_a_run_without_training_needs_no_summary(clock):
     status = RunStatus("these")
     status.started("chief", 7)
+    status.told("chief", report(clock, 80))
     status.ended("chief", "exit code 1", is_fault=True)
     assert status.summary() == []
 
@@ -115,8 +116,9 @@ def test_scores_are_those_of_one_worker_and_of_the_evaluator(clock):
 def test_a_process_that_is_started_again_begins_anew_and_its_fault_stays(clock):
     status = RunStatus("these")
     status.started("worker 1", 7)
-    status.told("worker 1", report(clock, 800))
-    clock.now += 1.0
+    for samples in (0, 800):
+        clock.now += 0.5
+        status.told("worker 1", report(clock, samples))
     status.ended("worker 1", "killed by SIGKILL", is_fault=True)
     assert not rows(status)["worker 1"]["runs"]
     status.note("restart 1 of 3")
@@ -125,13 +127,15 @@ def test_a_process_that_is_started_again_begins_anew_and_its_fault_stays(clock):
     assert (row["pid"], row["starts"], row["runs"], row.get("samples")) == (8, 2, True, None)
     assert status.now()["faults"] == 1
     assert status.summary() == [
+        "0.5 s of training: 1,600 samples/s; workers waited in 0% of their time; processes: 1, "
+        "starts: 2",
         "after 1.0 s: worker 1: killed by SIGKILL",
         "after 1.0 s: restart 1 of 3",
     ]
     for _ in range(20):
         status.note("again")
-    assert status.summary()[0] == "the last 10 of 22 faults and changes:"
-    assert len(status.summary()) == 11
+    assert status.summary()[1] == "the last 10 of 22 faults and changes:"
+    assert len(status.summary()) == 12
 
 
 @pytest.mark.parametrize(
