@@ -35,9 +35,6 @@ WAYS = {
     QUIET: Way(("--elastic",), _ELASTIC, kills=False),
     "elastic": Way(("--elastic",), _ELASTIC),
     "elastic, one spare": Way(("--elastic", "--spares=1"), _ELASTIC),
-    "elastic, one spare, graphs not optimised": Way(
-        ("--elastic", "--spares=1"), {**_ELASTIC, "grappler": False}
-    ),
     "all start again": Way(("--max_restarts=1000",), {"elastic": False}),
 }
 

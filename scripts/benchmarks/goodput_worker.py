@@ -50,8 +50,6 @@ class _Watch(keras.callbacks.Callback):
 def main() -> None:
     """Trains `epochs` epochs; each worker's share of one is `epoch_steps` minibatches."""
     options = json.loads(sys.argv[1])
-    if not options.get("grappler", True):
-        tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})
     workers = options["workers"]
     elastic = tfpara.Elastic(min_workers=1, max_workers=workers) if options["elastic"] else None
     strategy = tfpara.PeriodicSyncStrategy(

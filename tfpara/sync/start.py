@@ -23,7 +23,7 @@ from tfpara.sync.one_sync.sized_rule import check_sizes
 from tfpara.sync.progress import Progress, checked_port
 from tfpara.sync.settings import Settings
 from tfpara.sync.start_line import start_line
-from tfpara.sync.tensorflow import average_loss
+from tfpara.sync.tensorflow import average_loss, links
 from tfpara.sync.tensorflow.devices import default_devices
 from tfpara.sync.tensorflow.extended import PeriodicSyncExtended
 from tfpara.sync.workers import horovod_group
@@ -62,6 +62,8 @@ def start(
         settings, len(devices), elastic, startup_timeout_seconds, is_simulated
     )
     with starting as company, _starting_first():
+        if company.changes:
+            links.prepare_for_changes(devices)
         extended = PeriodicSyncExtended(strategy, settings, devices, found, company)
         # The constructor of MultiWorkerMirroredStrategy would build TensorFlow's extended class, so
         # that of its base class is called.

@@ -367,7 +367,6 @@ def main():
     log = Log(options["log"].format(pid=os.getpid()))
     tf.config.threading.set_intra_op_parallelism_threads(1)
     tf.config.threading.set_inter_op_parallelism_threads(2)
-    tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})
     devices = options["devices"]
     if not options["replay"]:
         tf.config.set_logical_device_configuration(
@@ -383,12 +382,15 @@ def main():
     }
     rule = eval(options["rule"])
     if options["replay"]:
+        tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})
         strategy = replaying.replayed(options["replay"], rule, **settings)
         rank = "replays"
     else:
         devices = [f"CPU:{k}" for k in range(devices)]
         settings |= options["timeouts"]
         strategy = tfpara.PeriodicSyncStrategy(rule, devices=devices, **settings)
+        # Each generation would optimise all graphs again.
+        assert tf.config.optimizer.get_experimental_options()["disable_meta_optimizer"]
         rank = "joins" if strategy.joining else str(strategy.worker_index)
     log("rank", rank)
     faults = Faults(options["faults"].get(rank))

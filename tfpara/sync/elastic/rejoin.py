@@ -10,6 +10,7 @@ furthest to those behind, divide the rest of the epoch, and continue in the same
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 import logging
 import sys
@@ -31,6 +32,9 @@ from tfpara.sync.tensorflow.extended import PeriodicSyncExtended
 from tfpara.typing import Json
 from tfpara.version import __version__
 
+# Generations from one collection of garbage to the next. Python by itself would only after hundreds
+# of generations delete the functions of earlier generations' data, which refer to each other.
+_COLLECTED = 16
 _log = logging.getLogger(__name__)
 
 
@@ -108,6 +112,8 @@ class Rejoin:
             failed = True
             if self._agree(form):
                 break
+        if form.number % _COLLECTED == 0:
+            gc.collect()
         if not form.last:
             return
         self.last = form.last
