@@ -2,6 +2,8 @@
 
 import json
 
+import pytest
+
 SMALL = ("--layers=1", "--width=64", "--classes=50")
 
 
@@ -75,3 +77,14 @@ def test_goodput_of_a_run_with_faults_and_of_one_without(run_well, tmp_path):
     assert rows["elastic, one spare, graphs not optimised"]["kills"] >= 1
     assert rows["elastic, one spare, graphs not optimised"]["goodput"] > 0.0
     assert 0.0 < rows["elastic, one spare, graphs not optimised"]["loss"] < 3.0
+
+
+def test_blocks_by_speed_use_the_speed_of_all(run_well, tmp_path):
+    """One of two workers has half the speed: equal blocks use 2/3 of both speeds."""
+    out = tmp_path / "balance.json"
+    arguments = ("--only=2, one at half, balance", "--rounds=1", "--steps=100")
+    run_well("benchmarks", "--suite=balance", f"--out={out}", *arguments)
+    off, on = json.loads(out.read_text())["rows"]
+    assert off["of_all_speeds"] < 0.8 < on["of_all_speeds"]
+    assert on["ratio_to_off"] > 1.15
+    assert on["loss"] == pytest.approx(off["loss"], rel=0.05)
