@@ -40,6 +40,11 @@ Suite `cluster`: what a sync adds for 2 to 16 workers (--replicas), each with a 
 (--link_mbit; needs root), whose step is a pause of --step_seconds. `over_floor` is a sync over
 the least that a ring's transfers take, `predicted` the planner's speed-up.
 
+Suite `balance`: two and four workers, of which the last may be slowed to a half; their steps take
+--step_seconds at least. `of_all_speeds` is the throughput over the sum of the workers' speeds, each
+without its syncs; `ratio_to_off` is the throughput over that of equal blocks of the same round;
+`loss` is of the global model after equally many samples, with another seed in each round.
+
 Suite `peers`: tfpara beside MultiWorkerMirroredStrategy, Horovod, PyTorch and torchft, on loopback
 and on limited links; see scripts.benchmarks.beside_peers. `predictions` are those of the cost
 model. scripts.benchmarks.page puts the results into the documentation.
@@ -78,16 +83,8 @@ _SUITE = flags.DEFINE_enum(
     "suite",
     "scaling",
     [
-        "scaling",
-        "averages",
-        "memory",
-        "input",
-        "peers",
-        "async",
-        "faults",
-        "gpu",
-        "step",
-        "cluster",
+        *("scaling", "averages", "memory", "input", "peers"),
+        *("async", "faults", "gpu", "step", "balance", "cluster"),
     ],
     "what to measure",
 )
@@ -117,13 +114,15 @@ _EPOCH_STEPS = flags.DEFINE_integer(
 _STEP_SECONDS = flags.DEFINE_float(
     "step_seconds",
     0.05,
-    "suite faults: shortest time of a step; suite cluster: time of a step; in seconds",
+    "suites faults and balance: shortest time of a step; cluster: time of a step; in seconds",
     lower_bound=0.001,
 )
 _KILL_EVERY = flags.DEFINE_float(
     "kill_every", 30.0, "suite faults: seconds from one kill to the next", lower_bound=0.1
 )
-_SEED = flags.DEFINE_integer("seed", 1, "suite faults: seed of the model and the data's order")
+_SEED = flags.DEFINE_integer(
+    "seed", 1, "suites faults and balance: seed of the model and the data, of the first round"
+)
 _SIZES = {
     "inputs": flags.DEFINE_integer("inputs", 1320, "width of an input frame", lower_bound=1),
     "layers": flags.DEFINE_integer("layers", 6, "hidden layers", lower_bound=0),
@@ -161,14 +160,16 @@ def main() -> None:
         "input": _input_systems,
         "gpu": _gpu_systems,
         "step": _step_systems,
+        "balance": _balance_systems,
     }[_SUITE.value]()
     systems = {name: systems[name] for name in beside_peers.chosen(list(systems))}
-    module = {"gpu": "gpu_worker", "step": "step_worker"}.get(_SUITE.value, "worker")
+    module = f"{_SUITE.value}_worker" if _SUITE.value in ("gpu", "step", "balance") else "worker"
     rounds: list[dict[str, dict[str, Any]]] = []
     for number in range(1 if _SUITE.value == "memory" else _ROUNDS.value):
         measured = {}
         for name, (workers, options) in systems.items():
-            measured[name] = measure(workers, options, module=f"scripts.benchmarks.{module}")
+            seeded = {**options, "seed": _SEED.value + number}
+            measured[name] = measure(workers, seeded, module=f"scripts.benchmarks.{module}")
             print(f"round {number + 1}  {name}: {_short(measured[name])}", flush=True)
         rounds.append(measured)
     rows = [_row(name, *systems[name], rounds) for name in systems]
@@ -333,6 +334,36 @@ def _step_systems() -> dict[str, tuple[int, dict[str, Any]]]:
     return systems
 
 
+def _balance_systems() -> dict[str, tuple[int, dict[str, Any]]]:
+    small, seconds = (64, 64, 10), _STEP_SECONDS.value
+    systems: dict[str, tuple[int, dict[str, Any]]] = {}
+    for workers, what, sizes, slowed, ways in (
+        (2, "alike", small, 1.0, (False, True)),
+        (2, "one at half", small, 2.0, (False, True)),
+        (2, "the slow one changes", small, 2.0, (True,)),
+        (2, "one at half, 1.6 M weights", step_worker.NETWORKS["1.6"][0], 2.0, (False, True)),
+        (4, "alike", small, 1.0, (False, True)),
+        (4, "one at half", small, 2.0, (False, True)),
+        (4, "the slow one changes", small, 2.0, (True,)),
+    ):
+        changes = what == "the slow one changes"
+        for balance in ways:
+            systems[f"{workers}, {what}, balance {'on' if balance else 'off'}"] = (
+                workers,
+                {
+                    "system": "balance",
+                    "sizes": sizes,
+                    "batch": 32,
+                    "sync_period": 20,
+                    "blocks": max(4, _STEPS.value // (2 if changes else 10)),
+                    "step_seconds": [*[seconds] * (workers - 1), slowed * seconds],
+                    "changes": changes,
+                    "balance": balance,
+                },
+            )
+    return systems
+
+
 def _averages_systems() -> dict[str, tuple[int, dict[str, Any]]]:
     common_options = {"system": "syncs", "syncs": max(3, _STEPS.value // 4), **_sizes()}
     return {
@@ -387,6 +418,8 @@ def _row(
         "ratio_to_plain": ("samples_per_second", _PLAIN),
         "ratio_to_training": ("frames_per_second", "training, data in memory"),
     }
+    if options["system"] == "balance":
+        bases["ratio_to_off"] = ("samples_per_second", name.replace("balance on", "balance off"))
     if options["system"] == "syncs":
         none = f"{options['strategy']['aggregation']}, no averages"
         bases["ratio_to_none"] = ("sync_ms", none)
@@ -438,6 +471,9 @@ _COLUMNS = {  # key: (title, width, format)
     "over_floor": ("/floor", 7, ".2f"),
     "speedup": ("speed-up", 8, ".2f"),
     "predicted_speedup": ("predicted", 9, ".2f"),
+    "of_all_speeds": ("/all speeds", 11, ".3f"),
+    "ratio_to_off": ("/off", 6, ".2f"),
+    "wait_fraction": ("waiting", 7, ".3f"),
     "ratio_to_none": ("/no averages", 12, ".3f"),
     "frames_per_second": ("frames/s", 10, ".0f"),
     "ratio_to_training": ("/training", 9, ".1f"),

@@ -129,7 +129,10 @@ def _together(parts: Sequence[dict[str, Any]], shared_interface: bool) -> dict[s
         k: statistics.mean(p[k] for p in parts)
         for k in parts[0]
         if k.endswith(
-            ("_ms", "_memory_bytes", "state_bytes", "_per_second", "operations", "_of_plain")
+            (
+                *("_ms", "_memory_bytes", "state_bytes", "_per_second", "operations", "_of_plain"),
+                *("wait_fraction", "loss"),
+            )
         )
     }
     if "sync_fraction" in parts[0]:
@@ -143,6 +146,9 @@ def _together(parts: Sequence[dict[str, Any]], shared_interface: bool) -> dict[s
         samples = sum(p["samples"] for p in parts)
         seconds = max(p["ended"] for p in parts) - min(p["began"] for p in parts)
         figures["samples_per_second"] = samples / seconds
+        if "own_seconds" in parts[0]:
+            speeds = [p["samples"] / p["own_seconds"] for p in parts]
+            figures["of_all_speeds"] = samples / seconds / sum(speeds)
         if "sent_bytes" in parts[0]:
             sent = [p["sent_bytes"] for p in parts]
             figures["bytes_per_sample"] = (max(sent) if shared_interface else sum(sent)) / samples

@@ -130,6 +130,40 @@ def test_data_that_would_leave_rows_out_are_refused_by_every_worker(workers):
         assert words in refused[0][name], (name, refused[0][name])
 
 
+DEALT = (
+    *("arrays", "class weights", "batched", "unknown cardinality"),
+    *("PyDataset", "PyDataset, threads", "PyDataset, class weights"),
+)
+NOT_DEALT = {
+    "shuffled": "its order must be known",
+    "from_generator": "its order must be known",
+    "repeated": "steps_per_epoch=5 and balance= contradict",
+    "own, OFF": "balance= deals minibatches out to others",
+    "own, function": "those of x, a .*, have none",
+    "PyDataset, self-shuffled": "SelfShuffled.on_epoch_end changes the dataset",
+    "PyDataset, steps": "steps_per_epoch=4 and balance= contradict",
+    "PyDataset, endless": "steps_per_epoch=4 and balance= contradict",
+    "generator": "those of x, a generator, have none",
+}
+
+
+def test_speeds_deal_each_row_out_once(plain, tmp_path):
+    """Shares that change from block to block; one of them is longer than an epoch's data."""
+    shares = [[3, 1], [1, 3], [2, 2], [30, 2]] * 10
+    given = {"kinds": DEALT, "not dealt": list(NOT_DEALT), "devices": 1, "balance": shares}
+    outs = [tmp_path / f"{rank}.json" for rank in range(2)]
+    run_all_well("feed.py", [{**given, "out": str(out)} for out in outs], timeout=300)
+    found = [json.loads(out.read_text()) for out in outs]
+    for kind in DEALT:
+        parts = [worker["trained"][kind]["epochs"] for worker in found]
+        assert [together(both) for both in zip(*parts, strict=True)] == plain[kind], kind
+        assert all(worker["trained"][kind]["untouched"] for worker in found)
+    assert len(found[0]["trained"]["arrays"]["epochs"][0]) != kinds.ROWS // 2  # unlike shares
+    for kind, words in NOT_DEALT.items():
+        for worker in found:
+            assert re.search(words, worker["refused"][kind]), (kind, worker["refused"][kind])
+
+
 @pytest.mark.nightly_cases("spawn")
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_one_worker_reads_in_processes(method, strategy, model, plain, monkeypatch):

@@ -262,12 +262,11 @@ class Settings:
             if (
                 not isinstance(shares, Sequence)
                 or len(shares) != len(balance[0])
-                or not all(isinstance(share, numbers.Integral) and share >= 0 for share in shares)
-                or not sum(shares)
+                or not all(isinstance(share, numbers.Integral) and share >= 1 for share in shares)
             ):
                 raise ValueError(
                     f"balance=: block {block} of the record is {shares!r}, and must be a list of "
-                    f"{len(balance[0])} whole numbers of 0 or more, with one above 0 at least."
+                    f"{len(balance[0])} whole numbers of 1 or more."
                 )
 
     @property

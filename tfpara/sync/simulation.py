@@ -38,7 +38,8 @@ def simulate(
         rule: as `PeriodicSyncStrategy` takes it.
         sync_period: τ, minibatches of each replica between two syncs.
         **options: the other arguments of `PeriodicSyncStrategy`, but for `devices` and
-            `device_sync_period`: each replica stands for a worker.
+            `device_sync_period`, since each replica stands for a worker, and for `balance`, since
+            the replicas step together.
 
     Returns:
         A `PeriodicSyncStrategy`.

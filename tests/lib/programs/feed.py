@@ -62,12 +62,23 @@ def main():
         [tf.config.LogicalDeviceConfiguration()] * len(devices),
     )
     strategy = tfpara.PeriodicSyncStrategy(
-        tfpara.BSP(), sync_period=2, devices=devices, timeout_seconds=120
+        tfpara.BSP(),
+        sync_period=2,
+        devices=devices,
+        timeout_seconds=120,
+        balance=options.get("balance", False),
     )
     model = kinds.make(strategy)
     found = {"trained": {}}
     for kind in options["kinds"]:
         found["trained"][kind] = kinds.trained(model, kind, strategy)
+    if "balance" in options:
+        found["refused"] = {
+            kind: refused(lambda kind=kind: kinds.trained(model, kind, strategy))
+            for kind in options["not dealt"]
+        }
+        Path(options["out"]).write_text(json.dumps(found, default=float))
+        return
     if options["devices"] == 1:
         found["refused"] = refusals(strategy, model)
         # Refused data change nothing: the run goes on. The order of arrays is by the chief's seed.

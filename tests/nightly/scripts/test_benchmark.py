@@ -96,3 +96,14 @@ def test_a_cluster_of_pausing_workers(run_well, tmp_path):
         assert rows[name]["sync_ms"] > 0.7 * floor  # what the link's bucket lets through at once
         assert 1.0 < rows[name]["speedup"] < 3.0
         assert rows[name]["speedup"] < rows[name]["predicted_speedup"] * 1.05
+
+
+def test_blocks_by_speed_use_the_speed_of_all(run_well, tmp_path):
+    """One of two workers has half the speed: equal blocks use 2/3 of both speeds."""
+    out = tmp_path / "balance.json"
+    arguments = ("--only=2, one at half, balance", "--rounds=1", "--steps=100")
+    run_well("benchmarks", "--suite=balance", f"--out={out}", *arguments)
+    off, on = json.loads(out.read_text())["rows"]
+    assert off["of_all_speeds"] < 0.8 < on["of_all_speeds"]
+    assert on["ratio_to_off"] > 1.15
+    assert on["loss"] == pytest.approx(off["loss"], rel=0.05)

@@ -20,7 +20,11 @@ from tfpara.sync.workers.worker import Worker
 from tfpara.typing import Array, Json
 
 CEILING = 4  # largest number of minibatches of one worker in a block, as a multiple of τ
-_TRUST = 0.75  # weight of the last block in a worker's smoothed time of a minibatch
+# Weight of the last block in a worker's smoothed time of a minibatch: the larger one if the block's
+# time differs by the factor `_LARGE`, or by `_NOISE` twice in the same direction. Otherwise shares
+# would follow the noise of every block, and workers of equal speed would wait for each other.
+_TRUST, _TRUST_IN_NOISE = 0.75, 0.25
+_LARGE, _NOISE = 1.4, 1.1
 _LARGEST_CHANGE = 2.0  # factor by which one block may change that time
 _GAIN = 0.03  # smallest gain of time for which the shares change
 
@@ -109,11 +113,15 @@ class Balance(EpochUnits):
         self.record: list[list[int]] = []
         self._blocks = 0  # number of trained blocks, with those before a resume
         self._seconds = np.zeros(self._workers)  # seconds of a minibatch, smoothed
+        self._changes = np.zeros(self._workers)  # logarithms of the last block's over those
         self._shares = np.zeros(self._workers, int)  # shares by speed, of the last block
         # Of the present block: the steps of each worker, trained or not, the number of its first
         # minibatch, and that of the first one after it.
         self._steps = np.zeros(self._workers, int)
         self._first = self._next = 0
+        # Whether a block of the present pass was whole. Then a shorter one, as at the end of an
+        # epoch, is not measured, since a few steps tell little.
+        self._had_whole = False
         self._owes = False  # whether minibatches before the present block are not trained yet
         self._queue: tf.queue.QueueBase | None = None
 
@@ -126,7 +134,7 @@ class Balance(EpochUnits):
                 its time tells nothing.
         """
         self.end()
-        self._next = first
+        self._next, self._had_whole = first, False
         if self._momentum.sync_period is None:
             return None
         self._queue = tf.queue.FIFOQueue(-1, tf.int64, [[]])
@@ -157,13 +165,18 @@ class Balance(EpochUnits):
             return
         self.record.append(self._shares.tolist())
         self._blocks += 1
-        measured = np.divide(
-            seconds, steps, out=np.zeros(len(steps)), where=(steps > 0) & (seconds > 0.0)
-        )
+        is_whole = bool(steps.sum() >= self._steps.sum())
+        known = (steps > 0) & (seconds > 0.0) & (is_whole or not self._had_whole)
+        self._had_whole |= is_whole
+        measured = np.divide(seconds, steps, out=np.zeros(len(steps)), where=known)
         former = np.where(self._seconds > 0.0, self._seconds, measured)
         within = np.clip(measured, former / _LARGEST_CHANGE, former * _LARGEST_CHANGE)
-        smoothed = former + _TRUST * (within - former)
-        self._seconds = np.where(measured > 0.0, smoothed, former)
+        changes = np.log(np.divide(within, former, out=np.ones(len(steps)), where=known))
+        both = np.sort([changes, self._changes], 0)  # the smaller and the larger, with their signs
+        again = (both[0] > np.log(_NOISE)) | (both[1] < -np.log(_NOISE))
+        is_real = again | (np.abs(changes) > np.log(_LARGE))
+        smoothed = former + np.where(is_real, _TRUST, _TRUST_IN_NOISE) * (within - former)
+        self._seconds, self._changes = np.where(known, smoothed, former), changes
         self._deal(np.maximum(self._steps - steps, 0))
 
     def _deal(self, left: Array) -> None:
@@ -227,3 +240,4 @@ class Balance(EpochUnits):
         if len(state["seconds"]) == self._workers:
             self._blocks = state["blocks"]
             self._seconds, self._shares = np.array(state["seconds"]), np.array(state["shares"])
+            self._changes = np.zeros(self._workers)

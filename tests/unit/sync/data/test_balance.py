@@ -1,6 +1,7 @@
 """Blocks by speed: the shares of workers, the order of dealing, and bad arguments."""
 
 import itertools
+import types
 
 import keras
 import numpy as np
@@ -8,7 +9,7 @@ import pytest
 import tensorflow as tf
 
 import tfpara
-from tfpara.sync.data.balance import dealing_order, shares_of
+from tfpara.sync.data.balance import Balance, dealing_order, shares_of
 
 NONE = np.zeros(2, int)
 
@@ -51,6 +52,57 @@ def test_the_order_of_dealing():
     assert dealing_order(np.array([0, 2])).tolist() == [1, 1]
 
 
+def blocks_of(seconds_of_blocks, workers=2):
+    """Returns the shares in each block of workers with these seconds of a minibatch there.
+
+    Each block may have its steps as well, as `(seconds, steps)`, if they are not those shares.
+    """
+    balance = Balance(
+        types.SimpleNamespace(balance=True, sync_period=20),
+        types.SimpleNamespace(num_workers=workers, devices=["CPU:0"], rank=0),
+        types.SimpleNamespace(sync_period=20, set_share=lambda share: None),
+        lambda value, name: tf.Variable(value),
+    )
+    balance.begin(0, warm=True)
+    found = []
+    for each in seconds_of_blocks:
+        seconds, rest = each if isinstance(each, tuple) else (each, None)
+        found.append(balance.get_state()["shares"])
+        steps = np.array(found[-1]) if rest is None else np.array(rest)
+        balance.close(steps, steps * seconds)
+    return found
+
+
+def test_speeds_that_change_are_followed_within_two_blocks_without_swinging():
+    shares = blocks_of([[1.0, 2.0]] * 3 + [[2.0, 1.0]] * 6)
+    assert shares[:4] == [[20, 20], [27, 13], [27, 13], [27, 13]]
+    of_first = [first for first, _ in shares[4:]]
+    assert of_first == sorted(of_first, reverse=True) and of_first[-1] in (13, 14)
+    # A block of speeds 1 and 2 takes 40 / 1.5 at least.
+    times = [max(2.0 * first, second) / (40 / 1.5) for first, second in shares[3:]]
+    assert times[2] < 1.1 and max(times[3:]) < 1.06
+
+
+def test_one_long_pause_is_forgotten_within_two_blocks():
+    paused = [[1.0, 1.0]] * 3 + [[1.0, 8.0]] + [[1.0, 1.0]] * 3
+    shares = blocks_of(paused)
+    assert shares[3] == [20, 20] and shares[4][0] > 20
+    assert max(abs(first - 20) for first, _ in shares[6:]) <= 2
+
+
+def test_the_rest_of_an_epoch_counts_if_no_whole_block_came_before():
+    rest = ([1.0, 3.0], [1, 1])
+    assert blocks_of([[1.0, 1.0], rest, [1.0, 1.0]])[2] == [20, 20]
+    assert blocks_of([rest, [1.0, 3.0]])[1] == [30, 10]
+
+
+def test_noise_of_workers_of_equal_speed_costs_little():
+    """Beside equal blocks; times of blocks differ by 5 %."""
+    noise = np.exp(0.05 * np.random.default_rng(0).normal(size=(200, 4)))
+    shares = np.array(blocks_of(noise.tolist(), workers=4))
+    assert (shares * noise).max(1).sum() < 1.008 * (20 * noise).max(1).sum()
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -61,6 +113,7 @@ def test_the_order_of_dealing():
         ({"balance": [[3, 3], [4]]}, r"block 1 of the record is \[4\]"),
         ({"devices": ["CPU:0", "CPU:1"]}, "workers of one device, and this one has 2"),
         ({"rule": tfpara.BMUFAdam()}, "BMUFAdam.* filters moments of equal blocks"),
+        ({"balance": [[3, 3], [6, 0]]}, r"block 1 .* \[6, 0\], .* 2 whole numbers of 1 or more"),
         ({"balance": [[3, 3]]}, "the shares of 2 workers in each block, and the run has 1"),
     ],
 )
