@@ -32,8 +32,8 @@ from tfpara.sync.tensorflow.extended import PeriodicSyncExtended
 from tfpara.typing import Json
 from tfpara.version import __version__
 
-# Generations from one collection of garbage to the next. Python by itself would only after hundreds
-# of generations delete the functions of earlier generations' data, which refer to each other.
+# Generations from one collection of garbage to the next. The functions of earlier generations' data
+# refer to each other, and among TensorFlow's many objects Python by itself rarely looks for them.
 _COLLECTED = 16
 _log = logging.getLogger(__name__)
 

@@ -160,7 +160,7 @@ def prepare_for_changes(devices: Sequence[str]) -> None:
 
     On CPUs TensorFlow's graph optimiser is turned off, unless the program has chosen among its
     parts. It optimises all functions again in each generation, which is half of what a change
-    costs, and steps are as fast without it.
+    costs, and steps were no slower without it.
     """
     os.environ.setdefault("GRPC_POLL_STRATEGY", "epoll1,poll")
     chosen = tf.config.optimizer.get_experimental_options().keys()
