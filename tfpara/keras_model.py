@@ -177,6 +177,17 @@ def carried_states(model: keras.Model) -> list[keras.Variable]:
     return [v for v in keras.tree.flatten(states) if isinstance(v, keras.Variable)]
 
 
+def lookups(model: keras.Model) -> list[keras.layers.Embedding]:
+    """Returns the Embedding layers, nested anywhere, whose call only takes rows of a table.
+
+    Kinds of Embedding with a call of their own, such as those that are the output layer too, are
+    not among them.
+    """
+    embedding = keras.layers.Embedding
+    layers = [layer for layer in model._flatten_layers() if isinstance(layer, embedding)]
+    return [layer for layer in layers if type(layer).call is embedding.call and layer.built]
+
+
 def parts_not_trained(
     model: keras.Model,
 ) -> tuple[list[keras.Variable], list[keras.Variable], list[keras.Variable]]:

@@ -13,17 +13,19 @@ from scripts import common
 
 SYSTEMS = ("stock", "tfpara")
 WORKERS = (1, 2)
+# A table of 1 M × 64, of which a minibatch uses some 2,000 rows.
+TABLE = {"ids": 1_000_000, "inputs": 8, "width": 64, "classes": 16, "batch": 256}
 TINY = {"inputs": 40, "layers": 1, "width": 64, "classes": 48, "batch": 32}
 _MARK = "FIGURES "
 
 
 def measured(sizes: dict[str, int], steps: int, rounds: int, seconds: float) -> dict[str, Any]:
-    """Measures a model of `sizes` and a tiny one, with one parameter server.
+    """Measures a model of `sizes`, a tiny one and a table, with one parameter server.
 
     Args:
         sizes: sizes of the large model, with "batch".
-        steps: timed minibatches of each worker for the large model; the tiny one takes 20 times as
-            many.
+        steps: timed minibatches of each worker for the large model, and for whole tables; the tiny
+            one, and a table by rows, take 20 times as many.
         rounds: how often everything is measured.
         seconds: time after which a run is killed.
 
@@ -35,15 +37,19 @@ def measured(sizes: dict[str, int], steps: int, rounds: int, seconds: float) -> 
         Failure: a run did not give its figures.
     """
     rows = []
-    for model, options in (
-        ("tiny", {**TINY, "steps": 20 * steps}),
-        ("large", {**sizes, "steps": steps}),
+    for model, options, systems in (
+        ("tiny", {**TINY, "steps": 20 * steps}, SYSTEMS),
+        ("large", {**sizes, "steps": steps}, SYSTEMS),
+        ("table", {**TABLE, "steps": steps}, (*SYSTEMS, "whole")),
     ):
         for workers in WORKERS:
-            found: dict[str, list[float]] = {system: [] for system in SYSTEMS}
+            found: dict[str, list[float]] = {system: [] for system in systems}
             for _ in range(rounds):
                 for system, figures in found.items():
-                    figures.append(_measure(workers, {**options, "system": system}, seconds))
+                    given = {**options, "system": system}
+                    if (model, system) == ("table", "tfpara"):
+                        given["steps"] *= 20
+                    figures.append(_measure(workers, given, seconds))
             for system, figures in found.items():
                 ratios = [a / b for a, b in zip(figures, found["stock"], strict=True)]
                 rows.append(
@@ -61,7 +67,7 @@ def measured(sizes: dict[str, int], steps: int, rounds: int, seconds: float) -> 
                     f"{ratio:.2f} × stock",
                     flush=True,
                 )
-    return {"rows": rows, "tiny": TINY}
+    return {"rows": rows, "tiny": TINY, "table": TABLE}
 
 
 def _measure(workers: int, options: dict[str, Any], seconds: float) -> float:

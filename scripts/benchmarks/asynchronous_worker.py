@@ -2,8 +2,8 @@
 
     python -m scripts.benchmarks.asynchronous_worker JSON
 
-The system "tfpara" trains with `tfpara.AsyncStrategy`. "stock" is the loop of TensorFlow's guide:
-`ParameterServerStrategy`, and for each step a scheduled function with Keras' optimizer. Both run in
+The system "tfpara" trains with `tfpara.AsyncStrategy`, "whole" too, but with whole tables. "stock" is the loop of TensorFlow's guide:
+`ParameterServerStrategy`, and for each step a scheduled function with Keras' optimizer. All run in
 the same kind of processes. The chief prints the figures as a line of JSON.
 """
 
@@ -32,16 +32,25 @@ def main() -> None:
     options = json.loads(sys.argv[1])
     options["steps"] = max(1, options["steps"] // _CHUNKS) * _CHUNKS
     place = processes.join(_TIMEOUT_SECONDS, _STARTUP_SECONDS)
-    seconds = {"tfpara": _tfpara, "stock": _stock}[options["system"]](place, options)
+    seconds = (_stock if options["system"] == "stock" else _tfpara)(place, options)
     pushes = options["steps"] * place.num_workers
     figures = {
         "pushes_per_second": pushes / seconds,
         "samples_per_second": pushes * options["batch"] / seconds,
+        "rows": float(np.mean([len(np.unique(each)) for each in _data(options)[0]])),
     }
     print("FIGURES", json.dumps(figures), flush=True)
 
 
 def _model(options: dict[str, Any]) -> keras.Model:
+    if "ids" in options:  # a table, and plain SGD, for which rows and whole tables are the same
+        x = keras.Input((options["inputs"],), dtype="int64")
+        pooled = keras.layers.GlobalAveragePooling1D()(
+            keras.layers.Embedding(options["ids"], options["width"])(x)
+        )
+        model = keras.Model(x, keras.layers.Dense(options["classes"])(pooled))
+        model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        return model
     hidden = [
         keras.layers.Dense(options["width"], activation="relu") for _ in range(options["layers"])
     ]
@@ -56,22 +65,29 @@ def _model(options: dict[str, Any]) -> keras.Model:
 
 
 def _data(options: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
+    """Returns some minibatches: inputs and classes."""
     draw = np.random.default_rng(0)
-    shape = (options["batch"], options["inputs"])
-    return draw.normal(size=shape).astype(np.float32), draw.integers(
-        0, options["classes"], options["batch"]
+    count = 16 if "ids" in options else 1
+    shape = (count, options["batch"], options["inputs"])
+    x = (
+        draw.integers(0, options["ids"], shape)
+        if "ids" in options
+        else draw.normal(size=shape).astype(np.float32)
     )
+    return x, draw.integers(0, options["classes"], shape[:2])
 
 
 def _tfpara(place: Any, options: dict[str, Any]) -> float:
-    strategy = AsyncStrategy(ASGD(), _processes=place)
+    by_rows = options["system"] == "tfpara"
+    strategy = AsyncStrategy(ASGD(), sparse_embeddings=by_rows, _processes=place)
     with strategy.scope():
         model = _model(options)
     x, y = _data(options)
 
     def part(epoch: Any, chunk: Any) -> tf.data.Dataset:
         del epoch, chunk
-        return tf.data.Dataset.from_tensors((x, y)).repeat(options["steps"] // _CHUNKS)
+        minibatches = tf.data.Dataset.from_tensor_slices((x, y)).repeat()
+        return minibatches.take(options["steps"] // _CHUNKS)
 
     clock = _Clock()
     chunks = Chunks(place.num_workers * _CHUNKS, part)
@@ -112,7 +128,7 @@ def _stock(place: Any, options: dict[str, Any]) -> float:
         strategy.run(replica, args=(next(iterator),))
 
     def data() -> tf.data.Dataset:
-        return tf.data.Dataset.from_tensors((x, y)).repeat()
+        return tf.data.Dataset.from_tensor_slices((x, y)).repeat()
 
     iterator = iter(coordinator.create_per_worker_dataset(data))
 

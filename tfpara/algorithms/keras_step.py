@@ -35,6 +35,8 @@ class _Value(keras.Variable):
         self._dtype = tensor.dtype.name
         self._value = tensor
 
+    reference: _Value | None = None  # of an optimizer's slot: the weight that it belongs to
+
     def release(self) -> None:
         """Drops the tensor, since a tensor of a graph must not outlive the graph."""
         self._value = None
@@ -81,7 +83,9 @@ class _Functional(keras.optimizers.Optimizer):
         name: str | None = None,
         initializer: Any = "zeros",
     ) -> _Value:
-        return self.add_variable(reference_variable.shape, initializer, name=name or "slot")
+        slot = self.add_variable(reference_variable.shape, initializer, name=name or "slot")
+        slot.reference = reference_variable
+        return slot
 
     def assign(self, variable: _Value, value: tf.Tensor) -> None:
         variable.assign(value)
@@ -217,6 +221,7 @@ class KerasSteps(_Step):
             it is a schedule, then the slots.
         schedule: with `told_rate`: the optimizer's schedule. None: its rate is a number.
         rate_index: the position of the learning rate in the state; None: it is not there.
+        owners: for each element of the state the index of the weight whose slot it is, or None.
 
     Raises:
         ValueError: settings that affect more than one step.
@@ -267,6 +272,8 @@ class KerasSteps(_Step):
         )
         self._state += copy._made.slots if hasattr(copy, "_made") else []
         self.initial = [value.numpy() for value in self._state]
+        places = {id(value): k for k, value in enumerate(values)}
+        self.owners = [places.get(id(value.reference)) for value in self._state]
         copy._variables.clear()  # Keras saves nothing here
 
     def limit_memory(self, most: float, rate_factor: float) -> None:
@@ -293,6 +300,50 @@ class KerasSteps(_Step):
         held = [*self._weights, *self._state]
         values = self._apply(held, [*weights, *state], list(gradients))
         return values[: len(self._weights)], values[len(self._weights) :]
+
+
+def step_of_rows(optimizer: keras.optimizers.Optimizer, path: str) -> tuple[bool, bool]:
+    """Finds out, by steps on a small matrix, how an optimizer treats the rows of a weight.
+
+    Args:
+        optimizer: gives the kind and its settings, and is not changed.
+        path: the path of the weight; some optimizers treat embeddings as no other matrix.
+
+    Returns:
+        Whether the step of a row depends on no other row, and the rows of a slot begin alike; and
+        whether a row whose gradient is zero keeps its value and its slots, as under SGD without
+        momentum and under Adagrad.
+    """
+    start = np.asarray([[1.0, -2.0], [0.5, 3.0], [4.0, 0.25]], np.float32)
+    gradients = [start[::-1], start * 0.5, start[::-1] * [[1.0], [0.0], [2.0]]]
+
+    def trained(rows: slice) -> list[list[Any]]:
+        """Returns the weight and its slots before the first step and after each."""
+        weight = keras.Variable(start[rows], name=path.split("/")[-1])
+        weight._path = path  # as in `KerasSteps`
+        steps = KerasSteps(optimizer, [weight], clip=False)
+        weights, state = [tf.constant(start[rows])], [tf.constant(v) for v in steps.initial]
+        slots = [k for k, owner in enumerate(steps.owners) if owner == 0]
+        found = [[np.asarray(state[k]) for k in slots]]
+        for gradient in gradients:
+            if steps.rate_index is not None:  # a rate of 0 would show nothing
+                state[steps.rate_index] = tf.constant(0.5)
+            weights, state = steps(weights, state, [tf.constant(gradient[rows], tf.float32)])
+            found.append([v.numpy() for v in (*weights, *(state[k] for k in slots))])
+        return found
+
+    first, *whole = trained(slice(0, 3))
+    alone = [trained(slice(k, k + 1))[1:] for k in range(3)]
+    by_rows = all(np.all(slot == slot[:1]) for slot in first) and all(
+        np.shape(value) == start.shape and np.allclose(value, np.concatenate(rows), rtol=1e-5)
+        for step, *of_rows in zip(whole, *alone, strict=True)
+        for value, *rows in zip(step, *of_rows, strict=True)
+    )
+    unmoved = all(
+        np.array_equal(before[1], after[1])
+        for before, after in zip(whole[-2], whole[-1], strict=True)
+    )
+    return by_rows, by_rows and unmoved
 
 
 def check_plain(optimizer: keras.optimizers.Optimizer) -> None:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from tfpara.parameter_server.exchange import Exchange
-from tfpara.parameter_server.messages import Place
+from tfpara.parameter_server.messages import Place, Rows
 from tfpara.parameter_server.server import Server
 from tfpara.parameter_server.worker_step import Block, WorkerStep, stream_of
 from tfpara.parameter_server.workers import Training
@@ -122,19 +122,21 @@ def chunk_function(training: Training) -> Callable[..., tf.Tensor]:
         rate = tf.constant(-1.0)
         if choose_rate is not None:
             rate = tf.cond(halted, lambda: rate, lambda: choose_rate(dataset))
-        iterator = iter(dataset)
+        iterator = iter(work.tables.ahead(dataset, sync_period))
 
         def block(at: _At) -> tuple[_At]:
             with tf.control_dependencies([at.go]):
-                pulled = exchange.pull(worker).with_rate(rate)
-                weights, optimizer = local.read(pulled.weights, generation) if local else ([], [])
-            begun = work.begin(pulled, at.own, weights, optimizer)
+                _, rows = work.tables.split(at.element.get_value())
+                pulled = exchange.pull(worker, rows).with_rate(rate)
+                kept = local.read(pulled.weights, generation, rows) if local else _Kept([], [])
+            begun = work.begin(pulled, at.own, kept.weights, kept.optimizer, rows)
             trained, element = _minibatches(work, begun, at.element, iterator, sync_period)
             place = Place(epoch, chunk, at.done)
             answer = exchange.push(work.push(trained, pulled, worker, place, rate), pulled)
             written = [*answer.versions]
             if local:
-                written += local.write(*work.kept(trained, answer.moves), generation)
+                now = _Kept(*work.kept(trained, answer.moves), kept.there)
+                written += local.write(now, generation, rows)
             with tf.control_dependencies(written):
                 # After a push that was not applied, no later push of this chunk would be applied:
                 # each must have the chunk's next minibatches.
@@ -161,15 +163,27 @@ def _minibatches(
     count: int,
 ) -> tuple[Block, tf.experimental.Optional]:
     """Adds up to `count` minibatches to a block; there must be at least one."""
-    block = work.add(block, element.get_value())
+
+    def added(block: Block, element: tf.experimental.Optional) -> Block:
+        return work.add(block, work.tables.split(element.get_value())[0])
+
+    block = added(block, element)
     element = iterator.get_next_as_optional()
     if count == 1:
         return block, element
     return tf.while_loop(
         lambda b, e: tf.logical_and(b.minibatches < count, e.has_value()),
-        lambda b, e: (work.add(b, e.get_value()), iterator.get_next_as_optional()),
+        lambda b, e: (added(b, e), iterator.get_next_as_optional()),
         (block, element),
     )
+
+
+class _Kept(NamedTuple):
+    """What a worker keeps between blocks, and whether it was there before this one."""
+
+    weights: list[tf.Tensor]
+    optimizer: list[tf.Tensor]
+    there: tf.Tensor | None = None
 
 
 class _LocalModel:
@@ -178,23 +192,37 @@ class _LocalModel:
     They are variables in the worker's process. The graph finds them by name on the worker that
     runs it, so the next `fit` continues with them. A worker begins with the server's model if it
     has no such variables (it is new or was restarted), or if they are of an earlier generation of
-    the server's model.
+    the server's model. Of the slots of a table that is pulled by rows, only these are read and
+    written.
     """
 
     def __init__(self, work: WorkerStep, server: Server) -> None:
         self._run = f"tfpara_local_{server.number}"
-        self._start = [tf.convert_to_tensor(value) for value in work.optimizer_start]
         self._count = len(server.names) if work.local_models else 0
+        start = work.optimizer_start
+        self._shapes = {k: start[k].shape for k in work.slots_by_rows}
+        # a slot begins with equal rows (`step_of_rows`), so a graph needs one of them
+        self._start = [
+            tf.convert_to_tensor(value[:1] if k in self._shapes else value)
+            for k, value in enumerate(start)
+        ]
+        self._tables = work.slots_by_rows
 
-    def read(
-        self, weights: Sequence[tf.Tensor], generation: tf.Tensor
-    ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
+    def read(self, weights: Sequence[tf.Tensor], generation: tf.Tensor, rows: Rows) -> _Kept:
         """Returns the local weights and optimizer; at first `weights` and a new optimizer."""
-        first = [*weights[: self._count], *self._start, generation]
+        start = [
+            tf.repeat(value, tf.size(rows[self._tables[k]]), 0) if k in self._tables else value
+            for k, value in enumerate(self._start)
+        ]
+        first = [*weights[: self._count], *start, generation]
         handles = self._handles(first)
 
         def kept(number: int) -> tf.Tensor:
-            return tf.raw_ops.ReadVariableOp(resource=handles[number], dtype=first[number].dtype)
+            resource, dtype = handles[number], first[number].dtype
+            table = self._table(number)
+            if table is None:
+                return tf.raw_ops.ReadVariableOp(resource=resource, dtype=dtype)
+            return tf.raw_ops.ResourceGather(resource=resource, indices=rows[table], dtype=dtype)
 
         there = tf.cond(
             tf.raw_ops.VarIsInitializedOp(resource=handles[-1]),
@@ -208,25 +236,55 @@ class _LocalModel:
         )
         for value, start in zip(values, first, strict=True):
             value.set_shape(start.shape)
-        return values[: self._count], values[self._count : -1]
+        return _Kept(values[: self._count], values[self._count : -1], there)
 
-    def write(
-        self,
-        weights: Sequence[tf.Tensor],
-        optimizer: Sequence[tf.Tensor],
-        generation: tf.Tensor,
-    ) -> list[tf.Operation]:
+    def write(self, kept: _Kept, generation: tf.Tensor, rows: Rows) -> list[tf.Operation]:
         """Writes both, and the generation that they belong to; returns the operations."""
-        values = [*weights, *optimizer, generation]
-        return [
-            tf.raw_ops.AssignVariableOp(resource=handle, value=value)
-            for handle, value in zip(self._handles(values), values, strict=True)
-        ]
+        values = [*kept.weights, *kept.optimizer, generation]
+        handles = self._handles(values)
+        written: list[tf.Operation] = []
+        for number, (handle, value) in enumerate(zip(handles, values, strict=True)):
+            table = self._table(number)
+            if table is None:
+                with tf.control_dependencies(written):  # the generation comes last
+                    written.append(tf.raw_ops.AssignVariableOp(resource=handle, value=value))
+                continue
+            with tf.control_dependencies([tf.cond(kept.there, _nothing, self._new(number))]):
+                written.append(
+                    tf.raw_ops.ResourceScatterUpdate(
+                        resource=handle, indices=rows[table], updates=value
+                    )
+                )
+        return written
+
+    def _table(self, number: int) -> int | None:
+        """Returns the table whose slot a value is, if it is written by rows."""
+        return self._tables.get(number - self._count)
+
+    def _new(self, number: int) -> Callable[[], tf.Tensor]:
+        """Returns the function that makes a slot anew."""
+        slot = number - self._count
+
+        def make() -> tf.Tensor:
+            value = tf.broadcast_to(self._start[slot], self._shapes[slot])
+            handle = self._handle(number, value.dtype, value.shape)
+            with tf.control_dependencies(
+                [tf.raw_ops.AssignVariableOp(resource=handle, value=value)]
+            ):
+                return tf.constant(True)
+
+        return make
 
     def _handles(self, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         return [
-            tf.raw_ops.VarHandleOp(
-                dtype=value.dtype, shape=value.shape, shared_name=f"{self._run}_{k}"
-            )
-            for k, value in enumerate(values)
+            self._handle(k, v.dtype, self._shapes.get(k - self._count, v.shape))
+            for k, v in enumerate(values)
         ]
+
+    def _handle(self, number: int, dtype: tf.DType, shape: Sequence[int]) -> tf.Tensor:
+        name = f"{self._run}_{number}"
+        return tf.raw_ops.VarHandleOp(dtype=dtype, shape=shape, shared_name=name)
+
+
+def _nothing() -> tf.Tensor:
+    return tf.constant(True)

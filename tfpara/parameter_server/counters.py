@@ -11,8 +11,8 @@ from tfpara.parameter_server.messages import Push
 # The last row of the histogram counts pushes of this and of any higher staleness.
 LARGEST_STALENESS = 255
 
-# A variable and its next value.
-Change = tuple[tf.Variable, tf.Tensor]
+# A variable and its next value, or that of some rows.
+Change = tuple[tf.Variable, tf.Tensor | tf.IndexedSlices]
 
 
 class Pushed(NamedTuple):

@@ -13,13 +13,13 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfpara.parameter_server.messages import Answer, Pulled, Push
+from tfpara.parameter_server.messages import NO_ROWS, Answer, Pulled, Push, Rows
 from tfpara.parameter_server.server import Server
-from tfpara.parameter_server.shard import NOT_FINITE, Shard, commit
+from tfpara.parameter_server.shard import NOT_FINITE, Shard, commit, taken
 
 
-def _read(variables: Sequence[tf.Variable]) -> list[tf.Tensor]:
-    return [tf.identity(variable) for variable in variables]
+def _read(variables: Sequence[tf.Variable], rows: Sequence[tf.Tensor | None]) -> list[tf.Tensor]:
+    return [taken(variable, ids) for variable, ids in zip(variables, rows, strict=True)]
 
 
 class Exchange:
@@ -29,13 +29,13 @@ class Exchange:
         self.server = server
         self._staleness: Any = server.staleness
 
-    def pull(self, worker: tf.Tensor) -> Pulled:
-        """Reads the model for a worker; waits if the bound on staleness requires it."""
+    def pull(self, worker: tf.Tensor, rows: Rows = NO_ROWS) -> Pulled:
+        """Reads the model for a worker, as `read`; waits if the bound on staleness requires it."""
         if self._staleness is None:
-            return self.read()
+            return self.read(rows)
         (may,) = self._until_settled(worker, 1, lambda: [self.ask_to_pull(worker)])
         with tf.control_dependencies([may]):
-            return self.read()
+            return self.read(rows)
 
     def ask_to_pull(self, worker: tf.Tensor, waits: bool = True) -> tf.Tensor:
         """Returns whether a worker may pull now; if so, counts the pull as done.
@@ -51,7 +51,8 @@ class Exchange:
             lambda: self._staleness.ask_to_pull(worker, tf.identity(first.version), waits),
         )
 
-    def read(self) -> Pulled:
+    def read(self, rows: Rows = NO_ROWS) -> Pulled:
+        """Reads the model; of a table in `rows` these rows."""
         server = self.server
         weights: list[tf.Tensor] = [None] * len(server.names)
         versions: list[tf.Tensor] = [None] * len(server.shards)
@@ -59,9 +60,13 @@ class Exchange:
         of_first: list[tf.Tensor] = []  # whether to halt, and values for the workers' optimizers
         for shard in server.order:
             held = [shard.version, *shard.weights]
+            sent = shard.sent({k: rows[k] for k in shard.indices if k in rows})
+            ids = [None, *map(sent.get, shard.indices)]
             if shard is server.first:
                 held += [*server.state, server.counters.halted, *server.for_workers]
-            versions[shard.number], *values = shard.locked((), functools.partial(_read, held))
+            ids += [None] * (len(held) - len(ids))
+            read = functools.partial(_read, held, ids)
+            versions[shard.number], *values = shard.locked(sent, read)
             for index, value in zip(shard.indices, values, strict=False):
                 weights[index] = value
             if shard is server.first:
@@ -113,6 +118,7 @@ class Exchange:
         return shard.sent(
             push._replace(
                 values=[push.values[k] for k in shard.indices],
+                rows={k: push.rows[k] for k in shard.indices if k in push.rows},
                 squares=[push.squares[k] for k in shard.indices] if push.squares else [],
                 state=list(push.state) if first else [],
                 kept=list(push.kept) if first else [],

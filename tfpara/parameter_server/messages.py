@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, TypeAlias
 
 import tensorflow as tf
+
+# Of tables that travel by rows, by index among the trainable weights: the ids of a block, int64
+# [rows], rising and each once.
+Rows: TypeAlias = Mapping[int, tf.Tensor]
+NO_ROWS: Rows = {}  # all weights travel whole
 
 
 class Pulled(NamedTuple):
     """The result of a pull: tensors on the servers."""
 
-    weights: list[tf.Tensor]  # the trainable weights, in the model's order
+    # the trainable weights, in the model's order; of a table that travels by rows, these rows
+    weights: list[tf.Tensor]
     state: list[tf.Tensor]  # the averaged state (moving statistics), in the model's order
     versions: list[tf.Tensor]  # number of pushes so far on each server
     halted: tf.Tensor  # whether workers have to stop after this block
@@ -39,7 +45,7 @@ class Push(NamedTuple):
 
     Attributes:
         values: for each weight its gradient (ASGD), its change since the pull (Downpour), or the
-            local weight (EASGD).
+            local weight (EASGD). Of a table in `rows`: those of these rows.
         state: s − D S_pulled, for each tensor of the averaged state S (moving statistics); s is the
             worker's state after the block. The server sets S ← D S + (s − D S_pulled). So S becomes
             the state of one worker with all minibatches, however many pushes came since the pull.
@@ -56,6 +62,7 @@ class Push(NamedTuple):
     minibatches: tf.Tensor  # number of minibatches
     samples: tf.Tensor  # number of samples
     rate: tf.Tensor  # learning rate of this push; if negative, the servers' rate is used
+    rows: Rows = NO_ROWS
     squares: Sequence[tf.Tensor] = ()  # sums of the gradients' squares; empty if not needed
     left_out: Sequence[tf.Tensor] = ()  # the number of minibatches left out; empty if none can be
 

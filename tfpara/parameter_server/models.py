@@ -46,12 +46,14 @@ class Models(dict[keras.Model, Trained]):
         record: bool,
         nonfinite: str,
         nonfinite_share: float,
+        sparse_embeddings: bool,
     ) -> None:
         super().__init__()
         self.workers = workers
         self.rule, self.averages = rule, averages
         self.sync_period, self.seed, self._record = sync_period, seed, record
         self.skips, self.nonfinite_share = nonfinite == "skip", nonfinite_share
+        self._by_rows = sparse_embeddings
         self.fits = itertools.count()
 
     def of(self, model: keras.Model | None) -> Trained:
@@ -91,10 +93,13 @@ class Models(dict[keras.Model, Trained]):
             server, work, copy = trained
             copy.write(within_epoch=False, within_fit=False)
             if not work.has_these_metrics:
-                work = WorkerStep(model, server.rule, spec, self.sync_period, self.skips)
+                work = self._work(model, server.rule, spec)
                 server.measure(model)
                 self[model] = Trained(server, work, ChiefModel(model, server, work))
         return self[model]
+
+    def _work(self, model: keras.Model, rule: AsyncRule, spec: Nest) -> WorkerStep:
+        return WorkerStep(model, rule, spec, self.sync_period, self.skips, self._by_rows)
 
     def _created(self, model: keras.Model, spec: Nest) -> Trained:
         rule, optimizer = self.rule, model.optimizer
@@ -102,9 +107,10 @@ class Models(dict[keras.Model, Trained]):
             rule = rule.for_optimizer(memory_can_change(optimizer) or not memory_of(optimizer))
             if rule != self.rule:
                 print(f"tfpara: for this local optimizer the rule is {rule}", file=sys.stderr)
-        work = WorkerStep(model, rule, spec, self.sync_period, self.skips)
-        if work.fit:
-            print(f"tfpara: {work.fit}.", file=sys.stderr)
+        work = self._work(model, rule, spec)
+        for note in (work.fit, *work.tables.notes):
+            if note:
+                print(f"tfpara: {note}.", file=sys.stderr)
         server = Server(
             model,
             work.state,
@@ -113,5 +119,6 @@ class Models(dict[keras.Model, Trained]):
             self.workers.server_devices,
             self.workers.num_workers,
             self._record,
+            work.tables.lazy,
         )
         return Trained(server, work, ChiefModel(model, server, work))

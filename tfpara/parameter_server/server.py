@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -35,6 +35,7 @@ class Server:
             size, largest first, each on the device with the fewest elements so far.
         num_workers: number of workers.
         record: whether to record each push.
+        lazy: indices of the tables of which a push by rows changes these rows alone.
 
     Attributes:
         number: a number that no other `Server` of this process has.
@@ -56,6 +57,7 @@ class Server:
         devices: Sequence[str],
         num_workers: int,
         record: bool = False,
+        lazy: Collection[int] = (),
     ) -> None:
         self.number = next(_numbers)
         self.generation = 0
@@ -74,7 +76,7 @@ class Server:
             self.shards[number].indices.append(index)
         for shard in self.shards:
             shard.indices.sort()
-            shard.fill(weights, rule, averages, model.optimizer)
+            shard.fill(weights, rule, averages, model.optimizer, lazy)
         bound = getattr(rule, "max_staleness", None)
         self.order = self.shards if bound is None else [*self.shards[1:], self.first]
         self._local_rate: tf.Variable | None = None  # learning rate of the workers' optimizers

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -58,8 +58,11 @@ class Shard:
         rule: AsyncRule,
         averages: Mapping[str, AsyncAverage],
         optimizer: keras.optimizers.Optimizer,
+        lazy: Collection[int] = (),
     ) -> None:
         """Creates the variables, with values from those of the model's `weights` in `indices`.
+
+        `lazy` has the indices of the tables of which a push by rows changes these rows alone.
 
         Raises:
             ValueError: the rule has `rate_by_staleness`, and the optimizer has a schedule.
@@ -68,6 +71,7 @@ class Shard:
         self._averages: Mapping[str, Any] = averages
         self.names = [weights[k].path for k in self.indices]
         self._constraints = [weights[k].constraint for k in self.indices]
+        self._lazy = lazy
         own = [weights[k] for k in self.indices]
         with tf.device(self.device):
             self.weights = [variable(v.value) for v in own]
@@ -123,35 +127,42 @@ class Shard:
             The changes; the moves, which are subtracted from each local weight and are empty
             without local models; and the staleness.
         """
-        before = [tf.identity(v) for v in self.weights]
+        # for each weight: the ids of the rows that change; None: all of it does
+        ids = [push.rows.get(k) if k in self._lazy else None for k in self.indices]
+        before = [taken(v, rows) for v, rows in zip(self.weights, ids, strict=True)]
         version = tf.identity(self.version)
         staleness = version - pulled.versions[self.number]
-        after, moves, state = self._updated(before, push, pulled, staleness)
+        after, moves, state = self._updated(before, ids, push, pulled, staleness)
         after = [
             tf.debugging.check_numerics(w, f"{NOT_FINITE} {name!r}")
             for w, name in zip(after, self.names, strict=True)
         ]
         if self._rule.local_steps:  # otherwise the optimizer's step has applied the constraints
             after = constrained(after, self._constraints)
-        changes = [*zip(self.weights, after, strict=True), *state]
+        of_weights = [_change(*each) for each in zip(self.weights, after, ids, strict=True)]
+        changes = [*of_weights, *state]
         for name, average in self._averages.items():
-            for kept, new in zip(self.averages[name], after, strict=True):
-                changes += _stored(kept, average.update(_read(kept), precise(new)))
+            for kept, change in zip(self.averages[name], of_weights, strict=True):
+                changes += _stored(kept, average.update(_read(kept), precise(_whole(change))))
         for left_out in push.left_out:  # where all of the minibatches are, nothing changes
             some = push.minibatches > left_out
-            changes = [(v, tf.where(some, new, tf.identity(v))) for v, new in changes]
+            changes = [_change_if(some, change) for change in changes]
             moves = [tf.where(some, move, tf.zeros_like(move)) for move in moves]
         changes += [(self.version, version + 1), self.progress.change(push)]
         return changes, moves, staleness
 
     def _updated(
-        self, before: list[tf.Tensor], push: Push, pulled: Pulled, staleness: tf.Tensor
+        self,
+        before: list[tf.Tensor],
+        ids: Sequence[tf.Tensor | None],
+        push: Push,
+        pulled: Pulled,
+        staleness: tf.Tensor,
     ) -> tuple[list[tf.Tensor], list[tf.Tensor], list[Change]]:
         """Returns the weights after the rule's update, the moves, and changes of its state."""
         if not self._rule.local_steps:
-            after, optimizer = self._step(before, push, staleness, pulled)
-            return after, [], list(zip(self.optimizer, optimizer, strict=True))
-        pairs = list(zip(before, push.values, strict=True))
+            return self._step(before, ids, push, staleness, pulled)
+        pairs = list(zip(before, self._spread(push.values, ids, push), strict=True))
         if self._rule.local_models:
             moves = [self._rule.move(v, w) for w, v in pairs]
             return [w + m for w, m in zip(before, moves, strict=True)], moves, []
@@ -168,25 +179,55 @@ class Shard:
         return after, [], changes
 
     def _step(
-        self, weights: Sequence[tf.Tensor], push: Push, staleness: tf.Tensor, pulled: Pulled
-    ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
-        """Returns weights and optimizer state after a step with the rule's gradient and rate."""
+        self,
+        weights: Sequence[tf.Tensor],
+        ids: Sequence[tf.Tensor | None],
+        push: Push,
+        staleness: tf.Tensor,
+        pulled: Pulled,
+    ) -> tuple[list[tf.Tensor], list[tf.Tensor], list[Change]]:
+        """Takes a step with the rule's gradient and rate; returns as `_updated` does."""
         steps: Any = self.steps
         squares = push.squares or [None] * len(weights)
         corrected = [
-            self._rule.gradient(g, pulled=pulled.weights[k], current=w, squares=s)
-            for g, k, w, s in zip(push.values, self.indices, weights, squares, strict=True)
+            self._rule.gradient(
+                g,
+                pulled=pulled.weights[k],
+                current=w if rows is not None else taken(w, push.rows.get(k)),
+                squares=s,
+            )
+            for g, k, w, rows, s in zip(
+                push.values, self.indices, weights, ids, squares, strict=True
+            )
         ]
-        state = [tf.identity(v) for v in self.optimizer]
+        corrected = self._spread(corrected, ids, push)
+        of_slots = [None if owner is None else ids[owner] for owner in steps.owners]
+        state = [taken(v, rows) for v, rows in zip(self.optimizer, of_slots, strict=True)]
         at = steps.rate_index
         if at is None:
-            return steps(weights, state, corrected)
-        own = state[at]
-        chosen = tf.where(push.rate >= 0.0, tf.cast(push.rate, own.dtype), own)
-        state[at] = chosen * self._rule.rate_factor(tf.cast(staleness, own.dtype))
-        after, state = steps(weights, state, corrected)
-        state[at] = own
-        return after, state
+            after, state = steps(weights, state, corrected)
+        else:
+            own = state[at]
+            chosen = tf.where(push.rate >= 0.0, tf.cast(push.rate, own.dtype), own)
+            state[at] = chosen * self._rule.rate_factor(tf.cast(staleness, own.dtype))
+            after, state = steps(weights, state, corrected)
+            state[at] = own
+        of_state = zip(self.optimizer, state, of_slots, strict=True)
+        return after, [], [_change(*each) for each in of_state]
+
+    def _spread(
+        self, values: Sequence[tf.Tensor], ids: Sequence[tf.Tensor | None], push: Push
+    ) -> list[tf.Tensor]:
+        """Returns the values; those by rows of a weight that changes as a whole with zeros."""
+        places = enumerate(zip(self.indices, values, strict=True))
+        return [
+            tf.scatter_nd(
+                push.rows[k][:, None], value, tf.constant(self.weights[p].shape.as_list(), tf.int64)
+            )
+            if k in push.rows and ids[p] is None
+            else value
+            for p, (k, value) in places
+        ]
 
     def average(self, name: str) -> list[tf.Tensor]:
         """Returns the weights of an average, after their constraints."""
@@ -236,11 +277,40 @@ def commit(changes: Sequence[Change], record: Callable[[], None] = lambda: None)
     @tf.function(autograph=False, experimental_attributes={"_noinline": True})
     def write(values: list[tf.Tensor]) -> tf.Tensor:
         for (changed, _), value in zip(changes, values, strict=True):
-            changed.assign(value)
+            if isinstance(value, tf.IndexedSlices):
+                changed.scatter_update(value)
+            else:
+                changed.assign(value)
         record()
         return tf.constant(True)
 
     return write([value for _, value in changes])
+
+
+def taken(value: Array | tf.Variable, ids: tf.Tensor | None) -> tf.Tensor:
+    """Returns the rows of these ids; None: all."""
+    return tf.identity(value) if ids is None else tf.gather(value, ids)
+
+
+def _change(variable: tf.Variable, value: tf.Tensor, ids: tf.Tensor | None) -> Change:
+    return variable, value if ids is None else tf.IndexedSlices(value, ids)
+
+
+def _whole(change: Change) -> tf.Tensor:
+    """Returns the whole next value."""
+    variable, new = change
+    if not isinstance(new, tf.IndexedSlices):
+        return new
+    return tf.tensor_scatter_nd_update(tf.identity(variable), new.indices[:, None], new.values)
+
+
+def _change_if(some: tf.Tensor, change: Change) -> Change:
+    """Returns the change, or one to the present value unless `some`."""
+    variable, new = change
+    if not isinstance(new, tf.IndexedSlices):
+        return variable, tf.where(some, new, tf.identity(variable))
+    kept = tf.gather(variable, new.indices)
+    return variable, tf.IndexedSlices(tf.where(some, new.values, kept), new.indices)
 
 
 def precise(weights: Array) -> tf.Tensor:

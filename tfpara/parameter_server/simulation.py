@@ -17,8 +17,9 @@ from tfpara import program
 from tfpara.algorithms.asgd import AsyncRule
 from tfpara.parameter_server.counters import Pushed
 from tfpara.parameter_server.exchange import Exchange
-from tfpara.parameter_server.messages import Answer, Place, Pulled
+from tfpara.parameter_server.messages import NO_ROWS, Answer, Place, Pulled, Rows
 from tfpara.parameter_server.server import Server
+from tfpara.parameter_server.shard import taken
 from tfpara.parameter_server.strategy import AsyncStrategy
 from tfpara.parameter_server.worker_step import Block, stream_of
 from tfpara.parameter_server.workers import Training, Workers
@@ -143,6 +144,7 @@ class _Worker:
         self.epoch = self.chunk = -1
         self.iterator: Any = None
         self.element: Nest = None  # the next minibatch
+        self.rows: Rows = NO_ROWS  # of the next minibatch's block
         self.own: list[tf.Tensor] = []
         self.start = 0  # the block's first minibatch in the chunk
         self.idle_since = 0  # number of pushes up to this worker's last one
@@ -184,11 +186,11 @@ class _Simulation:
         self._now = 0.0
         self._order = collections.deque(order or ())
         self._repeats = order is not None
-        self._pull = tf.function(exchange.read, autograph=False)
+        self._pull = tf.function(exchange.read, autograph=False, reduce_retracing=True)
         self._ask = tf.function(lambda w: exchange.ask_to_pull(w, waits=False), autograph=False)
-        self._begin = tf.function(self._work.begin, autograph=False)
+        self._begin = tf.function(self._work.begin, autograph=False, reduce_retracing=True)
         self._add = tf.function(self._work.add, autograph=False, reduce_retracing=True)
-        self._push = tf.function(self._push_block, autograph=False)
+        self._push = tf.function(self._push_block, autograph=False, reduce_retracing=True)
 
     def submit(self, epoch: int, chunks: Sequence[int]) -> None:
         """Appends chunks of an epoch to the queue of chunks without a worker."""
@@ -228,13 +230,12 @@ class _Simulation:
                 continue
             if not self._ask(_long(worker.index)):
                 continue
-            worker.pulled = self._pull().with_rate(worker.rate)
-            kept = self._kept.get(worker.index)
-            if kept is None or kept.generation != self._server.generation:
-                kept = _Kept([], self._start, self._server.generation)
-            local = (kept.weights or worker.pulled.weights, kept.optimizer)
+            rows = worker.rows
+            worker.pulled = self._pull(rows).with_rate(worker.rate)
+            kept = self._kept_of(worker)
+            local = (kept.weights or worker.pulled.weights, self._of_rows(kept.optimizer, rows))
             worker.block = self._begin(
-                worker.pulled, worker.own, *(local if self._work.local else ((), ()))
+                worker.pulled, worker.own, *(local if self._work.local else ((), ())), rows
             )
             minibatches = 0
             duration = 0.0
@@ -299,7 +300,7 @@ class _Simulation:
             dataset = self._chunks.dataset(_long(epoch), _long(chunk), *arguments).skip(done)
             if self._choose_rate is not None:
                 worker.rate = self._choose_rate(dataset)
-            worker.iterator = iter(dataset)
+            worker.iterator = iter(self._work.tables.ahead(dataset, self._training.sync_period))
             worker.element = self._next_element(worker)
             stream = stream_of(self._training.order, epoch, chunk)
             worker.own = self._work.own_start(_long(stream + done))
@@ -309,10 +310,41 @@ class _Simulation:
 
     def _next_element(self, worker: _Worker) -> Nest:
         try:
-            return next(worker.iterator, None)
+            element = next(worker.iterator, None)
         except tf.errors.OpError as error:
             error.chunk = (worker.epoch, worker.chunk)
             raise
+        if element is None:
+            return None
+        minibatch, worker.rows = self._work.tables.split(element)
+        return minibatch
+
+    def _kept_of(self, worker: _Worker) -> _Kept:
+        """Returns the worker's local model and optimizer, or those to begin with."""
+        kept = self._kept.get(worker.index)
+        if kept is None or kept.generation != self._server.generation:
+            return _Kept([], self._start, self._server.generation)
+        return kept
+
+    def _of_rows(self, optimizer: Sequence[tf.Tensor], rows: Rows) -> list[tf.Tensor]:
+        """Returns the state of a local optimizer; of the slots of tables these rows."""
+        tables = self._work.slots_by_rows
+        return [
+            taken(value, rows[tables[k]] if k in tables else None)
+            for k, value in enumerate(optimizer)
+        ]
+
+    def _with_rows(
+        self, optimizer: Sequence[tf.Tensor], changed: Sequence[tf.Tensor], rows: Rows
+    ) -> list[tf.Tensor]:
+        """Returns the whole state of a local optimizer, whose slots of tables change in rows."""
+        tables = self._work.slots_by_rows
+        return [
+            tf.tensor_scatter_nd_update(value, rows[tables[k]][:, None], new)
+            if k in tables
+            else new
+            for k, (value, new) in enumerate(zip(optimizer, changed, strict=True))
+        ]
 
     def _push_of(self, worker: _Worker) -> bool:
         """Offers a push; returns False, and keeps it, if the bound on staleness forbids it."""
@@ -326,8 +358,10 @@ class _Simulation:
         worker.start += int(block.minibatches)
         worker.idle_since = int(answer.versions[0])
         if self._work.local:
-            kept = self._work.kept(block, answer.moves)
-            self._kept[worker.index] = _Kept(*kept, self._server.generation)
+            weights, optimizer = self._work.kept(block, answer.moves)
+            whole = self._kept_of(worker).optimizer
+            optimizer = self._with_rows(whole, optimizer, block.rows)
+            self._kept[worker.index] = _Kept(weights, optimizer, self._server.generation)
         if worker.element is None:
             self._finish(worker)
         return True

@@ -108,6 +108,8 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy, Strategy):
             minibatch whose loss or gradient has NaN or Inf changes nothing.
         nonfinite_share: with "skip", the share of an epoch's minibatches, in [0, 1], above which
             the run ends; looked at where the epoch ends, and before that once ten were left out.
+        sparse_embeddings: whether of `Embedding` tables of 4 MB and more only the rows that a
+            push's minibatches use are pulled, pushed and stepped. False: whole tables.
         timeout_seconds: silence after which a worker or parameter server counts as lost; also
             how long training waits for a worker when all are lost.
         startup_timeout_seconds: longest wait for all processes to start.
@@ -129,6 +131,7 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy, Strategy):
         record: bool = False,
         nonfinite: str = "raise",
         nonfinite_share: float = 0.01,
+        sparse_embeddings: bool = True,
         timeout_seconds: float = 60.0,
         startup_timeout_seconds: float = 300.0,
         _processes: Workers | None = None,
@@ -167,6 +170,7 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy, Strategy):
             record=record,
             nonfinite=nonfinite,
             nonfinite_share=nonfinite_share,
+            sparse_embeddings=sparse_embeddings,
         )
         self.running: Fit | None = None
 

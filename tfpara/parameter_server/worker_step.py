@@ -27,8 +27,9 @@ from tfpara.keras_model import (
     parts_not_trained,
     told_of_fit,
 )
-from tfpara.parameter_server.messages import Place, Pulled, Push
+from tfpara.parameter_server.messages import NO_ROWS, Place, Pulled, Push, Rows
 from tfpara.parameter_server.server import metric_variables
+from tfpara.parameter_server.tables import Tables
 from tfpara.typing import Nest
 
 # 2^64 divided by the golden ratio, as a signed number. Its multiples differ in the upper bits.
@@ -50,6 +51,7 @@ def stream_of(order: Sequence[int], epoch: int, chunk: int) -> int:
 class Block(NamedTuple):
     """A worker's state between a pull and a push: lists of tensors."""
 
+    rows: Rows  # with which `weights` were pulled
     weights: list[tf.Tensor]  # for the next minibatch: as pulled (ASGD), or after local steps
     gradients: list[tf.Tensor]  # sums; empty before the first minibatch, and for local steps
     squares: list[tf.Tensor]  # sums of the gradients' squares; empty if not needed
@@ -73,11 +75,15 @@ class WorkerStep:
         spec: the element spec of the minibatches.
         sync_period: τ, minibatches of a block.
         skips: whether minibatches whose loss or gradients have NaN or Inf change nothing.
+        by_rows: whether large tables are pulled and pushed by rows, where that can be.
 
     Attributes:
         state: the model's variables whose values are in `Block.state`.
         local, local_models: whether workers have local optimizers, and local models.
         frozen, frozen_values: weights that are not trained, and their values in the graphs.
+        tables: the tables that are pulled and pushed by rows.
+        slots_by_rows: for each of their slots, by its position in the local optimizer's state, the
+            index of the table.
         fit: how the local momentum is fitted to the block, in words; empty if it is not fitted.
 
     Raises:
@@ -91,6 +97,7 @@ class WorkerStep:
         spec: Nest,
         sync_period: int,
         skips: bool = False,
+        by_rows: bool = True,
     ) -> None:
         _check(model)
         _build_metrics(model, spec)
@@ -121,6 +128,23 @@ class WorkerStep:
                 of_rate = float(factor) if momentum_of(model.optimizer) else 1.0
                 self._steps.limit_memory(float(shorter), of_rate)
                 self.fit = told_of_fit(model.optimizer, sync_period, float(shorter), of_rate)
+        self.tables = Tables(model, rule)
+        if by_rows:
+            groups = (self.weights, self.state, self._own, self._metrics)
+            specs = [[tf.TensorSpec(v.shape, v.dtype) for v in group] for group in groups]
+            self.tables.find(self._trace, spec, specs)
+        owners = self._steps.owners if self._steps else []
+        self.slots_by_rows = {
+            k: owner for k, owner in enumerate(owners) if owner in self.tables.indices
+        }
+
+    def _trace(self, data: Nest, values: Sequence[Sequence[tf.Tensor]]) -> None:
+        """Computes a minibatch, its loss and metrics; `values` are those of the variables."""
+        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+        with self._scope(*values):
+            outputs = self.model(x, training=True)
+            _loss(self.model, x, y, outputs, sample_weight, training=True)
+            self.model.compute_metrics(x, y, outputs, sample_weight=sample_weight)
 
     @property
     def has_these_weights(self) -> bool:
@@ -162,6 +186,7 @@ class WorkerStep:
         own: Sequence[tf.Tensor],
         weights: Sequence[tf.Tensor] = (),
         optimizer: Sequence[tf.Tensor] = (),
+        rows: Rows = NO_ROWS,
     ) -> Block:
         """Returns a block without minibatches.
 
@@ -169,6 +194,7 @@ class WorkerStep:
             pulled: the servers' model, and the block's learning rate for local steps.
             own: `Block.own` of the previous block in the same chunk, or `own_start`.
             weights, optimizer: the local model and optimizer, if the rule has them.
+            rows: the rows with which the model was pulled.
         """
         optimizer = list(optimizer)
         if pulled.rate is not None:
@@ -176,6 +202,7 @@ class WorkerStep:
         pulled_weights = [tf.identity(w) for w in pulled.weights]  # sent to this worker only once
         zero = tf.zeros([], tf.int64)
         return Block(
+            rows={index: tf.identity(ids) for index, ids in rows.items()},
             weights=list(weights) if self.local_models else pulled_weights,
             gradients=[],
             squares=[tf.zeros_like(w) for w in pulled_weights] if self._squares else [],
@@ -213,7 +240,7 @@ class WorkerStep:
             scope = self._scope(block.weights, block.state, block.own, block.metrics, tape)
             tape.watch(block.weights)
             of_state.watch(block.state)
-            with scope:
+            with scope, self.tables.looked_up(block.rows):
                 outputs = model(x, training=True)
                 loss = _loss(model, x, y, outputs, sample_weight, training=True)
         self._check_assigned(scope.assigned)
@@ -226,7 +253,9 @@ class WorkerStep:
             tf.add_n([tf.convert_to_tensor(g) for g in of_one])
             for of_one in tape.gradient(loss, stood, unconnected_gradients=zero)
         ]
-        with scope:
+        for index in block.rows:  # a loop over minibatches needs it
+            gradients[index].set_shape(block.weights[index].shape)
+        with scope, self.tables.looked_up(block.rows):
             for metric in model.metrics:
                 if metric.name == "loss":
                     metric.update_state(loss, sample_weight=samples)
@@ -320,7 +349,10 @@ class WorkerStep:
         variables = [*weighed, *self.state, *self._own, *self._metrics]
         frozen = map(tf.convert_to_tensor, self.frozen_values)
         values = [*weights, *frozen, *state, *own, *metrics]
-        return _Scope(list(zip(variables, values, strict=True)), weighed, tape)
+        tables = {id(self.weights[k]): (k, weights[k]) for k in self.tables.known}
+        pairs = zip(variables, values, strict=True)
+        mapping = [(v, value) for v, value in pairs if id(v) not in tables]
+        return _Scope(mapping, weighed, tape, tables, self.tables.is_read)
 
     def push(
         self, block: Block, pulled: Pulled, worker: tf.Tensor, place: Place, rate: tf.Tensor
@@ -351,6 +383,7 @@ class WorkerStep:
             minibatches=block.minibatches,
             samples=block.samples,
             rate=rate,
+            rows=block.rows,
             squares=squares,
             left_out=[block.minibatches - _trained(block)] if self._skips else [],
         )
@@ -392,6 +425,9 @@ def _tell(block: Block, worker: tf.Tensor, place: Place) -> None:
 class _Scope(keras.StatelessScope):
     """A scope that keeps what layers such as SpectralNormalization assign to `weights`.
 
+    The values of `tables`, by the variable's id with the number that `is_read` is told, may be rows
+    of them: Keras' own mapping takes whole values alone.
+
     Keras computes a weight's gradient with respect to its variable, before and after such an
     assignment, but not through it. Here the gradient is the sum of those of all tensors that stood
     for the weight; the tape watches them.
@@ -405,10 +441,20 @@ class _Scope(keras.StatelessScope):
         mapping: list[tuple[keras.Variable, tf.Tensor]],
         weights: Sequence[keras.Variable],
         tape: tf.GradientTape | None,
+        tables: dict[int, tuple[int, tf.Tensor]],
+        is_read: Callable[[int, bool], None],
     ) -> None:
         super().__init__(state_mapping=mapping, collect_losses=True)
         self._weights, self._tape = {id(v) for v in weights}, tape
         self.assigned: dict[int, list[tf.Tensor]] = {}
+        self._tables, self._is_read = tables, is_read
+
+    def get_current_value(self, variable: keras.Variable) -> tf.Tensor | None:
+        if id(variable) not in self._tables:
+            return super().get_current_value(variable)
+        index, value = self._tables[id(variable)]
+        self._is_read(index, False)
+        return value
 
     def add_update(self, update: tuple[keras.Variable, tf.Tensor]) -> None:
         variable, value = update
@@ -417,6 +463,11 @@ class _Scope(keras.StatelessScope):
             if self._tape is not None:
                 self._tape.watch(value)
             self.assigned.setdefault(id(variable), []).append(value)
+        if id(variable) in self._tables:
+            index, _ = self._tables[id(variable)]
+            self._is_read(index, True)
+            self._tables[id(variable)] = index, value
+            return
         super().add_update((variable, value))
 
 

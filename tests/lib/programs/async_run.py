@@ -115,10 +115,18 @@ def count(y_true, y_pred):
     return tf.reduce_sum(y_pred, axis=-1)
 
 
-def counting_model():
+def table():
+    """Returns a table of 4 MB, which is pulled and pushed by rows."""
+    return keras.layers.Embedding(2**16, 16, embeddings_initializer="zeros")
+
+
+def counting_model(tables=False):
     """Returns a model of two weights that both count how often each sample was in a gradient."""
     x = keras.Input((IDS,))
     parts = [keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")(x) for _ in "ab"]
+    if tables:
+        x = keras.Input((1,), dtype="int64")
+        parts = [keras.layers.Flatten()(table()(x)) for _ in "ab"]
     model = keras.Model(x, keras.layers.Add()(parts))
     model.compile(keras.optimizers.SGD(1.0), keras.losses.MeanSquaredError())
     model.compile(
@@ -127,17 +135,20 @@ def counting_model():
     return model
 
 
-def samples(count, batch):
-    """Returns data whose inputs are one-hot vectors of the samples' numbers."""
-    x = np.eye(IDS, dtype=np.float32)[np.arange(count) % IDS]
+def samples(count, batch, tables=False):
+    """Returns data whose inputs are the samples' numbers, as one-hot vectors or for tables."""
+    x = np.arange(count) % IDS
+    x = x[:, None] if tables else np.eye(IDS, dtype=np.float32)[x]
     return x, np.zeros([count, 1], np.float32)
 
 
 def counted(model, strategy):
     """Returns how often each sample was in the weights, and what the servers' books say."""
     statistics = strategy.statistics(model)
-    weights = [(-w.numpy()).round(3).ravel().tolist() for w in model.trainable_variables]
+    weights = [(-w.numpy()[:IDS]).round(3).ravel().tolist() for w in model.trainable_variables]
     return {
+        "by_rows": len(strategy._models.of(model).work.tables.indices),
+        "unused": max(float(abs(w.numpy()[IDS:]).sum()) for w in model.trainable_variables),
         "smallest": [min(w) for w in weights],
         "largest": [max(w) for w in weights],
         "mean": [sum(w) / IDS for w in weights],
@@ -152,15 +163,25 @@ BATCH = 1
 
 
 def train_counting(
-    servers, rule, *, minibatches, batch, epochs, chunks, during=None, shuffled=False, **options
+    servers,
+    rule,
+    *,
+    minibatches,
+    batch,
+    epochs,
+    chunks,
+    during=None,
+    shuffled=False,
+    tables=False,
+    **options,
 ):
     """Trains the model that counts; `during` runs beside it in a thread."""
     global BATCH
     BATCH = batch
     strategy = AsyncStrategy(rule, _processes=servers, **options)
     with strategy.scope():
-        model = counting_model()
-    x, y = samples(minibatches * batch, batch)
+        model = counting_model(tables)
+    x, y = samples(minibatches * batch, batch, tables)
     stop = threading.Event()
     thread = threading.Thread(target=during, args=(servers, strategy, stop)) if during else None
     if thread:
@@ -279,6 +300,17 @@ def scenario_counting(servers, options):
     return train_counting(servers, rule, during=during, **options)
 
 
+def model_with_a_table():
+    x = keras.Input((6,), dtype="int64")
+    y = keras.layers.Dense(3)(keras.layers.Flatten()(table()(x)))
+    model = keras.Model(x, y)
+    model.compile(
+        keras.optimizers.Adam(0.01),
+        keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+    )
+    return model
+
+
 def small_model(dropout):
     layers = [keras.Input((6,)), keras.layers.Dense(5, activation="tanh")]
     layers += [keras.layers.BatchNormalization(), keras.layers.Dropout(dropout)]
@@ -296,18 +328,20 @@ def scenario_replay(servers, options):
     return [replayed(servers, *case) for case in options["cases"]]
 
 
-def replayed(servers, rule, settings, sync_period):
+def replayed(servers, rule, settings, sync_period, tables=False):
     """Runs one training on the cluster, and in simulation."""
     options = {"sync_period": sync_period}
     draw = np.random.default_rng(0)
     x = draw.normal(size=(320, 6)).astype(np.float32)
     y = (x @ draw.normal(size=(6, 3))).argmax(1)
+    if tables:
+        x = (x * 3).astype(np.int64) + 10
     rule = RULES[rule](**settings)
 
     def train(strategy):
         keras.utils.set_random_seed(0)
         with strategy.scope():
-            model = small_model(0.2)
+            model = model_with_a_table() if tables else small_model(0.2)
         history = strategy.fit(model, x, y, batch_size=8, epochs=2, verbose=0, chunks=7).history
         return model, history
 

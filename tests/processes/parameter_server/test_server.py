@@ -71,6 +71,16 @@ def test_every_minibatch_is_in_once_though_workers_are_killed():
     assert got["kills"] >= 2
 
 
+@pytest.mark.long
+def test_every_minibatch_is_in_the_rows_of_tables_once_though_workers_are_killed():
+    """Two tables on two servers, of which workers pull and push rows."""
+    options = {"minibatches": 1024, "batch": 1, "epochs": 2, "chunks": 8, "during": "kills"}
+    got = run("counting", workers=2, ps=2, rule="Downpour", sync_period=2, tables=True, **options)
+    assert (got["by_rows"], got["unused"]) == (2, 0.0)
+    check_counts(got, 2 * 1024 // 64, 2 * 1024 // 2, 2)
+    assert got["kills"] >= 1
+
+
 @pytest.mark.nightly
 def test_a_shuffled_dataset_is_read_once_though_a_worker_is_killed():
     options = {"minibatches": 512, "batch": 1, "epochs": 2, "chunks": 3, "during": "kill"}
@@ -114,7 +124,9 @@ def test_a_slow_worker_does_not_hold_up_the_others():
 @pytest.mark.nightly
 @pytest.mark.one_version
 @pytest.mark.timeout(700)
-def test_runs_on_a_cluster_are_repeated_in_the_simulation():
+@pytest.mark.parametrize("tables", [False, True])
+def test_runs_on_a_cluster_are_repeated_in_the_simulation(tables):
+    """With tables also the workers' slots, which they keep whole and read and write by rows."""
     cases = [
         ("ASGD", {"delay_compensation": 0.1}, 1),
         ("ASGD", {"delay_compensation": 0.1}, 3),
@@ -122,6 +134,7 @@ def test_runs_on_a_cluster_are_repeated_in_the_simulation():
         ("AsyncBMUF", {"block_momentum": 0.6}, 3),
         ("AsyncEASGD", {}, 3),
     ]
+    cases = [(*case, tables) for case in cases]
     results = run("replay", 600, workers=2, ps=1, cases=cases)
     for case, got in zip(cases, results, strict=True):
         assert got["records"], case

@@ -1,0 +1,302 @@
+"""Large embedding tables, of which workers pull and push only the rows that they use.
+
+A block's minibatches use the rows of some ids. The worker computes these ids from the data, before
+it pulls: the part of the model's graph that leads from the data to the ids of `Embedding` layers
+runs in the input pipeline. In the block, a table is the tensor of the pulled rows, and the layers
+look up positions in it in place of ids. So gradients, local steps and pushes have these rows alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfpara.algorithms.asgd import AsyncRule
+from tfpara.algorithms.keras_step import step_of_rows
+from tfpara.keras_model import lookups
+from tfpara.parameter_server.messages import NO_ROWS, Rows
+from tfpara.typing import Nest
+
+# Smaller tables are pulled and pushed whole.
+LARGE_BYTES = 1 << 22
+
+
+class Tables:
+    """The tables of a model whose rows are pulled and pushed, and the layers that look ids up.
+
+    Args:
+        model: built and compiled.
+        rule: a resolved rule of `tfpara.algorithms.asgd`.
+
+    Attributes:
+        known: indices of all large tables, whether they are pulled by rows or not.
+        indices: indices of these tables among the model's trainable weights.
+        lazy: those of which a push changes no other row and no other row's slots. Of the others
+            the server takes the rest of the push as zero.
+        notes: sentences for the user.
+    """
+
+    def __init__(self, model: keras.Model, rule: AsyncRule) -> None:
+        self._model, self._rule = model, rule
+        weights = model.trainable_variables
+        places = {id(v): k for k, v in enumerate(weights)}
+        self._layers: dict[int, list[keras.layers.Embedding]] = {}
+        for layer in lookups(model):
+            index = places.get(id(layer.embeddings))
+            if index is not None and _bytes(weights[index]) >= LARGE_BYTES:
+                self._layers.setdefault(index, []).append(layer)
+        self.known, self.indices = list(self._layers), list[int]()
+        self.lazy: list[int] = []
+        self.notes: list[str] = []
+        self._looking = self._by_rows = False
+        self._read_whole: set[int] = set()
+
+    def find(
+        self, trace: Callable[[Nest, Sequence[tf.Tensor]], None], spec: Nest, values: Nest
+    ) -> None:
+        """Finds out which of the tables can be pulled and pushed by rows.
+
+        Args:
+            trace: computes a minibatch and its loss in a graph, from its data and the values of all
+                variables.
+            spec: the element spec of the minibatches.
+            values: specs of the values.
+        """
+        self._trace, self._values = trace, values
+        if not self._layers:
+            return
+        weights, optimizer = self._model.trainable_variables, self._model.optimizer
+        unfit = self._graph(spec)[1]
+        for index in self._layers:
+            table, kind = weights[index], type(optimizer).__name__
+            by_rows, unmoved = step_of_rows(optimizer, table.path)
+            why = unfit.get(index, "")
+            if self._rule.local_models:
+                why = f"under {type(self._rule).__name__} each worker has a table of its own"
+            elif self._model.jit_compile:
+                why = "with jit_compile=True, XLA would compile a step for each number of rows"
+            elif table.constraint is not None:
+                why = "it has a constraint, which may need all rows"
+            elif self._rule.local_steps and not by_rows:
+                why = f"the step of {kind} needs all rows"
+            if why:
+                megabytes = _bytes(table) / 2**20
+                self.notes.append(f"{table.path!r} ({megabytes:.0f} MB) travels whole: {why}")
+                continue
+            self.indices.append(index)
+            if by_rows and not self._rule.keeps_state:
+                self.lazy.append(index)
+            if by_rows and not unmoved:
+                self.notes.append(
+                    f"of {table.path!r} only the rows that a push uses take a step of {kind}; "
+                    "other rows keep their values and slots, while plain Keras moves them too. "
+                    "AsyncStrategy(sparse_embeddings=False) does as Keras"
+                )
+
+    def ahead(self, dataset: tf.data.Dataset, period: int) -> tf.data.Dataset:
+        """Returns the dataset with the rows of its blocks: the elements are (minibatch, rows).
+
+        A block has `period` minibatches, the last one maybe fewer; its minibatches have the same
+        rows. Without tables the dataset is returned as it is.
+        """
+        if not self.indices:
+            return dataset
+        rows_of = self._program(dataset.element_spec)
+        unpacked = type(dataset.element_spec) is tuple  # tf.data gives a tuple as arguments
+
+        def whole(minibatch: tuple[Nest, ...]) -> Nest:
+            return minibatch if unpacked else minibatch[0]
+
+        if period == 1:
+            return dataset.map(lambda *minibatch: (whole(minibatch), rows_of(minibatch)))
+
+        def block(*window: Nest) -> tf.data.Dataset:
+            minibatches = tf.data.Dataset.zip(whole(window))
+            none = {index: tf.zeros([0], tf.int64) for index in self.indices}
+            rows = minibatches.map(lambda *minibatch: rows_of(minibatch)).reduce(none, _union)
+            return minibatches.map(lambda *minibatch: (whole(minibatch), rows))
+
+        return dataset.window(period).flat_map(block)
+
+    def split(self, element: Nest) -> tuple[Nest, Rows]:
+        """Returns the minibatch and the rows of an element of `ahead`."""
+        return element if self.indices else (element, NO_ROWS)
+
+    @contextlib.contextmanager
+    def looked_up(self, rows: Rows) -> Iterator[None]:
+        """A context in which the layers find ids in the pulled rows; in whole tables if none."""
+
+        def positions(index: int, ids: tf.Tensor) -> tf.Tensor:
+            wanted = tf.cast(tf.reshape(ids, [-1]), tf.int64)
+            found = tf.searchsorted(rows[index], wanted)
+            there = tf.gather(rows[index], tf.minimum(found, tf.size(rows[index]) - 1))
+            told = "tfpara: an Embedding was given an id that the data alone do not give."
+            with tf.control_dependencies([tf.debugging.assert_equal(there, wanted, told)]):
+                return tf.ensure_shape(tf.reshape(found, tf.shape(ids)), ids.shape)
+
+        if not rows:
+            yield
+            return
+        self._by_rows = True
+        try:
+            with self._hooked(list(rows), positions):
+                yield
+        finally:
+            self._by_rows = False
+
+    def is_read(self, index: int, assigned: bool) -> None:
+        """Is called when the model reads one of the `known` tables, or a layer assigns to it.
+
+        Raises ValueError where only the rows are there.
+        """
+        if self._looking and not assigned:
+            return
+        self._read_whole.add(index)
+        if self._by_rows:
+            raise ValueError(
+                f"{self._model.trainable_variables[index].path!r} is read as a whole, and only "
+                "rows of it are pulled. Give AsyncStrategy(sparse_embeddings=False)."
+            )
+
+    @contextlib.contextmanager
+    def _hooked(
+        self, indices: Sequence[int], replaced: Callable[[int, tf.Tensor], tf.Tensor]
+    ) -> Iterator[None]:
+        """A context in which the layers of these tables are called with `replaced` ids."""
+        layers = [(index, layer) for index in indices for layer in self._layers[index]]
+
+        def call_of(index: int, layer: keras.layers.Embedding) -> Callable[[Nest], tf.Tensor]:
+            original = layer.call
+
+            def call(inputs: Nest) -> tf.Tensor:
+                ids = replaced(index, _as_ids(inputs, layer.input_dim))
+                self._looking = True
+                try:
+                    return original(ids)
+                finally:
+                    self._looking = False
+
+            return call
+
+        for index, layer in layers:
+            vars(layer)["call"] = call_of(index, layer)
+        try:
+            yield
+        finally:
+            for _, layer in layers:
+                vars(layer).pop("call", None)
+
+    def _graph(self, spec: Nest) -> tuple[dict[int, list[tf.Tensor]], dict[int, str], list[str]]:
+        """Traces a minibatch of this element spec.
+
+        Returns:
+            For each table the ids that are looked up; for those that cannot be pulled by rows, why;
+            and the names of the tensors of the data.
+        """
+        ids: dict[int, list[tf.Tensor]] = {index: [] for index in self._layers}
+        unfit: dict[int, str] = {}
+
+        def record(index: int, given: Nest) -> Nest:
+            if isinstance(given, tf.Tensor):
+                ids[index].append(tf.cast(tf.reshape(given, [-1]), tf.int64))
+            else:
+                unfit[index] = "its ids are a sparse or ragged tensor"
+            return given
+
+        @tf.function(autograph=False)
+        def minibatch(data: Nest, values: Sequence[tf.Tensor]) -> None:
+            with self._hooked(list(self._layers), record):
+                self._trace(data, values)
+
+        self._read_whole.clear()
+        traced = minibatch.get_concrete_function(spec, self._values)
+        count = len([t for t in tf.nest.flatten(spec, expand_composites=True) if t is not None])
+        names = [tensor.name for tensor in traced.inputs[:count]]
+        for index, tensors in ids.items():
+            if not tensors:
+                unfit.setdefault(index, "the model does not look ids up in it")
+            elif index in self._read_whole:
+                unfit[index] = "the model reads more of it than the rows of ids"
+            elif any(_reach_beyond(tensor, traced.graph, names) for tensor in tensors):
+                unfit[index] = "its ids depend on more than the data"
+        return ids, unfit, names
+
+    def _program(self, spec: Nest) -> Callable[[Nest], Rows]:
+        """Returns the function from a minibatch of this element spec to its rows."""
+        ids, unfit, names = self._graph(spec)
+        for index in set(self.indices) & set(unfit):
+            raise ValueError(
+                f"{self._model.trainable_variables[index].path!r}: {unfit[index]}, with these data "
+                "and not with the earlier ones. Give AsyncStrategy(sparse_embeddings=False)."
+            )
+        wanted = {index: ids[index] for index in self.indices}
+        used = {op for tensors in wanted.values() for t in tensors for op in _ancestors(t)}
+        graph = next(tensors for tensors in wanted.values() if tensors)[0].graph.as_graph_def()
+        kept = [node for node in graph.node if node.name in {op.name for op in used}]
+        for node in kept:
+            node.device = ""
+        pruned = tf.compat.v1.GraphDef(node=kept, library=graph.library, versions=graph.versions)
+        there = {f"{node.name}:0" for node in kept}
+
+        def rows(minibatch: Nest) -> Rows:
+            flat = tf.nest.flatten(minibatch, expand_composites=True)
+            given = dict(zip(names, (t for t in flat if t is not None), strict=True))
+            return {
+                index: _unique(
+                    tf.graph_util.import_graph_def(
+                        pruned,
+                        {name: tensor for name, tensor in given.items() if name in there},
+                        [tensor.name for tensor in tensors],
+                    )
+                )
+                for index, tensors in wanted.items()
+            }
+
+        return rows
+
+
+def _as_ids(inputs: Nest, size: int) -> Nest:
+    """Returns the ids as the layer looks them up, from 0; other than dense tensors as they are."""
+    if isinstance(inputs, tf.SparseTensor | tf.RaggedTensor):
+        return inputs
+    ids = tf.convert_to_tensor(inputs)
+    if ids.dtype not in (tf.int32, tf.int64):
+        ids = tf.cast(ids, tf.int32)
+    return tf.where(ids < 0, ids + size, ids)
+
+
+def _unique(ids: Sequence[tf.Tensor]) -> tf.Tensor:
+    return tf.sort(tf.unique(tf.concat([*ids, tf.zeros([0], tf.int64)], 0)).y)
+
+
+def _union(some: Rows, others: Rows) -> Rows:
+    return {index: _unique([some[index], others[index]]) for index in some}
+
+
+def _bytes(table: keras.Variable) -> int:
+    return table.value.shape.num_elements() * table.value.dtype.size
+
+
+def _ancestors(tensor: tf.Tensor) -> set[Any]:
+    """Returns the operations of a graph that a tensor needs."""
+    found, left = set(), [tensor.op]
+    while left:
+        op = left.pop()
+        if op not in found:
+            found.add(op)
+            left += [*op.control_inputs, *(t.op for t in op.inputs)]
+    return found
+
+
+def _reach_beyond(tensor: tf.Tensor, graph: tf.Graph, data: Sequence[str]) -> bool:
+    """Returns whether a tensor needs more than the `data` and operations without a state."""
+    if tensor.graph is not graph:  # it is within a loop or a function of its own
+        return True
+    return any(
+        op.outputs[0].name not in data if op.type == "Placeholder" else op.op_def.is_stateful
+        for op in _ancestors(tensor)
+    )
