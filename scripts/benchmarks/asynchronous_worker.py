@@ -2,9 +2,10 @@
 
     python -m scripts.benchmarks.asynchronous_worker JSON
 
-The system "tfpara" trains with `tfpara.AsyncStrategy`, "whole" too, but with whole tables. "stock" is the loop of TensorFlow's guide:
-`ParameterServerStrategy`, and for each step a scheduled function with Keras' optimizer. All run in
-the same kind of processes. The chief prints the figures as a line of JSON.
+The system "tfpara" trains with `tfpara.AsyncStrategy`, "whole" too, but with whole tables. "stock"
+is the loop of TensorFlow's guide: `ParameterServerStrategy`, and for each step a scheduled function
+with Keras' optimizer. All run in the same kind of processes. The chief prints the figures as a line
+of JSON.
 """
 
 from __future__ import annotations
