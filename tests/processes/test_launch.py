@@ -821,6 +821,8 @@ if line.founding:
         (again.parent / f"pid-{os.getpid()}").touch()
         sys.exit(3)
     if when == "while others train":
+        while runs(again.parent): time.sleep(0.01)
+        time.sleep(1.0)  # trains on, while the launcher looks at the end of worker 0
         form = line.met(form.number, None, True)
         assert form.tasks == (line.task,) and line.ready(form.number)
     else:

@@ -152,7 +152,7 @@ def test_prediction_by_hand():
     assert costs.slowdown == pytest.approx(1.25)
     assert costs.local_seconds == pytest.approx(0.1)
     assert costs.link.bytes_per_second == pytest.approx(100e6)
-    first, second = predictions(rows, costs, 10, {"80 Mbit/s": Link.of_mbit(80)})
+    first, second = predictions(rows, costs, 10, {"80 Mbit/s": Link(10e6)})
     # 20 samples in 0.125 + 0.5 s; 200 samples in 1.25 + 0.1 + 1 s.
     assert first["predicted_samples_per_second"] == pytest.approx(20 / 0.625)
     assert second["predicted_samples_per_second"] == pytest.approx(200 / 2.35)

@@ -75,6 +75,7 @@ def test_its_weights_are_those_of_an_uninterrupted_run_bit_for_bit(resumed):
             np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.nightly
 def test_its_log_has_every_epoch_once(resumed):
     one, two, _ = resumed
     assert len(epochs(one)) == len(epochs(two)) >= 4
@@ -82,6 +83,7 @@ def test_its_log_has_every_epoch_once(resumed):
         assert [log[name] for log in epochs(one)] == [log[name] for log in epochs(two)]
 
 
+@pytest.mark.nightly
 def test_tensorboard_goes_on(resumed):
     steps = []
     for path in sorted(resumed[0].glob("tensorboard/events.out.*"), key=os.path.getmtime):
