@@ -185,7 +185,8 @@ def lookups(model: keras.Model) -> list[keras.layers.Embedding]:
     """
     embedding = keras.layers.Embedding
     layers = [layer for layer in model._flatten_layers() if isinstance(layer, embedding)]
-    return [layer for layer in layers if type(layer).call is embedding.call and layer.built]
+    layers = [layer for layer in layers if layer.built and "call" not in vars(layer)]
+    return [layer for layer in layers if type(layer).call is embedding.call]
 
 
 def parts_not_trained(

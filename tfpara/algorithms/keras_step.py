@@ -312,21 +312,23 @@ def step_of_rows(optimizer: keras.optimizers.Optimizer, path: str) -> tuple[bool
     Returns:
         Whether the step of a row depends on no other row, and the rows of a slot begin alike; and
         whether a row whose gradient is zero keeps its value and its slots, as under SGD without
-        momentum and under Adagrad.
+        momentum and under Adagrad. Ftrl moves a row that has had no gradient yet.
     """
     start = np.asarray([[1.0, -2.0], [0.5, 3.0], [4.0, 0.25]], np.float32)
-    gradients = [start[::-1], start * 0.5, start[::-1] * [[1.0], [0.0], [2.0]]]
+    factors = [[1.0], [1.0], [0.0]], [[0.5], [1.0], [2.0]], [[1.0], [0.0], [2.0]]
+    gradients = [start[::-1] * np.asarray(factor) for factor in factors]
 
     def trained(rows: slice) -> list[list[Any]]:
         """Returns the weight and its slots before the first step and after each."""
         weight = keras.Variable(start[rows], name=path.split("/")[-1])
         weight._path = path  # as in `KerasSteps`
-        steps = KerasSteps(optimizer, [weight], clip=False)
+        # A schedule, too, is a number then.
+        steps = KerasSteps(optimizer, [weight], clip=False, told_rate=True)
         weights, state = [tf.constant(start[rows])], [tf.constant(v) for v in steps.initial]
         slots = [k for k, owner in enumerate(steps.owners) if owner == 0]
         found = [[np.asarray(state[k]) for k in slots]]
         for gradient in gradients:
-            if steps.rate_index is not None:  # a rate of 0 would show nothing
+            if steps.rate_index is not None:  # a rate of 0, or near it, would show nothing
                 state[steps.rate_index] = tf.constant(0.5)
             weights, state = steps(weights, state, [tf.constant(gradient[rows], tf.float32)])
             found.append([v.numpy() for v in (*weights, *(state[k] for k in slots))])
@@ -339,11 +341,11 @@ def step_of_rows(optimizer: keras.optimizers.Optimizer, path: str) -> tuple[bool
         for step, *of_rows in zip(whole, *alone, strict=True)
         for value, *rows in zip(step, *of_rows, strict=True)
     )
-    unmoved = all(
-        np.array_equal(before[1], after[1])
-        for before, after in zip(whole[-2], whole[-1], strict=True)
+    unmoved = by_rows and all(
+        np.array_equal(before[2], after[2]) and np.array_equal(earlier[1], later[1])
+        for before, after, earlier, later in zip([start, *first], *whole, strict=True)
     )
-    return by_rows, by_rows and unmoved
+    return by_rows, unmoved
 
 
 def check_plain(optimizer: keras.optimizers.Optimizer) -> None:

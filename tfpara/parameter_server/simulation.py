@@ -186,6 +186,7 @@ class _Simulation:
         self._now = 0.0
         self._order = collections.deque(order or ())
         self._repeats = order is not None
+        self._with_rows_of: tuple[Nest, Any] | None = None  # spec, and `Tables.ahead` of it
         self._pull = tf.function(exchange.read, autograph=False, reduce_retracing=True)
         self._ask = tf.function(lambda w: exchange.ask_to_pull(w, waits=False), autograph=False)
         self._begin = tf.function(self._work.begin, autograph=False, reduce_retracing=True)
@@ -300,13 +301,21 @@ class _Simulation:
             dataset = self._chunks.dataset(_long(epoch), _long(chunk), *arguments).skip(done)
             if self._choose_rate is not None:
                 worker.rate = self._choose_rate(dataset)
-            worker.iterator = iter(self._work.tables.ahead(dataset, self._training.sync_period))
+            worker.iterator = iter(self._ahead(dataset))
             worker.element = self._next_element(worker)
             stream = stream_of(self._training.order, epoch, chunk)
             worker.own = self._work.own_start(_long(stream + done))
             if worker.element is None:
                 self._finish(worker)
         return worker.element is not None
+
+    def _ahead(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
+        """Returns the dataset with the rows of its blocks; the model is traced once for a spec."""
+        spec = dataset.element_spec
+        if self._with_rows_of is None or self._with_rows_of[0] != spec:
+            period = self._training.sync_period
+            self._with_rows_of = spec, self._work.tables.ahead(spec, period)
+        return self._with_rows_of[1](dataset)
 
     def _next_element(self, worker: _Worker) -> Nest:
         try:

@@ -24,6 +24,14 @@ from tfpara.typing import Nest
 # Smaller tables are pulled and pushed whole.
 LARGE_BYTES = 1 << 22
 
+# Operations that give floating-point numbers and do not round, except to another type.
+_EXACT = {
+    *("Placeholder", "Const", "Identity", "Cast", "Reshape", "Squeeze", "ExpandDims", "Transpose"),
+    *("StridedSlice", "Slice", "Split", "SplitV", "Unpack", "Pack", "ConcatV2", "GatherV2"),
+    *("Tile", "BroadcastTo", "Pad", "PadV2", "ReverseV2", "SelectV2", "Neg", "Abs", "Floor"),
+    *("Ceil", "Round", "Rint", "Sign", "Minimum", "Maximum", "Relu"),
+}
+
 
 class Tables:
     """The tables of a model whose rows are pulled and pushed, and the layers that look ids up.
@@ -97,22 +105,22 @@ class Tables:
                     "AsyncStrategy(sparse_embeddings=False) does as Keras"
                 )
 
-    def ahead(self, dataset: tf.data.Dataset, period: int) -> tf.data.Dataset:
-        """Returns the dataset with the rows of its blocks: the elements are (minibatch, rows).
+    def ahead(self, spec: Nest, period: int) -> Callable[[tf.data.Dataset], tf.data.Dataset]:
+        """Returns a function from a dataset, of this element spec, to one with the blocks' rows.
 
-        A block has `period` minibatches, the last one maybe fewer; its minibatches have the same
-        rows. Without tables the dataset is returned as it is.
+        The elements are then (minibatch, rows). A block has `period` minibatches, the last one
+        maybe fewer; its minibatches have the same rows. Without tables a dataset stays as it is.
         """
         if not self.indices:
-            return dataset
-        rows_of = self._program(dataset.element_spec)
-        unpacked = type(dataset.element_spec) is tuple  # tf.data gives a tuple as arguments
+            return lambda dataset: dataset
+        rows_of = self._program(spec)
+        unpacked = type(spec) is tuple  # tf.data gives a tuple as arguments
 
         def whole(minibatch: tuple[Nest, ...]) -> Nest:
             return minibatch if unpacked else minibatch[0]
 
         if period == 1:
-            return dataset.map(lambda *minibatch: (whole(minibatch), rows_of(minibatch)))
+            return lambda data: data.map(lambda *batch: (whole(batch), rows_of(batch)))
 
         def block(*window: Nest) -> tf.data.Dataset:
             minibatches = tf.data.Dataset.zip(whole(window))
@@ -120,7 +128,7 @@ class Tables:
             rows = minibatches.map(lambda *minibatch: rows_of(minibatch)).reduce(none, _union)
             return minibatches.map(lambda *minibatch: (whole(minibatch), rows))
 
-        return dataset.window(period).flat_map(block)
+        return lambda dataset: dataset.window(period).flat_map(block)
 
     def split(self, element: Nest) -> tuple[Nest, Rows]:
         """Returns the minibatch and the rows of an element of `ahead`."""
@@ -134,7 +142,10 @@ class Tables:
             wanted = tf.cast(tf.reshape(ids, [-1]), tf.int64)
             found = tf.searchsorted(rows[index], wanted)
             there = tf.gather(rows[index], tf.minimum(found, tf.size(rows[index]) - 1))
-            told = "tfpara: an Embedding was given an id that the data alone do not give."
+            told = (
+                "tfpara: an Embedding was given an id that the data alone do not give. Give "
+                "AsyncStrategy(sparse_embeddings=False)."
+            )
             with tf.control_dependencies([tf.debugging.assert_equal(there, wanted, told)]):
                 return tf.ensure_shape(tf.reshape(found, tf.shape(ids)), ids.shape)
 
@@ -223,6 +234,10 @@ class Tables:
                 unfit[index] = "the model reads more of it than the rows of ids"
             elif any(_reach_beyond(tensor, traced.graph, names) for tensor in tensors):
                 unfit[index] = "its ids depend on more than the data"
+            elif any(map(_may_round, tensors)):
+                unfit[index] = (
+                    "its ids are computed with floating-point numbers, or in a tf.function"
+                )
         return ids, unfit, names
 
     def _program(self, spec: Nest) -> Callable[[Nest], Rows]:
@@ -300,3 +315,18 @@ def _reach_beyond(tensor: tf.Tensor, graph: tf.Graph, data: Sequence[str]) -> bo
         op.outputs[0].name not in data if op.type == "Placeholder" else op.op_def.is_stateful
         for op in _ancestors(tensor)
     )
+
+
+def _may_round(tensor: tf.Tensor) -> bool:
+    """Returns whether a tensor comes from floating-point arithmetic, or from a function's graph.
+
+    TensorFlow may compute x / 0.1 as x * 10 in one graph and not in another. So the input pipeline
+    could find other ids than the step does.
+    """
+
+    def may(op: tf.Operation) -> bool:
+        floating = any(out.dtype.is_floating for out in op.outputs)
+        is_call = any(value.HasField("func") for value in op.node_def.attr.values())
+        return is_call or (floating and op.type not in _EXACT)
+
+    return any(map(may, _ancestors(tensor)))

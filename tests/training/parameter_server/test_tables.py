@@ -7,6 +7,8 @@ import tensorflow as tf
 from keras import layers, optimizers
 
 import tfpara
+from tfpara.algorithms.keras_step import step_of_rows
+from tfpara.keras_model import lookups
 from tfpara.parameter_server import tables
 from tfpara.parameter_server.exchange import Exchange
 from tfpara.parameter_server.messages import Place, Push
@@ -33,7 +35,11 @@ def model_of(optimizer):
     a, b = keras.Input((3,), dtype="int64", name="a"), keras.Input((5,), name="b")
     table = layers.Embedding(IDS, WIDTH)
     inner = keras.Sequential([layers.Embedding(30, 6), layers.GlobalAveragePooling1D()])
-    parts = [layers.Flatten()(table(a)), layers.Flatten()(table(a[:, ::-2])), inner(b * 2)]
+    parts = [
+        layers.Flatten()(table(a)),
+        layers.Flatten()(table(a[:, ::-2])),
+        inner(keras.ops.cast(b, "int32") * 2),
+    ]
     y = layers.Dense(1)(layers.Dropout(0.2)(layers.Concatenate()(parts)))
     model = keras.Model({"a": a, "b": b}, y)
     model.compile(optimizer, "mse")
@@ -226,6 +232,20 @@ def test_the_user_is_told_where_rows_alone_are_another_step(capfd):
     assert np.abs(found["weight/0"] - whole["weight/0"]).max() > 1e-3
 
 
+def slow_start():
+    """After three steps of it no weight has moved by a bit that shows."""
+    return optimizers.schedules.PolynomialDecay(0.0, 10**6, 1.0)
+
+
+def test_what_a_step_does_to_rows_is_found_whatever_the_rate():
+    """By rows; and without a gradient a row stays, from the beginning on."""
+    path = "embedding/embeddings"
+    assert step_of_rows(optimizers.SGD(slow_start()), path) == (True, True)
+    assert step_of_rows(optimizers.SGD(slow_start(), weight_decay=0.1), path) == (True, False)
+    assert step_of_rows(optimizers.Lamb(slow_start()), path) == (False, False)
+    assert step_of_rows(optimizers.Ftrl(0.1), path) == (True, False)  # it clears unused rows
+
+
 def plain(inputs, table):
     return layers.Flatten()(table(inputs))
 
@@ -244,6 +264,19 @@ def learned(inputs, table):
     """The ids are computed by weights."""
     scores = layers.Dense(IDS)(keras.ops.cast(inputs, "float32"))
     return layers.Flatten()(table(layers.Lambda(lambda s: tf.argmax(s, -1)[:, None])(scores)))
+
+
+def bucket(x):
+    """The step may compute x / 0.1 as x * 10, and the input pipeline does not."""
+    return tf.cast(tf.floor(x / 0.1), tf.int64)
+
+
+def divided(inputs, table, of=bucket):
+    return layers.Flatten()(table(layers.Lambda(of)(keras.ops.cast(inputs, "float32"))))
+
+
+def divided_in_a_function(inputs, table):
+    return divided(inputs, table, tf.function(bucket))
 
 
 def drawn(inputs, table):
@@ -274,6 +307,8 @@ def mapped(inputs, table):
         (plain, {"embeddings_regularizer": "l2"}, "ASGD", "sgd", "reads more of it than the rows"),
         (plain, {"embeddings_constraint": "max_norm"}, "ASGD", "sgd", "it has a constraint"),
         (learned, {}, "ASGD", "sgd", "its ids depend on more than the data"),
+        (divided, {}, "ASGD", "sgd", "its ids are computed with floating-point numbers"),
+        (divided_in_a_function, {}, "ASGD", "sgd", "or in a tf.function"),
         (drawn, {}, "ASGD", "sgd", "its ids depend on more than the data"),
         (mapped, {}, "ASGD", "sgd", "its ids depend on more than the data"),
         (plain, {}, "AsyncEASGD", "sgd", "under AsyncEASGD each worker has a table of its own"),
@@ -351,6 +386,34 @@ def test_other_data_and_a_search_of_the_rate():
     for width in (3, 6):
         strategy.fit(model, np.tile(X["a"], (1, width // 3)), Y, batch_size=8, verbose=0)
     assert strategy.statistics(model).samples == 2 * 96
+
+
+@pytest.mark.parametrize("kind", ["float32", "uint8"])
+def test_ids_may_be_selected_among_other_numbers(kind):
+    """Floating-point numbers that are moved, but not computed, are ids as they are."""
+    inputs = keras.Input((4,), dtype=kind)
+    table = layers.Embedding(IDS, WIDTH)
+    model = keras.Model(inputs, layers.Dense(1)(layers.Flatten()(table(inputs[:, :3]))))
+    model.compile("sgd", "mse")
+    spec = (tf.TensorSpec([None, 4], kind), tf.TensorSpec([None, 1]))
+    assert WorkerStep(model, tfpara.ASGD(), spec, 1).tables.indices == [0]
+
+
+def test_the_simulation_traces_the_ids_once(monkeypatch):
+    traced = []
+    program = tables.Tables._program
+    monkeypatch.setattr(
+        tables.Tables, "_program", lambda *given: traced.append(given) or program(*given)
+    )
+    trained(tfpara.ASGD(), lambda: optimizers.SGD(0.1), True, 2, epochs=2)
+    assert len(traced) == 1
+
+
+def test_a_layer_whose_call_was_replaced_is_let_alone():
+    model = keras.Sequential([keras.Input((3,), dtype="int64"), layers.Embedding(IDS, WIDTH)])
+    assert lookups(model) == [model.layers[0]]
+    model.layers[0].call = lambda ids: ids
+    assert lookups(model) == []
 
 
 def test_an_id_outside_of_the_table_is_named():
