@@ -215,7 +215,8 @@ def _of_dataset(dataset: tf.data.Dataset, count: int, order: Sequence[int]) -> C
 def _of_arrays(
     data: Data, batch_size: int, shuffle: bool, count: int, order: Sequence[int], sent: bool
 ) -> Chunks:
-    data = tf.nest.map_structure(np.asarray, data)
+    # tf.data would stack the elements of a list.
+    data = keras.tree.lists_to_tuples(tf.nest.map_structure(np.asarray, data))
     arrays = tf.nest.flatten(data)
     lengths = sorted({len(array) if array.ndim else 0 for array in arrays})
     if len(lengths) != 1 or lengths[0] == 0:

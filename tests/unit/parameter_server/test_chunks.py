@@ -66,6 +66,16 @@ def test_arrays_are_used_once_in_an_epoch(data, size, batch, shuffle, epoch):
             np.testing.assert_array_equal(rows[:, 0].astype(int) % 3, labels)
 
 
+def test_inputs_may_be_a_list_of_arrays():
+    x, y = numbered(5)
+    chunks = as_chunks([x, x[:, 0] + 1], [y, y], batch_size=3, shuffle=False, count=1)
+    ((first, second),) = read(chunks)
+    for rows, (inputs, labels) in ((slice(3), first), (slice(3, 5), second)):
+        np.testing.assert_array_equal(inputs[0], x[rows])
+        np.testing.assert_array_equal(inputs[1], x[rows, 0] + 1)
+        np.testing.assert_array_equal(labels[1], y[rows])
+
+
 def test_chunks_of_this_process_copy_no_array(monkeypatch):
     x, y = numbered(5000)
     given = {"batch_size": 64, "count": 3, "order": [4]}
