@@ -55,7 +55,7 @@ class Table(NamedTuple):
 
 # -- paper 003: DNNs under ASGD, BMUF, BSP and EASGD -----------------------------------------------
 
-# Our minibatches, by the paper's: ours are a sixteenth.
+# Our minibatch size for each size in the paper: a sixteenth of it.
 _MINIBATCHES = {256: 16, 1024: 64, 4096: 256}
 _CLASSICAL = ("--rule=bmuf", "--nonesterov", "--noblock_momentum_warmup", "--block_learning_rate=1")
 _RULES = {

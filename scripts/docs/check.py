@@ -85,7 +85,7 @@ def browser() -> str | None:
 
 
 def wrong_in_browser(site: Path, program: str) -> Iterator[str]:
-    """Yields faults that a browser finds in the pages, and in the search, opened from files."""
+    """Yields faults that a browser finds: in pages by HTTP, and in the search by file://."""
     reports: queue.Queue[list[str]] = queue.Queue()
     handler = functools.partial(_Pages, reports, directory=str(site))
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)

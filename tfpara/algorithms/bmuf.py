@@ -19,7 +19,7 @@ _SCALINGS: Mapping[str, tuple[Callable[[int], float], float]] = {
     "linear": (float, 1.0),
     "sqrt": (math.sqrt, 20.0),
 }
-_ADAMS_WARMUP = 5.0  # blocks in which the default gain rises by one; see docs/study.md
+_ADAMS_WARMUP = 5.0  # number of blocks in which the default gain rises by one; see docs/study.md
 _LARGEST_DEFAULT = 0.9  # the largest default η with a warm-up: a gain of 10
 
 

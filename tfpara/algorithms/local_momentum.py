@@ -6,7 +6,7 @@ from tfpara.algorithms.arithmetic import minimum, positive_part
 from tfpara.typing import Scalar
 
 _MEMORIES = 5.0  # the length of a block, in memories of the local momentum
-_WHOLE = 20.0  # in blocks of at least so many steps, all movement of that momentum is restored
+_WHOLE = 20.0  # from so many steps on, a larger rate makes up for all of it: c = 1 below
 
 
 def in_a_block(momentum: float, steps: Scalar, delayed: bool = False) -> tuple[Scalar, Scalar]:

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from tfpara.typing import Array, Scalar
 
-_LARGEST = 10_000  # number of values that are written of a distribution, about
+_LARGEST = 10_000  # a distribution is written as about this many values at most
 
 
 class Scalars:

@@ -27,7 +27,7 @@ class Table:
         return list(csv.DictReader(io.StringIO(self._text(), newline="")))
 
     def add(self, rows: Sequence[dict[str, Json]]) -> None:
-        """Adds rows with the columns of the table, by one call of the system."""
+        """Appends rows, which must have the table's columns, by a single `write` system call."""
         kept, text = self._text() if self.rows() else "", io.StringIO()
         writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
         if not kept:

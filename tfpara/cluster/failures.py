@@ -167,7 +167,7 @@ def _gone(cluster: Cluster) -> Explanation | None:
 
 
 def know(cluster: Cluster, timeout_seconds: float) -> None:
-    """Notes the workers, with known addresses, and the latest strategy's timeout, for `explain`."""
+    """Stores, for `explain`, the cluster with its addresses, and the timeout of a strategy."""
     global _known, _timeout
     _known, _timeout = cluster, timeout_seconds
 

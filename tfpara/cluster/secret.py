@@ -52,7 +52,9 @@ def read(environ: Mapping[str, str] = os.environ) -> bytes:
 
 
 def for_start(environ: Mapping[str, str]) -> dict[str, str]:
-    """Returns a new secret for the workers' environment, as variables; none if it has a secret.
+    """Returns the environment variable with a new secret for the workers.
+
+    It returns an empty dict if `environ` has a secret already.
 
     Raises:
         SecretError: as by `read`.

@@ -58,7 +58,7 @@ class Members:
             return self._order.read_value()
 
     def size_and_rank(self) -> tuple[tf.Tensor, tf.Tensor]:
-        """Returns the size and this worker's rank, as graphs read them: int32 scalars."""
+        """Returns the size and this worker's rank: int32 tensors, read when the graph runs."""
         size, rank, _ = self._read()
         return size, rank
 

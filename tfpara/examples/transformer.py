@@ -15,7 +15,7 @@ EPOCHS, BATCH = 5, 32
 
 
 def sequences(number: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns made-up data: random tokens, and the same tokens in order."""
+    """Returns made-up data: random tokens, and the same tokens sorted."""
     tokens = np.random.default_rng(seed).integers(0, TOKENS, (number, LENGTH))
     return tokens, np.sort(tokens)
 

@@ -356,7 +356,10 @@ class Supervisor:
         return self._send_all(signal.SIGKILL, self._needed)
 
     def _needed(self, worker: _Worker) -> bool:
-        """Returns whether a process has work left where the run has ended well."""
+        """Returns whether a process may finish its work now.
+
+        It may if it is beside the run, as an evaluator, and the run has not failed or got a signal.
+        """
         return worker.process.beside and not (self._failure or self._signal)
 
     def _send_all(

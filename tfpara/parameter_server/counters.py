@@ -156,7 +156,7 @@ class Progress:
         )
 
     def change(self, push: Push) -> Change:
-        """Returns `done` and its value after a push."""
+        """Returns the variable `done`, and the value that a push gives it."""
         return _counted(self.done, push.place.chunk, push.minibatches)
 
 

@@ -318,7 +318,10 @@ def _reach_beyond(tensor: tf.Tensor, graph: tf.Graph, data: Sequence[str]) -> bo
 
 
 def _may_round(tensor: tf.Tensor) -> bool:
-    """Returns whether a tensor comes from floating-point arithmetic, or from a function's graph.
+    """Returns whether a tensor may be rounded differently in another graph.
+
+    It may if floating-point arithmetic is among its ancestors, or a call of a graph function, whose
+    operations are not examined.
 
     TensorFlow may compute x / 0.1 as x * 10 in one graph and not in another. So the input pipeline
     could find other ids than the step does.

@@ -357,7 +357,7 @@ class WorkerStep:
     def push(
         self, block: Block, pulled: Pulled, worker: tf.Tensor, place: Place, rate: tf.Tensor
     ) -> Push:
-        """Returns the push of a finished block; for the other arguments see `Push`."""
+        """Returns the push of a finished block that began from `pulled`; for others see `Push`."""
         values, squares = block.weights, block.squares
         if self.local and not self.local_models:
             between = zip(block.weights, pulled.weights, strict=True)

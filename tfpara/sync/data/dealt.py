@@ -1,4 +1,4 @@
-"""This worker's minibatches of a pass, whose numbers become known block by block."""
+"""Selects this worker's minibatches of a pass. Their indices become known block by block."""
 
 from __future__ import annotations
 

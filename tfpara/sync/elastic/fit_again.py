@@ -139,7 +139,11 @@ class FitAgain:
 
     @contextlib.contextmanager
     def training(self, model: keras.Model) -> Iterator[None]:
-        """A context in which steps of `fit` meet the others; at its end it waits for all."""
+        """A context for one call of `fit`.
+
+        In it this worker meets the others before or after a step, when members change. At its end
+        all members wait for each other; a worker that was not let in does not.
+        """
         self._transfer.model = model
         progress, line = self._progress, self._connection.line
         progress.fit, progress.epoch, self._logs = progress.fit + 1, -1, None

@@ -208,7 +208,7 @@ class Rejoin:
             self.write_record(syncs)
 
     def _shorten_block(self, reports: list[Any], behind: list[bool], syncs: int) -> list[int]:
-        """Makes workers that are behind close the open block together with the others.
+        """Sets the step counters of workers that are behind, so that all close the block together.
 
         Returns for each rank the steps of the open block that count there but were not taken.
         """

@@ -29,7 +29,7 @@ _replaced: set[tuple[int, str, Callable[[Any], Any]]] = set()
 
 
 def replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
-    """Replaces a function or class by `make` of it; a second call changes nothing."""
+    """Replaces `owner.name` by `make(owner.name)`; the same call again changes nothing."""
     if (id(owner), name, make) not in _replaced:
         _replaced.add((id(owner), name, make))
         setattr(owner, name, make(getattr(owner, name)))

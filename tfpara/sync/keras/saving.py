@@ -32,7 +32,8 @@ def by_the_chief(
     It writes the global model, unless the model shows other weights (`strategy.weights`).
     """
     models = strategy.extended.models
-    # Keras creates optimizers and layers, with variables, to compare them with the model's.
+    # While it saves, Keras creates optimizers and layers to compare them with the model's. The
+    # other workers do not create their variables, so no initial values may be exchanged.
     with strategy.extended.initial_values.alone():
         if not isinstance(filepath, (str, os.PathLike)):
             with models.writing(model):

@@ -16,7 +16,9 @@ from tfpara.typing import Nest
 def in_python(
     function: Callable[..., Sequence[Any]], arguments: Sequence[Any], *specs: tf.TensorSpec
 ) -> list[tf.Tensor]:
-    """Returns the results of a Python function, which gets NumPy arrays, as tensors of the `specs`.
+    """Calls a Python function with NumPy arrays from a graph.
+
+    It returns the function's results as tensors of the `specs`.
 
     `arguments` are tensors, or values that become tensors.
     """

@@ -52,7 +52,10 @@ class Site(NamedTuple):
     balance: Balance | None = None
 
     def replicas_now(self) -> tuple[Scalar, Scalar]:
-        """Returns N, and the number of this worker's first replica, as graphs read them."""
+        """Returns N, and the index of this worker's first replica.
+
+        In an elastic run both are tensors, which are read anew each time the graph runs.
+        """
         return self.company.replicas_now(len(self.devices))
 
     @property

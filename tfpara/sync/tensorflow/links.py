@@ -24,7 +24,8 @@ from tfpara.sync.workers.settings_check import agree
 from tfpara.sync.workers.worker import Worker
 
 START = Purpose("making a strategy", "make strategies and models on every worker alike")
-# TensorFlow's limits exceed ours by so many seconds: the watchdog can name the silent worker.
+# TensorFlow's timeouts are this many seconds longer than ours. So the watchdog ends a wait first,
+# and can name the silent worker.
 LATER_SECONDS = 10.0
 BETWEEN_STRATEGIES = 1024  # distance of the group keys of two strategies, each of which takes some
 _SEED = 87654321  # TensorFlow's default seed

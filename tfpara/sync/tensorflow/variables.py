@@ -20,7 +20,7 @@ from tfpara.typing import Nest, Variable
 
 
 class _AsNumber:
-    """Lets Python make a number of a distributed variable, as of a plain one.
+    """Lets `float()` and `int()` convert a distributed variable, as they convert a plain one.
 
     So `float(optimizer.learning_rate)` works in callbacks, as in plain Keras.
     """

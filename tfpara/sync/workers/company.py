@@ -65,7 +65,10 @@ class Company(abc.ABC):
 
     @abc.abstractmethod
     def replicas_now(self, devices: int) -> tuple[Scalar, Scalar]:
-        """Returns N, with `devices` on each worker, and this worker's first replica, for graphs."""
+        """Returns N, and the index of this worker's first replica, for `devices` on each worker.
+
+        In an elastic run both are tensors, which are read anew each time the graph runs.
+        """
 
     @abc.abstractmethod
     def founding_replicas(self, devices: int) -> int:
