@@ -1,4 +1,4 @@
-"""The status of a run as JSON, as text for Prometheus, and as a page. The text of the page is a constant.
+"""The status of a run as JSON, as text for Prometheus, and as a page, whose text is a constant.
 
 The page asks for the JSON, and puts what it gets into the document as text alone.
 """
