@@ -43,6 +43,6 @@ if [ -n "$pictures" ]; then
   "$venv/bin/python" -m scripts.docs.pictures
 fi
 say "Building $out"
-"$venv/bin/python" -m mkdocs build --strict --quiet --site-dir "$(realpath -m "$out")"
+"$venv/bin/python" -m mkdocs build --strict --site-dir "$(realpath -m "$out")"
 say "Checking $out"
 "$venv/bin/python" -m scripts.docs.check "$out"

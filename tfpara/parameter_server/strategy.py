@@ -250,10 +250,16 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy, Strategy):
                 epoch.
             y: the targets, if `x` is arrays.
             batch_size: rows of a worker's minibatch, if `x` is arrays. None: 32.
-            epochs, verbose, callbacks, validation_data: as in Keras.
+            epochs: as in Keras.
+            verbose: as in Keras.
+            callbacks: as in Keras.
+            validation_data: as in Keras.
             shuffle: whether arrays have a new order in every epoch.
-            class_weight, sample_weight: as in Keras, for arrays.
-            initial_epoch, validation_batch_size, validation_freq: as in Keras.
+            class_weight: as in Keras, for arrays.
+            sample_weight: as in Keras, for arrays.
+            initial_epoch: as in Keras.
+            validation_batch_size: as in Keras.
+            validation_freq: as in Keras.
             chunks: number of chunks of an epoch, for arrays and datasets. None: for arrays four
                 times the number of workers; for a dataset, which every chunk reads as a whole, the
                 number of workers; but never more than there are minibatches.
