@@ -20,6 +20,7 @@ import pytest
 
 import tfpara
 from tests.lib.fixtures import (  # noqa: F401
+    browser,
     bucket,
     corpus_directory,
     run,

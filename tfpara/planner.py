@@ -43,9 +43,10 @@ LONGEST_KNOWN = 80
 # smaller model the whole state is small beside the activations, and its messages are too short to
 # be cut.
 SHARDED_FROM_BYTES = 16 << 20
-# What a link carries for a byte of data: TCP packets of 1,500 bytes have headers.
+# Bytes that a link carries for each byte of data: TCP packets of 1,500 bytes include headers.
 _WITH_HEADERS = 1.045
-_BITS = {"none": 32, "bf16": 16, "fp16": 16, "int8": 8}
+# The bits of a weight in an exchange, by `compression`.
+BITS = {"none": 32, "bf16": 16, "fp16": 16, "int8": 8}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -267,7 +268,7 @@ def choose(
     within: list[Plan] = []  # those within the limit of the error
     for overlap in overlaps:
         for compression in compressions:
-            nbytes = costs.model_bytes * _BITS[compression] / 32
+            nbytes = costs.model_bytes * BITS[compression] / 32
             here = dataclasses.replace(costs, model_bytes=nbytes, overlap=overlap)
             sharded = compression != "none" or costs.model_bytes >= SHARDED_FROM_BYTES
             smallest = here.smallest_period(num_workers, loss) or LONGEST_PERIOD

@@ -92,7 +92,7 @@ class Strategy:
 
     @property
     def is_chief(self) -> bool:
-        """Whether this process writes the files of which a run needs only one."""
+        """True if this process writes the files of which a run needs only one."""
         return self.worker_index == 0
 
     @property
@@ -176,7 +176,7 @@ class Strategy:
 
     @property
     def joining(self) -> bool:
-        """Whether this worker waits until the others admit it."""
+        """True while this worker waits until the others admit it."""
         return False
 
     def share_state(self, name: str, holder: StateHolder) -> None:

@@ -141,17 +141,9 @@ def main() -> None:
     out = Path(_OUT.value)
     if not out.parent.is_dir():
         raise common.Failure(f"--out={out}: there is no folder {out.parent}. Make it first.")
-    if _SUITE.value == "peers":
-        _peers(out)
-        return
-    if _SUITE.value == "async":
-        _async(out)
-        return
-    if _SUITE.value == "faults":
-        _faults(out)
-        return
-    if _SUITE.value == "cluster":
-        _cluster(out)
+    own = {"peers": _peers, "async": _async, "faults": _faults, "cluster": _cluster}
+    if _SUITE.value in own:
+        own[_SUITE.value](out)
         return
     systems = {
         "scaling": _scaling_systems,

@@ -10,30 +10,24 @@ from __future__ import annotations
 import itertools
 import statistics
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 from scripts.benchmarks import links
 from scripts.benchmarks.processes import measure
 from scripts.benchmarks.systems import elements_of
-from tfpara.planner import Costs, Link
+from tfpara.planner import BITS, Costs, Link
 
 _SECONDS = 900.0  # of a run; on two cores sixteen processes take a minute to start
 
 
-class Way(NamedTuple):
-    """A way to sync: arguments of the strategy, and the bits that a weight has on the link."""
-
-    strategy: dict[str, Any]
-    bits: int = 32
-
-
-WAYS = {
-    "replicated": Way({"aggregation": "replicated"}),
-    "sharded": Way({"aggregation": "sharded"}),
-    "overlap": Way({"overlap": True}),
-    "bf16": Way({"compression": "bf16"}, 16),
-    "int8": Way({"compression": "int8"}, 8),
-    "Horovod": Way({"collectives": "horovod"}),
+_Way = dict[str, Any]  # a way to sync, as arguments of the strategy
+WAYS: dict[str, _Way] = {
+    "replicated": {"aggregation": "replicated"},
+    "sharded": {"aggregation": "sharded"},
+    "overlap": {"overlap": True},
+    "bf16": {"compression": "bf16"},
+    "int8": {"compression": "int8"},
+    "Horovod": {"collectives": "horovod"},
 }
 
 
@@ -81,22 +75,31 @@ def measured(
 
 
 def _costs(
-    way: Way, pause: float, link: Link, sizes: dict[str, int], local_seconds: float = 0.0
+    strategy: dict[str, Any],
+    pause: float,
+    link: Link,
+    sizes: dict[str, int],
+    local_seconds: float = 0.0,
 ) -> Costs:
-    nbytes = elements_of(sizes) * way.bits / 8
-    overlap = bool(way.strategy.get("overlap"))
+    nbytes = elements_of(sizes) * BITS[strategy.get("compression", "none")] / 8
+    overlap = bool(strategy.get("overlap"))
     return Costs(pause, nbytes, link, local_seconds, overlap=overlap)
 
 
 def _options(
-    way: Way, period: int, pause: float, link: Link, workers: int, sizes: dict[str, int]
+    strategy: dict[str, Any],
+    period: int,
+    pause: float,
+    link: Link,
+    workers: int,
+    sizes: dict[str, int],
 ) -> dict[str, Any]:
     # Blocks of some ten seconds together, and three at least.
-    block = _costs(way, pause, link, sizes).sync_seconds(workers) + period * pause
+    block = _costs(strategy, pause, link, sizes).sync_seconds(workers) + period * pause
     blocks = min(20, max(3, round(10 / block)))
     return {
         "system": "tfpara",
-        "strategy": way.strategy,
+        "strategy": strategy,
         "sync_period": period,
         "steps": blocks * period,
         "batch": 1,
@@ -125,8 +128,7 @@ def _row(
     values = {key: statistics.median(one[key] for one in series) for key in series[0]}
     speedups = [one["samples_per_second"] * pause for one in series]
     speedup = statistics.median(speedups)
-    way = WAYS[name]
-    costs = _costs(way, pause, link, sizes, values["processor_ms"] / 1e3)
+    costs = _costs(WAYS[name], pause, link, sizes, values["processor_ms"] / 1e3)
     floor = costs.link.reduce_seconds(costs.model_bytes, workers)
     adds = period * pause * (workers / speedup - 1.0)
     return {

@@ -7,10 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from scripts.benchmarks.systems import INDEPENDENT, ONE_WORKER, PLAIN, REDUCE
-from tfpara.planner import Costs, Link, calibrated_link
-
-# Bytes of a weight in an exchange, divided by those of float32, for each compression.
-_ON_THE_WIRE = {None: 1.0, "none": 1.0, "bf16": 0.5, "fp16": 0.5, "int8": 0.25}
+from tfpara.planner import BITS, Costs, Link, calibrated_link
 
 
 def costs_of(
@@ -65,7 +62,7 @@ def predictions(
             continue
         here = Costs(
             step_seconds=costs.step_seconds,
-            model_bytes=costs.model_bytes * _ON_THE_WIRE[strategy.get("compression")],
+            model_bytes=costs.model_bytes * BITS[strategy.get("compression", "none")] / 32,
             link=links.get(row["link"], costs.link),
             local_seconds=costs.local_seconds,
             slowdown=costs.slowdown,

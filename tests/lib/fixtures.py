@@ -162,3 +162,13 @@ def tiny(tiny_directory):
     from input import index
 
     return index.read(tiny_directory)
+
+
+@pytest.fixture(scope="session")
+def browser():
+    from scripts.docs import check
+
+    program = check.browser()
+    if program is None:
+        pytest.skip("There is no Chromium; on Debian apt-get install chromium gives one.")
+    return program

@@ -5,11 +5,9 @@ import os
 import re
 import signal
 
-import pytest
-
 from scripts.docs import check
 from tests.lib.launched import Launched
-from tests.processes.test_live_page import until, url_of
+from tests.lib.live_page import until, url_of
 
 SCRIPT = """
 import pathlib, sys, time
@@ -29,14 +27,6 @@ class End(keras.callbacks.Callback):
     def on_batch_end(self, batch, logs=None): self.model.stop_training |= over.exists()
 model.fit(x, x[:, :1], epochs=100_000, verbose=0, callbacks=[Pace(), End(), stop])
 """
-
-
-@pytest.fixture(scope="module")
-def browser():
-    program = check.browser()
-    if program is None:
-        pytest.skip("There is no Chromium; on Debian apt-get install chromium gives one.")
-    return program
 
 
 def cells(shown, table):

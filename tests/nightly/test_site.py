@@ -50,14 +50,6 @@ def test_faults_of_links_are_found(site, tmp_path):
     assert "loops.html loads https://example.org/a.png" in found
 
 
-@pytest.fixture(scope="module")
-def browser():
-    program = check.browser()
-    if program is None:
-        pytest.skip("There is no Chromium; on Debian apt-get install chromium gives one.")
-    return program
-
-
 def test_pages_load_in_a_browser_and_the_search_finds(site, browser):
     assert list(check.wrong_in_browser(site, browser)) == []
 

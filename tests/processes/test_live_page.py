@@ -4,14 +4,12 @@ import json
 import os
 import re
 import signal
-import time
-import urllib.request
 
-import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 import tfpara
-from tests.lib.launched import DEADLINE, Launched
+from tests.lib.launched import Launched
+from tests.lib.live_page import ask, until, url_of
 
 SECRET = "a secret that nobody is shown"
 ROWS, EPOCHS = 640, 3
@@ -44,36 +42,8 @@ wait_for("over")
 """
 
 
-def ask(url, path):
-    with urllib.request.urlopen(url.replace("/?", f"/{path}?"), timeout=DEADLINE) as answer:
-        return answer.read().decode()
-
-
-def until(url, holds):
-    """Returns the first status for which a condition holds."""
-    deadline = time.monotonic() + DEADLINE
-    while time.monotonic() < deadline:
-        status = json.loads(ask(url, "status.json"))
-        if holds(status):
-            return status
-        time.sleep(0.2)
-    pytest.fail(f"it never holds: {status}")
-
-
 def counts(status):
     return [{name: row.get(name) for name in COUNTS} for row in status["workers"]]
-
-
-def url_of(log, prefix):
-    deadline = time.monotonic() + DEADLINE
-    while time.monotonic() < deadline:
-        found = re.search(
-            rf"^{prefix}: live page: (http://127\.0\.0\.1:\d+/\?token=\w+)$", log(), re.M
-        )
-        if found:
-            return found[1]
-        time.sleep(0.1)
-    pytest.fail(f"no page of {prefix}: {log()}")
 
 
 def test_the_page_of_two_workers_is_right_and_shows_a_fault(tmp_path):

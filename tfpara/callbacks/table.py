@@ -24,11 +24,13 @@ class Table:
 
     def rows(self) -> list[dict[str, Json]]:
         """Returns the rows, as texts."""
-        return list(csv.DictReader(io.StringIO(self._text(), newline="")))
+        return _rows_of(self._text())
 
     def add(self, rows: Sequence[dict[str, Json]]) -> None:
         """Appends rows, which must have the table's columns, by a single `write` system call."""
-        kept, text = self._text() if self.rows() else "", io.StringIO()
+        kept, text = self._text(), io.StringIO()
+        if not _rows_of(kept):  # a header alone is written again, with the columns of these rows
+            kept = ""
         writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
         if not kept:
             writer.writeheader()
@@ -55,3 +57,7 @@ class Table:
         with open(self.path, "rb", opener=self._opener) as file:
             text = file.read().decode(errors="replace")
         return text[: text.rfind("\n") + 1]
+
+
+def _rows_of(text: str) -> list[dict[str, Json]]:
+    return list(csv.DictReader(io.StringIO(text, newline="")))

@@ -88,7 +88,7 @@ class CallSite:
 
     @property
     def is_before_epochs(self) -> bool:
-        """Whether `fit` has begun, and no epoch of it, so that a checkpoint may be read."""
+        """True from the begin of `fit` to its first epoch, while a checkpoint may be read."""
         return self.fits > 0 and not self._epoch
 
     def in_fit(self) -> contextlib.AbstractContextManager[None]:

@@ -179,7 +179,7 @@ def _minibatches(
 
 
 class _Kept(NamedTuple):
-    """What a worker keeps between blocks, and whether it was there before this one."""
+    """The values that a worker keeps between blocks; `there`: whether it had them already."""
 
     weights: list[tf.Tensor]
     optimizer: list[tf.Tensor]

@@ -81,7 +81,7 @@ class Tables:
         unfit = self._graph(spec)[1]
         for index in self._layers:
             table, kind = weights[index], type(optimizer).__name__
-            by_rows, unmoved = step_of_rows(optimizer, table.path)
+            by_rows = unmoved = False
             why = unfit.get(index, "")
             if self._rule.local_models:
                 why = f"under {type(self._rule).__name__} each worker has a table of its own"
@@ -89,8 +89,10 @@ class Tables:
                 why = "with jit_compile=True, XLA would compile a step for each number of rows"
             elif table.constraint is not None:
                 why = "it has a constraint, which may need all rows"
-            elif self._rule.local_steps and not by_rows:
-                why = f"the step of {kind} needs all rows"
+            elif self._rule.local_steps or not why:
+                by_rows, unmoved = step_of_rows(optimizer, table.path)
+                if self._rule.local_steps and not by_rows:
+                    why = f"the step of {kind} needs all rows"
             if why:
                 megabytes = _bytes(table) / 2**20
                 self.notes.append(f"{table.path!r} ({megabytes:.0f} MB) travels whole: {why}")

@@ -140,11 +140,8 @@ class WorkerStep:
 
     def _trace(self, data: Nest, values: Sequence[Sequence[tf.Tensor]]) -> None:
         """Computes a minibatch, its loss and metrics; `values` are those of the variables."""
-        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
         with self._scope(*values):
-            outputs = self.model(x, training=True)
-            _loss(self.model, x, y, outputs, sample_weight, training=True)
-            self.model.compute_metrics(x, y, outputs, sample_weight=sample_weight)
+            _measure(self.model, data, training=True)
 
     @property
     def has_these_weights(self) -> bool:
@@ -480,15 +477,20 @@ def _loss(
     return model.compute_loss(x, y, outputs, sample_weight, **told)
 
 
+def _measure(model: keras.Model, data: Nest, training: bool) -> None:
+    """Computes a minibatch, its loss and metrics, in a graph that is never run."""
+    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+    outputs = model(x, training=training)
+    _loss(model, x, y, outputs, sample_weight, training=training)
+    model.compute_metrics(x, y, outputs, sample_weight=sample_weight)
+
+
 def _build_metrics(model: keras.Model, spec: Nest) -> None:
     """Creates the variables of the model's metrics, which Keras creates at the first minibatch."""
 
     @tf.function(autograph=False)
     def measure(data: Nest) -> None:
-        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
-        outputs = model(x, training=False)
-        _loss(model, x, y, outputs, sample_weight, training=False)
-        model.compute_metrics(x, y, outputs, sample_weight=sample_weight)
+        _measure(model, data, training=False)
 
     # The graph is never run: dimensions of its minibatch may be unknown. Keras makes the variables
     # when the scope ends, and drops whatever the graph assigned to others.

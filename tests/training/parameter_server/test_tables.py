@@ -211,7 +211,7 @@ def test_a_push_steps_its_rows_by_the_equation_and_no_other(kind):
 
 @pytest.mark.parametrize("kind", STEPS)
 def test_a_push_of_rows_is_keras_own_step_with_indexed_slices(kind):
-    """Of all rows for SGD and Adagrad. Else of row 2, which is in each push; Keras moves all."""
+    """All rows agree for SGD and Adagrad; else row 2, which each push has, as Keras moves all."""
     _, optimizer, _ = STEPS[kind]
     table, kerass = keras.Variable(np.ones((6, 2)), name="table"), optimizer()
     for ids, gradient in PUSHES:

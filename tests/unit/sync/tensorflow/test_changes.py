@@ -1,4 +1,4 @@
-"""What TensorFlow and gRPC are told before the members of a run change."""
+"""Settings of TensorFlow and gRPC for runs whose members change."""
 
 import os
 import types
