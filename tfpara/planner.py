@@ -41,8 +41,11 @@ _OVERLAP_ADDS = {4: {5: 0.0, 20: 3.2, 80: 2.2}, 8: {20: 7.3}}
 LONGEST_KNOWN = 80
 # The size of the model in bytes from which `aggregation="auto"` shards the global state. In a
 # smaller model the whole state is small beside the activations, and its messages are too short to
-# be cut.
+# be cut. From the second size on it does so too where that makes syncs over slow links longer:
+# between three workers and more that have no reduce-scatter but an all-to-all. There memory counts
+# more.
 SHARDED_FROM_BYTES = 16 << 20
+ALWAYS_SHARDED_FROM_BYTES = 1 << 30
 # Bytes that a link carries for each byte of data: TCP packets of 1,500 bytes include headers.
 _WITH_HEADERS = 1.045
 # The bits of a weight in an exchange, by `compression`.
@@ -270,7 +273,8 @@ def choose(
         for compression in compressions:
             nbytes = costs.model_bytes * BITS[compression] / 32
             here = dataclasses.replace(costs, model_bytes=nbytes, overlap=overlap)
-            sharded = compression != "none" or costs.model_bytes >= SHARDED_FROM_BYTES
+            least = SHARDED_FROM_BYTES if num_workers == 2 else ALWAYS_SHARDED_FROM_BYTES
+            sharded = compression != "none" or costs.model_bytes >= least
             smallest = here.smallest_period(num_workers, loss) or LONGEST_PERIOD
             period, error = _within(num_workers, smallest, error_percent, overlap)
             lost = here.loss(num_workers, period)

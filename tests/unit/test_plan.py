@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tfpara import plan, planner
+from tfpara import plan
 from tfpara.planner import _ERRORS, _OVERLAP_ADDS, Costs, Link, choose, known_error
 from tfpara.sync.one_sync import placement
 
@@ -145,7 +145,11 @@ def test_what_overlap_adds_is_in_the_page_on_syncs():
 
 
 def test_models_are_sharded_from_the_same_size_on():
-    assert planner.SHARDED_FROM_BYTES == placement.SHARDED_FROM_BYTES
+    always = placement.ALWAYS_SHARDED_FROM_BYTES
+    for workers, least in ((2, placement.SHARDED_FROM_BYTES), (3, always)):
+        for nbytes, expected in ((least, "sharded"), (least - 1, "replicated")):
+            plan = choose(Costs(0.1, nbytes, Link(1e9)), workers, compressions=["none"])
+            assert plan.aggregation == expected
 
 
 @pytest.mark.parametrize(

@@ -143,7 +143,8 @@ class HorovodCollectives:
         self._device = "CPU:0" if on_gpu and not self._by_nccl else device
         # Gloo's all-to-all and all-gather post the send before the receive, and two workers share
         # one connection. So a worker's request for data waits until its own data are sent.
-        self.full_duplex = self._by_nccl or not self._hvd.gloo_enabled()
+        longest = 1 if self._hvd.gloo_enabled() else 2
+        self.scatters_well = self._by_nccl or size <= longest
         self._timeout = float(timeout_seconds)
         self._group = group
         self._functions: dict[Hashable, Callable[[Nest], Nest]] = {}

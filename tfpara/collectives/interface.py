@@ -19,8 +19,9 @@ class Collectives(Protocol):
     raises `UnavailableError` for a dead worker and `DeadlineExceededError` for a silent one.
 
     Attributes:
-        full_duplex: whether reduce_scatter, all_to_all and all_gather between two workers send and
-            receive at the same time, as all_reduce does.
+        scatters_well: whether reduce_scatter and all_gather together take no longer than all_reduce
+            on slow links. On an all-to-all they do from three workers on: a worker's messages to
+            several others share its link, and some links are idle while others are full.
     """
 
     @property
@@ -31,7 +32,8 @@ class Collectives(Protocol):
     def rank(self) -> int:
         """This worker's rank, 0 … size − 1."""
 
-    full_duplex: bool
+    @property
+    def scatters_well(self) -> bool: ...
 
     @property
     def way(self) -> str:

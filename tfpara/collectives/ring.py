@@ -42,8 +42,6 @@ class TensorFlowCollectives:
         members: the members of a group that changes, in place of `tasks` and `rank`.
     """
 
-    full_duplex = True
-
     def __init__(
         self,
         tasks: Sequence[str],
@@ -77,6 +75,10 @@ class TensorFlowCollectives:
     @property
     def size(self) -> int:
         return self._members.size if self._members else self._size
+
+    @property
+    def scatters_well(self) -> bool:
+        return self._by_nccl or self.size <= 2
 
     @property
     def way(self) -> str:

@@ -56,9 +56,9 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, ForCallbac
             and β₁ of Adam, to fit into the block, since two in a row are unstable.
         aggregation: "replicated": every worker keeps the whole global model and averages.
             "sharded": every replica keeps 1/N of them (paper 000, section 3.2). "auto": sharded
-            with `compression`, or if there are several replicas and the model has 16 MB or more.
-            Without compression "auto" does not shard between two workers of Horovod over Gloo,
-            where a sharded sync takes up to twice as long on a slow link.
+            with `compression`, and if there are several replicas and the model has 16 MB or more.
+            Between three workers and more without NCCL, and between two of Horovod over Gloo, a
+            sharded sync takes longer on a slow link: there "auto" shards from 1 GiB on.
         devices: this worker's devices, e.g. `["CPU:0", "CPU:1"]`; as many on every worker, and of
             the same kind. None: all GPUs that this process sees, or CPU:0.
         overlap: False: training stops for a sync. True: a sync runs while the next block trains,

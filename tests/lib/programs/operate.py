@@ -27,7 +27,7 @@ def main():
     strategy = tfpara.PeriodicSyncStrategy(tfpara.BSP(), sync_period=1, timeout_seconds=60)
     collectives = strategy.extended.links.collectives
     rank, size = collectives.rank, collectives.size
-    results = {"full_duplex": collectives.full_duplex}
+    results = {"scatters_well": collectives.scatters_well}
 
     def both(key, operation, *inputs):
         """Runs an operation eagerly, and twice in a function."""

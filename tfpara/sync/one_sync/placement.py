@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 import tensorflow as tf
 
 from tfpara.collectives import Collectives, broadcast_to_devices, sum_on_first_device
-from tfpara.planner import SHARDED_FROM_BYTES
+from tfpara.planner import ALWAYS_SHARDED_FROM_BYTES, SHARDED_FROM_BYTES
 
 ALL = slice(None)  # all buckets
 
@@ -149,13 +149,13 @@ def choose(
 ) -> Aggregation:
     """Returns the aggregation of this name: "replicated", "sharded" or "auto".
 
-    "auto" shards if there are several replicas and the model has `SHARDED_FROM_BYTES` or more. It
-    does not shard between two workers whose backend sends in one direction at a time.
+    "auto" shards if there are several replicas and the model has `SHARDED_FROM_BYTES` or more, or
+    `ALWAYS_SHARDED_FROM_BYTES` where a sharded sync takes longer on slow links.
     """
     if aggregation == "auto":
         several = collectives.size * len(devices) > 1
-        large = 4 * sum(bucket_sizes) >= SHARDED_FROM_BYTES
-        half_duplex = collectives.size == 2 and not collectives.full_duplex
-        aggregation = "sharded" if several and large and not half_duplex else "replicated"
+        least = SHARDED_FROM_BYTES if collectives.scatters_well else ALWAYS_SHARDED_FROM_BYTES
+        is_large = 4 * sum(bucket_sizes) >= least
+        aggregation = "sharded" if several and is_large else "replicated"
     kind = Sharded if aggregation == "sharded" else Replicated
     return kind(bucket_sizes, collectives, devices)

@@ -95,7 +95,7 @@ class Links:
                 **self._settings.fingerprint(),
                 "devices per worker": len(self._worker.devices),
                 "kind of devices": self._worker.kind,
-                "full-duplex transport": self.collectives.full_duplex,
+                "fast reduce-scatter": self.collectives.scatters_well,
             },
             self._worker.control,
             START,

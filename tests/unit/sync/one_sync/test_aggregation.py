@@ -6,11 +6,12 @@ import pytest
 
 from tfpara.sync.one_sync import placement
 
-LARGE, SMALL = placement.SHARDED_FROM_BYTES // 4, 1000
+LARGE, HUGE = placement.SHARDED_FROM_BYTES // 4, placement.ALWAYS_SHARDED_FROM_BYTES // 4
+SMALL = 1000
 
 
 @pytest.mark.parametrize(
-    ("workers", "devices", "elements", "full_duplex", "expected"),
+    ("workers", "devices", "elements", "scatters_well", "expected"),
     [
         (1, 1, LARGE, True, placement.Replicated),
         (1, 2, LARGE, True, placement.Sharded),
@@ -18,14 +19,14 @@ LARGE, SMALL = placement.SHARDED_FROM_BYTES // 4, 1000
         (2, 1, LARGE - 1, True, placement.Replicated),
         (2, 1, LARGE, False, placement.Replicated),
         (2, 2, LARGE, False, placement.Replicated),
-        (3, 1, LARGE, False, placement.Sharded),
-        (1, 2, LARGE, False, placement.Sharded),
+        (12, 1, HUGE - 1, False, placement.Replicated),
+        (12, 1, HUGE, False, placement.Sharded),
     ],
 )
-def test_large_models_are_sharded_unless_two_workers_take_turns(
-    workers, devices, elements, full_duplex, expected
+def test_large_models_are_sharded_unless_that_takes_longer(
+    workers, devices, elements, scatters_well, expected
 ):
-    collectives = types.SimpleNamespace(size=workers, rank=0, full_duplex=full_duplex)
+    collectives = types.SimpleNamespace(size=workers, rank=0, scatters_well=scatters_well)
     names = [f"CPU:{number}" for number in range(devices)]
     buckets = [elements - SMALL, SMALL]
     assert type(placement.choose("auto", buckets, collectives, names)) is expected
