@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Checks and tests the project in a virtual environment of its own.
 #
-#   scripts/test.sh [--fast | --all] [--stack=full|latest] [--venv=DIR] [pytest arguments]
+#   scripts/test.sh [--fast | --all | --prepare] [--stack=full|latest] [--venv=DIR] [arguments]
 #
 # full (default): TensorFlow 2.17 with tensorflow-io, and Horovod, which scripts/install_horovod.sh
 # builds (g++, make and cmake are needed); formatting, lint, types, the site of the pages, and tests.
@@ -9,6 +9,8 @@
 # --all: also the tests of tests/nightly, and those that are marked so.
 # --fast: at most three minutes; the tests of tests/unit, and a few that are marked "quick". Does not
 # install Horovod.
+# --prepare: only makes the environment.
+# Other arguments are those of pytest.
 #
 # What is tested is the built wheel, as a user would install it, not the source tree. The first run
 # of a stack downloads and installs its packages; later runs reuse them.
@@ -19,6 +21,7 @@ source scripts/venv.sh
 stack=full
 venv=
 fast=
+prepare=
 nightly='not nightly'
 while [ $# -gt 0 ]; do
   case $1 in
@@ -28,6 +31,7 @@ while [ $# -gt 0 ]; do
     --venv) venv=${2:-}; shift ;;
     --fast) fast=1 ;;
     --all) nightly= ;;
+    --prepare) prepare=1 ;;
     -h | --help) usage ;;
     *) break ;;
   esac
@@ -41,14 +45,24 @@ esac
 venv=$(realpath -m "${venv:-.venv-test-$stack}")
 
 ensure_venv "$venv" "$stack" "$extras"
+if [ -n "$prepare" ]; then exit; fi
 install_wheel "$venv"
 root=$PWD
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
 failed=()
 check() { # check NAME COMMAND...
   local name=$1
   shift
   say "$name"
   "$@" || failed+=("$name")
+}
+beside=() # name, process and output of each check that runs beside the tests
+check_beside() { # check_beside NAME COMMAND...: its output is shown after that of the tests
+  local name=$1 said="$work/said.${#beside[@]}"
+  shift
+  "$@" >"$said" 2>&1 &
+  beside+=("$name" $! "$said")
 }
 
 # There are two processes for each core, since tests that start programs spend most of their time
@@ -78,12 +92,9 @@ if [ "$stack" = full ]; then
   check "Lint (ruff check)" "$venv/bin/ruff" check .
   check "Format (ruff format)" "$venv/bin/ruff" format --check .
   if [ -z "$fast" ]; then
-    check "Pages (scripts/docs.sh)" scripts/docs.sh --venv="$venv" --out="$venv/site"
+    check_beside "Pages (scripts/docs.sh)" scripts/docs.sh --venv="$venv" --out="$venv/site"
   fi
-  # Beside the tests, some of which wait for time-outs; what it says comes after theirs.
-  types=$(mktemp)
-  "$venv/bin/mypy" >"$types" 2>&1 &
-  checks_types=$!
+  check_beside "Types (mypy)" "$venv/bin/mypy"
 else
   # Another TensorFlow may break what uses its private names, its collectives, iterators, servers and
   # checkpoints. Tests of these are marked "latest", and run with one case of each that is not marked
@@ -93,8 +104,6 @@ fi
 
 # Tests run in a directory that has the recipes but not tfpara, so that tfpara comes from the wheel.
 # The same is true for the processes that tests start.
-work=$(mktemp -d)
-trap 'rm -rf "$work" "${types:-$work}"' EXIT
 for name in input models scripts tests; do ln -s "$root/$name" "$work/$name"; done
 cd "$work"
 unset TF_CONFIG
@@ -105,12 +114,11 @@ export TF_CPP_MIN_LOG_LEVEL=2 CUDA_VISIBLE_DEVICES=
 check "Tests (pytest), stack $stack" "$venv/bin/python" -m pytest --rootdir="$work" \
   "${pytest_arguments[@]}" "$@"
 
-if [ -n "${checks_types:-}" ]; then
-  wait "$checks_types" || status=$?
-  say "Types (mypy)"
-  cat "$types"
-  [ "${status:-0}" = 0 ] || failed+=("Types (mypy)")
-fi
+for ((check = 0; check < ${#beside[@]}; check += 3)); do
+  wait "${beside[check + 1]}" || failed+=("${beside[check]}")
+  say "${beside[check]}"
+  cat "${beside[check + 2]}"
+done
 if [ ${#failed[@]} -gt 0 ]; then
   fail "failed: $(IFS=';'; echo "${failed[*]}")"
 fi

@@ -147,6 +147,7 @@ NOT_DEALT = {
 }
 
 
+@pytest.mark.one_version
 def test_speeds_deal_each_row_out_once(plain, tmp_path):
     """Shares that change from block to block; one of them is longer than an epoch's data."""
     shares = [[3, 1], [1, 3], [2, 2], [30, 2]] * 10
@@ -187,6 +188,7 @@ def test_orders_differ_between_epochs_and_are_those_of_the_seed(strategy):
     assert sorted(orders[0]) == list(range(20))
 
 
+@pytest.mark.one_version
 def test_a_resumed_run_goes_on_in_the_orders_that_it_had(tmp_path):
     class Noted(kinds.Batches):
         def __getitem__(self, index):
@@ -253,6 +255,7 @@ def test_data_by_epoch_are_those_of_the_epoch_of_fit(strategy, model):
             assert numbers == [{epoch}, {epoch + 1}] * 2
 
 
+@pytest.mark.one_version
 def test_a_fit_in_a_callback_leaves_the_epoch_of_the_outer_one(strategy, model):
     with strategy.scope():
         other = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
@@ -367,6 +370,7 @@ def test_a_resumed_epoch_of_unknown_length_does_not_cut_the_others(tmp_path):
     assert steps == [[4], [4, 6, 6]]
 
 
+@pytest.mark.one_version
 def test_each_call_of_fit_draws_an_order_that_the_seed_repeats(strategy, model):
     x, y, _ = kinds.arrays()
     for data in ({"x": x, "y": y, "batch_size": 8}, {"x": kinds.Batches((x, y))}):
@@ -417,6 +421,7 @@ def test_shuffled_arrays_go_on_where_they_were(tmp_path, devices):
             np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.one_version
 def test_a_seed_of_a_shuffle_gives_one_order_at_each_start():
     """Also where nobody sets a seed of the program: on two workers and in plain TensorFlow."""
     workers = run_all_well("orders.py", [{"workers": 2}] * 2)
@@ -426,6 +431,7 @@ def test_a_seed_of_a_shuffle_gives_one_order_at_each_start():
     assert lines[0].split()[1:] != list(map(str, range(50)))
 
 
+@pytest.mark.one_version
 def test_nested_inputs_are_divided(strategy):
     def model():
         a, b = keras.Input((2,), name="a"), keras.Input((1,), name="b")

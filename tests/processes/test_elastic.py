@@ -455,6 +455,7 @@ def test_the_meeting_point_dies_and_is_started_again(tmp_path):
         ("fails", 75, "no member of it is left"),
     ],
 )
+@pytest.mark.one_version
 def test_a_meeting_point_by_itself_knows_how_scripts_without_run_end(how, code, says, tmp_path):
     environment = {**os.environ, "TFPARA_SECRET": elastic_runs.SECRET}
     meet = [sys.executable, "-m", "tfpara.launch.meet", "-n", "2"]

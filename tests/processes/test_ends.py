@@ -56,6 +56,7 @@ def test_the_options_of_sessions_are_left_out_and_what_follows_them_is_not():
     assert passing.returncode == 0
 
 
+@pytest.mark.one_version
 def test_a_run_prints_what_the_user_prints_one_progress_bar_and_a_line_of_its_own(monkeypatch):
     monkeypatch.delenv("TF_CPP_MIN_LOG_LEVEL", raising=False)
     command = [*LAUNCH, "-n", "2", str(PROGRAM), json.dumps({"how": "return", "run": False})]
@@ -90,6 +91,7 @@ def test_parameter_servers_of_a_synchronous_run_end_at_once(monkeypatch):
 
 @pytest.mark.nightly_cases("True")
 @pytest.mark.parametrize("with_run", [False, True])
+@pytest.mark.one_version
 def test_an_error_of_one_is_a_traceback_there_and_a_sentence_elsewhere(with_run):
     chief, worker = run("end.py", [{"how": "raise", "rank": 1, "run": with_run}] * 2, environ=QUIET)
     assert (chief.returncode, worker.returncode) == (1, 1)

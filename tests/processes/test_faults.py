@@ -101,6 +101,7 @@ def test_a_dead_peer_is_named(fault, devices):
     assert f"because worker 1 ({workers.addresses[1]}) {how}" in survivor.output
 
 
+@pytest.mark.one_version
 def test_a_silent_peer_is_an_error_after_the_timeout():
     options = {"local_devices": 2, "timeout_seconds": 5}
     with Workers("faults.py", [options, {**options, "fault": "stop"}]) as workers:

@@ -11,6 +11,7 @@ from tfpara.chaos import processes
 @pytest.mark.latest
 @pytest.mark.nightly_cases("50")
 @pytest.mark.parametrize("replacements", [2, 50])
+@pytest.mark.one_version
 def test_changes_of_members_cost_no_descriptors_and_hardly_memory(replacements, tmp_path):
     """Each replacement is two changes: a new process is let in, and is killed."""
     options = {"epochs": 10_000, "minibatches": 400, "step_seconds": 0.02}

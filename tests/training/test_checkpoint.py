@@ -329,6 +329,7 @@ def test_a_pass_that_lasts_several_epochs_goes_on_where_it_was(tmp_path, capsys,
     assert "twice or not at all" not in capsys.readouterr().err
 
 
+@pytest.mark.one_version
 def test_a_run_that_goes_on_in_data_of_another_order_says_so(tmp_path, capsys, monkeypatch):
     given = {"x": dataset_of_batches().shuffle(7, seed=1)}
     monkeypatch.setitem(PASSES, "shuffled", lambda: given)
@@ -473,6 +474,7 @@ def test_resumed_twice_on_other_numbers_of_replicas_every_minibatch_is_used_once
     assert log[-1] == (0, list(range(14, 16)))
 
 
+@pytest.mark.one_version
 def test_a_sync_that_was_in_the_air_counts_on_another_number_of_replicas(tmp_path):
     strategy, model = make(tfpara.BSP(), small=True, overlap=True)
     checkpoint = tfpara.callbacks.Checkpoint(tmp_path, every_syncs=1)
@@ -810,6 +812,7 @@ def test_a_state_that_json_cannot_carry_is_named(tmp_path):
 
 @pytest.mark.nightly_cases("last*", "validation")
 @pytest.mark.parametrize("when", ["inside", "last block", "validation"])
+@pytest.mark.one_version
 def test_asked_to_end_it_writes_a_checkpoint_and_leaves(tmp_path, when):
     whole = uninterrupted(epochs=2)[0]
     validation = tf.data.Dataset.from_tensor_slices(minibatch(99, 0)).batch(2)
@@ -903,6 +906,7 @@ def test_the_callback_of_a_fit_that_failed_goes_on_in_the_next_one(tmp_path, whe
 
 @pytest.mark.nightly_cases("True")
 @pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.one_version
 def test_a_fit_that_fails_leaves_nothing_behind_and_the_next_one_goes_on(tmp_path, overlap):
     """In one process, each time with a callback of its own, as in a loop that tries again."""
     whole = uninterrupted(**({"overlap": True} if overlap else {}))[0]
@@ -1028,6 +1032,7 @@ def test_a_lesser_wish_does_not_replace_a_greater_one():
     assert strategy.synchronizer_of(model).agreement().request == Request.STOP
 
 
+@pytest.mark.one_version
 def test_epochs_of_unknown_and_different_length_are_trained_whole(tmp_path):
     """Keras would cut all epochs to the length of the first that ends."""
     lengths = [8, 6, 10]

@@ -130,6 +130,7 @@ def stop_at(number):
     return keras.callbacks.LambdaCallback(on_train_batch_end=stop)
 
 
+@pytest.mark.one_version
 def test_a_resumed_epoch_goes_on_counting(tmp_path, capfd):
     def fit(*callbacks):
         strategy = strategy_of(REPLICAS, nonfinite="skip", nonfinite_share=0.2)
@@ -152,6 +153,7 @@ def test_a_resumed_epoch_goes_on_counting(tmp_path, capfd):
     )
 
 
+@pytest.mark.one_version
 def test_rows_are_named_where_other_replicas_go_on(tmp_path, capfd):
     x, y = np.random.default_rng(0).normal(size=(48, 6)).astype("float32"), np.zeros(48)
     x[46] = np.nan
@@ -191,6 +193,7 @@ def test_above_a_share_of_the_epoch_the_run_ends(share):
         fit()
 
 
+@pytest.mark.one_version
 def test_many_in_a_row_end_the_run_within_the_epoch():
     strategy = strategy_of(REPLICAS, nonfinite="skip", nonfinite_share=0.2)
     model = compiled(strategy, sgd)

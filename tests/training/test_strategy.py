@@ -927,6 +927,7 @@ def test_compiling_anew_and_freezing_start_a_new_block():
             np.testing.assert_allclose(got, want, atol=2e-6)
 
 
+@pytest.mark.one_version
 def test_compiling_anew_keeps_the_global_model_and_the_counts():
     strategy = make_strategy(tfpara.EASGD(0.2), averages={"ma": tfpara.MA()})
     with strategy.scope():
@@ -1214,6 +1215,7 @@ def test_models_that_share_weights_are_refused():
 
 @pytest.mark.nightly_cases("rule1-deleted")
 @pytest.mark.parametrize(("rule", "way"), [(None, "forgotten"), (tfpara.EASGD(0.0), "deleted")])
+@pytest.mark.one_version
 def test_a_new_head_is_trained_on_layers_that_were_trained_before(rule, way):
     """EASGD leaves the layers apart, and they begin again at the former global model."""
     strategy = make_strategy(rule)
@@ -1289,6 +1291,7 @@ def test_a_loop_whose_models_are_forgotten_tracks_them_anew():
             strategy.run(step, args=batch)
 
 
+@pytest.mark.one_version
 def test_a_deleted_model_goes_while_the_loop_of_another_is_traced():
     strategy = make_strategy()
 
@@ -1385,6 +1388,7 @@ def test_bad_arguments(rule, options, error, message):
         tfpara.PeriodicSyncStrategy(tfpara.BSP() if rule is None else rule, **options)
 
 
+@pytest.mark.one_version
 def test_unknown_weights_are_refused_with_a_list():
     strategy = make_strategy(averages={"ema": tfpara.EMA(0.9)})
     with strategy.scope():

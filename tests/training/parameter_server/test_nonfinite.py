@@ -68,6 +68,7 @@ def test_equals_the_run_without_them(rule, optimizer, jit_compile, capfd):
         np.testing.assert_allclose(log[name], others[name], rtol=1e-6)
 
 
+@pytest.mark.one_version
 def test_several_local_steps_equal_those_without_them():
     """One worker's local steps are those of one process, wherever a block ends."""
     found, _ = trained(tfpara.Downpour(), sgd, list(range(COUNT)), period=2)
@@ -77,6 +78,7 @@ def test_several_local_steps_equal_those_without_them():
         np.testing.assert_allclose(one, other, atol=1e-6)
 
 
+@pytest.mark.one_version
 def test_a_push_of_gradients_is_the_mean_of_those_that_count():
     """Blocks of which one minibatch counts are blocks of one."""
     rule = tfpara.ASGD(reduction="mean")

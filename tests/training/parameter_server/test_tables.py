@@ -93,6 +93,7 @@ def test_rows_train_as_whole_tables_do(rule, period, options, capfd):
 
 
 @pytest.mark.parametrize("rule", [tfpara.ASGD(), tfpara.Downpour()], ids=str)
+@pytest.mark.one_version
 def test_adagrad_of_rows_is_that_of_whole_tables(rule):
     """Here the slots count: on the server (ASGD), or on the worker (Downpour)."""
 
@@ -221,6 +222,7 @@ def test_a_push_of_rows_is_keras_own_step_with_indexed_slices(kind):
     np.testing.assert_allclose(found[same], table.numpy()[same], rtol=1e-5)
 
 
+@pytest.mark.one_version
 def test_the_user_is_told_where_rows_alone_are_another_step(capfd):
     rule, adam = tfpara.ASGD(), lambda: optimizers.Adam(0.01)
     *_, found = trained(rule, adam, True, averages=None)
@@ -333,6 +335,7 @@ def test_a_table_that_is_needed_whole_travels_whole_and_the_user_is_told(
     assert why in note
 
 
+@pytest.mark.one_version
 def test_an_optimizer_that_needs_all_rows_steps_the_whole_table_on_the_server():
     """Adafactor's step depends on all rows; the rest of a gradient is zero."""
     rule, adafactor = tfpara.ASGD(), lambda: optimizers.Adafactor(0.05)
@@ -355,6 +358,7 @@ def test_a_run_goes_on_from_a_checkpoint_bit_for_bit(rule, tmp_path):
     is_equal(found, wanted, rtol=0)
 
 
+@pytest.mark.one_version
 def test_a_minibatch_that_is_left_out_leaves_its_rows_alone():
     y = Y.copy()
     y[:16] = np.nan  # all of the first push
@@ -371,6 +375,7 @@ def test_a_minibatch_that_is_left_out_leaves_its_rows_alone():
     assert all(np.isfinite(value).all() for value in found.values())
 
 
+@pytest.mark.one_version
 def test_other_data_and_a_search_of_the_rate():
     """The search pulls whole tables; a second fit has longer inputs."""
     search = tfpara.ChunkRateSearch((0.5, 1.0), minibatches=1)
@@ -399,6 +404,7 @@ def test_ids_may_be_selected_among_other_numbers(kind):
     assert WorkerStep(model, tfpara.ASGD(), spec, 1).tables.indices == [0]
 
 
+@pytest.mark.one_version
 def test_the_simulation_traces_the_ids_once(monkeypatch):
     traced = []
     program = tables.Tables._program
@@ -416,6 +422,7 @@ def test_a_layer_whose_call_was_replaced_is_let_alone():
     assert lookups(model) == []
 
 
+@pytest.mark.one_version
 def test_an_id_outside_of_the_table_is_named():
     x = {"a": X["a"].copy(), "b": X["b"]}
     x["a"][20] = IDS
