@@ -60,16 +60,17 @@ def blocks_of(seconds_of_blocks, workers=2):
     balance = Balance(
         types.SimpleNamespace(balance=True, sync_period=20),
         types.SimpleNamespace(num_workers=workers, devices=["CPU:0"], rank=0),
-        types.SimpleNamespace(sync_period=20, set_share=lambda share: None),
+        types.SimpleNamespace(sync_period=20, set_shares=lambda shares: None),
         lambda value, name: tf.Variable(value),
     )
-    balance.begin(0, warm=True)
+    balance.begin_epoch(0, 0, warm=True)
     found = []
     for each in seconds_of_blocks:
         seconds, rest = each if isinstance(each, tuple) else (each, None)
         found.append(balance.get_state()["shares"])
         steps = np.array(found[-1]) if rest is None else np.array(rest)
-        balance.close(steps, steps * seconds)
+        balance.reported = steps, steps * seconds
+        balance.close()
     return found
 
 
@@ -108,7 +109,10 @@ def test_noise_of_workers_of_equal_speed_costs_little():
     [
         ({"overlap": True}, "overlap=True"),
         ({"fragments": 2}, "fragments=2"),
-        ({"elastic": tfpara.Elastic()}, "balance=True and elastic="),
+        (
+            {"elastic": tfpara.Elastic(), "balance": [[3]]},
+            r"balance=\[\[3\]\] and elastic= contradict each other: a record is of a fixed group",
+        ),
         ({"balance": "table"}, "'table' must be True, False, or the record"),
         ({"balance": [[3, 3], [4]]}, r"block 1 of the record is \[4\]"),
         ({"devices": ["CPU:0", "CPU:1"]}, "workers of one device, and this one has 2"),
