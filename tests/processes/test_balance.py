@@ -34,7 +34,7 @@ def expected(record, epochs):
 def test_every_minibatch_counts_once(killed, execution, tmp_path):
     """Three workers, of which one pauses three times as long; killed in the second epoch.
 
-    With several minibatches of a call, a block ends within a call.
+    With several minibatches of a call, a block ends within a call, and the call with it.
     """
     options = {
         "minibatches": MINIBATCHES,
@@ -67,6 +67,31 @@ def test_every_minibatch_counts_once(killed, execution, tmp_path):
         replayed = np.load(tmp_path / "again_0.npz")
         assert replayed["record"].tolist() == record
         np.testing.assert_array_equal(replayed["global"], found[0]["global"])
+
+
+def test_a_simulation_replays_a_record(tmp_path):
+    """Adam, whose β₁ is fitted to each worker's block, a rate that falls, and unlike minibatches.
+
+    The record ends before the data; then all shares are τ.
+    """
+    record = [[3, 1, 2], [1, 4, 1], [2, 2, 2], [1, 1, 4], [4, 1, 1]]
+    options = {
+        "minibatches": 25,
+        "epochs": 2,
+        "period": 2,
+        "uneven": True,
+        "adam": True,
+        "options": {"balance": record},
+        "out": str(tmp_path / "{rank}.npz"),
+    }
+    run_all_well("count_minibatches.py", [options] * 3)
+    simulated = {**options, "simulated": 3, "out": str(tmp_path / "simulated.npz")}
+    run_all_well("count_minibatches.py", [simulated])
+    found, again = np.load(tmp_path / "0.npz"), np.load(tmp_path / "simulated.npz")
+    assert again["record"].tolist() == found["record"].tolist()
+    assert found["record"].tolist()[: len(record)] == record
+    assert np.ptp(found["global"]) > 0.1
+    np.testing.assert_allclose(again["global"], found["global"], rtol=1e-5, atol=1e-6)
 
 
 def steps_of(run, number):

@@ -281,7 +281,7 @@ class Balance(EpochUnits):
         return steps if plan is None else round(self.minibatches(plan) / plan.size)
 
     def minibatches(self, plan: Plan) -> float:
-        """Returns the trained minibatches of `plan` if all are as far in the block as this worker."""
+        """Returns `plan`'s trained minibatches if all are as far in the block as this worker."""
         of_block = min(1.0, self.open_steps() / max(int(self.due), 1))
         return plan.in_the_model([0] * plan.size) + of_block * self._dealt
 

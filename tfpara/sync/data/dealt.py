@@ -28,24 +28,25 @@ class Dealt:
         self._queue, self.first = queue, first
 
     def numbers(self, end: int) -> tf.data.Dataset:
-        if self._queue is None:
-            return tf.data.Dataset.range(0)
-        numbers = tf.data.Dataset.counter().map(lambda _: self._queue.dequeue())
-        return numbers.take_while(lambda number: number < end)
+        return self.rows().take_while(lambda number: number < end)
 
     def rows(self) -> tf.data.Dataset:
-        """Returns the numbers of a simulation's replicas, a vector for each step."""
-        return tf.data.Dataset.counter().map(lambda _: self._queue.dequeue())
+        """Returns all numbers; those of a simulation are vectors, a number for each replica."""
+        queue = self._queue
+        if queue is None:
+            return tf.data.Dataset.range(0)
+        return tf.data.Dataset.counter().map(lambda _: queue.dequeue())
 
     def among(self, numbered: tf.data.Dataset) -> tf.data.Dataset:
         """Returns this worker's minibatches among pairs of a rising number and a minibatch."""
-        if self._queue is None:
+        queue = self._queue
+        if queue is None:
             return numbered.take(0).map(lambda number, element: element)
         none = tf.constant(-1, tf.int64)
 
         def next_of(awaited: tf.Tensor, pair: Any) -> Any:
             number, element = pair
-            awaited = tf.cond(awaited < 0, self._queue.dequeue, lambda: awaited)
+            awaited = tf.cond(awaited < 0, queue.dequeue, lambda: awaited)
             own = number == awaited
             return tf.where(own, none, awaited), (own, element)
 
@@ -82,7 +83,7 @@ def to_replicas(
         with making(DataPlace(0, 1, 1, epoch, first, _All(first))):
             whole = minibatches(epoch, first)
         kept = _Kept(whole, first)
-        signature = tf.nest.map_structure(_open, whole.element_spec)
+        signature = tf.nest.map_structure(open_spec, whole.element_spec)
 
         def of_row(row: tf.Tensor) -> tf.data.Dataset:
             return tf.data.Dataset.from_generator(
@@ -113,7 +114,7 @@ class _Kept:
                 break
             self._kept[self._next] = minibatch
             self._next += 1
-            self._empty = tf.nest.map_structure(_emptied, minibatch)
+            self._empty = tf.nest.map_structure(emptied, minibatch)
         return any(number in self._kept for number in row.tolist())
 
     def take(self, row: Array) -> Iterator[Any]:
@@ -122,14 +123,15 @@ class _Kept:
             yield self._kept.pop(number, self._empty)
 
 
-def _open(spec: Any) -> Any:
+def open_spec(spec: Any) -> Any:
     """Returns the spec of minibatches that may be empty."""
     if not isinstance(spec, tf.TensorSpec) or not spec.shape.rank:
         return spec  # that of ragged or sparse tensors is open
     return tf.TensorSpec([None, *spec.shape[1:]], spec.dtype)
 
 
-def _emptied(leaf: Any) -> Any:
+def emptied(leaf: Any) -> Any:
+    """Returns no rows of a batch; a scalar stays."""
     return slice_of(leaf, 0, 0) if leaf.shape.rank else leaf
 
 

@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from tfpara.elastic.plan import Plan, begin
 from tfpara.strategy import EpochUnits
+from tfpara.sync.data.balance import Balance
 from tfpara.sync.data.dealt import Dealt
 from tfpara.sync.data.elastic_data import Began, check_dealt
 from tfpara.sync.elastic.connection import Connection
@@ -122,14 +123,15 @@ class DataPlan(EpochUnits):
 
     def data(self) -> Iterator[Any]:
         """Returns this worker's data from the beginning of the plan to the end of the epoch."""
-        whole = self._by_rank() if self._extended.balance is None else self._by_speed()
+        balance = self._extended.balance
+        whole = self._by_rank() if balance is None else self._by_speed(balance)
         # The plan omits the steps before a resume, so they must not be skipped again.
         self._extended.data.position.take_steps()
         return iter(self._extended._distribute_datasets_from_function(lambda context: whole, None))
 
-    def _by_speed(self) -> tf.data.Dataset:
+    def _by_speed(self, balance: Balance) -> tf.data.Dataset:
         plan, rank, warm = self.plan, self._connection.rank, self._extended.models.steps_seen > 0
-        dealt = self._extended.balance.begin(plan, rank, warm)
+        dealt = balance.begin(plan, rank, warm)
         if dealt is None:
             raise ValueError(
                 "sync_period=None with balance= and elastic=: minibatches are dealt out at syncs, "

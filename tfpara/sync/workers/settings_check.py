@@ -9,6 +9,12 @@ from tfpara.sync.workers.json_exchange import everyones
 from tfpara.sync.workers.meetings import Control
 
 
+# What to do where a setting differs that cannot be the same.
+_FIXES = {
+    "devices per worker": "For machines of unlike numbers of devices, start a worker for each device."
+}
+
+
 class FingerprintError(ValueError):
     """Workers were started with different settings."""
 
@@ -24,7 +30,7 @@ def agree(settings: Mapping[str, object], control: Control, purpose: Purpose) ->
     if differing:
         raise FingerprintError(
             "the workers were started with different settings; start all of them with the same. "
-            + differing
+            + " ".join([differing, *(fix for name, fix in _FIXES.items() if name in differing)])
         )
 
 
