@@ -138,8 +138,9 @@ def test_a_worker_joins_where_blocks_are_by_speed(execution, tmp_path):
         assert len(run.check([], epochs=4, minibatches=120)) == 3
         joiner, slow = steps_of(run, number), steps_of(run, run.of_rank(1))
     assert len(joiner) > 10, "it came too late"
-    assert joiner[0] <= max(slow[-len(joiner) :][0], 3)
-    assert np.mean(joiner[5:]) > np.mean(slow[-len(joiner) + 5 :]), (joiner, slow)
+    if execution == 1:  # else a pause is of a call, and so longer for a minibatch of a short block
+        assert joiner[0] <= max(slow[-len(joiner)], 3)
+        assert np.mean(joiner[5:]) > np.mean(slow[-len(joiner) + 5 :]), (joiner, slow)
 
 
 @pytest.mark.nightly

@@ -8,10 +8,9 @@ from tfpara.cluster.call_site import Purpose
 from tfpara.sync.workers.json_exchange import everyones
 from tfpara.sync.workers.meetings import Control
 
-
 # What to do where a setting differs that cannot be the same.
 _FIXES = {
-    "devices per worker": "For machines of unlike numbers of devices, start a worker for each device."
+    "devices per worker": "Where numbers of devices differ, start a worker for each device."
 }
 
 
