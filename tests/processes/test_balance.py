@@ -127,7 +127,7 @@ def test_a_worker_is_lost_and_each_minibatch_counts_once(place, times, rank, tmp
         assert np.mean(slow[-8:]) < np.mean(fast[-8:]), (slow, fast)
 
 
-@pytest.mark.nightly_cases("4")
+@pytest.mark.nightly
 @pytest.mark.parametrize("execution", [1, 4])
 def test_a_worker_joins_where_blocks_are_by_speed(execution, tmp_path):
     """It counts as the slowest at first, and later takes more."""

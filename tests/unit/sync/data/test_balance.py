@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 import tfpara
 from tfpara.sync.data.balance import Balance, dealing_order, shares_of
+from tfpara.sync.workers import settings_check
 
 NONE = np.zeros(2, int)
 
@@ -223,6 +224,14 @@ def test_bad_arguments(options, words):
         tfpara.PeriodicSyncStrategy(
             **{"rule": tfpara.BMUF(), "sync_period": 3, "balance": True, **options}
         )
+
+
+def test_unlike_numbers_of_devices(monkeypatch):
+    everyone = [{"devices per worker": 1}, {"devices per worker": 3}]
+    monkeypatch.setattr(settings_check, "everyones", lambda *_: everyone)
+    words = "worker 0 has 1, worker 1 has 3. Where numbers .* start a worker for each device"
+    with pytest.raises(tfpara.FingerprintError, match=words):
+        settings_check.agree(everyone[0], None, None)
 
 
 def test_a_simulation_needs_a_record():
