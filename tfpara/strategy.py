@@ -53,12 +53,12 @@ class EpochUnits:
         """Continues from a checkpoint's position within the epoch that begins.
 
         Raises:
-            ValueError: the position is one of an elastic run.
+            ValueError: the position is one of an elastic run, or of one with blocks by speed.
         """
         if owed := position.get("owed"):
             raise ValueError(
-                f"the checkpoint is of an elastic run, and owes {len(owed)} steps of workers that "
-                "were lost. Resume it with elastic=."
+                f"the checkpoint owes {len(owed)} steps: workers of its run, which had elastic= or "
+                "balance=, were lost or had not come to them. Resume it with the same."
             )
 
 

@@ -12,7 +12,8 @@ import tensorflow as tf
 from tfpara import cluster
 from tfpara.elastic.settings import Elastic
 from tfpara.sync import start
-from tfpara.sync.data.elastic_data import Began, slice_of
+from tfpara.sync.data.dealt import emptied, open_spec
+from tfpara.sync.data.elastic_data import Began
 from tfpara.sync.keras.fit_arguments import deal_out
 from tfpara.sync.keras.train_function import stepping
 from tfpara.sync.one_sync.sized_rule import check_sizes
@@ -90,7 +91,7 @@ class Replay(Fixed):
             with making(DataPlace(0, 1, 1, epoch, first)):
                 whole = dataset_fn(epoch, first)
             rows = self._rows_of(epoch, whole)
-            signature = tf.nest.map_structure(_open, whole.element_spec)
+            signature = tf.nest.map_structure(open_spec, whole.element_spec)
 
             def minibatches():
                 units = _Units(whole, self._devices)
@@ -175,7 +176,7 @@ class _Units:
         """The minibatches of a unit; for None as many that are empty."""
         while self._empty is None or (unit is not None and self._read <= unit):
             own = list(itertools.islice(self._iterator, self.devices))
-            self._empty = tf.nest.map_structure(_emptied, own[0])
+            self._empty = tf.nest.map_structure(emptied, own[0])
             self._kept[self._read] = own + [self._empty] * (self.devices - len(own))
             self._read += 1
         return [self._empty] * self.devices if unit is None else self._kept.pop(unit)
@@ -197,15 +198,3 @@ def _copy(model, to, since):
     for slot in slots:
         if slot.replica == to and id(slot.variable) not in trained:
             slot.variable.assign(values[slot.name])
-
-
-def _open(spec):
-    """The spec of minibatches that may be empty."""
-    if not isinstance(spec, tf.TensorSpec) or not spec.shape.rank:
-        return spec  # that of ragged or sparse tensors is open
-    return tf.TensorSpec([None, *spec.shape[1:]], spec.dtype)
-
-
-def _emptied(leaf):
-    nothing = tf.constant(0, tf.int64)
-    return slice_of(leaf, nothing, nothing) if leaf.shape.rank else leaf

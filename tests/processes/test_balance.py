@@ -1,9 +1,15 @@
 """Blocks by speed: a slow worker trains less, and every minibatch counts once."""
 
+import itertools
+import signal
+
 import numpy as np
 import pytest
 
+from tests.lib import elastic_runs
 from tests.lib.cluster_of_processes import run, run_all_well
+
+KILLED, AGAIN = -signal.SIGKILL, 75
 
 MINIBATCHES, PERIOD = 125, 5
 
@@ -28,7 +34,7 @@ def expected(record, epochs):
 def test_every_minibatch_counts_once(killed, execution, tmp_path):
     """Three workers, of which one pauses three times as long; killed in the second epoch.
 
-    With several minibatches of a call, a block ends within a call.
+    With several minibatches of a call, a block ends within a call, and the call with it.
     """
     options = {
         "minibatches": MINIBATCHES,
@@ -61,3 +67,98 @@ def test_every_minibatch_counts_once(killed, execution, tmp_path):
         replayed = np.load(tmp_path / "again_0.npz")
         assert replayed["record"].tolist() == record
         np.testing.assert_array_equal(replayed["global"], found[0]["global"])
+
+
+def test_a_simulation_replays_a_record(tmp_path):
+    """Adam, whose β₁ is fitted to each worker's block, a rate that falls, and unlike minibatches.
+
+    The record ends before the data; then all shares are τ.
+    """
+    record = [[3, 1, 2], [1, 4, 1], [2, 2, 2], [1, 1, 4], [4, 1, 1]]
+    options = {
+        "minibatches": 25,
+        "epochs": 2,
+        "period": 2,
+        "uneven": True,
+        "adam": True,
+        "options": {"balance": record},
+        "out": str(tmp_path / "{rank}.npz"),
+    }
+    run_all_well("count_minibatches.py", [options] * 3)
+    simulated = {**options, "simulated": 3, "out": str(tmp_path / "simulated.npz")}
+    run_all_well("count_minibatches.py", [simulated])
+    found, again = np.load(tmp_path / "0.npz"), np.load(tmp_path / "simulated.npz")
+    assert again["record"].tolist() == found["record"].tolist()
+    assert found["record"].tolist()[: len(record)] == record
+    assert np.ptp(found["global"]) > 0.1
+    np.testing.assert_allclose(again["global"], found["global"], rtol=1e-5, atol=1e-6)
+
+
+def steps_of(run, number):
+    """The steps that a worker took before each of its syncs, in order."""
+    steps, found = 0, []
+    for event in run.events(number):
+        steps += event[0] == "trained"
+        if event[0] in ("synced", "dropped"):
+            found, steps = [*found, *([steps] * (event[0] == "synced"))], 0
+    return found
+
+
+PACES = {"0": 0.01, "1": 0.05, "2": 0.01, "joins": 0.01}
+OPTIONS = {"balance": True, "paces": PACES, "minibatches": 120}
+
+
+@pytest.mark.nightly_cases("weights-*", "commit-*", "written-*")
+@pytest.mark.parametrize(
+    ("place", "times", "rank"),
+    [("step", 14, 0), ("weights", 4, 1), ("commit", 4, 2), ("written", 4, 0)],
+)
+def test_a_worker_is_lost_and_each_minibatch_counts_once(place, times, rank, tmp_path):
+    """One of three, of which the second is slow; then the others train its minibatches as well."""
+    options = {**OPTIONS, "adam": True, "rule": "tfpara.BMUF()"}
+    with elastic_runs.Run(tmp_path, 3, {rank: [place, times, "SIGKILL"]}, **options) as run:
+        ranks = [run.of_rank(each) for each in range(3)]
+        assert len(run.check([KILLED], minibatches=120)) == 2
+        steps = [steps_of(run, number) for number in ranks]
+    if rank != 1:  # the slow one is left
+        fast, slow = steps[2 - rank], steps[1]
+        assert sum(slow) < 0.7 * sum(fast), (slow, fast)
+        # After the change, too: the last blocks of an epoch may be short.
+        assert np.mean(slow[-8:]) < np.mean(fast[-8:]), (slow, fast)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("execution", [1, 4])
+def test_a_worker_joins_where_blocks_are_by_speed(execution, tmp_path):
+    """It counts as the slowest at first, and later takes more."""
+    options = {**OPTIONS, "epochs": 4, "steps_per_execution": execution}
+    options["holds"] = {"1": "len(tasks) > 2 or comes"}
+    with elastic_runs.Run(tmp_path, 2, **options) as run:
+        number = run.start()
+        assert len(run.check([], epochs=4, minibatches=120)) == 3
+        joiner, slow = steps_of(run, number), steps_of(run, run.of_rank(1))
+    assert len(joiner) > 10, "it came too late"
+    if execution == 1:  # else a pause is of a call, and so longer for a minibatch of a short block
+        assert joiner[0] <= max(slow[-len(joiner)], 3)
+        assert np.mean(joiner[5:]) > np.mean(slow[-len(joiner) + 5 :]), (joiner, slow)
+
+
+@pytest.mark.nightly
+def test_all_are_asked_to_end_and_others_go_on_where_blocks_are_by_speed(tmp_path):
+    """Two go on from the checkpoint of three, within an epoch."""
+    options = {**OPTIONS, "checkpoints": str(tmp_path / "run")}
+    with elastic_runs.Run(tmp_path, 3, **options) as run:
+        run.wait_until(run.of_rank(0), "synced", count=4)
+        for process in run.processes:
+            process.terminate()
+        codes, outputs = run.ends()
+        assert codes == [AGAIN] * 3, outputs
+        before = run.synced()
+    assert 0 < len(before) < 120
+    (tmp_path / "again").mkdir()
+    with elastic_runs.Run(tmp_path / "again", 2, **options) as again:
+        codes, outputs = again.ends()
+        assert codes == [0, 0], outputs
+        after = again.synced()
+    for own in itertools.chain(range(120), range(1000, 1120)):
+        assert before.get(own, 0) + after.get(own, 0) == 1, own

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import keras
 import tensorflow as tf
@@ -47,7 +47,8 @@ class MomentumFit:
         self.sync_period: int | None = settings.sync_period
         self.is_scheduled = False
         self._steps_in_epoch = NEVER
-        self._share: int | None = None  # minibatches of the present block; None: the sync period
+        # Minibatches of each replica in the present block; empty: the sync period.
+        self._shares: Sequence[int] = ()
         self._without_length: keras.Model | None = None  # the model in an epoch of unknown length
         self._epochs_to_note = 0  # of a `fit` whose epochs are of unknown length
         with tf.device("CPU:0"):
@@ -65,10 +66,10 @@ class MomentumFit:
         self.period.assign(NEVER if sync_period is None else sync_period)
         self._write_blocks()
 
-    def set_share(self, share: int | None) -> None:
-        """Sets this worker's minibatches in the present block; None: the sync period."""
-        if share != self._share:
-            self._share = share
+    def set_shares(self, shares: Sequence[int]) -> None:
+        """Sets each local replica's minibatches in the present block; empty: the sync period."""
+        if list(shares) != list(self._shares):
+            self._shares = shares
             self._write_blocks()
 
     def begin_epoch(self, model: keras.Model, steps: int | None) -> None:
@@ -162,18 +163,19 @@ class MomentumFit:
         if optimizer not in self._fitted:
             with tf.init_scope():
                 self._fitted[optimizer] = [
-                    self._variable(optimizer, d) for d in self._worker.devices
+                    self._variable(optimizer, k) for k in range(len(self._worker.devices))
                 ]
         momentum, factor = tf.unstack(self._fitted[optimizer][replica].read_value())
         return momentum, factor
 
-    def _variable(self, optimizer: keras.optimizers.Optimizer, device: str) -> tf.Variable:
-        with tf.device(device):
-            return self._make(self._fit(optimizer), "fitted")
+    def _variable(self, optimizer: keras.optimizers.Optimizer, replica: int) -> tf.Variable:
+        with tf.device(self._worker.devices[replica]):
+            return self._make(self._fit(optimizer, replica), "fitted")
 
-    def _fit(self, optimizer: keras.optimizers.Optimizer) -> tf.Tensor:
-        """Returns an optimizer's momentum in a block, and the factor of its rate."""
-        steps = tf.constant(self._steps_of_a_block(self._share or self.sync_period))
+    def _fit(self, optimizer: keras.optimizers.Optimizer, replica: int) -> tf.Tensor:
+        """Returns an optimizer's momentum in a replica's block, and the factor of its rate."""
+        period = self._shares[replica] if self._shares else self.sync_period
+        steps = tf.constant(self._steps_of_a_block(period))
         return tf.stack(in_a_block(memory_of(optimizer), steps / minibatches_of_a_step(optimizer)))
 
     def _steps_of_a_block(self, period: int | None) -> float:
@@ -183,5 +185,5 @@ class MomentumFit:
 
     def _write_blocks(self) -> None:
         for optimizer, variables in list(self._fitted.items()):
-            for variable in variables:
-                variable.assign(self._fit(optimizer))
+            for replica, variable in enumerate(variables):
+                variable.assign(self._fit(optimizer, replica))

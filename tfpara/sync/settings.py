@@ -118,7 +118,7 @@ class Settings:
             ("fragments", self.fragments > 1, f"a sync of a part {apart}"),
             ("collectives", self.collectives == "horovod", "Horovod's groups cannot change."),
             ("communication", self.communication == "NCCL", "a worker that joins is left out."),
-            ("balance", self.balance is not False, "the plan of the data has steps of all alike."),
+            ("balance", not isinstance(self.balance, bool), "a record is of a fixed group."),
         ):
             if refused:
                 raise ValueError(

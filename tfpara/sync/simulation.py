@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
 
 from tfpara import cluster, program
 from tfpara.algorithms.rule import Rule
+from tfpara.sync.data.dealt import to_replicas
 from tfpara.sync.strategy import PeriodicSyncStrategy
 from tfpara.threads import check_threads
 from tfpara.whole_number import checked_whole
@@ -15,6 +17,13 @@ from tfpara.whole_number import checked_whole
 
 class _Simulation(PeriodicSyncStrategy):
     _is_simulated = True
+
+    def datasets_by_number(
+        self, minibatches: Callable[[int, int], tf.data.Dataset]
+    ) -> tf.distribute.DistributedDataset:
+        if self.extended.balance is not None:
+            minibatches = to_replicas(minibatches)
+        return super().datasets_by_number(minibatches)
 
 
 def simulate(
@@ -38,8 +47,8 @@ def simulate(
         rule: as `PeriodicSyncStrategy` takes it.
         sync_period: τ, minibatches of each replica between two syncs.
         **options: the other arguments of `PeriodicSyncStrategy`, but for `devices` and
-            `device_sync_period`, since each replica stands for a worker, and for `balance`, since
-            the replicas step together.
+            `device_sync_period`, since each replica stands for a worker. `balance` can be the
+            record of a run of N workers, whose blocks the replicas then have.
 
     Returns:
         A `PeriodicSyncStrategy`.

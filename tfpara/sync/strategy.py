@@ -89,9 +89,9 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, ForCallbac
             max_i s_i·τ_i is least, about τ_i = W·τ·(1/s_i) / Σ_j (1/s_j), where s_i are the seconds
             of a step in the blocks before. The mean of the replicas weighs by samples, as always,
             and `fit` deals the minibatches of an epoch out by the τ_i, each to one replica. Workers
-            have one device each. Not with `elastic`, `overlap`, `fragments` or BMUFAdam. A record,
+            have one device each. Not with `overlap`, `fragments` or BMUFAdam. A record, which is
             `strategy.balance_record` of another run: its τ_i again, block by block (then τ for
-            all). False: τ_i = τ.
+            all); not with `elastic`. False: τ_i = τ.
         nonfinite: "raise": a weight with NaN or Inf ends the run at the next sync. "skip": a
             minibatch whose loss or gradient has NaN or Inf changes nothing on its replica and has
             weight 0 in the next sync. It is counted, and named where the epoch ends.

@@ -3,7 +3,8 @@
 Options (JSON): minibatches (of an epoch), epochs, period, uneven (whether minibatches differ in
 their rows), options (of the strategy), elastic (settings of a run whose members change),
 checkpoints (a directory), killed (for each rank that kills itself, the syncs after which it does),
-pauses (seconds of each rank after a call), execution (minibatches of a call),
+pauses (seconds of each rank after a call), execution (minibatches of a call), adam (whether Adam
+trains, under BMUF), simulated (how many replicas of one process play the workers),
 out (npz path; `{rank}` is replaced).
 """
 
@@ -50,15 +51,23 @@ def main():
     options = json.loads(sys.argv[1])
     count, epochs = options["minibatches"], options.get("epochs", 1)
     uneven = options.get("uneven", False)
-    strategy = tfpara.PeriodicSyncStrategy(
-        tfpara.BSP(),
-        sync_period=options["period"],
-        timeout_seconds=60,
-        elastic=tfpara.Elastic(**options["elastic"]) if "elastic" in options else None,
-        **options.get("options", {}),
-    )
+    settings = {"sync_period": options["period"], **options.get("options", {})}
+    rule = tfpara.BMUF() if options.get("adam") else tfpara.BSP()
+    if "simulated" in options:
+        strategy = tfpara.simulate(options["simulated"], rule, **settings)
+    else:
+        strategy = tfpara.PeriodicSyncStrategy(
+            rule,
+            timeout_seconds=60,
+            elastic=tfpara.Elastic(**options["elastic"]) if "elastic" in options else None,
+            **settings,
+        )
     with strategy.scope():
         model = counting_model(count * epochs)
+        if options.get("adam"):
+            # The rate falls by the steps, which a sync sets to the mean of the replicas.
+            rate = keras.optimizers.schedules.ExponentialDecay(0.1, 5, 0.9)
+            model.compile(keras.optimizers.Adam(rate), loss=model.loss)
     model.steps_per_execution = options.get("execution", 1)
     rank, callbacks = strategy.worker_index, []
     if "checkpoints" in options:

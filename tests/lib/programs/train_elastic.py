@@ -7,7 +7,8 @@ be; `["epoch", number, log, workers]`, and at the end `["end", hash of the weigh
 
 Options (JSON): log, minibatches (of an epoch), epochs, devices, rule, steps_per_execution,
 min_workers, grace_seconds, silence_seconds, max_workers, adam, norm (batch normalisation), dropout,
-checkpoints (a directory), every_syncs, validate, step_seconds, width, callbacks (names), follows,
+checkpoints (a directory), every_syncs, validate, step_seconds, paces (seconds of a step by the rank
+at the start, in place of step_seconds), balance, width, callbacks (names), follows,
 scores (a CSV file: of three scores in each epoch),
 timeouts (of the strategy), arrays (`batch_size`: `fit` is given arrays, of a row each), kind (what
 `fit` is given in place of arrays: a dataset or py_dataset of the same rows), weights (a
@@ -229,9 +230,9 @@ class Net(keras.Model):
 
 
 class Watch(keras.callbacks.Callback):
-    def __init__(self, options, log, faults):
+    def __init__(self, options, log, faults, rank):
         super().__init__()
-        self.options, self.log, self.faults = options, log, faults
+        self.options, self.log, self.faults, self.rank = options, log, faults, rank
         self.first = 0  # of the epochs of this call of fit
 
     def on_epoch_begin(self, epoch, logs=None):
@@ -255,7 +256,7 @@ class Watch(keras.callbacks.Callback):
         if "rate" in self.options["callbacks"]:
             self.log("rate", float(tf.convert_to_tensor(self.model.optimizer.learning_rate)))
         self.faults.here("step")
-        time.sleep(self.options["step_seconds"])
+        time.sleep(self.options["paces"].get(self.rank, self.options["step_seconds"]))
 
     def on_test_batch_end(self, batch, logs=None):
         self.faults.here("validation")
@@ -349,6 +350,8 @@ def main():
         "every_syncs": 1,
         "validate": False,
         "step_seconds": 0.0,
+        "paces": {},
+        "balance": False,
         "width": 4,
         "callbacks": [],
         "follows": True,
@@ -378,6 +381,7 @@ def main():
     settings = {
         "sync_period": TAU,
         "averages": {"ema": tfpara.EMA(0.9)},
+        "balance": options["balance"],
         "elastic": tfpara.Elastic(**limits, rule_follows=options["follows"]),
     }
     rule = eval(options["rule"])
@@ -427,7 +431,7 @@ def main():
         return tf.data.Dataset.from_tensor_slices(numbers).map(lambda n: row(np.int64(epoch), n))
 
     held_out = tf.data.Dataset.range(8).map(lambda number: row(np.int64(9), number))
-    watch = Watch(options, log, faults)
+    watch = Watch(options, log, faults, rank)
 
     def found(number):
         """The callbacks of a call of fit."""

@@ -6,14 +6,18 @@ knows without a further message how many minibatches every worker takes until th
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
+from tfpara.elastic.plan import Plan
 from tfpara.strategy import EpochUnits
-from tfpara.sync.data.dealt import Dealt
+from tfpara.sync.data.dealt import EMPTY, Dealt
 from tfpara.sync.momentum_fit import MomentumFit
 from tfpara.sync.settings import Settings
 from tfpara.sync.workers.worker import Worker
@@ -36,14 +40,16 @@ def shares_of(seconds: Array, period: int, former: Array) -> Array:
     s_i are the seconds of a minibatch. So τ_i is about W·τ·(1/s_i) / Σ_j (1/s_j).
 
     Args:
-        seconds: s_i; 0 if unknown, and then all workers have the same share.
+        seconds: s_i; 0 if unknown, which counts as the slowest that is known.
         period: τ.
         former: the previous shares; they are returned if others would gain less than 3 %.
     """
     workers = len(seconds)
     total = workers * period
-    if not (seconds > 0.0).all():
+    slowest = seconds.max()
+    if slowest <= 0.0:
         return np.full(workers, period)
+    seconds = np.where(seconds > 0.0, seconds, slowest)
     speeds = 1.0 / seconds
     shares = np.clip((total * speeds / speeds.sum()).astype(int), 1, CEILING * period)
     while shares.sum() < total:
@@ -76,11 +82,18 @@ class Balance(EpochUnits):
         worker: this worker.
         momentum: momentum of the models' optimizers, which is fitted to the block.
         make: makes a plain variable, `make(value, name)`.
+        simulates: whether this worker's replicas stand for the workers of a record. They step
+            together, and those with a smaller share get empty minibatches at the block's end.
 
     Attributes:
+        plan: the minibatches of the present pass as they are divided since the last sync:
+            `carried` has those of each worker in the present block, trained or not. None outside of
+            a pass.
         due: the steps of this worker in the present block, a variable; 0: those of the sync period.
         since: the time when the present block began on this worker, a variable; 0: unknown.
         open_steps: returns this worker's steps since the last sync.
+        reported: of each worker in the present sync: the steps in the block, and the seconds in
+            which it has trained them, below 0 if unknown.
         steps_of_epoch: steps of each replica, if all took equally many; None: unknown.
         record: the shares in all blocks of this process so far.
     """
@@ -91,83 +104,129 @@ class Balance(EpochUnits):
         worker: Worker,
         momentum: MomentumFit,
         make: Callable[..., tf.Variable],
+        simulates: bool = False,
     ) -> None:
         self._settings, self._worker, self._momentum = settings, worker, momentum
         self._given = [] if isinstance(settings.balance, bool) else settings.balance
-        self._workers = worker.num_workers
-        if len(worker.devices) > 1:
+        self.simulates = simulates
+        workers = self._workers
+        if simulates and not self._given:
+            raise ValueError(
+                "balance=True goes by the speed of workers, and simulated replicas step together. "
+                "Give the record of another run: balance=strategy.balance_record."
+            )
+        if len(worker.devices) > 1 and not simulates:
             raise ValueError(
                 f"balance= deals minibatches out to workers of one device, and this one has "
                 f"{len(worker.devices)}. Start a worker for each device, or leave balance out."
             )
-        if self._given and len(self._given[0]) != self._workers:
+        if self._given and len(self._given[0]) != workers:
             raise ValueError(
                 f"balance= has the shares of {len(self._given[0])} workers in each block, and the "
-                f"run has {self._workers}. Give the record of a run of as many."
+                f"run has {workers}. Give the record of a run of as many."
             )
         with tf.device("CPU:0"):
             self.due = make(tf.zeros([], tf.int64), "due")
             self.since = make(tf.zeros([], tf.float64), "block_began")
+        self.plan: Plan | None = None
         self.open_steps: Callable[[], int] = lambda: 0
+        self.reported: tuple[Array, Array] = np.zeros(workers, int), np.zeros(workers)
         self.steps_of_epoch: int | None = None
         self.record: list[list[int]] = []
         self._blocks = 0  # number of trained blocks, with those before a resume
-        self._seconds = np.zeros(self._workers)  # seconds of a minibatch, smoothed
-        self._changes = np.zeros(self._workers)  # logarithms of the last block's over those
-        self._shares = np.zeros(self._workers, int)  # shares by speed, of the last block
-        # Of the present block: the steps of each worker, trained or not, the number of its first
-        # minibatch, and that of the first one after it.
-        self._steps = np.zeros(self._workers, int)
-        self._first = self._next = 0
+        self._seconds = np.zeros(workers)  # seconds of a minibatch, smoothed
+        self._changes = np.zeros(workers)  # logarithms of the last block's over those
+        self._shares = np.zeros(workers, int)  # shares by speed, of the last block
+        self._unmeasured = 0  # number of the next blocks whose time tells nothing
         # Whether a block of the present pass was whole. Then a shorter one, as at the end of an
         # epoch, is not measured, since a few steps tell little.
         self._had_whole = False
-        self._owes = False  # whether minibatches before the present block are not trained yet
+        self._resumed: tuple[int, int, Sequence[int]] = (0, 0, ())  # epoch, first, and what it owes
+        self._rank = 0  # of this worker in the plan
         self._queue: tf.queue.QueueBase | None = None
 
-    def begin(self, first: int, warm: bool) -> Dealt | None:
+    @property
+    def _workers(self) -> int:
+        return self._worker.replicas if self.simulates else self._worker.num_workers
+
+    def begin_epoch(self, epoch: int, first: int, warm: bool) -> Dealt | None:
+        """Begins a pass over an epoch of fixed workers, of which `first` minibatches are trained.
+
+        Returns what `begin` does.
+        """
+        owed = self._resumed[2] if self._resumed[:2] == (epoch, first) else ()
+        tasks = tuple(range(self._workers))
+        plan = Plan(epoch, tasks, ((),) * len(tasks), tuple(owed), first)
+        return self.begin(plan, self._worker.rank, warm)
+
+    def begin(self, plan: Plan, rank: int, warm: bool) -> Dealt | None:
         """Begins a pass over an epoch; returns this worker's minibatches; None: there are no syncs.
 
         Args:
-            first: minibatches of the epoch that are trained already.
+            plan: the minibatches that are not trained yet. If workers carry some, all of them sync
+                as soon as possible.
+            rank: this worker's rank in the plan.
             warm: whether this process has trained before. If not, the first block compiles, and
                 its time tells nothing.
         """
         self.end()
-        self._next, self._had_whole = first, False
         if self._momentum.sync_period is None:
             return None
-        self._queue = tf.queue.FIFOQueue(-1, tf.int64, [[]])
+        self.plan, self._rank, self._had_whole = plan, rank, False
+        shape = [plan.size] if self.simulates else []
+        self._queue = tf.queue.FIFOQueue(-1, tf.int64, [shape])
         self.since.assign(time.monotonic() if warm else 0.0)
-        self._deal(np.zeros(self._workers, int))
-        return Dealt(self._queue)
+        if len(self._seconds) != plan.size:
+            self._seconds = self._changes = np.zeros(plan.size)
+        dealt = Dealt(self._queue, min((*plan.owed, plan.first)))
+        if any(plan.carried):
+            self._shares = np.array([len(units) for units in plan.carried])
+            self.due.assign(1)
+        else:
+            self.due.assign(self._deal())
+        return dealt
 
     def end(self) -> None:
         """Ends the present pass, also for readers that wait for its minibatches."""
         if self._queue is not None:
             self._queue.close(cancel_pending_enqueues=True)
-        self._queue = None
+        self.plan = self._queue = None
         self.due.assign(0)
-        self._momentum.set_share(None)
+        self._momentum.set_shares([])
 
     def mean_steps(self) -> float | None:
         """Returns the mean of the workers' steps in the present block; None outside a pass."""
-        return None if self._queue is None else float(self._steps.mean())
+        return None if self.plan is None else self._dealt / self.plan.size
 
-    def close(self, steps: Array, seconds: Array) -> None:
-        """Ends a block at a sync, and assigns the minibatches of the next one.
+    @property
+    def _dealt(self) -> int:
+        """The number of minibatches of all workers in the present block, trained or not."""
+        return 0 if self.plan is None else sum(map(len, self.plan.carried))
 
-        Args:
-            steps: steps of each process in the block.
-            seconds: time in which each process trained the block; below 0: unknown.
+    def close(self) -> int:
+        """Ends the `reported` block at a sync that is done, and assigns the next one's minibatches.
+
+        Returns `due` of the next block.
         """
-        if self._queue is None or not steps.any():
-            return
+        (steps, seconds), plan = self.reported, self.plan
+        if plan is None or not steps.any():
+            return int(self.due)
         self.record.append(self._shares.tolist())
         self._blocks += 1
-        is_whole = bool(steps.sum() >= self._steps.sum())
-        known = (steps > 0) & (seconds > 0.0) & (is_whole or not self._had_whole)
-        self._had_whole |= is_whole
+        is_whole = bool(steps.sum() >= self._dealt)
+        if self._unmeasured:
+            self._unmeasured -= 1
+        else:
+            known = (steps > 0) & (seconds > 0.0) & (is_whole or not self._had_whole)
+            self._had_whole |= is_whole
+            self._measure(steps, seconds, known)
+        carried = zip(plan.carried, steps.tolist(), strict=True)
+        left = tuple(units[count:] for units, count in carried)
+        self.plan = dataclasses.replace(plan, carried=left)
+        return self._deal()
+
+    def _measure(self, steps: Array, seconds: Array, known: Array) -> None:
+        """Smooths the times of a minibatch by those of a block, where they are known."""
         measured = np.divide(seconds, steps, out=np.zeros(len(steps)), where=known)
         former = np.where(self._seconds > 0.0, self._seconds, measured)
         within = np.clip(measured, former / _LARGEST_CHANGE, former * _LARGEST_CHANGE)
@@ -177,67 +236,122 @@ class Balance(EpochUnits):
         is_real = again | (np.abs(changes) > np.log(_LARGE))
         smoothed = former + np.where(is_real, _TRUST, _TRUST_IN_NOISE) * (within - former)
         self._seconds, self._changes = np.where(known, smoothed, former), changes
-        self._deal(np.maximum(self._steps - steps, 0))
 
-    def _deal(self, left: Array) -> None:
-        """Assigns a block's minibatches, after the `left` steps that each worker still has."""
-        period = self._momentum.sync_period
+    def _deal(self) -> int:
+        """Assigns a block's minibatches, after those that workers still have; returns `due`."""
+        plan, period = self.plan, self._momentum.sync_period
+        assert plan is not None and self._queue is not None
         if period is None:
             period = self._settings.sync_period
         if self._blocks < len(self._given):
             self._shares = np.array(self._given[self._blocks])
         elif self._given:
-            self._shares = np.full(self._workers, period)
+            self._shares = np.full(plan.size, period)
         else:
             self._shares = shares_of(self._seconds, period, self._shares)
-        new = np.maximum(self._shares - left, 0)
-        order = dealing_order(new)
-        numbers = self._next + np.arange(len(order), dtype=np.int64)
-        self._owes, self._first = bool(left.any()), self._next
-        self._next += len(order)
-        self._steps = left + new
-        mine = int(self._steps[self._worker.rank])
-        self.due.assign(mine)
-        self._momentum.set_share(mine)
-        assert self._queue is not None
-        self._queue.enqueue_many(numbers[order == self._worker.rank])
+        left = [len(units) for units in plan.carried]
+        order = dealing_order(np.maximum(self._shares - left, 0))
+        owed, first = plan.owed[: len(order)], plan.first
+        end = first + len(order) - len(owed)
+        units = np.array([*owed, *range(first, end)], np.int64)
+        new = [units[order == rank].tolist() for rank in range(plan.size)]
+        carried = tuple((*own, *more) for own, more in zip(plan.carried, new, strict=True))
+        self.plan = dataclasses.replace(
+            plan, carried=carried, owed=plan.owed[len(owed) :], first=end
+        )
+        shares = [len(own) for own in carried]
+        if self.simulates:
+            rows = np.array([*itertools.zip_longest(*new, fillvalue=EMPTY)], np.int64)
+            self._queue.enqueue_many(rows.reshape(-1, plan.size))
+            self._momentum.set_shares(shares)
+            return max(left) + len(rows)
+        self._queue.enqueue_many(np.array(new[self._rank], np.int64))
+        self._momentum.set_shares([shares[self._rank]])
+        return shares[self._rank]
 
     def total(self, steps: int | None) -> int:
         return steps or self.steps_of_epoch or 0
 
     def trained(self, steps: int) -> int:
-        return steps if self._queue is None else self._first // self._workers
+        plan = self.plan
+        return steps if plan is None else plan.in_the_model([0] * plan.size) // plan.size
 
     def reached(self, steps: int) -> int:
-        due = int(self.due)
-        if self._queue is None or due == 0:
-            return steps
-        done = (self._next - self._first) * min(1.0, self.open_steps() / due)
-        return round((self._first + done) / self._workers)
+        plan = self.plan
+        return steps if plan is None else round(self.minibatches(plan) / plan.size)
+
+    def minibatches(self, plan: Plan) -> float:
+        """Returns `plan`'s trained minibatches if all are as far in the block as this worker."""
+        of_block = min(1.0, self.open_steps() / max(int(self.due), 1))
+        return plan.in_the_model([0] * plan.size) + of_block * self._dealt
 
     def position(self) -> dict[str, Json]:
-        if self._queue is None:
-            return {}
-        if self._owes:
+        """Returns the position at a sync, for a checkpoint.
+
+        `minibatches` are done, except those that are `owed`: after `strategy.synchronize()` has
+        closed a block before its end, some workers still have minibatches of it.
+        """
+        return {} if self.plan is None else position_of(self.plan)
+
+    def resume(self, epoch: int, position: Mapping[str, Any]) -> None:
+        """Continues from a checkpoint's position, in an epoch that begins.
+
+        Raises:
+            ValueError: the checkpoint owes steps of workers with several devices.
+        """
+        owed = position.get("owed", ())
+        if owed and position["devices"] != 1:
             raise ValueError(
-                "a checkpoint where strategy.synchronize() has closed a block before its end: with "
-                "balance= some workers still owe minibatches of that block. Let the checkpoint be "
-                "taken at a later sync, or where an epoch ends."
+                f"the checkpoint is of workers with {position['devices']} devices, in the middle "
+                "of an epoch, and owes steps of them. Go on without balance= and with as many "
+                "devices for each worker."
             )
-        return {"minibatches": self._first}
+        self._resumed = epoch, position["minibatches"], owed
 
     def get_state(self) -> Json:
         """Returns the basis of the next shares; at a sync it is the same on all workers."""
         return {
             "blocks": self._blocks,
             "seconds": self._seconds.tolist(),
+            "changes": self._changes.tolist(),
             "shares": self._shares.tolist(),
         }
 
     def set_state(self, state: Json) -> None:
         """Continues from a state; a state of another number of workers is not used."""
         assert isinstance(state, Mapping)
-        if len(state["seconds"]) == self._workers:
+        workers = self._workers
+        if len(state["seconds"]) == workers:
             self._blocks = state["blocks"]
             self._seconds, self._shares = np.array(state["seconds"]), np.array(state["shares"])
-            self._changes = np.zeros(self._workers)
+            self._changes = np.array(state.get("changes", [0.0] * workers))
+
+    def regroup(self, state: Mapping[str, Any], former: Sequence[int], plan: Plan) -> None:
+        """Continues from a former member's state, with the workers of a plan.
+
+        A worker that is new counts as the slowest until it is measured. The block that is under
+        way, and the first one of the plan, are not measured: their time includes the change.
+
+        Args:
+            state: the state that `get_state` has returned on that member.
+            former: the tasks of that state, by rank.
+            plan: the plan with which the workers continue.
+        """
+        places = {task: rank for rank, task in enumerate(former)}
+
+        def of_tasks(values: Sequence[float]) -> Array:
+            known = places if len(values) == len(former) else {}
+            return np.array([values[places[t]] if t in known else 0 for t in plan.tasks])
+
+        self._blocks, self._shares = state["blocks"], of_tasks(state["shares"])
+        self._seconds, self._changes = of_tasks(state["seconds"]), of_tasks(state["changes"])
+        self._unmeasured = 1 + any(plan.carried)
+
+
+def position_of(plan: Plan) -> dict[str, Json]:
+    """Returns the position of a plan at a sync, when no minibatch of the open block is trained."""
+    owed = sorted((*plan.owed, *itertools.chain(*plan.carried)))
+    first = plan.first
+    while owed and owed[-1] == first - 1:
+        first = owed.pop()
+    return {"minibatches": first, "owed": owed, "devices": 1}

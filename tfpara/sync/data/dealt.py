@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
+
+from tfpara.sync.workers.data_place import DataPlace, dealt, making
+from tfpara.typing import Array
+
+EMPTY = -1  # stands for the number of a minibatch without rows
 
 
 class Dealt:
@@ -12,27 +18,121 @@ class Dealt:
 
     Reading waits until the numbers of the next block are known. This wait occupies no thread of
     TensorFlow, as one in a Python function would, and ends with the iterator.
+
+    Args:
+        queue: the numbers; None: this worker has no minibatches.
+        first: no number is below it.
     """
 
-    def __init__(self, queue: tf.queue.QueueBase) -> None:
-        self._queue = queue
+    def __init__(self, queue: tf.queue.QueueBase | None, first: int = 0) -> None:
+        self._queue, self.first = queue, first
 
     def numbers(self, end: int) -> tf.data.Dataset:
-        numbers = tf.data.Dataset.counter().map(lambda _: self._queue.dequeue())
-        return numbers.take_while(lambda number: number < end)
+        return self.rows().take_while(lambda number: number < end)
+
+    def rows(self) -> tf.data.Dataset:
+        """Returns all numbers; those of a simulation are vectors, a number for each replica."""
+        queue = self._queue
+        if queue is None:
+            return tf.data.Dataset.range(0)
+        return tf.data.Dataset.counter().map(lambda _: queue.dequeue())
 
     def among(self, numbered: tf.data.Dataset) -> tf.data.Dataset:
         """Returns this worker's minibatches among pairs of a rising number and a minibatch."""
+        queue = self._queue
+        if queue is None:
+            return numbered.take(0).map(lambda number, element: element)
         none = tf.constant(-1, tf.int64)
 
         def next_of(awaited: tf.Tensor, pair: Any) -> Any:
             number, element = pair
-            awaited = tf.cond(awaited < 0, self._queue.dequeue, lambda: awaited)
+            awaited = tf.cond(awaited < 0, queue.dequeue, lambda: awaited)
             own = number == awaited
             return tf.where(own, none, awaited), (own, element)
 
         found = numbered.scan(none, next_of).filter(lambda own, element: own)
         return found.map(lambda own, element: element)
+
+
+class _All:
+    """All minibatches of a pass from number `first` on; used like `Dealt`."""
+
+    def __init__(self, first: int) -> None:
+        self.first = first
+
+    def numbers(self, end: int) -> tf.data.Dataset:
+        return tf.data.Dataset.range(self.first, end)
+
+    def among(self, numbered: tf.data.Dataset) -> tf.data.Dataset:
+        return numbered.map(lambda number, element: element)
+
+
+def to_replicas(
+    minibatches: Callable[[int, int], tf.data.Dataset],
+) -> Callable[[int, int], tf.data.Dataset]:
+    """Converts a function of a worker's minibatches into one of those of simulated workers.
+
+    Each of these is a replica of this process. The dataset has a minibatch for each of them, then
+    the next for each, and so on; `EMPTY` ones have no rows.
+    """
+
+    def made(epoch: int, first: int) -> tf.data.Dataset:
+        rows = dealt()
+        if rows is None:
+            return minibatches(epoch, first)
+        with making(DataPlace(0, 1, 1, epoch, first, _All(first))):
+            whole = minibatches(epoch, first)
+        kept = _Kept(whole, first)
+        signature = tf.nest.map_structure(open_spec, whole.element_spec)
+
+        def of_row(row: tf.Tensor) -> tf.data.Dataset:
+            return tf.data.Dataset.from_generator(
+                kept.take, args=(row,), output_signature=signature
+            )
+
+        def exists(row: tf.Tensor) -> tf.Tensor:
+            return tf.ensure_shape(tf.numpy_function(kept.exists, [row], tf.bool), [])
+
+        return rows.rows().take_while(exists).flat_map(of_row)
+
+    return made
+
+
+class _Kept:
+    """The minibatches of a dataset, which are read in order, and taken nearly in order."""
+
+    def __init__(self, whole: tf.data.Dataset, first: int) -> None:
+        self._iterator, self._next = iter(whole), first
+        self._kept: dict[int, Any] = {}
+        self._empty: Any = None
+
+    def exists(self, row: Array) -> bool:
+        """Returns whether a row has a minibatch that exists. Later rows then have some as well."""
+        while self._next <= row.max():
+            minibatch = next(self._iterator, None)
+            if minibatch is None:
+                break
+            self._kept[self._next] = minibatch
+            self._next += 1
+            self._empty = tf.nest.map_structure(emptied, minibatch)
+        return any(number in self._kept for number in row.tolist())
+
+    def take(self, row: Array) -> Iterator[Any]:
+        """Yields the minibatches of a row; those that do not exist are empty."""
+        for number in row.tolist():
+            yield self._kept.pop(number, self._empty)
+
+
+def open_spec(spec: Any) -> Any:
+    """Returns the spec of minibatches that may be empty."""
+    if not isinstance(spec, tf.TensorSpec) or not spec.shape.rank:
+        return spec  # that of ragged or sparse tensors is open
+    return tf.TensorSpec([None, *spec.shape[1:]], spec.dtype)
+
+
+def emptied(leaf: Any) -> Any:
+    """Returns no rows of a batch; a scalar stays."""
+    return slice_of(leaf, 0, 0) if leaf.shape.rank else leaf
 
 
 def rows_of(leaf: Any) -> tf.Tensor:

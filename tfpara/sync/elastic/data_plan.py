@@ -9,6 +9,8 @@ import tensorflow as tf
 
 from tfpara.elastic.plan import Plan, begin
 from tfpara.strategy import EpochUnits
+from tfpara.sync.data.balance import Balance
+from tfpara.sync.data.dealt import Dealt
 from tfpara.sync.data.elastic_data import Began, check_dealt
 from tfpara.sync.elastic.connection import Connection
 from tfpara.sync.tensorflow.extended import PeriodicSyncExtended
@@ -24,7 +26,6 @@ class DataPlan(EpochUnits):
         connection: the connection, for whose generation the plan is.
 
     Attributes:
-        plan: the division of the epoch's data among workers.
         iterator: iterator over this worker's data by the plan; None: `fit` has the iterator.
         facts: facts about the data, beyond their element spec, compared with a joiner's.
     """
@@ -32,11 +33,23 @@ class DataPlan(EpochUnits):
     def __init__(self, extended: PeriodicSyncExtended, connection: Connection) -> None:
         self._extended, self._connection = extended, connection
         self._devices = len(extended.worker_devices)
-        self.plan = begin(0, connection.form.tasks)
+        self._plan = begin(0, connection.form.tasks)
         self.iterator: Iterator[Any] | None = None
         self.facts: Mapping[str, Json] = {}
         # function of the present `fit`
         self._dataset_fn: Callable[..., tf.data.Dataset] | None = None
+
+    @property
+    def plan(self) -> Plan:
+        """The division of the epoch's data among workers; if speeds decide, since the last sync."""
+        balance = self._extended.balance
+        return self._plan if balance is None or balance.plan is None else balance.plan
+
+    @plan.setter
+    def plan(self, plan: Plan) -> None:
+        self._plan = plan
+        if self._extended.balance is not None:
+            self._extended.balance.end()
 
     @property
     def began(self) -> Began:
@@ -72,14 +85,24 @@ class DataPlan(EpochUnits):
             self.iterator = None
             self.forget_trained()
 
-    def go_on(self, plan: Plan, has_data: bool) -> None:
+    def reader(self, of_fit: Iterator[Any]) -> Iterator[Any]:
+        """Returns this worker's data; `of_fit` is the iterator that `fit` has."""
+        if self.iterator is None and self._extended.balance is not None:
+            self.iterator = self.data()
+        return self.iterator or of_fit
+
+    def go_on(self, plan: Plan, has_data: bool, ahead: Mapping[str, Any]) -> None:
         """Adopts a plan of a new generation, of which nothing is trained yet.
 
         Args:
             plan: the plan.
             has_data: whether this worker has data of the plan's epoch, and the epoch is open.
+            ahead: the report of the worker that is furthest.
         """
         self.plan = plan
+        if self._extended.balance is not None:
+            former = Plan.of(ahead["plan"]).tasks
+            self._extended.balance.regroup(ahead["states"]["balance"], former, plan)
         self.forget_trained()
         self.iterator = self.data() if has_data else None
 
@@ -91,13 +114,32 @@ class DataPlan(EpochUnits):
 
     def trained_steps(self) -> list[int]:
         """Returns for each rank the number of its steps by the plan that are in the model."""
-        if not self._extended.models.synchronizers:
-            return [0] * len(self._connection.form.tasks)
+        balance = self._extended.balance
+        by_speed = balance is not None and balance.plan is not None
+        if by_speed or not self._extended.models.synchronizers:
+            return [0] * self.plan.size
         (synchronizer,) = self._extended.models.synchronizers
         return synchronizer.graph.dealt.numpy().tolist()
 
     def data(self) -> Iterator[Any]:
         """Returns this worker's data from the beginning of the plan to the end of the epoch."""
+        balance = self._extended.balance
+        whole = self._by_rank() if balance is None else self._by_speed(balance)
+        # The plan omits the steps before a resume, so they must not be skipped again.
+        self._extended.data.position.take_steps()
+        return iter(self._extended._distribute_datasets_from_function(lambda context: whole, None))
+
+    def _by_speed(self, balance: Balance) -> tf.data.Dataset:
+        plan, rank, warm = self.plan, self._connection.rank, self._extended.models.steps_seen > 0
+        dealt = balance.begin(plan, rank, warm)
+        if dealt is None:
+            raise ValueError(
+                "sync_period=None with balance= and elastic=: minibatches are dealt out at syncs, "
+                "and there are none. Leave balance out, or give a sync period."
+            )
+        return self._units(plan.epoch, dealt.first, plan.size, rank, dealt)
+
+    def _by_rank(self) -> tf.data.Dataset:
         rank, epoch = self._connection.rank, self.plan.epoch
         parts = [
             self._units(epoch, each.start, each.step, 0).take(len(each) * self._devices)
@@ -107,18 +149,18 @@ class DataPlan(EpochUnits):
         whole = parts[0]
         for part in parts[1:]:
             whole = whole.concatenate(part)
-        # The plan omits the steps before a resume, so they must not be skipped again.
-        self._extended.data.position.take_steps()
-        return iter(self._extended._distribute_datasets_from_function(lambda context: whole, None))
+        return whole
 
     def whole_epoch(self, epoch: int) -> tf.data.Dataset:
         """Returns all minibatches of an epoch."""
         return self._units(epoch, 0, 1, 0)
 
-    def _units(self, epoch: int, first: int, size: int, rank: int) -> tf.data.Dataset:
-        """Returns the units first + rank, first + rank + size, … of an epoch."""
+    def _units(
+        self, epoch: int, first: int, size: int, rank: int, dealt: Dealt | None = None
+    ) -> tf.data.Dataset:
+        """Returns the units first + rank, first + rank + size, … of an epoch, or those `dealt`."""
         assert self._dataset_fn is not None
-        with making(DataPlace(rank, size, self._devices, epoch, first * self._devices)):
+        with making(DataPlace(rank, size, self._devices, epoch, first * self._devices, dealt)):
             return self._dataset_fn(None)
 
     def trained(self, steps: int = 0) -> int:
@@ -132,6 +174,8 @@ class DataPlan(EpochUnits):
         Workers that have taken equally many steps since the last sync return the same number.
         """
         del steps
+        if (balance := self._extended.balance) is not None and balance.plan is not None:
+            return round(balance.minibatches(balance.plan))
         open_steps = sum(each.graph.block.trained for each in self._extended.models.synchronizers)
         return self.trained() + open_steps * self.plan.size
 
@@ -151,7 +195,9 @@ class DataPlan(EpochUnits):
 
         `minibatches`, over all replicas, are done, except those of the units `owed`.
         """
-        rest = self.plan
+        rest, balance = self.plan, self._extended.balance
+        if balance is not None and balance.plan is not None:
+            return balance.position()
         if self._extended.models.synchronizers:
             rest = rest.after(self.trained_steps(), [0] * rest.size, rest.tasks)
         return {

@@ -203,6 +203,8 @@ class FitAgain:
             self._logs = model.train_function.inner(self._alone)  # type: ignore[union-attr]
         self._synchronizer.finish_block()
         self._synchronizer.graph.set_statistics(*before or [NO_SYNCS])
+        if self._extended.balance is not None:
+            self._extended.balance.record.clear()
 
     def begin_epoch(self, epoch: int) -> None:
         self._progress.epoch = epoch
@@ -231,7 +233,7 @@ class FitAgain:
                 trained |= self._repeat_sync() and self._logs is not None
                 if not trained:
                     self._step_began_in = self._connection.form.number
-                    self._logs = function(self._data.iterator or iterator)
+                    self._logs = function(self._data.reader(iterator))
                 return self._logs
             except _Regrouped:
                 continue
@@ -256,7 +258,7 @@ class FitAgain:
         due, self._progress.sync_may_be_due = self._progress.sync_may_be_due, False
         if due and self._extended.models.synchronizers:
             block = self._synchronizer.graph.block
-            if int(block.steps) >= int(block.period):
+            if int(block.steps) >= int(block.due()):
                 self._synchronizer.graph.sync(tf.constant(True))
                 return True
         return False

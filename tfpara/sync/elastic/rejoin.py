@@ -197,7 +197,7 @@ class Rejoin:
         plan = _next_plan(form, reports, behind, ahead)
         # This worker has no data of another call of `fit` yet: that call's epoch brings them.
         has_data = plan.fit == self.progress.fit and plan.at > self.progress.closed
-        self.data.go_on(plan, has_data)
+        self.data.go_on(plan, has_data, ahead)
         self._taken = [task for task, own in zip(form.tasks, behind, strict=True) if own]
         self._source = form.tasks[source]
         if self.connection.rank == 0:
@@ -217,7 +217,9 @@ class Rejoin:
         for synchronizer in self.extended.models.synchronizers:
             block = synchronizer.graph.block
             missed = min(missed, int(block.period))
-            if behind[self.connection.rank]:
+            # If speeds decide, no minibatches are dealt out for the rest of the block: all sync.
+            by_speed = self.extended.balance is not None and int(block.steps) == 0
+            if behind[self.connection.rank] or by_speed:
                 block.steps.assign(missed)
         return [
             missed if taken else own["counted"] - own["open"]
@@ -275,7 +277,8 @@ class Rejoin:
 def _how_far(report: Mapping[str, Any]) -> tuple[int, ...]:
     """Returns a worker's progress in a form that can be compared."""
     place, operations = Plan.place(report["plan"]), report["operations"]
-    return report["syncs"], *place, *report["closed"], operations
+    # Where speeds decide, a worker that has begun to read an epoch knows who has which minibatches.
+    return report["syncs"], *place, *report["closed"], operations, any(report["plan"]["carried"])
 
 
 def _next_plan(

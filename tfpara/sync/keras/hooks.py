@@ -137,7 +137,7 @@ def _together(
     extended = strategy.extended
     in_fit = extended.in_fit(model, given.get("initial_epoch", 0))
     with program.noting(), in_fit, _with_data("fit", strategy):
-        if extended.balance is not None:
+        if extended.balance is not None and not extended.worker.changes:
             deal_out_by_speed(strategy, given)
         return extended.worker.company.fit(model, given, lambda given: fit(model, **given))
 

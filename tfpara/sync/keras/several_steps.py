@@ -33,7 +33,8 @@ def several_steps(
         given = keras.tree.map_structure(lambda d: None if isinstance(d, _Optional) else d, data)
         return trainer.reduce_per_replica(strategy.run(step, args=(given,)), strategy, "auto")
 
-    several = _loop(one, strategy.extended.steps, most)
+    by_speed = strategy.extended.balance is not None
+    several = _loop(one, strategy.extended.steps, most, by_speed)
 
     def function(iterator: Any) -> Nest:
         if not isinstance(iterator, (tf.data.Iterator, tf.distribute.DistributedIterator)):
@@ -46,11 +47,15 @@ def several_steps(
     return function
 
 
-def _loop(one: Callable[[Nest], Nest], steps: RunSteps, most: int) -> Callable[[Any], Any]:
+def _loop(
+    one: Callable[[Nest], Nest], steps: RunSteps, most: int, by_speed: bool
+) -> Callable[[Any], Any]:
     """Returns a graph function that takes up to `most` minibatches of an iterator, by `one` each.
 
     It returns an optional with the outputs of the last one; without a value if there was none. The
-    steps leave their syncs to this loop.
+    steps leave their syncs to this loop. If blocks are `by_speed`, a sync ends the loop: workers
+    have come to it after unlike numbers of minibatches, and must all act on what they agree on
+    there before one of them comes to the next.
     """
 
     @functools.partial(tf.function, reduce_retracing=True)
@@ -91,6 +96,7 @@ def _loop(one: Callable[[Nest], Nest], steps: RunSteps, most: int) -> Callable[[
                 where(due, act)
             # The next minibatch is read after the sync, which may decide which one it is.
             with tf.device("CPU:0"):
+                number = tf.where(due & by_speed, most, number)
                 more = (number < most) & due
             return number, outputs, read_if(more, data)
 

@@ -15,6 +15,7 @@ from tfpara.sync.one_sync.counter import Counter
 from tfpara.sync.one_sync.replicas import Site
 from tfpara.sync.one_sync.state_vars import Kind, Slot
 from tfpara.sync.settings import Settings
+from tfpara.typing import Scalar
 
 
 class Block:
@@ -54,6 +55,16 @@ class Block:
         # For each element the term that a step adds to it: see `count`.
         self._terms = [0, 1, 0, *[0] * parts, *(2 + r for r in replicas for _ in range(parts))]
         self.turn = make(tf.zeros([], tf.int32), "turn")
+        # Steps of each replica since the last sync, if they differ. The part is the whole model.
+        self._stepped: tf.Variable | None = None
+        if self._balance is not None and self._balance.simulates:
+            self._stepped = make(tf.zeros([len(site.devices), 1], tf.float64), "stepped")
+
+    def steps_of_replicas(self) -> tf.Tensor:
+        """Returns `part_steps` of each local replica, shape [local replicas, parts]."""
+        if self._stepped is not None:
+            return self._stepped.read_value()
+        return tf.stack([self.part_steps.read_value()] * len(self.samples))
 
     @property
     def trained(self) -> int:
@@ -73,11 +84,17 @@ class Block:
         """Whether a part of the model was trained since its last sync."""
         return bool(tf.reduce_max(self.part_steps.read_value()) > 0.0)
 
-    def count(self, samples: tf.Tensor, weights: Sequence[tf.Tensor]) -> tf.Tensor:
+    def count(
+        self, samples: tf.Tensor, weights: Sequence[tf.Tensor], each: Sequence[Scalar]
+    ) -> tf.Tensor:
         """Counts a minibatch of each local replica; returns `steps`.
 
         `samples` are those of all these minibatches, `weights` their weights in the mean; float64.
+        A replica has taken a step if it had samples, the number in `each`.
         """
+        if self._stepped is not None:
+            stepped = tf.stack([tf.cast(own, tf.int64) > 0 for own in each])
+            self._stepped.assign_add(tf.cast(stepped, tf.float64)[:, tf.newaxis])
         # `steps` is read before the sum, so that it does not wait for weights from a device.
         steps = self.steps.read_value() + 1
         terms = tf.stack([tf.ones([], tf.float64), samples, *weights])
@@ -119,6 +136,8 @@ class Block:
     def _forget(self) -> None:
         """Sets the counters since the last sync to 0."""
         self._counts[2:].assign(tf.zeros([self._counts.shape[0] - 2], tf.float64))
+        if self._stepped is not None:
+            self._stepped.assign(tf.zeros_like(self._stepped))
 
     def slots(self) -> Iterator[Slot]:
         """Yields the counters that are not 0 after a sync of one of several parts."""

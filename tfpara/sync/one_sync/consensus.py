@@ -156,7 +156,7 @@ class Consensus:
                 self.request.read_value(),
                 self.signatures.read_value(),
                 self.other_signatures.read_value(),
-                block.part_steps.read_value(),
+                block.steps_of_replicas(),
                 block.taken.read_value(),
                 block.steps.read_value(),
                 block.period.read_value(),
@@ -185,7 +185,7 @@ class Consensus:
             began: the time at which this worker came to the sync, as by `now`.
             since: the time at which the block began on it, 0 if that is not known.
             others: the signatures of the state and the frozen weights.
-            steps: minibatches since the last sync, one number for each part.
+            steps: minibatches since the last sync, [local replicas, parts].
             pending: minibatches of each replica since the last sync point.
             *each: `Replicas.summary` of each local replica; then the samples of each; then
                 `LeftOut.of_epoch` of each.
@@ -193,8 +193,8 @@ class Consensus:
         names, counts = len(self._replicas.averaged_names), len(self._replicas.shared_counts)
         own = len(self._site.devices)
         rows = []
-        of_replicas = each[:own], each[own : 2 * own], each[2 * own :]
-        for summary, samples, left_out in zip(*of_replicas, strict=True):
+        of_replicas = steps, each[:own], each[own : 2 * own], each[2 * own :]
+        for of_parts, summary, samples, left_out in zip(*of_replicas, strict=True):
             rows.append(
                 report_of(
                     summary[:names],
@@ -207,7 +207,7 @@ class Consensus:
                     seconds=float(began - since) if since > 0.0 else -1.0,
                     request=float(request),
                     mark=self._site.call_site.mark(),
-                    steps=steps,
+                    steps=of_parts,
                     taken=int(taken),
                     idle=bool(pending == 0),
                     never=bool(period >= NEVER),
@@ -336,7 +336,9 @@ class Consensus:
             by_speed=share is not None,
         )
         if balance is not None and not text:
-            balance.close(found.trained.astype(int), table[::own, self.columns.seconds.start])
+            # Each row is a worker, also if a replica stands for one.
+            steps, seconds = table[:, self.columns.steps], table[:, self.columns.seconds]
+            balance.reported = steps[:, 0].astype(int), seconds[:, 0]
         return found
 
 

@@ -23,7 +23,7 @@ from tfpara.sync.one_sync.block import Block
 from tfpara.sync.one_sync.compression import CompressedWire
 from tfpara.sync.one_sync.consensus import Consensus, Part, Verdict
 from tfpara.sync.one_sync.global_state import GlobalState
-from tfpara.sync.one_sync.graph_ops import not_inlined, now, where
+from tfpara.sync.one_sync.graph_ops import in_python, not_inlined, now, where
 from tfpara.sync.one_sync.left_out import LeftOut
 from tfpara.sync.one_sync.replicas import Buckets, Replicas, ReplicaVariables, Site
 from tfpara.sync.one_sync.reports import Request, stop_if
@@ -132,8 +132,11 @@ class SyncGraph:
         def closed() -> None:
             ended = now()
             self.note(verdict, committed, tf.stack([ended - began, verdict.at - began]))
-            if self._site.balance is not None:
-                self._site.balance.since.assign(ended)
+            balance = self._site.balance
+            if balance is not None:
+                (due,) = in_python(lambda: [balance.close()], [], tf.TensorSpec([], tf.int64))
+                balance.due.assign(due)
+                balance.since.assign(ended)
             self.block.close(self.block.turn.read_value(), verdict.is_last)
 
         if self.whole:

@@ -76,7 +76,7 @@ class Synchronizer:
                     for numbers in (of_each, counts)
                 )
             of_all = tf.add_n(of_each)
-            steps = self.graph.block.count(of_all, counts)
+            steps = self.graph.block.count(of_all, counts, samples)
             if self._overlap is not None:
                 due = self._overlap.is_due(steps)
             else:

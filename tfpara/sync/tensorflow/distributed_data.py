@@ -234,11 +234,15 @@ class DistributedData:
             self.balance.steps_of_epoch = steps
         return dataset
 
-    def deal(self, first: int) -> Dealt | None:
+    def deal(self, epoch: int, first: int) -> Dealt | None:
         """Deals out the minibatches of a pass by the workers' speeds; None: ranks decide."""
-        if self.balance is None or self.worker.call_site.calls:
+        place = self.worker.call_site
+        if self.balance is None or place.calls:
             return None
-        return self.balance.begin(first, warm=self.models.steps_seen > 0)
+        if self.worker.changes:
+            # In an epoch the plan of the members has the data.
+            return None if place.is_before_epochs else Dealt(None)
+        return self.balance.begin_epoch(epoch, first, warm=self.models.steps_seen > 0)
 
 
 class _UndividedDataset(_input_lib.DistributedDataset):
@@ -308,7 +312,9 @@ class _EpochDatasets(_Datasets):
         if not self.data.worker.call_site.calls:
             # `dataset_fn` leaves out the first minibatches, which must not be skipped again.
             self.data.position.take_steps()
-        dealt = self.data.deal(first)
+        dealt = self.data.deal(epoch, first)
+        if dealt is not None:
+            first = dealt.first
         wanted = epoch, first, self.data.share
         if dealt is not None or wanted != self.built_for:
             self._built = False

@@ -108,7 +108,8 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         self.momentum = MomentumFit(settings, worker, self.notes, plain_variable)
         self.balance: Balance | None = None
         if settings.balance is not False:
-            self.balance = Balance(settings, worker, self.momentum, plain_variable)
+            simulates = strategy._is_simulated
+            self.balance = Balance(settings, worker, self.momentum, plain_variable, simulates)
         self.models = TrainedModels(
             strategy, settings, worker, self.links, self.momentum, self.notes, self.balance
         )
@@ -127,7 +128,8 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
             self.balance.open_steps = lambda: sum(
                 each.graph.block.trained for each in self.models.synchronizers
             )
-            worker.company.epoch_units = self.balance
+            if not worker.changes:
+                worker.company.epoch_units = self.balance
 
     # -- the workers -----------------------------------------------------------------------------
 

@@ -8,6 +8,9 @@ from tfpara.cluster.call_site import Purpose
 from tfpara.sync.workers.json_exchange import everyones
 from tfpara.sync.workers.meetings import Control
 
+# What to do where a setting differs that cannot be the same.
+_FIXES = {"devices per worker": "Where numbers of devices differ, start a worker for each device."}
+
 
 class FingerprintError(ValueError):
     """Workers were started with different settings."""
@@ -24,7 +27,7 @@ def agree(settings: Mapping[str, object], control: Control, purpose: Purpose) ->
     if differing:
         raise FingerprintError(
             "the workers were started with different settings; start all of them with the same. "
-            + differing
+            + "".join([differing, *(f". {fix}" for key, fix in _FIXES.items() if key in differing)])
         )
 
 
