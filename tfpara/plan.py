@@ -114,18 +114,19 @@ def _report(options: argparse.Namespace, values: dict[str, float]) -> None:
 
 def _table(plans: Sequence[Plan], speed: float | None) -> list[str]:
     """Returns the lines of the table; `speed` is one worker's samples/s, if these are known."""
-    rows = [
-        ("workers", "sync_period", "overlap", "compression", "aggregation", "speed-up", "of N")
-        + (("samples/s",) if speed else ())
-        + ("error, % above one",)
-    ]
-    for each in plans:
-        rows.append(
-            (str(each.workers), str(each.sync_period), str(each.overlap), each.compression)
-            + (each.aggregation, f"{each.speedup:.2f}", f"{each.speedup / each.workers:.0%}")
-            + ((f"{each.speedup * speed:.0f}",) if speed else ())
-            + (_error(each),)
-        )
+    columns = {
+        "workers": [str(each.workers) for each in plans],
+        "sync_period": [str(each.sync_period) for each in plans],
+        "overlap": [str(each.overlap) for each in plans],
+        "compression": [each.compression for each in plans],
+        "aggregation": [each.aggregation for each in plans],
+        "speed-up": [f"{each.speedup:.2f}" for each in plans],
+        "of N": [f"{each.speedup / each.workers:.0%}" for each in plans],
+    }
+    if speed is not None:
+        columns["samples/s"] = [f"{each.speedup * speed:.0f}" for each in plans]
+    columns["error, % above one"] = [_error(each) for each in plans]
+    rows = [tuple(columns), *zip(*columns.values(), strict=True)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
@@ -179,8 +180,9 @@ def _errors(plans: Sequence[Plan]) -> str:
     compressed = any(each.compression != "none" for each in plans if each.workers > 1)
     return (
         "Errors: by how much `BMUF()` got more wrong than one replica, on 40 minutes of speech in "
-        f"eight epochs{', without compression' * compressed}. In brackets is the case that was "
-        "measured: the next larger N, and of the next shorter and longer period the worse one. A run with more syncs loses less, and one with fewer syncs more."
+        f"eight epochs{', without compression' * compressed}. In brackets is the measured case: of "
+        "the next larger N, and of the next shorter or longer period, whichever was worse. A run "
+        "with more syncs loses less, and one with fewer syncs more."
     )
 
 

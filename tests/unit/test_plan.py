@@ -138,7 +138,7 @@ def test_the_known_errors_are_those_of_the_study():
     assert {p: [f"{e[p]:g}" for e in _ERRORS.values()] for p in (5, 20, 80)} == {
         p: [f"{float(x):g}" for x in cells] for p, cells in found.items()
     }
-    # Other N have the error of the next larger one, other periods the worse one of their neighbours.
+    # Other N have the error of the next larger one, other periods the worse of their neighbours'.
     assert known_error(2, 5) == known_error(3, 5) == (4, 5, 0.9)
     assert known_error(6, 20) == (8, 20, 0.9) and known_error(12, 20) == (16, 20, 5.6)
     assert known_error(4, 6) == (4, 5, 0.9) and known_error(4, 21) == (4, 80, 1.3)

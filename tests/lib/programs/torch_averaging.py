@@ -54,7 +54,7 @@ def torchft_slowmo(model, optimizer):
 
 
 def fairseq_bmuf(model, optimizer, nesterov=False):
-    """Runs fairseq's file alone: `import fairseq` fails from Python 3.11 on."""
+    """Runs this file of fairseq alone: `import fairseq` needs packages that are not installed."""
 
     class FairseqOptimizer:
         def __init__(self, cfg):
@@ -96,7 +96,9 @@ def main():
     dist.init_process_group(
         "gloo", init_method=f"tcp://{addresses[0]}", rank=rank, world_size=len(addresses)
     )
-    given = {name: torch.from_numpy(array) for name, array in np.load(f"{folder}/given.npz").items()}
+    given = {
+        name: torch.from_numpy(array) for name, array in np.load(f"{folder}/given.npz").items()
+    }
     model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
     with torch.no_grad():
         for k, parameter in enumerate(model.parameters()):
@@ -110,7 +112,9 @@ def main():
             stepping.zero_grad()
             ((model(x) - y) ** 2).mean().backward()
             stepping.step()
-    np.savez(f"{folder}/end-{rank}.npz", *[each.detach().t().numpy() for each in model.parameters()])
+    np.savez(
+        f"{folder}/end-{rank}.npz", *[each.detach().t().numpy() for each in model.parameters()]
+    )
     os._exit(0)  # at a regular end torchft waits for the other replica
 
 

@@ -137,5 +137,5 @@ def test_the_settings_of_fairseq_are_lines_of_the_example():
     text = (ROOT / "docs/moving/bmuf.md").read_text()
     program = (ROOT / "tfpara/examples/transformer.py").read_text()
     rows = re.findall(r"^\| `--[^|]* \| `([^`]+)`", text.split("| transformer.py |")[1], re.M)
-    lines = [row for row in rows[: rows.index('model.save("transformer.keras")') + 1]]
+    lines = rows[: rows.index('model.save("transformer.keras")') + 1]
     assert len(lines) == 7 and all(line in program for line in lines)
