@@ -1,4 +1,4 @@
-"""The order of callbacks in a call of `fit`, and functions that are called at its end.
+"""The order of callbacks in a call of `fit`, their scores, and functions called at its end.
 
 Keras calls `on_train_end` if `fit` goes well, and nothing if it raises.
 """
@@ -6,13 +6,17 @@ Keras calls `on_train_end` if `fit` goes well, and nothing if it raises.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import enum
+import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING
+from typing import Any
 
-if TYPE_CHECKING:
-    import keras
+import keras
+
+from tfpara.strategy import Strategy
+from tfpara.typing import Json
 
 
 class Order(enum.IntEnum):
@@ -39,6 +43,28 @@ def arranged(callbacks: Iterable[keras.callbacks.Callback]) -> list[keras.callba
         return own if isinstance(own, Order) else Order.SCORES + 1
 
     return sorted(callbacks, key=order)
+
+
+def keep_best_score(callback: keras.callbacks.Callback, strategy: Strategy) -> None:
+    """Makes checkpoints keep the best score of `ModelCheckpoint(save_best_only=True)`.
+
+    Without it the first epoch of a resumed run would overwrite a better model.
+    """
+    if isinstance(callback, keras.callbacks.ModelCheckpoint) and callback.save_best_only:
+        path = os.fspath(callback.filepath)
+        strategy.keep_state(f"best {callback.monitor} of {path}", _BestScore(callback))
+
+
+@dataclasses.dataclass
+class _BestScore:
+    callback: Any
+
+    def get_state(self) -> Json:
+        best = self.callback.best  # None before the first score
+        return None if best is None else float(best)
+
+    def set_state(self, state: Json) -> None:
+        self.callback.best = state
 
 
 class _Calls(threading.local):

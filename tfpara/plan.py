@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Prints the predictions and recommendations; returns the exit code."""
     parser = _parser()
     options = parser.parse_args(argv)
-    values = {name: getattr(options, name) for name in (*_NEEDED, *_ASSUMED)}
+    values = {name: getattr(options, name) for name in (*_NEEDED, "batch", *_ASSUMED)}
     values = {name: value for name, value in values.items() if value is not None}
     if options.measure is None:
         missing = [f"--{name}" for name in _NEEDED if name not in values]
@@ -46,6 +46,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             parser.error("--hosts is for --measure SCRIPT.py, which is not given")
     else:
         _check_script(parser, options.measure)
+        if options.batch is not None:
+            parser.error("--batch is for a plan without --measure, which finds it in the script")
         # If the user gives a link, it is one between machines.
         apart = options.link_mbit is not None
         try:
@@ -55,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 1
         if apart:
             del found["link_delay_ms"]  # the measured delay is of another link
-        print(f"Measured with {found.pop('batch'):.0f} samples in a minibatch of a worker.")
+        print(f"Measured with {found['batch']:.0f} samples in a minibatch of a worker.")
         values = found | values
     _report(options, values)
     return 0
@@ -94,7 +96,8 @@ def _report(options: argparse.Namespace, values: dict[str, float]) -> None:
     if assumed:
         flags = ", ".join(f"--{name}={value:g}" for name, value in assumed.items())
         print(f"Assumed, since not given: {flags}.")
-    print("\n".join(["", *_table(plans), "", *_notes(plans, options), _errors(plans)]))
+    speed = values["batch"] / costs.step_seconds if "batch" in values else None
+    print("\n".join(["", *_table(plans, speed), "", *_notes(plans, options), _errors(plans)]))
     if options.out:
         content = {
             **values,
@@ -109,27 +112,37 @@ def _report(options: argparse.Namespace, values: dict[str, float]) -> None:
             place.write_text(json.dumps(content, indent=1) + "\n")
 
 
-def _table(plans: Sequence[Plan]) -> list[str]:
-    rows = [
-        ("workers", "sync_period", "overlap", "compression", "aggregation", "speed-up", "of N")
-        + ("error, % above one",)
-    ]
-    for each in plans:
-        error = "0"
-        if each.workers > 1:
-            error = "not known"
-            if each.error is not None:
-                measured = f"{each.error.replicas} replicas, period {each.error.period}"
-                error = f"{each.error.percent:g} ({measured})"
-        rows.append(
-            (str(each.workers), str(each.sync_period), str(each.overlap), each.compression)
-            + (each.aggregation, f"{each.speedup:.2f}", f"{each.speedup / each.workers:.0%}", error)
-        )
+def _table(plans: Sequence[Plan], speed: float | None) -> list[str]:
+    """Returns the lines of the table; `speed` is one worker's samples/s, if these are known."""
+    columns = {
+        "workers": [str(each.workers) for each in plans],
+        "sync_period": [str(each.sync_period) for each in plans],
+        "overlap": [str(each.overlap) for each in plans],
+        "compression": [each.compression for each in plans],
+        "aggregation": [each.aggregation for each in plans],
+        "speed-up": [f"{each.speedup:.2f}" for each in plans],
+        "of N": [f"{each.speedup / each.workers:.0%}" for each in plans],
+    }
+    if speed is not None:
+        columns["samples/s"] = [f"{each.speedup * speed:.0f}" for each in plans]
+    columns["error, % above one"] = [_error(each) for each in plans]
+    rows = [tuple(columns), *zip(*columns.values(), strict=True)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
         for row in rows
     ]
+
+
+def _error(plan: Plan) -> str:
+    if plan.workers == 1:
+        return "0"
+    if plan.error is None:
+        return "not known"
+    replicas, period, percent = plan.error
+    is_measured = (replicas, period) == (plan.workers, plan.sync_period)
+    bound = "" if is_measured else "at most "
+    return f"{bound}{percent:g} ({replicas} replicas, period {period})"
 
 
 def _notes(plans: Sequence[Plan], options: argparse.Namespace) -> list[str]:
@@ -167,8 +180,9 @@ def _errors(plans: Sequence[Plan]) -> str:
     compressed = any(each.compression != "none" for each in plans if each.workers > 1)
     return (
         "Errors: by how much `BMUF()` got more wrong than one replica, on 40 minutes of speech in "
-        f"eight epochs{', without compression' * compressed}. In brackets is the case that was "
-        "measured. A run with more syncs loses less, and one with fewer syncs more."
+        f"eight epochs{', without compression' * compressed}. In brackets is the measured case: of "
+        "the next larger N, and of the next shorter or longer period, whichever was worse. A run "
+        "with more syncs loses less, and one with fewer syncs more."
     )
 
 
@@ -203,6 +217,11 @@ def _parser() -> argparse.ArgumentParser:
         "--link_mbit",
         type=_number(lambda x: x > 0, f"{above_0}no sync ends on a link that carries nothing"),
         help="speed of each worker's link, in Mbit/s",
+    )
+    add(
+        "--batch",
+        type=_number(lambda x: x >= 1, "a number of at least 1, since a minibatch has samples"),
+        help="samples in a minibatch of one worker; adds the samples/s of all workers",
     )
     add("--link_delay_ms", type=at_least_0, help="delay of the link (default: 0)")
     add(

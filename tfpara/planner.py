@@ -195,7 +195,10 @@ class KnownError(NamedTuple):
 
 
 def known_error(num_workers: int, sync_period: int, overlap: bool = False) -> KnownError | None:
-    """Returns the measured error for N and τ, or else for the next larger ones that were measured.
+    """Returns the measured error for N and τ, or one that is at least as large.
+
+    An N that was not measured has the error of the next larger one. A τ that was not measured has
+    the larger one of two errors: those of the next shorter and the next longer period.
 
     Returns None if only fewer replicas or shorter periods were measured.
 
@@ -205,12 +208,18 @@ def known_error(num_workers: int, sync_period: int, overlap: bool = False) -> Kn
         overlap: whether syncs travel while the next block trains. The error that this adds was
             measured in shorter runs, where errors differ more.
     """
-    for replicas, periods in sorted((_OVERLAP_ADDS if overlap else _ERRORS).items()):
-        for period, percent in sorted(periods.items()):
-            if replicas >= num_workers and period >= sync_period:
-                if overlap:
-                    percent += _ERRORS[replicas][period]
-                return KnownError(replicas, period, round(percent, 1))
+    for replicas, measured in sorted((_OVERLAP_ADDS if overlap else _ERRORS).items()):
+        longer = [period for period in measured if period >= sync_period]
+        if replicas < num_workers or not longer:
+            continue
+        shorter = [period for period in measured if period <= sync_period]
+        around = min(longer), max(shorter, default=min(longer))
+        added = measured if overlap else dict.fromkeys(measured, 0.0)
+        errors = [
+            KnownError(replicas, period, round(_ERRORS[replicas][period] + added[period], 1))
+            for period in around
+        ]
+        return max(errors, key=lambda error: error.percent)
     return None
 
 

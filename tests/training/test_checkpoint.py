@@ -788,6 +788,38 @@ def test_states_of_callbacks_and_random_numbers_come_back(tmp_path):
     assert drawn[0] == drawn[1]
 
 
+SCORES = [3.0, 1.0, 2.0, 0.5]
+
+
+@pytest.mark.parametrize("run", ["synchronous", "asynchronous"])
+def test_a_resumed_run_does_not_overwrite_a_better_model(run, tmp_path):
+    """The third epoch scores worse than the second, which another process has trained."""
+    set_score = keras.callbacks.LambdaCallback(
+        on_epoch_end=lambda epoch, logs: logs.update(score=SCORES[epoch])
+    )
+    for epochs in (1, 2, 3, 4):
+        best = keras.callbacks.ModelCheckpoint(
+            tmp_path / "{epoch}.keras", monitor="score", mode="min", save_best_only=True
+        )
+        if run == "synchronous":
+            strategy, model = make(small=True)
+            checkpoint = tfpara.callbacks.Checkpoint(tmp_path / "run")
+            fit, data = model.fit, epoch_data(strategy)
+        else:
+            strategy = tfpara.simulate_async(2, tfpara.ASGD())
+            with strategy.scope():
+                model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(4)])
+                model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+            checkpoint = tfpara.AsyncCheckpoint(tmp_path / "run")
+            fit = functools.partial(strategy.fit, model)
+            data = tf.data.Dataset.from_tensors(minibatch(0, 0)).repeat(4)
+        fit(data, epochs=epochs, verbose=0, callbacks=[set_score, best, checkpoint])
+        assert best.best == min(SCORES[:epochs])
+        if run == "synchronous":
+            checkpoint._checkpoints.store.release()
+    assert sorted(path.stem for path in tmp_path.glob("*.keras")) == ["1", "2", "4"]
+
+
 def test_a_state_that_an_object_does_not_take_is_named(finished_run):
     strategy, model = make(small=True)
     strategy.keep_state("counter", Counter())

@@ -39,13 +39,27 @@ def test_the_plan_by_hand(run):
     assert row(said, 1)[1:] == ["1", "False", "none", "replicated", "1.00", "100%", "0"]
     speedup = 11.6 / 6.3  # 2 · 58 minibatches of 0.1 s in 5.8 s and a sync
     assert row(said, 2)[1:] == [
-        *("58", "False", "none", "sharded", "1.84", "92%", "1.3 (4 replicas, period 80)")
+        *("58", "False", "none", "sharded", "1.84", "92%"),
+        "at most 1.3 (4 replicas, period 80)",
     ]
     assert content["plans"][1]["speedup"] == pytest.approx(speedup)
     assert content["plans"][1]["error"] == {"replicas": 4, "period": 80, "percent": 1.3}
     assert "A minibatch takes 100 ms on one worker, and 1.00 times that" in said
     assert "Assumed, since not given: --link_delay_ms=0, --slowdown=1." in said
     assert "workers:" not in said  # all is good enough
+
+
+def test_samples_per_second_are_those_of_one_worker_times_the_speedup(run):
+    """One worker trains 256 samples in 0.1 s."""
+    said, content = run(*GIVEN, "--workers=1,2", "--loss=0.08", "--batch=256")
+    assert re.split(r"\s{2,}", said.split("workers  ")[1].splitlines()[0])[6] == "samples/s"
+    assert row(said, 1)[7] == "2560" and row(said, 2)[7] == f"{2560 * 11.6 / 6.3:.0f}"
+    assert content["batch"] == 256
+
+
+def test_an_error_that_was_measured_is_not_a_bound(run):
+    said, _ = run("--step_ms=100", "--model_mb=4", "--link_mbit=1e6", "--workers=4", "--error=0.5")
+    assert row(said, 4)[1] == "20" and row(said, 4)[-1] == "0.2 (4 replicas, period 20)"
 
 
 def test_options_come_in_where_the_link_asks_for_more_than_is_known():
@@ -124,7 +138,11 @@ def test_the_known_errors_are_those_of_the_study():
     assert {p: [f"{e[p]:g}" for e in _ERRORS.values()] for p in (5, 20, 80)} == {
         p: [f"{float(x):g}" for x in cells] for p, cells in found.items()
     }
-    assert known_error(2, 5) == (4, 5, 0.9) and known_error(5, 6) == (8, 20, 0.9)
+    # Other N have the error of the next larger one, other periods the worse of their neighbours'.
+    assert known_error(2, 5) == known_error(3, 5) == (4, 5, 0.9)
+    assert known_error(6, 20) == (8, 20, 0.9) and known_error(12, 20) == (16, 20, 5.6)
+    assert known_error(4, 6) == (4, 5, 0.9) and known_error(4, 21) == (4, 80, 1.3)
+    assert known_error(5, 6) == (8, 5, 1.9) and known_error(4, 1) == (4, 5, 0.9)
     assert known_error(17, 5) is None and known_error(4, 81) is None
 
 
@@ -162,6 +180,8 @@ def test_models_are_sharded_from_the_same_size_on():
         (("--link_mbit=0",), "0 must be a number above 0, since no sync ends on a link that"),
         (("--model_mb=-50",), "-50 must be a number above 0, since a sync sends weights"),
         (("--step_ms=nan",), "nan must be a number above 0, since each minibatch takes some time"),
+        (("--batch=0",), "0 must be a number of at least 1, since a minibatch has samples"),
+        (("--batch=8", "--measure", __file__), "--batch is for a plan without --measure"),
         (("--slowdown=0.5",), "0.5 must be a number of at least 1"),
         (("--link_delay_ms=-1",), "-1 must be a number of at least 0, since no time is negative"),
         (("--out=/nowhere/plan.json",), "there is no folder /nowhere"),

@@ -28,7 +28,7 @@ def main() -> None:
     parser.add_argument("--out", default="loop.keras", help="file of the trained model")
     options = parser.parse_args()
 
-    strategy = tfpara.PeriodicSyncStrategy(tfpara.EASGD(), sync_period=4)
+    strategy = tfpara.PeriodicSyncStrategy(tfpara.BSP(), sync_period=4)
     with strategy.scope():  # models, optimizers and metrics
         model, optimizer = network(), keras.optimizers.Adam(0.01)
         mean_loss = keras.metrics.Mean()

@@ -23,6 +23,7 @@ from tfpara.parameter_server.models import Models
 from tfpara.parameter_server.search import ChunkRateSearch
 from tfpara.parameter_server.server import metric_variables
 from tfpara.parameter_server.workers import Training
+from tfpara.strategy import Strategy
 from tfpara.typing import Data, Json, Logs
 
 _POLL_SECONDS = 0.2
@@ -272,7 +273,7 @@ class Fit:
         self._copy.write(self.within_epoch, within_fit=True)
 
     def _prepare(self, callback: keras.callbacks.Callback) -> None:
-        """Shows the servers' weights to a callback that saves the model within epochs.
+        """Prepares callbacks that save the model: their scores, and the weights within epochs.
 
         Raises ValueError for a callback that cannot be used with parameter servers.
         """
@@ -283,6 +284,7 @@ class Fit:
                 "not go on where it was. Use "
                 f"tfpara.AsyncCheckpoint({os.fspath(callback.backup_dir)!r}) in its place."
             )
+        fit_call.keep_best_score(callback, Strategy.of(self.model))
         if not isinstance(getattr(callback, "save_freq", None), int):
             return
         hook = callback.on_train_batch_end

@@ -118,10 +118,10 @@ def test_a_rule_goes_where_the_other_library_goes(rule, step, settings):
 
 
 def test_what_the_pages_add_runs_and_is_what_is_compared():
-    """The lines with `+` of docs/moving/bmuf.md."""
+    """The lines with `+` of docs/moving/bmuf.md, but for those of the whole program."""
     text = (ROOT / "docs/moving/bmuf.md").read_text()
     for diff, period, rule in zip(
-        re.findall(r"^```diff\n(.*?)^```", text, re.M | re.S),
+        re.findall(r"^```diff\n(.*?)^```", text, re.M | re.S)[1:],
         (120_000 / 4 / 256, 50),
         (tfpara.BMUF(ETA, compat="cntk"), tfpara.BMUF(0.875, nesterov=False, compat="fairseq")),
         strict=True,
@@ -131,3 +131,11 @@ def test_what_the_pages_add_runs_and_is_what_is_compared():
         exec(compile(added, "bmuf.md", "exec"), made)
         assert made["rule"] == rule
         assert made["strategy"].sync_period == int(period)
+
+
+def test_the_settings_of_fairseq_are_lines_of_the_example():
+    text = (ROOT / "docs/moving/bmuf.md").read_text()
+    program = (ROOT / "tfpara/examples/transformer.py").read_text()
+    rows = re.findall(r"^\| `--[^|]* \| `([^`]+)`", text.split("| transformer.py |")[1], re.M)
+    lines = rows[: rows.index('model.save("transformer.keras")') + 1]
+    assert len(lines) == 7 and all(line in program for line in lines)

@@ -18,6 +18,7 @@ from typing import Any
 import keras
 import numpy as np
 
+from tfpara import fit_call
 from tfpara.typing import Json
 
 HAS_WEIGHTS = "has weights"  # the key in a state: whether the property `weights` has arrays too
@@ -33,7 +34,6 @@ _PATHS = {
 _REMEMBERED = {
     _CALLBACKS.EarlyStopping: ("wait", "best", "best_epoch", "stopped_epoch"),
     _CALLBACKS.ReduceLROnPlateau: ("wait", "best", "cooldown_counter"),
-    _CALLBACKS.ModelCheckpoint: ("best",),
 }
 
 
@@ -47,6 +47,7 @@ def prepared(callback: keras.callbacks.Callback, strategy: Any) -> Any:
     names = next((n for kind, n in _REMEMBERED.items() if isinstance(callback, kind)), ())
     if names:
         strategy.share_state("callback of Keras", _Memory(callback, names))
+    fit_call.keep_best_score(callback, strategy)
     attribute = next((a for kind, a in _PATHS.items() if isinstance(callback, kind)), None)
     if strategy.members_change or not strategy.is_chief:
         if type(callback) is _CALLBACKS.RemoteMonitor:
