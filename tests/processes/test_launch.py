@@ -282,6 +282,7 @@ def test_a_launcher_hears_nothing_from_who_is_not_its_process(tmp_path):
         parent.tell({"TFPARA_LAUNCHER": environ["TFPARA_LAUNCHER"] + "0"}, a=2)
         parent.tell({}, a=3)
         assert not (tmp_path / "file").stat().st_size and reports.read() == {}
+    assert parent.is_there(environ) and not parent.is_there({})
     for number in range(9999):  # more than the pipe takes: what is left over is dropped
         parent.tell(environ, a=number, text="x" * 99)
     os.write(reports.writer, b"[]\n")

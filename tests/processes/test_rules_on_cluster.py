@@ -42,6 +42,13 @@ FITTED = {"optimizer": "keras.optimizers.SGD(0.04, momentum=0.9)", "local_state"
 SHARDED = {"aggregation": "sharded", "averages": AVERAGES, "minibatches": UNEVEN, "epochs": 2}
 UNEVEN_TWICE = {"minibatches": UNEVEN, "epochs": 2, "steps_per_execution": 2}
 OVERLAPPED = {"minibatches": ONE_EACH, "epochs": 2, "aggregation": "sharded"}
+# Its 89 weights travel with the reports of two workers, or after them.
+APART = {
+    "optimizer": "keras.optimizers.Adam(0.01)",
+    "minibatches": ONE_EACH,
+    "epochs": 2,
+    "averages": AVERAGES,
+}
 
 # Every kind of broadcast and every option once, in pairs: what a rule computes does not depend on
 # how the weights came. One process has the rest of the product: test_strategy.py, test_syncs.py.
@@ -80,6 +87,8 @@ TRAININGS = {
     # XLA compiles each replica's step, and the smaller last minibatch anew.
     "compiled": Training(*BMUF, {**UNEVEN_TWICE, "jit_compile": True}),
     "int8": Training(BLOCK[0], None, {}, {**OVERLAPPED, "compression": "int8"}),
+    "together": Training(BMUF[0], None, {}, {**APART, "with_reports": 4 * 2 * 89}),
+    "apart": Training(BMUF[0], None, {}, {**APART, "with_reports": 4 * 2 * 89 - 1}),
 }
 # One of each way in which weights and reports travel.
 ON_HOROVOD = ("bsp-uneven", "bmuf-sharded", "easgd-uneven", "bmuf_adam", "all-at-once", "int8")
@@ -224,6 +233,16 @@ def test_horovod_gives_what_tensorflow_gives(trained, name, backend):
         assert mine.keys() == theirs.keys()
         for key, value in theirs.items():
             np.testing.assert_allclose(mine[key], value, atol=1e-5, rtol=1e-5, err_msg=key)
+
+
+@pytest.mark.one_version
+@pytest.mark.parametrize(("name", "backend"), [("together", "TF_CONFIG"), ("apart", "TF_CONFIG")])
+def test_weights_may_travel_with_the_reports(trained, name, backend):
+    of_name, others = trained(backend)[name], trained(backend)["together"]
+    for mine, theirs in zip(of_name, others, strict=True):
+        assert mine.keys() == theirs.keys() and mine["bytes_sent"] == mine["syncs"] * 4 * 89
+        for key, value in theirs.items():
+            np.testing.assert_array_equal(mine[key], value, err_msg=key)
 
 
 @pytest.mark.nightly_cases("easgd-*", "int8*")

@@ -37,6 +37,11 @@ def tell(environ: Mapping[str, str] = os.environ, **said: object) -> None:
             os.write(_pipe(environ), line)
 
 
+def is_there(environ: Mapping[str, str] = os.environ) -> bool:
+    """Returns whether a launcher has started this process, and passes on what it prints."""
+    return unread(environ) is not None
+
+
 def unread(environ: Mapping[str, str] = os.environ) -> int | None:
     """Returns the bytes of reports that the launcher has yet to read; None without a launcher.
 

@@ -56,7 +56,9 @@ def starting() -> Iterator[None]:
     if _shows_all():
         yield
         return
-    with regrouping(), _without_chatter():
+    from tfpara.cluster import parent  # not above, since this file is also a program: see below
+
+    with regrouping(), contextlib.nullcontext() if parent.is_there() else _without_chatter():
         yield
 
 
@@ -100,7 +102,7 @@ def _is_news(record: logging.LogRecord) -> bool:
 
 @contextlib.contextmanager
 def _without_chatter() -> Iterator[None]:
-    """Removes the server's notes from this process's stderr.
+    """Removes the server's notes from this process's stderr, as a launcher does by itself.
 
     A separate process passes on all other lines, so that no line is lost if TensorFlow ends this
     process or hangs.

@@ -25,7 +25,17 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
-from tfpara.cluster import Cluster, engines, label, messages, ports, quiet, secret, workers
+from tfpara.cluster import (
+    Cluster,
+    engines,
+    label,
+    messages,
+    parent,
+    ports,
+    quiet,
+    secret,
+    workers,
+)
 from tfpara.cluster.door import Door
 from tfpara.cluster.messages import Channel
 from tfpara.cluster.reach import unreachable
@@ -369,6 +379,8 @@ def _gather(terms: _Terms, door: Door[int]) -> dict[int, _Guest]:
         )
 
     # When all have come, this waits a moment longer, since two processes may have the same task.
+    # A launcher gives each of its processes a task of its own.
+    patience = 0.0 if parent.is_there() else RETRY_SECONDS
     complete_since = float("inf")
     for _ in until(terms.deadline, missing, pause=door.wait):
         door.serve(hear, lambda rank: guests.pop(rank, None))  # one that has ended may come again
@@ -376,7 +388,7 @@ def _gather(terms: _Terms, door: Door[int]) -> dict[int, _Guest]:
             raise StartupError(problems[0])
         now = time.monotonic()
         complete_since = float("inf") if missing() else min(now, complete_since)
-        if now - complete_since >= RETRY_SECONDS:
+        if now - complete_since >= patience:
             break
     if missing():
         raise StartupError(

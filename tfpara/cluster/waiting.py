@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 RETRY_SECONDS = 0.1
+_FIRST_PAUSE_SECONDS = 0.01  # pauses begin with this, and double up to RETRY_SECONDS
 _Result = TypeVar("_Result")
 _LOG_SECONDS = 30.0
 _log = logging.getLogger(__name__)
@@ -24,6 +25,7 @@ def until(
         pause: waits the given number of seconds, or less.
     """
     log_at = time.monotonic() + _LOG_SECONDS
+    seconds = _FIRST_PAUSE_SECONDS
     while True:
         yield
         now = time.monotonic()
@@ -32,7 +34,8 @@ def until(
         if now >= log_at and (awaited := say()):
             _log.warning("Waiting for %s.", awaited)
             log_at = now + _LOG_SECONDS
-        pause(RETRY_SECONDS)
+        pause(seconds)
+        seconds = min(2.0 * seconds, RETRY_SECONDS)
 
 
 def tried(

@@ -4,8 +4,9 @@ Options (JSON), or a list of them for one training after the other: rule (Python
 sync_period, local_devices, optimizer (expression), epochs, minibatches (a list for each replica of
 minibatch sizes), local_state, averages, aggregation, overlap, fragments, compression,
 device_sync_period, steps_per_execution, loss (expression), scales (of the inputs), evaluated
-(whether on the same data afterwards), constrained (whether weights have constraints), out (npz
-path, beside which the chief saves the model).
+(whether on the same data afterwards), constrained (whether weights have constraints), with_reports
+(the bytes of weights that may travel with reports), out (npz path, beside which the chief saves the
+model).
 Weights are initialised differently on each worker on purpose.
 """
 
@@ -17,8 +18,10 @@ import numpy as np
 import tensorflow as tf
 
 import tfpara
+from tfpara.sync.one_sync import weight_exchange
 from tfpara.sync.simulation import make_devices
 
+WITH_REPORTS_BYTES = weight_exchange.WITH_REPORTS_BYTES
 # Those of `simulation.within`.
 HIDDEN = {
     "kernel_constraint": keras.constraints.UnitNorm(axis=0),
@@ -42,6 +45,7 @@ def main():
 
 def train(options):
     local = options["local_devices"]
+    weight_exchange.WITH_REPORTS_BYTES = options.get("with_reports", WITH_REPORTS_BYTES)
     strategy = tfpara.PeriodicSyncStrategy(
         eval(options["rule"]),
         sync_period=options["sync_period"],
@@ -119,7 +123,7 @@ def train(options):
     if options.get("evaluated"):
         results["evaluation"] = model.evaluate(data, verbose=0)
     results["syncs"] = strategy.statistics().syncs
-    if "compression" in options:
+    if {"compression", "with_reports"} & options.keys():
         results["bytes_sent"] = strategy.statistics().bytes_sent
     np.savez(options["out"], **results)
 

@@ -44,6 +44,7 @@ class Part(NamedTuple):
     committed: tf.Tensor
     steps: tf.Tensor
     shares: Shares
+    of_all: tf.Tensor
 
 
 class Verdict(NamedTuple):
@@ -74,6 +75,7 @@ class Consensus:
         request: the request of this worker (see `Request`), a float64 variable.
         began: the time since which the sync waits for other workers, as by `now`; 0 if it does not.
         weights_seen: for each replica a number, 0 until a sync counts a minibatch of it.
+    carried: the number of weights that travel with each report, so that one exchange does for both.
     """
 
     def __init__(
@@ -86,24 +88,33 @@ class Consensus:
         shared, rates = len(replicas.shared_counts), len(variables.rates)
         self.columns = Columns.of(block.parts, shared, rates, left_out is not None)
         self.weights_seen = np.zeros(site.num_replicas)
+        self.carried = 0
         others = [*variables.state, *variables.frozen]
         self.signatures = make(_signatures(variables.weights), "signatures")
         self.other_signatures = make(_signatures(others), "other_signatures")
         self.request = make(tf.zeros([], tf.float64), "request")
         self.began = make(tf.zeros([], tf.float64), "sync_began")
 
-    def reached(self, running: tf.Tensor, anchors: Buckets) -> tuple[tf.Tensor, Verdict]:
-        """Returns when this worker came to the sync, as by `now`, and the decision of all there.
+    def reached(
+        self, running: tf.Tensor, anchors: Buckets, carried: Buckets = ()
+    ) -> tuple[tf.Tensor, Verdict, list[tf.Tensor]]:
+        """Takes part in the decision of all workers on a sync.
 
         Args:
             running: whether this worker has data left.
             anchors: buckets of the replicas' state as the last sync wrote it.
+            carried: what travels with this worker's report, `self.carried` float32 in all.
+
+        Returns:
+            When this worker came to the sync, as by `now`; the decision; and what has travelled
+            with the report of each worker, by rank.
         """
         if self._site.is_alone:
             began, read = self._read(running, anchors)
-            return began, self._decide(read, self._rows)
+            return began, self._decide(read, self._rows), []
         began, rows = self.report(running, anchors)
-        return began, self.decide(self.gather(rows, began))
+        table, arrived = self.gather_with(rows, began, carried)
+        return began, self.decide(table), arrived
 
     def met(self, number: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         """Exchanges one number of each worker.
@@ -125,7 +136,8 @@ class Consensus:
 
         with tf.device("CPU:0"):
             (rows,) = in_python(rows_of, [number], self._of_rows)
-            reports = self.gather(rows, now())
+            zeros = [tf.zeros([self.carried])] if self.carried else []
+            reports, _ = self.gather_with(rows, now(), zeros)
             (differ,) = in_python(
                 lambda table: [self._are_apart(table)], [reports], tf.TensorSpec([], tf.bool)
             )
@@ -218,15 +230,35 @@ class Consensus:
 
     def gather(self, rows: tf.Tensor, began: tf.Tensor) -> tf.Tensor:
         """Returns the table of all replicas' reports, [N, columns], the same on every worker."""
+        return self.gather_with(rows, began)[0]
+
+    def gather_with(
+        self, rows: tf.Tensor, began: tf.Tensor, carried: Buckets = ()
+    ) -> tuple[tf.Tensor, list[tf.Tensor]]:
+        """Gathers reports as `gather` does, and float32 vectors that travel with them.
+
+        Returns:
+            The table of reports, and each worker's `carried` as one vector, by rank.
+        """
         if self._site.is_alone:
-            return rows
+            return rows, []
         self.began.assign(began)
+        width, arrived = self.columns.width, []
         with phase("wait"):
+            # The bits travel as whole numbers, so that nothing is rounded.
+            sent = [tf.bitcast(vector, tf.int32) for vector in carried]
+            if sent:
+                rows = tf.concat([*sent, tf.reshape(tf.bitcast(rows, tf.int32), [-1])], 0)
             table = self._site.reports.all_gather(rows, f"{self._site.name}/report")
-        reports = tf.reshape(table, [-1, self.columns.width])
+            if sent:
+                of_workers = tf.unstack(table, num=self._site.reports.size)
+                arrived = [tf.bitcast(each[: self.carried], tf.float32) for each in of_workers]
+                bits = tf.stack([each[self.carried :] for each in of_workers])
+                table = tf.bitcast(tf.reshape(bits, [-1, width, 2]), tf.float64)
+        reports = tf.reshape(table, [-1, width])
         with tf.control_dependencies([reports]):
             self.began.assign(0.0)
-        return reports
+        return reports, arrived
 
     def _are_apart(self, table: Array) -> bool:
         return not self._site.is_alone and are_apart(table, self._site.company.changes)
@@ -297,6 +329,7 @@ class Consensus:
             tf.TensorSpec([parts], tf.bool),
             tf.TensorSpec([parts], f32),
             tf.TensorSpec([parts, own], f32),
+            tf.TensorSpec([parts, None], f32),
             tf.TensorSpec([parts], f32),
             tf.TensorSpec([parts], f32),
         )
@@ -304,8 +337,8 @@ class Consensus:
             told = functools.partial(self._told, patient)
             problem = tf.cond(apart, told, functools.partial(tf.identity, problem))
         made = [
-            Part(committed, steps, Shares(portions, divisor, of_block))
-            for committed, steps, portions, divisor, of_block in zip(
+            Part(committed, steps, Shares(portions, divisor, of_block), of_all)
+            for committed, steps, portions, of_all, divisor, of_block in zip(
                 *map(tf.unstack, of_parts), strict=True
             )
         ]

@@ -2,8 +2,8 @@
 
 Every replica first sends a short *report* (samples since the last sync, whether it still has data,
 whether its weights are finite, its worker's request). All workers decide from the same table of
-reports: stop with an error, skip, or commit. Then they exchange the weights. No replica's weights
-change before every buffer has arrived.
+reports: stop with an error, skip, or commit. Then they exchange the weights; those of a small model
+have come with the reports. No replica's weights change before every buffer has arrived.
 
 If the model is divided into fragments, each sync is of one fragment, in turn. When no replica has
 data left, a sync is of all fragments.
@@ -29,7 +29,14 @@ from tfpara.sync.one_sync.replicas import Buckets, Replicas, ReplicaVariables, S
 from tfpara.sync.one_sync.reports import Request, stop_if
 from tfpara.sync.one_sync.state_vars import Kind, Slot
 from tfpara.sync.one_sync.statistics import SyncStatistics
-from tfpara.sync.one_sync.weight_exchange import Arrival, Averaging, PlainWire, Shares, phase
+from tfpara.sync.one_sync.weight_exchange import (
+    Arrival,
+    Averaging,
+    PlainWire,
+    Shares,
+    WithReports,
+    phase,
+)
 from tfpara.sync.settings import Settings
 
 # The replicas' distance needs a pass over the weights, so it is measured at the first 16 syncs and
@@ -59,6 +66,8 @@ class SyncGraph:
             self.block = Block(settings, self.whole, site)
             self.left_out = LeftOut(site) if settings.nonfinite == "skip" else None
             self.consensus = Consensus(self.replicas, self.block, settings, self.left_out)
+            if self._with_reports is not None:
+                self.consensus.carried = self._with_reports.elements
             self._make_counters()
         # Inlined in a while loop, collectives of workers at different iterations would not meet:
         # see docs/design.md, "The sync is a function that is not inlined".
@@ -79,6 +88,8 @@ class SyncGraph:
                 self.compressed = CompressedWire(compression, chosen, replicas, self.global_state)
             wire = self.compressed or PlainWire(chosen, replicas)
             self.averaging = Averaging(replicas, wire, self.global_state)
+        plain = self.compressed is None
+        self._with_reports = WithReports.of(chosen, replicas, self.whole and plain)
 
     def _make_counters(self) -> None:
         make = self._site.make
@@ -110,18 +121,24 @@ class SyncGraph:
             Whether no replica has data left; and the sentence that forbids the sync, "" if none
             does.
         """
-        began, verdict = self.consensus.reached(running, self.averaging.anchors)
-        self._close_block(verdict, began)
+        carried = self.replicas.weights(0) if self._with_reports is not None else []
+        began, verdict, arrived = self.consensus.reached(running, self.averaging.anchors, carried)
+        self._close_block(verdict, began, (carried, arrived))
         return verdict.is_last, verdict.problem
 
-    def _close_block(self, verdict: Verdict, began: tf.Tensor) -> None:
+    def _close_block(
+        self, verdict: Verdict, began: tf.Tensor, carried: tuple[Buckets, Buckets]
+    ) -> None:
         """Averages and commits what the reports allow; then updates the counters.
 
         If an exchange fails, or the reports forbid the sync, the counters stay as they are.
+        `carried` are the weights that have travelled with the reports, as `_commit_now` takes them.
         """
 
         def one(fragment: int) -> tf.Tensor:
-            return if_any(verdict.parts[fragment], lambda: self._commit_now(fragment, verdict))
+            return if_any(
+                verdict.parts[fragment], lambda: self._commit_now(fragment, verdict, carried)
+            )
 
         def rest() -> tf.Tensor:
             return if_any(verdict.parts[-1], lambda: self._commit_others(verdict))
@@ -157,10 +174,18 @@ class SyncGraph:
     # -- the exchange ------------------------------------------------------------------------
 
     def exchange(
-        self, fragment: int, local: Sequence[Buckets], shares: Shares
+        self,
+        fragment: int,
+        local: Sequence[Buckets],
+        shares: Shares,
+        means: list[list[tf.Tensor]] | None = None,
     ) -> tuple[Arrival, tf.Tensor]:
-        """Exchanges a fragment; returns the result, not written yet, and the replicas' distance."""
-        arrival = self.averaging.exchange(fragment, local, shares)
+        """Exchanges a fragment, for the arguments see `Averaging.exchange`.
+
+        Returns:
+            The result, not written yet; and the replicas' distance.
+        """
+        arrival = self.averaging.exchange(fragment, local, shares, means)
         if self._site.has_one_replica:
             return arrival, tf.zeros([])
         with tf.control_dependencies(tf.nest.flatten(arrival.means)):
@@ -173,14 +198,24 @@ class SyncGraph:
 
     # -- the commit --------------------------------------------------------------------------
 
-    def _commit_now(self, fragment: int, verdict: Verdict) -> tf.Tensor:
-        """Averages a fragment, applies the rule and writes the result; returns 1."""
-        _, block_steps, shares = verdict.parts[fragment]
+    def _commit_now(
+        self, fragment: int, verdict: Verdict, carried: tuple[Buckets, Buckets]
+    ) -> tf.Tensor:
+        """Averages a fragment, applies the rule and writes the result; returns 1.
+
+        If the weights have travelled with the reports, `carried` has the buckets of this worker and
+        the weights of all; else nothing.
+        """
+        _, block_steps, shares, of_all = verdict.parts[fragment]
         # The wait is noted first, so that the watchdog sees it.
         with tf.control_dependencies([self.begin_waiting(verdict)]), phase("pack"):
-            local = self.replicas.all_weights(fragment)
+            own, everyones = carried
+            local = [own] if own else self.replicas.all_weights(fragment)
         others = self.averaging.exchange_others(shares) if self.whole else []
-        arrival, distance = self.exchange(fragment, local, shares)
+        means = None
+        if self._with_reports is not None:
+            means = self._with_reports.mean(everyones, of_all, shares)
+        arrival, distance = self.exchange(fragment, local, shares, means)
         arrived = [distance, *others, *tf.nest.flatten(arrival.received)]
         moments = None
         if self._variables.moments:
@@ -206,7 +241,9 @@ class SyncGraph:
         self.forget_waiting()
         self._distance.assign(distance)
         others = self.averaging.bytes_sent_of_others if self.whole else 0
-        self._bytes_sent.assign_add(float(self.averaging.bytes_sent(fragment) + others))
+        together = self._with_reports
+        sent = self.averaging.bytes_sent(fragment) if together is None else together.bytes_sent
+        self._bytes_sent.assign_add(float(sent + others))
         self.averaging.commit(arrival)
 
     def _commit_others(self, verdict: Verdict) -> tf.Tensor:

@@ -283,6 +283,7 @@ class Decision(NamedTuple):
         it.
     steps: by part, the minibatches of the replica that has most; if blocks are by speed, the mean.
     portions: by part, n_i / Σ_j n_j for the n_i samples of each local replica.
+    of_all: such portions of all replicas.
     divisor: by part, N if all replicas have equal shares, else 1.
     of_block: by part, its block's length as a fraction of a whole one, 0 < f ≤ 1.
     """
@@ -295,6 +296,7 @@ class Decision(NamedTuple):
     committed: Array
     steps: Array
     portions: Array
+    of_all: Array
     divisor: Array
     of_block: Array
 
@@ -322,6 +324,7 @@ def decide(
     running = reports[:, RUNNING]
     samples = _counted(reports, columns, replicas, block)
     totals = samples.sum(0)
+    portions = (samples / np.where(totals > 0.0, totals, 1.0)).T
     steps, counts = reports[:, columns.steps], reports[:, columns.counts]
     steps = steps.mean(0) if by_speed else steps.max(0)
     alike = (samples == samples[0]).all(0)
@@ -333,7 +336,8 @@ def decide(
         trained=reports[:: local.stop - local.start, columns.steps.start],
         committed=(totals > 0.0) & (problem == ""),
         steps=steps,
-        portions=(samples[local] / np.where(totals > 0.0, totals, 1.0)).T,
+        portions=portions[:, local],
+        of_all=portions,
         divisor=np.where(alike, float(replicas), 1.0),
         of_block=np.minimum(steps / block, 1.0),
     )

@@ -12,13 +12,15 @@ from typing import NamedTuple, Protocol
 
 import tensorflow as tf
 
-from tfpara.collectives import sum_on_first_device
+from tfpara.collectives import TensorFlowCollectives, sum_on_first_device
 from tfpara.sync.one_sync.global_state import GlobalState, Update
-from tfpara.sync.one_sync.placement import Aggregation, cut
+from tfpara.sync.one_sync.placement import Aggregation, Replicated, cut
 from tfpara.sync.one_sync.replicas import Buckets, Replicas
 from tfpara.sync.one_sync.state_vars import Kind, Slot
 from tfpara.typing import State
 
+# The weights of all workers together that may travel with their reports.
+WITH_REPORTS_BYTES = 2 << 20
 # The variables of a wire, each with the value that it gets on commit.
 Writes = list[tuple[tf.Variable, tf.Tensor]]
 
@@ -101,14 +103,26 @@ class Averaging:
         for k, anchor in enumerate(self.anchors):
             yield Slot(f"counter/anchor/{k}", Kind.SHARED, anchor)
 
-    def exchange(self, fragment: int, local: Sequence[Buckets], shares: Shares) -> Arrival:
+    def exchange(
+        self,
+        fragment: int,
+        local: Sequence[Buckets],
+        shares: Shares,
+        means: list[list[tf.Tensor]] | None = None,
+    ) -> Arrival:
         """Averages a fragment and takes the global step; nothing is written.
 
-        `local` are each local replica's buckets of its weights.
+        Args:
+            fragment: the number of the fragment.
+            local: each local replica's buckets of its weights.
+            shares: the shares of the local replicas.
+            means: each holder's parts of the mean; None: they are still to be exchanged.
         """
         buckets = self._replicas.layout.buckets[fragment]
-        with phase("reduce"):
-            means, writes = self._wire.gather(local, shares, fragment)
+        writes: Writes = []
+        if means is None:
+            with phase("reduce"):
+                means, writes = self._wire.gather(local, shares, fragment)
         with phase("rule"):
             update = self._global.update(means, buckets, shares.of_block)
         with phase("reduce"):
@@ -270,6 +284,59 @@ class PlainWire:
         """Returns the bytes of an all-reduce; a reduce-scatter and an all-gather send as many."""
         elements = sum(self._replicas.layout.sizes[self._replicas.layout.variables[fragment]])
         return round(4 * elements * 2 * (self._workers - 1) / self._workers)
+
+
+class WithReports:
+    """The transport of a small model's weights, in float32, with the reports: in one exchange.
+
+    Every worker gets the weights of all. The mean is the same as by `PlainWire`, except that
+    all-reduces of three workers and more may add in another order.
+
+    Attributes:
+        elements: the number of weights.
+    """
+
+    def __init__(self, replicas: Replicas) -> None:
+        self._sizes, self._workers = replicas.layout.bucket_sizes, replicas.site.collectives.size
+        self.elements = sum(self._sizes)
+
+    @classmethod
+    def of(cls, aggregation: Aggregation, replicas: Replicas, whole: bool) -> WithReports | None:
+        """Returns the transport for a model whose weights may travel so; else None.
+
+        They may if each worker keeps a whole global model and has one replica, on a CPU, if each
+        sync is of the `whole` model, if the workers do not change, and if all their weights
+        together are few: each worker sends its own to N − 1 others, and an all-reduce 2(N − 1)/N
+        times as many.
+        """
+        site = replicas.site
+        fits = (
+            whole
+            and isinstance(aggregation, Replicated)
+            and isinstance(site.collectives, TensorFlowCollectives)
+            and len(replicas.devices) == 1
+            and "CPU" in replicas.devices[0].upper()
+            and not site.company.changes
+        )
+        made = cls(replicas)
+        few = 0 < 4 * made.elements * made._workers <= WITH_REPORTS_BYTES
+        return made if fits and few else None
+
+    def mean(
+        self, arrived: Sequence[tf.Tensor], of_all: tf.Tensor, shares: Shares
+    ) -> list[list[tf.Tensor]]:
+        """Returns the buckets of the mean of all workers' weights, for the only holder."""
+        equal = shares.divisor > 1.0
+        terms = [
+            tf.where(equal, 1.0, portion) * weights
+            for portion, weights in zip(tf.unstack(of_all, num=self._workers), arrived, strict=True)
+        ]
+        return [tf.split(tf.add_n(terms) / shares.divisor, self._sizes)]
+
+    @property
+    def bytes_sent(self) -> int:
+        """The number of bytes that this worker sends."""
+        return 4 * self.elements * (self._workers - 1)
 
 
 def _weighted(buckets: Buckets, shares: Shares, replica: int) -> Buckets:
