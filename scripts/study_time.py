@@ -33,7 +33,7 @@ from scripts.study_grid import ALL_REDUCE, UNITS, Cell, Each
 from tfpara.planner import BITS, Costs, Link, choose
 
 _LENGTHS = flags.DEFINE_list(
-    "lengths", ["0.5", "1", "1.5", "2", "3", "4"], "time: factors of a run's epochs; 1 is one"
+    "lengths", ["0.5", "1", "2", "4"], "time: factors of a run's epochs; 1 is one"
 )
 _TOLERANCE = flags.DEFINE_float(
     "tolerance", 0.01, "time: by which part the error may be above that of one replica", 0.0
