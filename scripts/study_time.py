@@ -322,7 +322,7 @@ def _link(mbit: float) -> str:
 def _shown(times: float | None) -> str:
     if times is None:
         return "not reached"
-    return f"{times:.2g}" if times < 10 else f"{times:.1f}"
+    return f"{times:.1f}" if times >= 1 else f"{times:.2f}"
 
 
 def _shown_best(best: Best | None) -> str:

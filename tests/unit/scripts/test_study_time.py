@@ -2,6 +2,7 @@
 
 import math
 import re
+from pathlib import Path
 
 import pytest
 from absl import flags
@@ -15,6 +16,7 @@ from tfpara.planner import Costs, Link
 if not flags.FLAGS.is_parsed():
     flags.FLAGS.mark_as_parsed()
 
+STUDY = Path(__file__).resolve().parents[3] / "docs" / "study.md"
 # Four workers send 1.5 MB at 1 MB/s, and 0.375 MB in int8: syncs of 1.6 and 0.475 s.
 COSTS = Costs(step_seconds=0.1, model_bytes=1e6, link=Link(1e6), local_seconds=0.1)
 LENGTHS = [0.5, 1.0, 1.5, 2.0]
@@ -80,10 +82,31 @@ def test_the_table_has_each_link_and_says_what_is_not_reached():
     assert found[1].best == Best(pytest.approx(4 * 1000 / needed), 20, "none")
     assert found[1].content()["best"]["period"] == 20 and found[1].content()["all_reduce"] is None
     text = study_time.page({"digits": 4.0}, found)
-    sooner = f"{8 / 2.475 * 1000 / needed:.2g} (τ = 20, int8)"
-    assert f"| digits | 4 | `BMUF()` | {sooner} | {4000 / needed:.2g} (τ = 20) | 2.7 to" in text
+    sooner = f"{8 / 2.475 * 1000 / needed:.1f} (τ = 20, int8)"
+    assert f"| digits | 4 | `BMUF()` | {sooner} | {4000 / needed:.1f} (τ = 20) | 2.7 to" in text
     assert "| digits | 4 | all-reduce | not reached | not reached | |" in text
-    assert f"| digits | 4 | not reached | {needed / 1000:.2g} | not reached |" in text
+    assert f"| digits | 4 | not reached | {needed / 1000:.1f} | not reached |" in text
+
+
+def test_the_table_of_the_study_follows_from_its_errors_and_the_cost_model():
+    text = STUDY.read_text()
+    curves, targets = {}, {"speech": 1.01 * 34.15, "digits": 1.01 * 1.48}
+    for task, target in targets.items():
+        part = text.split(f"### {task.capitalize()}\n")[1].split("\n###")[0]
+        one = Cell(task, "", 1, 0, 0, 0.02)
+        curves[one] = {1.0: (1.0, target / 1.01)}
+        row = r"^\|(?: (\d+))? \| (`BMUF\(\)`|all-reduce)(?:, rate [^|]*)? \|(.*)\|$"
+        for period, rule, cells in re.findall(row, part, re.M):
+            name = rule if rule == "all-reduce" else "bmuf"
+            for count, cell in zip((4, 8, 16), cells.split("|"), strict=False):
+                way = one._replace(rule=name, replicas=count, period=int(period or 1))
+                error = float(cell.split()[0]) if cell.strip() else math.inf
+                curves.setdefault(way, {1.0: (1.0, error)})  # the first table has the longest runs
+    _, costs = study_time.settings()
+    made = study_time.page(targets, study_time.rows(targets, curves, costs))
+    for line in made.split("Samples needed")[0].splitlines():
+        if re.match(r"\| (speech|digits) ", line) and not line.startswith("| digits | 16 | all"):
+            assert line in text, f"docs/study.md must have: {line}"
 
 
 @pytest.mark.parametrize(
