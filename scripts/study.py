@@ -3,6 +3,7 @@
 python -m scripts.study --out=runs/study                   models, optimizers, starts, averages
 python -m scripts.study --out=runs/async --suite=async     asynchronous rules, by sync period
 python -m scripts.study --out=runs/grid --suite=replicas   numbers of replicas, rules and periods
+python -m scripts.study --out=runs/time --suite=time       how much sooner an error is reached
 python -m scripts.study --out=runs/003 --paper=003 --table=4    a table of a paper
 
 It trains the runs of a suite on synthetic speech, --jobs at a time with a thread each. Then it
@@ -11,8 +12,9 @@ phones. N replicas, or asynchronous workers, are simulated in one process. It wr
 table.md, the runs and their logs to --out. A finished run is not trained again, and an interrupted
 one continues. The table's minutes are those of training, start included.
 
-The suite `replicas` is described in `scripts/study_grid.py`; it writes page.md and pictures. For a
-paper, page.md has the paper's figures beside ours, and tells whether their order is the same;
+The suite `replicas` is described in `scripts/study_grid.py`; it writes page.md and pictures. The
+suite `time` is described in `scripts/study_time.py`; it writes page.md and time.json. For a paper,
+page.md has the paper's figures beside ours, and tells whether their order is the same;
 without --table it has all tables of the paper that this program can make.
 """
 
@@ -34,11 +36,14 @@ from scripts import common  # isort: skip  # before TensorFlow
 
 from absl import flags
 
-from scripts import study_grid, study_papers, study_runs
+from scripts import study_grid, study_papers, study_runs, study_time
 from scripts.study_runs import Run
 
 flags.adopt_module_key_flags(study_grid)
-_SUITE = flags.DEFINE_enum("suite", "models", ["models", "async", "replicas"], "what is compared")
+flags.adopt_module_key_flags(study_time)
+_SUITE = flags.DEFINE_enum(
+    "suite", "models", ["models", "async", "replicas", "time"], "what is compared"
+)
 _PAPER = flags.DEFINE_enum(
     "paper",
     None,
@@ -72,9 +77,12 @@ def main() -> None:
         common.only_for(
             _PAPER.value != "003", (_REPLICAS,), "other papers: the tables of 003 say how many"
         )
-        common.only_for(_SUITE.value == "replicas", study_grid.FLAGS, "--suite=replicas")
-    if _SUITE.value == "replicas":
-        _grid(out)
+        grids = _SUITE.value in ("replicas", "time")
+        common.only_for(grids, study_grid.FLAGS, "--suite=replicas and --suite=time")
+        common.only_for(_SUITE.value == "replicas", study_grid.OWN_FLAGS, "--suite=replicas")
+        common.only_for(_SUITE.value == "time", study_time.FLAGS, "--suite=time")
+    if grids:
+        (_grid if _SUITE.value == "replicas" else _time)(out)
         return
     with common.bad_input():
         chosen = _chosen()
@@ -95,15 +103,35 @@ def main() -> None:
     print(f"\n{text}\n{out}/results.json, {out}/{name}; {content['seconds']:.0f} s in all")
 
 
-def _grid(out: Path) -> None:
+def _begin_grid(out: Path) -> None:
+    """Checks the flags that both suites of `study_grid` have, and prepares the speech."""
     with common.bad_input():
         tasks = study_grid.tasks()
-        common.pyplot("svg", "the page of the suite `replicas`")  # fails now, not after hours
         out.mkdir(parents=True, exist_ok=True)
         shared = {each.name: each.value for each in (_TRAIN, _HELD_OUT)}
         study_grid.check_setting(out, shared)
     if "speech" in tasks:
         _prepare(out)
+
+
+def _time(out: Path) -> None:
+    with common.bad_input():
+        lengths, costs = study_time.settings()
+    _begin_grid(out)
+    targets, curves = study_time.train(out, _side_by_side, lengths)
+    rows = study_time.rows(targets, curves, costs)
+    page = study_time.page(targets, rows)
+    common.write_json(
+        out / "time.json", {"targets": targets, "rows": [row.content() for row in rows]}
+    )
+    common.write_text(out / "page.md", page)
+    print(f"\n{page}\n{out}/time.json and {out}/page.md")
+
+
+def _grid(out: Path) -> None:
+    with common.bad_input():
+        common.pyplot("svg", "the page of the suite `replicas`")  # fails now, not after hours
+    _begin_grid(out)
     results = study_grid.train(out, _side_by_side)
     page = study_grid.page(results)
     common.write_text(out / "page.md", page)

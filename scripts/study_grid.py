@@ -21,7 +21,7 @@ from scripts import common  # isort: skip  # before TensorFlow
 
 from absl import flags
 
-_ALL_REDUCE = "all-reduce"
+ALL_REDUCE = "all-reduce"
 _RULES = {
     "bmuf": ("BMUF", ("--rule=bmuf",)),
     "bmuf-constant": ("BMUF, no warm-up", ("--rule=bmuf", "--noblock_momentum_warmup")),
@@ -37,30 +37,37 @@ _RULES = {
     "downpour-mean": ("Downpour, ζ = 1/N", ("--rule=downpour", "--block_learning_rate={share}")),
     "bmuf-async": ("asynchronous BMUF", ("--rule=bmuf_async",)),
     "easgd-async": ("asynchronous EASGD", ("--rule=easgd_async",)),
-    _ALL_REDUCE: ("all-reduce", ("--rule=none", "--all_reduce={count}")),
+    ALL_REDUCE: ("all-reduce", ("--rule=none", "--all_reduce={count}")),
 }
 _RATES = {
     "speech": (0.01, 0.02, 0.05),
     "characters": (0.002, 0.004, 0.008),
     "digits": (0.01, 0.02, 0.05),
 }
-_UNITS = {
+UNITS = {
     "speech": "frame error %",
     "characters": "bits per character",
     "digits": "error %",
 }
-_TASKS = flags.DEFINE_list("tasks", list(_UNITS), "replicas: what is learned; see study_task")
-_COUNTS = flags.DEFINE_list("counts", ["2", "4", "8", "16"], "replicas: their numbers, above 1")
-_PERIODS = flags.DEFINE_list("periods", ["5", "20", "80"], "replicas: sync periods in minibatches")
+_TASKS = flags.DEFINE_list(
+    "tasks", list(UNITS), "replicas and time: what is learned; see study_task"
+)
+_COUNTS = flags.DEFINE_list(
+    "counts", ["2", "4", "8", "16"], "replicas and time: numbers of replicas, above 1"
+)
+_PERIODS = flags.DEFINE_list(
+    "periods", ["5", "20", "80"], "replicas and time: sync periods in minibatches"
+)
 _CHOSEN = flags.DEFINE_list(
     "rules",
     ["bmuf", "bsp", "easgd"],
     f"replicas: of {', '.join(_RULES)}; bmuf-adam for characters, which train with AdamW, and "
     "bmuf-plain for the others",
 )
-_SEEDS = flags.DEFINE_list("seeds", ["0", "1", "2"], "replicas: of weights and data order")
-_PASSES = flags.DEFINE_float("passes", 1.0, "replicas: factor of the tasks' epochs", 0.0)
-FLAGS = (_TASKS, _COUNTS, _PERIODS, _CHOSEN, _SEEDS, _PASSES)
+_SEEDS = flags.DEFINE_list("seeds", ["0", "1", "2"], "replicas and time: of weights and data order")
+_PASSES = flags.DEFINE_float("passes", 1.0, "replicas and time: factor of the tasks' epochs", 0.0)
+FLAGS = (_TASKS, _COUNTS, _PERIODS, _SEEDS, _PASSES)  # of the suite `time`, too
+OWN_FLAGS = (_CHOSEN,)
 
 _DECAY = "0.8"
 _WEIGHTS = {"global": "", f"ema-{_DECAY}": f", EMA({_DECAY})"}
@@ -71,7 +78,8 @@ _AIMS = {4: 0.01, 8: 0.03, 16: 0.05}
 class Cell(NamedTuple):
     """A training. If `rule` is empty, it is of one replica, and has no period.
 
-    For `all-reduce` the period is 1.
+    For `all-reduce` the period is 1. `length` is a factor of the epochs; the learning rate falls
+    over all of them.
     """
 
     task: str
@@ -80,17 +88,19 @@ class Cell(NamedTuple):
     period: int
     seed: int
     rate: float
+    length: float = 1.0
 
     @property
     def name(self) -> str:
         rule = f"-{self.rule}-{self.replicas}-{self.period}" if self.rule else "-1"
-        return f"{self.task}{rule}-rate-{self.rate:g}-seed-{self.seed}"
+        length = f"-length-{self.length:g}" if self.length != 1.0 else ""
+        return f"{self.task}{rule}-rate-{self.rate:g}-seed-{self.seed}{length}"
 
     def command(self, out: Path) -> list[str]:
         given = {"count": self.replicas, "share": 1.0 / self.replicas}
         options = _RULES[self.rule][1] if self.rule else ("--rule=none",)
         rule = [option.format(**given) for option in options]
-        if self.rule not in ("", _ALL_REDUCE):
+        if self.rule not in ("", ALL_REDUCE):
             simulated = f"--simulate_replicas={self.replicas}"
             rule += [simulated, f"--sync_period={self.period}", f"--ema_decay={_DECAY}"]
         return [
@@ -100,7 +110,7 @@ class Cell(NamedTuple):
             f"--out={self.file(out)}",
             f"--rate={self.rate}",
             f"--seed={self.seed}",
-            f"--epochs={_PASSES.value}",
+            f"--epochs={_PASSES.value * self.length}",
             *rule,
         ]
 
@@ -110,7 +120,7 @@ class Cell(NamedTuple):
 
 
 Results = dict[Cell, dict[str, Any]]
-_Each = Callable[[Iterable[Callable[[], Any]]], list[Any]]
+Each = Callable[[Iterable[Callable[[], Any]]], list[Any]]
 
 
 def tasks() -> list[str]:
@@ -119,14 +129,14 @@ def tasks() -> list[str]:
     Raises:
         ValueError: a flag of this suite has an unknown value.
     """
-    _checked("tasks", _TASKS.value, _UNITS)
+    _checked("tasks", _TASKS.value, UNITS)
     _checked("rules", _CHOSEN.value, _RULES)
     _numbers("counts", _COUNTS.value, 2)
     _numbers("periods", _PERIODS.value, 1)
     _numbers("seeds", _SEEDS.value, 0)
     for rule, of_adam in (("bmuf-adam", True), ("bmuf-plain", False)):
         if rule in _CHOSEN.value and any((t == "characters") != of_adam for t in _TASKS.value):
-            known = [task for task in _UNITS if (task == "characters") == of_adam]
+            known = [task for task in UNITS if (task == "characters") == of_adam]
             raise ValueError(
                 f"--rules={rule} is for --tasks={','.join(known)}: characters train with AdamW, "
                 "the others with SGD."
@@ -156,57 +166,69 @@ def check_setting(out: Path, setting: dict[str, Any]) -> None:
         raise ValueError(f"the runs in --out={out} were made with {shown}. Give these, or another.")
 
 
-def train(out: Path, each: _Each) -> Results:
+def train(out: Path, each: Each) -> Results:
     """Trains what has not been trained before.
 
     Args:
         out: directory of the runs.
         each: calls functions, some at a time, and returns their results in order.
     """
-    seeds = _numbers("seeds", _SEEDS.value, 0)
+    cells = ways(out, each, _CHOSEN.value)
+    return results_of(out, [cell._replace(seed=seed) for seed in seeds() for cell in cells], each)
+
+
+def seeds() -> list[int]:
+    """Returns the value of --seeds."""
+    return _numbers("seeds", _SEEDS.value, 0)
+
+
+def ways(out: Path, each: Each, rules: Sequence[str]) -> list[Cell]:
+    """Returns the trainings of the first seed, each at its learning rate: one replica's, then N's.
+
+    Trains what is needed to choose the rates.
+    """
+    first = seeds()[0]
     counts, periods = _numbers("counts", _COUNTS.value, 2), _numbers("periods", _PERIODS.value, 1)
-    rates = [Cell(task, "", 1, 0, seeds[0], rate) for task in tasks() for rate in _RATES[task]]
-    results = _results(out, rates, each)
+    rates = [Cell(task, "", 1, 0, first, rate) for task in tasks() for rate in _RATES[task]]
+    results = results_of(out, rates, each)
     chosen = {}
     for task in tasks():
-        errors = {cell.rate: _error(results[cell]) for cell in rates if cell.task == task}
+        errors = {cell.rate: error_of(results[cell]) for cell in rates if cell.task == task}
         chosen[task] = min(errors, key=errors.__getitem__)
         if math.isinf(errors[chosen[task]]):
             raise common.Failure(f"{task}: one replica diverges with every learning rate.")
         print(f"  {task}: learning rate {chosen[task]:g}, the best for one replica", flush=True)
-    cells = [Cell(task, "", 1, 0, seed, chosen[task]) for task in tasks() for seed in seeds]
-    if _ALL_REDUCE in _CHOSEN.value:
-        cells += _all_reduce(out, chosen, counts, seeds, each)
-    cells += [
-        Cell(task, rule, count, period, seed, chosen[task])
-        for seed in seeds
+    cells = [Cell(task, "", 1, 0, first, chosen[task]) for task in tasks()]
+    if ALL_REDUCE in rules:
+        cells += _all_reduce(out, chosen, counts, first, each)
+    return cells + [
+        Cell(task, rule, count, period, first, chosen[task])
         for task in tasks()
         for count in counts
         for period in periods
-        for rule in _CHOSEN.value
-        if rule != _ALL_REDUCE
+        for rule in rules
+        if rule != ALL_REDUCE
     ]
-    return _results(out, cells, each)
 
 
 def _all_reduce(
-    out: Path, chosen: dict[str, float], counts: list[int], seeds: list[int], each: _Each
+    out: Path, chosen: dict[str, float], counts: list[int], seed: int, each: Each
 ) -> list[Cell]:
-    """Returns trainings of all seeds, with the best of 1, √N and N times one replica's rate."""
+    """Returns trainings with the best of 1, √N and N times one replica's rate."""
     tried = {
         (task, count): [
-            Cell(task, _ALL_REDUCE, count, 1, seeds[0], float(f"{rate * factor:.3g}"))
+            Cell(task, ALL_REDUCE, count, 1, seed, float(f"{rate * factor:.3g}"))
             for factor in (1.0, math.sqrt(count), count)
         ]
         for task, rate in chosen.items()
         for count in counts
     }
-    results = _results(out, [cell for cells in tried.values() for cell in cells], each)
-    best = [min(cells, key=lambda cell: _error(results[cell])) for cells in tried.values()]
-    return [cell._replace(seed=seed) for seed in seeds for cell in best]
+    results = results_of(out, [cell for cells in tried.values() for cell in cells], each)
+    return [min(cells, key=lambda cell: error_of(results[cell])) for cells in tried.values()]
 
 
-def _results(out: Path, cells: list[Cell], each: _Each) -> Results:
+def results_of(out: Path, cells: list[Cell], each: Each) -> Results:
+    """Returns the results of trainings; trains what has not been trained before."""
     (out / "runs").mkdir(parents=True, exist_ok=True)
     left = sum(not cell.file(out).is_file() for cell in cells)
     if left:
@@ -224,7 +246,7 @@ def _results(out: Path, cells: list[Cell], each: _Each) -> Results:
     return dict(zip(cells, each(map(of, cells)), strict=True))
 
 
-def _error(result: dict[str, Any], weights: str = "global") -> float:
+def error_of(result: dict[str, Any], weights: str = "global") -> float:
     """Returns the validation error at the end; infinite if the training has diverged."""
     error = result["errors"].get(weights)
     return math.inf if error is None or math.isnan(error) else error
@@ -234,10 +256,10 @@ def page(results: Results) -> str:
     """Returns the tables, and the results that miss an aim, in Markdown."""
     parts = []
     for task in dict.fromkeys(cell.task for cell in results):
-        single = [_error(found) for cell, found in results.items() if _is_single(cell, task)]
+        single = [error_of(found) for cell, found in results.items() if _is_single(cell, task)]
         rate = next(cell.rate for cell in results if cell.task == task)
         parts.append(
-            f"## {task}\n\nValidation {_UNITS[task]}, mean and deviation over {len(single)} "
+            f"## {task}\n\nValidation {UNITS[task]}, mean and deviation over {len(single)} "
             f"seeds; one replica: {_spread(single)} (learning rate {rate:g}). In brackets: EMA "
             f"({_DECAY}) of the global model."
         )
@@ -258,7 +280,7 @@ def _table(task: str, results: Results) -> str:
         for count in counts:
             key = (task, rule, count, period)
             errors, averaged = (_errors(results, key, weights) for weights in _WEIGHTS)
-            of_average = f" ({_spread(averaged)})" if rule != _ALL_REDUCE else ""
+            of_average = f" ({_spread(averaged)})" if rule != ALL_REDUCE else ""
             shown.append(f"{_spread(errors)}{of_average}" if errors else "")
         lines.append(f"| {period} | {_RULES[rule][0]} | {' | '.join(shown)} |")
     return "\n".join(lines)
@@ -266,7 +288,7 @@ def _table(task: str, results: Results) -> str:
 
 def _beyond(task: str, results: Results) -> list[str]:
     """Returns the cases in which the default rule is worse than the aims allow."""
-    single = mean(_error(found) for cell, found in results.items() if _is_single(cell, task))
+    single = mean(error_of(found) for cell, found in results.items() if _is_single(cell, task))
     found = []
     for key in dict.fromkeys(cell[:4] for cell in results if cell.rule == "bmuf"):
         _, _, count, period = key
@@ -289,7 +311,7 @@ def _is_single(cell: Cell, task: str) -> bool:
 
 def _errors(results: Results, key: tuple[str, str, int, int], weights: str) -> list[float]:
     """Returns the errors of all seeds."""
-    return [_error(found, weights) for cell, found in results.items() if cell[:4] == key]
+    return [error_of(found, weights) for cell, found in results.items() if cell[:4] == key]
 
 
 def _spread(errors: Sequence[float]) -> str:
@@ -313,7 +335,7 @@ def draw(results: Results, out: Path) -> None:
                 plot(panel, period, mine)
                 panel.set_title(f"sync period {period}")
                 panel.grid(alpha=0.3)
-            panels[0][0].set_ylabel(f"validation {_UNITS[task]}")
+            panels[0][0].set_ylabel(f"validation {UNITS[task]}")
             panels[0][0].legend(fontsize="small")
             figure.suptitle(task)
             figure.tight_layout()
@@ -323,17 +345,17 @@ def draw(results: Results, out: Path) -> None:
 
 def _belongs(cell: Cell, rule: str, period: int) -> bool:
     """Returns whether a training belongs to the rule's curve in the panel of a sync period."""
-    return cell.rule == rule and (rule in ("", _ALL_REDUCE) or cell.period == period)
+    return cell.rule == rule and (rule in ("", ALL_REDUCE) or cell.period == period)
 
 
 def _plot_errors(panel: Any, period: int, results: Results) -> None:
-    single = [_error(found) for cell, found in results.items() if not cell.rule]
+    single = [error_of(found) for cell, found in results.items() if not cell.rule]
     panel.axhline(mean(single), color="grey", linestyle="--", label="one replica")
     for rule in dict.fromkeys(cell.rule for cell in results if cell.rule):
         by_count: dict[int, list[float]] = {}
         for cell, found in results.items():
-            if _belongs(cell, rule, period) and math.isfinite(_error(found)):
-                by_count.setdefault(cell.replicas, []).append(_error(found))
+            if _belongs(cell, rule, period) and math.isfinite(error_of(found)):
+                by_count.setdefault(cell.replicas, []).append(error_of(found))
         counts = sorted(by_count)
         panel.errorbar(
             counts,

@@ -261,6 +261,7 @@ def main() -> None:
         "replicas": replicas,
         "sync_period": _PERIOD.value,
         "rate": _RATE.value,
+        "samples": steps * task.minibatch * replicas * epochs,
         "seed": _SEED.value,
         "curves": curves,
         "errors": {name: None if diverged else curve[-1] for name, curve in curves.items()},

@@ -4,13 +4,12 @@
 
 The pictures are checked in. So a code host shows them, and the site can be built without
 TensorFlow; a test draws them again and compares. Paths of weights are computed by the rules of the
-library, and times by its cost model. Errors and speeds are read from the tables of docs/study.md
-and docs/benchmarks.md.
+library, and times by its cost model. The charts of `scripts.docs.charts` are made from the tables
+of docs/study.md and docs/benchmarks.md.
 """
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -25,35 +24,30 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, Rectangle
 
+from scripts.docs.charts import error, link, time
+from scripts.docs.drawing import (
+    CURVES,
+    GLOBAL,
+    INK,
+    MEAN,
+    NEAR,
+    REPLICAS,
+    ROOT,
+    SMALLEST,
+    STEP,
+    STYLE,
+    SYNC,
+    WAIT,
+    WIDTH,
+)  # fmt: skip
 from tfpara.planner import Costs, Link
 
-ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "docs" / "pictures"
-WIDTH = 7.2  # inches: 691 pixels, about the width of a page's text
-SMALLEST = 9.0  # points of text: 12 pixels where a picture has its own width
-
-# The same colours for the same things, in all pictures.
-STEP, SYNC, WAIT = "#7fb2e5", "#f28e2b", "#c8c8c8"
-NEAR = "#e3c21f"  # a sync of the devices of one worker
-GLOBAL, MEAN, INK = "#8e44ad", "#606060", "#222222"
-REPLICAS = ("#1f77b4", "#2ca02c", "#d62728", "#8c6d31")
-CURVES = ("#35b0a5", "#01665e", "#7a3b00", "#c2185b")  # lines of charts, which are no replicas
-_STYLE = {
-    "font.family": "sans-serif",
-    "font.sans-serif": ["DejaVu Sans", "Verdana", "Arial", "sans-serif"],
-    "font.size": 10,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "figure.dpi": 96,
-    "svg.fonttype": "none",
-    "svg.hashsalt": "tfpara",
-    "text.color": INK,
-}
 
 
 def draw(name: str, folder: Path) -> Path:
     """Draws a picture into a folder, and returns its file."""
-    with plt.rc_context(_STYLE):
+    with plt.rc_context(STYLE):
         figure = PICTURES[name]()
         path = folder / f"{name}.svg"
         figure.savefig(path, metadata={"Date": None, "Creator": None}, facecolor="white")
@@ -438,127 +432,10 @@ def elastic() -> Figure:
     return figure
 
 
-def _rows(page: str, heading: str, header: str) -> list[list[str]]:
-    """Returns the cells of the first table with this header under a heading of a page."""
-    text = (ROOT / "docs" / page).read_text().split(f"\n{heading}\n", 1)[1]
-    table = text.split(f"\n{header}\n", 1)[1].split("\n\n")[0]
-    return [[cell.strip() for cell in row.strip("|").split("|")] for row in table.splitlines()[1:]]
-
-
-def errors() -> dict[int, list[tuple[int, float, float]]]:
-    """Returns by N: period, error and deviation, from the first table of docs/study.md."""
-    found: dict[int, list[tuple[int, float, float]]] = {4: [], 8: [], 16: []}
-    header = "| period | rule | N = 4 | N = 8 | N = 16 |"
-    for period, _, *cells in _rows("study.md", "## Rules compared", header):
-        for replicas, cell in zip(found, cells, strict=True):
-            mean, deviation = re.match(r"([\d.]+) ± ([\d.]+)", cell).groups()  # type: ignore[union-attr]
-            found[replicas].append((int(period), float(mean), float(deviation)))
-    return found
-
-
-def error() -> Figure:
-    """Error against τ for N replicas."""
-    figure, axes = plt.subplots(figsize=(WIDTH, 3.7))
-    alone = re.search(
-        r"one replica:\s+(\d+\.\d+) ± (\d+\.\d+)", (ROOT / "docs/study.md").read_text()
-    )
-    assert alone is not None
-    mean, deviation = map(float, alone.groups())
-    axes.axhspan(mean - deviation, mean + deviation, color=WAIT, alpha=0.5, lw=0)
-    axes.axhline(mean, color=MEAN, lw=1.2, ls="--")
-    axes.text(
-        4.1,
-        mean - 0.42,
-        f"one replica: {mean:.2f} ± {deviation:.2f}",
-        fontsize=SMALLEST,
-        va="center",
-    )
-    for number, (replicas, points) in enumerate(errors().items()):
-        periods, means, deviations = zip(*points, strict=True)
-        colour = CURVES[number]
-        axes.errorbar(periods, means, deviations, color=colour, marker="o", ms=5, capsize=3, lw=1.6)
-        axes.text(
-            periods[-1] * 1.08, means[-1], f"N = {replicas}", color=colour, va="center", fontsize=10
-        )
-    axes.set_xscale("log")
-    axes.set_xlim(4, 115)
-    axes.set_ylim(bottom=33.4)
-    axes.set_xticks([5, 20, 80], ["5", "20", "80"])
-    axes.minorticks_off()
-    axes.set_xlabel("sync period τ, minibatches")
-    axes.set_ylabel("wrong frames, %")
-    axes.set_title("BMUF() on 40 minutes of speech, eight epochs, three seeds", fontsize=10)
-    figure.subplots_adjust(left=0.1, right=0.97, top=0.91, bottom=0.15)
-    return figure
-
-
-def speeds() -> dict[str, list[tuple[float, float]]]:
-    """Returns by system Mbit/s and samples/s of two workers, from docs/benchmarks.md."""
-    header = "| system | loopback | 1000 Mbit/s | 100 Mbit/s |"
-    text = (ROOT / "docs" / "benchmarks.md").read_text()
-    table = (
-        text.split("Samples/s of two workers on limited links:")[1]
-        .split(header)[1]
-        .split("\n\n")[0]
-    )
-    found = {}
-    for row in table.strip().splitlines()[1:]:
-        name, _, *limited = (cell.strip() for cell in row.strip("|").split("|"))
-        found[name] = list(zip((1000.0, 100.0), map(float, limited), strict=True))
-    return found
-
-
-def link() -> Figure:
-    """Samples/s against the link: measured points, and between them the cost model."""
-    figure, axes = plt.subplots(figsize=(WIDTH, 3.9))
-    measured = speeds()
-    text = (ROOT / "docs" / "benchmarks.md").read_text()
-    alone, independent = (
-        float(re.search(rf"^\| plain Keras{what} \| \d \| (\d+) \(", text, re.M)[1])  # type: ignore[index]
-        for what in ("", ", independent")
-    )
-    batch_size = 256
-    links = np.geomspace(30, 20000, 200)
-    shown = {
-        "tfpara, period 80, overlap": (CURVES[1], 80, True),
-        "tfpara, period 80": (CURVES[0], 80, False),
-        "tfpara, period 5": (CURVES[2], 5, False),
-        "PyTorch DDP": (CURVES[3], 1, False),
-    }
-    for name, (colour, period, overlaps) in shown.items():
-        if name.startswith("tfpara"):
-            predicted = [
-                Costs(
-                    step_seconds=batch_size / alone,
-                    model_bytes=50e6,
-                    link=Link.of_mbit(mbit),
-                    slowdown=2 * alone / independent,
-                    overlap=overlaps,
-                ).speedup(2, period) * alone
-                for mbit in links
-            ]  # fmt: skip
-            axes.plot(links, predicted, color=colour, lw=1.3, label=name)
-        label = None if name.startswith("tfpara") else f"{name}, all-reduce in every step"
-        axes.plot(*zip(*measured[name], strict=True), "o", color=colour, ms=7, label=label)
-    axes.axhline(independent, color=MEAN, lw=1, ls="--")
-    axes.text(31, independent + 90, "two processes that never meet", fontsize=SMALLEST)
-    axes.set_xscale("log")
-    axes.set_xticks([100, 1000, 10000], ["100 Mbit/s", "1 Gbit/s", "10 Gbit/s"])
-    axes.minorticks_off()
-    axes.set_ylim(0, 4900)
-    axes.set_ylabel("samples/s of two workers")
-    axes.set_title(
-        "12.5 million weights: measured (dots), predicted by tfpara-plan (lines)", fontsize=10
-    )
-    axes.legend(fontsize=SMALLEST, frameon=False, loc="center right", bbox_to_anchor=(1.0, 0.3))
-    figure.subplots_adjust(left=0.1, right=0.98, top=0.91, bottom=0.1)
-    return figure
-
-
 PICTURES: dict[str, Callable[[], Figure]] = {
     each.__name__: each
     for each in (block, batch, rules, momentum, together, overlap, sharded, levels)
-} | {each.__name__: each for each in (servers, elastic, error, link)}
+} | {each.__name__: each for each in (servers, elastic, error, link, time)}
 
 
 def main(names: Sequence[str]) -> int:

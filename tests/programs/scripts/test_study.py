@@ -135,7 +135,10 @@ def test_a_table_that_is_not_made_here_is_refused():
         (("--table=3", "--suite=replicas"), "--table=3 is for --paper. Leave it out."),
         (("--paper=003", "--suite=async"), "--suite=async is for runs without --paper."),
         (("--paper=003", "--replicas=8"), "--replicas=8 is for other papers: the tables of 003"),
-        (("--paper=003", "--seeds=1"), "--seeds=1 is for --suite=replicas."),
+        (("--paper=003", "--seeds=1"), "--seeds=1 is for --suite=replicas and --suite=time."),
+        (("--suite=time", "--rules=bsp"), "--rules=bsp is for --suite=replicas."),
+        (("--suite=replicas", "--step_ms=5"), "--step_ms=5.0 is for --suite=time."),
+        (("--suite=time", "--lengths=2"), "--lengths=2 must contain 1"),
     ],
 )
 def test_what_there_is_not_is_refused(run, tmp_path, flags, said):
