@@ -14,6 +14,7 @@ import pytest
 
 from tests.lib import elastic_runs, warm
 from tests.lib.launched import Launched, launch
+from tfpara.chaos import processes
 from tfpara.elastic.meeting import ADDRESS
 
 KILLED, AGAIN = -signal.SIGKILL, 75
@@ -151,6 +152,18 @@ def test_faults_while_a_worker_joins(tmp_path):
         run.processes[dies].wait()
         run.processes[chief].kill()
         assert len(run.check([KILLED, KILLED], epochs=8)) == 3
+
+
+@pytest.mark.nightly
+def test_the_chief_dies_as_it_lets_a_worker_in(tmp_path):
+    """Where it connects itself to the generation that has the newcomer."""
+    holds = {"3": "generation > 1 or comes"}
+    faults = {0: ["enabling", 1, "SIGKILL"]}
+    with elastic_runs.Run(tmp_path, 2, faults, epochs=6, step_seconds=0.02, holds=holds) as run:
+        joins = run.start()
+        assert len(run.check([KILLED], epochs=6)) == 2
+        assert [each.members for each in run.meeting.state.history] == [(0, 1), (0, 1, 2), (1, 2)]
+        assert ["trained"] in [event[:1] for event in run.events(joins)]
 
 
 @pytest.mark.nightly
@@ -492,6 +505,23 @@ def test_the_launcher_starts_workers_again_that_join(tmp_path):
     ends = [json.loads(lines[-1]) for lines in logs]
     assert [end[0] for end in ends].count("end") == 2
     assert len({end[1] for end in ends if end[0] == "end"}) == 1
+
+
+@pytest.mark.nightly
+def test_the_launcher_names_a_worker_for_which_the_others_wait(tmp_path):
+    """It stands still for less than silence_seconds, and then all go on."""
+    options = {"epochs": 4, "silence_seconds": 100.0, "log": str(tmp_path / "{pid}.jsonl")}
+    options["faults"] = {"1": ["step", 5, "SIGSTOP"]}
+    arguments = ("-n", 3, "--elastic", elastic_runs.PROGRAM, json.dumps(options))
+    with Launched(*arguments, stderr=subprocess.STDOUT) as launched:
+        launched.read_until("the other workers have waited for worker ")
+        workers = processes.workers(launched.process.pid)
+        (stopped,) = [worker for worker in workers if processes.state(worker.pid) == "T"]
+        os.kill(stopped.pid, signal.SIGCONT)
+        code, output, _ = launched.finish()
+    assert code == 0, output
+    assert f"the other workers have waited for {stopped.name} (" in output
+    assert "is lost" not in output and "was silent" not in output
 
 
 @pytest.mark.nightly

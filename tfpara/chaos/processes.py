@@ -66,9 +66,11 @@ def has_ended(pid: int) -> bool:
 
 
 def size(pid: int) -> Size | None:
-    """Returns the resources of a process now; None if it is gone."""
+    """Returns the resources of a process now; None if it has ended."""
     try:
         pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+        if not pages:  # it has just ended
+            return None
         descriptors = len(os.listdir(f"/proc/{pid}/fd"))
         return Size(pages * _PAGE, descriptors, len(os.listdir(f"/proc/{pid}/task")))
     except (OSError, IndexError):

@@ -28,6 +28,7 @@ from tfpara.typing import Json
 _WINDOW_SECONDS = 30.0  # over which speed and waiting are shown
 _SILENT_SECONDS = 5.0  # without a report, after which a process counts as silent
 _WAIT_SECONDS = 2.0  # shorter waits, as in each sync, are not shown
+_LONG_SECONDS = 10.0  # a wait of which a line tells, and again when it has doubled
 _NUMBERS = (
     *("at", "rank", "waits", "steps", "samples", "syncs", "sync_seconds", "wait_seconds"),
     *("distance", "bytes_sent", "left_out"),
@@ -124,6 +125,7 @@ class RunStatus:
         self._noted = self._faults = self._starts = 0
         self._total = Grown()
         self._trained_from = self._trained_to = 0.0
+        self._told_of_wait = _LONG_SECONDS / 2.0  # seconds of the present wait when a line told it
 
     def started(self, name: str, pid: int) -> None:
         """Notes that a process was started."""
@@ -164,11 +166,8 @@ class RunStatus:
         now = time.monotonic()
         with self._lock:
             rows = {name: worker.row(now) for name, worker in self._workers.items()}
-            told = {name: worker.told for name, worker in self._workers.items() if not worker.end}
+            waited_for = self._waited_for(now)[0]
             events = [{"at": round(at, 1), "text": text} for at, text in self._events]
-        waiting = {name for name, each in told.items() if each.get("waits", 0.0) > _WAIT_SECONDS}
-        waiting -= {name for name in waiting if rows[name]["state"].startswith("silent")}
-        members = {name for name, each in told.items() if "at" in each and not each.get("joins")}
         scores = {name: of_it for name, row in rows.items() if (of_it := row.pop("scores", None))}
         # The log of an epoch is that of all workers; the first that runs has the latest.
         of_workers = sorted(
@@ -179,12 +178,37 @@ class RunStatus:
             "shows": self._shows,
             "seconds": now - self._began,
             "samples_per_second": sum(row.get("samples_per_second", 0.0) for row in rows.values()),
-            "waits_for": sorted(members - waiting) if waiting else [],
+            "waits_for": waited_for,
             "workers": [{"name": name, **row} for name, row in rows.items()],
             "scores": {name: scores[name] for name in scores if name not in of_workers[1:]},
             "faults": self._faults,
             "events": events,
         }
+
+    def long_wait(self) -> str:
+        """Returns a line on workers for which the others have waited for 10 s; mostly ""."""
+        with self._lock:
+            names, seconds = self._waited_for(time.monotonic())
+            if seconds < _LONG_SECONDS:
+                self._told_of_wait = _LONG_SECONDS / 2.0
+            if not names or seconds < 2.0 * self._told_of_wait:
+                return ""
+            self._told_of_wait = seconds
+            places = {name: self._workers[name].told.get("place", "") for name in names}
+        who = ", ".join(f"{name} ({place})" if place else name for name, place in places.items())
+        return f"the other workers have waited for {who} for {seconds:.0f} s"
+
+    def _waited_for(self, now: float) -> tuple[list[str], float]:
+        """Returns the names of workers for which others wait, and the seconds of that wait."""
+        told = {name: worker.told for name, worker in self._workers.items() if not worker.end}
+        waiting = {
+            name: each["waits"]
+            for name, each in told.items()
+            if each.get("waits", 0.0) > _WAIT_SECONDS
+            and now - self._workers[name].heard < _SILENT_SECONDS
+        }
+        members = {name for name, each in told.items() if "at" in each and not each.get("joins")}
+        return sorted(members - waiting.keys()) if waiting else [], max(waiting.values(), default=0)
 
     def summary(self, shown: int = 10) -> list[str]:
         """Returns the run in a few lines; none if no training was seen."""

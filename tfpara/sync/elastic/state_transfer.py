@@ -117,7 +117,7 @@ def told(history: keras.callbacks.History) -> str:
 
 
 def hand_over(
-    slots: Sequence[Slot], collectives: TensorFlowCollectives, source: int, receives: bool
+    slots: Sequence[Slot], hosts: TensorFlowCollectives, source: int, receives: bool
 ) -> list[tuple[tf.Variable, tf.Tensor]]:
     """Sends the values of slots; all workers call it, with the same slots in the same order.
 
@@ -125,7 +125,7 @@ def hand_over(
 
     Args:
         slots: the slots, sent in packs of up to `BUCKET_BYTES`.
-        collectives: collectives between the workers' hosts; Horovod's groups cannot change.
+        hosts: collectives between the workers' hosts; Horovod's groups cannot change.
         source: rank of the sender.
         receives: whether this worker receives the values.
 
@@ -135,12 +135,31 @@ def hand_over(
     received: list[tuple[tf.Variable, tf.Tensor]] = []
     for number, pack in enumerate(_packed(slots)):
         values = [slot.variable.read_value() for slot in pack]
-        sizes = [value.shape.num_elements() for value in values]
-        flat = tf.concat([tf.reshape(value, [-1]) for value in values], 0)
-        got = tf.split(collectives.broadcast(flat, f"hand over/{number}", source), sizes)
+        name = f"hand over/{number}"
+        if len(pack) > 1:
+            got = _broadcast_together(values, hosts, name, source)
+        else:
+            got = [hosts.broadcast(tf.reshape(values[0], [-1]), name, source)]
         for slot, value in zip(pack, got if receives else (), strict=receives):
             received.append((slot.variable, tf.reshape(value, slot.variable.shape)))
     return received
+
+
+def _broadcast_together(
+    values: Sequence[tf.Tensor], hosts: TensorFlowCollectives, name: str, source: int
+) -> list[tf.Tensor]:
+    """Returns the source's values, of any dtypes, whose bytes are sent at once.
+
+    Each broadcast makes all workers wait for each other once more.
+    """
+    arrays = [np.asarray(value) for value in values]
+    sent = b"".join(array.tobytes() for array in arrays)
+    words = np.frombuffer(sent + bytes(-len(sent) % 4), np.int32)
+    got, start, found = hosts.broadcast(tf.constant(words), name, source).numpy().tobytes(), 0, []
+    for array in arrays:
+        found.append(tf.constant(np.frombuffer(got, array.dtype, array.size, start)))
+        start += array.nbytes
+    return found
 
 
 def hand_over_arrays(
@@ -165,17 +184,14 @@ def hand_over_text(text: str, collectives: TensorFlowCollectives, source: int) -
 
 
 def _packed(slots: Sequence[Slot]) -> list[list[Slot]]:
-    """Returns packs of slots of one type that fit into a bucket; larger slots are single."""
+    """Returns packs of slots that fit into a bucket; larger slots are single."""
     packs: list[list[Slot]] = []
-    for dtype in dict.fromkeys(slot.variable.dtype for slot in slots):
-        size = BUCKET_BYTES
-        for slot in slots:
-            if slot.variable.dtype != dtype:
-                continue
-            number = slot.variable.shape.num_elements() * dtype.size
-            if size + number > BUCKET_BYTES:
-                packs.append([])
-                size = 0
-            packs[-1].append(slot)
-            size += number
+    size = BUCKET_BYTES
+    for slot in slots:
+        number = slot.variable.shape.num_elements() * slot.variable.dtype.size
+        if size + number > BUCKET_BYTES:
+            packs.append([])
+            size = 0
+        packs[-1].append(slot)
+        size += number
     return packs
