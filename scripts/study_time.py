@@ -299,18 +299,19 @@ def page(targets: dict[str, float], found: Sequence[Row]) -> str:
         second.append(f"{head} {' | '.join(map(_shown, parts))} |")
     aims = ", ".join(f"{task} {value:.4g} ({UNITS[task]})" for task, value in targets.items())
     both = [row.planned.times / row.best.times for row in found if row.best and row.planned]
+    by_plan = f"With the choice of `tfpara-plan` it is reached in {len(both)} of {len(found)} cases"
+    if both:
+        by_plan += f", {min(both):.2f} to {max(both):.2f} times as soon as with the best setting"
     return "\n\n".join(
         [
             f"The error to be reached is {100 * _TOLERANCE.value:g} % above that of one replica: "
             f"{aims}. A step takes {_STEP.value:g} ms, the weights have {_SIZE.value:g} MB, and a "
-            f"sync takes {_SYNC.value:g} ms beside travel. {len(study_grid.seeds())} seeds.",
+            f"sync takes {_SYNC.value:g} ms beside travel. Seeds: {len(study_grid.seeds())}.",
             "How many times sooner it is reached than by one replica:",
             "\n".join(first),
             "Samples needed, by those of one replica:",
             "\n".join(second),
-            f"With the choice of `tfpara-plan` it is reached in {len(both)} of {len(found)} cases, "
-            f"{min(both, default=math.nan):.2f} to {max(both, default=math.nan):.2f} times as soon "
-            "as with the best setting.\n",
+            f"{by_plan}.\n",
         ]
     )
 

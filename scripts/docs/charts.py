@@ -143,7 +143,7 @@ def times() -> dict[str, dict[tuple[str, str], dict[int, float]]]:
     for task, count, rule, *cells, _ in _rows("study.md", "## How much sooner", header):
         curves = found.setdefault(task, {})
         for name, cell in zip(links, cells, strict=True):
-            points = curves.setdefault((rule.strip("`"), name), {1: 1.0})
+            points = curves.setdefault((rule.strip("`"), name), {})
             if cell != "not reached":
                 points[int(count)] = float(cell.split()[0])
     return found
@@ -158,9 +158,15 @@ def time() -> Figure:
         for low, high, count in ((2.7, 3.8, 4), (4.6, 7.5, 8), (9.3, 9.3, 16)):
             label = "speed in the papers" if count == 4 else None
             axes.plot([count] * 2, [low, high], color=WAIT, lw=7, label=label, zorder=1)
+        if not any(curves.values()):
+            axes.text(4, 0.5, "not reached", ha="center", va="center", fontsize=SMALLEST)
         links = list(dict.fromkeys(name for _, name in curves))
         for (rule, name), points in curves.items():
             reduced = rule == "all-reduce"
+            if not points:
+                continue
+            if not reduced:  # all-reduce has no step to show for one replica
+                points = {1: 1.0} | points
             axes.plot(
                 *zip(*sorted(points.items()), strict=True),
                 color=CURVES[links.index(name)],
@@ -173,15 +179,13 @@ def time() -> Figure:
         axes.set_xscale("log", base=2)
         axes.set_yscale("log", base=2)
         axes.set_xticks([1, 2, 4, 8, 16], ["1", "2", "4", "8", "16"])
-        axes.set_yticks(
-            [0.125, 0.25, 0.5, 1, 2, 4, 8, 16], ["⅛", "¼", "½", "1", "2", "4", "8", "16"]
-        )
-        axes.set_ylim(0.08, 18)
+        axes.set_yticks([1 / 32, 1 / 8, 1 / 2, 2, 8], ["1/32", "1/8", "1/2", "2", "8"])
+        axes.set_ylim(0.025, 20)
         axes.minorticks_off()
         axes.set_title(task, fontsize=10)
         axes.set_xlabel("replicas N")
     panels[0][0].set_ylabel("times as soon as one replica")
     handles, names = panels[0][0].get_legend_handles_labels()
     figure.legend(handles, names, fontsize=SMALLEST, frameon=False, ncols=3, loc="lower center")
-    figure.subplots_adjust(left=0.08, right=0.98, top=0.92, bottom=0.36, wspace=0.08)
+    figure.subplots_adjust(left=0.1, right=0.98, top=0.92, bottom=0.36, wspace=0.08)
     return figure
