@@ -17,9 +17,12 @@ Suite `input`: frames/s that the input pipeline reads from a corpus (--corpus) o
 frames/s that training of the demo's model (4x512) takes on one core. `ratio_to_training` is the
 first over the second in the same round.
 
-Suite `async`: pushes/s of one and two workers with one parameter server, by tfpara.AsyncStrategy
-and by TensorFlow's stock loop, for the same DNN and a tiny one. `ratio_to_stock` is the ratio of
-the two in the same round.
+Suite `async`: samples/s of two workers with one parameter server under asynchronous rules, for
+networks of 0.1, 1.6 and 12.5 million weights, beside one process of plain Keras (`ratio_to_plain`)
+and two that are independent of each other (`ratio_to_independent`); minibatches of --batch. Then
+pushes/s of one and two workers with one parameter server, by tfpara.AsyncStrategy and by
+TensorFlow's stock loop, for the same DNN and a tiny one. `ratio_to_stock` is the ratio of the two
+in the same round. --only=speeds or --only=pushes measures one of them.
 
 Suite `faults`: the part of the time that is progress while a worker is killed every --kill_every
 seconds: with elastic=, with a spare worker, and with a restart of all workers from a checkpoint.
@@ -199,9 +202,14 @@ def _peers(out: Path) -> None:
 def _async(out: Path) -> None:
     sizes = {"batch": _BATCH.value, **_sizes()}
     steps = max(4, _STEPS.value // 4)
-    found = asynchronous.measured(sizes, steps, _ROUNDS.value, seconds=600.0)
-    results = {"sizes": sizes, "rounds": _ROUNDS.value, "steps": steps, **found}
-    common.write_json(out, {**_conditions(), **results})
+    results: dict[str, Any] = {"sizes": sizes, "rounds": _ROUNDS.value, "steps": steps}
+    parts = beside_peers.chosen(["speeds", "pushes"])
+    if "speeds" in parts:
+        results["speeds"] = asynchronous.speeds(_BATCH.value, steps, _ROUNDS.value, seconds=600.0)
+        common.write_json(out, {**_conditions(), **results})
+    if "pushes" in parts:
+        results |= asynchronous.measured(sizes, steps, _ROUNDS.value, seconds=600.0)
+        common.write_json(out, {**_conditions(), **results})
 
 
 def _faults(out: Path) -> None:

@@ -2,10 +2,10 @@
 
     python -m scripts.benchmarks.asynchronous_worker JSON
 
-The system "tfpara" trains with `tfpara.AsyncStrategy`, "whole" too, but with whole tables. "stock"
-is the loop of TensorFlow's guide: `ParameterServerStrategy`, and for each step a scheduled function
-with Keras' optimizer. All run in the same kind of processes. The chief prints the figures as a line
-of JSON.
+The system "tfpara" trains with `tfpara.AsyncStrategy`, by the `rule` and `sync_period` of the
+options, "whole" too, but with whole tables. "stock" is the loop of TensorFlow's guide:
+`ParameterServerStrategy`, and for each step a scheduled function with Keras' optimizer. All run in
+the same kind of processes. The chief prints the figures as a line of JSON.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfpara.algorithms import ASGD
+from models.dnn import dnn
+from tfpara import algorithms
 from tfpara.parameter_server import processes
 from tfpara.parameter_server.chunks import Chunks
 from tfpara.parameter_server.strategy import AsyncStrategy
@@ -31,13 +32,14 @@ _STARTUP_SECONDS, _TIMEOUT_SECONDS = 300.0, 60.0
 def main() -> None:
     """Trains, and prints pushes/s; the first epoch is not counted."""
     options = json.loads(sys.argv[1])
-    options["steps"] = max(1, options["steps"] // _CHUNKS) * _CHUNKS
+    of_chunk = _CHUNKS * options.get("sync_period", 1)  # chunks have whole blocks
+    options["steps"] = max(1, options["steps"] // of_chunk) * of_chunk
     place = processes.join(_TIMEOUT_SECONDS, _STARTUP_SECONDS)
     seconds = (_stock if options["system"] == "stock" else _tfpara)(place, options)
-    pushes = options["steps"] * place.num_workers
+    minibatches = options["steps"] * place.num_workers
     figures = {
-        "pushes_per_second": pushes / seconds,
-        "samples_per_second": pushes * options["batch"] / seconds,
+        "pushes_per_second": minibatches / options.get("sync_period", 1) / seconds,
+        "samples_per_second": minibatches * options["batch"] / seconds,
         "rows": float(np.mean([len(np.unique(each)) for each in _data(options)[0]])),
     }
     print("FIGURES", json.dumps(figures), flush=True)
@@ -52,12 +54,8 @@ def _model(options: dict[str, Any]) -> keras.Model:
         model = keras.Model(x, keras.layers.Dense(options["classes"])(pooled))
         model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
         return model
-    hidden = [
-        keras.layers.Dense(options["width"], activation="relu") for _ in range(options["layers"])
-    ]
-    model = keras.Sequential(
-        [keras.Input((options["inputs"],)), *hidden, keras.layers.Dense(options["classes"])]
-    )
+    sizes = {"layers": options["layers"], "width": options["width"]}
+    model = dnn(options["inputs"], options["classes"], **sizes)
     model.compile(
         keras.optimizers.SGD(1e-3, momentum=0.9),
         keras.losses.SparseCategoricalCrossentropy(from_logits=True),
@@ -79,8 +77,13 @@ def _data(options: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _tfpara(place: Any, options: dict[str, Any]) -> float:
-    by_rows = options["system"] == "tfpara"
-    strategy = AsyncStrategy(ASGD(), sparse_embeddings=by_rows, _processes=place)
+    rule = getattr(algorithms, options.get("rule", "ASGD"))()
+    strategy = AsyncStrategy(
+        rule,
+        sync_period=options.get("sync_period", 1),
+        sparse_embeddings=options["system"] == "tfpara",
+        _processes=place,
+    )
     with strategy.scope():
         model = _model(options)
     x, y = _data(options)

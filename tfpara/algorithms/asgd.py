@@ -259,8 +259,10 @@ class Downpour(_Rule):
 
     def update(self, global_model: Array, difference: Array, staleness: Scalar) -> Array:
         """Returns the global model after a push."""
-        rate = self.block_learning_rate
-        return global_model + difference * (rate / (1.0 + staleness * self.rate_by_staleness))
+        rate: Scalar = self.block_learning_rate
+        if self.rate_by_staleness:
+            rate = rate / (1.0 + staleness)
+        return global_model + difference * rate
 
 
 @dataclasses.dataclass(frozen=True)

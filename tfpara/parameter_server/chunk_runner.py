@@ -133,7 +133,7 @@ def chunk_function(training: Training) -> Callable[..., tf.Tensor]:
             trained, element = _minibatches(work, begun, at.element, iterator, sync_period)
             place = Place(epoch, chunk, at.done)
             answer = exchange.push(work.push(trained, pulled, worker, place, rate), pulled)
-            written = [*answer.versions]
+            written: list[tf.Operation] = []
             if local:
                 now = _Kept(*work.kept(trained, answer.moves), kept.there)
                 written += local.write(now, generation, rows)

@@ -81,11 +81,11 @@ class Counters:
             (self.minibatches, self.minibatches + trained),
         ]
 
-    def record(self, push: Push, staleness: tf.Tensor, pulled: tf.Tensor) -> None:
-        """Records a push, if pushes are recorded; inside the lock."""
+    def record(self, push: Push, staleness: tf.Tensor) -> None:
+        """Records the first server's part of a push, if pushes are recorded; inside the lock."""
         if self._log is not None:
-            line = tf.stack([push.worker, push.place.chunk, pulled])
-            self._log.insert([pulled + staleness], [line])
+            line = tf.stack([push.worker, push.place.chunk, push.version])
+            self._log.insert([push.version + staleness], [line])
 
     def finish(self, chunk: tf.Tensor, finished: tf.Tensor, ended: tf.Tensor) -> tf.Tensor:
         """Sets the chunk's element of `finished`; inside the lock. Returns `ended`."""

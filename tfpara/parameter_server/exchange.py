@@ -13,6 +13,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfpara.parameter_server import wire
 from tfpara.parameter_server.messages import NO_ROWS, Answer, Pulled, Push, Rows
 from tfpara.parameter_server.server import Server
 from tfpara.parameter_server.shard import NOT_FINITE, Shard, commit, taken
@@ -55,24 +56,29 @@ class Exchange:
         """Reads the model; of a table in `rows` these rows."""
         server = self.server
         weights: list[tf.Tensor] = [None] * len(server.names)
+        held = list(weights) if getattr(server.rule, "delay_compensation", 0.0) else []
         versions: list[tf.Tensor] = [None] * len(server.shards)
         state: list[tf.Tensor] = []
         of_first: list[tf.Tensor] = []  # whether to halt, and values for the workers' optimizers
         for shard in server.order:
-            held = [shard.version, *shard.weights]
+            variables = [shard.version, *shard.weights]
             sent = shard.sent({k: rows[k] for k in shard.indices if k in rows})
             ids = [None, *map(sent.get, shard.indices)]
             if shard is server.first:
-                held += [*server.state, server.counters.halted, *server.for_workers]
-            ids += [None] * (len(held) - len(ids))
-            read = functools.partial(_read, held, ids)
-            versions[shard.number], *values = shard.locked(sent, read)
-            for index, value in zip(shard.indices, values, strict=False):
-                weights[index] = value
+                variables += [*server.state, server.counters.halted, *server.for_workers]
+            ids += [None] * (len(variables) - len(ids))
+            there = shard.locked(sent, functools.partial(_read, variables, ids))
+            versions[shard.number], *values = wire.sent(
+                there, shard.device, None, server.compression
+            )
+            for place, index in enumerate(shard.indices):
+                weights[index] = values[place]
+                if held:
+                    held[index] = there[1 + place]
             if shard is server.first:
                 rest = values[len(shard.indices) :]
                 state, of_first = rest[: len(server.state)], rest[len(server.state) :]
-        return Pulled(weights, state, versions, *of_first)
+        return Pulled(weights, state, versions, *of_first)._replace(held=held)
 
     def push(self, push: Push, pulled: Pulled, waits: bool = True) -> Answer:
         """Applies a push on each server that has not applied it yet.
@@ -93,48 +99,51 @@ class Exchange:
         # and two workers could wait for each other forever. A weight's gradient may not depend on
         # all servers, so the pull is awaited explicitly.
         with tf.control_dependencies(pulled.versions):
-            parts = [self.part(shard, push) for shard in server.shards]
+            parts = [self.part(shard, push, pulled) for shard in server.shards]
         settled = accepted = tf.constant(True)
         if self._staleness is not None:
-            settled, accepted = self._turn(parts[0], pulled, waits)
+            settled, accepted = self._turn(parts[0], waits)
         answers: list[Any] = [None] * len(server.shards)
         for shard in server.order:
             part = parts[shard.number]
             if self._staleness is None or shard is not server.first:
-                answers[shard.number] = self.apply(shard, part, pulled, accepted)
+                answers[shard.number] = self.apply(shard, part, pulled.held, accepted)
             else:  # the first server comes last, and ends the push's turn
                 everywhere = tf.stack([accepted, *(there for there, *_ in answers[1:])])
-                answers[0] = self._end_turn(part, pulled, accepted, tf.reduce_all(everywhere))
+                answers[0] = self._end_turn(part, pulled.held, accepted, tf.reduce_all(everywhere))
         moves: list[tf.Tensor] = [None] * len(server.names) if server.rule.local_models else []
-        for shard, (_, _, *own) in zip(server.shards, answers, strict=True):
+        included = []
+        for shard, (there, _, *own) in zip(server.shards, answers, strict=True):
+            there, *own = wire.sent([there, *own], shard.device, None, server.compression)
+            included.append(there)
             for index, move in zip(shard.indices, own, strict=False):
                 moves[index] = move
-        included = tf.reduce_all(tf.stack([there for there, *_ in answers]))
-        return Answer([version for _, version, *_ in answers], moves, settled, included)
+        versions = [version for _, version, *_ in answers]
+        return Answer(versions, moves, settled, tf.reduce_all(tf.stack(included)))
 
-    def part(self, shard: Shard, push: Push) -> Push:
+    def part(self, shard: Shard, push: Push, pulled: Pulled) -> Push:
         """Returns the part of a push that belongs to a server, sent to that server."""
         first = shard is self.server.first
-        return shard.sent(
-            push._replace(
-                values=[push.values[k] for k in shard.indices],
-                rows={k: push.rows[k] for k in shard.indices if k in push.rows},
-                squares=[push.squares[k] for k in shard.indices] if push.squares else [],
-                state=list(push.state) if first else [],
-                kept=list(push.kept) if first else [],
-                metrics=list(push.metrics) if first else [],
-            )
+        of_shard = push._replace(
+            values=[push.values[k] for k in shard.indices],
+            rows={k: push.rows[k] for k in shard.indices if k in push.rows},
+            squares=[push.squares[k] for k in shard.indices] if push.squares else [],
+            state=list(push.state) if first else [],
+            kept=list(push.kept) if first else [],
+            metrics=list(push.metrics) if first else [],
+            version=pulled.versions[shard.number],
         )
+        return wire.sent(of_shard, None, shard.device, self.server.compression)
 
     def apply(
-        self, shard: Shard, part: Push, pulled: Pulled, accepted: tf.Tensor
+        self, shard: Shard, part: Push, held: Sequence[tf.Tensor], accepted: tf.Tensor
     ) -> list[tf.Tensor]:
         """Applies the part of a push if it is `accepted`; returns as `_take` does."""
         accepted = shard.sent(accepted)
-        return shard.locked((part, accepted), lambda: self._take(shard, part, pulled, accepted))
+        return shard.locked((part, accepted), lambda: self._take(shard, part, held, accepted))
 
     def _take(
-        self, shard: Shard, part: Push, pulled: Pulled, accepted: tf.Tensor
+        self, shard: Shard, part: Push, held: Sequence[tf.Tensor], accepted: tf.Tensor
     ) -> list[tf.Tensor]:
         """Applies a push that is accepted and not in the weights yet; inside the lock.
 
@@ -143,11 +152,11 @@ class Exchange:
 
         def write() -> list[tf.Tensor]:
             with tf.device(shard.device):  # a branch's graph does not inherit the device scope
-                changes, moves, staleness = shard.changes(part, pulled)
+                changes, moves, staleness = shard.changes(part, held)
                 if shard is self.server.first:
                     changes += self._shared(part, staleness)
-                    counters, at = self.server.counters, pulled.versions[0]
-                    written = commit(changes, lambda: counters.record(part, staleness, at))
+                    counters = self.server.counters
+                    written = commit(changes, lambda: counters.record(part, staleness))
                 else:
                     written = commit(changes)
                 with tf.control_dependencies([written]):
@@ -158,7 +167,7 @@ class Exchange:
                 local = part.values if self.server.rule.local_models else ()
                 return [tf.identity(shard.version), *map(tf.zeros_like, local)]
 
-        fresh = tf.logical_and(accepted, shard.takes(part, pulled))
+        fresh = tf.logical_and(accepted, shard.takes(part))
         result = tf.cond(fresh, write, leave)
         with tf.control_dependencies(result):
             return [shard.progress.includes(part), *result]
@@ -194,7 +203,7 @@ class Exchange:
             no = (tf.constant(False),) * count
             return tuple(tf.while_loop(lambda settled, *_: ~settled, again, no))
 
-    def _turn(self, part: Push, pulled: Pulled, waits: bool) -> tuple[tf.Tensor, ...]:
+    def _turn(self, part: Push, waits: bool) -> tuple[tf.Tensor, ...]:
         """Waits, if `waits`, until a push may be applied (has the turn) on the first server.
 
         Returns whether the push is settled (need not be offered again), and whether it has the
@@ -204,21 +213,21 @@ class Exchange:
 
         def inside() -> list[tf.Tensor]:
             due, version = first.progress.next_is(part), tf.identity(first.version)
-            return staleness.ask_to_push(part.worker, pulled.versions[0], version, due, waits)
+            return staleness.ask_to_push(part.worker, part.version, version, due, waits)
 
         if not waits:
             return tuple(first.locked(part, inside))
         return self._until_settled(part.worker, 2, lambda: first.locked(part, inside))
 
     def _end_turn(
-        self, part: Push, pulled: Pulled, goes: tf.Tensor, everywhere: tf.Tensor
+        self, part: Push, held: Sequence[tf.Tensor], goes: tf.Tensor, everywhere: tf.Tensor
     ) -> list[tf.Tensor]:
         """Applies a push on the first server if it is on all others, and ends its turn."""
         first = self.server.first
         goes, everywhere = first.sent((goes, everywhere))
 
         def inside() -> list[tf.Tensor]:
-            answer = self._take(first, part, pulled, everywhere)
+            answer = self._take(first, part, held, everywhere)
             with tf.control_dependencies(answer):
                 left = self._staleness.leave(part.worker, goes)
             with tf.control_dependencies([left]):

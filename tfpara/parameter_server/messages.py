@@ -14,7 +14,7 @@ NO_ROWS: Rows = {}  # all weights travel whole
 
 
 class Pulled(NamedTuple):
-    """The result of a pull: tensors on the servers."""
+    """The result of a pull: tensors on the worker, and `held` on the servers."""
 
     # the trainable weights, in the model's order; of a table that travels by rows, these rows
     weights: list[tf.Tensor]
@@ -24,6 +24,8 @@ class Pulled(NamedTuple):
     minibatches: tf.Tensor | None = None  # in the model so far; None if servers have the optimizers
     # of the workers' optimizers; None without them, and for a schedule
     rate: tf.Tensor | None = None
+    # the weights on the servers, for pushes that need them there (delay compensation); else empty
+    held: Sequence[tf.Tensor] = ()
 
     def with_rate(self, rate: tf.Tensor) -> Pulled:
         """Returns it with a chunk's learning rate, unless `rate` is negative or it has no rate."""
@@ -65,6 +67,7 @@ class Push(NamedTuple):
     rows: Rows = NO_ROWS
     squares: Sequence[tf.Tensor] = ()  # sums of the gradients' squares; empty if not needed
     left_out: Sequence[tf.Tensor] = ()  # the number of minibatches left out; empty if none can be
+    version: tf.Tensor | None = None  # of the server at the pull; in the part that a server gets
 
 
 class Answer(NamedTuple):

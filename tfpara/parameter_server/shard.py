@@ -12,7 +12,7 @@ from tfpara.algorithms.asgd import ASGD, AsyncAverage, AsyncBMUF, AsyncRule
 from tfpara.algorithms.keras_step import KerasSteps
 from tfpara.keras_model import constrained
 from tfpara.parameter_server.counters import Change, Progress
-from tfpara.parameter_server.messages import Pulled, Push
+from tfpara.parameter_server.messages import Push
 from tfpara.typing import Array, Nest, State
 
 NOT_FINITE = "a push would make this weight infinite or NaN:"
@@ -109,19 +109,21 @@ class Shard:
         with tf.device(self.device):
             self.progress = Progress(num_chunks)
 
-    def takes(self, push: Push, pulled: Pulled) -> tf.Tensor:
+    def takes(self, push: Push) -> tf.Tensor:
         """Returns whether a push has the next minibatches and is not too stale; inside the lock."""
         next_is = self.progress.next_is(push)
         bound = getattr(self._rule, "max_staleness", None)
         if bound is None:
             return next_is
-        staleness = tf.identity(self.version) - pulled.versions[self.number]
+        staleness = tf.identity(self.version) - push.version
         return tf.logical_and(next_is, staleness <= bound)
 
     def changes(
-        self, push: Push, pulled: Pulled
+        self, push: Push, held: Sequence[tf.Tensor]
     ) -> tuple[list[Change], list[tf.Tensor], tf.Tensor]:
         """Computes the changes that this shard's part of a push makes; inside the lock.
+
+        `held` are those of the pull (`Pulled`).
 
         Returns:
             The changes; the moves, which are subtracted from each local weight and are empty
@@ -131,12 +133,9 @@ class Shard:
         ids = [push.rows.get(k) if k in self._lazy else None for k in self.indices]
         before = [taken(v, rows) for v, rows in zip(self.weights, ids, strict=True)]
         version = tf.identity(self.version)
-        staleness = version - pulled.versions[self.number]
-        after, moves, state = self._updated(before, ids, push, pulled, staleness)
-        after = [
-            tf.debugging.check_numerics(w, f"{NOT_FINITE} {name!r}")
-            for w, name in zip(after, self.names, strict=True)
-        ]
+        staleness = version - push.version
+        after, moves, state = self._updated(before, ids, push, held, staleness)
+        after = self._finite(after)
         if self._rule.local_steps:  # otherwise the optimizer's step has applied the constraints
             after = constrained(after, self._constraints)
         of_weights = [_change(*each) for each in zip(self.weights, after, ids, strict=True)]
@@ -151,17 +150,45 @@ class Shard:
         changes += [(self.version, version + 1), self.progress.change(push)]
         return changes, moves, staleness
 
+    def _finite(self, weights: list[tf.Tensor]) -> list[tf.Tensor]:
+        """Returns the weights; the graph fails, and names it, if one is infinite or NaN.
+
+        A sum of numbers can only be finite if each is. It takes a tenth of the time of
+        `check_numerics`, which is left for sums that are not finite.
+        """
+        if not weights:
+            return weights
+
+        def known() -> tf.Tensor:
+            with tf.device(self.device):
+                return tf.constant(True)
+
+        def examined() -> tf.Tensor:
+            with tf.device(self.device):
+                named = [
+                    tf.debugging.check_numerics(w, f"{NOT_FINITE} {name!r}")
+                    for w, name in zip(weights, self.names, strict=True)
+                ]
+                with tf.control_dependencies(named):
+                    return tf.constant(True)
+
+        sums = tf.stack([tf.cast(tf.reduce_sum(w), tf.float32) for w in weights])
+        is_finite = tf.reduce_all(tf.math.is_finite(sums))
+        all_are = tf.cond(is_finite, known, examined)
+        with tf.control_dependencies([all_are]):
+            return [tf.identity(w) for w in weights]
+
     def _updated(
         self,
         before: list[tf.Tensor],
         ids: Sequence[tf.Tensor | None],
         push: Push,
-        pulled: Pulled,
+        held: Sequence[tf.Tensor],
         staleness: tf.Tensor,
     ) -> tuple[list[tf.Tensor], list[tf.Tensor], list[Change]]:
         """Returns the weights after the rule's update, the moves, and changes of its state."""
         if not self._rule.local_steps:
-            return self._step(before, ids, push, staleness, pulled)
+            return self._step(before, ids, push, staleness, held)
         pairs = list(zip(before, self._spread(push.values, ids, push), strict=True))
         if self._rule.local_models:
             moves = [self._rule.move(v, w) for w, v in pairs]
@@ -184,7 +211,7 @@ class Shard:
         ids: Sequence[tf.Tensor | None],
         push: Push,
         staleness: tf.Tensor,
-        pulled: Pulled,
+        held: Sequence[tf.Tensor],
     ) -> tuple[list[tf.Tensor], list[tf.Tensor], list[Change]]:
         """Takes a step with the rule's gradient and rate; returns as `_updated` does."""
         steps: Any = self.steps
@@ -192,7 +219,7 @@ class Shard:
         corrected = [
             self._rule.gradient(
                 g,
-                pulled=pulled.weights[k],
+                pulled=held[k] if held else None,
                 current=w if rows is not None else taken(w, push.rows.get(k)),
                 squares=s,
             )

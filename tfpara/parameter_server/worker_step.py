@@ -196,16 +196,15 @@ class WorkerStep:
         optimizer = list(optimizer)
         if pulled.rate is not None:
             self._set_rate(optimizer, pulled.rate)
-        pulled_weights = [tf.identity(w) for w in pulled.weights]  # sent to this worker only once
         zero = tf.zeros([], tf.int64)
         return Block(
-            rows={index: tf.identity(ids) for index, ids in rows.items()},
-            weights=list(weights) if self.local_models else pulled_weights,
+            rows=dict(rows),
+            weights=list(weights if self.local_models else pulled.weights),
             gradients=[],
-            squares=[tf.zeros_like(w) for w in pulled_weights] if self._squares else [],
+            squares=[tf.zeros_like(w) for w in pulled.weights] if self._squares else [],
             optimizer=optimizer,
-            before=zero if pulled.minibatches is None else tf.identity(pulled.minibatches),
-            state=[tf.identity(s) for s in pulled.state],
+            before=zero if pulled.minibatches is None else pulled.minibatches,
+            state=list(pulled.state),
             kept=[tf.ones_like(s) for s in pulled.state],
             own=list(own),
             metrics=[tf.zeros_like(v.value) for v in self._metrics],

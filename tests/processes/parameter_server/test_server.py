@@ -253,6 +253,13 @@ def test_a_push_that_is_not_finite_leaves_all_as_it_was():
     assert weights(server) == [[-2, -4], [-6, -8]]
 
 
+def test_weights_whose_sum_is_infinite_are_not_refused():
+    server = made(ASGD(), 1)
+    pushed(server, Exchange(server).read(), [[-3e38, -3e38], [3, 4]])
+    largest = float(np.float32(3e38))
+    assert weights(server) == [[largest, largest], [-3, -4]]
+
+
 def test_the_rate_of_a_push_and_of_its_staleness():
     server = made(ASGD(rate_by_staleness=True), 1)
     pulled = Exchange(server).read()

@@ -135,8 +135,8 @@ def test_any_order_of_events_is_as_by_hand(kind, servers):
         if reached < servers:
             died += 1
             for shard in server.shards[:reached]:
-                part = Exchange(server).part(shard, push)
-                Exchange(server).apply(shard, part, worker.pulled[0], tf.constant(True))
+                part = Exchange(server).part(shard, push, worker.pulled[0])
+                Exchange(server).apply(shard, part, worker.pulled[0].held, tf.constant(True))
             workers[k] = None
             continue
         included = bool(Exchange(server).push(push, worker.pulled[0], waits=False).included)
