@@ -42,7 +42,7 @@ FITTED = {"optimizer": "keras.optimizers.SGD(0.04, momentum=0.9)", "local_state"
 SHARDED = {"aggregation": "sharded", "averages": AVERAGES, "minibatches": UNEVEN, "epochs": 2}
 UNEVEN_TWICE = {"minibatches": UNEVEN, "epochs": 2, "steps_per_execution": 2}
 OVERLAPPED = {"minibatches": ONE_EACH, "epochs": 2, "aggregation": "sharded"}
-# Its 89 weights travel with the reports of two workers, or after them.
+# Its 89 weights, and 7 zeros, travel with the reports of two workers; or the weights after them.
 APART = {
     "optimizer": "keras.optimizers.Adam(0.01)",
     "minibatches": ONE_EACH,
@@ -87,8 +87,8 @@ TRAININGS = {
     # XLA compiles each replica's step, and the smaller last minibatch anew.
     "compiled": Training(*BMUF, {**UNEVEN_TWICE, "jit_compile": True}),
     "int8": Training(BLOCK[0], None, {}, {**OVERLAPPED, "compression": "int8"}),
-    "together": Training(BMUF[0], None, {}, {**APART, "with_reports": 4 * 2 * 89}),
-    "apart": Training(BMUF[0], None, {}, {**APART, "with_reports": 4 * 2 * 89 - 1}),
+    "together": Training(BMUF[0], None, {}, {**APART, "with_reports": 4 * 2 * 96}),
+    "apart": Training(BMUF[0], None, {}, {**APART, "with_reports": 4 * 2 * 96 - 1}),
 }
 # One of each way in which weights and reports travel.
 ON_HOROVOD = ("bsp-uneven", "bmuf-sharded", "easgd-uneven", "bmuf_adam", "all-at-once", "int8")
@@ -240,8 +240,11 @@ def test_horovod_gives_what_tensorflow_gives(trained, name, backend):
 def test_weights_may_travel_with_the_reports(trained, name, backend):
     of_name, others = trained(backend)[name], trained(backend)["together"]
     for mine, theirs in zip(of_name, others, strict=True):
-        assert mine.keys() == theirs.keys() and mine["bytes_sent"] == mine["syncs"] * 4 * 89
-        for key, value in theirs.items():
+        assert mine.keys() == theirs.keys()
+        sent = {"together": 96, "apart": 89}[name]  # which also shows how they have travelled
+        assert mine["bytes_sent"] == mine["syncs"] * 4 * sent
+        for key in theirs.keys() - {"bytes_sent"}:
+            value = theirs[key]
             np.testing.assert_array_equal(mine[key], value, err_msg=key)
 
 

@@ -27,7 +27,7 @@ from tfpara.sync.one_sync.reports import (
     report_of,
     signature_of,
 )
-from tfpara.sync.one_sync.weight_exchange import Shares, phase
+from tfpara.sync.one_sync.weight_exchange import ALIGNED, Shares, phase
 from tfpara.sync.settings import NEVER, Settings
 from tfpara.typing import Array
 
@@ -75,7 +75,8 @@ class Consensus:
         request: the request of this worker (see `Request`), a float64 variable.
         began: the time since which the sync waits for other workers, as by `now`; 0 if it does not.
         weights_seen: for each replica a number, 0 until a sync counts a minibatch of it.
-    carried: the number of weights that travel with each report, so that one exchange does for both.
+        carried: the number of weights that travel with each report, a multiple of `ALIGNED`; 0:
+            they follow in an exchange of their own.
     """
 
     def __init__(
@@ -248,12 +249,14 @@ class Consensus:
             # The bits travel as whole numbers, so that nothing is rounded.
             sent = [tf.bitcast(vector, tf.int32) for vector in carried]
             if sent:
-                rows = tf.concat([*sent, tf.reshape(tf.bitcast(rows, tf.int32), [-1])], 0)
+                bits = tf.reshape(tf.bitcast(rows, tf.int32), [-1])
+                rows = tf.concat([*sent, bits, tf.zeros([-bits.shape[0] % ALIGNED], tf.int32)], 0)
             table = self._site.reports.all_gather(rows, f"{self._site.name}/report")
             if sent:
                 of_workers = tf.unstack(table, num=self._site.reports.size)
                 arrived = [tf.bitcast(each[: self.carried], tf.float32) for each in of_workers]
-                bits = tf.stack([each[self.carried :] for each in of_workers])
+                last = self.carried + bits.shape[0]
+                bits = tf.stack([each[self.carried : last] for each in of_workers])
                 table = tf.bitcast(tf.reshape(bits, [-1, width, 2]), tf.float64)
         reports = tf.reshape(table, [-1, width])
         with tf.control_dependencies([reports]):

@@ -121,9 +121,12 @@ class SyncGraph:
             Whether no replica has data left; and the sentence that forbids the sync, "" if none
             does.
         """
-        carried = self.replicas.weights(0) if self._with_reports is not None else []
-        began, verdict, arrived = self.consensus.reached(running, self.averaging.anchors, carried)
-        self._close_block(verdict, began, (carried, arrived))
+        own, sent = [], []
+        if self._with_reports is not None:
+            own = self.replicas.weights(0)
+            sent = self._with_reports.sent(own)
+        began, verdict, arrived = self.consensus.reached(running, self.averaging.anchors, sent)
+        self._close_block(verdict, began, (own, arrived))
         return verdict.is_last, verdict.problem
 
     def _close_block(

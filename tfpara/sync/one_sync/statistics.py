@@ -18,7 +18,8 @@ class SyncStatistics(NamedTuple):
             out the work of an overlapped sync beside the training, and the copying of its snapshot
             in the next step.
         wait_seconds: the part of `sync_seconds` spent waiting for the slowest replica, or for an
-            overlapped sync to arrive.
+            overlapped sync to arrive. It includes the exchange of a small model's weights, which
+            travel with the reports.
         distance: relative distance ‖w_i − w̄‖ / ‖w̄‖ of the local replicas before a sync, root mean
             square. If the global state is sharded, only the parts of the weights that the replicas
             hold count. It is measured at the first 16 syncs and then at every 16th.

@@ -21,6 +21,9 @@ from tfpara.typing import State
 
 # The weights of all workers together that may travel with their reports.
 WITH_REPORTS_BYTES = 2 << 20
+# TensorFlow takes a part of a vector without a copy if the part begins and ends at a multiple of
+# this many numbers of four bytes.
+ALIGNED = 16
 # The variables of a wire, each with the value that it gets on commit.
 Writes = list[tuple[tf.Variable, tf.Tensor]]
 
@@ -293,12 +296,14 @@ class WithReports:
     all-reduces of three workers and more may add in another order.
 
     Attributes:
-        elements: the number of weights.
+        sizes: the lengths of the buckets, and of the zeros that follow them.
+        elements: the number of all of these.
     """
 
     def __init__(self, replicas: Replicas) -> None:
-        self._sizes, self._workers = replicas.layout.bucket_sizes, replicas.site.collectives.size
-        self.elements = sum(self._sizes)
+        sizes, self._workers = replicas.layout.bucket_sizes, replicas.site.collectives.size
+        self.sizes = [*sizes, -sum(sizes) % ALIGNED]
+        self.elements = sum(self.sizes)
 
     @classmethod
     def of(cls, aggregation: Aggregation, replicas: Replicas, whole: bool) -> WithReports | None:
@@ -319,8 +324,12 @@ class WithReports:
             and not site.company.changes
         )
         made = cls(replicas)
-        few = 0 < 4 * made.elements * made._workers <= WITH_REPORTS_BYTES
+        few = 0 < 4 * made.elements * site.collectives.size <= WITH_REPORTS_BYTES
         return made if fits and few else None
+
+    def sent(self, buckets: Buckets) -> list[tf.Tensor]:
+        """Returns what travels: the buckets of this worker's weights, and zeros."""
+        return [*buckets, tf.zeros(self.sizes[-1:])]
 
     def mean(
         self, arrived: Sequence[tf.Tensor], of_all: tf.Tensor, shares: Shares
@@ -331,7 +340,7 @@ class WithReports:
             tf.where(equal, 1.0, portion) * weights
             for portion, weights in zip(tf.unstack(of_all, num=self._workers), arrived, strict=True)
         ]
-        return [tf.split(tf.add_n(terms) / shares.divisor, self._sizes)]
+        return [tf.split(tf.add_n(terms) / shares.divisor, self.sizes)[:-1]]
 
     @property
     def bytes_sent(self) -> int:
