@@ -61,23 +61,24 @@ def test_a_grid_goes_on_and_its_page_has_what_was_measured(run_well, tmp_path):
 
 def test_how_much_sooner_an_error_is_reached(run_well, tmp_path):
     out = tmp_path / "time"
-    suite = ("--suite=time", "--tasks=digits", "--seeds=0", "--counts=2", "--periods=3")
-    ended = run_well("study", *suite, "--passes=0.05", "--lengths=1,2", f"--out={out}")
+    suite = ("--suite=time", "--tasks=speech", "--seeds=0", "--counts=2", "--periods=3")
+    small = ("--train_minutes=0.5", "--held_out_minutes=0.4", "--passes=0.3", "--lengths=1,2")
+    ended = run_well("study", *suite, *small, f"--out={out}")
     page = (out / "page.md").read_text()
     assert page in ended.out
     content = json.loads((out / "time.json").read_text())
     assert [row["link_mbit"] for row in content["rows"]] == [10000.0, 1000.0, 100.0]
     runs = {path.stem: json.loads(path.read_text()) for path in (out / "runs").glob("*.json")}
-    alone = [r for name, r in runs.items() if name.startswith("digits-1-")]
+    alone = [r for name, r in runs.items() if name.startswith("speech-1-")]
     least = min(r["errors"]["global"] for r in alone)
-    assert content["targets"]["digits"] == pytest.approx(1.01 * least)
-    for name, found in runs.items():
-        epochs = 2 if name.endswith("-length-2") else 1
-        assert found["samples"] == epochs * 1344  # of 1347, by minibatches of 4 for each replica
+    assert content["targets"]["speech"] == pytest.approx(1.01 * least)
+    for name, found in runs.items():  # 0.3 of five epochs are two; and twice that are three
+        epochs = 3 if name.endswith("-length-2") else 2
         assert len(found["curves"]["global"]) == epochs
+        assert found["samples"] % (epochs * 128 * found["replicas"]) == 0 < found["samples"]
 
     before = {path: path.stat().st_mtime_ns for path in (out / "runs").glob("*.json")}
-    again = run_well("study", *suite, "--passes=0.05", "--lengths=1,2", f"--out={out}")
+    again = run_well("study", *suite, *small, f"--out={out}")
     assert "runs of" not in again.out and page in again.out
     assert {path: path.stat().st_mtime_ns for path in before} == before
 
