@@ -6,6 +6,7 @@ import contextlib
 import errno
 import fcntl
 import ipaddress
+import os
 import random
 import socket
 import struct
@@ -44,6 +45,33 @@ def connect(address: str, timeout_seconds: float) -> socket.socket:
         connection.close()
         raise ConnectionRefusedError("nobody listens")
     return connection
+
+
+def cut(address: str) -> None:
+    """Ends all of this process's connections to "host:port", those of TensorFlow, too.
+
+    On a connection that stays open, as to a process that is stopped, TensorFlow would wait for an
+    answer forever.
+    """
+    host, port = split(address)
+    try:
+        found = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        return
+    peers = {(plain(str(there[0])), there[1]) for *_, there in found}
+    for name in os.listdir("/dev/fd"):
+        with contextlib.suppress(OSError):
+            copy = os.dup(int(name))
+            try:
+                own = socket.socket(fileno=copy)
+            except OSError:  # not a socket
+                os.close(copy)
+                continue
+            with own:
+                if own.family in (socket.AF_INET, socket.AF_INET6):
+                    there = own.getpeername()
+                    if (plain(there[0]), there[1]) in peers:
+                        own.shutdown(socket.SHUT_RDWR)
 
 
 class OpenPort:

@@ -1,22 +1,38 @@
 """Processes that die while they train. The weights count the minibatches that are in the model."""
 
+import contextlib
+import random
 import re
 import signal
+import time
 
 import pytest
 
-from tests.lib.lobby_processes import Processes
+from tests.lib.lobby_processes import DEADLINE, Processes
+from tfpara.chaos import processes
+from tfpara.cluster import ports
 
 pytestmark = pytest.mark.latest
 
 MINIBATCHES = 200  # of an epoch
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"  # the first bytes of a connection of gRPC
+SILENCE = 5.0  # seconds after which a process that is stopped is given up
 
 
-def start(directory, epochs=2, workers=2, servers=1):
+def start(directory, epochs=2, workers=2, servers=1, timeout=60.0):
     arguments = [str(directory), str(epochs), "40"]
-    run = Processes(workers, servers, 120.0, 60.0, "train_async.py", arguments)
+    run = Processes(workers, servers, 120.0, timeout, "train_async.py", arguments)
     run.start_all()
     return run
+
+
+def stop(process):
+    """Stops a process by SIGSTOP, and waits until it stands still."""
+    process.signal(signal.SIGSTOP)
+    until = time.monotonic() + DEADLINE
+    while processes.state(process.popen.pid) != "T":
+        assert time.monotonic() < until
+        time.sleep(0.02)
 
 
 def pushes_of_worker_0(line):
@@ -27,6 +43,12 @@ def counts(output):
     """(count of all minibatches, least and most of one, pushes, staleness) after each epoch."""
     line = r"epoch \d+ count (\d+) each (\d+) to (\d+) pushes (\d+) staleness (\d+)"
     return [tuple(map(int, found)) for found in re.findall(line, output)]
+
+
+def check_counts(output):
+    """Checks that after each epoch every minibatch of it is in the model once."""
+    each = [((n + 1) * MINIBATCHES, n + 1) for n in range(len(counts(output)))]
+    assert counts(output) == [(all_, own, own, all_, all_) for all_, own in each], output
 
 
 def test_a_worker_that_dies_loses_no_minibatch_and_may_come_back(tmp_path):
@@ -43,10 +65,49 @@ def test_a_worker_that_dies_loses_no_minibatch_and_may_come_back(tmp_path):
     output = ends["chief"][1]
     for name, (code, _) in ends.items():
         assert code == 0, (name, output)
-    epochs = len(counts(output))
-    each = [((n + 1) * MINIBATCHES, n + 1) for n in range(epochs)]
-    assert counts(output) == [(all_, own, own, all_, all_) for all_, own in each], output
-    assert f"weight {epochs * MINIBATCHES}" in output
+    check_counts(output)
+    assert f"weight {len(counts(output)) * MINIBATCHES}" in output
+
+
+@pytest.mark.one_version
+def test_a_worker_that_is_stopped_holds_no_checkpoint_and_no_end_of_an_epoch(tmp_path):
+    """Each epoch ends with a checkpoint, for which the workers pause."""
+    with start(tmp_path, 1000, timeout=SILENCE) as run:
+        run["chief"].wait_for("minibatch")
+        stopped = run["worker 0"]
+        stop(stopped)
+        alone = [pushes_of_worker_0(run["chief"].wait_for(f"epoch {k} ")) for k in range(3)]
+        assert processes.state(stopped.popen.pid) == "T"  # all this time
+        assert alone[1] == alone[2]
+        stopped.signal(signal.SIGCONT)
+        code, output = stopped.end()
+        assert code == 1 and "the chief has given worker 0" in output
+        run.start("worker 0")
+        while pushes_of_worker_0(run["chief"].wait_for("epoch")) == alone[-1]:
+            pass
+        (tmp_path / "enough").touch()
+        ends = run.ends()
+    output = ends["chief"][1]
+    assert [code for code, _ in ends.values()] == [0] * 4, output
+    assert "Training goes on without it." in output and "is back." in output
+    check_counts(output)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["ps 0", "chief"])
+def test_a_server_or_chief_that_is_stopped_is_named_by_all_and_ends_too(name, tmp_path):
+    with start(tmp_path, 1000, timeout=SILENCE) as run:
+        run["chief"].wait_for("minibatch")
+        stop(run[name])
+        ends = run.ends(name)
+        assert processes.state(run[name].popen.pid) == "T"
+        run[name].signal(signal.SIGCONT)
+        last = run[name].end()
+    for other, (code, output) in ends.items():
+        assert code == 1, (other, output)
+        assert re.search(rf"{name} \(127.0.0.1:\d+\)", output), (other, output)
+        assert f"silent for longer than timeout_seconds={SILENCE:g}" in output, (other, output)
+    assert last[0] == 1, last[1]
 
 
 @pytest.mark.nightly
@@ -76,6 +137,31 @@ def test_all_end_with_the_chief(tmp_path):
     for name, (code, output) in ends.items():
         assert code == 1, (name, output)
         assert re.search(r"chief \(127.0.0.1:\d+\) is gone", output)
+
+
+@pytest.mark.nightly
+def test_garbage_at_the_ports_of_all_processes_changes_nothing(tmp_path):
+    """A half of it begins as gRPC's connections do, and some connections stay open."""
+    draw, sent = random.Random(0), 0
+    with start(tmp_path, 1000) as run, contextlib.ExitStack() as still_open:
+        run["chief"].wait_for("minibatch")
+        for _ in range(300):
+            name = draw.choice(["chief", "worker 0", "worker 1", "ps 0"])
+            guest = still_open.enter_context(ports.connect(run.address(name), DEADLINE))
+            with contextlib.suppress(ConnectionError):
+                guest.sendall(draw.choice([b"", PREFACE]) + draw.randbytes(draw.randrange(1, 9999)))
+                sent += 1
+            if draw.random() < 0.7:
+                guest.close()
+        run["chief"].wait_for("epoch")
+        run["chief"].wait_for("epoch")
+        (tmp_path / "enough").touch()
+        ends = run.ends()
+    output = ends["chief"][1]
+    assert sent > 200
+    assert [code for code, _ in ends.values()] == [0] * 4, output
+    assert "lost" not in output
+    check_counts(output)
 
 
 @pytest.mark.one_version

@@ -25,7 +25,7 @@ import threading
 import time
 from typing import Any, NoReturn
 
-from tfpara.cluster import reach, secret, startup
+from tfpara.cluster import ports, reach, secret, startup
 from tfpara.cluster.asynchronous import AsyncCluster
 from tfpara.cluster.door import Door
 from tfpara.cluster.messages import Channel
@@ -34,6 +34,7 @@ from tfpara.parameter_server.control.member import PURPOSE, beat_seconds
 from tfpara.typing import Json
 
 _TICK_SECONDS = 0.1
+_CUT_SECONDS = 5.0  # longest pause between two cuts; TensorFlow prints some lines at each
 _ANSWER_SECONDS = 10.0  # longest wait for the other processes to end, or to be reached
 _FIRST_FREE_PORT = 1024
 _log = logging.getLogger(__name__)
@@ -190,11 +191,30 @@ class Lobby:
                 case membership.Admit(task):
                     self._door.let_in(stranger, task)
                 case membership.Drop(task):
-                    self._door.drop(self._door.guests[task])
+                    self._drop(task)
                 case membership.Note(sentence):
                     _log.warning("%s", sentence)
                 case membership.Exit(sentence):
                     _leave(sentence)
+
+    def _drop(self, task: membership.Task) -> None:
+        """Closes the connection of a task, and keeps TensorFlow from waiting for it."""
+        self._door.drop(self._door.guests[task])
+        # In a thread of its own, because the look-up of a name may take long.
+        threading.Thread(target=self._keep_cut, args=(task,), daemon=True).start()
+
+    def _keep_cut(self, task: membership.Task) -> None:
+        """Ends all connections to a task that is lost, until it is back.
+
+        A task that is stopped does not answer TensorFlow's calls, which have no time limit, and
+        its machine accepts each new connection.
+        """
+        job, index = task
+        pause = _TICK_SECONDS
+        while task not in self._door.guests and not self._closing:
+            ports.cut(self._cluster.spec()[job][index])
+            time.sleep(pause)
+            pause = min(2.0 * pause, _CUT_SECONDS)
 
 
 def _leave(sentence: str) -> NoReturn:

@@ -1,0 +1,41 @@
+"""Connections of this process that are ended, whoever has opened them."""
+
+import os
+import socket
+
+import pytest
+
+from tfpara.cluster import ports
+
+
+def connected(family, host):
+    """A connection's two ends, and its address."""
+    with socket.create_server((host, 0), family=family) as listener:
+        address = ports.joined(host, listener.getsockname()[1])
+        return ports.connect(address, 10.0), listener.accept()[0], address
+
+
+@pytest.mark.parametrize(
+    ("family", "host"), [(socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")]
+)
+def test_connections_to_an_address_are_cut_and_no_others(family, host):
+    try:
+        own, peer, address = connected(family, host)
+    except OSError:
+        pytest.skip(f"there is no {host} here")
+    other, others_peer, _ = connected(family, host)
+    number = os.dup(own.fileno())  # as a library holds it
+    own.detach()
+    before = len(os.listdir("/dev/fd"))
+    ports.cut(address)
+    assert len(os.listdir("/dev/fd")) == before
+    assert peer.recv(1) == b""
+    with socket.socket(fileno=number) as copy, pytest.raises(BrokenPipeError):
+        copy.sendall(b"x")
+    with peer, other, others_peer:
+        other.sendall(b"x")
+        assert others_peer.recv(1) == b"x"
+
+
+def test_a_name_that_nobody_knows_cuts_nothing():
+    ports.cut("nobody.invalid:4000")
