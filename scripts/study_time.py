@@ -39,7 +39,7 @@ _TOLERANCE = flags.DEFINE_float(
     "tolerance", 0.01, "time: by which part the error may be above that of one replica", 0.0
 )
 _LINKS = flags.DEFINE_list(
-    "link_mbit", ["10000", "1000", "100"], "time: Mbit/s of the link of each worker"
+    "link_speeds", ["10000", "1000", "100"], "time: Mbit/s of the link of each worker"
 )
 _STEP = flags.DEFINE_float("step_ms", 50.0, "time: milliseconds of a minibatch, positive", 0.0)
 _SIZE = flags.DEFINE_float("model_mb", 50.0, "time: megabytes of weights in float32, positive", 0.0)
@@ -118,7 +118,7 @@ def settings() -> tuple[list[float], dict[float, Costs]]:
             raise ValueError(f"--{flag.name}={flag.value} must be positive.")
     costs = {
         mbit: Costs(_STEP.value / 1e3, _SIZE.value * 1e6, Link.of_mbit(mbit), _SYNC.value / 1e3)
-        for mbit in _positive("link_mbit", _LINKS.value)
+        for mbit in _positive("link_speeds", _LINKS.value)
     }
     return lengths, costs
 

@@ -9,6 +9,7 @@ import ipaddress
 import os
 import random
 import socket
+import stat
 import struct
 import threading
 import time
@@ -61,13 +62,11 @@ def cut(address: str) -> None:
     peers = {(plain(str(there[0])), there[1]) for *_, there in found}
     for name in os.listdir("/dev/fd"):
         with contextlib.suppress(OSError):
-            copy = os.dup(int(name))
-            try:
-                own = socket.socket(fileno=copy)
-            except OSError:  # not a socket
-                os.close(copy)
+            number = int(name)
+            # Other files are left alone: to close a copy would end the process's locks on the file.
+            if not stat.S_ISSOCK(os.fstat(number).st_mode):
                 continue
-            with own:
+            with socket.socket(fileno=os.dup(number)) as own:
                 if own.family in (socket.AF_INET, socket.AF_INET6):
                     there = own.getpeername()
                     if (plain(there[0]), there[1]) in peers:

@@ -68,9 +68,7 @@ class Exchange:
                 variables += [*server.state, server.counters.halted, *server.for_workers]
             ids += [None] * (len(variables) - len(ids))
             there = shard.locked(sent, functools.partial(_read, variables, ids))
-            versions[shard.number], *values = wire.sent(
-                there, shard.device, None, server.compression
-            )
+            versions[shard.number], *values = wire.sent(there, shard.device, None)
             for place, index in enumerate(shard.indices):
                 weights[index] = values[place]
                 if held:
@@ -114,7 +112,7 @@ class Exchange:
         moves: list[tf.Tensor] = [None] * len(server.names) if server.rule.local_models else []
         included = []
         for shard, (there, _, *own) in zip(server.shards, answers, strict=True):
-            there, *own = wire.sent([there, *own], shard.device, None, server.compression)
+            there, *own = wire.sent([there, *own], shard.device, None)
             included.append(there)
             for index, move in zip(shard.indices, own, strict=False):
                 moves[index] = move
@@ -133,7 +131,7 @@ class Exchange:
             metrics=list(push.metrics) if first else [],
             version=pulled.versions[shard.number],
         )
-        return wire.sent(of_shard, None, shard.device, self.server.compression)
+        return wire.sent(of_shard, None, shard.device)
 
     def apply(
         self, shard: Shard, part: Push, held: Sequence[tf.Tensor], accepted: tf.Tensor

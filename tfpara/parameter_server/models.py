@@ -47,14 +47,13 @@ class Models(dict[keras.Model, Trained]):
         nonfinite: str,
         nonfinite_share: float,
         sparse_embeddings: bool,
-        compression: str,
     ) -> None:
         super().__init__()
         self.workers = workers
         self.rule, self.averages = rule, averages
         self.sync_period, self.seed, self._record = sync_period, seed, record
         self.skips, self.nonfinite_share = nonfinite == "skip", nonfinite_share
-        self._by_rows, self._compression = sparse_embeddings, compression
+        self._by_rows = sparse_embeddings
         self.fits = itertools.count()
 
     def of(self, model: keras.Model | None) -> Trained:
@@ -121,6 +120,5 @@ class Models(dict[keras.Model, Trained]):
             self.workers.num_workers,
             self._record,
             work.tables.lazy,
-            self._compression,
         )
         return Trained(server, work, ChiefModel(model, server, work))

@@ -36,7 +36,6 @@ class Server:
         num_workers: number of workers.
         record: whether to record each push.
         lazy: indices of the tables of which a push by rows changes these rows alone.
-        compression: how large tensors travel, "none" or "bf16".
 
     Attributes:
         number: a number that no other `Server` of this process has.
@@ -59,10 +58,8 @@ class Server:
         num_workers: int,
         record: bool = False,
         lazy: Collection[int] = (),
-        compression: str = "none",
     ) -> None:
         self.number = next(_numbers)
-        self.compression = compression
         self.generation = 0
         self.rule = rule
         self.averages = dict(averages)

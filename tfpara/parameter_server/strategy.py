@@ -110,9 +110,6 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy, Strategy):
             the run ends; looked at where the epoch ends, and before that once ten were left out.
         sparse_embeddings: whether of `Embedding` tables of 4 MB and more only the rows that a
             push's minibatches use are pulled, pushed and stepped. False: whole tables.
-        compression: how tensors of more than 256 KB travel. "none": as they are. "bf16": float32
-            numbers as bfloat16, which has 8 significant bits, both in a pull and in a push; half
-            the bytes. The servers' weights stay float32.
         timeout_seconds: silence after which a worker or parameter server counts as lost; also
             how long training waits for a worker when all are lost.
         startup_timeout_seconds: longest wait for all processes to start.
@@ -135,7 +132,6 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy, Strategy):
         nonfinite: str = "raise",
         nonfinite_share: float = 0.01,
         sparse_embeddings: bool = True,
-        compression: str = "none",
         timeout_seconds: float = 60.0,
         startup_timeout_seconds: float = 300.0,
         _processes: Workers | None = None,
@@ -156,11 +152,6 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy, Strategy):
             kept["average"] = rule.average
         self.seed = checked_whole("seed", seed, at_least=0)
         checked_nonfinite(nonfinite, nonfinite_share)
-        if compression not in ("none", "bf16"):
-            raise ValueError(
-                f'compression={compression!r} must be "none", or "bf16", which halves the bytes '
-                "between workers and servers."
-            )
         checked_seconds("timeout_seconds", timeout_seconds)
         checked_seconds("startup_timeout_seconds", startup_timeout_seconds)
         self._processes = _processes or processes.join(timeout_seconds, startup_timeout_seconds)
@@ -180,7 +171,6 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy, Strategy):
             nonfinite=nonfinite,
             nonfinite_share=nonfinite_share,
             sparse_embeddings=sparse_embeddings,
-            compression=compression,
         )
         self.running: Fit | None = None
 

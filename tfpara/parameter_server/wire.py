@@ -13,7 +13,7 @@ from tfpara.typing import Nest
 _SMALL_BYTES = 1 << 18
 
 
-def sent(values: Nest, source: str | None, target: str | None, compression: str = "none") -> Nest:
+def sent(values: Nest, source: str | None, target: str | None) -> Nest:
     """Returns the tensors of a nest on the device `target`; None: the device that runs the graph.
 
     Tensors of up to 256 KB travel as one vector for each type: floating-point numbers as they are,
@@ -23,8 +23,6 @@ def sent(values: Nest, source: str | None, target: str | None, compression: str 
         values: tensors on the device `source`, or None.
         source: their device; None: the device that runs the graph.
         target: the device that they are sent to.
-        compression: how float32 tensors travel that are larger, or whose size is not known: "none"
-            or "bf16".
     """
     flat = tf.nest.flatten(values)
     together: dict[tf.DType, list[int]] = {}
@@ -35,11 +33,8 @@ def sent(values: Nest, source: str | None, target: str | None, compression: str 
         if kind is not None:
             together.setdefault(kind, []).append(place)
             continue
-        rounds = compression == "bf16" and value.dtype == tf.float32
-        with tf.device(source):
-            value = tf.cast(value, tf.bfloat16) if rounds else value
         with tf.device(target):
-            flat[place] = tf.cast(value, tf.float32) if rounds else tf.identity(value)
+            flat[place] = tf.identity(value)
     for kind, places in together.items():
         with tf.device(source):
             parts = [tf.reshape(tf.cast(flat[k], kind), [-1]) for k in places]

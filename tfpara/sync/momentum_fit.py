@@ -60,7 +60,17 @@ class MomentumFit:
         self._fitted = weakref.WeakKeyDictionary()
 
     def set_period(self, sync_period: int | None) -> None:
-        """Sets τ for all models, also within a block; None: no syncs. Every worker must call it."""
+        """Sets τ for all models, also within a block; None: no syncs. Every worker must call it.
+
+        Raises:
+            ValueError: it is another one than before, with `elastic` and `balance`: workers that
+                come in between would deal minibatches out by the old one.
+        """
+        if self.settings.balance and self._worker.changes and sync_period != self.sync_period:
+            raise ValueError(
+                f"sync_period={sync_period} in place of {self.sync_period}: with elastic= and "
+                "balance= the period cannot change. Leave one of the two out, or SyncPeriod."
+            )
         self.sync_period = sync_period
         self.is_scheduled |= self._worker.call_site.fits > 0
         self.period.assign(NEVER if sync_period is None else sync_period)

@@ -66,17 +66,3 @@ def test_small_tensors_travel_together_and_large_ones_alone():
     vectors = {op.outputs[0].name for op in operations(graph, "ConcatV2")}
     assert len(vectors) == 2 and vectors < crossing  # of numbers with and without a fraction
     assert len(crossing) == 2 + 3  # and the large ones, and the one whose size is not known
-
-
-def test_bf16_rounds_large_tensors_of_float32_alone():
-    values = {
-        "large": tf.random.stateless_uniform([1 << 17], [1, 2]),
-        "double": tf.random.stateless_uniform([1 << 17], [1, 2], dtype=tf.float64),
-        "ids": tf.range(1 << 17, dtype=tf.int64),
-        "small": tf.constant([1 / 3]),
-    }
-    got = wire.sent(values, None, None, "bf16")
-    exact = tf.cast(tf.cast(values["large"], tf.bfloat16), tf.float32)
-    np.testing.assert_array_equal(got.pop("large"), exact)
-    for name, value in got.items():
-        np.testing.assert_array_equal(value, values[name])

@@ -114,8 +114,8 @@ def test_the_table_of_the_study_follows_from_its_errors_and_the_cost_model():
     [
         ({"lengths": ["2"]}, "--lengths=2 must contain 1: "),
         ({"lengths": ["1", "-2"]}, "--lengths=1,-2 must be positive numbers"),
-        ({"link_mbit": ["fast"]}, "--link_mbit=fast must be positive numbers"),
-        ({"link_mbit": ["nan"]}, "--link_mbit=nan must be positive numbers"),
+        ({"link_speeds": ["fast"]}, "--link_speeds=fast must be positive numbers"),
+        ({"link_speeds": ["nan"]}, "--link_speeds=nan must be positive numbers"),
         ({"step_ms": 0.0}, "--step_ms=0.0 must be positive"),
         ({"model_mb": 0.0}, "--model_mb=0.0 must be positive"),
     ],

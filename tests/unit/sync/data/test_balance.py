@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 import tfpara
 from tfpara.sync.data.balance import Balance, dealing_order, shares_of
+from tfpara.sync.momentum_fit import MomentumFit
 from tfpara.sync.workers import settings_check
 
 NONE = np.zeros(2, int)
@@ -264,3 +265,12 @@ def model_of_balance():
         model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
         model.compile("sgd", "mse")
     return model
+
+
+def test_in_an_elastic_run_the_period_stays():
+    fit = MomentumFit.__new__(MomentumFit)
+    fit.settings, fit.sync_period = types.SimpleNamespace(balance=True), 5
+    fit._worker = types.SimpleNamespace(changes=True)
+    message = "sync_period=7 in place of 5: with elastic= and balance= the period cannot change"
+    with pytest.raises(ValueError, match=message):
+        fit.set_period(7)

@@ -31,9 +31,12 @@ MOST = weight_exchange.WITH_REPORTS_BYTES // 4  # of all workers
 @pytest.mark.parametrize(
     ("given", "travel"),
     [
-        ({"elements": MOST // 3 - MOST // 3 % 16}, True),
-        ({"elements": MOST // 3 - MOST // 3 % 16 + 1}, False),  # with 15 zeros
-        ({"workers": 16, "elements": MOST // 16}, True),
+        ({"workers": 2, "elements": MOST // 2}, True),
+        ({"workers": 2, "elements": MOST // 2 + 1}, False),  # with 15 zeros
+        ({"elements": 24_576}, True),  # 3 workers: twice in place of 4/3 times, 64 KiB more
+        ({"elements": 24_577}, False),
+        ({"workers": 16, "elements": 1_248}, True),  # 15 times in place of 1.875 times
+        ({"workers": 16, "elements": 1_249}, False),
         ({"workers": 1}, False),
         ({"devices": ("CPU:0", "CPU:1")}, False),
         ({"devices": ("/job:worker/task:0/device:GPU:0",)}, False),
