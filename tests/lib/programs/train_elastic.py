@@ -462,6 +462,9 @@ def main():
         model.fit(**given, epochs=options["epochs"], verbose=0, callbacks=[exits])
     for number in range(options["fits"]):
         watch.first = number * options["epochs"]
+        if not options["arrays"]:
+            # Another object in each call: of one, an epoch of the same number is built once.
+            given = {"x": strategy.datasets_by_epoch(data)}
         if number:
             faults.here("between")
             model.hidden.trainable = False
