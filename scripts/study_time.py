@@ -71,7 +71,7 @@ class Best(NamedTuple):
 
 
 class Row(NamedTuple):
-    """How soon N replicas have the error of a task, with a link.
+    """The times in which N replicas reach the error of a task, with one kind of link.
 
     Attributes:
         task: the task.

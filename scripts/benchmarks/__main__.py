@@ -58,7 +58,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import platform
-import statistics
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -77,7 +76,7 @@ from scripts.benchmarks import (
 )
 from scripts.benchmarks.headlines import headlines
 from scripts.benchmarks.prediction import costs_of, predictions
-from scripts.benchmarks.processes import measure
+from scripts.benchmarks.processes import measure, medians
 from scripts.benchmarks.systems import elements_of
 from tfpara.launch import cards
 from tfpara.planner import Link
@@ -427,13 +426,9 @@ def _row(
         if key in values and base in rounds[0]:  # --only may leave out the base
             measured = [r[base][key] for r in rounds]
             values[ratio] = [a / b for a, b in zip(values[key], measured, strict=True)]
-    for key, series in values.items():
-        if isinstance(series[0], str):
-            row[key] = series[0]
-            continue
-        row[key] = statistics.median(series)
-        row[f"{key}_range"] = [min(series), max(series)]
-    return row
+    words = {key: series[0] for key, series in values.items() if isinstance(series[0], str)}
+    numbers = {key: series for key, series in values.items() if key not in words}
+    return row | words | medians(numbers)
 
 
 def _machine() -> dict[str, Any]:

@@ -59,12 +59,10 @@ def speeds(batch: int, steps: int, rounds: int, seconds: float) -> list[dict[str
                 name = f"{rule}, period {period}"
                 found.setdefault(name, []).append(figures["samples_per_second"])
         for name, series in found.items():
-            row: dict[str, Any] = {"network": network, "system": name}
             columns = {"samples_per_second": series}
             for key, base in (("ratio_to_plain", _PLAIN), ("ratio_to_independent", _INDEPENDENT)):
                 columns[key] = [a / b for a, b in zip(series, found[base], strict=True)]
-            for key, values in columns.items():
-                row |= {key: statistics.median(values), f"{key}_range": [min(values), max(values)]}
+            row = {"network": network, "system": name, **processes.medians(columns)}
             rows.append(row)
             low, high = row["ratio_to_plain_range"]
             print(

@@ -13,7 +13,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-import statistics
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -25,7 +24,7 @@ import tfpara
 from scripts import common
 from scripts.benchmarks import links
 from scripts.benchmarks.links import Loopback, Namespaces
-from scripts.benchmarks.processes import measure
+from scripts.benchmarks.processes import measure, medians
 from scripts.benchmarks.systems import INDEPENDENT, TORCH_LOOPS, System, elements_of, systems_of
 
 _LINKS = flags.DEFINE_list(
@@ -241,7 +240,4 @@ def _row(
         if "samples_per_second" in values and all(bases):
             own = values["samples_per_second"]
             values[key] = [a / b for a, b in zip(own, bases, strict=True)]
-    for key, series in values.items():
-        row[key] = statistics.median(series)
-        row[f"{key}_range"] = [min(series), max(series)]
-    return row
+    return row | medians(values)

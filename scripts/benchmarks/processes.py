@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import IO, Any, NamedTuple
 
 from scripts import common
@@ -67,6 +67,14 @@ def measure(
         for process in processes:
             process.popen.wait(seconds)
     return _together(parts, place.shared)
+
+
+def medians(series: Mapping[str, Sequence[float]]) -> dict[str, Any]:
+    """Returns the median of each series, and as `NAME_range` its smallest and largest value."""
+    row: dict[str, Any] = {}
+    for name, values in series.items():
+        row |= {name: statistics.median(values), f"{name}_range": [min(values), max(values)]}
+    return row
 
 
 @contextlib.contextmanager

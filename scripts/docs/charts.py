@@ -132,17 +132,29 @@ def link() -> Figure:
     return figure
 
 
+LINKS = ("10 Gbit/s", "1 Gbit/s", "100 Mbit/s")
+
+
+def _rows_of_times() -> list[list[str]]:
+    header = f"| task | N | | {' | '.join(LINKS)} | papers |"
+    return _rows("study.md", "## How much sooner", header)
+
+
+def papers() -> dict[int, tuple[float, float]]:
+    """Returns by N the lowest and the highest speed-up in the papers, from docs/study.md."""
+    told = {int(row[1]): row[-1].split(" to ") for row in _rows_of_times() if row[-1]}
+    return {count: (float(ends[0]), float(ends[-1])) for count, ends in told.items()}
+
+
 def times() -> dict[str, dict[tuple[str, str], dict[int, float]]]:
     """Returns by task, and by rule and link, how many times sooner N replicas have the error.
 
-    The table is in docs/study.md. What is not reached is left out.
+    The table is in docs/study.md. A cell "not reached" gives no number.
     """
-    links = ("10 Gbit/s", "1 Gbit/s", "100 Mbit/s")
-    header = f"| task | N | | {' | '.join(links)} | papers |"
     found: dict[str, dict[tuple[str, str], dict[int, float]]] = {}
-    for task, count, rule, *cells, _ in _rows("study.md", "## How much sooner", header):
+    for task, count, rule, *cells, _ in _rows_of_times():
         curves = found.setdefault(task, {})
-        for name, cell in zip(links, cells, strict=True):
+        for name, cell in zip(LINKS, cells, strict=True):
             points = curves.setdefault((rule.strip("`"), name), {})
             if cell != "not reached":
                 points[int(count)] = float(cell.split()[0])
@@ -150,12 +162,12 @@ def times() -> dict[str, dict[tuple[str, str], dict[int, float]]]:
 
 
 def time() -> Figure:
-    """How many times sooner one replica's error is reached, against N, by link."""
+    """Times sooner that one replica's error is reached, against N, for links of three speeds."""
     tasks = times()
     figure, panels = plt.subplots(1, len(tasks), sharey=True, squeeze=False, figsize=(WIDTH, 3.9))
     for axes, (task, curves) in zip(panels[0], tasks.items(), strict=True):
         axes.plot([1, 16], [1, 16], color=MEAN, lw=1, ls=":", label="N times")
-        for low, high, count in ((2.7, 3.8, 4), (4.6, 7.5, 8), (9.3, 9.3, 16)):
+        for count, (low, high) in papers().items():
             label = "speed in the papers" if count == 4 else None
             axes.plot([count] * 2, [low, high], color=WAIT, lw=7, label=label, zorder=1)
         if not any(curves.values()):

@@ -1,4 +1,4 @@
-"""What all pictures of the documentation have in common: sizes and colours."""
+"""Sizes and colours of all pictures of the documentation."""
 
 from __future__ import annotations
 

@@ -31,6 +31,18 @@ def tf_config(addresses: list[str], rank: int) -> str:
     return json.dumps({"cluster": cluster, "task": task})
 
 
+def finished(processes: list[subprocess.Popen], timeout: float) -> list[tuple]:
+    """Returns what `communicate` gives of each process, once all have ended with code 0."""
+    try:
+        said = [process.communicate(timeout=timeout) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    assert [process.returncode for process in processes] == [0] * len(processes), said
+    return said
+
+
 @dataclasses.dataclass
 class Result:
     """How a worker ended: its exit code and all that it printed."""

@@ -18,6 +18,7 @@ from tfpara.elastic.meeting_point import Meeting
 PROGRAM = pathlib.Path(__file__).with_name("programs") / "train_elastic.py"
 DEADLINE = 180.0  # seconds; reached only by a hang
 SECRET = "a secret of the tests"
+AGAIN = 75  # the exit code of a worker that was asked to end
 
 
 class Run:
@@ -130,6 +131,17 @@ class Run:
         """Waits for all workers; returns their exit codes and what they printed."""
         outputs = [process.communicate(timeout=DEADLINE)[0] for process in self.processes]
         return [process.returncode for process in self.processes], outputs
+
+    def stop(self):
+        """Asks all workers to end, and waits until they have, each with a checkpoint.
+
+        Returns how often each minibatch is in the global model.
+        """
+        for process in self.processes:
+            process.terminate()
+        codes, outputs = self.ends()
+        assert codes == [AGAIN] * len(codes), outputs
+        return self.synced()
 
     def of_rank(self, rank):
         """The number of the founder that has a rank at the start."""

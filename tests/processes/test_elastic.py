@@ -156,7 +156,7 @@ def test_faults_while_a_worker_joins(tmp_path):
 
 @pytest.mark.nightly
 def test_the_chief_dies_as_it_lets_a_worker_in(tmp_path):
-    """Where it connects itself to the generation that has the newcomer."""
+    """It dies while it connects itself to the generation that has the newcomer."""
     holds = {"3": "generation > 1 or comes"}
     faults = {0: ["enabling", 1, "SIGKILL"]}
     with elastic_runs.Run(tmp_path, 2, faults, epochs=6, step_seconds=0.02, holds=holds) as run:
@@ -241,11 +241,7 @@ def test_a_worker_joins_a_resumed_run_of_another_number_of_workers(tmp_path):
     options = {"checkpoints": str(tmp_path / "run"), "epochs": 4, "arrays": 3, "step_seconds": 0.1}
     with elastic_runs.Run(tmp_path, 3, **options) as run:
         run.wait_until(run.of_rank(0), "synced", count=3)
-        for process in run.processes:
-            process.terminate()
-        codes, outputs = run.ends()
-        assert codes == [AGAIN] * 3, outputs
-        before = run.synced()
+        before = run.stop()
     assert 0 < sum(before.values()) < 240
     (tmp_path / "again").mkdir()
     with elastic_runs.Run(tmp_path / "again", 2, **options, holds={"2": "comes"}) as again:
@@ -266,11 +262,7 @@ def test_a_second_fit_goes_on_from_a_checkpoint(tmp_path):
         run.wait_until(run.of_rank(0), "history", 0)
         done = len([event for event in run.events(run.of_rank(0)) if event[0] == "synced"])
         run.wait_until(run.of_rank(0), "synced", count=done + 2)
-        for process in run.processes:
-            process.terminate()
-        codes, outputs = run.ends()
-        assert codes == [AGAIN, AGAIN], outputs
-        before = run.synced()
+        before = run.stop()
     (tmp_path / "again").mkdir()
     with elastic_runs.Run(tmp_path / "again", 3, **options) as again:
         codes, outputs = again.ends()

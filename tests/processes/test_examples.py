@@ -13,7 +13,7 @@ import pytest
 import tensorflow as tf
 
 from tests.lib import examples, warm
-from tests.lib.cluster_of_processes import free_ports, tf_config
+from tests.lib.cluster_of_processes import finished, free_ports, tf_config
 from tests.lib.launched import Launched
 from tfpara.examples import classify
 
@@ -35,13 +35,7 @@ def run(module, folder, *arguments):
         )
         for rank in range(2)
     ]
-    try:
-        outputs = [worker.communicate(timeout=DEADLINE)[0] for worker in workers]
-    finally:
-        for worker in workers:
-            worker.kill()
-            worker.wait()
-    assert [worker.returncode for worker in workers] == [0, 0], outputs
+    outputs = [output for output, _ in finished(workers, DEADLINE)]
     assert "tfpara: 2 workers, 2 replicas" in outputs[0]
     return outputs[0]
 

@@ -12,7 +12,7 @@ import pytest
 
 import tfpara
 from tests.lib import examples
-from tests.lib.cluster_of_processes import free_ports, tf_config
+from tests.lib.cluster_of_processes import finished, free_ports, tf_config
 from tests.lib.diffs import before
 from tests.lib.horovod_here import needs_horovod
 from tests.lib.launched import DEADLINE, launch
@@ -147,13 +147,7 @@ def test_weights_are_those_of_the_other_library(system, rule, local, tmp_path):
         )
         for rank in range(2)
     ]
-    try:
-        errors = [worker.communicate(timeout=DEADLINE)[1] for worker in workers]
-    finally:
-        for worker in workers:
-            worker.kill()
-            worker.wait()
-    assert [worker.returncode for worker in workers] == [0, 0], errors
+    finished(workers, DEADLINE)
     model.fit(x.reshape(-1, 4), y.reshape(-1, 1), batch_size=16, shuffle=False, verbose=0)
     for rank in range(2):
         theirs = list(np.load(tmp_path / f"end-{rank}.npz").values())

@@ -150,6 +150,8 @@ def _unpacked(entries: Sequence[Any]) -> tuple[int, ...]:
     return tuple(found)
 
 
-def begin(epoch: int, tasks: Sequence[int], fit: int = 0) -> Plan:
-    """Returns the plan of an epoch before its training."""
-    return Plan(epoch, tuple(tasks), ((),) * len(tasks), fit=fit)
+def begin(
+    epoch: int, tasks: Sequence[int], fit: int = 0, first: int = 0, owed: Sequence[int] = ()
+) -> Plan:
+    """Returns the plan of an epoch before its training; from `first` on, after those `owed`."""
+    return Plan(epoch, tuple(tasks), ((),) * len(tasks), tuple(owed), first, fit)

@@ -1,4 +1,4 @@
-"""How tensors travel between a worker and a parameter server: small ones together.
+"""Messages between a worker and a parameter server, in which small tensors travel together.
 
 TensorFlow fetches each tensor from another process by a call of its own. Small tensors that travel
 as one vector need fewer calls.

@@ -82,12 +82,11 @@ class _Worker:
         for at, grown in self.recent:
             if runs and at > now - 2.0 * _WINDOW_SECONDS:
                 lately = lately.plus(grown)
-        silent = now - self.heard if runs and self.heard else 0.0
         row: dict[str, Any] = {
             "pid": self.pid or None,
             "starts": self.starts,
             "runs": runs,
-            "state": self._state(silent),
+            "state": self._state(self.silence(now)),
         }
         row |= {name: told[name] for name in told if name not in ("at", "trains", "joins", "waits")}
         if "at" in told:
@@ -96,6 +95,10 @@ class _Worker:
             row["waiting_seconds"] = told.get("waits", 0.0) if runs else 0.0
             row["last_sync_seconds"] = now - self.synced if self.synced else None
         return row
+
+    def silence(self, now: float) -> float:
+        """Returns the seconds since its last report; 0 if it has ended, or has reported nothing."""
+        return now - self.heard if self.heard and not self.end else 0.0
 
     def _state(self, silent: float) -> str:
         if self.end:
@@ -200,14 +203,14 @@ class RunStatus:
 
     def _waited_for(self, now: float) -> tuple[list[str], float]:
         """Returns the names of workers for which others wait, and the seconds of that wait."""
-        told = {name: worker.told for name, worker in self._workers.items() if not worker.end}
+        running = {name: worker for name, worker in self._workers.items() if not worker.end}
         waiting = {
-            name: each["waits"]
-            for name, each in told.items()
-            if each.get("waits", 0.0) > _WAIT_SECONDS
-            and now - self._workers[name].heard < _SILENT_SECONDS
+            name: waits
+            for name, worker in running.items()
+            if (waits := worker.told.get("waits", 0.0)) > _WAIT_SECONDS
+            and worker.silence(now) <= _SILENT_SECONDS
         }
-        members = {name for name, each in told.items() if "at" in each and not each.get("joins")}
+        members = {n for n, w in running.items() if "at" in w.told and not w.told.get("joins")}
         return sorted(members - waiting.keys()) if waiting else [], max(waiting.values(), default=0)
 
     def summary(self, shown: int = 10) -> list[str]:

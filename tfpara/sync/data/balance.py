@@ -16,6 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfpara.elastic.plan import Plan
+from tfpara.elastic.plan import begin as plan_of_epoch
 from tfpara.strategy import EpochUnits
 from tfpara.sync.data.dealt import EMPTY, Dealt
 from tfpara.sync.momentum_fit import MomentumFit
@@ -155,8 +156,7 @@ class Balance(EpochUnits):
         Returns what `begin` does.
         """
         owed = self._resumed[2] if self._resumed[:2] == (epoch, first) else ()
-        tasks = tuple(range(self._workers))
-        plan = Plan(epoch, tasks, ((),) * len(tasks), tuple(owed), first)
+        plan = plan_of_epoch(epoch, range(self._workers), first=first, owed=owed)
         return self.begin(plan, self._worker.rank, warm)
 
     def begin(self, plan: Plan, rank: int, warm: bool) -> Dealt | None:

@@ -40,10 +40,16 @@ class DataPlan(EpochUnits):
         self._dataset_fn: Callable[..., tf.data.Dataset] | None = None
 
     @property
+    def _dealing(self) -> Balance | None:
+        """The table of speeds, while it deals out the data of a pass."""
+        balance = self._extended.balance
+        return None if balance is None or balance.plan is None else balance
+
+    @property
     def plan(self) -> Plan:
         """The division of the epoch's data among workers; if speeds decide, since the last sync."""
         balance = self._extended.balance
-        return self._plan if balance is None or balance.plan is None else balance.plan
+        return (balance and balance.plan) or self._plan
 
     @plan.setter
     def plan(self, plan: Plan) -> None:
@@ -114,9 +120,7 @@ class DataPlan(EpochUnits):
 
     def trained_steps(self) -> list[int]:
         """Returns for each rank the number of its steps by the plan that are in the model."""
-        balance = self._extended.balance
-        by_speed = balance is not None and balance.plan is not None
-        if by_speed or not self._extended.models.synchronizers:
+        if self._dealing or not self._extended.models.synchronizers:
             return [0] * self.plan.size
         (synchronizer,) = self._extended.models.synchronizers
         return synchronizer.graph.dealt.numpy().tolist()
@@ -174,8 +178,8 @@ class DataPlan(EpochUnits):
         Workers that have taken equally many steps since the last sync return the same number.
         """
         del steps
-        if (balance := self._extended.balance) is not None and balance.plan is not None:
-            return round(balance.minibatches(balance.plan))
+        if self._dealing:
+            return round(self._dealing.minibatches(self.plan))
         open_steps = sum(each.graph.block.trained for each in self._extended.models.synchronizers)
         return self.trained() + open_steps * self.plan.size
 
@@ -195,9 +199,9 @@ class DataPlan(EpochUnits):
 
         `minibatches`, over all replicas, are done, except those of the units `owed`.
         """
-        rest, balance = self.plan, self._extended.balance
-        if balance is not None and balance.plan is not None:
-            return balance.position()
+        if self._dealing:
+            return self._dealing.position()
+        rest = self.plan
         if self._extended.models.synchronizers:
             rest = rest.after(self.trained_steps(), [0] * rest.size, rest.tasks)
         return {
@@ -220,5 +224,5 @@ class DataPlan(EpochUnits):
                 f"the middle of an epoch, and this one has {self._devices}. Go on with as many "
                 "devices for each worker; their number may change where an epoch begins."
             )
-        self.plan = Plan(epoch, tasks, ((),) * len(tasks), tuple(owed), first, self.plan.fit)
+        self.plan = begin(epoch, tasks, self.plan.fit, first, owed)
         self.iterator = self.data()

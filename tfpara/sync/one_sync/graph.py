@@ -88,8 +88,7 @@ class SyncGraph:
                 self.compressed = CompressedWire(compression, chosen, replicas, self.global_state)
             wire = self.compressed or PlainWire(chosen, replicas)
             self.averaging = Averaging(replicas, wire, self.global_state)
-        plain = self.compressed is None
-        self._with_reports = WithReports.of(chosen, replicas, self.whole and plain)
+        self._with_reports = WithReports.of(chosen, replicas, self.whole)
 
     def _make_counters(self) -> None:
         make = self._site.make

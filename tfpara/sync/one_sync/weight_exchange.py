@@ -250,7 +250,7 @@ class Averaging:
         """The number of bytes that this worker sends to others for state and slots."""
         replicas, size = self._replicas, self._collectives.size
         elements = replicas.state_layout.num_elements + replicas.slot_layout.num_elements
-        return round(4 * elements * 2 * (size - 1) / size)
+        return _all_reduce_bytes(elements, size)
 
 
 class PlainWire:
@@ -288,7 +288,7 @@ class PlainWire:
     def bytes_sent(self, fragment: int) -> int:
         """Returns the bytes of an all-reduce; a reduce-scatter and an all-gather send as many."""
         elements = sum(self._replicas.layout.sizes[self._replicas.layout.variables[fragment]])
-        return round(4 * elements * 2 * (self._workers - 1) / self._workers)
+        return _all_reduce_bytes(elements, self._workers)
 
 
 class WithReports:
@@ -325,9 +325,9 @@ class WithReports:
             and not site.company.changes
         )
         made = cls(replicas)
-        nbytes, workers = 4 * made.elements, site.collectives.size
-        more = made.bytes_sent - nbytes * 2 * (workers - 1) // workers
-        few = 0 < nbytes * workers <= WITH_REPORTS_BYTES and more <= MORE_BYTES
+        workers = site.collectives.size
+        more = made.bytes_sent - _all_reduce_bytes(made.elements, workers)
+        few = 0 < 4 * made.elements * workers <= WITH_REPORTS_BYTES and more <= MORE_BYTES
         return made if fits and few else None
 
     def sent(self, buckets: Buckets) -> list[tf.Tensor]:
@@ -351,6 +351,11 @@ class WithReports:
     def bytes_sent(self) -> int:
         """The number of bytes that this worker sends."""
         return 4 * self.elements * (self._workers - 1)
+
+
+def _all_reduce_bytes(elements: int, workers: int) -> int:
+    """Returns the bytes that a worker sends in an all-reduce: 2 (N − 1)/N · 4 · elements."""
+    return round(4 * elements * 2 * (workers - 1) / workers)
 
 
 def _weighted(buckets: Buckets, shares: Shares, replica: int) -> Buckets:
