@@ -8,7 +8,6 @@ steps would depend on the cores, which all workers of the machine share.
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import sys
@@ -68,18 +67,18 @@ def main() -> None:
             keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         )
     rows = options["epoch_steps"] * workers * _BATCH
+    x, y = _points(rows, options["seed"])
 
     def data(epoch: int, first: int) -> tf.data.Dataset:
         own = slice(first + strategy.local_replica_ids[0], None, strategy.num_replicas)
-        x, y = _points(rows, (options["seed"], epoch))  # other points in each epoch
-        x, y = x.reshape(-1, _BATCH, _FEATURES), y.reshape(-1, _BATCH)
-        return tf.data.Dataset.from_tensor_slices((x[own], y[own]))
+        order = np.random.default_rng(epoch).permutation(rows).reshape(-1, _BATCH)[own]
+        return tf.data.Dataset.from_tensor_slices((x[order], y[order]))
 
     model.fit(
         strategy.datasets_by_epoch(data),
         epochs=options["epochs"],
         verbose=0,
-        validation_data=_points(2000, (0,)),
+        validation_data=_points(2000, options["seed"] + 1),
         validation_batch_size=2000,
         callbacks=[
             tfpara.callbacks.Checkpoint(f"{options['out']}/checkpoints", every_syncs=_SYNCS),
@@ -88,8 +87,7 @@ def main() -> None:
     )
 
 
-@functools.lru_cache(maxsize=2)  # each change of members asks for the epoch's points again
-def _points(count: int, seed: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+def _points(count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """Returns points and their classes, which a fixed random network gives them."""
     fixed = np.random.default_rng(0)
     first = fixed.normal(size=(_FEATURES, 32)) / 8.0

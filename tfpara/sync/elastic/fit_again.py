@@ -196,15 +196,26 @@ class FitAgain:
         model._initial_epoch = self._data.plan.epoch
 
     def _trace_alone(self, model: keras.Model) -> None:
-        """Traces a step by taking it while the others train; the step is no part of the run."""
+        """Traces a step by taking it while the others train; the step is no part of the run.
+
+        Then the same for a sync in a step. TensorFlow takes long for the first of a process, and in
+        the run all would wait for it.
+        """
+        settings, balance = self._extended.settings, self._extended.balance
         before = [each.graph.statistics() for each in self._extended.models.synchronizers]
         self._alone = self._data.data()
+        step: Any = model.train_function
         with contextlib.suppress(tf.errors.OutOfRangeError, StopIteration):
-            self._logs = model.train_function.inner(self._alone)  # type: ignore[union-attr]
+            self._logs = step.inner(self._alone)
+            self._synchronizer.finish_block()
+            if balance is None and not settings.overlap:
+                block = self._synchronizer.graph.block
+                block.steps.assign(block.period - 1)
+                step.inner(self._alone)
         self._synchronizer.finish_block()
         self._synchronizer.graph.set_statistics(*before or [NO_SYNCS])
-        if self._extended.balance is not None:
-            self._extended.balance.record.clear()
+        if balance is not None:
+            balance.record.clear()
 
     def begin_epoch(self, epoch: int) -> None:
         self._progress.epoch = epoch

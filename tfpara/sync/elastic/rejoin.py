@@ -166,6 +166,7 @@ class Rejoin:
             "result": progress.result,
             "completed_in": progress.completed_in,
             "agreed": graphs[0]._agreed.numpy().tolist() if graphs else [],
+            "history": self.transfer.note_history(),
             "states": {} if self.connection.joining else self.transfer.states(),
         }
 

@@ -35,6 +35,7 @@ class StateTransfer:
         self._extended = extended
         self.model: keras.Model | None = None
         self.holders: dict[str, StateHolder] = {}
+        self._history = b"{}"
 
     @property
     def trained_model(self) -> keras.Model:
@@ -65,6 +66,12 @@ class StateTransfer:
     def _all_holders(self) -> dict[str, StateHolder]:
         return self._extended.states | self.holders
 
+    def note_history(self) -> int:
+        """Keeps the log of earlier epochs, as it is now, for joiners; returns its bytes."""
+        history = getattr(self.model, "history", None)
+        self._history = (told(history) if history else "{}").encode()
+        return len(self._history)
+
     def slots(self) -> list[Slot]:
         counters = ("counter/syncs", "counter/period")
         (synchronizer,) = self._extended.models.synchronizers
@@ -86,14 +93,16 @@ class StateTransfer:
         (synchronizer,) = self._extended.models.synchronizers
         hosts = self._extended.control.collectives
         assert isinstance(hosts, TensorFlowCollectives)  # Horovod's groups cannot change
-        values = hand_over(self.slots(), hosts, source, receives)
+        # Padded to a power of 2, since TensorFlow keeps some memory for every shape that was sent.
+        size = 1 << (ahead["history"] - 1).bit_length()
+        note = self._history.ljust(size)[:size]  # other workers' own has any length
+        values, history = hand_over(self.slots(), hosts, source, receives, note)
         kept: list[tuple[Any, list[np.ndarray]]] = []
         for name, state in sorted(ahead["states"].items()):
             if isinstance(state, dict) and state.get(HAS_WEIGHTS):
                 holder: Any = self.holders.get(name)  # a callback that keeps the best weights
                 own = getattr(holder, "weights", None) or self.trained_model.get_weights()
                 kept.append((holder, hand_over_arrays(own, hosts, source)))
-        history = json.loads(hand_over_text(told(self.trained_model.history), hosts, source))
         if not receives:
             return
         # Everything has arrived; otherwise nothing would be written.
@@ -103,7 +112,7 @@ class StateTransfer:
             if holder is not None:
                 holder.weights = weights
         if joins:
-            vars(self.trained_model.history).update(history)
+            vars(self.trained_model.history).update(json.loads(history))
         synchronizer.start_from(synchronizer.broadcast_point())
         synchronizer.graph.block.give_up()
         synchronizer.graph._agreed.assign(ahead["agreed"])
@@ -117,49 +126,59 @@ def told(history: keras.callbacks.History) -> str:
 
 
 def hand_over(
-    slots: Sequence[Slot], hosts: TensorFlowCollectives, source: int, receives: bool
-) -> list[tuple[tf.Variable, tf.Tensor]]:
+    slots: Sequence[Slot],
+    hosts: TensorFlowCollectives,
+    source: int,
+    receives: bool,
+    note: bytes = b"",
+) -> tuple[list[tuple[tf.Variable, np.ndarray | tf.Tensor]], bytes]:
     """Sends the values of slots; all workers call it, with the same slots in the same order.
 
     This function writes nothing, so if the source is lost, no worker has only a part of its state.
+    The source alone reads its variables. Small values travel together, since each broadcast makes
+    all workers wait for each other once more.
 
     Args:
         slots: the slots, sent in packs of up to `BUCKET_BYTES`.
         hosts: collectives between the workers' hosts; Horovod's groups cannot change.
         source: rank of the sender.
         receives: whether this worker receives the values.
+        note: the source's bytes, which travel with the first pack; equally many on all workers.
 
     Returns:
-        The slots' variables with their new values; empty if this worker does not receive.
+        The slots' variables with their new values; empty if this worker does not receive. And the
+        source's `note`.
     """
-    received: list[tuple[tf.Variable, tf.Tensor]] = []
+    received: list[tuple[tf.Variable, np.ndarray | tf.Tensor]] = []
+    sends = hosts.rank == source
     for number, pack in enumerate(_packed(slots)):
-        values = [slot.variable.read_value() for slot in pack]
+        variables = [slot.variable for slot in pack]
         name = f"hand over/{number}"
-        if len(pack) > 1:
-            got = _broadcast_together(values, hosts, name, source)
+        if number and len(pack) == 1:
+            (large,) = variables
+            shape = [large.shape.num_elements()]
+            flat = tf.reshape(large.read_value(), shape) if sends else tf.zeros(shape, large.dtype)
+            got = hosts.broadcast(flat, name, source)
+            values: list[np.ndarray | tf.Tensor] = [tf.reshape(got, large.shape)]
         else:
-            got = [hosts.broadcast(tf.reshape(values[0], [-1]), name, source)]
-        for slot, value in zip(pack, got if receives else (), strict=receives):
-            received.append((slot.variable, tf.reshape(value, slot.variable.shape)))
-    return received
-
-
-def _broadcast_together(
-    values: Sequence[tf.Tensor], hosts: TensorFlowCollectives, name: str, source: int
-) -> list[tf.Tensor]:
-    """Returns the source's values, of any dtypes, whose bytes are sent at once.
-
-    Each broadcast makes all workers wait for each other once more.
-    """
-    arrays = [np.asarray(value) for value in values]
-    sent = b"".join(array.tobytes() for array in arrays)
-    words = np.frombuffer(sent + bytes(-len(sent) % 4), np.int32)
-    got, start, found = hosts.broadcast(tf.constant(words), name, source).numpy().tobytes(), 0, []
-    for array in arrays:
-        found.append(tf.constant(np.frombuffer(got, array.dtype, array.size, start)))
-        start += array.nbytes
-    return found
+            more = b"" if number else note
+            sizes = [each.shape.num_elements() * each.dtype.size for each in variables]
+            own = bytes(sum(sizes))
+            if sends:
+                own = b"".join(np.asarray(each.read_value()).tobytes() for each in variables)
+            words = np.frombuffer(own + more + bytes(-len(own + more) % 4), np.int32)
+            got = hosts.broadcast(tf.constant(words), name, source).numpy().tobytes()
+            starts = np.cumsum([0, *sizes])
+            values = [
+                np.frombuffer(
+                    got, each.dtype.as_numpy_dtype, each.shape.num_elements(), start
+                ).reshape(each.shape)
+                for each, start in zip(variables, starts[:-1], strict=True)
+            ]
+            note = note if number else got[starts[-1] : starts[-1] + len(note)]
+        if receives:
+            received += zip(variables, values, strict=True)
+    return received, note
 
 
 def hand_over_arrays(
@@ -172,21 +191,10 @@ def hand_over_arrays(
     ]
 
 
-def hand_over_text(text: str, collectives: TensorFlowCollectives, source: int) -> str:
-    """Returns the text of the worker with rank `source`; all call it."""
-    numbers = np.frombuffer(text.encode(), np.uint8).astype(np.int32)
-    (size,) = hand_over_arrays([np.array([len(numbers)])], collectives, source)
-    # Padded to a power of 2, since TensorFlow keeps some memory for every shape that was sent.
-    padded = np.zeros(1 << int(size[0]).bit_length(), np.int32)
-    padded[: len(numbers)] = numbers[: len(padded)]
-    (got,) = hand_over_arrays([padded], collectives, source)
-    return bytes(got[: size[0]].astype(np.uint8)).decode()
-
-
 def _packed(slots: Sequence[Slot]) -> list[list[Slot]]:
-    """Returns packs of slots that fit into a bucket; larger slots are single."""
-    packs: list[list[Slot]] = []
-    size = BUCKET_BYTES
+    """Returns packs of slots that fit into a bucket; larger slots are single, and not the first."""
+    packs: list[list[Slot]] = [[]]
+    size = 0
     for slot in slots:
         number = slot.variable.shape.num_elements() * slot.variable.dtype.size
         if size + number > BUCKET_BYTES:

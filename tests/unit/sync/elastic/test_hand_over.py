@@ -14,7 +14,6 @@ from tfpara.sync.elastic.state_transfer import (
     StateTransfer,
     hand_over,
     hand_over_arrays,
-    hand_over_text,
 )
 from tfpara.sync.keras.chiefs_callbacks import HAS_WEIGHTS
 from tfpara.sync.one_sync.replicas import BUCKET_BYTES
@@ -41,6 +40,10 @@ class Wire:
     def __init__(self):
         self.sent, self.receives = [], False
 
+    @property
+    def rank(self):
+        return int(self.receives)
+
     def broadcast(self, buffer, name, source):
         if not self.receives:
             self.sent.append((name, buffer))
@@ -66,10 +69,10 @@ def test_variables_of_every_dtype_arrive_bit_for_bit():
             {dtype: np.zeros_like(values_of(dtype)) for dtype in LARGEST},
         )
     ]
-    assert hand_over(slots[0], wire, 0, receives=False) == []
+    assert hand_over(slots[0], wire, 0, receives=False) == ([], b"")
     assert len(wire.sent) == 1  # of all together
     wire.receives = True
-    for variable, value in hand_over(slots[1], wire, 0, receives=True):
+    for variable, value in hand_over(slots[1], wire, 0, receives=True)[0]:
         variable.assign(value)
     for slot in slots[1]:
         np.testing.assert_array_equal(slot.variable.numpy(), values_of(slot.name), slot.name)
@@ -79,10 +82,10 @@ def test_a_variable_that_fills_a_bucket_is_sent_by_itself():
     wire, large = Wire(), tf.Variable(tf.range(BUCKET_BYTES // 4))
     slots = [Slot(str(n), Kind.MODEL, v) for n, v in enumerate([tf.Variable(1.5), large])]
     hand_over(slots, wire, 0, receives=False)
-    assert [buffer.dtype for _, buffer in wire.sent] == [tf.float32, tf.int32]
+    assert [len(buffer) for _, buffer in wire.sent] == [1, BUCKET_BYTES // 4]
     wire.receives = True
     large.assign(tf.zeros_like(large))
-    for variable, value in hand_over(slots, wire, 0, receives=True):
+    for variable, value in hand_over(slots, wire, 0, receives=True)[0]:
         variable.assign(value)
     assert slots[0].variable.numpy() == 1.5
     np.testing.assert_array_equal(large.numpy(), np.arange(BUCKET_BYTES // 4))
@@ -98,16 +101,31 @@ def test_arrays_of_every_dtype_arrive_bit_for_bit(dtype):
     np.testing.assert_array_equal(got, value)
 
 
-@pytest.mark.parametrize("own", ["", "x", "a longer one than the other's"])
-def test_a_text_arrives(own):
-    wire = Wire()
-    assert hand_over_text("nine: ünü", wire, 0) == "nine: ünü"
+@pytest.mark.parametrize("size", [1, 2, 5, 64])
+@pytest.mark.parametrize("large_first", [False, True])
+def test_a_note_travels_with_the_first_pack(size, large_first):
+    wire, text = Wire(), bytes(range(7, 7 + size))
+    large, small = tf.Variable(tf.range(BUCKET_BYTES // 4)), tf.Variable(values_of("int16"))
+    slots = [
+        Slot(str(n), Kind.MODEL, v)
+        for n, v in enumerate([large, small][:: 1 if large_first else -1])
+    ]
+    assert hand_over(slots, wire, 0, receives=False, note=text)[1] == text
     wire.receives = True
-    assert hand_over_text(own, wire, 0) == "nine: ünü"
+    values, note = hand_over(slots, wire, 0, receives=True, note=bytes(size))
+    assert note == text
+    got = {variable.ref(): value for variable, value in values}
+    np.testing.assert_array_equal(got[small.ref()], values_of("int16"))
+    np.testing.assert_array_equal(got[large.ref()], np.arange(BUCKET_BYTES // 4))
+
+
+HISTORY = json.dumps({"epoch": [0, 1], "history": {}}).encode()
 
 
 class Breaking(TensorFlowCollectives):
     """Gives ones; or, from the one with a number on, the source is lost."""
+
+    rank = 1
 
     def __init__(self, breaks_at):
         self.left = breaks_at
@@ -116,16 +134,14 @@ class Breaking(TensorFlowCollectives):
         self.left -= 1
         if self.left < 0:
             raise tf.errors.UnavailableError(None, None, "the source is lost")
-        if name == "hand over/0":  # the bytes of both variables
-            ones = np.ones(1, np.float32).tobytes() + np.ones(1).tobytes()
-            return tf.constant(np.frombuffer(ones, np.int32))
-        if buffer.dtype == tf.int32:
-            text = json.dumps({"epoch": [0, 1], "history": {}}).encode()
-            return tf.constant(list(text.ljust(64)), tf.int32)
-        return tf.ones_like(buffer) * (64 if buffer.dtype == tf.int64 else 1)
+        if name == "hand over/0":  # the bytes of both variables, and the history
+            got = np.ones(1, np.float32).tobytes() + np.ones(1).tobytes() + HISTORY.ljust(32)
+            assert len(got) == 4 * len(buffer)
+            return tf.constant(np.frombuffer(got, np.int32))
+        return tf.ones_like(buffer)
 
 
-@pytest.mark.parametrize("breaks_at", range(5))
+@pytest.mark.parametrize("breaks_at", range(3))
 def test_who_takes_over_has_all_or_nothing(breaks_at):
     variables = [tf.Variable([0.0]), tf.Variable([0.0], dtype=tf.float64)]
     holder, history, done = (
@@ -145,13 +161,13 @@ def test_who_takes_over_has_all_or_nothing(breaks_at):
     transfer.model = types.SimpleNamespace(history=history)
     transfer.slots = lambda: [Slot(str(k), Kind.MODEL, v) for k, v in enumerate(variables)]
     transfer.holders = {"callback": holder}
-    ahead = {"states": {"callback": {HAS_WEIGHTS: True}}, "agreed": [1.0]}
+    ahead = {"states": {"callback": {HAS_WEIGHTS: True}}, "agreed": [1.0], "history": len(HISTORY)}
     try:
         transfer.hand_over(0, receives=True, joins=True, ahead=ahead)
         whole = True
     except tf.errors.UnavailableError:
         whole = False
-    assert whole == (breaks_at == 4)
+    assert whole == (breaks_at == 2)
     assert [v.numpy().tolist() for v in variables] == [[float(whole)]] * 2
     assert holder.weights[0].tolist() == [float(whole)] * 2
     assert history.epoch == ([0, 1] if whole else [])
