@@ -70,7 +70,7 @@ class SyncGraph:
                 self.consensus.carried = self._with_reports.elements
             self._make_counters()
         # Inlined in a while loop, collectives of workers at different iterations would not meet:
-        # see docs/design.md, "The sync is a function that is not inlined".
+        # see docs/design.md, "The function of a sync is not inlined".
         self._sync = not_inlined(self._sync_step, tf.TensorSpec([], tf.bool))
         self._meet = not_inlined(self.consensus.met, tf.TensorSpec([], tf.float64))
 
