@@ -16,6 +16,7 @@ from tfpara.sync.data.dealt import emptied, open_spec
 from tfpara.sync.data.elastic_data import Began
 from tfpara.sync.keras.fit_arguments import deal_out
 from tfpara.sync.keras.train_function import stepping
+from tfpara.sync.one_sync.replicas import assign_on
 from tfpara.sync.one_sync.sized_rule import check_sizes
 from tfpara.sync.one_sync.state_vars import Kind, model_slots
 from tfpara.sync.simulation import make_devices
@@ -153,10 +154,20 @@ class Replay(Fixed):
             for to, since in replicas:
                 _copy(model, to, since)
         if anew := {*row.restarted, *(taker for taker, _ in row.taken_over)}:
-            synchronizer.graph.averaging.start_moments(self._of_places(sorted(anew)))
+            _start_moments(synchronizer.graph.averaging, self._of_places(sorted(anew)))
 
     def _of_places(self, places):
         return [place * self._devices + k for place in places for k in range(self._devices)]
+
+
+def _start_moments(averaging, replicas):
+    """Sets the moments of some replicas to those with which the open block began."""
+    own = averaging._replicas
+    for slots, field in zip(own.variables.moments, ("momentum", "velocity"), strict=False):
+        buckets = averaging._global.whole(f"moments/{field}")
+        for replica in replicas:
+            with tf.device(own.devices[replica]):
+                assign_on(replica, slots, own.layout.unpack(buckets))
 
 
 @dataclasses.dataclass
