@@ -122,7 +122,7 @@ def _predicted(predictions: list[dict[str, Any]]) -> str:
         "measured": lambda r: _shown(r, _SPEED, ".0f"),
         "measured / predicted": lambda r: _shown(r, "measured_over_predicted", ".2f"),
     }
-    title = "The cost model (`tfpara.planner`) beside the measured speeds:"
+    title = "Speeds that the cost model (`tfpara.planner`) predicts, and the measured ones:"
     return f"{title}\n\n{_table(predictions, columns)}"
 
 
