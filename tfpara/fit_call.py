@@ -1,22 +1,36 @@
-"""The order of callbacks in a call of `fit`, their scores, and functions called at its end.
+"""The order of callbacks in a call of `fit`, their memories, and functions called at its end.
 
 Keras calls `on_train_end` if `fit` goes well, and nothing if it raises.
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import enum
+import fnmatch
+import functools
+import glob
 import os
+import re
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import keras
+import numpy as np
 
-from tfpara.strategy import Strategy
+from tfpara.remote_files import RemoteFolder, is_url
+from tfpara.strategy import HAS_WEIGHTS, Strategy
 from tfpara.typing import Json
+
+# The attributes that callbacks keep from epoch to epoch.
+_REMEMBERED = {
+    keras.callbacks.ModelCheckpoint: ("best",),
+    keras.callbacks.EarlyStopping: ("wait", "best", "best_epoch", "stopped_epoch"),
+    keras.callbacks.ReduceLROnPlateau: ("wait", "best", "cooldown_counter"),
+}
 
 
 class Order(enum.IntEnum):
@@ -36,35 +50,90 @@ class Order(enum.IntEnum):
 
 
 def arranged(callbacks: Iterable[keras.callbacks.Callback]) -> list[keras.callbacks.Callback]:
-    """Returns the callbacks sorted by `order`; those of equal order stay as they are given."""
+    """Returns the callbacks sorted by `order`; those of equal order stay as they are given.
 
-    def order(callback: keras.callbacks.Callback) -> int:
-        own = getattr(callback, "order", None)
-        return own if isinstance(own, Order) else Order.SCORES + 1
-
-    return sorted(callbacks, key=order)
-
-
-def keep_best_score(callback: keras.callbacks.Callback, strategy: Strategy) -> None:
-    """Makes checkpoints keep the best score of `ModelCheckpoint(save_best_only=True)`.
-
-    Without it the first epoch of a resumed run would overwrite a better model.
+    Raises:
+        ValueError: two callbacks write checkpoints; they would resume at different places.
     """
-    if isinstance(callback, keras.callbacks.ModelCheckpoint) and callback.save_best_only:
-        path = os.fspath(callback.filepath)
-        strategy.keep_state(f"best {callback.monitor} of {path}", _BestScore(callback))
+    callbacks = list(callbacks)
+    saving = [type(each).__name__ for each in callbacks if _order(each) is Order.SAVES]
+    if len(saving) > 1:
+        raise ValueError(
+            f"fit got {len(saving)} callbacks that write checkpoints, {' and '.join(saving)}, and "
+            "a run can resume from those of one: leave the others out."
+        )
+    return sorted(callbacks, key=_order)
+
+
+def _order(callback: keras.callbacks.Callback) -> int:
+    own = getattr(callback, "order", None)
+    return own if isinstance(own, Order) else Order.SCORES + 1
+
+
+def keep_memories(callbacks: Iterable[keras.callbacks.Callback], strategy: Strategy) -> None:
+    """Makes checkpoints keep what Keras' callbacks remember; workers that join receive it, too.
+
+    It is known by the callback's class, score and mode, by the path of a `ModelCheckpoint`, and by
+    a number if several callbacks agree in these. With other ones a callback begins anew.
+    """
+    same: collections.Counter[str] = collections.Counter()
+    for callback in callbacks:
+        attributes = next((a for kind, a in _REMEMBERED.items() if isinstance(callback, kind)), ())
+        if not attributes or not getattr(callback, "save_best_only", True):
+            continue
+        each: Any = callback
+        # A ModelCheckpoint of older versions of Keras has only the function that compares.
+        name = f"{type(each).__name__}({each.monitor}, {getattr(each, 'mode', each.monitor_op)})"
+        path = os.fspath(getattr(each, "filepath", ""))
+        name += f" of {path}" if path else ""
+        same[name] += 1
+        name += f" {same[name]}" if same[name] > 1 else ""
+        strategy.keep_state(name, _Memory(each, attributes, path))
+        at_end(functools.partial(strategy.states.pop, name, None))
 
 
 @dataclasses.dataclass
-class _BestScore:
+class _Memory:
+    """What a callback of Keras remembers from epoch to epoch."""
+
     callback: Any
+    _attributes: tuple[str, ...]
+    _path: str
 
-    def get_state(self) -> Json:
-        best = self.callback.best  # None before the first score
-        return None if best is None else float(best)
+    @property
+    def weights(self) -> list[np.ndarray[Any, Any]] | None:
+        """The weights that the callback keeps, to restore the model; None if there are none."""
+        return getattr(self.callback, "best_weights", None)
 
-    def set_state(self, state: Json) -> None:
-        self.callback.best = state
+    @weights.setter
+    def weights(self, weights: list[np.ndarray[Any, Any]]) -> None:
+        self.callback.best_weights = weights
+
+    def get_state(self) -> dict[str, Json]:
+        found = {name: getattr(self.callback, name, None) for name in self._attributes}
+        # A score may be a number of NumPy. It is None before the first epoch.
+        numbers = {k: np.asarray(v).item() for k, v in found.items() if v is not None}
+        return numbers | {HAS_WEIGHTS: self.weights is not None}
+
+    def set_state(self, state: Mapping[str, Json]) -> None:
+        if self._path and not _is_written(self._path):
+            return  # the best model is gone, and the next one is the best that there is
+        for name in self._attributes:
+            if name in state:
+                setattr(self.callback, name, state[name])
+
+
+def _is_written(path: str) -> bool:
+    """Returns whether there is a file of a path or URL, whose fields {…} may have any values."""
+    pattern = "*".join(map(glob.escape, re.split(r"\{.*?\}", path)))
+    if not is_url(path):
+        return bool(glob.glob(pattern))
+    folder = path.split("{")[0].rpartition("/")[0]
+    try:
+        names = RemoteFolder(folder).sizes()
+    except (ImportError, OSError, ValueError):
+        return True  # Keras writes there by other means
+    return any(fnmatch.fnmatchcase(f"{folder}/{name}", pattern) for name in names)
 
 
 class _Calls(threading.local):
@@ -86,7 +155,7 @@ def under_way() -> Iterator[None]:
         yield
 
 
-def at_end(function: Callable[[], None]) -> None:
+def at_end(function: Callable[[], object]) -> None:
     """Registers a function that is called when the innermost `fit` of this thread ends.
 
     It is called after `on_train_end`, and before the caller of `fit` gets an error. The function

@@ -12,6 +12,9 @@ from tfpara.algorithms.rule import Average
 from tfpara.cluster.call_site import Purpose
 from tfpara.typing import Json
 
+# The key in a state: whether the attribute `weights` of its object has arrays that belong to it.
+HAS_WEIGHTS = "has weights"
+
 
 class StateHolder(Protocol):
     """An object whose state checkpoints keep."""
@@ -159,12 +162,13 @@ class Strategy:
 
         Args:
             name: name of the state. A second object with this name replaces the first.
-            holder: `get_state()` returns what JSON can carry, `set_state(state)` restores it.
+            holder: `get_state()` returns what JSON can carry, `set_state(state)` restores it. If
+                the state has `HAS_WEIGHTS`, the arrays of its attribute `weights` are kept, too.
         """
 
     @property
-    def states(self) -> Mapping[str, StateHolder]:
-        """The objects given to `keep_state`, by name."""
+    def states(self) -> dict[str, StateHolder]:
+        """The objects given to `keep_state`, by name. To remove an object forgets its state."""
         return {}
 
     # -- workers that come and go ----------------------------------------------------------------

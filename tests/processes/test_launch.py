@@ -491,19 +491,33 @@ def test_log_files_hold_what_workers_wrote(script, tmp_path):
 
 
 @pytest.mark.parametrize("level", [None, "0"])
-def test_notes_of_tensorflows_import_are_shown_where_all_is_asked_for(script, monkeypatch, level):
+def test_notes_of_tensorflows_import_are_shown_where_all_is_asked_for(
+    script, monkeypatch, level, tmp_path
+):
     notes = [
         "WARNING: All log messages before absl::InitializeLog() is called are written to STDERR",
         "I0000 00:00:1795.449318   14332 cudart_stub.cc:31] Could not find cuda drivers",
         "I0000 00:00:1795.198281   27252 port.cc:153] oneDNN custom operations are on.",
+        "2026-11-28 08:00:00.123456: E external/local_xla/stream_executor/cuda/cuda_fft.cc:485] "
+        "Unable to register cuFFT factory: Attempting to register factory for plugin cuFFT when "
+        "one has already been registered",
+        "E0000 00:00:1795.449318   14332 cuda_blas.cc:1407] Unable to register cuBLAS factory: "
+        "Attempting to register factory for plugin cuBLAS when one has already been registered",
+        "W0000 00:00:1795.449318   14332 computation_placer.cc:177] computation placer already "
+        "registered. Please check linkage and avoid linking the same target more than once.",
     ]
-    kept = ["W0000 00:00:1795.449318   14332 cudart_stub.cc:31] a warning", "the user's"]
+    kept = [
+        "W0000 00:00:1795.449318   14332 cudart_stub.cc:31] a warning",
+        "E0000 00:00:1795.449318   14332 cuda_blas.cc:220] failed to create cublas handle",
+        "the user's",
+    ]
     path = script(f"import sys; print(*{notes + kept}, sep='\\n', file=sys.stderr)")
     monkeypatch.delenv("TF_CPP_MIN_LOG_LEVEL", raising=False)
     if level is not None:
         monkeypatch.setenv("TF_CPP_MIN_LOG_LEVEL", level)
-    *shown, _ = launch("-n", 1, path)[2].splitlines()
+    *shown, _ = launch("-n", 1, f"--log_dir={tmp_path}", path)[2].splitlines()
     assert shown == [f"[chief] {line}" for line in (notes + kept if level else kept)]
+    assert (tmp_path / "chief.log").read_text().splitlines() == notes + kept
 
 
 def test_only_the_chief_has_a_terminal(script):

@@ -297,6 +297,7 @@ def test_tensorboard_shows_speed_and_syncs_and_the_log_stays_as_it_is(tmp_path):
     written = scalars(tmp_path / "train")
     assert {f"epoch_{name}" for name in names} <= set(written)
     assert set(written["epoch_syncs"]) == {0, 1, 2, 3}
+    assert set(written["epoch_wait_fraction"].values()) == {0.0}  # there is no other worker
     assert set(written["epoch_syncs"].values()) == {float(-(-steps // PERIOD))}
     assert all(0 < part < 1 for part in written["epoch_sync_fraction"].values())
     assert all(value > 0 for value in written["epoch_distance"].values())

@@ -324,6 +324,8 @@ def step_of_rows(optimizer: keras.optimizers.Optimizer, path: str) -> tuple[bool
         weight._path = path  # as in `KerasSteps`
         # A schedule, too, is a number then.
         steps = KerasSteps(optimizer, [weight], clip=False, told_rate=True)
+        if steps.rate_index is None:  # it is a function
+            steps._optimizer._learning_rate = lambda: 0.5
         weights, state = [tf.constant(start[rows])], [tf.constant(v) for v in steps.initial]
         slots = [k for k, owner in enumerate(steps.owners) if owner == 0]
         found = [[np.asarray(state[k]) for k in slots]]

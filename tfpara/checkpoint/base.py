@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import itertools
 import json
 import os
 import re
@@ -18,15 +19,17 @@ import keras
 import tensorflow as tf
 
 from tfpara.checkpoint.local_store import LocalStore
+from tfpara.checkpoint.manifest import OtherKindError
 from tfpara.checkpoint.remote_store import RemoteStore
 from tfpara.checkpoint.store import CheckpointError, Store
 from tfpara.cluster.call_site import Purpose
 from tfpara.remote_files import is_url
-from tfpara.strategy import StateHolder
+from tfpara.strategy import HAS_WEIGHTS, StateHolder
 from tfpara.sync.workers.settings_check import differences
 from tfpara.typing import Array, Json
 
 IF_DAMAGED = ("refuse", "start")
+ARRAYS = "arrays of "  # the beginning of the names of objects' arrays in a worker's part
 # Errors of reading a part, or of setting a state from it.
 _UNREADABLE = (tf.errors.OpError, ValueError, TypeError, AttributeError, LookupError)
 _ADVICE = "give tfpara.callbacks.Checkpoint to fit on every worker"
@@ -109,7 +112,8 @@ class Checkpoints(abc.ABC):
         }
         try:
             begun = self._together(lambda: self.store.begin(number), "begin", chief_only=True)
-            tensors, rank = self._tensors(), self._strategy.worker_index
+            tensors = self._tensors() | self._arrays(manifest["states"])
+            rank = self._strategy.worker_index
             parts = self._together(
                 lambda: self.store.write_part(number, rank, tensors, begun[0]), "write"
             )
@@ -131,7 +135,7 @@ class Checkpoints(abc.ABC):
 
         Raises:
             CheckpointError: on every worker, if all are damaged and `if_damaged` is "refuse", or
-                the newest undamaged one is of another run.
+                the newest undamaged one is of another run or kind of strategy.
         """
         problems = []
         for number in self._together(self.store.numbers, "numbers")[0]:
@@ -162,8 +166,17 @@ class Checkpoints(abc.ABC):
                 f"{self.store.path(number)} cannot be used ({type(error).__name__}: {why})"
             ) from error
 
-    def _give_states(self, states: Mapping[str, Json]) -> None:
-        """Gives the objects that have state theirs, by `set_state`."""
+    def _arrays(self, states: Mapping[str, Json]) -> dict[str, Array]:
+        """Returns the arrays of objects whose state has `HAS_WEIGHTS`, by name."""
+        return {
+            f"{ARRAYS}{name}/{k}": array
+            for name, state in states.items()
+            if isinstance(state, dict) and state.get(HAS_WEIGHTS)
+            for k, array in enumerate(self._strategy.states[name].weights)
+        }
+
+    def _give_states(self, states: Mapping[str, Json], reader: Any) -> None:
+        """Gives the objects that have state theirs; `reader` has their arrays."""
         for name, state in states.items():
             holder = self._strategy.states.get(name)
             if holder is None:
@@ -175,6 +188,12 @@ class Checkpoints(abc.ABC):
                 continue
             try:
                 holder.set_state(state)
+                if isinstance(state, dict) and state.get(HAS_WEIGHTS):
+                    keys = (f"{ARRAYS}{name}/{k}" for k in itertools.count())
+                    holder.weights = [
+                        reader.get_tensor(key)
+                        for key in itertools.takewhile(reader.has_tensor, keys)
+                    ]
             except _UNREADABLE as error:
                 raise ValueError(
                     f"set_state() of {name!r} does not take its state: {type(error).__name__}: "
@@ -206,12 +225,18 @@ class Checkpoints(abc.ABC):
         return [value for value, _ in everyone]
 
     def _problem(self, number: int) -> str | None:
-        """Returns why no worker can use a checkpoint; None if all can."""
+        """Returns why no worker can use a checkpoint; None if all can.
+
+        Raises:
+            CheckpointError: on every worker, if it is of the other kind of strategy.
+        """
 
         def found() -> str | None:
             try:
                 self.store.check(number, self.store.read_manifest(number))
             except CheckpointError as error:
+                if isinstance(error.__cause__, OtherKindError):
+                    raise
                 return str(error)
             return None
 

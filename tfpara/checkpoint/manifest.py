@@ -34,6 +34,10 @@ _FIELDS = {
 }
 
 
+class OtherKindError(ValueError):
+    """A manifest is of the other kind of strategy."""
+
+
 def text(content: Mapping[str, Json]) -> str:
     """Returns a manifest with this content; objects that JSON lacks become their `repr`."""
     content = {**content, "format": FORMAT}
@@ -50,7 +54,8 @@ def parsed(written: bytes, fields: Mapping[str, type]) -> dict[str, Json]:
         fields: further keys that it must have, and their types, as in `_FIELDS`.
 
     Raises:
-        ValueError: it is damaged, of another format, or of another kind of checkpoint.
+        OtherKindError: it is of the other kind of strategy.
+        ValueError: it is damaged, or of another format.
     """
     try:
         content = json.loads(written.decode())
@@ -65,7 +70,11 @@ def parsed(written: bytes, fields: Mapping[str, type]) -> dict[str, Json]:
         raise ValueError(f"it has format {found}; this version reads 1 and {FORMAT}")
     if not whole:
         raise ValueError("it is damaged: its SHA-256 is not as written")
-    for name, kind in {**_FIELDS, **fields}.items():
+    for name, kind in _FIELDS.items():
+        _check(content, name, kind)
+    if fields:
+        _check_strategy(content, "position.within" in fields)
+    for name, kind in fields.items():
         _check(content, name, kind)
     _check_files(content)
     return content
@@ -82,8 +91,21 @@ def _check(content: Mapping[str, Json], name: str, kind: type) -> None:
     right = type(value) is kind
     if not right or (kind is int and int(value) < 0):
         raise ValueError(
-            f"its {name} is {str(value)[:40]!r} in place of a {kind.__name__}: it is damaged, or "
-            "of the other kind of strategy"
+            f"its {name} is {str(value)[:40]!r} in place of a {kind.__name__}: it is damaged"
+        )
+
+
+def _check_strategy(content: Mapping[str, Json], is_async: bool) -> None:
+    """Raises OtherKindError unless the manifest is of this kind of strategy."""
+    if ("within" in content["position"]) != is_async:
+        theirs, callback = (
+            ("PeriodicSyncStrategy", "callbacks.Checkpoint")
+            if is_async
+            else ("AsyncStrategy", "AsyncCheckpoint")
+        )
+        raise OtherKindError(
+            f"it is of the other kind of strategy: go on with tfpara.{theirs} and "
+            f"tfpara.{callback}, which have written it, or give this run a directory of its own"
         )
 
 

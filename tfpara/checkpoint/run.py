@@ -197,7 +197,7 @@ class SyncCheckpoints(Checkpoints):
         self._strategy.note_restored_period(self.synchronizer.sync_period)
         rank = self._strategy.worker_index % len(readers)
         set_random_states(json.loads(parts.of_worker(rank, "random")))
-        self._give_states(manifest["states"])
+        self._give_states(manifest["states"], readers[rank])
 
     def restore(self, if_damaged: str) -> tuple[int, dict[str, Json]] | None:
         restored = super().restore(if_damaged)

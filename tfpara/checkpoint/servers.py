@@ -14,7 +14,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfpara.checkpoint.base import Checkpoints, check_run, facts_of_model
+from tfpara.checkpoint.base import ARRAYS, Checkpoints, check_run, facts_of_model
 from tfpara.checkpoint.store import CheckpointError
 from tfpara.checks import versions
 from tfpara.typing import Array, Json
@@ -83,14 +83,15 @@ class ServerCheckpoints(Checkpoints):
     def _take_over(self, number: int, manifest: Mapping[str, Json]) -> None:
         (reader,) = self.store.readers(number, manifest)
         held = self._variables()
-        there = reader.get_variable_to_shape_map()
+        shapes = reader.get_variable_to_shape_map().items()
+        there = {name: shape for name, shape in shapes if not name.startswith(ARRAYS)}
         self._check_shapes(number, there, {name: list(v.shape) for name, v in held.items()})
         for name, variable in held.items():
             if name in there:
                 variable.assign(reader.get_tensor(name))
             elif name in _LATER:
                 variable.assign(self._missing(name, manifest))
-        self._give_states(manifest["states"])
+        self._give_states(manifest["states"], reader)
         if manifest["learning_rate"] is not None:
             self._model.optimizer.learning_rate = manifest["learning_rate"]
         # Older checkpoints lack the order of the chunks, which followed from the seed alone.

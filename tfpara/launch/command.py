@@ -115,8 +115,8 @@ _HELP = {
     "prefix": "start each line of output with [chief], [worker 1], ... (default: yes)",
     "status_port": "serve a live page of the run at this port, to programs of this machine that "
     "have the token in its address, which is printed; 0 for any free port (default: no page)",
-    "log_dir": "also write each worker's output to DIR/chief.log, DIR/worker-1.log, ...; restarts "
-    "append to them",
+    "log_dir": "also write each worker's output to DIR/chief.log, DIR/worker-1.log, ..., with "
+    "the start notes of TensorFlow that the terminal leaves out; restarts append to them",
 }
 
 

@@ -111,6 +111,7 @@ class Fit:
                 steps=self._chunks.num_minibatches,
                 model=model,
             )
+        fit_call.keep_memories(callbacks.callbacks, Strategy.of(model))
         for callback in callbacks.callbacks:
             self._prepare(callback)
         self.epoch, self._epochs = first, epochs
@@ -273,7 +274,7 @@ class Fit:
         self._copy.write(self.within_epoch, within_fit=True)
 
     def _prepare(self, callback: keras.callbacks.Callback) -> None:
-        """Prepares callbacks that save the model: their scores, and the weights within epochs.
+        """Makes callbacks that save the model within epochs save the servers' weights.
 
         Raises ValueError for a callback that cannot be used with parameter servers.
         """
@@ -284,7 +285,6 @@ class Fit:
                 "not go on where it was. Use "
                 f"tfpara.AsyncCheckpoint({os.fspath(callback.backup_dir)!r}) in its place."
             )
-        fit_call.keep_best_score(callback, Strategy.of(self.model))
         if not isinstance(getattr(callback, "save_freq", None), int):
             return
         hook = callback.on_train_batch_end

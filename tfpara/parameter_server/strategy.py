@@ -515,7 +515,7 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy, Strategy):
     @property
     def states(self) -> dict[str, StateHolder]:
         """The objects given to `keep_state`, by name."""
-        return dict(self._states)
+        return self._states
 
 
 def checked_rule(rule: object) -> AsyncRule:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Sequence
 
 
@@ -27,7 +28,9 @@ def candidate_rates(rate: float, factors: Sequence[float]) -> list[float]:
 
 
 def best_rate(rates: Sequence[float], losses: Sequence[float]) -> float:
-    """Returns the rate with the smallest finite loss; of equal losses, the lowest rate.
+    """Deprecated, goes with version 0.4: returns the rate with the smallest finite loss.
+
+    Of equal losses it takes the lowest rate.
 
     Args:
         rates: the rates that were tried.
@@ -36,6 +39,12 @@ def best_rate(rates: Sequence[float], losses: Sequence[float]) -> float:
     Raises:
         ValueError: no loss is finite.
     """
+    warnings.warn(
+        "tfpara.schedules.best_rate is deprecated and goes with version 0.4: use "
+        "min(zip(losses, rates))[1], without losses that are not finite.",
+        FutureWarning,
+        stacklevel=2,
+    )
     finite = [(loss, rate) for rate, loss in zip(rates, losses, strict=True) if math.isfinite(loss)]
     if not finite:
         raise ValueError(

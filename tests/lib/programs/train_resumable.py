@@ -243,6 +243,17 @@ class Progress(keras.callbacks.Callback):
         self.losses[str(epoch)] = {k: float(v) for k, v in sorted(logs.items())}
 
 
+class Stopping(keras.callbacks.EarlyStopping):
+    """Remembers the best weights, and leaves those of the last epoch in the model."""
+
+    def on_train_end(self, logs=None):
+        pass
+
+    def memory(self):
+        found = {"stopping": np.array([self.best, self.wait, self.best_epoch])}
+        return found | {f"best/{k}": weight for k, weight in enumerate(self.best_weights)}
+
+
 def everything(strategy, model):
     """Returns all that a run ends with on this worker's replicas, by name."""
     found = {}
@@ -296,6 +307,8 @@ def main():
             metrics=["accuracy"],
         )
     progress = Progress(options.get("marks"), options.get("step_seconds", 0.0))
+    stopping = Stopping(patience=9, restore_best_weights=True)
+    plateau = keras.callbacks.ReduceLROnPlateau(factor=0.7, patience=1, min_delta=0.05, cooldown=1)
     validation = tf.data.Dataset.from_tensor_slices(minibatch(0, 99)).take(4).batch(4)
     model.fit(
         data_of(strategy),
@@ -303,13 +316,15 @@ def main():
         verbose=0,
         validation_data=validation,
         callbacks=[
+            plateau,
+            stopping,
             progress,
             tfpara.callbacks.Checkpoint(
                 options["directory"], every_syncs=options.get("every_syncs", 1), keep=2
             ),
         ],
     )
-    results = everything(strategy, model)
+    results = everything(strategy, model) | stopping.memory()
     results["losses"] = np.array(json.dumps(progress.losses, sort_keys=True))
     np.savez(options["out"].replace("{rank}", str(strategy.worker_index)), **results)
     print("trained", flush=True)

@@ -55,7 +55,13 @@ def trained(rule, optimizer, by_rows, period=1, workers=3, epochs=1, data=(X, Y)
     )
     with strategy.scope():
         model = model_of(optimizer())
-    given |= {"batch_size": 8, "epochs": epochs, "chunks": 4, "shuffle": False, "verbose": 0}
+    given |= {
+        "batch_size": 8 if len(data) > 1 else None,
+        "epochs": epochs,
+        "chunks": 4,
+        "shuffle": False,
+        "verbose": 0,
+    }
     strategy.fit(model, *data, **given)
     held = strategy._models.of(model).server.variables()
     return strategy, model, {name: v.numpy() for name, v in held.items()}
@@ -246,6 +252,24 @@ def test_what_a_step_does_to_rows_is_found_whatever_the_rate():
     assert step_of_rows(optimizers.SGD(slow_start(), weight_decay=0.1), path) == (True, False)
     assert step_of_rows(optimizers.Lamb(slow_start()), path) == (False, False)
     assert step_of_rows(optimizers.Ftrl(0.1), path) == (True, False)  # it clears unused rows
+
+
+def test_a_function_that_gives_a_rate_of_0_hides_nothing():
+    assert step_of_rows(optimizers.SGD(lambda: 0.0), "embedding/embeddings") == (True, True)
+    assert step_of_rows(optimizers.Lamb(lambda: 0.0), "embedding/embeddings") == (False, False)
+
+
+@pytest.mark.parametrize("period", [1, 3])
+def test_elements_may_have_none_in_place_of_sample_weights(period):
+    """A period of 3 leaves a shorter block at the end of each chunk."""
+
+    def of(*parts):
+        return tf.data.Dataset.from_tensor_slices((X, Y)).batch(8).map(lambda x, y: (x, y, *parts))
+
+    def found(data):
+        return trained(tfpara.Downpour(), optimizers.SGD, True, period, data=(data,))[-1]
+
+    is_equal(found(of(None)), found(of()), rtol=0)
 
 
 def plain(inputs, table):

@@ -253,8 +253,10 @@ def test_linear_scaling():
 
 def test_search_takes_the_lowest_loss_and_then_the_lowest_rate():
     assert candidate_rates(0.5, [2, 0.5, 1, 2]) == [0.25, 0.5, 1.0]
-    assert best_rate([0.25, 0.5, 1.0], [3.0, 2.0, 2.0]) == 0.5
-    assert best_rate([0.25, 0.5, 1.0], [math.nan, 7.0, math.inf]) == 0.5
+    with pytest.warns(FutureWarning, match="best_rate is deprecated and goes with version 0.4"):
+        assert best_rate([0.25, 0.5, 1.0], [3.0, 2.0, 2.0]) == 0.5
+    with pytest.warns(FutureWarning):
+        assert best_rate([0.25, 0.5, 1.0], [math.nan, 7.0, math.inf]) == 0.5
 
 
 @pytest.mark.parametrize(
@@ -283,7 +285,11 @@ def test_search_takes_the_lowest_loss_and_then_the_lowest_rate():
         (lambda: linear_scaling(math.nan, 2), "rate=nan"),
         (lambda: candidate_rates(0.1, []), "factors is empty"),
         (lambda: candidate_rates(0.1, [0.0, 1.0]), "must be positive"),
-        (lambda: best_rate([0.1, 0.2], [math.nan, math.inf]), "every candidate rate diverged"),
+        pytest.param(
+            lambda: best_rate([0.1, 0.2], [math.nan, math.inf]),
+            "every candidate rate diverged",
+            marks=pytest.mark.filterwarnings("ignore:tfpara.schedules.best_rate"),
+        ),
     ],
 )
 def test_bad_values_are_refused(make, message):

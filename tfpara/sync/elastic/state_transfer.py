@@ -11,8 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfpara.collectives import TensorFlowCollectives
-from tfpara.strategy import StateHolder
-from tfpara.sync.keras.chiefs_callbacks import HAS_WEIGHTS
+from tfpara.strategy import HAS_WEIGHTS, StateHolder
 from tfpara.sync.one_sync.replicas import BUCKET_BYTES
 from tfpara.sync.one_sync.reports import Request
 from tfpara.sync.one_sync.state_vars import TRAVELLING, Slot, slots_of
@@ -100,7 +99,7 @@ class StateTransfer:
         kept: list[tuple[Any, list[np.ndarray]]] = []
         for name, state in sorted(ahead["states"].items()):
             if isinstance(state, dict) and state.get(HAS_WEIGHTS):
-                holder: Any = self.holders.get(name)  # a callback that keeps the best weights
+                holder: Any = self._all_holders().get(name)
                 own = getattr(holder, "weights", None) or self.trained_model.get_weights()
                 kept.append((holder, hand_over_arrays(own, hosts, source)))
         if not receives:

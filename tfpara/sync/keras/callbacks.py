@@ -38,9 +38,9 @@ def with_files_of_the_chief(make: Callable[..., None]) -> Callable[..., None]:
             given.arguments |= {"callbacks": [MeasuredFit(strategy)], "add_progbar": False}
         elif strategy is not None:
             callbacks = for_tensorboard(keras.tree.flatten(given.arguments.get("callbacks") or []))
-            callbacks = [
-                chiefs_callbacks.prepared(each, strategy) for each in fit_call.arranged(callbacks)
-            ]
+            callbacks = fit_call.arranged(callbacks)
+            fit_call.keep_memories(callbacks, strategy)
+            callbacks = [chiefs_callbacks.prepared(each, strategy) for each in callbacks]
             if given.arguments.get("add_progbar") and strategy.members_change:
                 callbacks.append(chiefs_callbacks.ChiefsBar(strategy))
             given.arguments["callbacks"] = [each for each in callbacks if each is not None]

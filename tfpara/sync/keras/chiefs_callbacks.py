@@ -6,7 +6,6 @@ files and the progress bar of the former chief.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import os
 import shutil
@@ -16,12 +15,9 @@ from collections.abc import Callable
 from typing import Any
 
 import keras
-import numpy as np
 
-from tfpara import fit_call
 from tfpara.typing import Json
 
-HAS_WEIGHTS = "has weights"  # the key in a state: whether the property `weights` has arrays too
 _CALLBACKS = keras.callbacks
 Hook = Callable[..., None]
 # The attributes with the paths to which callbacks write.
@@ -29,11 +25,6 @@ _PATHS = {
     _CALLBACKS.ModelCheckpoint: "filepath",
     _CALLBACKS.CSVLogger: "filename",
     _CALLBACKS.TensorBoard: "log_dir",
-}
-# The attributes that callbacks keep from epoch to epoch.
-_REMEMBERED = {
-    _CALLBACKS.EarlyStopping: ("wait", "best", "best_epoch", "stopped_epoch"),
-    _CALLBACKS.ReduceLROnPlateau: ("wait", "best", "cooldown_counter"),
 }
 
 
@@ -44,10 +35,6 @@ def prepared(callback: keras.callbacks.Callback, strategy: Any) -> Any:
         ValueError: the callback cannot work under the strategy.
     """
     _refuse(callback, strategy)
-    names = next((n for kind, n in _REMEMBERED.items() if isinstance(callback, kind)), ())
-    if names:
-        strategy.share_state("callback of Keras", _Memory(callback, names))
-    fit_call.keep_best_score(callback, strategy)
     attribute = next((a for kind, a in _PATHS.items() if isinstance(callback, kind)), None)
     if strategy.members_change or not strategy.is_chief:
         if type(callback) is _CALLBACKS.RemoteMonitor:
@@ -76,36 +63,6 @@ def _refuse(callback: keras.callbacks.Callback, strategy: Any) -> None:
             "keras.callbacks.ModelCheckpoint, or to go on after a failure "
             "tfpara.callbacks.Checkpoint(directory)."
         )
-
-
-@dataclasses.dataclass
-class _Memory:
-    """The state that a callback of Keras keeps from epoch to epoch, for a worker that joins."""
-
-    callback: keras.callbacks.Callback
-    _names: tuple[str, ...]
-
-    @property
-    def weights(self) -> list[np.ndarray] | None:
-        """The weights that the callback keeps, to restore the model; None if there are none."""
-        return getattr(self.callback, "best_weights", None)
-
-    @weights.setter
-    def weights(self, weights: list[np.ndarray]) -> None:
-        self.callback.best_weights = weights
-
-    def get_state(self) -> dict[str, Json]:
-        numbers = {
-            name: float(value)
-            for name in self._names
-            if isinstance(value := getattr(self.callback, name, None), int | float | np.number)
-        }
-        return numbers | {HAS_WEIGHTS: self.weights is not None}
-
-    def set_state(self, state: dict[str, Json]) -> None:
-        for name in self._names:
-            if name in state:
-                setattr(self.callback, name, state[name])
 
 
 class _Elsewhere(keras.callbacks.Callback):

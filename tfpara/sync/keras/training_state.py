@@ -10,8 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfpara.keras_model import optimizers
-from tfpara.strategy import Strategy
-from tfpara.sync.keras.chiefs_callbacks import HAS_WEIGHTS
+from tfpara.strategy import HAS_WEIGHTS, Strategy
 from tfpara.sync.keras.optimizer_steps import build_optimizers
 from tfpara.sync.one_sync.state_vars import TRAVELLING, Kind, Slot, slots_of
 from tfpara.typing import Json

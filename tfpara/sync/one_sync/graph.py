@@ -269,7 +269,8 @@ class SyncGraph:
         self._agreed.assign(verdict.agreed)
         self.dealt.assign_add(verdict.trained)
         self._syncs.assign_add(committed)
-        self._seconds.assign_add(seconds)
+        # A worker that is alone waits for nobody: what passes there is its own work.
+        self._seconds.assign_add([seconds[0], 0.0] if self._site.is_alone else seconds)
 
     def stood_still(self, began: tf.Tensor) -> None:
         """Counts the time since `began`, when training stood still for a sync without waiting."""

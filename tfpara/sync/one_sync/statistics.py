@@ -17,9 +17,9 @@ class SyncStatistics(NamedTuple):
         sync_seconds: seconds for which training stood still for syncs, waiting included. It leaves
             out the work of an overlapped sync beside the training, and the copying of its snapshot
             in the next step.
-        wait_seconds: the part of `sync_seconds` spent waiting for the slowest replica, or for an
-            overlapped sync to arrive. It includes the exchange of a small model's weights, which
-            travel with the reports.
+        wait_seconds: the part of `sync_seconds` spent waiting for the slowest worker, or for an
+            overlapped sync to arrive; 0 with one worker. It includes the exchange of a small
+            model's weights, which travel with the reports.
         distance: relative distance ‖w_i − w̄‖ / ‖w̄‖ of the local replicas before a sync, root mean
             square. If the global state is sharded, only the parts of the weights that the replicas
             hold count. It is measured at the first 16 syncs and then at every 16th.

@@ -10,12 +10,12 @@ import pytest
 import tensorflow as tf
 
 from tfpara.collectives import TensorFlowCollectives
+from tfpara.strategy import HAS_WEIGHTS
 from tfpara.sync.elastic.state_transfer import (
     StateTransfer,
     hand_over,
     hand_over_arrays,
 )
-from tfpara.sync.keras.chiefs_callbacks import HAS_WEIGHTS
 from tfpara.sync.one_sync.replicas import BUCKET_BYTES
 from tfpara.sync.one_sync.reports import Request
 from tfpara.sync.one_sync.state_vars import Kind, Slot
