@@ -59,7 +59,7 @@ def test_every_minibatch_counts_once(killed, execution, tmp_path):
             np.testing.assert_allclose(each["global"], expected(record, 2), rtol=1e-5)
     assert sum(int(each["steps"]) for each in found) == 2 * MINIBATCHES  # and once at most
     for each in [] if killed else found:  # batches are numbered by what was trained in the epoch
-        begun, ended = each["begun"].tolist(), each["ended"].tolist()
+        begun, ended = each["calls"].T.tolist()
         following = list(zip(ended, [*begun[1:], 0], strict=True))
         assert all(first in (0, last + 1) for last, first in following)
         assert sum(last + 1 for last, first in following if first == 0) == int(each["steps"])

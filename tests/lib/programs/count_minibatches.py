@@ -48,17 +48,17 @@ class Pause(keras.callbacks.Callback):
 
 
 class Numbers(keras.callbacks.Callback):
-    """Keeps the numbers of the minibatches with which calls begin and end."""
+    """Keeps the numbers of the minibatches with which each call begins and ends."""
 
     def __init__(self):
         super().__init__()
-        self.begun, self.ended = [], []
+        self.calls = []
 
     def on_train_batch_begin(self, batch, logs=None):
-        self.begun.append(batch)
+        self.begun = batch  # after the last one Keras finds that the data have ended
 
     def on_train_batch_end(self, batch, logs=None):
-        self.ended.append(batch)
+        self.calls.append((self.begun, batch))
 
 
 def main():
@@ -99,7 +99,7 @@ def main():
             found[which] = model.get_weights()[0]
     found["syncs"] = strategy.statistics().syncs
     found["record"], found["steps"] = strategy.balance_record, strategy.statistics().steps
-    found["begun"], found["ended"] = numbers.begun, numbers.ended
+    found["calls"] = numbers.calls
     np.savez(options["out"].replace("{rank}", str(rank)), **found)
 
 
