@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import dis
 import os
+import signal
 import sys
 import threading
 import time
@@ -106,8 +107,11 @@ def _ran(
     try:
         main()
     except SystemExit as leaving:
-        is_number = isinstance(leaving.code, int)
-        return leaving.code, is_number, "" if is_number else f"{of_chief}{leaving.code}"
+        code, is_number = leaving.code, isinstance(leaving.code, int)
+        if isinstance(code, int) and code and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
+            # Some schedulers repeat SIGTERM; the exit code then still asks for a restart.
+            signal.signal(signal.SIGTERM, lambda *_: os._exit(code))
+        return code, is_number, "" if is_number else f"{of_chief}{leaving.code}"
     except KeyboardInterrupt:
         _say(name, Explanation("interrupted"))
         return exit_codes.INTERRUPTED, False, f"{of_chief}interrupted"

@@ -58,6 +58,11 @@ def test_every_minibatch_counts_once(killed, execution, tmp_path):
         if not killed:
             np.testing.assert_allclose(each["global"], expected(record, 2), rtol=1e-5)
     assert sum(int(each["steps"]) for each in found) == 2 * MINIBATCHES  # and once at most
+    for each in [] if killed else found:  # batches are numbered by what was trained in the epoch
+        begun, ended = each["calls"].T.tolist()
+        following = list(zip(ended, [*begun[1:], 0], strict=True))
+        assert all(first in (0, last + 1) for last, first in following)
+        assert sum(last + 1 for last, first in following if first == 0) == int(each["steps"])
     fast, slow, other = np.mean(record[-6:], 0)
     assert fast + slow + other == 3 * PERIOD
     assert slow < min(fast, other)  # by how much is for benchmarks: other work delays all of them

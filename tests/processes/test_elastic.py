@@ -14,7 +14,6 @@ import pytest
 
 from tests.lib import elastic_runs, warm
 from tests.lib.launched import Launched, launch
-from tfpara.chaos import processes
 from tfpara.elastic.meeting import ADDRESS
 
 KILLED, AGAIN = -signal.SIGKILL, 75
@@ -500,20 +499,17 @@ def test_the_launcher_starts_workers_again_that_join(tmp_path):
 
 
 @pytest.mark.nightly
-def test_the_launcher_names_a_worker_for_which_the_others_wait(tmp_path):
+def test_the_meeting_point_names_a_worker_for_which_the_others_wait(tmp_path, caplog):
     """It stands still for less than silence_seconds, and then all go on."""
-    options = {"epochs": 4, "silence_seconds": 100.0, "log": str(tmp_path / "{pid}.jsonl")}
-    options["faults"] = {"1": ["step", 5, "SIGSTOP"]}
-    arguments = ("-n", 3, "--elastic", elastic_runs.PROGRAM, json.dumps(options))
-    with Launched(*arguments, stderr=subprocess.STDOUT) as launched:
-        launched.read_until("the other workers have waited for worker ")
-        workers = processes.workers(launched.process.pid)
-        (stopped,) = [worker for worker in workers if processes.state(worker.pid) == "T"]
-        os.kill(stopped.pid, signal.SIGCONT)
-        code, output, _ = launched.finish()
-    assert code == 0, output
-    assert f"the other workers have waited for {stopped.name} (" in output
-    assert "is lost" not in output and "was silent" not in output
+    faults, options = {1: ["step", 5, "SIGSTOP"]}, {"epochs": 2, "silence_seconds": 100.0}
+    with elastic_runs.Run(tmp_path, 3, faults, **options) as run:
+        until = time.monotonic() + elastic_runs.DEADLINE
+        while "have waited" not in caplog.text and time.monotonic() < until:
+            time.sleep(0.1)
+        assert caplog.text.count("the other workers have waited for worker 1 (") == 1
+        os.kill(run.processes[run.of_rank(1)].pid, signal.SIGCONT)
+        assert len(run.check([])) == 3
+        assert len(run.meeting.state.history) == 1
 
 
 @pytest.mark.nightly
@@ -523,6 +519,15 @@ def test_a_run_that_others_complete_ends_well(tmp_path):
     code, output, errors = launch("-n", 2, "--elastic", elastic_runs.PROGRAM, json.dumps(options))
     assert code == 0, errors
     assert "restart" not in errors and "1 worker trains on" in errors
+
+
+@pytest.mark.nightly
+def test_workers_that_have_all_been_killed_are_not_awaited(tmp_path):
+    faults = {rank: ["step", 5, "SIGKILL"] for rank in "01"}
+    options = {"log": str(tmp_path / "{pid}.jsonl"), "faults": faults, "grace_seconds": 3600.0}
+    code, output, errors = launch("-n", 2, "--elastic", elastic_runs.PROGRAM, json.dumps(options))
+    assert code == AGAIN, errors
+    assert "restart" not in errors and "failed first: killed by SIGKILL" in errors
 
 
 @pytest.mark.nightly

@@ -2,12 +2,14 @@
 
 import inspect
 import os
+import signal
 import subprocess
 import sys
 import threading
 
 import pytest
 
+from tests.lib.launched import default_signals
 from tfpara import program
 from tfpara.cluster import exit_codes, failures
 
@@ -67,9 +69,24 @@ def test_run_tells_parameter_servers_and_workers_the_code_of_the_chief(end, told
     monkeypatch.setattr("tfpara.cluster.asynchronous.is_meant", lambda: True)
     monkeypatch.setattr(program, "_strategy", None)
     monkeypatch.setattr(program, "_tells", [lambda *call: calls.append(call)])
+    former = signal.getsignal(signal.SIGTERM)
     with pytest.raises(SystemExit):
         program.run(end)
+    signal.signal(signal.SIGTERM, former)
     assert calls == told
+
+
+def test_a_repeated_sigterm_changes_no_exit_code():
+    """It comes while the interpreter ends."""
+    script = """
+import atexit, os, signal, sys
+from tfpara import program
+atexit.register(os.kill, os.getpid(), signal.SIGTERM)
+program.run(lambda: sys.exit(int(sys.argv[1])))
+"""
+    for code, ends in ((75, 75), (0, -signal.SIGTERM)):
+        command = [sys.executable, "-c", script, str(code)]
+        assert subprocess.run(command, preexec_fn=default_signals).returncode == ends
 
 
 def test_a_script_without_run_ends_with_it_too():

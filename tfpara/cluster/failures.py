@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from tfpara.cluster import Cluster, label
+from tfpara.cluster import Cluster, label, parent
 from tfpara.cluster.reach import unreachable
 
 _PROBE_SECONDS = 3.0
@@ -95,7 +95,10 @@ def explain(error: BaseException, cluster: Cluster) -> Explanation | None:
         return Explanation(sentence, True, _NAMES.findall(who))
     if _CANCELLED in text:
         return None
-    sentence = "a sync failed because another worker stopped; its own output says why."
+    where = "tfpara-launch's last line says which one, and why"
+    if not parent.is_there():
+        where = "its own output says why, unless it was killed"
+    sentence = f"a sync failed because another worker stopped; {where}."
     return Explanation(sentence, True)
 
 

@@ -115,6 +115,13 @@ class Channel:
         """The IP address of this end, at which the other one reaches it."""
         return ports.plain(str(self._connection.getsockname()[0]))
 
+    @property
+    def peer_host(self) -> str:
+        """The IP address of the other end; "" if the connection has ended."""
+        with contextlib.suppress(OSError):
+            return ports.plain(str(self._connection.getpeername()[0]))
+        return ""
+
     def send(self, **message: Json) -> None:
         """Sends a message, as soon as the other end's number is known.
 

@@ -13,7 +13,7 @@ import stat
 import struct
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 # The range from which this module chooses ports. Linux takes ports of outgoing connections from a
 # higher range, so none of them takes a port between its choice and its use.
@@ -48,18 +48,25 @@ def connect(address: str, timeout_seconds: float) -> socket.socket:
     return connection
 
 
-def cut(address: str) -> None:
-    """Ends all of this process's connections to "host:port", those of TensorFlow, too.
+def places(address: str) -> set[tuple[str, int]]:
+    """Returns the IP addresses, each with the port, to which "host:port" leads now.
 
-    On a connection that stays open, as to a process that is stopped, TensorFlow would wait for an
-    answer forever.
+    There are none if the host cannot be resolved. The call may take long.
     """
     host, port = split(address)
     try:
         found = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):
-        return
-    peers = {(plain(str(there[0])), there[1]) for *_, there in found}
+        return set()
+    return {(plain(str(there[0])), int(there[1])) for *_, there in found}
+
+
+def cut(peers: Collection[tuple[str, int]]) -> None:
+    """Ends all of this process's connections to IP addresses and ports, those of TensorFlow, too.
+
+    On a connection that stays open, as to a process that is stopped, TensorFlow would wait for an
+    answer forever.
+    """
     for name in os.listdir("/dev/fd"):
         with contextlib.suppress(OSError):
             number = int(name)

@@ -231,6 +231,10 @@ class Line:
                 self._asked = None
                 return "go" in answer
 
+    def report(self, waits: float, place: str) -> None:
+        """Reports for how many seconds this worker has waited for others, and its place."""
+        self._send(waits=waits, place=place)
+
     def leave(self) -> None:
         """Asks to leave after the next sync; the meeting after it raises `Left`."""
         self._leaves = True

@@ -17,6 +17,7 @@ Messages are signed with the run's secret (`messages.py`). Workers send
 - ``met``: a generation, with ``report``, ``failed`` and ``admits``.
 - ``ready``: a generation.
 - ``out``: a request to leave. ``done``: the worker's program ends.
+- ``waits``, each second: the seconds for which it has waited for others, and its ``place``.
 
 Empty messages, from both ends, are signs of life. `Membership` describes the messages to workers.
 Only the standard library is imported.
@@ -33,12 +34,13 @@ from collections.abc import Callable, Mapping
 from tfpara.cluster import ports
 from tfpara.cluster.door import Door
 from tfpara.cluster.messages import Channel
+from tfpara.elastic.long_waits import LongWaits
 from tfpara.elastic.meeting import PURPOSE, TICK_SECONDS, is_member
 from tfpara.elastic.membership import Limits, Membership, Say
 from tfpara.typing import Json
 
 _GUESTS = 1024
-_LONGEST_NAME = 80
+_LONGEST_NAME, _LONGEST_PLACE = 80, 200
 _MEETING_SECONDS = 300.0  # longest wait for a connected member that does not come
 _log = logging.getLogger(__name__)
 
@@ -75,6 +77,8 @@ class Meeting:
         self._door = Door[int](listener, secret, PURPOSE, _GUESTS)  # guests by task
         self._addresses: dict[int, str] = {}
         self._names: dict[int, str] = {}
+        self._waits = LongWaits()
+        self._ended: set[int] = set()  # workers whose processes have ended
         self._beat_at = 0.0
         self._looked_at = now
         self._open = True
@@ -82,12 +86,16 @@ class Meeting:
         self._thread.start()
 
     def follow(self, name: str) -> Callable[[], bool]:
-        """Returns a function that tells whether the run has continued without a worker.
+        """Notes that a worker's process has ended, so that nobody waits until it is back.
+
+        Returns a function that tells whether the run has continued without the worker.
 
         Args:
             name: the worker's name in messages; the latest worker of this name is meant.
         """
         task = max((task for task, own in list(self._names.items()) if own == name), default=None)
+        if task is not None:
+            self._ended.add(task)
 
         def goes_on() -> bool:
             history = self.state.history
@@ -122,7 +130,12 @@ class Meeting:
                 # It reconnects when it can, and then learns whether the others have continued.
                 self._door.drop(channel)
                 self._lose(task, f"was silent for {self._silence:g} s")
+        for task in self._ended & self.state.absent:
+            self._lose(task, "is lost")
         self._tell(self.state.tick(now))
+        names = {t: self._names.get(t) or f"worker {t}" for t in self.state.members}
+        if line := self._waits.line(names, now):
+            _log.warning("tfpara: %s.", line)
         if now >= self._beat_at:
             self._beat_at = now + self._silence / 5.0
             self._door.tell_guests()
@@ -172,6 +185,8 @@ class Meeting:
                 self._tell(state.done(task, now))
             case {"out": _}:
                 self._tell(state.wants_out(task, now))
+            case {"waits": int() | float() as seconds, "place": str() as place}:
+                self._waits.hear(task, seconds, _printable(place, _LONGEST_PLACE), now)
 
     def _register(
         self, channel: Channel, task: int, terms: Mapping[str, Json], fit: int, now: float
@@ -192,7 +207,7 @@ class Meeting:
         message: Mapping[str, Json],
         now: float,
     ) -> None:
-        wanted, name = message.get("task"), _name_of(message.get("name"))
+        wanted, name = message.get("task"), _printable(message.get("name"), _LONGEST_NAME)
         if self._settings is None:
             limits = _limits_of(settings, self._founders, self._start_seconds)
             if limits is None:
@@ -257,10 +272,10 @@ def _fits_of(told: Json) -> tuple[int, list[Json]]:
     return 0, []
 
 
-def _name_of(told: Json) -> str:
-    """Returns a worker's name for messages: printable and short, since anyone may send it."""
-    name = told if isinstance(told, str) else ""
-    return "".join(filter(str.isprintable, name[:_LONGEST_NAME]))
+def _printable(told: Json, longest: int) -> str:
+    """Returns what may be printed of a text in a message, which anyone may send."""
+    text = told if isinstance(told, str) else ""
+    return "".join(filter(str.isprintable, text[:longest]))
 
 
 def _limits_of(settings: Mapping[str, Json], founders: int, start_seconds: float) -> Limits | None:

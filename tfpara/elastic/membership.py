@@ -124,6 +124,7 @@ class Membership:
         limits: the limits.
         phase: see the table above.
         history: the generations so far.
+        absent: the task numbers of absent members.
         terms: the terms on which all members agree; empty before they are `agreed`.
         fit: the members' present or latest call of `fit`, from 0.
         histories: the result of each earlier call of `fit`, as JSON.
@@ -144,7 +145,7 @@ class Membership:
         self._wanted = False  # whether members know that a worker joins or leaves
         self._why: list[str] = []  # the reasons for the next generation
         self._lost: dict[int, _Worker] = {}  # members lost since the generation was formed
-        self._absent: set[int] = set()
+        self.absent: set[int] = set()
         self._awaited_until = now  # end of the wait for absent members
         self._doubts_until = now  # until then a member whose connection ends is absent, not lost
         self._aborted = False  # whether members were told to end the generation's collectives
@@ -193,7 +194,7 @@ class Membership:
             self._workers.pop(task, None)
         self.phase, self._since, self._resumed = "training", now, True
         self.history = [Generation(generation, tuple(members), "the meeting point is new")]
-        self._members, self._absent, self._aborted = tuple(members), set(), False
+        self._members, self.absent, self._aborted = tuple(members), set(), False
         self._lost.clear()
         told = {task: _Worker(own, {}, f"worker {task}") for task, own in members.items()}
         self._await(told, now + self.limits.grace_seconds)
@@ -216,9 +217,9 @@ class Membership:
         Returns:
             The messages that it may have missed; None if it was not absent, and has to join again.
         """
-        if generation != self.generation or task not in self._absent:
+        if generation != self.generation or task not in self.absent:
             return None
-        self._absent.discard(task)
+        self.absent.discard(task)
         self._workers[task].name = name or self._workers[task].name
         said: list[Say] = [(task, {"wanted": True})] if self._wanted else []
         return said + ([(task, {"abort": generation})] if self._aborted else [])
@@ -301,6 +302,11 @@ class Membership:
         return bool(self.terms) or self.fit > 0
 
     @property
+    def is_deserted(self) -> bool:
+        """Whether the run has ended because all members were lost while they trained."""
+        return self.has_begun and self._ended == _NOBODY
+
+    @property
     def is_over(self) -> bool:
         """Whether the run is ending or has ended."""
         return self.phase == "ended" or self._finishing
@@ -322,9 +328,9 @@ class Membership:
         del self._workers[task]
         said: list[Say] = []
         if is_member:
-            if task not in self._absent:  # do not wait for a member twice
+            if task not in self.absent:  # do not wait for a member twice
                 self._lost[task] = worker
-            self._absent.discard(task)
+            self.absent.discard(task)
             if not worker.leaves:  # otherwise its wish to leave is noted already
                 self._why.append(f"{worker.name} {why}")
             said = self._to_members(lost=task)
@@ -346,7 +352,7 @@ class Membership:
         """
         self._finishing = True
         self._workers.pop(task, None)
-        self._absent.discard(task)
+        self.absent.discard(task)
         if self.phase != "ended" and not self.members:
             return self._end(_OVER, complete=not self._last)
         return self._go_on(now)
@@ -394,7 +400,7 @@ class Membership:
         """Event: time has passed."""
         said: list[Say] = []
         if now >= self._awaited_until:
-            for task in tuple(self._absent):
+            for task in tuple(self.absent):
                 said += self.gone(task, "has not come back", now)
         late = now - self._since >= self.limits.meeting_seconds
         if self.phase in ("meeting", "enabling") and late:
@@ -507,7 +513,7 @@ class Membership:
         for task, worker in workers.items():
             worker.came, worker.ready, worker.report = False, False, None
             self._workers[task] = worker
-        self._absent |= workers.keys()
+        self.absent |= workers.keys()
         self._awaited_until = until
 
     def _end(self, why: str, complete: bool = False) -> list[Say]:

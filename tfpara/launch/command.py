@@ -260,7 +260,14 @@ def _elastic(
 
     restarts = options.restart_workers
     restarts = _ELASTIC_RESTARTS if restarts is None else restarts
-    policy = Policy(options.grace, restarts, takes_in, worker, meeting.follow)
+    policy = Policy(
+        options.grace,
+        restarts,
+        takes_in,
+        worker,
+        meeting.follow,
+        lambda: meeting.state.is_deserted,
+    )
     return policy, lambda: [worker(number) for number in range(options.workers + options.spares)]
 
 

@@ -63,7 +63,6 @@ class Launcher:
     ) -> None:
         self._console, self._log_dir = console, log_dir
         self._policy, self._max_restarts = policy, max_restarts
-        self._is_elastic = policy is not None and policy.another is not None
         self._restarts = 0
         self.status = RunStatus("the processes that this launcher has started")
         # Ends of processes, (rank, status), and signals.
@@ -135,9 +134,6 @@ class Launcher:
             said = child.reports.read()
             supervisor.said(rank, said)
             self.status.told(supervisor.processes[rank].name, said.get("progress"))
-        # Other runs than elastic ones name such workers themselves.
-        if self._is_elastic and (line := self.status.long_wait()):
-            self._tell(line)
         if event is None:
             return supervisor.tick(now)
         if isinstance(event, int):

@@ -25,6 +25,7 @@ import signal
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, NamedTuple
 
+from tfpara.cluster import exit_codes
 from tfpara.launch import signals
 from tfpara.typing import Json
 
@@ -74,6 +75,8 @@ class Policy:
         follow: called with the name of an expendable process that has failed. It returns a function
             that tells, at the end, whether the run continued without that process; otherwise its
             failure is that of the run.
+        goes_on_later: returns whether a run that has failed is to be started again, to go on from a
+            checkpoint.
     """
 
     grace: float | None = None
@@ -81,6 +84,7 @@ class Policy:
     takes_in: Callable[[bool], bool] = lambda killed: True
     another: Callable[[int], Process] | None = None
     follow: Callable[[str], Callable[[], bool]] = lambda name: lambda: True
+    goes_on_later: Callable[[], bool] = lambda: False
 
 
 class Start(NamedTuple):
@@ -307,7 +311,10 @@ class Supervisor:
             text = f"got {signals.name_of(self._signal)}; {text}"
         if cause and cause.code and not self._workers[cause.rank].ended_here:
             failure = cause
-        return Outcome(failure.code if failure else 0, self._signal, text)
+        code = failure.code if failure else 0
+        if code and self._policy.goes_on_later():
+            code = exit_codes.restart()
+        return Outcome(code, self._signal, text)
 
     # -- consequences -------------------------------------------------------------------------
 
@@ -383,7 +390,12 @@ class Supervisor:
                 Note(f"{failed}; restart {worker.starts} of {most}"),
                 Start(self._workers.index(worker)),
             ]
-        others = (w for w in self._workers if w.running or w.again_at is not None)
+        others = (
+            other
+            for other in self._workers
+            if other.running
+            or (other.again_at and other.end and self._policy.takes_in(other.end.is_killed))
+        )
         if any(other.process.expendable for other in others):
             return [Note(f"{failed}; the others go on")]
         self._fail(worker.end, now)

@@ -28,7 +28,6 @@ from tfpara.typing import Json
 _WINDOW_SECONDS = 30.0  # over which speed and waiting are shown
 _SILENT_SECONDS = 5.0  # without a report, after which a process counts as silent
 _WAIT_SECONDS = 2.0  # shorter waits, as in each sync, are not shown
-_LONG_SECONDS = 10.0  # a wait of which a line tells, and again when it has doubled
 _NUMBERS = (
     *("at", "rank", "waits", "steps", "samples", "syncs", "sync_seconds", "wait_seconds"),
     *("distance", "bytes_sent", "left_out"),
@@ -128,7 +127,6 @@ class RunStatus:
         self._noted = self._faults = self._starts = 0
         self._total = Grown()
         self._trained_from = self._trained_to = 0.0
-        self._told_of_wait = _LONG_SECONDS / 2.0  # seconds of the present wait when a line told it
 
     def started(self, name: str, pid: int) -> None:
         """Notes that a process was started."""
@@ -169,7 +167,7 @@ class RunStatus:
         now = time.monotonic()
         with self._lock:
             rows = {name: worker.row(now) for name, worker in self._workers.items()}
-            waited_for = self._waited_for(now)[0]
+            waited_for = self._waited_for(now)
             events = [{"at": round(at, 1), "text": text} for at, text in self._events]
         scores = {name: of_it for name, row in rows.items() if (of_it := row.pop("scores", None))}
         # The log of an epoch is that of all workers; the first that runs has the latest.
@@ -188,30 +186,17 @@ class RunStatus:
             "events": events,
         }
 
-    def long_wait(self) -> str:
-        """Returns a line on workers for which the others have waited for 10 s; mostly ""."""
-        with self._lock:
-            names, seconds = self._waited_for(time.monotonic())
-            if seconds < _LONG_SECONDS:
-                self._told_of_wait = _LONG_SECONDS / 2.0
-            if not names or seconds < 2.0 * self._told_of_wait:
-                return ""
-            self._told_of_wait = seconds
-            places = {name: self._workers[name].told.get("place", "") for name in names}
-        who = ", ".join(f"{name} ({place})" if place else name for name, place in places.items())
-        return f"the other workers have waited for {who} for {seconds:.0f} s"
-
-    def _waited_for(self, now: float) -> tuple[list[str], float]:
-        """Returns the names of workers for which others wait, and the seconds of that wait."""
+    def _waited_for(self, now: float) -> list[str]:
+        """Returns the names of workers for which others wait."""
         running = {name: worker for name, worker in self._workers.items() if not worker.end}
         waiting = {
-            name: waits
+            name
             for name, worker in running.items()
-            if (waits := worker.told.get("waits", 0.0)) > _WAIT_SECONDS
+            if worker.told.get("waits", 0.0) > _WAIT_SECONDS
             and worker.silence(now) <= _SILENT_SECONDS
         }
         members = {n for n, w in running.items() if "at" in w.told and not w.told.get("joins")}
-        return sorted(members - waiting.keys()) if waiting else [], max(waiting.values(), default=0)
+        return sorted(members - waiting) if waiting else []
 
     def summary(self, shown: int = 10) -> list[str]:
         """Returns the run in a few lines; none if no training was seen."""

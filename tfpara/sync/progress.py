@@ -1,4 +1,4 @@
-"""A worker's reports of progress: to its launcher, to the chief, and to the strategy's own page."""
+"""A worker's reports of progress: to its launcher or meeting point, the chief, and its own page."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tfpara.cluster import parent
 from tfpara.cluster.status_board import Row
 from tfpara.status.run import RunStatus
 from tfpara.status.server import StatusServer
-from tfpara.typing import Json
+from tfpara.sync.workers.company import Company
 from tfpara.whole_number import checked_whole
 
 _EVERY_SECONDS = 1.0
@@ -24,7 +24,7 @@ _latest: Progress | None = None  # of the strategy that was made last, which alo
 
 
 class Progress:
-    """The progress of this worker, which a thread reports each second to the launcher, if any.
+    """The progress of this worker, which a thread reports each second, if there is who reads it.
 
     Steps are as quick with it as without: it reads the counts that they keep on the host anyway.
 
@@ -52,12 +52,16 @@ class Progress:
             self._run = RunStatus(shows)
             server = StatusServer(status_port, self._of_all, f"status_port={status_port}")
             print(f"tfpara: live page: {server.url}", file=sys.stderr, flush=True)
-        if parent.unread() is not None:
+        if parent.unread() is not None or self._company.changes:
             thread = threading.Thread(target=self._report, name="tfpara-progress", daemon=True)
             thread.start()
             # The thread must not call TensorFlow while the interpreter shuts down.
             atexit.register(thread.join)
             atexit.register(self._stop.set)
+
+    @property
+    def _company(self) -> Company:
+        return self._strategy.extended.worker.company
 
     def epoch_ends(self, epoch: int, history: Mapping[str, Sequence[Any]]) -> None:
         """Notes the log of an epoch, from 0, which is the last in `history`, and reports it."""
@@ -67,12 +71,18 @@ class Progress:
         self.report()
 
     def report(self, last: bool = False) -> None:
-        """Reports to the launcher, once it has read all before; the last of a `fit` in any case."""
-        unread = parent.unread()
-        if self is _latest and unread is not None and (last or not unread):
-            parent.tell(progress=self.told())
+        """Reports to the launcher and the meeting point of an elastic run, where there are any.
 
-    def told(self) -> dict[str, Json]:
+        The launcher gets a report once it has read all before, and the last of a `fit` in any case.
+        """
+        if self is not _latest:
+            return
+        told, unread = self.told(), parent.unread()
+        if unread is not None and (last or not unread):
+            parent.tell(progress=told)
+        self._company.report(told["waits"], told["place"])
+
+    def told(self) -> dict[str, Any]:
         """Returns the progress, as `tfpara.status.run` describes it."""
         extended = self._strategy.extended
         place, since = extended.call_site, extended.waits.since()

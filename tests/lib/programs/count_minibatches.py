@@ -47,6 +47,20 @@ class Pause(keras.callbacks.Callback):
         time.sleep(self.seconds)
 
 
+class Numbers(keras.callbacks.Callback):
+    """Keeps the numbers of the minibatches with which each call begins and ends."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def on_train_batch_begin(self, batch, logs=None):
+        self.begun = batch  # after the last one Keras finds that the data have ended
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.calls.append((self.begun, batch))
+
+
 def main():
     options = json.loads(sys.argv[1])
     count, epochs = options["minibatches"], options.get("epochs", 1)
@@ -69,7 +83,8 @@ def main():
             rate = keras.optimizers.schedules.ExponentialDecay(0.1, 5, 0.9)
             model.compile(keras.optimizers.Adam(rate), loss=model.loss)
     model.steps_per_execution = options.get("execution", 1)
-    rank, callbacks = strategy.worker_index, []
+    rank, numbers = strategy.worker_index, Numbers()
+    callbacks = [numbers]
     if "checkpoints" in options:
         callbacks.append(tfpara.callbacks.Checkpoint(options["checkpoints"], every_syncs=1))
     if str(rank) in options.get("killed", {}):
@@ -84,6 +99,7 @@ def main():
             found[which] = model.get_weights()[0]
     found["syncs"] = strategy.statistics().syncs
     found["record"], found["steps"] = strategy.balance_record, strategy.statistics().steps
+    found["calls"] = numbers.calls
     np.savez(options["out"].replace("{rank}", str(rank)), **found)
 
 

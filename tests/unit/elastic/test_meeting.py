@@ -33,9 +33,9 @@ def meeting(founders=3, **settings):
         service.close()
 
 
-def line(service, secret=b"secret", task=None, seconds=20.0, **settings):
+def line(service, secret=b"secret", task=None, seconds=20.0, name="", **settings):
     settings = service.of_test | settings
-    return Line(f"127.0.0.1:{service.port}", secret, 4000, settings, seconds, task)
+    return Line(f"127.0.0.1:{service.port}", secret, 4000, settings, seconds, task, name)
 
 
 def found(lines):
@@ -91,6 +91,18 @@ def test_a_worker_dies_and_another_comes():
             assert ready.result() and new.result() == form
         assert form.tasks == (1, 2, 3) and form.reports[2] is None
         assert [each.members for each in service.state.history] == [(0, 1, 2), (1, 2), (1, 2, 3)]
+
+
+def test_who_is_awaited_for_long_is_named(caplog):
+    with meeting() as service:
+        lines = [line(service) for _ in range(3)]
+        found(lines)
+        for own, waits in zip(lines, (11.0, 0.0, 12.0), strict=True):
+            own.report(waits, f"in fit\n[x.py, line {own.task}]")
+        while "waited" not in caplog.text:
+            time.sleep(0.01)
+        who = "worker 1 (in fit[x.py, line 1])"
+        assert f"tfpara: the other workers have waited for {who} for 12 s." in caplog.text
 
 
 def test_who_comes_while_the_last_founders_begin_joins():
@@ -307,7 +319,7 @@ def test_all_workers_are_stopped_and_go_on_together():
         lines = [line(service) for _ in range(2)]
         found(lines)
         goes_on = stopped(lines)
-        wait_until(lambda: service.state._absent == {0, 1})
+        wait_until(lambda: service.state.absent == {0, 1})
         late = line(service)  # of a worker that is started again: the run is not over for it
         assert late.where() == (0, [])
         goes_on.set()
@@ -327,6 +339,22 @@ def test_nobody_comes_back_and_the_run_is_not_taken_for_done():
         with pytest.raises(Ended, match="no member of it is left. Start all") as ended:
             line(service).where()
         assert not ended.value.complete
+
+
+def test_nobody_is_awaited_whose_process_has_ended():
+    with meeting(2, grace_seconds=3600.0) as service:
+        lines = [line(service, name=f"worker {number}") for number in range(2)]
+        found(lines)
+        for own in lines:
+            own.close()
+        assert not service.follow("worker 0")()
+        wait_until(lambda: service.state.phase == "meeting")
+        time.sleep(0.5)
+        assert service.state.phase == "meeting"  # worker 1 may come back
+        assert not service.state.is_deserted
+        service.follow("worker 1")
+        wait_until(lambda: service.state.phase == "ended")
+        assert service.state.is_deserted and not service.state.is_complete
 
 
 def test_the_meeting_point_is_stopped_and_nobody_meets_for_it():

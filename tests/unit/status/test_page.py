@@ -94,30 +94,6 @@ def test_who_is_awaited_is_who_does_not_wait_and_who_is_silent_is_no_judge(clock
     assert status.now()["waits_for"] == ["worker 2"]
 
 
-def test_a_line_tells_of_a_long_wait_and_again_when_it_has_doubled(clock):
-    status, lines = RunStatus("these"), {}
-    for name in ("chief", "worker 1", "worker 2"):
-        status.started(name, 7)
-    for seconds in range(45):
-        clock.now += 1.0
-        for name in ("chief", "worker 1", "worker 2"):
-            waits = 0.0 if name == "worker 1" else float(seconds)
-            status.told(name, report(clock, 80) | {"waits": waits, "place": "in fit"})
-        if line := status.long_wait():
-            lines[seconds] = line
-    assert lines == {
-        seconds: f"the other workers have waited for worker 1 (in fit) for {seconds} s"
-        for seconds in (10, 20, 40)
-    }
-    clock.now += 1.0
-    for name in ("chief", "worker 2"):
-        status.told(name, report(clock, 90) | {"waits": 0.5})
-    assert status.long_wait() == ""
-    clock.now += 1.0
-    status.told("chief", report(clock, 90) | {"waits": 11.0})  # the next wait
-    assert "for worker 1 (in fit), worker 2 for 11 s" in status.long_wait()
-
-
 def test_a_run_without_training_needs_no_summary(clock):
     status = RunStatus("these")
     status.started("chief", 7)

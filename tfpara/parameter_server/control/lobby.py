@@ -82,6 +82,7 @@ class Lobby:
             beat_seconds(timeout_seconds),
             time.monotonic(),
         )
+        self._hosts: dict[membership.Task, str] = {}  # the IP addresses from which tasks came
         self._closing = False
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="tfpara-lobby", daemon=True)
@@ -189,6 +190,7 @@ class Lobby:
                 case membership.Send(task, message):
                     (self._door.guests[task] if task else stranger).send(**message)
                 case membership.Admit(task):
+                    self._hosts[task] = stranger.peer_host
                     self._door.let_in(stranger, task)
                 case membership.Drop(task):
                     self._drop(task)
@@ -200,19 +202,28 @@ class Lobby:
     def _drop(self, task: membership.Task) -> None:
         """Closes the connection of a task, and keeps TensorFlow from waiting for it."""
         self._door.drop(self._door.guests[task])
+        job, index = task
+        address = self._cluster.spec()[job][index]
+        # Its name may lead to another machine by now, or nowhere. It is cut at once, because a
+        # process that takes its place may be let in next.
+        lost = {(self._hosts[task], int(ports.split(address)[1]))}
+        ports.cut(lost)
         # In a thread of its own, because the look-up of a name may take long.
-        threading.Thread(target=self._keep_cut, args=(task,), daemon=True).start()
+        threading.Thread(target=self._keep_cut, args=(task, address, lost), daemon=True).start()
 
-    def _keep_cut(self, task: membership.Task) -> None:
+    def _keep_cut(self, task: membership.Task, address: str, lost: set[tuple[str, int]]) -> None:
         """Ends all connections to a task that is lost, until it is back.
 
         A task that is stopped does not answer TensorFlow's calls, which have no time limit, and
         its machine accepts each new connection.
         """
-        job, index = task
         pause = _TICK_SECONDS
-        while task not in self._door.guests and not self._closing:
-            ports.cut(self._cluster.spec()[job][index])
+        while True:
+            lost |= ports.places(address)
+            with self._changed:  # so that the task is not let in between the check and the cut
+                if task in self._door.guests or self._closing:
+                    return
+                ports.cut(lost)
             time.sleep(pause)
             pause = min(2.0 * pause, _CUT_SECONDS)
 

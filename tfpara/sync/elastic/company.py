@@ -198,6 +198,9 @@ class Elastic(Company):
     def check_step(self) -> None:
         self._fit.check_step()
 
+    def report(self, waits: float, place: str) -> None:
+        self.connection.line.report(waits, place)
+
     def leave(self) -> bool:
         self.connection.leaves = True
         return False

@@ -237,15 +237,18 @@ class FitAgain:
             self._progress.in_step = False
 
     def _step_until_trained(self, function: Callable[..., Any], iterator: Iterator[Any]) -> Any:
-        trained = False
+        models, trained = self._extended.models, False
+        before = models.steps_seen
         while True:
             try:
                 # Callbacks react to syncs at the end of a step: on all workers after the same step.
-                trained |= self._repeat_sync() and self._logs is not None
+                if self._sync_is_due():
+                    trained = True
+                    self._synchronizer.graph.sync(tf.constant(True))
                 if not trained:
                     self._step_began_in = self._connection.form.number
                     self._logs = function(self._data.reader(iterator))
-                return self._logs
+                return {} if self._logs is None else self._logs
             except _Regrouped:
                 continue
             except (tf.errors.OutOfRangeError, StopIteration):
@@ -253,8 +256,8 @@ class FitAgain:
                     raise
             except LOST as error:
                 _log.info("tfpara: a sync has failed: %s", in_short(error))
+                trained |= models.steps_seen > before
                 self._rejoin.meet(failed=True)
-                trained = self._logs is not None
 
     def check_step(self) -> None:
         """Restarts a step with other data, if the members have changed while it was traced.
@@ -264,15 +267,13 @@ class FitAgain:
         if self._progress.in_step and self._step_began_in != self._connection.form.number:
             raise _Regrouped
 
-    def _repeat_sync(self) -> bool:
-        """Repeats a sync that failed; returns whether one had to be repeated."""
+    def _sync_is_due(self) -> bool:
+        """Returns whether a sync has failed that must be repeated; the next call returns False."""
         due, self._progress.sync_may_be_due = self._progress.sync_may_be_due, False
-        if due and self._extended.models.synchronizers:
-            block = self._synchronizer.graph.block
-            if int(block.steps) >= int(block.due()):
-                self._synchronizer.graph.sync(tf.constant(True))
-                return True
-        return False
+        if not (due and self._extended.models.synchronizers):
+            return False
+        block = self._synchronizer.graph.block
+        return int(block.steps) >= int(block.due())
 
     def _meet_if_agreed(self) -> None:
         """Meets the others if all have agreed to it in a sync."""

@@ -219,7 +219,8 @@ class Rejoin:
             block = synchronizer.graph.block
             missed = min(missed, int(block.period))
             # If speeds decide, no minibatches are dealt out for the rest of the block: all sync.
-            by_speed = self.extended.balance is not None and int(block.steps) == 0
+            # `steps` may still be of an earlier meeting at which the block was shortened.
+            by_speed = self.extended.balance is not None and block.trained == 0
             if behind[self.connection.rank] or by_speed:
                 block.steps.assign(missed)
         return [

@@ -19,6 +19,8 @@ from tfpara.sync.keras.replacing import Method, strategy_of_ours
 
 # The attribute by which a list of callbacks keeps the `PeriodicSyncExtended` of its model.
 _EXTENDED = "tfpara_extended"
+# That by which it keeps the training steps of this process before the present epoch.
+_STEPS_BEFORE = "tfpara_steps_before"
 
 
 def with_files_of_the_chief(make: Callable[..., None]) -> Callable[..., None]:
@@ -60,6 +62,8 @@ def _in_place(name: str) -> Callable[[Method], Method]:
             extended = getattr(callbacks, _EXTENDED, None)
             if extended is None:
                 return hook(callbacks, *args, **kwargs)
+            if name.startswith("on_train_batch"):
+                args = (_counted(name, extended, callbacks, args[0]), *args[1:])
             number = args[0] if args else 0  # of the epoch or the batch
             _before(name, extended, callbacks, *args)
             with extended.call_site.in_callbacks():
@@ -70,6 +74,18 @@ def _in_place(name: str) -> Callable[[Method], Method]:
         return calling
 
     return make
+
+
+def _counted(name: str, extended: Any, callbacks: CallbackList, batch: int) -> int:
+    """Returns the number, from 0, of the epoch's minibatch with which a call begins or has ended.
+
+    For Keras each call takes `steps_per_execution` of them. If blocks are by speed, a call ends
+    with its block.
+    """
+    if extended.balance is None or callbacks._model.steps_per_execution == 1:
+        return batch
+    taken = extended.models.steps_seen - getattr(callbacks, _STEPS_BEFORE)
+    return taken if name == "on_train_batch_begin" else taken - 1
 
 
 def _before(
@@ -97,6 +113,7 @@ def _after(name: str, extended: Any, callbacks: CallbackList, number: int) -> No
         extended.momentum.begin_epoch(model, None)
         extended.progress.report(last=True)
     elif name == "on_epoch_begin":
+        setattr(callbacks, _STEPS_BEFORE, extended.models.steps_seen)
         steps = callbacks.params.get("steps")
         # The sync period is read after the callbacks, which may have changed it.
         extended.momentum.begin_epoch(model, steps)

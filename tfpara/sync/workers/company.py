@@ -128,6 +128,9 @@ class Company(abc.ABC):
     def check_step(self) -> None:
         """Restarts a step that would read other workers' data, before it trains anything."""
 
+    def report(self, waits: float, place: str) -> None:
+        """Reports how many seconds this worker has waited, and its place in its script."""
+
     def leave(self) -> bool:
         """Makes this worker leave at the next sync; returns whether all must leave with it."""
         return True

@@ -1,0 +1,56 @@
+"""Long waits of an elastic run's members for others, of which the meeting point prints a line."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+_WAIT_SECONDS = 2.0  # a worker with a shorter wait, as in each sync, may be the one that is awaited
+_SILENT_SECONDS = 5.0  # without a report, after which a worker no longer counts as waiting
+_TELL_SECONDS = 10.0  # the wait of which the first line tells
+
+
+class _Report(NamedTuple):
+    """A worker's latest report: the seconds of its wait, its place in its script, and the time."""
+
+    waits: float
+    place: str
+    heard: float
+
+
+class LongWaits:
+    """The members for which the others wait, by the workers' reports, which come each second."""
+
+    def __init__(self) -> None:
+        self._reports: dict[int, _Report] = {}
+        # Of each awaited worker, the seconds of waiting of which the next line tells.
+        self._tell_after: dict[int, float] = {}
+
+    def hear(self, task: int, waits: float, place: str, now: float) -> None:
+        """Event: a worker has reported how long it has waited for others, and its place."""
+        self._reports[task] = _Report(waits, place, now)
+
+    def line(self, members: Mapping[int, str], now: float) -> str:
+        """Returns a line on the members for which the others have waited for 10 s; mostly "".
+
+        There is another line each time the wait for one of them has doubled.
+
+        Args:
+            members: the names of the present members, by task number.
+            now: the time, in seconds.
+        """
+        here = {task: its for task in members if (its := self._reports.get(task))}
+        waits = {
+            task: its.waits
+            for task, its in here.items()
+            if its.waits > _WAIT_SECONDS and now - its.heard <= _SILENT_SECONDS
+        }
+        seconds, awaited = max(waits.values(), default=0.0), sorted(here.keys() - waits.keys())
+        self._tell_after = {
+            task: self._tell_after.get(task, _TELL_SECONDS) for task in awaited if waits
+        }
+        if all(seconds < after for after in self._tell_after.values()):
+            return ""
+        self._tell_after = dict.fromkeys(awaited, 2.0 * seconds)
+        who = (f"{members[t]} ({here[t].place})" if here[t].place else members[t] for t in awaited)
+        return f"the other workers have waited for {', '.join(who)} for {seconds:.0f} s"
