@@ -27,6 +27,8 @@ _RULES = {
     "bmuf-constant": ("BMUF, no warm-up", ("--rule=bmuf", "--noblock_momentum_warmup")),
     "bmuf-plain": ("BMUF, no local momentum", ("--rule=bmuf", "--nolocal_momentum")),
     "bmuf-dense-first": ("BMUF, period 5 in the first epoch", ("--rule=bmuf", "--first_period=5")),
+    "bmuf-int8": ("BMUF, int8", ("--rule=bmuf", "--compression=int8")),
+    "bmuf-int4": ("BMUF, int4", ("--rule=bmuf", "--compression=int4")),
     "bmuf-adam": ("BMUFAdam", ("--rule=bmuf_adam",)),
     "bsp": ("BSP", ("--rule=bsp",)),
     "easgd": ("EASGD", ("--rule=easgd",)),

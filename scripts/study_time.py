@@ -47,7 +47,7 @@ _SYNC = flags.DEFINE_float("sync_ms", 200.0, "time: the part of a sync that is n
 FLAGS = (_LENGTHS, _TOLERANCE, _LINKS, _STEP, _SIZE, _SYNC)
 
 _RULE = "bmuf"
-_COMPRESSIONS = ("none", "int8")  # those of tfpara-plan
+_COMPRESSIONS = ("none", "int8")  # the error of int4 is not known at each period
 # Of two settings whose times differ by less, the one with more bytes and shorter blocks is taken.
 _ALIKE = 0.02
 # Speed-ups of an epoch in papers 003 (4 and 8 GPUs of one machine) and 001 (16 machines).

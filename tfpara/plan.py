@@ -20,7 +20,7 @@ from typing import NoReturn
 
 from tfpara import files
 from tfpara.measuring import MeasuringError, measure
-from tfpara.planner import Costs, Link, Plan, choose
+from tfpara.planner import BITS, COMPRESSIONS, Costs, Link, Plan, choose
 
 _PROGRAM = "tfpara-plan"
 _USAGE = f"""{_PROGRAM} --step_ms=MS --model_mb=MB --link_mbit=MBIT [more flags]
@@ -81,9 +81,7 @@ def _report(options: argparse.Namespace, values: dict[str, float]) -> None:
             loss=options.loss,
             error_percent=options.error,
             overlaps={"auto": (False, True), "no": (False,), "yes": (True,)}[options.overlap],
-            compressions=("none", "int8")
-            if options.compression == "auto"
-            else (options.compression,),
+            compressions=COMPRESSIONS if options.compression == "auto" else (options.compression,),
         )
         for workers in options.workers
     ]
@@ -160,7 +158,7 @@ def _notes(plans: Sequence[Plan], options: argparse.Namespace) -> list[str]:
             (wrong if each.error.percent > options.error else slow).append(each.workers)
     said = [
         (slower, "no faster than one. A longer minibatch (more samples) or a faster link helps"),
-        (unknown, "no error is known of so many replicas"),
+        (unknown, "no error is known of so many replicas with these options"),
         (
             wrong,
             f"no error of at most {options.error:g} % is known with these options. Give --error",
@@ -177,12 +175,14 @@ def _notes(plans: Sequence[Plan], options: argparse.Namespace) -> list[str]:
 
 def _errors(plans: Sequence[Plan]) -> str:
     """Returns the note that explains the column of errors."""
-    compressed = any(each.compression != "none" for each in plans if each.workers > 1)
+    formats = {each.compression for each in plans if each.workers > 1}
+    compressed = bool(formats - {"none"})
+    added = "; to those with int4 is added what it added in a shorter run" * ("int4" in formats)
     return (
         "Errors: by how much `BMUF()` got more wrong than one replica, on 40 minutes of speech in "
-        f"eight epochs{', without compression' * compressed}. In brackets is the measured case: of "
-        "the next larger N, and of the next shorter or longer period, whichever was worse. A run "
-        "with more syncs loses less, and one with fewer syncs more."
+        f"eight epochs{', without compression' * compressed}{added}. In brackets is the measured "
+        "case: of the next larger N, and of the next shorter or longer period, whichever was "
+        "worse. A run with more syncs loses less, and one with fewer syncs more."
     )
 
 
@@ -259,9 +259,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--overlap", choices=("auto", "no", "yes"), default="auto", help="syncs beside training")
     add(
         "--compression",
-        choices=("auto", "none", "bf16", "fp16", "int8"),
+        choices=("auto", *BITS),
         default="auto",
-        help="format of the bytes between workers (default: auto, none or int8)",
+        help="format of the bytes between workers (default: auto, none, int8 or int4)",
     )
     add("--out", type=_writable, help="JSON file to write the plan into")
     add(

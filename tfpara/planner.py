@@ -16,9 +16,10 @@ Times are in seconds, sizes in bytes. No TensorFlow here.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import numbers
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from tfpara.whole_number import checked_whole
@@ -37,6 +38,8 @@ _ERRORS = {
 }
 # The part of one replica's error, in %, that `overlap=True` adds, on 20 minutes (docs/syncs.md).
 _OVERLAP_ADDS = {4: {5: 0.0, 20: 3.2, 80: 2.2}, 8: {20: 7.3}}
+# The part that `compression="int4"` adds, in the same runs of 20 minutes (docs/study.md).
+_INT4_ADDS = {4: {5: 0.0, 20: 0.0}, 8: {5: 0.3, 20: 0.0}}
 # The longest sync period whose error is known.
 LONGEST_KNOWN = 80
 # The size of the model in bytes from which `aggregation="auto"` shards the global state. In a
@@ -48,8 +51,10 @@ SHARDED_FROM_BYTES = 16 << 20
 ALWAYS_SHARDED_FROM_BYTES = 1 << 30
 # Bytes that a link carries for each byte of data: TCP packets of 1,500 bytes include headers.
 _WITH_HEADERS = 1.045
-# The bits of a weight in an exchange, by `compression`.
-BITS = {"none": 32, "bf16": 16, "fp16": 16, "int8": 8}
+# The bits of a weight in an exchange, by `compression`; those of "int4" with its scales.
+BITS = {"none": 32, "bf16": 16, "fp16": 16, "int8": 8, "int4": 4.5}
+# Those that `choose` tries.
+COMPRESSIONS = ("none", "int8", "int4")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,27 +199,39 @@ class KnownError(NamedTuple):
     percent: float
 
 
-def known_error(num_workers: int, sync_period: int, overlap: bool = False) -> KnownError | None:
+def known_error(
+    num_workers: int, sync_period: int, overlap: bool = False, compression: str = "none"
+) -> KnownError | None:
     """Returns the measured error for N and τ, or one that is at least as large.
 
     An N that was not measured has the error of the next larger one. A τ that was not measured has
     the larger one of two errors: those of the next shorter and the next longer period.
 
-    Returns None if only fewer replicas or shorter periods were measured.
+    Returns None if only fewer replicas or shorter periods were measured, or not these options
+    together.
 
     Args:
         num_workers: N.
         sync_period: τ, minibatches.
         overlap: whether syncs travel while the next block trains. The error that this adds was
             measured in shorter runs, where errors differ more.
+        compression: format of the bytes between workers. The error that "int4" adds was measured in
+            such runs, too. Other formats count as "none".
     """
-    for replicas, measured in sorted((_OVERLAP_ADDS if overlap else _ERRORS).items()):
+    adds: dict[int, dict[int, float]] = {}
+    if compression == "int4":
+        if overlap:
+            return None
+        adds = _INT4_ADDS
+    elif overlap:
+        adds = _OVERLAP_ADDS
+    for replicas, measured in sorted((adds or _ERRORS).items()):
         longer = [period for period in measured if period >= sync_period]
         if replicas < num_workers or not longer:
             continue
         shorter = [period for period in measured if period <= sync_period]
         around = min(longer), max(shorter, default=min(longer))
-        added = measured if overlap else dict.fromkeys(measured, 0.0)
+        added = measured if adds else dict.fromkeys(measured, 0.0)
         errors = [
             KnownError(replicas, period, round(_ERRORS[replicas][period] + added[period], 1))
             for period in around
@@ -256,7 +273,7 @@ def choose(
     loss: float = 0.05,
     error_percent: float = 5.0,
     overlaps: Sequence[bool] = (False, True),
-    compressions: Sequence[str] = ("none", "int8"),
+    compressions: Sequence[str] = COMPRESSIONS,
 ) -> Plan:
     """Returns the first options that are within both limits, with the shortest such period.
 
@@ -285,7 +302,10 @@ def choose(
             least = SHARDED_FROM_BYTES if num_workers == 2 else ALWAYS_SHARDED_FROM_BYTES
             sharded = compression != "none" or costs.model_bytes >= least
             smallest = here.smallest_period(num_workers, loss) or LONGEST_PERIOD
-            period, error = _within(num_workers, smallest, error_percent, overlap)
+            known = functools.partial(
+                known_error, num_workers, overlap=overlap, compression=compression
+            )
+            period, error = _within(known, smallest, error_percent)
             lost = here.loss(num_workers, period)
             fits = error is not None and error.percent <= error_percent
             found = Plan(
@@ -311,7 +331,7 @@ def choose(
 
 
 def _within(
-    num_workers: int, smallest: int, error_percent: float, overlap: bool
+    known: Callable[[int], KnownError | None], smallest: int, error_percent: float
 ) -> tuple[int, KnownError | None]:
     """Returns the shortest period from `smallest` on whose error is within a limit.
 
@@ -321,11 +341,11 @@ def _within(
     periods = sorted({period for measured in _ERRORS.values() for period in measured})
     at_least = [min(smallest, LONGEST_KNOWN), *(p for p in periods if p > smallest)]
     for period in [*at_least, *reversed(periods)]:
-        error = known_error(num_workers, period, overlap)
+        error = known(period)
         if error is not None and error.percent <= error_percent:
             return period, error
     period = min(smallest, periods[0])
-    return period, known_error(num_workers, period, overlap)
+    return period, known(period)
 
 
 def calibrated_link(

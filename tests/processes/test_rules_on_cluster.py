@@ -3,6 +3,7 @@
 All trainings of a backend share a pair of processes: to start one costs as much as to train.
 """
 
+import itertools
 from typing import NamedTuple
 
 import numpy as np
@@ -87,6 +88,12 @@ TRAININGS = {
     # XLA compiles each replica's step, and the smaller last minibatch anew.
     "compiled": Training(*BMUF, {**UNEVEN_TWICE, "jit_compile": True}),
     "int8": Training(BLOCK[0], None, {}, {**OVERLAPPED, "compression": "int8"}),
+    "int4": Training(
+        BLOCK[0],
+        None,
+        {},
+        {**FITTED, "minibatches": UNEVEN, "epochs": 2, "compression": "int4", "overlap": True},
+    ),
     "together": Training(BMUF[0], None, {}, {**APART, "with_reports": 4 * 2 * 96}),
     "apart": Training(BMUF[0], None, {}, {**APART, "with_reports": 4 * 2 * 96 - 1}),
 }
@@ -255,17 +262,20 @@ def test_simulated_replicas_compute_what_real_workers_do(trained, name, backend)
     # The same initial weights: those of the chief, with its seed.
     real = {**workers[1], **workers[0]}
     assert set(simulated) == set(real)
+    assert not simulated.get("bytes_sent")
     for key, value in real.items():
         if key != "bytes_sent":
             np.testing.assert_allclose(simulated[key], value, atol=1e-5, err_msg=key)
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize(("name", "backend"), cases("simulated", ["int8"]))
-def test_int8_sends_a_quarter_and_leaves_equal_replicas(trained, name, backend):
-    workers, (simulated,) = trained("TF_CONFIG")[name], trained(backend)[name]
-    for i in range(WEIGHTS):
-        np.testing.assert_array_equal(workers[0][f"replica0_{i}"], workers[1][f"replica1_{i}"])
-    # 256 numbers of a byte and a scale of 4, two legs, to the other worker; simulated: nothing.
-    assert workers[0]["bytes_sent"] == workers[0]["syncs"] * 2 * 260
-    assert simulated["bytes_sent"] == 0
+@pytest.mark.nightly_cases("int8*")
+@pytest.mark.parametrize(("name", "backend"), cases("TF_CONFIG", ["int8", "int4"]))
+def test_few_bytes_are_sent_and_leave_equal_replicas(trained, name, backend):
+    workers = trained(backend)[name]
+    replicas = len(TRAININGS[name].options["minibatches"])
+    each = {**workers[0], **workers[1]}
+    for i, replica in itertools.product(range(WEIGHTS), range(replicas)):
+        np.testing.assert_array_equal(each[f"replica{replica}_{i}"], each[f"replica0_{i}"])
+    # Two legs to the other worker. Each is of half of the 89 weights, which fill a group of 256
+    # numbers of a byte, or of 64 of half a byte; and a scale of 4 bytes.
+    assert workers[0]["bytes_sent"] == workers[0]["syncs"] * 2 * {"int8": 260, "int4": 36}[name]

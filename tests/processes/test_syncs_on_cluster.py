@@ -27,7 +27,7 @@ def test_faults_are_named_where_syncs_run_beside_the_training(fault, message):
 @pytest.mark.long
 def test_a_sync_in_the_air_is_part_of_a_checkpoint(tmp_path):
     """Resumed from it, a run ends as one without checkpoints inside its epochs, bit for bit."""
-    options = {"overlap": True, "fragments": 3, "compression": "int8", "epochs": 2}
+    options = {"overlap": True, "fragments": 3, "compression": "int4", "epochs": 2}
     whole = Run(tmp_path / "whole", 2, every_syncs=1000, **options)
     broken = Run(tmp_path / "broken", 2, every_syncs=1, **options)
     broken.kill_at("renamed", 4, [0])

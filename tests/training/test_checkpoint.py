@@ -110,7 +110,8 @@ def everything(strategy, model):
 
 def run(directory, rule=None, stop=None, epochs=EPOCHS, log=None, devices=DEVICES, **options):
     """One process of a run; returns what it ends with and its history, or None if stopped."""
-    names = ("aggregation", "averages", "data_plan", "sync_period", "overlap", "fragments", "small")
+    names = ("aggregation", "averages", "compression", "data_plan", "sync_period", "overlap")
+    names += ("fragments", "small")
     settings = {k: options.pop(k) for k in names if k in options}
     # Another seed for each process that resumes: all it has is the checkpoint.
     seed = 1 + len(list(directory.glob("checkpoint-*")))
@@ -182,6 +183,15 @@ def test_a_part_of_a_block_is_the_same_part_where_a_run_is_resumed(tmp_path):
     whole, _, _ = run(tmp_path / "whole", **options)
     # After a part of a block, inside one, and before the next part of one.
     assert run(tmp_path / "broken", stop=(1, 4), **options) is None
+    resumed, _, _ = run(tmp_path / "broken", **options)
+    assert_same(resumed, whole)
+
+
+@pytest.mark.one_version
+def test_what_rounding_has_left_out_is_in_a_checkpoint(tmp_path):
+    options = {"every_syncs": 1, "compression": "int4", "small": True, "epochs": 2}
+    whole, _, _ = run(tmp_path / "whole", **options)
+    assert run(tmp_path / "broken", stop=(0, 5), **options) is None
     resumed, _, _ = run(tmp_path / "broken", **options)
     assert_same(resumed, whole)
 

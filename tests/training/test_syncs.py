@@ -36,20 +36,21 @@ UNEVEN = [[4] * 10, [4] * 6 + [2]]
 RUNS = {1: [(0, 4)], 2: [(0, 1), (1, 4)], 4: [(0, 1), (1, 2), (2, 3), (3, 4)]}
 
 
-def int8(x, chunk=256):
-    """Each run of 256 numbers in steps of a 127th of its largest."""
+def in_levels(x, highest, group):
+    """Each run of `group` numbers in steps of 1/highest of its largest."""
     x = np.asarray(x, np.float32)
     out = []
-    for at in range(0, len(x), chunk):
-        scale = np.abs(x[at : at + chunk]).max() / np.float32(127)
-        out.append(np.rint(x[at : at + chunk] / scale) * scale if scale else x[at : at + chunk])
+    for at in range(0, len(x), group):
+        scale = np.abs(x[at : at + group]).max() / np.float32(highest)
+        out.append(np.rint(x[at : at + group] / scale) * scale if scale else x[at : at + group])
     return np.concatenate(out)
 
 
 FORMATS = {
     "bf16": lambda x: np.asarray(x, tf.bfloat16.as_numpy_dtype).astype("float64"),
     "fp16": lambda x: np.asarray(x, np.float16).astype("float64"),
-    "int8": int8,
+    "int8": lambda x: in_levels(x, 127, 256),
+    "int4": lambda x: in_levels(x, 7, 64),
 }
 
 
@@ -177,9 +178,12 @@ def test_devices_of_a_worker_are_averaged_more_often(name, overlap):
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("name", ["bmuf", "easgd"])
-def test_int8_with_error_feedback(name):
-    strategy, model = check(name, UNEVEN, compression="int8", atol=2e-5)
+@pytest.mark.parametrize(
+    ("name", "kind", "adam"),
+    [("bmuf", "int8", False), ("easgd", "int8", False), ("bmuf", "int4", True)],
+)
+def test_error_feedback(name, kind, adam):
+    strategy, model = check(name, UNEVEN, compression=kind, adam=adam, atol=2e-5)
     if name != "easgd":
         first, second = of_replicas(strategy, model)
         np.testing.assert_array_equal(first, second)
@@ -204,7 +208,7 @@ def test_half_precision_on_the_wire_overlapped(kind):
 
 
 @pytest.mark.parametrize("kind", FORMATS)
-@pytest.mark.parametrize("length", [1, 2, 255, 256, 600])
+@pytest.mark.parametrize("length", [1, 2, 63, 64, 65, 255, 256, 600])
 def test_formats(kind, length):
     rows = np.random.default_rng(length).normal(size=(3, length)).astype("float32")
     rows[1] = 0
@@ -217,16 +221,47 @@ def test_formats(kind, length):
         np.testing.assert_allclose(row, FORMATS[kind](want), rtol=1e-6)
 
 
+def test_int4_by_hand():
+    """A row of 70 numbers is a group of 64 with scale 0.5, a group of 6 with 2, and zeros."""
+    row = np.zeros(70, np.float32)
+    # The numbers halfway between two levels get the even one.
+    row[:8] = [3.5, -3.5, 0.25, 0.75, -0.25, -0.75, 1.25, 1.3]
+    row[64:] = [14.0, -14.0, 1.0, 3.0, 5.0, -2.9]
+    of_first = [7, -7, 0, 2, 0, -2, 2, 3]
+    of_second = [7, -7, 0, 2, 2, -1]  # the second group is the second half of the row
+    levels = np.zeros((2, 64), int)
+    levels[0, :8], levels[1, :6] = of_first, of_second
+    words = compression.encode(tf.constant(row[None]), "int4").numpy()[0]
+    assert words[:16].tobytes() == (levels[0] + 16 * levels[1]).astype(np.int8).tobytes()
+    np.testing.assert_array_equal(words[16:].view(np.float32), [0.5, 2.0])
+    assert len(words) == compression.words_of(70, "int4") == 18
+    got = compression.decode(tf.constant(words[None]), 70, "int4").numpy()[0]
+    wanted = np.concatenate([0.5 * levels[0], 2.0 * levels[1, :6]])
+    np.testing.assert_array_equal(got, wanted)
+
+
+def test_each_pair_of_levels_has_a_byte_of_its_own():
+    ones, sixteens = np.meshgrid(np.arange(-7, 8), np.arange(-7, 8))
+    sent = np.zeros((225, 2, 64), np.float32)
+    sent[:, 0, 0], sent[:, 1, 0], sent[:, :, 1] = ones.ravel(), sixteens.ravel(), 7
+    words = compression.encode(tf.constant(sent.reshape(225, 128)), "int4")
+    assert len(np.unique(words.numpy().view(np.int8)[:, 0])) == 225
+    got = compression.decode(words, 128, "int4").numpy()
+    np.testing.assert_array_equal(got.reshape(sent.shape), sent)
+
+
 @pytest.mark.one_version
-def test_error_feedback_loses_nothing_in_the_long_run():
-    """A constant that is far below the step of int8 arrives in full, on the average."""
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_error_feedback_loses_nothing_in_the_long_run(kind):
+    """A constant that is far below a step arrives in full, on the average."""
     x = np.array([1.0, 1e-3], np.float32)
     error, total = np.zeros(2, np.float32), np.zeros(2)
     for _ in range(1000):
-        sent = compression.decode(compression.encode((x + error)[None], "int8"), 2, "int8")[0]
+        sent = compression.decode(compression.encode((x + error)[None], kind), 2, kind)[0]
         error = x + error - sent
         total += sent
-    np.testing.assert_allclose(total / 1000, x, atol=1e-5)
+    step = {"int8": 1 / 127, "int4": 1 / 7}[kind]
+    np.testing.assert_allclose(total / 1000, x, atol=0.6 * step / 1000 + 1e-6)
 
 
 BAD = [
@@ -236,7 +271,7 @@ BAD = [
     ({"overlap": True, "local_state": "reset"}, tfpara.BSP(), "belong to the steps under way"),
     ({"fragments": 0}, tfpara.BSP(), "fragments=0 must be a whole number, at least 1"),
     ({"fragments": 2}, tfpara.BMUFAdam(), "moments of a whole block"),
-    ({"compression": "int4"}, tfpara.BSP(), "'int4' is not one of none, bf16, fp16, int8"),
+    ({"compression": "int3"}, tfpara.BSP(), "'int3' is not one of none, bf16, fp16, int8, int4"),
     ({"compression": "int8", "aggregation": "replicated"}, tfpara.BSP(), "has none"),
     ({"compression": "int8"}, tfpara.BMUFAdam(), "are sent as they are"),
     ({"device_sync_period": 2}, tfpara.BSP(), "does not divide sync_period=3"),

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tfpara import plan
-from tfpara.planner import _ERRORS, _OVERLAP_ADDS, Costs, Link, choose, known_error
+from tfpara.planner import _ERRORS, _INT4_ADDS, _OVERLAP_ADDS, Costs, Link, choose, known_error
 from tfpara.sync.one_sync import placement
 
 # A sync of two takes 0.1 s and 40 MB at 100 MB/s, 0.4 s; one of four 0.1 + 0.6 s.
@@ -82,7 +82,7 @@ def test_an_option_that_brings_next_to_nothing_is_left_out():
     found, best = choose(costs, 8), choose(costs, 8, compressions=["int8"])
     assert (found.compression, found.is_enough) == ("none", False)
     assert found.speedup < best.speedup < 1.01 * found.speedup
-    assert choose(Costs(0.01, 26e6, Link(367e6), local_seconds=0.04), 8).compression == "int8"
+    assert choose(Costs(0.01, 26e6, Link(367e6), local_seconds=0.04), 8).compression == "int4"
 
 
 def test_a_longer_period_is_taken_where_its_error_is_smaller():
@@ -95,21 +95,25 @@ def test_a_longer_period_is_taken_where_its_error_is_smaller():
 def test_no_period_is_recommended_whose_error_is_too_large_or_not_known(run):
     said, content = run(*GIVEN, "--workers=8,16,32")
     eight, sixteen, many = content["plans"]
-    # With int8 a sync of eight takes 0.1 + 0.175 s, and one of sixteen 0.1 + 0.1875 s.
-    assert (eight["sync_period"], eight["compression"]) == (20, "int8")
-    assert eight["loss"] == pytest.approx(0.275 / 2.275)
-    assert (sixteen["sync_period"], sixteen["error"]["percent"]) == (5, 4.0)
+    # With int4 a sync of eight sends 1.75 · 5.625 MB.
+    assert (eight["sync_period"], eight["compression"]) == (20, "int4")
+    assert eight["loss"] == pytest.approx(0.1984375 / 2.1984375)
+    # Of sixteen the error with int4 is not known. With int8 a sync takes 0.1 + 0.1875 s.
+    assert (sixteen["sync_period"], sixteen["compression"]) == (5, "int8")
+    assert sixteen["loss"] == pytest.approx(0.2875 / 0.7875)
+    assert sixteen["error"]["percent"] == 4.0
     assert (many["sync_period"], many["error"]) == (5, None)
     assert (many["overlap"], many["compression"]) == (False, "none")
     assert "8, 16 workers: no period with an error of at most 5 % loses less than 5% of" in said
-    assert "32 workers: no error is known of so many replicas." in said
+    assert "32 workers: no error is known of so many replicas with these options." in said
     said, _ = run(*GIVEN, "--workers=16", "--error=1")
     assert "16 workers: no error of at most 1 % is known with these options" in said
 
 
 def test_the_error_is_said_to_be_without_compression_only_where_it_is_planned(run):
     clause = "eight epochs, without compression. In brackets"
-    assert clause in run(*GIVEN, "--workers=1,8")[0]
+    assert clause in run(*GIVEN, "--workers=1,16")[0]
+    assert "without compression; to those with int4 is added what" in run(*GIVEN, "--workers=8")[0]
     assert clause in run(*GIVEN, "--workers=2", "--compression=bf16")[0]
     assert "without compression" not in run(*GIVEN, "--workers=2", "--loss=0.08")[0]
     assert "without compression" not in run(*GIVEN, "--workers=1", "--compression=int8")[0]
@@ -144,6 +148,22 @@ def test_the_known_errors_are_those_of_the_study():
     assert known_error(4, 6) == (4, 5, 0.9) and known_error(4, 21) == (4, 80, 1.3)
     assert known_error(5, 6) == (8, 5, 1.9) and known_error(4, 1) == (4, 5, 0.9)
     assert known_error(17, 5) is None and known_error(4, 81) is None
+
+
+def test_what_int4_adds_is_in_the_study():
+    rows = re.findall(r"^\| (\d+) \| int4 \|(.+)\|$", (DOCS / "study.md").read_text(), re.M)
+    found = {int(period): re.findall(r"\(([+−][\d.]+) %\)", cells) for period, cells in rows}
+    assert set(found) == {5, 20}
+    for period, cells in found.items():
+        for replicas, cell in zip((4, 8), cells, strict=True):
+            added = max(0.0, float(cell.replace("−", "-")))
+            assert _INT4_ADDS[replicas][period] == added
+            known = known_error(replicas, period, compression="int4")
+            percent = _ERRORS[replicas][period] + added
+            assert known == (replicas, period, pytest.approx(percent))
+    # More replicas, longer periods, and overlap with it, were not measured.
+    assert known_error(9, 5, compression="int4") is known_error(4, 21, compression="int4") is None
+    assert known_error(4, 5, True, "int4") is None
 
 
 def test_what_overlap_adds_is_in_the_page_on_syncs():

@@ -26,7 +26,7 @@ from tfpara.whole_number import checked_whole
 
 LOCAL_STATE = ("auto", "keep", "reset", "average")
 AGGREGATIONS = ("auto", "replicated", "sharded")
-COMPRESSIONS = ("none", "bf16", "fp16", "int8")
+COMPRESSIONS = ("none", "bf16", "fp16", "int8", "int4")
 
 # A sync period that no run reaches: the replicas stay independent, and nothing is averaged.
 NEVER = 2**62

@@ -67,7 +67,7 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, ForCallbac
         fragments: number of fragments of the model, which are synchronised in turn: one at each
             sync point, and so each at every `fragments`-th. 1: the whole model at each.
         compression: format of the bytes between workers. "none": float32. "bf16" and "fp16": half
-            the bytes. "int8": a quarter. The next sync sends the rounding errors of this one, too.
+            the bytes. "int8": a quarter. "int4": a seventh. The next sync makes up for rounding.
         device_sync_period: number of minibatches after which a worker's devices also average their
             weights among themselves; τ must be a multiple. None: only syncs of all replicas.
         data_plan: facts about the data that must be equal on all workers (numbers and strings by

@@ -19,6 +19,7 @@ SignSGD" (2019). That of the third line is part of the next difference B' − B�
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import tensorflow as tf
 
@@ -29,15 +30,28 @@ from tfpara.sync.one_sync.replicas import Buckets, Replicas
 from tfpara.sync.one_sync.state_vars import Kind, Slot
 from tfpara.sync.one_sync.weight_exchange import Shares
 
-# The number of int8 elements that share a scale, max|x| / 127.
-CHUNK = 256
+
+class _Levels(NamedTuple):
+    """A format of whole numbers: x is sent as round(x / s), and s = max|x| / `highest`.
+
+    highest: the largest whole number; the smallest is −`highest`.
+    group: how many numbers have a scale s in common.
+    per_byte: how many numbers a byte holds.
+    """
+
+    highest: int
+    group: int
+    per_byte: int
+
+
 _HALVES = {"bf16": tf.bfloat16, "fp16": tf.float16}
+_LEVELS = {"int8": _Levels(127, 256, 1), "int4": _Levels(7, 64, 2)}
 
 
 def encode(rows: tf.Tensor, kind: str) -> tf.Tensor:
     """Encodes float32 rows [count, length] as rows of int32 words, which every backend can send.
 
-    The length must be static, and `kind` "bf16", "fp16" or "int8".
+    The length must be static, and `kind` "bf16", "fp16", "int8" or "int4".
     """
     count, length = rows.shape
     if kind in _HALVES:
@@ -45,11 +59,15 @@ def encode(rows: tf.Tensor, kind: str) -> tf.Tensor:
         clipped = tf.clip_by_value(rows, -65504.0, 65504.0) if kind == "fp16" else rows
         halves = tf.cast(tf.pad(clipped, [[0, 0], [0, length % 2]]), _HALVES[kind])
         return tf.bitcast(tf.reshape(halves, [count, -1, 2]), tf.int32)
-    chunks = tf.reshape(tf.pad(rows, [[0, 0], [0, -length % CHUNK]]), [count, -1, CHUNK])
-    scales = tf.reduce_max(tf.abs(chunks), 2, keepdims=True) / 127.0
-    levels = tf.round(tf.math.divide_no_nan(chunks, scales))
-    levels = tf.cast(tf.clip_by_value(levels, -127.0, 127.0), tf.int8)
-    words = tf.bitcast(tf.reshape(levels, [count, -1, 4]), tf.int32)
+    highest, group, per_byte = _LEVELS[kind]
+    groups = tf.reshape(tf.pad(rows, [[0, 0], [0, -length % group]]), [count, -1, group])
+    scales = tf.reduce_max(tf.abs(groups), 2, keepdims=True) / highest
+    levels = tf.round(tf.math.divide_no_nan(groups, scales))
+    levels = tf.reshape(tf.clip_by_value(levels, -highest, highest), [count, -1])
+    if per_byte == 2:  # those of the second half of the row are the sixteens
+        ones, sixteens = tf.split(levels, 2, 1)
+        levels = ones + 16.0 * sixteens
+    words = tf.bitcast(tf.reshape(tf.cast(levels, tf.int8), [count, -1, 4]), tf.int32)
     return tf.concat([words, tf.bitcast(scales[:, :, 0], tf.int32)], 1)
 
 
@@ -59,20 +77,24 @@ def decode(words: tf.Tensor, length: int, kind: str) -> tf.Tensor:
     if kind in _HALVES:
         halves = tf.reshape(tf.bitcast(words, _HALVES[kind]), [count, -1])
         return tf.cast(halves, tf.float32)[:, :length]
-    chunks = -(-length // CHUNK)
-    levels = tf.reshape(tf.bitcast(words[:, :-chunks], tf.int8), [count, chunks, CHUNK])
-    scales = tf.bitcast(words[:, -chunks:], tf.float32)
-    return tf.reshape(tf.cast(levels, tf.float32) * scales[:, :, tf.newaxis], [count, -1])[
-        :, :length
-    ]
+    _, group, per_byte = _LEVELS[kind]
+    groups = -(-length // group)
+    levels = tf.reshape(tf.bitcast(words[:, :-groups], tf.int8), [count, -1])
+    levels = tf.cast(levels, tf.float32)
+    if per_byte == 2:
+        sixteens = tf.round(levels / 16.0)  # exact, as the ones are from -7 to 7
+        levels = tf.concat([levels - 16.0 * sixteens, sixteens], 1)
+    scales = tf.bitcast(words[:, -groups:], tf.float32)
+    numbers = tf.reshape(levels, [count, groups, group]) * scales[:, :, tf.newaxis]
+    return tf.reshape(numbers, [count, -1])[:, :length]
 
 
 def words_of(length: int, kind: str) -> int:
     """Returns the number of words of an encoded row of this length."""
     if kind in _HALVES:
         return -(-length // 2)
-    chunks = -(-length // CHUNK)
-    return chunks * (CHUNK // 4 + 1)
+    _, group, per_byte = _LEVELS[kind]
+    return -(-length // group) * (group // (4 * per_byte) + 1)
 
 
 class CompressedWire:
