@@ -37,7 +37,7 @@ def error() -> Figure:
     """Error against τ for N replicas."""
     figure, axes = plt.subplots(figsize=(WIDTH, 3.7))
     alone = re.search(
-        r"one replica:\s+(\d+\.\d+) ± (\d+\.\d+)", (ROOT / "docs/study.md").read_text()
+        r"One replica has\s+(\d+\.\d+) ± (\d+\.\d+)", (ROOT / "docs/study.md").read_text()
     )
     assert alone is not None
     mean, deviation = map(float, alone.groups())

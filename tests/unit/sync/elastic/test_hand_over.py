@@ -157,7 +157,7 @@ def test_who_takes_over_has_all_or_nothing(breaks_at):
     )
     control = types.SimpleNamespace(collectives=Breaking(breaks_at))
     models = types.SimpleNamespace(synchronizers=[synchronizer])
-    transfer = StateTransfer(types.SimpleNamespace(models=models, control=control))
+    transfer = StateTransfer(types.SimpleNamespace(models=models, control=control, states={}))
     transfer.model = types.SimpleNamespace(history=history)
     transfer.slots = lambda: [Slot(str(k), Kind.MODEL, v) for k, v in enumerate(variables)]
     transfer.holders = {"callback": holder}
