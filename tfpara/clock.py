@@ -69,7 +69,8 @@ class Clock(keras.callbacks.Callback):
         strategy = Strategy.of(self.model)
         measured: dict[str, float] = {}
         if last.counts is not None:
-            measured = last.counts.of_epoch(self.begin, first.counts, seconds, strategy.num_workers)
+            times = strategy.num_replicas / len(strategy.local_replica_ids)
+            measured = last.counts.of_epoch(self.begin, first.counts, seconds, times)
             if strategy.members_change:
                 measured["workers"] = float(strategy.num_workers)
         if self._samples_per_epoch is not None:

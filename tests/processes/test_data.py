@@ -106,6 +106,28 @@ def test_two_workers_evaluate_each_row_once(devices, workers, plain):
     assert [w["predicted"] for w in workers] == [kinds.ROWS] * 2
 
 
+@pytest.mark.nightly
+@pytest.mark.one_version
+def test_two_workers_of_unlike_devices_train_and_evaluate_each_row_once(plain, tmp_path):
+    # In 4 steps of endless data three replicas do not take whole batches.
+    of_all = [kind for kind in kinds.KINDS if kind != "PyDataset, endless"]
+    outs = [tmp_path / f"{rank}.json" for rank in range(2)]
+    common = {"kinds": of_all, "unlike": True}
+    of_each = [
+        {**common, "devices": devices, "out": str(out)}
+        for devices, out in zip((2, 1), outs, strict=True)
+    ]
+    run_all_well("feed.py", of_each, timeout=500)
+    found = [json.loads(out.read_text()) for out in outs]
+    for kind in of_all:
+        parts = [worker["trained"][kind] for worker in found]
+        epochs = zip(*(part["epochs"] for part in parts), strict=True)
+        assert [together(each) for each in epochs] == plain[kind], kind
+        assert all(part["untouched"] for part in parts)
+    assert together(worker["evaluated"] for worker in found) == plain["arrays"][0]
+    assert [worker["predicted"] for worker in found] == [kinds.ROWS] * 2
+
+
 REFUSALS = {
     "arrays of this worker": "rows: those of worker 1",
     "batch sizes": "batch_size: worker 0 has 8, worker 1 has 9",

@@ -408,7 +408,7 @@ def test_rates_of_replicas_that_have_trained_alike_are_compared(rows, words):
     columns = reports.Columns.of(parts=1, counts=0, rates=2)
     together = [1.0, -1.0, *[0.0] * (at - 2)]
     table = np.array([[*together, 8.0, *row[:2], 0.0, 0.0, *row[2:]] for row in rows])
-    problem = reports.problem_of(table, columns, ["w"], 2)
+    problem = reports.problem_of(table, columns, ["w"], [0, 2])
     assert (problem != "") == (words != "")
     assert words in problem.replace("replica ", "")
 

@@ -58,6 +58,8 @@ class Parts:
         elif slot.kind is Kind.MEAN and owners != former:
             sources = range(former)
         values = [get(source, slot.name) for source in sources]
+        if slot.kind is Kind.REPLICA and np.shape(values[0]) != tuple(slot.variable.shape):
+            return None  # the former workers had other numbers of devices
         if any(value is None for value in values):
             if slot.absent is None:
                 raise _lacks(slot.name)

@@ -62,7 +62,7 @@ def choose_communication(
 
     Args:
         asked: one of `COMMUNICATIONS`.
-        kind: kind of the workers' lead devices, "CPU" or "GPU".
+        kind: kind of the workers' devices, "CPU", "GPU" or "CPU and GPU".
         cards: an identifier of the card of each worker's lead device, by rank; None if unknown.
         members_change: whether workers may join and leave; `cards` are then those of some workers.
 

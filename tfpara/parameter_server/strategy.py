@@ -61,7 +61,7 @@ class AsyncStatistics(NamedTuple):
         return float((self.staleness * range(len(self.staleness))).sum() / max(1, total))
 
     def of_epoch(
-        self, begin: AsyncStatistics, first: AsyncStatistics, seconds: float, workers: int
+        self, begin: AsyncStatistics, first: AsyncStatistics, seconds: float, times: float
     ) -> dict[str, float]:
         """Returns what TensorBoard shows of an epoch at whose end these are the statistics.
 
@@ -69,9 +69,9 @@ class AsyncStatistics(NamedTuple):
             begin: the statistics where the epoch began; workers push before the first batch hook.
             first: those at the first batch hook.
             seconds: since then.
-            workers: of no use here; the samples are those of all.
+            times: of no use here; the samples are those of all.
         """
-        del workers
+        del times
         epoch = self._replace(staleness=self.staleness - begin.staleness)
         return {
             "samples_per_second": (self.samples - first.samples) / seconds,

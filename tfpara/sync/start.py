@@ -92,6 +92,8 @@ def start(
             strategy.averages,
             extended.links.collectives.way,
             divided=not strategy.members_change,
+            unlike=company.unlike_devices,
+            kinds=company.kinds,
         )
         for text in (line, extended.links.connected_by):
             _say(text)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from tfpara.algorithms.rule import Average, Rule
 
@@ -16,23 +16,27 @@ def start_line(
     averages: Mapping[str, Average],
     way: str,
     divided: bool = True,
+    unlike: Sequence[int] = (),
+    kinds: Collection[str] = (),
 ) -> str:
     """Returns a line about the workers, their part of a batch, the rule and the devices.
 
     Args:
         workers: the number of processes.
-        devices: TensorFlow's names of this worker's devices; the others have as many.
+        devices: TensorFlow's names of the devices of this worker, the chief.
         rule: the rule, with defaults filled in.
         period: minibatches between two syncs; None: there are no syncs.
         averages: the averages of the global model, by name.
         way: the connection between the workers; "" for one worker.
         divided: whether batches are divided among the replicas of all workers.
+        unlike: the number of devices of each worker, if they differ; else empty.
+        kinds: the kinds of all workers' devices, if they are known.
 
     Example:
         >>> start_line(1, ["/device:GPU:0"], tfpara.BSP(), 20, {}, "")
         '1 worker, 1 replica; BSP every 20 steps; on GPU:0'
     """
-    replicas = workers * len(devices)
+    replicas = sum(unlike) or workers * len(devices)
     size = f"{counted(workers, 'worker')}, {counted(replicas, 'replica')}"
     if replicas > 1 and divided:
         rows = max(1, 64 // replicas)
@@ -43,7 +47,11 @@ def start_line(
     parts += [f"average {name!r}: {in_words(average)}" for name, average in averages.items()]
     names = [device.split("device:")[-1] for device in devices]
     where = ", ".join(names) if len(names) < 3 else f"{names[0]} … {names[-1]}"
-    if workers > 1:
+    if unlike or len(kinds) > 1:
+        counts = [str(count) for count in unlike[1:] or [len(devices)] * (workers - 1)]
+        others = f"{', '.join(counts)} device{'s' * (counts != ['1'])} ({', '.join(sorted(kinds))})"
+        parts.append(f"worker 0 on {where}, the others on {others}, connected by {way}")
+    elif workers > 1:
         parts.append(f"workers on {where}{' each' * (len(names) > 1)}, connected by {way}")
     else:
         parts.append(f"on {where}")

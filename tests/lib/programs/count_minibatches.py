@@ -3,9 +3,9 @@
 Options (JSON): minibatches (of an epoch), epochs, period, uneven (whether minibatches differ in
 their rows), options (of the strategy), elastic (settings of a run whose members change),
 checkpoints (a directory), killed (for each rank that kills itself, the syncs after which it does),
-pauses (seconds of each rank after a call), execution (minibatches of a call), adam (whether Adam
-trains, under BMUF), simulated (how many replicas of one process play the workers),
-out (npz path; `{rank}` is replaced).
+devices (of this worker), pauses (seconds of each rank after a call), execution (minibatches of a
+call), adam (whether Adam trains, under BMUF), simulated (how many replicas of one process play the
+workers), out (npz path; `{rank}` is replaced).
 """
 
 import json
@@ -19,6 +19,7 @@ import keras
 import numpy as np
 
 import tfpara
+from tfpara.sync.simulation import make_devices
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 from counting import counting_model, minibatches  # noqa: E402
@@ -66,6 +67,9 @@ def main():
     count, epochs = options["minibatches"], options.get("epochs", 1)
     uneven = options.get("uneven", False)
     settings = {"sync_period": options["period"], **options.get("options", {})}
+    if "devices" in options:
+        make_devices(options["devices"])
+        settings["devices"] = [f"CPU:{k}" for k in range(options["devices"])]
     rule = tfpara.BMUF() if options.get("adam") else tfpara.BSP()
     if "simulated" in options:
         strategy = tfpara.simulate(options["simulated"], rule, **settings)

@@ -79,7 +79,7 @@ def main():
         }
         Path(options["out"]).write_text(json.dumps(found, default=float))
         return
-    if options["devices"] == 1:
+    if options["devices"] == 1 and not options.get("unlike"):
         found["refused"] = refusals(strategy, model)
         # Refused data change nothing: the run goes on. The order of arrays is by the chief's seed.
         keras.utils.set_random_seed(strategy.worker_index)

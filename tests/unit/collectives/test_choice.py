@@ -151,6 +151,7 @@ SHARED, UNKNOWN = "workers 1 and 2 share a card", "CUDA does not tell"
         ("RING", "GPU", ["a", "b"], "RING", "asked for"),
         ("NCCL", "GPU", ["a", None, "b"], "NCCL", "asked for"),
         ("NCCL", "GPU", ["a", "b", "b"], None, "workers 1 and 2 have the same card"),
+        ("NCCL", "CPU and GPU", [None, None], None, "the workers train on CPU and GPU devices"),
         ("NCCL", "CPU", [None, None], None, "connects GPUs, and the workers train on CPU devices"),
     ],
 )
@@ -170,7 +171,7 @@ def test_a_strategy_connects_its_workers_by_what_is_chosen():
     links = types.SimpleNamespace(
         _settings=types.SimpleNamespace(communication="AUTO"),
         _worker=types.SimpleNamespace(
-            changes=False, devices=["/job:worker/task:0/device:GPU:0"], kind="GPU"
+            changes=False, devices=["/job:worker/task:0/device:GPU:0"], kinds={"GPU"}
         ),
         _between=lambda group, device, communication: made.append((group, communication)),
     )
@@ -180,3 +181,6 @@ def test_a_strategy_connects_its_workers_by_what_is_chosen():
     Links.connect_by(links, ("a", "b"))
     assert made == [(0, "NCCL")]
     assert links.connected_by.endswith("by NCCL: each worker has a GPU of its own")
+    links._worker.kinds = {"CPU", "GPU"}
+    Links.connect_by(links, (None, None))
+    assert len(made) == 1 and links.connected_by.endswith("are connected by a ring over gRPC")

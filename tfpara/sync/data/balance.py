@@ -116,10 +116,11 @@ class Balance(EpochUnits):
                 "balance=True goes by the speed of workers, and simulated replicas step together. "
                 "Give the record of another run: balance=strategy.balance_record."
             )
-        if len(worker.devices) > 1 and not simulates:
+        if worker.replicas > worker.num_workers and not simulates:
             raise ValueError(
-                f"balance= deals minibatches out to workers of one device, and this one has "
-                f"{len(worker.devices)}. Start a worker for each device, or leave balance out."
+                "balance= deals minibatches out to workers of one device, and "
+                f"{worker.num_workers} of the run have {worker.replicas}. Start a worker for each "
+                "device, or leave balance out."
             )
         if self._given and len(self._given[0]) != workers:
             raise ValueError(

@@ -142,6 +142,14 @@ def rows_of(leaf: Any) -> tf.Tensor:
     return leaf.nrows() if isinstance(leaf, tf.RaggedTensor) else tf.shape(leaf, tf.int64)[0]
 
 
+def rows_of_all(element: Any) -> tf.Tensor:
+    """Returns the number of rows of a batch, int64, which fails if its tensors differ in it."""
+    rows, *others = map(rows_of, tf.nest.flatten(element))
+    words = "the tensors of a batch differ in rows"
+    with tf.control_dependencies([tf.debugging.assert_equal(n, rows, words) for n in others]):
+        return tf.identity(rows)
+
+
 def slice_of(leaf: Any, begin: int | tf.Tensor, end: int | tf.Tensor) -> Any:
     """Returns the existing rows of a batch from `begin` to before `end`."""
     if not isinstance(leaf, tf.SparseTensor):

@@ -21,7 +21,7 @@ import tensorflow as tf
 
 from tfpara.cluster.call_site import FIT_BEGIN
 from tfpara.sync.data import same_data
-from tfpara.sync.data.dealt import rows_of, slice_of
+from tfpara.sync.data.dealt import rows_of_all, slice_of
 from tfpara.sync.data.reading import Order, ahead, shuffled, shuffled_rows
 from tfpara.sync.workers import data_place
 from tfpara.typing import Json
@@ -383,20 +383,13 @@ def _parts_of(dataset: tf.data.Dataset, parts: int, own: _Own) -> tf.data.Datase
     dealt = data_place.dealt()
 
     def cut(batch: tf.Tensor, element: Any) -> tf.data.Dataset:
-        leaves = tf.nest.flatten(element)
-        rows = rows_of(leaves[0])
-        alike = [
-            tf.debugging.assert_equal(rows_of(leaf), rows, "the tensors of a batch differ in rows")
-            for leaf in leaves[1:]
-        ]
+        rows = rows_of_all(element)
 
         def part(number: tf.Tensor) -> Any:
             begin, end = (rows * (number % parts + k) // parts for k in (0, 1))
             return tf.nest.map_structure(lambda leaf: slice_of(leaf, begin, end), element)
 
-        with tf.control_dependencies(alike):
-            first = tf.identity(batch) * parts
-        numbers = tf.data.Dataset.range(first, first + parts)
+        numbers = tf.data.Dataset.range(batch * parts, (batch + 1) * parts)
         if dealt is None:
             return numbers.filter(own.has).map(part)
         return numbers.map(lambda number: (number, part(number)))

@@ -24,11 +24,10 @@ if TYPE_CHECKING:
 
 
 class Read(NamedTuple):
-    """A batch that a worker reads. The batch is cut into `of` parts; each of `parts` is a step."""
+    """A batch that a worker reads. Each of `parts`, of all that it is cut into, is a step."""
 
     batch: int
     parts: range
-    of: int
 
 
 def reads(order: Iterable[int], worker: int, workers: int) -> list[Read]:
@@ -41,14 +40,14 @@ def reads(order: Iterable[int], worker: int, workers: int) -> list[Read]:
     """
     order = list(order)
     whole = len(order) // workers * workers
-    own = [Read(batch, range(workers), workers) for batch in order[worker:whole:workers]]
-    return own + [Read(batch, range(worker, worker + 1), workers) for batch in order[whole:]]
+    own = [Read(batch, range(workers)) for batch in order[worker:whole:workers]]
+    return own + [Read(batch, range(worker, worker + 1)) for batch in order[whole:]]
 
 
 def endless_reads(worker: int, workers: int) -> Iterator[Read]:
     """Yields the batches that a worker reads of data without an end; see `reads`."""
     for batch in itertools.count(worker, workers):
-        yield Read(batch, range(workers), workers)
+        yield Read(batch, range(workers))
 
 
 def shuffled(count: int, seed: int, epoch: int) -> list[int]:

@@ -215,17 +215,29 @@ def _method(name: str) -> str:
     return "_".join(words).lower() or name
 
 
-def check_files(dataset: tf.data.Dataset, workers: int) -> None:
-    """Raises ValueError if a dataset reads fewer files than there are workers to divide them."""
+def files_are_divided(dataset: tf.data.Dataset) -> bool:
+    """Returns whether TensorFlow divides a dataset's files among workers, and not its batches."""
     policy = dataset.options().experimental_distribute.auto_shard_policy
     policies = tf.data.experimental.AutoShardPolicy
-    if workers < 2 or policy not in (policies.AUTO, policies.FILE):
+    if policy == policies.AUTO:
+        return files_of(dataset) is not None
+    return policy in (policies.FILE, policies.HINT)
+
+
+def check_files(dataset: tf.data.Dataset, parts: int, of: str = "workers") -> None:
+    """Raises ValueError if a dataset reads fewer files than there are parts to be made of them.
+
+    `of`: whose parts these are.
+    """
+    policy = dataset.options().experimental_distribute.auto_shard_policy
+    policies = tf.data.experimental.AutoShardPolicy
+    if parts < 2 or policy not in (policies.AUTO, policies.FILE):
         return
     count = files_of(dataset)
-    if count is not None and count < workers:
+    if count is not None and count < parts:
         raise ValueError(
             f"the dataset reads {counted(count, 'file')}, and files are divided "
-            f"among the {workers} workers. Write the data to at least {workers} files, or let all "
+            f"among the {parts} {of}. Write the data to at least {parts} files, or let all "
             "workers read all of them and divide the batches: options = tf.data.Options(); "
             "options.experimental_distribute.auto_shard_policy = "
             "tf.data.experimental.AutoShardPolicy.DATA; dataset = dataset.with_options(options). "

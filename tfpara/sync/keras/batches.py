@@ -12,6 +12,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfpara.steps import with_own_memory
 from tfpara.sync.data import reading, same_data
 from tfpara.sync.data.dealt import slice_of
 from tfpara.sync.keras.replacing import data_adapter_utils, data_adapters
@@ -86,29 +87,33 @@ class Steps(data_adapters.data_adapter.DataAdapter):
             raise ValueError("the data have no batch: their length is 0.")
         self._first = [without_none(batch) for batch in batches]
         self._extended = extended
-        self._worker, self._workers = extended.data.share
+        self._shares = extended.data.shares
+        self._by_replica, self._parts = extended.data.is_by_replica, self._shares[0][1]
         self._signature = data_adapter_utils.get_tensor_spec(self._first)
 
     def begin_pass(self) -> None:
         """Begins the next pass over the data."""
 
-    def _batches(self) -> Iterator[tuple[Data, range, int]]:
-        """Yields a batch, its parts that are this worker's steps, and the number of its parts."""
+    def _cuts(self) -> Iterator[tuple[Data, int]]:
+        """Yields a batch and the number of its part that is this worker's, for each of its shares
+        of each step."""
         raise NotImplementedError
 
     def _steps(self) -> Iterator[Nest]:
-        for batch, parts, of in self._batches():
-            batch = without_none(batch)
-            for part in parts:
-                yield part_of(batch, part, of)
+        for batch, part in self._cuts():
+            yield part_of(without_none(batch), part, self._parts)
 
     def get_tf_dataset(self) -> tf.data.Dataset:
         dataset = tf.data.Dataset.from_generator(self._steps, output_signature=self._signature)
+        if self._by_replica:
+            dataset = with_own_memory(dataset)
+            return self._extended.distribute_parts(dataset.prefetch(len(self._shares)))
         return self._extended.distribute_steps(dataset.prefetch(1))
 
     def first_minibatch(self) -> Nest:
         """Returns a minibatch of one replica, for its shapes."""
-        replicas = self._workers * len(self._extended.worker_devices)
+        devices = 1 if self._by_replica else len(self._extended.worker_devices)
+        replicas = self._parts * devices
         return part_of(self._first[0], 0, replicas, at_least=1)
 
     def facts(self) -> dict[str, Json]:
@@ -159,25 +164,30 @@ class PyDatasetSteps(Steps):
     def _note_workers(self) -> None:
         """Prints a note if a resumed run continues a pass of another number of workers."""
         data = self._extended.data
-        former, data.order.workers = data.order.workers, self._workers
-        if data.position.steps and former not in (None, self._workers):
+        former, data.order.workers = data.order.workers, self._parts
+        if data.position.steps and former not in (None, self._parts):
+            counts = " (each device counts as one)" if self._by_replica else ""
             self._extended.notes.tell(
                 f"the run goes on within an epoch, whose PyDataset was divided among {former} "
-                f"workers and now is among {self._workers}: rows of this epoch may be trained "
-                f"twice or not at all. Start {former} workers to have each once."
+                f"workers and now is among {self._parts}{counts}: rows of this epoch may be "
+                f"trained twice or not at all. Start {former} workers to have each once."
             )
 
-    def _batches(self) -> Iterator[tuple[Data, range, int]]:
+    def _cuts(self) -> Iterator[tuple[Data, int]]:
         if self.num_batches is None:
-            plan: Any = reading.endless_reads(self._worker, self._workers)
+            plans: Any = [reading.endless_reads(*share) for share in self._shares]
         else:
-            plan = reading.reads(self.order, self._worker, self._workers)
-        plan, numbers = itertools.tee(plan)
-        wanted = (read.batch for read in numbers)
+            plans = [reading.reads(self.order, *share) for share in self._shares]
+        together, numbers = itertools.tee(zip(*plans, strict=True))
+        # At the end of a pass the shares are of one batch, which is read once.
+        wanted = (k for reads in numbers for k in dict.fromkeys(read.batch for read in reads))
         batches = reading.ahead(self._dataset, wanted, self._processes)
         with contextlib.closing(batches):
-            for batch, read in zip(batches, plan, strict=True):
-                yield self._adapter._standardize_batch(batch), read.parts, read.of
+            for reads in together:
+                read_now = dict.fromkeys(read.batch for read in reads)
+                found = {k: self._adapter._standardize_batch(next(batches)) for k in read_now}
+                for parts in zip(*(read.parts for read in reads), strict=True):
+                    yield from zip((found[read.batch] for read in reads), parts, strict=True)
 
     @property
     def num_batches(self) -> int | None:
@@ -198,7 +208,7 @@ class PyDatasetSteps(Steps):
         """
         self._hooks_called += 1
         seed = self._extended.data.order.seed
-        if self._workers == 1 or seed is None:
+        if self._parts == 1 or seed is None:
             return contextlib.nullcontext()
         return reading.common_randomness(f"{seed}/{self._hooks_called}")
 
@@ -213,9 +223,10 @@ class GeneratorSteps(Steps):
     def facts(self) -> dict[str, Json]:
         return {"kind": "generator", **super().facts()}
 
-    def _batches(self) -> Iterator[tuple[Data, range, int]]:
+    def _cuts(self) -> Iterator[tuple[Data, int]]:
         for batch in self._rest:
-            yield batch, range(self._worker, self._worker + 1), self._workers
+            for part, _ in self._shares:
+                yield batch, part
 
 
 def shown_values(batches: list[Data]) -> list[Json]:

@@ -76,7 +76,8 @@ def _inside(extended: PeriodicSyncExtended, replica: int, numbers: Sequence[int]
         return unknown
     adapter = passes.data_adapter
     if isinstance(adapter, PyDatasetSteps) and adapter.num_batches is not None:
-        reads = reading.reads(adapter.order, *extended.data.share)
+        shares = extended.data.shares
+        reads = reading.reads(adapter.order, *shares[min(replica, len(shares) - 1)])
         batches = [read.batch for read in reads for _ in read.parts]
         return [f" (of batch {batches[number - 1]})" for number in numbers]
     if not isinstance(adapter, data_adapters.ArrayDataAdapter):

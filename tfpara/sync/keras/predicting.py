@@ -46,7 +46,8 @@ def predict(
 ) -> Nest | None:
     """Returns the predictions of all rows; see `PeriodicSyncStrategy.predict`.
 
-    Worker r of W has the rows, or batches, from n·r // W to before n·(r + 1) // W.
+    A worker with replicas i … j of N has the rows, or batches, from n·i // N to before
+    n·(j + 1) // N.
     """
     worker = strategy.extended.worker
     given: dict[str, Any] = {"batch_size": batch_size, "verbose": verbose}
@@ -61,12 +62,14 @@ def predict(
         problem = same_data.difference(facts, _REMEDY)
         if problem:
             raise ValueError(problem)
-        own = reading.bounds(whole.length, worker.rank, worker.num_workers)
+        ids, replicas = worker.replica_ids, worker.replicas
+        start = reading.bounds(whole.length, ids[0], replicas).start
+        stop = reading.bounds(whole.length, ids[-1], replicas).stop
         # A worker without rows predicts one, to know the structure of the outputs.
-        first = min(own.start, whole.length - 1)
-        outputs = model.predict(whole.part(first, max(own.stop, first + 1)), **given)
+        first = min(start, whole.length - 1)
+        outputs = model.predict(whole.part(first, max(stop, first + 1)), **given)
         keeps = not only_chief or worker.rank == 0
-        kept = None if own.stop > own.start else 0
+        kept = None if stop > start else 0
         rows = [_gathered(leaf[:kept], worker, keeps) for leaf in keras.tree.flatten(outputs)]
         if worker.changes:
             # A worker that passes this knows that all have the rows, even if one is lost.

@@ -143,7 +143,10 @@ class Consensus:
                 lambda table: [self._are_apart(table)], [reports], tf.TensorSpec([], tf.bool)
             )
             told = functools.partial(self._told, patient=False)
-            return reports[::devices, SAMPLES], tf.cond(differ, told, lambda: tf.constant(""))
+            numbers = reports[::devices, SAMPLES]
+            if self._site.company.unlike_devices:
+                numbers = tf.gather(reports[:, SAMPLES], self._site.first_replicas(0))
+            return numbers, tf.cond(differ, told, lambda: tf.constant(""))
 
     def report(self, running: tf.Tensor | bool, anchors: Buckets) -> tuple[tf.Tensor, tf.Tensor]:
         """Returns when this worker came to the sync, and its reports, [local replicas, columns]."""
@@ -245,6 +248,10 @@ class Consensus:
             return rows, []
         self.began.assign(began)
         width, arrived = self.columns.width, []
+        of_workers = self._site.company.unlike_devices
+        if of_workers:
+            # Rows of workers with fewer devices are filled up, since all must send equally many.
+            rows = tf.pad(rows, [[0, max(of_workers) - rows.shape[0]], [0, 0]])
         with phase("wait"):
             # The bits travel as whole numbers, so that nothing is rounded.
             sent = [tf.bitcast(vector, tf.int32) for vector in carried]
@@ -253,12 +260,15 @@ class Consensus:
                 rows = tf.concat([*sent, bits, tf.zeros([-bits.shape[0] % ALIGNED], tf.int32)], 0)
             table = self._site.reports.all_gather(rows, f"{self._site.name}/report")
             if sent:
-                of_workers = tf.unstack(table, num=self._site.reports.size)
-                arrived = [tf.bitcast(each[: self.carried], tf.float32) for each in of_workers]
+                received = tf.unstack(table, num=self._site.reports.size)
+                arrived = [tf.bitcast(each[: self.carried], tf.float32) for each in received]
                 last = self.carried + bits.shape[0]
-                bits = tf.stack([each[self.carried : last] for each in of_workers])
+                bits = tf.stack([each[self.carried : last] for each in received])
                 table = tf.bitcast(tf.reshape(bits, [-1, width, 2]), tf.float64)
         reports = tf.reshape(table, [-1, width])
+        if of_workers:
+            there = np.arange(max(of_workers)) < np.array(of_workers)[:, np.newaxis]
+            reports = tf.gather(reports, np.flatnonzero(there))
         with tf.control_dependencies([reports]):
             self.began.assign(0.0)
         return reports, arrived
@@ -349,8 +359,8 @@ class Consensus:
 
     def _problem_of(self, table: Array) -> str:
         """Returns the problem that forbids the sync, or ""; without one, updates `weights_seen`."""
-        names, own = self._replicas.averaged_names, len(self._site.devices)
-        text = problem_of(table, self.columns, names, own, self._share)
+        names, firsts = self._replicas.averaged_names, self._site.first_replicas(len(table))
+        text = problem_of(table, self.columns, names, firsts, self._share)
         if not text and len(table) == len(self.weights_seen):
             self.weights_seen += table[:, self.columns.samples].max(1)
         return text
@@ -366,6 +376,7 @@ class Consensus:
             self.columns,
             text,
             local=slice(first, first + own),
+            first_replicas=self._site.first_replicas(len(table)),
             replicas=replicas,
             # With F fragments, each fragment's block is F sync periods long.
             block=share or float(period) * self._fragments,

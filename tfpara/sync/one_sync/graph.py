@@ -80,7 +80,8 @@ class SyncGraph:
         if compression != "none" and aggregation == "auto":
             aggregation = "sharded"
         sizes = replicas.layout.bucket_sizes
-        chosen = aggregations.choose(aggregation, sizes, site.collectives, site.devices)
+        unlike = site.company.unlike_devices
+        chosen = aggregations.choose(aggregation, sizes, site.collectives, site.devices, unlike)
         with tf.device(site.devices[0]):
             self.global_state = GlobalState(chosen, settings, replicas)
             self.compressed = None

@@ -7,6 +7,7 @@ parts.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
@@ -82,28 +83,37 @@ class Sharded:
     """Every replica keeps 1/N of each bucket, on its own device: paper 000, section 3.2.
 
     A sync is a reduce-scatter, the rule applied to the local parts, and an all-gather. Buckets are
-    padded with zeros to N equal parts.
+    padded with zeros to N equal parts. If workers have unlike numbers of devices, the workers have
+    equal parts, and the devices of each worker have equal parts of that of the worker.
+
+    `unlike` is the number of devices of each worker, if they differ.
     """
 
     def __init__(
-        self, bucket_sizes: Sequence[int], collectives: Collectives, devices: Sequence[str]
+        self,
+        bucket_sizes: Sequence[int],
+        collectives: Collectives,
+        devices: Sequence[str],
+        unlike: Sequence[int] = (),
     ) -> None:
         self.holders: Sequence[str] = list(devices)
         self._sizes = list(bucket_sizes)
         self._collectives = collectives
-        self._replicas = collectives.size * len(devices)
-        self._lengths = [-(-size // self._replicas) for size in self._sizes]  # lengths of one part
+        of_worker = math.lcm(len(devices), *unlike)
+        self._units = collectives.size * of_worker  # equal pieces of which parts are made
+        each = of_worker // len(devices)
+        self._lengths = [-(-size // self._units) * each for size in self._sizes]  # of one part
 
     def parts(self, holder: int) -> list[Part]:
-        replica = self._collectives.rank * len(self.holders) + holder
+        number = self._collectives.rank * len(self.holders) + holder
         return [
-            Part(k, replica * length, (replica + 1) * length)
+            Part(k, number * length, (number + 1) * length)
             for k, length in enumerate(self._lengths)
         ]
 
     def padded(self, bucket: tf.Tensor) -> tf.Tensor:
-        """Returns a bucket with zeros appended, so that it has N equal parts."""
-        missing = -int(bucket.shape[0]) % self._replicas
+        """Returns a bucket with zeros appended, so that it can be cut into the parts."""
+        missing = -int(bucket.shape[0]) % self._units
         return tf.pad(bucket, [[0, missing]]) if missing else bucket
 
     def gather(self, per_device: Sequence[Sequence[tf.Tensor]], name: str) -> list[list[tf.Tensor]]:
@@ -145,9 +155,13 @@ class Sharded:
 
 
 def choose(
-    aggregation: str, bucket_sizes: Sequence[int], collectives: Collectives, devices: Sequence[str]
+    aggregation: str,
+    bucket_sizes: Sequence[int],
+    collectives: Collectives,
+    devices: Sequence[str],
+    unlike: Sequence[int] = (),
 ) -> Aggregation:
-    """Returns the aggregation of this name: "replicated", "sharded" or "auto".
+    """Returns the aggregation of this name: "replicated", "sharded" or "auto"; see `Sharded`.
 
     "auto" shards if there are several replicas and the model has `SHARDED_FROM_BYTES` or more, or
     `ALWAYS_SHARDED_FROM_BYTES` where a sharded sync takes longer on slow links.
@@ -157,5 +171,6 @@ def choose(
         least = SHARDED_FROM_BYTES if collectives.scatters_well else ALWAYS_SHARDED_FROM_BYTES
         is_large = 4 * sum(bucket_sizes) >= least
         aggregation = "sharded" if several and is_large else "replicated"
-    kind = Sharded if aggregation == "sharded" else Replicated
-    return kind(bucket_sizes, collectives, devices)
+    if aggregation == "sharded":
+        return Sharded(bucket_sizes, collectives, devices, unlike)
+    return Replicated(bucket_sizes, collectives, devices)

@@ -58,6 +58,13 @@ class Site(NamedTuple):
         """
         return self.company.replicas_now(len(self.devices))
 
+    def first_replicas(self, replicas: int) -> Sequence[int]:
+        """Returns the number of each worker's first replica among so many."""
+        unlike = self.company.unlike_devices
+        return [sum(unlike[:k]) for k in range(len(unlike))] or range(
+            0, replicas, len(self.devices)
+        )
+
     @property
     def is_alone(self) -> bool:
         """Whether this worker trains alone, now and later."""

@@ -23,6 +23,7 @@ a vector of float64 with these columns:
 
 from __future__ import annotations
 
+import bisect
 import enum
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -157,7 +158,7 @@ def problem_of(
     reports: Array,
     columns: Columns,
     weight_names: Sequence[str] | None = None,
-    replicas_per_worker: int = 1,
+    first_replicas: Sequence[int] | None = None,
     share: float = 1.0,
 ) -> str:
     """Returns the sentence that says why the table of reports forbids a sync, or "".
@@ -167,11 +168,15 @@ def problem_of(
 
     Args:
         weight_names: names of the weights, by the index that a report gives; None: the index.
+        first_replicas: the number of each worker's first replica; None: each has one.
         share: the share of an epoch's minibatches that may be left out for NaN or Inf.
     """
 
     def owner(replica: int) -> str:
-        return f"replica {replica} (worker {replica // replicas_per_worker})"
+        worker = replica
+        if first_replicas is not None:
+            worker = bisect.bisect(first_replicas, replica) - 1
+        return f"replica {replica} (worker {worker})"
 
     bad = reports[:, NONFINITE]
     if not (bad < 0.0).all():
@@ -310,6 +315,7 @@ def decide(
     replicas: int,
     block: float,
     by_speed: bool = False,
+    first_replicas: Sequence[int] = (),
 ) -> Decision:
     """Returns the decision that follows from the table of reports.
 
@@ -320,8 +326,11 @@ def decide(
         block: minibatches of a whole block.
         by_speed: whether replicas have unlike numbers of minibatches in a whole block, of which
             `block` is the mean. Then the mean of their steps counts, for learning rates too.
+        first_replicas: the rows of the workers' first replicas; empty: all workers have as many
+            replicas as this one.
     """
     running = reports[:, RUNNING]
+    firsts = list(first_replicas) or slice(0, None, local.stop - local.start)
     samples = _counted(reports, columns, replicas, block)
     totals = samples.sum(0)
     portions = (samples / np.where(totals > 0.0, totals, 1.0)).T
@@ -333,7 +342,7 @@ def decide(
         is_last=not running.any(),
         agreed=np.array([reports[:, REQUEST].max(), running.sum(), len(reports)]),
         counts=np.rint(counts.mean(0)) if by_speed else counts.max(0),
-        trained=reports[:: local.stop - local.start, columns.steps.start],
+        trained=reports[firsts, columns.steps.start],
         committed=(totals > 0.0) & (problem == ""),
         steps=steps,
         portions=portions[:, local],

@@ -28,7 +28,8 @@ class Kind(enum.Enum):
         former number.
     RANDOM: a state of a seed generator. It is taken like MODEL, but a replica beyond the former
         number keeps its own.
-    REPLICA: a replica's own value. It is dropped if the number of replicas has changed.
+    REPLICA: a replica's own value. It is dropped if the number of replicas has changed, or how
+        they are divided among workers.
     BLOCK: belongs to the open block, of one replica or the same on all workers. It is restored when
         `fit` continues the epoch, and dropped if the number of replicas has changed.
     WORKER: a counter of one worker. A return to an earlier epoch does not change it.

@@ -42,7 +42,7 @@ class SyncStatistics(NamedTuple):
         return SyncStatistics._make(sums)._replace(distance=later.distance)
 
     def of_epoch(
-        self, begin: SyncStatistics, first: SyncStatistics, seconds: float, workers: int
+        self, begin: SyncStatistics, first: SyncStatistics, seconds: float, times: float
     ) -> dict[str, float]:
         """Returns TensorBoard's values of an epoch at whose end these are the statistics.
 
@@ -50,11 +50,11 @@ class SyncStatistics(NamedTuple):
             begin: the statistics at the begin of the epoch.
             first: those after its first step.
             seconds: the time since that step.
-            workers: the number of workers; each counts its own samples.
+            times: all replicas over those of this worker, whose samples are counted.
         """
         waited = self.sync_seconds - first.sync_seconds
         return {
-            "samples_per_second": (self.samples - first.samples) * workers / seconds,
+            "samples_per_second": (self.samples - first.samples) * times / seconds,
             "syncs": float(self.syncs - begin.syncs),
             "sync_ms": 1000.0 * waited / max(self.syncs - first.syncs, 1),
             "sync_fraction": waited / seconds,

@@ -411,10 +411,9 @@ class Synchronizer:
         if self._variables.moments:
             self.graph.averaging.restart_moments()
             counts = [[tf.cast(c, tf.float64) for c in own] for own in self._variables.counts]
-            table = self._site.reports.all_gather(
-                tf.transpose(tf.stack(counts)), f"{self.name}/counts"
-            )
-            self.graph.replicas.write_counts(tf.reduce_max(table, [0, 1]))
+            largest = tf.reduce_max(tf.stack(counts), 1)  # of this worker
+            table = self._site.reports.all_gather(largest, f"{self.name}/counts")
+            self.graph.replicas.write_counts(tf.reduce_max(table, 0))
 
     def replica_values(self, replica: int) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
         """Returns copies of the weights and the state of a local replica."""

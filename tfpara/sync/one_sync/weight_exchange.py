@@ -322,6 +322,7 @@ class WithReports:
             and isinstance(site.collectives, TensorFlowCollectives)
             and len(replicas.devices) == 1
             and "CPU" in replicas.devices[0].upper()
+            and not (site.company.unlike_devices or len(site.company.kinds) > 1)
             and not site.company.changes
         )
         made = cls(replicas)

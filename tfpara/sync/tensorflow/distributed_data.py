@@ -6,7 +6,7 @@ import contextlib
 import copy
 import dataclasses
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from tfpara.steps import with_open_batches, with_own_memory, without_tuner
 from tfpara.sync.data.balance import Balance
-from tfpara.sync.data.dealt import Dealt
+from tfpara.sync.data.dealt import Dealt, rows_of_all, slice_of
 from tfpara.sync.data.position import Position
 from tfpara.sync.data.reading import Order, shuffled, shuffled_rows
 from tfpara.sync.data.same_data import (
@@ -24,6 +24,7 @@ from tfpara.sync.data.same_data import (
     check_files,
     difference,
     divided_between_workers,
+    files_are_divided,
 )
 from tfpara.sync.momentum_fit import MomentumFit
 from tfpara.sync.tensorflow.device_datasets import iterator_over
@@ -66,6 +67,21 @@ class DistributedData:
         """The number of this worker's part of the data, from 0, and the number of parts."""
         return (0, 1) if self._undivided else (self.worker.rank, self.worker.num_workers)
 
+    @property
+    def is_by_replica(self) -> bool:
+        """Whether each replica has a part of its own, as workers have unlike numbers of devices.
+
+        This worker's data are then those of as many workers of one device, in turn.
+        """
+        return self.worker.among_unlike and not self._undivided
+
+    @property
+    def shares(self) -> list[tuple[int, int]]:
+        """This worker's shares of each step's data: each as `share`, and for each replica if so."""
+        if not self.is_by_replica:
+            return [self.share]
+        return [(replica, self.worker.replicas) for replica in self.worker.replica_ids]
+
     @contextlib.contextmanager
     def undivided(self) -> Iterator[None]:
         """Gives datasets that are distributed inside whole to this worker's replicas."""
@@ -80,7 +96,8 @@ class DistributedData:
         worker = self.worker
         # Before a worker has joined an elastic run, its rank may be too large for the members.
         rank = worker.rank % worker.num_workers
-        return DataPlace(rank, worker.num_workers, len(worker.devices), epoch, first, dealt)
+        unlike = worker.company.unlike_devices if worker.among_unlike else ()
+        return DataPlace(rank, worker.num_workers, len(worker.devices), epoch, first, dealt, unlike)
 
     # -- passes ----------------------------------------------------------------------------------
 
@@ -203,6 +220,26 @@ class DistributedData:
                 # times as many steps.
                 distributed._cardinality *= self.worker.num_workers
         return distributed
+
+    def parts_of(self, dataset: tf.data.Dataset, distribute: _Distribute) -> tf.data.Dataset:
+        """Returns the minibatches of this worker's replicas, in turn, of a dataset of batches.
+
+        They are those of a run in which each replica is a worker; see `divided`.
+        """
+        own, parts = self.worker.replica_ids, self.worker.replicas
+        check_batched(dataset.element_spec)
+        dataset = _safe(dataset)
+        if not divided_between_workers(dataset):
+            return _cut(dataset, range(parts), parts)
+        if not files_are_divided(dataset):
+            return _cut(dataset, own, parts)
+        check_files(dataset, parts, "replicas, since workers have unlike numbers of devices")
+        of_replicas = []
+        for replica in own:
+            with self.worker.as_one_of([1] * parts, replica):
+                of_replicas += distribute(dataset)._cloned_datasets
+        turns = tf.data.Dataset.range(len(own)).repeat()
+        return tf.data.Dataset.choose_from_datasets(of_replicas, turns, stop_on_empty_dataset=False)
 
     def from_function(self, dataset_fn: _DatasetFn, make: _FromFunction) -> Any:
         """Returns the data of a user's function, which makes this worker's minibatches.
@@ -340,6 +377,32 @@ class _Dataset(_input_lib.DistributedDataset):
 
     def __iter__(self) -> Iterator[Nest]:
         return self.data.resumed(self, super().__iter__)
+
+
+def _cut(dataset: tf.data.Dataset, own: Sequence[int], parts: int) -> tf.data.Dataset:
+    """Cuts each batch into parts, as TensorFlow does for several workers; returns some of them.
+
+    Of B rows a part has B / `parts`, rounded up, as long as there are rows. `own` are the numbers
+    of the parts that are returned.
+    """
+
+    @tf.autograph.experimental.do_not_convert
+    def of_batch(*given: Nest) -> tf.data.Dataset:
+        batch = given if isinstance(dataset.element_spec, tuple) else given[0]
+        rows = rows_of_all(batch)
+        size = (rows + parts - 1) // parts
+
+        def part(number: tf.Tensor) -> Nest:
+            begin = tf.minimum(number * size, rows)
+            return tf.nest.map_structure(lambda leaf: slice_of(leaf, begin, begin + size), batch)
+
+        return tf.data.Dataset.range(own[0], own[-1] + 1).map(part)
+
+    made, count = dataset.flat_map(of_batch), int(dataset.cardinality())
+    if count == tf.data.UNKNOWN_CARDINALITY:
+        return made
+    known = count if count == tf.data.INFINITE_CARDINALITY else count * len(own)
+    return made.apply(tf.data.experimental.assert_cardinality(known))
 
 
 def _safe(dataset: tf.data.Dataset) -> tf.data.Dataset:

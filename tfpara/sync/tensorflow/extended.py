@@ -18,7 +18,7 @@ from tfpara.sync.data.balance import Balance
 from tfpara.sync.momentum_fit import MomentumFit
 from tfpara.sync.notes import Notes
 from tfpara.sync.settings import Settings
-from tfpara.sync.tensorflow import links
+from tfpara.sync.tensorflow import links as of_links
 from tfpara.sync.tensorflow.devices import checked_devices
 from tfpara.sync.tensorflow.distributed_data import DistributedData
 from tfpara.sync.tensorflow.links import BETWEEN_STRATEGIES, LATER_SECONDS, Links
@@ -76,9 +76,9 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         self.waits = Waits(found, self.worker, bool(settings.overlap))
         horovod = settings.collectives == "horovod" and found.num_workers > 1
         if company.changes:
-            links.without_coordination()
+            of_links.without_coordination()
         served = not horovod and found.num_workers > 1
-        earlier = links.served[found] if served else 0
+        earlier = of_links.served[found] if served else 0
         # For a second strategy the parent would start the server anew, and lose the requests of a
         # faster worker. So the server stays, and each strategy has keys of its own.
         self._std_server_started = earlier > 0
@@ -92,14 +92,24 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         if not horovod:
             self.worker.host = f"{self._worker_device}/device:CPU:0"
         if served:
-            links.served[found] += 1
-        replicas = company.founding_replicas(len(self.worker_devices))
-        self.settings = settings = settings.resolved(replicas)
-        company.attach(self)
-        self.links = Links(found, settings, self.worker, earlier)
-        self._make_parts()
-        if found.num_workers > 1:
+            of_links.served[found] += 1
+        if company.changes or found.num_workers == 1:
+            self._resolve(settings)
+            company.attach(self)
+        else:
+            company.attach(self)
+            links = Links(found, settings, self.worker, earlier)
+            self.waits.abort = links.abort
             self.waits.watch(settings.timeout_seconds)
+            links.tell_devices()
+            self._resolve(settings)
+        self.links = Links(found, self.settings, self.worker, earlier)
+        self._make_parts()
+
+    def _resolve(self, settings: Settings) -> None:
+        """Sets the settings, with the rule resolved for the replicas that begin the run."""
+        replicas = self.worker.company.founding_replicas(len(self.worker_devices))
+        self.settings = settings.resolved(replicas)
 
     def _make_parts(self) -> None:
         """Makes the parts of the strategy; each gets those before it that it needs."""
@@ -150,6 +160,17 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
     @_id_in_cluster.setter
     def _id_in_cluster(self, rank: int) -> None:
         self.worker.rank = rank
+
+    # The parent computes these three as if all workers had equally many devices.
+    @property
+    def _num_replicas_in_sync(self) -> int:
+        return self.worker.replicas
+
+    def _get_replica_id_in_sync_group(self, replica_id: int) -> int:
+        return self.worker.first_replica + replica_id
+
+    def _get_local_replica_id(self, replica_id_in_sync_group: int) -> int:
+        return replica_id_in_sync_group - self.worker.first_replica
 
     def take_place(self, num_workers: int, rank: int) -> None:
         """Sets what TensorFlow has derived from its list of workers.
@@ -283,7 +304,10 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         self, dataset: tf.data.Dataset, options: object
     ) -> tf.distribute.DistributedDataset:
         distribute = super()._experimental_distribute_dataset
-        return self.data.divided(dataset, lambda given: distribute(given, options))
+        if not self.data.is_by_replica:
+            return self.data.divided(dataset, lambda given: distribute(given, options))
+        parts = self.data.parts_of(dataset, lambda given: distribute(given, options))
+        return self.distribute_parts(parts)
 
     def _distribute_datasets_from_function(
         self, dataset_fn: Callable[..., tf.data.Dataset], options: Any
@@ -291,10 +315,23 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         make = super()._distribute_datasets_from_function
         return self.data.from_function(dataset_fn, lambda prepared: make(prepared, options))
 
+    def _experimental_distribute_values_from_function(
+        self, value_fn: Callable[[tf.distribute.experimental.ValueContext], Nest]
+    ) -> Any:
+        # The parent numbers replicas as if all workers had equally many devices.
+        context, own = tf.distribute.experimental.ValueContext, iter(self.worker.replica_ids)
+        return super()._experimental_distribute_values_from_function(
+            lambda _: value_fn(context(next(own), self.worker.replicas))
+        )
+
     def distribute_steps(self, dataset: tf.data.Dataset) -> tf.distribute.DistributedDataset:
         """Distributes a dataset of this worker's steps over its own devices alone."""
         with self.worker.alone():
             return self._experimental_distribute_dataset(dataset, None)
+
+    def distribute_parts(self, dataset: tf.data.Dataset) -> Any:
+        """Distributes minibatches over this worker's devices, one to each in turn."""
+        return self._distribute_datasets_from_function(lambda context: dataset, None)
 
     def datasets_by_epoch(self, dataset_fn: Callable[..., tf.data.Dataset]) -> Any:
         """Distributes datasets that a function makes anew for each epoch."""

@@ -20,6 +20,7 @@ from tfpara.sync.settings import Settings
 from tfpara.sync.tensorflow.devices import card_of
 from tfpara.sync.tensorflow_private import context as _context
 from tfpara.sync.workers.json_exchange import everyones
+from tfpara.sync.workers.meetings import Control
 from tfpara.sync.workers.settings_check import agree
 from tfpara.sync.workers.worker import Worker
 
@@ -56,7 +57,9 @@ class Links:
         self._settings = settings
         self._worker = worker
         self._earlier = earlier
-        self.collectives = self._between(0, worker.devices[0])  # or NCCL's: see `compare`
+        # TensorFlow connects devices of one kind. Between a GPU and a CPU the hosts are connected.
+        lead = worker.host if len(worker.kinds) > 1 else worker.devices[0]
+        self.collectives = self._between(0, lead)  # or NCCL's: see `compare`
         self.reports = self._between(1, worker.host)
         self.connected_by = ""
 
@@ -88,21 +91,27 @@ class Links:
             self._found.tasks, *place, communication, group, members, waiting
         )
 
+    def tell_devices(self) -> None:
+        """Tells the company which devices its fixed workers have; every worker must call it."""
+        worker, company = self._worker, self._worker.company
+        control = Control(self.for_control(), worker.call_site, tuple, company)
+        told = everyones([len(worker.devices), worker.kind], control, START)
+        counts, kinds = zip(*told, strict=True)
+        company.kinds = frozenset(kinds)
+        company.unlike_devices = counts if len(set(counts)) > 1 else ()
+
     def compare(self) -> None:
         """Compares the workers' settings, and gives all workers the chief's random states."""
-        agree(
-            {
-                **self._settings.fingerprint(),
-                "devices per worker": len(self._worker.devices),
-                "kind of devices": self._worker.kind,
-                "fast reduce-scatter": self.collectives.scatters_well,
-            },
-            self._worker.control,
-            START,
-        )
+        terms = self._settings.fingerprint()
+        terms["fast reduce-scatter"] = self.collectives.scatters_well
+        if self._worker.changes:
+            # A joiner takes over another worker's replicas, one for each device.
+            terms["devices per worker"] = len(self._worker.devices)
+            terms["kind of devices"] = self._worker.kind
+        agree(terms, self._worker.control, START)
         if self._worker.num_workers == 1:
             return
-        card = card_of(self._worker.devices[0]) if self._worker.kind == "GPU" else None
+        card = card_of(self._worker.devices[0]) if self._worker.kinds == {"GPU"} else None
         mine = [self._worker.rank, card, random_states()]
         ranks, cards, states = zip(*everyones(mine, self._worker.control, START), strict=True)
         if not self._worker.changes and ranks != tuple(range(self._worker.num_workers)):
@@ -124,15 +133,18 @@ class Links:
 
     def connect_by(self, cards: Sequence[str | None]) -> None:
         """Chooses how the weights travel, from the cards of the workers' lead devices."""
+        kinds = self._worker.kinds
         chosen, why = choose_communication(
             self._settings.communication,
-            self._worker.kind,
+            " and ".join(sorted(kinds)),
             cards,
             members_change=self._worker.changes,
         )
         if chosen == "NCCL":
             self.collectives = self._between(0, self._worker.devices[0], communication=chosen)
-        if self._worker.kind == "GPU":
+        if len(kinds) > 1:
+            self.connected_by = "workers on GPUs and on CPUs are connected by a ring over gRPC"
+        elif kinds == {"GPU"}:
             way = "NCCL" if chosen == "NCCL" else "a ring over gRPC"
             self.connected_by = f"the workers' GPUs are connected by {way}: {why}"
 

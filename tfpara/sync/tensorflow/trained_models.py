@@ -379,11 +379,12 @@ class TrainedModels:
         synchronizer = self.synchronizer_of(model)
         # The block is closed first, since that changes the weights.
         self.finish_blocks(call("strategy.broadcast_replica()"))
-        worker, device = divmod(replica, len(self._worker.devices))
-        weights, state = synchronizer.replica_values(device)
+        own = self._worker.replica_ids
+        has_it = replica in own
+        weights, state = synchronizer.replica_values(own.index(replica) if has_it else 0)
 
         def from_worker(k: int, tensor: tf.Tensor) -> tf.Tensor:
-            mine = tensor if worker == self._worker.rank else tf.zeros_like(tensor)
+            mine = tensor if has_it else tf.zeros_like(tensor)
             flat = tf.reshape(mine, [-1])
             total = self._worker.control.collectives.all_reduce([flat], f"replica/{k}")[0]
             return tf.reshape(total, tensor.shape)

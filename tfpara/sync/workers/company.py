@@ -28,10 +28,14 @@ class Company(abc.ABC):
     Attributes:
         changes: whether workers may join and leave.
         epoch_units: the position in the epoch.
+        unlike_devices: the number of devices of each worker, by rank, if they differ; else empty.
+        kinds: the kinds of all workers' devices, such as "CPU"; empty: not told yet.
     """
 
     changes = False
     epoch_units: EpochUnits
+    unlike_devices: Sequence[int] = ()
+    kinds: frozenset[str] = frozenset()
 
     @property
     def joining(self) -> bool:
@@ -65,7 +69,7 @@ class Company(abc.ABC):
 
     @abc.abstractmethod
     def replicas_now(self, devices: int) -> tuple[Scalar, Scalar]:
-        """Returns N, and the index of this worker's first replica, for `devices` on each worker.
+        """Returns N, and the index of this worker's first replica, for its number of `devices`.
 
         In an elastic run both are tensors, which are read anew each time the graph runs.
         """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 
@@ -16,10 +16,11 @@ class DataPlace:
     Attributes:
         worker: number of the worker, from 0.
         workers: number of workers that share the data.
-        devices: number of devices of each worker, with a replica on each.
+        devices: number of devices of this worker, with a replica on each.
         epoch: number of the epoch, from 0.
         first: number of minibatches of the epoch, over all replicas, that are left out.
         dealt: the `Dealt` of the worker's minibatches if speeds decide; None: its number decides.
+        unlike: number of devices of each worker, if they differ; else empty.
     """
 
     worker: int
@@ -28,15 +29,17 @@ class DataPlace:
     epoch: int
     first: int = 0
     dealt: Any = None
+    unlike: Sequence[int] = ()
 
     @property
     def num_replicas(self) -> int:
-        return self.workers * self.devices
+        return sum(self.unlike) or self.workers * self.devices
 
     @property
     def replica_ids(self) -> list[int]:
         """The numbers of the worker's replicas among all."""
-        return list(range(self.worker * self.devices, (self.worker + 1) * self.devices))
+        first = sum(self.unlike[: self.worker]) or self.worker * self.devices
+        return list(range(first, first + self.devices))
 
 
 # A context variable, set while a dataset is constructed. Threads of tf.data, which read it later,

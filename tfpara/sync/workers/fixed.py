@@ -55,10 +55,11 @@ class Fixed(Company):
         return self._found.rank == 0
 
     def replicas_now(self, devices: int) -> tuple[Scalar, Scalar]:
-        return self._found.num_workers * devices, self._found.rank * devices
+        of_workers = self.unlike_devices or [devices] * self._found.num_workers
+        return sum(of_workers), sum(of_workers[: self._found.rank])
 
     def founding_replicas(self, devices: int) -> int:
-        return self._found.num_workers * devices
+        return int(self.replicas_now(devices)[0])
 
     def resolver(self) -> tf.distribute.cluster_resolver.ClusterResolver:
         found = ALONE if self._by_horovod else self._found

@@ -9,7 +9,10 @@ from tfpara.sync.workers.json_exchange import everyones
 from tfpara.sync.workers.meetings import Control
 
 # What to do where a setting differs that cannot be the same.
-_FIXES = {"devices per worker": "Where numbers of devices differ, start a worker for each device."}
+_FIXES = {
+    "devices per worker": "Where numbers of devices differ, start a worker for each device, or "
+    "leave elastic= out."
+}
 
 
 class FingerprintError(ValueError):

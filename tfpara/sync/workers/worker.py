@@ -19,9 +19,8 @@ class Worker:
         company: the workers that take part.
         num_workers: number of workers; in an elastic run it changes, and so does `rank`.
         rank: number of this worker, by which data and seeds are divided; 0 is the chief.
-        devices: names of this worker's devices, the lead device first; all workers have equally
-            many.
-        kind: kind of the devices, "CPU" or "GPU".
+        devices: names of this worker's devices, the lead device first.
+        kind: kind of these devices, "CPU" or "GPU".
         host: the device for small exchanges.
         call_site: the place of this process in its script.
         control: exchanges between the workers that Python code calls.
@@ -35,6 +34,7 @@ class Worker:
     host: str = "CPU:0"
     call_site: CallSite = dataclasses.field(default_factory=CallSite)
     control: Control = dataclasses.field(init=False)
+    _place: Sequence[int] = ()  # the devices of each worker, inside of `as_one_of`
 
     @property
     def changes(self) -> bool:
@@ -43,18 +43,48 @@ class Worker:
     @property
     def replicas(self) -> int:
         """N, the replicas of all workers."""
-        return self.num_workers * len(self.devices)
+        return sum(self._of_workers) or self.num_workers * len(self.devices)
 
     @property
     def first_replica(self) -> int:
         """The number, among 0 … N − 1, of this worker's first replica."""
-        return self.rank * len(self.devices)
+        return sum(self._of_workers[: self.rank]) or self.rank * len(self.devices)
+
+    @property
+    def kinds(self) -> frozenset[str]:
+        """The kinds of the devices of all workers, as far as they are known."""
+        return self.company.kinds or frozenset([self.kind])
+
+    @property
+    def replica_ids(self) -> range:
+        """The numbers, among 0 … N − 1, of this worker's replicas."""
+        return range(self.first_replica, self.first_replica + len(self.devices))
+
+    @property
+    def among_unlike(self) -> bool:
+        """Whether workers have unlike numbers of devices."""
+        return bool(self.company.unlike_devices) and not self._place
+
+    @property
+    def _of_workers(self) -> Sequence[int]:
+        """The number of devices of each worker; empty: all have as many as this one."""
+        return self._place or self.company.unlike_devices
 
     @contextlib.contextmanager
-    def alone(self) -> Iterator[None]:
-        """A context in which new objects take this worker for the only one."""
-        former, (self.num_workers, self.rank) = (self.num_workers, self.rank), (1, 0)
+    def as_one_of(self, of_workers: Sequence[int], rank: int) -> Iterator[None]:
+        """A context in which new objects take this worker for another one.
+
+        Args:
+            of_workers: the number of devices of each worker.
+            rank: the rank of this worker among them.
+        """
+        former = self.num_workers, self.rank, self._place
+        self.num_workers, self.rank, self._place = len(of_workers), rank, of_workers
         try:
             yield
         finally:
-            self.num_workers, self.rank = former
+            self.num_workers, self.rank, self._place = former
+
+    def alone(self) -> contextlib.AbstractContextManager[None]:
+        """A context in which new objects take this worker for the only one."""
+        return self.as_one_of([len(self.devices)], 0)

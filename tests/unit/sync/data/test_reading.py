@@ -25,7 +25,7 @@ def test_each_part_of_each_batch_has_one_reader(count, workers):
     rows = [0] * (10 * count)
     for read in (read for plan in plans for read in plan):
         for part in read.parts:
-            for row in range(10)[reading.bounds(10, part, read.of)]:
+            for row in range(10)[reading.bounds(10, part, workers)]:
                 rows[10 * read.batch + row] += 1
     assert rows == [1] * (10 * count)
 

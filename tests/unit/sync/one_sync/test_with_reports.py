@@ -12,10 +12,19 @@ from tfpara.sync.one_sync.buckets import Layout
 from tfpara.sync.one_sync.weight_exchange import Shares, WithReports
 
 
-def of(workers=3, elements=100, devices=("CPU:0",), changes=False, whole=True, sharded=False):
+def of(
+    workers=3,
+    elements=100,
+    devices=("CPU:0",),
+    changes=False,
+    whole=True,
+    sharded=False,
+    unlike=(),
+    kinds=("CPU",),
+):
     tasks = [f"/job:worker/task:{rank}" for rank in range(workers)]
     collectives = TensorFlowCollectives(tasks, 0, "CPU:0", 0.0) if workers > 1 else Loopback()
-    company = types.SimpleNamespace(changes=changes)
+    company = types.SimpleNamespace(changes=changes, unlike_devices=unlike, kinds=kinds)
     replicas = types.SimpleNamespace(
         layout=Layout([[elements - 30], [30]], 200),
         devices=devices,
@@ -40,6 +49,8 @@ MOST = weight_exchange.WITH_REPORTS_BYTES // 4  # of all workers
         ({"workers": 1}, False),
         ({"devices": ("CPU:0", "CPU:1")}, False),
         ({"devices": ("/job:worker/task:0/device:GPU:0",)}, False),
+        ({"unlike": (1, 2, 1)}, False),  # so that all workers decide alike
+        ({"kinds": ("CPU", "GPU")}, False),
         ({"changes": True}, False),
         ({"whole": False}, False),
         ({"sharded": True}, False),
