@@ -129,14 +129,11 @@ class RemoteStore(Store):
         self._copied = None
 
     def remove(self, number: int) -> None:
-        # Parts of older checkpoints go too: the store may have refused to remove them before.
+        # The manifest goes first. So if the process is killed in the middle, what is left does not
+        # look complete.
         with contextlib.suppress(OSError):
-            places = ((name, NAME.fullmatch(name.split("/")[0])) for name in self._folder.sizes())
-            old = [name for name, match in places if match and int(match[1]) <= number]
-            # Manifests go first. So if the process is killed in the middle, what is left does not
-            # look complete.
-            self._folder.remove(name for name in old if name.endswith(f"/{MANIFEST}"))
-            self._folder.remove(name for name in old if not name.endswith(f"/{MANIFEST}"))
+            self._folder.remove([f"{folder_of(number)}/{MANIFEST}"])
+            self._folder.remove(self._folder.sizes(folder_of(number)))
 
     def append(self, name: str, line: str) -> None:
         try:

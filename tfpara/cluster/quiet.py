@@ -23,7 +23,7 @@ _CHATTER = (
     r"|I0000 [\d:. ]+ "
     r"(grpc_server_lib|eager_service_impl|coordination_service\w*|cudart_stub|port)\.cc:\d+\] "
     # TensorFlow's import registers these twice, with and without GPUs.
-    r"|([EW]0000 [\d:. ]+ |[\d:. -]+[EW] [\w/]+/)"
+    r"|([EW]0000 [\d:. ]+ |[\d:. -]*[EW] [\w/]+/)"
     r"(cuda_(fft|dnn|blas)|computation_placer)\.cc:\d+\] .*(Unable to|already) register"
     # Such lines come when an elastic run ends a sync because a worker is lost.
     r"|[\d:. -]+E [\w/]+/(base_collective_executor|ring_alg)\.cc:\d+\] .*(ABORTED|aborted): tfpara"

@@ -124,24 +124,13 @@ class Tables:
         if period == 1:
             return lambda data: data.map(lambda *batch: (whole(batch), rows_of(batch)))
 
-        # tf.data has no windows of None, which an element may have in place of sample weights.
-        is_there = [bool(tf.nest.flatten(s, expand_composites=True)) for s in tf.nest.flatten(spec)]
-
-        def parts(*minibatch: Nest) -> tuple[Nest, ...]:
-            flat = tf.nest.flatten(whole(minibatch))
-            return tuple(part for part, there in zip(flat, is_there, strict=True) if there)
-
-        def packed(flat: Iterator[Nest]) -> Nest:
-            found = [next(flat) if there else None for there in is_there]
-            return tf.nest.pack_sequence_as(spec, found)
-
-        def block(*window: tf.data.Dataset) -> tf.data.Dataset:
-            minibatches = tf.data.Dataset.zip(window)
+        def block(*window: Nest) -> tf.data.Dataset:
+            minibatches = tf.data.Dataset.zip(whole(window))
             none = {index: tf.zeros([0], tf.int64) for index in self.indices}
-            rows = minibatches.map(lambda *flat: rows_of(flat)).reduce(none, _union)
-            return minibatches.map(lambda *flat: (packed(iter(flat)), rows))
+            rows = minibatches.map(lambda *minibatch: rows_of(minibatch)).reduce(none, _union)
+            return minibatches.map(lambda *minibatch: (whole(minibatch), rows))
 
-        return lambda dataset: dataset.map(parts).window(period).flat_map(block)
+        return lambda dataset: dataset.window(period).flat_map(block)
 
     def split(self, element: Nest) -> tuple[Nest, Rows]:
         """Returns the minibatch and the rows of an element of `ahead`."""

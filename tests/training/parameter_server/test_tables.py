@@ -259,19 +259,6 @@ def test_a_function_that_gives_a_rate_of_0_hides_nothing():
     assert step_of_rows(optimizers.Lamb(lambda: 0.0), "embedding/embeddings") == (False, False)
 
 
-@pytest.mark.parametrize("period", [1, 3])
-def test_elements_may_have_none_in_place_of_sample_weights(period):
-    """A period of 3 leaves a shorter block at the end of each chunk."""
-
-    def of(*parts):
-        return tf.data.Dataset.from_tensor_slices((X, Y)).batch(8).map(lambda x, y: (x, y, *parts))
-
-    def found(data):
-        return trained(tfpara.Downpour(), optimizers.SGD, True, period, data=(data,))[-1]
-
-    is_equal(found(of(None)), found(of()), rtol=0)
-
-
 def plain(inputs, table):
     return layers.Flatten()(table(inputs))
 

@@ -239,8 +239,8 @@ def test_two_that_wait_for_a_lease_do_not_both_get_it(bucket, monkeypatch):
         locked(url, "bb")
 
 
-def locked(url, mark, **options):
-    store = store_of(url, mark, **options)
+def locked(url, mark):
+    store = store_of(url, mark)
     store.lock()
     return store
 
@@ -272,29 +272,6 @@ def test_an_error_that_passes_is_tried_again(bucket, s3_server):
     save(store, 1)
     assert s3_server.refused == 4
     assert value_in(store, 1) == 1.0
-    store.release()
-
-
-def test_parts_that_the_store_refused_to_remove_go_at_the_next_save(bucket, s3_server):
-    """The first removal is that of the manifest; those of the parts are refused in all tries."""
-    store = locked(f"{bucket}/run", "aa", keep=1)
-    save(store, 1)
-    removals = []
-
-    def refuse(method, path):
-        if method in ("DELETE", "POST"):
-            removals.append(path)
-        return SLOW_DOWN if len(removals) > 1 and method in ("DELETE", "POST") else None
-
-    s3_server.refuse = refuse
-    save(store, 2)
-    s3_server.calm()
-    assert s3_server.refused > 4
-    left = {name.split("/")[0] for name in RemoteFolder(f"{bucket}/run").sizes()}
-    assert left == {"lock", "checkpoint-00000001", "checkpoint-00000002"}
-    save(store, 3)
-    left = {name.split("/")[0] for name in RemoteFolder(f"{bucket}/run").sizes()}
-    assert left == {"lock", "checkpoint-00000003"}
     store.release()
 
 
