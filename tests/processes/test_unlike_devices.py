@@ -64,9 +64,10 @@ def train(path, devices, trainings, kinds=None, start="TF_CONFIG", **options):
 
 
 def assert_alike(found, expected):
+    """The sums have another order, and what that rounds grows where replicas stay apart."""
     assert found.keys() == expected.keys()
     for name, value in expected.items():
-        np.testing.assert_allclose(found[name], value, atol=1e-5, rtol=1e-5, err_msg=name)
+        np.testing.assert_allclose(found[name], value, atol=1e-4, rtol=1e-4, err_msg=name)
 
 
 def check_by_keras(found, name):
@@ -170,7 +171,10 @@ def test_twelve_replicas_count_each_minibatch_once(of_strategy, tmp_path):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"balance": True}, "workers of one device, and 2 of the run have 3. Start a worker for"),
+        (
+            {"balance": True},
+            "workers of one device, and this run has 3 devices on 2 workers. Start",
+        ),
         ({"communication": "NCCL"}, "NCCL' connects GPUs, and the workers train on CPU devices"),
     ],
 )

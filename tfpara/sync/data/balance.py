@@ -21,6 +21,7 @@ from tfpara.strategy import EpochUnits
 from tfpara.sync.data.dealt import EMPTY, Dealt
 from tfpara.sync.momentum_fit import MomentumFit
 from tfpara.sync.settings import Settings
+from tfpara.sync.start_line import counted
 from tfpara.sync.workers.worker import Worker
 from tfpara.typing import Array, Json
 
@@ -118,9 +119,9 @@ class Balance(EpochUnits):
             )
         if worker.replicas > worker.num_workers and not simulates:
             raise ValueError(
-                "balance= deals minibatches out to workers of one device, and "
-                f"{worker.num_workers} of the run have {worker.replicas}. Start a worker for each "
-                "device, or leave balance out."
+                "balance= deals minibatches out to workers of one device, and this run has "
+                f"{worker.replicas} devices on {counted(worker.num_workers, 'worker')}. Start a "
+                "worker for each device, or leave balance out."
             )
         if self._given and len(self._given[0]) != workers:
             raise ValueError(

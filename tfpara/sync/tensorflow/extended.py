@@ -18,7 +18,7 @@ from tfpara.sync.data.balance import Balance
 from tfpara.sync.momentum_fit import MomentumFit
 from tfpara.sync.notes import Notes
 from tfpara.sync.settings import Settings
-from tfpara.sync.tensorflow import links as of_links
+from tfpara.sync.tensorflow import links
 from tfpara.sync.tensorflow.devices import checked_devices
 from tfpara.sync.tensorflow.distributed_data import DistributedData
 from tfpara.sync.tensorflow.links import BETWEEN_STRATEGIES, LATER_SECONDS, Links
@@ -76,9 +76,9 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         self.waits = Waits(found, self.worker, bool(settings.overlap))
         horovod = settings.collectives == "horovod" and found.num_workers > 1
         if company.changes:
-            of_links.without_coordination()
+            links.without_coordination()
         served = not horovod and found.num_workers > 1
-        earlier = of_links.served[found] if served else 0
+        earlier = links.served[found] if served else 0
         # For a second strategy the parent would start the server anew, and lose the requests of a
         # faster worker. So the server stays, and each strategy has keys of its own.
         self._std_server_started = earlier > 0
@@ -92,16 +92,16 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         if not horovod:
             self.worker.host = f"{self._worker_device}/device:CPU:0"
         if served:
-            of_links.served[found] += 1
+            links.served[found] += 1
         if company.changes or found.num_workers == 1:
             self._resolve(settings)
             company.attach(self)
         else:
             company.attach(self)
-            links = Links(found, settings, self.worker, earlier)
-            self.waits.abort = links.abort
+            first = Links(found, settings, self.worker, earlier)
+            self.waits.abort = first.abort
             self.waits.watch(settings.timeout_seconds)
-            links.tell_devices()
+            first.tell_devices()
             self._resolve(settings)
         self.links = Links(found, self.settings, self.worker, earlier)
         self._make_parts()

@@ -214,7 +214,7 @@ def test_what_is_owed_is_trained_first_after_a_resume():
         ),
         ({"balance": "table"}, "'table' must be True, False, or the record"),
         ({"balance": [[3, 3], [4]]}, r"block 1 of the record is \[4\]"),
-        ({"devices": ["CPU:0", "CPU:1"]}, "workers of one device, and 1 of the run have 2"),
+        ({"devices": ["CPU:0", "CPU:1"]}, "this run has 2 devices on 1 worker. Start a worker for"),
         ({"rule": tfpara.BMUFAdam()}, "BMUFAdam.* filters moments of equal blocks"),
         ({"balance": [[3, 3], [6, 0]]}, r"block 1 .* \[6, 0\], .* 2 whole numbers of 1 or more"),
         ({"balance": [[3, 3]]}, "the shares of 2 workers in each block, and the run has 1"),

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from tfpara import cluster
 from tfpara.cluster import failures
-from tfpara.sync.one_sync.reports import SAMPLES, Columns, decide, problem_of, report_of
+from tfpara.sync.one_sync.reports import NONFINITE, SAMPLES, Columns, decide, problem_of, report_of
 from tfpara.sync.settings import NEVER
 
 COLUMNS = Columns.of(parts=2, counts=1, rates=1)
@@ -51,6 +51,14 @@ def test_the_decision_by_hand():
     assert found.of_block.tolist() == [0.75, 0.0]
     assert found.portions[0].tolist() == [0.5, 0.0]
     assert found.divisor.tolist() == [1.0, 4.0]
+    # The same replicas on workers of one and of three devices.
+    unlike = {"local": slice(1, 4), "first_replicas": [0, 1]}
+    found = decide(table, COLUMNS, "", replicas=4, block=8.0, **unlike)
+    assert found.trained.tolist() == [4.0, 4.0]
+    assert found.portions[0].tolist() == [0.125, 0.5, 0.0]
+    table[2, NONFINITE] = 0.0
+    assert problem_of(table, COLUMNS, ["w"], [0, 1]).startswith("replica 2 (worker 1) has NaN")
+    assert problem_of(table, COLUMNS, ["w"], [0, 1, 2]).startswith("replica 2 (worker 2) has NaN")
 
 
 @pytest.mark.parametrize(
