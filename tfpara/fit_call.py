@@ -111,8 +111,8 @@ class _Memory:
 
     def get_state(self) -> dict[str, Json]:
         found = {name: getattr(self.callback, name, None) for name in self._attributes}
-        # A score may be a number of NumPy. It is None before the first epoch.
-        numbers = {k: np.asarray(v).item() for k, v in found.items() if v is not None}
+        numbers = {name: _number(value) for name, value in found.items()}
+        numbers = {name: value for name, value in numbers.items() if value is not None}
         return numbers | {HAS_WEIGHTS: self.weights is not None}
 
     def set_state(self, state: Mapping[str, Json]) -> None:
@@ -121,6 +121,14 @@ class _Memory:
         for name in self._attributes:
             if name in state:
                 setattr(self.callback, name, state[name])
+
+
+def _number(value: Any) -> float | None:
+    """Returns a score as Python's number; None if there is none yet, or it is something else."""
+    with contextlib.suppress(TypeError, ValueError):  # a subclass may have anything there
+        number = np.asarray(value).item()
+        return number if isinstance(number, int | float) else None
+    return None
 
 
 def _is_written(path: str) -> bool:

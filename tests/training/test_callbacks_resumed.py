@@ -116,6 +116,16 @@ def states(directory):
     return {name: state for name, state in found.items() if name != "order of data"}
 
 
+def test_what_is_no_number_in_a_class_of_the_users_is_left_out(tmp_path):
+    class Pairs(keras.callbacks.EarlyStopping):
+        def on_epoch_end(self, epoch, logs=None):
+            self.wait, self.best = epoch, (1.0, epoch)
+
+    fit("synchronous", tmp_path, [scores(), Pairs("score", mode="min")], epochs=2)
+    (kept,) = states(tmp_path).values()
+    assert kept["wait"] == 1 and "best" not in kept
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_callback_of_another_score_or_mode_begins_anew_and_a_line_says_so(kind, tmp_path):
     def stopping(mode):

@@ -250,6 +250,18 @@ def test_each_pair_of_levels_has_a_byte_of_its_own():
     np.testing.assert_array_equal(got.reshape(sent.shape), sent)
 
 
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_int4_keeps_a_number_that_is_not_finite_in_its_group(bad):
+    """Its group shares bytes with another one, which arrives as it was."""
+    row = np.random.default_rng(0).normal(size=(1, 256)).astype(np.float32)
+    clean = compression.decode(compression.encode(row, "int4"), 256, "int4").numpy()
+    row[0, 70] = bad
+    got = compression.decode(compression.encode(row, "int4"), 256, "int4").numpy()
+    assert not np.isfinite(got[0, 70])
+    others = np.r_[0:64, 128:256]
+    np.testing.assert_array_equal(got[0, others], clean[0, others])
+
+
 @pytest.mark.one_version
 @pytest.mark.parametrize("kind", ["int8", "int4"])
 def test_error_feedback_loses_nothing_in_the_long_run(kind):

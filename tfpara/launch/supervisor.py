@@ -75,8 +75,8 @@ class Policy:
         follow: called with the name of an expendable process that has failed. It returns a function
             that tells, at the end, whether the run continued without that process; otherwise its
             failure is that of the run.
-        goes_on_later: returns whether a run that has failed is to be started again, to go on from a
-            checkpoint.
+        goes_on_later: returns whether a run whose first failure was a kill is to be started again,
+            to go on from a checkpoint.
     """
 
     grace: float | None = None
@@ -312,7 +312,7 @@ class Supervisor:
         if cause and cause.code and not self._workers[cause.rank].ended_here:
             failure = cause
         code = failure.code if failure else 0
-        if code and self._policy.goes_on_later():
+        if failure and failure.is_killed and self._policy.goes_on_later():
             code = exit_codes.restart()
         return Outcome(code, self._signal, text)
 

@@ -388,19 +388,23 @@ def test_an_elastic_run_is_no_success_unless_it_went_on_without_those_that_faile
     assert outcome.code == (0 if went_on else 3)
 
 
+@pytest.mark.parametrize("code", [1, -9])
 @pytest.mark.parametrize("later", [False, True])
-def test_an_elastic_run_ends_with_its_first_failure_where_nobody_is_taken_in_any_more(later):
+def test_an_elastic_run_ends_with_its_first_failure_where_nobody_is_taken_in_any_more(later, code):
+    """An error of the program itself would come again at each new start."""
     goes_on = [True]
     run = elastic(
         2, restart_workers=9, takes_in=lambda killed: goes_on[0], goes_on_later=lambda: later
     )
-    run.ended(0, 1, 1.0)
+    run.ended(0, code, 1.0)
     run.ended(1, 3, 1.5)
     goes_on[0] = False
     assert run.tick(3.0) == []
     outcome = end(run)
-    assert outcome.code == (75 if later else 1)
-    assert outcome.text.startswith("worker 0 failed first: exit code 1")
+    ends = {1: ("exit code 1", 1), -9: ("killed by SIGKILL", 75 if later else 137)}
+    why, expected = ends[code]
+    assert outcome.code == expected
+    assert outcome.text.startswith(f"worker 0 failed first: {why}")
 
 
 def test_workers_are_added_and_removed():

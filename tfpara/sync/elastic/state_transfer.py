@@ -120,7 +120,8 @@ class StateTransfer:
 
 def told(history: keras.callbacks.History) -> str:
     """Returns a `History` as JSON text."""
-    state = {"epoch": history.epoch, "history": history.history}
+    # Keras makes `epoch` when `History` learns that `fit` has begun: after all other callbacks.
+    state = {"epoch": getattr(history, "epoch", []), "history": history.history}
     return json.dumps(state, default=lambda value: getattr(value, "tolist", value.__repr__)())
 
 

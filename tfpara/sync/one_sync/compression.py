@@ -65,7 +65,8 @@ def encode(rows: tf.Tensor, kind: str) -> tf.Tensor:
     levels = tf.round(tf.math.divide_no_nan(groups, scales))
     levels = tf.reshape(tf.clip_by_value(levels, -highest, highest), [count, -1])
     if per_byte == 2:  # those of the second half of the row are the sixteens
-        ones, sixteens = tf.split(levels, 2, 1)
+        # NaN would reach the other half, too; its own group has it by its scale.
+        ones, sixteens = tf.split(tf.where(tf.math.is_nan(levels), 0.0, levels), 2, 1)
         levels = ones + 16.0 * sixteens
     words = tf.bitcast(tf.reshape(tf.cast(levels, tf.int8), [count, -1, 4]), tf.int32)
     return tf.concat([words, tf.bitcast(scales[:, :, 0], tf.int32)], 1)

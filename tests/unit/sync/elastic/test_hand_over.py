@@ -141,6 +141,14 @@ class Breaking(TensorFlowCollectives):
         return tf.ones_like(buffer)
 
 
+def test_there_is_a_history_before_keras_has_begun_it():
+    """Another callback may meet the others, since a worker is lost, as `fit` begins."""
+    transfer = StateTransfer(types.SimpleNamespace())
+    assert transfer.note_history() == 2  # before the first fit
+    transfer.model = types.SimpleNamespace(history=keras.callbacks.History())
+    assert transfer.note_history() == len(json.dumps({"epoch": [], "history": {}}))
+
+
 @pytest.mark.parametrize("breaks_at", range(3))
 def test_who_takes_over_has_all_or_nothing(breaks_at):
     variables = [tf.Variable([0.0]), tf.Variable([0.0], dtype=tf.float64)]
