@@ -59,8 +59,8 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, ForCallbac
             with `compression`, and if there are several replicas and the model has 16 MB or more.
             Between three workers and more without NCCL, and between two of Horovod over Gloo, a
             sharded sync takes longer on a slow link: there "auto" shards from 1 GiB on.
-        devices: this worker's devices, e.g. `["CPU:0", "CPU:1"]`; as many on every worker, and of
-            the same kind. None: all GPUs that this process sees, or CPU:0.
+        devices: this worker's devices, e.g. `["CPU:0", "CPU:1"]`; others may have more, fewer, or
+            another kind, but not with `elastic`. None: all GPUs that this process sees, or CPU:0.
         overlap: False: training stops for a sync. True: a sync runs while the next block trains,
             and is merged at that block's end. A number d ≤ τ: it is merged d minibatches after its
             start.
