@@ -66,19 +66,20 @@ def main() -> None:
             keras.optimizers.SGD(0.05, momentum=0.9),
             keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         )
-    rows = options["epoch_steps"] * workers * _BATCH
-    x, y = _points(rows, options["seed"])
+    count = options["epoch_steps"] * workers
 
     def data(epoch: int, first: int) -> tf.data.Dataset:
-        own = slice(first + strategy.local_replica_ids[0], None, strategy.num_replicas)
-        order = np.random.default_rng(epoch).permutation(rows).reshape(-1, _BATCH)[own]
-        return tf.data.Dataset.from_tensor_slices((x[order], y[order]))
+        # A worker draws only its own minibatches, as it would read only these from files.
+        own = range(first + strategy.local_replica_ids[0], count, strategy.num_replicas)
+        drawn = [_points(_BATCH, (options["seed"], epoch, number)) for number in own]
+        x, y = zip(*drawn, strict=True)
+        return tf.data.Dataset.from_tensor_slices((np.stack(x), np.stack(y)))
 
     model.fit(
         strategy.datasets_by_epoch(data),
         epochs=options["epochs"],
         verbose=0,
-        validation_data=_points(2000, options["seed"] + 1),
+        validation_data=_points(2000, (0,)),
         validation_batch_size=2000,
         callbacks=[
             tfpara.callbacks.Checkpoint(f"{options['out']}/checkpoints", every_syncs=_SYNCS),
@@ -87,7 +88,7 @@ def main() -> None:
     )
 
 
-def _points(count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+def _points(count: int, seed: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
     """Returns points and their classes, which a fixed random network gives them."""
     fixed = np.random.default_rng(0)
     first = fixed.normal(size=(_FEATURES, 32)) / 8.0
