@@ -127,6 +127,8 @@ def train(strategy, training, options):
         lambda: tf.distribute.get_replica_context().replica_id_in_sync_group + 1
     )
     found["sum of replicas"] = strategy.reduce("SUM", of_replica, axis=None)
+    batch = strategy.extended.batch_reduce_to("SUM", [(of_replica, "CPU:0"), (of_replica, "CPU:0")])
+    np.testing.assert_array_equal(batch, [found["sum of replicas"]] * 2)
     values = strategy.experimental_distribute_values_from_function(
         lambda context: context.replica_id_in_sync_group
     )

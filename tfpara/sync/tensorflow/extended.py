@@ -269,6 +269,18 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
             lambda leaf: None if leaf is None else self._reduced(local_results(leaf), mean), value
         )
 
+    def _batch_reduce_to(
+        self,
+        reduce_op: tf.distribute.ReduceOp,
+        value_destination_pairs: Sequence[tuple[Nest, Any]],
+        options: Any,
+    ) -> list[Any]:
+        # The parent's method expects equally many devices of all workers.
+        return [
+            self._reduce_to(reduce_op, value, destinations, options)
+            for value, destinations in value_destination_pairs
+        ]
+
     def _reduced(self, local: Sequence[Nest], mean: bool) -> tf.Tensor:
         """Returns the sum or mean over all replicas, from the values of this worker's."""
         if self._num_workers > 1 and not tf.executing_eagerly():
