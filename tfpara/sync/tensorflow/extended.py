@@ -327,7 +327,7 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         if not self.data.is_by_replica:
             return self.data.divided(dataset, lambda given: distribute(given, options))
         parts = self.data.parts_of(dataset, lambda given: distribute(given, options))
-        return self.distribute_parts(parts)
+        return self.distribute_parts(parts, options)
 
     def _distribute_datasets_from_function(
         self, dataset_fn: Callable[..., tf.data.Dataset], options: Any
@@ -349,9 +349,9 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         with self.worker.alone():
             return self._experimental_distribute_dataset(dataset, None)
 
-    def distribute_parts(self, dataset: tf.data.Dataset) -> Any:
+    def distribute_parts(self, dataset: tf.data.Dataset, options: Any = None) -> Any:
         """Distributes minibatches over this worker's devices, one to each in turn."""
-        return self._distribute_datasets_from_function(lambda context: dataset, None)
+        return self._distribute_datasets_from_function(lambda context: dataset, options)
 
     def datasets_by_epoch(self, dataset_fn: Callable[..., tf.data.Dataset]) -> Any:
         """Distributes datasets that a function makes anew for each epoch."""
