@@ -105,7 +105,7 @@ def test_a_cpu_beside_two_gpus(tmp_path):
     """The devices of the first worker are said to be GPUs: TensorFlow connects no CPU with one."""
     said = check(tmp_path, [2, 1], [BMUF], kinds=["GPU", "CPU"])
     assert "workers on GPUs and on CPUs are connected by a ring over gRPC" in said[0]
-    assert "worker 0 on CPU:0, CPU:1, the others on 1 device (CPU, GPU)" in said[0]
+    assert "worker 0 on CPU:0, CPU:1, worker 1 on 1 device, CPUs and GPUs connected by" in said[0]
 
 
 @pytest.mark.nightly
