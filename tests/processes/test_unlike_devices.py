@@ -188,9 +188,7 @@ def test_what_unlike_workers_cannot_do_is_refused_by_all(options, words, tmp_pat
 def test_workers_that_wait_for_one_that_cannot_start_say_who_it_is(tmp_path):
     """They wait for `timeout_seconds`, which may be longer than TensorFlow's start may take."""
     given = {"devices": 1, "trainings": [BSP], "out": "", "connect_seconds": 5}
-    chief, other = run(
-        "train_unlike.py", [{**given, "timeout_seconds": 15}, {**given, "first": 5}]
-    )
+    chief, other = run("train_unlike.py", [{**given, "timeout_seconds": 15}, {**given, "first": 5}])
     assert other.returncode == 1 and "devices=['CPU:5']: this process has" in other.output
     assert chief.returncode == 1 and "Timeout (" not in chief.output, chief.output
     assert "a sync failed because worker 1 (127.0.0.1:" in chief.output, chief.output
