@@ -142,7 +142,7 @@ def with_open_batches(dataset: tf.data.Dataset) -> tf.data.Dataset:
         return dataset
     if dataset.cardinality() == tf.data.INFINITE_CARDINALITY:
         return dataset
-    unpacked = isinstance(dataset.element_spec, tuple)
+    unpacked = type(dataset.element_spec) is tuple  # tf.data unpacks no NamedTuple
     return dataset.map(
         lambda *element: tf.nest.map_structure(_of_open_batch, element if unpacked else element[0])
     )

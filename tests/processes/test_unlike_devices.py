@@ -105,7 +105,7 @@ def test_a_cpu_beside_two_gpus(tmp_path):
     """The devices of the first worker are said to be GPUs: TensorFlow connects no CPU with one."""
     said = check(tmp_path, [2, 1], [BMUF], kinds=["GPU", "CPU"])
     assert "workers on GPUs and on CPUs are connected by a ring over gRPC" in said[0]
-    assert "worker 0 on CPU:0, CPU:1, the others on 1 device (CPU, GPU)" in said[0]
+    assert "worker 0 on CPU:0, CPU:1, worker 1 on 1 device, CPUs and GPUs connected by" in said[0]
 
 
 @pytest.mark.nightly
@@ -183,3 +183,12 @@ def test_what_unlike_workers_cannot_do_is_refused_by_all(options, words, tmp_pat
     given = [{"devices": count, "trainings": trainings, "out": ""} for count in (2, 1)]
     for each in run("train_unlike.py", given):
         assert each.returncode != 0 and words in each.output, each.output
+
+
+def test_workers_that_wait_for_one_that_cannot_start_say_who_it_is(tmp_path):
+    """They wait for `timeout_seconds`, which may be longer than TensorFlow's start may take."""
+    given = {"devices": 1, "trainings": [BSP], "out": "", "connect_seconds": 5}
+    chief, other = run("train_unlike.py", [{**given, "timeout_seconds": 15}, {**given, "first": 5}])
+    assert other.returncode == 1 and "devices=['CPU:5']: this process has" in other.output
+    assert chief.returncode == 1 and "Timeout (" not in chief.output, chief.output
+    assert "a sync failed because worker 1 (127.0.0.1:" in chief.output, chief.output

@@ -15,6 +15,7 @@ from tensorflow.python.eager import context
 import tfpara
 from tfpara.sync.keras import compiling
 from tfpara.sync.one_sync import graph_ops
+from tfpara.sync.workers.worker import Worker
 
 pytestmark = pytest.mark.latest
 
@@ -276,6 +277,26 @@ def test_a_resumed_run_has_the_same_bits(tmp_path):
         np.testing.assert_array_equal(one, other)
     with pytest.warns(UserWarning, match=r"written with jit_compile True; numbers may differ"):
         fitted(case, False, [tfpara.callbacks.Checkpoint(tmp_path)], 4)
+
+
+def test_workers_on_unlike_kinds_of_devices_make_slots_at_one_place(monkeypatch):
+    """With "auto", XLA compiles the step of a worker on a GPU, and not that of one on a CPU."""
+    made = []
+    build = compiling.build_optimizers
+    monkeypatch.setattr(compiling, "build_optimizers", lambda model: made.append(build(model)))
+    for kinds, count in (({"CPU"}, 0), ({"CPU", "GPU"}, 1)):
+        monkeypatch.setattr(Worker, "kinds", kinds)
+        _, model, _ = fitted(CASES["two optimizers"], "auto", epochs=1)
+        assert len(made) == count and model.other.built and not model.jit_compile
+
+
+def test_a_checkpoint_has_the_jit_compile_of_the_chief(tmp_path, monkeypatch, recwarn):
+    """Workers on CPUs may have another one, and it says nothing of the run that was."""
+    callbacks = [tfpara.callbacks.Checkpoint(tmp_path)]
+    fitted(CASES["dense"], True, callbacks, epochs=1)
+    monkeypatch.setattr(tfpara.PeriodicSyncStrategy, "is_chief", False)
+    fitted(CASES["dense"], False, [tfpara.callbacks.Checkpoint(tmp_path)], epochs=1)
+    assert not [each for each in recwarn if "written with" in str(each.message)]
 
 
 @pytest.mark.nightly

@@ -154,6 +154,15 @@ def test_the_strategy_says_what_it_is(capfd):
         "BMUF (block_momentum=0.75, warmup=True) every step; workers on GPU:0, GPU:1 each, "
         "connected by NCCL"
     )
+    for workers, unlike, kinds, others in [
+        (3, (), "CPU GPU", "the others on 1 device each, CPUs and GPUs connected by RING"),
+        (4, (1, 2, 2, 3), "GPU", "the others on 2, 2 and 3 devices, connected by RING"),
+        (2, (1, 2), "GPU", "worker 1 on 2 devices, connected by RING"),
+    ]:
+        line = start_line(
+            workers, [f"{task}GPU:0"], rule, 1, {}, "RING", unlike=unlike, kinds=kinds.split()
+        )
+        assert line.endswith(f"; worker 0 on GPU:0, {others}")
     outer = tfpara.Outer(keras.optimizers.SGD(0.7))
     line = start_line(1, [f"{task}CPU:0"], outer, 20, {}, "")
     assert "; Outer(SGD(" in line

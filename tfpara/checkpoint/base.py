@@ -295,7 +295,8 @@ def check_run(
             f"{path} is of another run. {differing}. Resume with the same settings, or give this "
             "run a directory of its own."
         )
-    others = {k: v for k, v in manifest["versions"].items() if facts["versions"].get(k) != v}
+    versions = facts["versions"]
+    others = {k: v for k, v in manifest["versions"].items() if versions.get(k, v) != v}
     if others:
         warnings.warn(
             f"{path} was written with {', '.join(f'{k} {v}' for k, v in others.items())}; numbers "

@@ -150,14 +150,16 @@ class SyncCheckpoints(Checkpoints):
     def _facts(self) -> dict[str, Json]:
         settings = self._strategy.settings
         run = settings.of_a_run()
-        compiled = str(bool(getattr(self._model, "jit_compile", False)))
+        compiled = {}
+        if self._strategy.is_chief:  # "auto" may differ between a worker on a CPU and one on a GPU
+            compiled["jit_compile"] = str(bool(getattr(self._model, "jit_compile", False)))
         return {
             "run": {
                 **{k: v for k, v in run.items() if k.split(".")[-1] not in self._may_change},
                 "sync_period": settings.sync_period,
                 **facts_of_model(self._model),
             },
-            "versions": {**versions(), "jit_compile": compiled},
+            "versions": {**versions(), **compiled},
             "replicas": self._strategy.num_replicas,
             "bucket_sizes": self.synchronizer.graph.global_state.bucket_sizes,
         }

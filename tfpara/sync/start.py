@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from tfpara import cluster, program
 from tfpara.checks import checked_seconds
-from tfpara.cluster import quiet, startup
+from tfpara.cluster import failures, quiet, startup
 from tfpara.collectives.choice import choose, of_horovod
 from tfpara.elastic.meeting import ADDRESS as MEETING
 from tfpara.elastic.settings import Elastic, meeting_point
@@ -68,6 +68,8 @@ def start(
         # The constructor of MultiWorkerMirroredStrategy would build TensorFlow's extended class, so
         # that of its base class is called.
         tf.distribute.Strategy.__init__(strategy, extended)
+    failures.know(found, settings.timeout_seconds)
+    extended.begin()
     if found.num_workers > 1:
         found = horovod_group.with_addresses(found, extended.control)
     program.watch(strategy, found, settings.timeout_seconds)

@@ -48,9 +48,13 @@ def start_line(
     names = [device.split("device:")[-1] for device in devices]
     where = ", ".join(names) if len(names) < 3 else f"{names[0]} … {names[-1]}"
     if unlike or len(kinds) > 1:
-        counts = [str(count) for count in unlike[1:] or [len(devices)] * (workers - 1)]
-        others = f"{', '.join(counts)} device{'s' * (counts != ['1'])} ({', '.join(sorted(kinds))})"
-        parts.append(f"worker 0 on {where}, the others on {others}, connected by {way}")
+        *first, last = unlike[1:] or [len(devices)] * (workers - 1)
+        others = counted(last, "device") + " each" * bool(first)
+        if set(first) - {last}:
+            others = f"{', '.join(map(str, first))} and {last} devices"
+        who = "the others" if first else "worker 1"
+        what = f"{' and '.join(sorted(f'{kind}s' for kind in kinds))} " * (len(kinds) > 1)
+        parts.append(f"worker 0 on {where}, {who} on {others}, {what}connected by {way}")
     elif workers > 1:
         parts.append(f"workers on {where}{' each' * (len(names) > 1)}, connected by {way}")
     else:

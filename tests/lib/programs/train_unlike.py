@@ -3,7 +3,8 @@
 Options (JSON): devices, trainings (each: name, rule and optimizer (Python expressions), options of
 the strategy), kind (of the devices, which it pretends to have), directory (of checkpoints), killed
 (the syncs after which the process kills itself), whole (whether it also trains on other kinds of
-data), out (npz path; `{rank}` is replaced).
+data), out (npz path; `{rank}` is replaced), first (number of the first device), timeout_seconds,
+connect_seconds (the limit of `startup.guard`).
 """
 
 import json
@@ -16,6 +17,7 @@ import numpy as np
 import tensorflow as tf
 
 import tfpara
+from tfpara.cluster import startup
 from tfpara.sync.simulation import make_devices
 from tfpara.sync.tensorflow.extended import PeriodicSyncExtended
 
@@ -125,6 +127,8 @@ def train(strategy, training, options):
         lambda: tf.distribute.get_replica_context().replica_id_in_sync_group + 1
     )
     found["sum of replicas"] = strategy.reduce("SUM", of_replica, axis=None)
+    batch = strategy.extended.batch_reduce_to("SUM", [(of_replica, "CPU:0"), (of_replica, "CPU:0")])
+    np.testing.assert_array_equal(batch, [found["sum of replicas"]] * 2)
     values = strategy.experimental_distribute_values_from_function(
         lambda context: context.replica_id_in_sync_group
     )
@@ -139,6 +143,8 @@ def train(strategy, training, options):
 def main():
     options = json.loads(sys.argv[1])
     make_devices(options["devices"])
+    startup._CONNECT_SECONDS = options.get("connect_seconds", 120.0)
+    first = options.get("first", 0)
     if options.get("kind"):
         PeriodicSyncExtended._local_device_type = property(
             lambda extended: options["kind"], lambda extended, kind: None
@@ -149,8 +155,8 @@ def main():
             eval(training["rule"]),
             sync_period=2,
             averages={"ema": tfpara.EMA(0.8)},
-            devices=[f"CPU:{k}" for k in range(options["devices"])],
-            timeout_seconds=60,
+            devices=[f"CPU:{first + k}" for k in range(options["devices"])],
+            timeout_seconds=options.get("timeout_seconds", 60),
             startup_timeout_seconds=60,
             **training.get("options", {}),
         )

@@ -32,8 +32,9 @@ def compiled_by_replica(
     compiles = model.jit_compile and not model.run_eagerly
     guarded = strategy.extended.steps.guard is not None  # by values before the step
     trains = step.__name__ == "train_step" and model.trainable_variables
-    if trains and (compiles or guarded):
-        build_optimizers(model)  # XLA makes no variables
+    # XLA makes no variables. All workers must make them here, and those on CPUs may not use XLA.
+    if trains and (compiles or guarded or len(strategy.extended.worker.kinds) > 1):
+        build_optimizers(model)
     if not compiles:
         return _made(make, model, step)
     with _holding(model, "_jit_compile", False):

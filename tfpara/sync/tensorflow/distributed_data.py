@@ -388,7 +388,8 @@ def _cut(dataset: tf.data.Dataset, own: Sequence[int], parts: int) -> tf.data.Da
 
     @tf.autograph.experimental.do_not_convert
     def of_batch(*given: Nest) -> tf.data.Dataset:
-        batch = given if isinstance(dataset.element_spec, tuple) else given[0]
+        # tf.data unpacks no NamedTuple.
+        batch = given if type(dataset.element_spec) is tuple else given[0]
         rows = rows_of_all(batch)
         size = (rows + parts - 1) // parts
 

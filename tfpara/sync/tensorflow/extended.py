@@ -66,6 +66,7 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         company: Company,
     ) -> None:
         self._wanted_devices = devices
+        self.settings = settings
         self._timeout_seconds = settings.timeout_seconds  # the parent's constructor needs it
         self.shown: str | None = None
         self.progress: Any = None
@@ -78,7 +79,7 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         if company.changes:
             links.without_coordination()
         served = not horovod and found.num_workers > 1
-        earlier = links.served[found] if served else 0
+        self._earlier = earlier = links.served[found] if served else 0
         # For a second strategy the parent would start the server anew, and lose the requests of a
         # faster worker. So the server stays, and each strategy has keys of its own.
         self._std_server_started = earlier > 0
@@ -94,22 +95,29 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         if served:
             links.served[found] += 1
         if company.changes or found.num_workers == 1:
-            self._resolve(settings)
-            company.attach(self)
-        else:
-            company.attach(self)
-            first = Links(found, settings, self.worker, earlier)
+            self._resolve()
+        company.attach(self)
+
+    def begin(self) -> None:
+        """Makes the parts, once TensorFlow's server runs; every worker must call it.
+
+        Here a worker may wait for others. It does so outside of `startup.guard`, whose limit is
+        shorter than `timeout_seconds`.
+        """
+        found = self.waits.found
+        if not self.worker.changes and found.num_workers > 1:
+            first = Links(found, self.settings, self.worker, self._earlier)
             self.waits.abort = first.abort
-            self.waits.watch(settings.timeout_seconds)
+            self.waits.watch(self.settings.timeout_seconds)
             first.tell_devices()
-            self._resolve(settings)
-        self.links = Links(found, self.settings, self.worker, earlier)
+            self._resolve()
+        self.links = Links(found, self.settings, self.worker, self._earlier)
         self._make_parts()
 
-    def _resolve(self, settings: Settings) -> None:
-        """Sets the settings, with the rule resolved for the replicas that begin the run."""
+    def _resolve(self) -> None:
+        """Resolves the rule for the replicas that begin the run."""
         replicas = self.worker.company.founding_replicas(len(self.worker_devices))
-        self.settings = settings.resolved(replicas)
+        self.settings = self.settings.resolved(replicas)
 
     def _make_parts(self) -> None:
         """Makes the parts of the strategy; each gets those before it that it needs."""
@@ -261,6 +269,18 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
             lambda leaf: None if leaf is None else self._reduced(local_results(leaf), mean), value
         )
 
+    def _batch_reduce_to(
+        self,
+        reduce_op: tf.distribute.ReduceOp,
+        value_destination_pairs: Sequence[tuple[Nest, Any]],
+        options: Any,
+    ) -> list[Any]:
+        # The parent's method expects equally many devices of all workers.
+        return [
+            self._reduce_to(reduce_op, value, destinations, options)
+            for value, destinations in value_destination_pairs
+        ]
+
     def _reduced(self, local: Sequence[Nest], mean: bool) -> tf.Tensor:
         """Returns the sum or mean over all replicas, from the values of this worker's."""
         if self._num_workers > 1 and not tf.executing_eagerly():
@@ -307,7 +327,7 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         if not self.data.is_by_replica:
             return self.data.divided(dataset, lambda given: distribute(given, options))
         parts = self.data.parts_of(dataset, lambda given: distribute(given, options))
-        return self.distribute_parts(parts)
+        return self.distribute_parts(parts, options)
 
     def _distribute_datasets_from_function(
         self, dataset_fn: Callable[..., tf.data.Dataset], options: Any
@@ -329,9 +349,9 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         with self.worker.alone():
             return self._experimental_distribute_dataset(dataset, None)
 
-    def distribute_parts(self, dataset: tf.data.Dataset) -> Any:
+    def distribute_parts(self, dataset: tf.data.Dataset, options: Any = None) -> Any:
         """Distributes minibatches over this worker's devices, one to each in turn."""
-        return self._distribute_datasets_from_function(lambda context: dataset, None)
+        return self._distribute_datasets_from_function(lambda context: dataset, options)
 
     def datasets_by_epoch(self, dataset_fn: Callable[..., tf.data.Dataset]) -> Any:
         """Distributes datasets that a function makes anew for each epoch."""
