@@ -168,7 +168,7 @@ def test_what_int4_adds_is_in_the_study():
 
 def test_what_overlap_adds_is_in_the_page_on_syncs():
     page = (DOCS / "syncs.md").read_text()
-    alone = float(re.search(r"replica ([\d.]+)\):", page)[1])
+    alone = float(re.search(r"one replica has ([\d.]+) %\.\)", page)[1])
     stops, overlaps = (
         [float(cell) for cell in re.search(rf"^\| {what} \|(.+)\|$", page, re.M)[1].split("|")]
         for what in ("training stops for a sync", "`overlap=True`")

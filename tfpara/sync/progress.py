@@ -77,10 +77,14 @@ class Progress:
         """
         if self is not _latest:
             return
-        told, unread = self.told(), parent.unread()
-        if unread is not None and (last or not unread):
+        unread, company = parent.unread(), self._company
+        tells = unread is not None and (last or not unread)
+        if not (tells or company.changes):
+            return
+        told = self.told()
+        if tells:
             parent.tell(progress=told)
-        self._company.report(told["waits"], told["place"])
+        company.report(told["waits"], told["place"])
 
     def told(self) -> dict[str, Any]:
         """Returns the progress, as `tfpara.status.run` describes it."""
