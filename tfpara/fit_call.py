@@ -94,7 +94,7 @@ def keep_memories(callbacks: Iterable[keras.callbacks.Callback], strategy: Strat
 
 @dataclasses.dataclass
 class _Memory:
-    """What a callback of Keras remembers from epoch to epoch."""
+    """The memory of a callback of Keras, which lasts from epoch to epoch."""
 
     callback: Any
     _attributes: tuple[str, ...]

@@ -168,7 +168,7 @@ class Strategy:
 
     @property
     def states(self) -> dict[str, StateHolder]:
-        """The objects given to `keep_state`, by name. To remove an object forgets its state."""
+        """The objects given to `keep_state`, by name. Removing an object drops its state."""
         return {}
 
     # -- workers that come and go ----------------------------------------------------------------

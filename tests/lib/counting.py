@@ -7,11 +7,26 @@ make of that.
 
 from __future__ import annotations
 
+import os
+import signal
+
 import keras
 import numpy as np
 import tensorflow as tf
 
 LARGEST = 5  # rows of a minibatch
+
+
+class Kill(keras.callbacks.Callback):
+    """Kills this process once there were so many syncs."""
+
+    def __init__(self, syncs):
+        super().__init__()
+        self.syncs = syncs
+
+    def on_train_batch_end(self, batch, logs=None):
+        if self.model.distribute_strategy.statistics().syncs >= self.syncs:
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 class Counter(keras.layers.Layer):

@@ -1,4 +1,4 @@
-"""What Keras' callbacks remember, in runs that are killed and go on, against uninterrupted ones."""
+"""The memory of Keras' callbacks in runs that are killed and resumed, and in uninterrupted runs."""
 
 import functools
 import json

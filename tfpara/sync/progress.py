@@ -24,7 +24,7 @@ _latest: Progress | None = None  # of the strategy that was made last, which alo
 
 
 class Progress:
-    """The progress of this worker, which a thread reports each second, if there is who reads it.
+    """The progress of this worker, which a thread reports each second.
 
     Steps are as quick with it as without: it reads the counts that they keep on the host anyway.
 

@@ -9,9 +9,7 @@ workers), out (npz path; `{rank}` is replaced).
 """
 
 import json
-import os
 import pathlib
-import signal
 import sys
 import time
 
@@ -22,19 +20,7 @@ import tfpara
 from tfpara.sync.simulation import make_devices
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
-from counting import counting_model, minibatches  # noqa: E402
-
-
-class Kill(keras.callbacks.Callback):
-    """Kills this process once there were so many syncs."""
-
-    def __init__(self, syncs):
-        super().__init__()
-        self.syncs = syncs
-
-    def on_train_batch_end(self, batch, logs=None):
-        if self.model.distribute_strategy.statistics().syncs >= self.syncs:
-            os.kill(os.getpid(), signal.SIGKILL)
+from counting import Kill, counting_model, minibatches  # noqa: E402
 
 
 class Pause(keras.callbacks.Callback):

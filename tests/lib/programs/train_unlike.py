@@ -8,8 +8,7 @@ connect_seconds (the limit of `startup.guard`).
 """
 
 import json
-import os
-import signal
+import pathlib
 import sys
 
 import keras
@@ -20,6 +19,9 @@ import tfpara
 from tfpara.cluster import startup
 from tfpara.sync.simulation import make_devices
 from tfpara.sync.tensorflow.extended import PeriodicSyncExtended
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+from counting import Kill  # noqa: E402
 
 ROWS, BATCH = 50, 12  # the last batch has 2 rows, which is fewer than there are replicas
 
@@ -59,18 +61,6 @@ def network():
 def compile_with(model, optimizer):
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(optimizer, loss, metrics=["accuracy"], weighted_metrics=["accuracy"])
-
-
-class Kill(keras.callbacks.Callback):
-    """Kills this process after so many syncs."""
-
-    def __init__(self, syncs):
-        super().__init__()
-        self.syncs = syncs
-
-    def on_train_batch_end(self, batch, logs=None):
-        if self.model.distribute_strategy.statistics().syncs >= self.syncs:
-            os.kill(os.getpid(), signal.SIGKILL)
 
 
 def evaluations(model, whole):

@@ -198,8 +198,8 @@ class FitAgain:
     def _trace_alone(self, model: keras.Model) -> None:
         """Traces a step by taking it while the others train; the step is no part of the run.
 
-        Then the same for a sync in a step. TensorFlow takes long for the first of a process, and in
-        the run all would wait for it.
+        Another step then ends with a sync. TensorFlow takes long for a process's first sync in a
+        step, and in the run all would wait for it.
         """
         settings, balance = self._extended.settings, self._extended.balance
         before = [each.graph.statistics() for each in self._extended.models.synchronizers]

@@ -161,24 +161,35 @@ def hand_over(
             got = hosts.broadcast(flat, name, source)
             values: list[np.ndarray | tf.Tensor] = [tf.reshape(got, large.shape)]
         else:
-            more = b"" if number else note
-            sizes = [each.shape.num_elements() * each.dtype.size for each in variables]
-            own = bytes(sum(sizes))
-            if sends:
-                own = b"".join(np.asarray(each.read_value()).tobytes() for each in variables)
-            words = np.frombuffer(own + more + bytes(-len(own + more) % 4), np.int32)
-            got = hosts.broadcast(tf.constant(words), name, source).numpy().tobytes()
-            starts = np.cumsum([0, *sizes])
-            values = [
-                np.frombuffer(
-                    got, each.dtype.as_numpy_dtype, each.shape.num_elements(), start
-                ).reshape(each.shape)
-                for each, start in zip(variables, starts[:-1], strict=True)
-            ]
-            note = note if number else got[starts[-1] : starts[-1] + len(note)]
+            sent = b"" if number else note
+            values, sent = _hand_over_together(variables, hosts, name, source, sent)
+            note = note if number else sent
         if receives:
             received += zip(variables, values, strict=True)
     return received, note
+
+
+def _hand_over_together(
+    variables: Sequence[tf.Variable],
+    hosts: TensorFlowCollectives,
+    name: str,
+    source: int,
+    note: bytes,
+) -> tuple[list[np.ndarray | tf.Tensor], bytes]:
+    """Returns the source's values, of any dtypes, and its note, whose bytes are sent at once."""
+    sizes = [each.shape.num_elements() * each.dtype.size for each in variables]
+    own = bytes(sum(sizes))
+    if hosts.rank == source:
+        own = b"".join(np.asarray(each.read_value()).tobytes() for each in variables)
+    own += note
+    words = np.frombuffer(own + bytes(-len(own) % 4), np.int32)
+    got = hosts.broadcast(tf.constant(words), name, source).numpy().tobytes()
+    *starts, end = np.cumsum([0, *sizes])
+    values: list[np.ndarray | tf.Tensor] = []
+    for each, start in zip(variables, starts, strict=True):
+        dtype, count = each.dtype.as_numpy_dtype, each.shape.num_elements()
+        values.append(np.frombuffer(got, dtype, count, start).reshape(each.shape))
+    return values, got[end : end + len(note)]
 
 
 def hand_over_arrays(

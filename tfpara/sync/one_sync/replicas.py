@@ -18,6 +18,7 @@ from tfpara.sync.one_sync.buckets import Layout
 from tfpara.sync.one_sync.graph_ops import fused
 from tfpara.sync.settings import Settings
 from tfpara.sync.workers.company import Company
+from tfpara.sync.workers.data_place import first_replica_of
 from tfpara.typing import Scalar
 
 Buckets = Sequence[tf.Tensor]
@@ -61,9 +62,8 @@ class Site(NamedTuple):
     def first_replicas(self, replicas: int) -> Sequence[int]:
         """Returns the number of each worker's first replica among so many."""
         unlike = self.company.unlike_devices
-        return [sum(unlike[:k]) for k in range(len(unlike))] or range(
-            0, replicas, len(self.devices)
-        )
+        workers = len(unlike) or replicas // len(self.devices)
+        return [first_replica_of(each, len(self.devices), unlike) for each in range(workers)]
 
     @property
     def is_alone(self) -> bool:

@@ -9,6 +9,22 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 
+def first_replica_of(worker: int, devices: int, unlike: Sequence[int] = ()) -> int:
+    """Returns the number, among all replicas, of a worker's first one.
+
+    Args:
+        worker: number of the worker, from 0.
+        devices: number of devices of each worker, if they have equally many.
+        unlike: number of devices of each worker, if they differ; else empty.
+    """
+    return sum(unlike[:worker]) if unlike else worker * devices
+
+
+def replicas_of(workers: int, devices: int, unlike: Sequence[int] = ()) -> int:
+    """Returns N, the replicas of all workers; for the arguments see `first_replica_of`."""
+    return first_replica_of(len(unlike) or workers, devices, unlike)
+
+
 @dataclasses.dataclass(frozen=True)
 class DataPlace:
     """A worker's part of the data, from an epoch and minibatch on.
@@ -33,12 +49,12 @@ class DataPlace:
 
     @property
     def num_replicas(self) -> int:
-        return sum(self.unlike) or self.workers * self.devices
+        return replicas_of(self.workers, self.devices, self.unlike)
 
     @property
     def replica_ids(self) -> list[int]:
         """The numbers of the worker's replicas among all."""
-        first = sum(self.unlike[: self.worker]) or self.worker * self.devices
+        first = first_replica_of(self.worker, self.devices, self.unlike)
         return list(range(first, first + self.devices))
 
 

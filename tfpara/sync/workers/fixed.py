@@ -14,6 +14,7 @@ from tfpara.cluster import ALONE, Cluster
 from tfpara.cluster.call_site import END, FIT_END, CallSite, Purpose, call
 from tfpara.strategy import EpochUnits
 from tfpara.sync.workers.company import Company, Fit
+from tfpara.sync.workers.data_place import first_replica_of, replicas_of
 from tfpara.sync.workers.meetings import Control, MismatchError
 from tfpara.typing import Scalar
 
@@ -55,8 +56,9 @@ class Fixed(Company):
         return self._found.rank == 0
 
     def replicas_now(self, devices: int) -> tuple[Scalar, Scalar]:
-        of_workers = self.unlike_devices or [devices] * self._found.num_workers
-        return sum(of_workers), sum(of_workers[: self._found.rank])
+        unlike = self.unlike_devices
+        replicas = replicas_of(self._found.num_workers, devices, unlike)
+        return replicas, first_replica_of(self._found.rank, devices, unlike)
 
     def founding_replicas(self, devices: int) -> int:
         return int(self.replicas_now(devices)[0])

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from tfpara.cluster.call_site import CallSite
 from tfpara.sync.workers.company import Company
+from tfpara.sync.workers.data_place import first_replica_of, replicas_of
 from tfpara.sync.workers.meetings import Control
 
 
@@ -43,12 +44,12 @@ class Worker:
     @property
     def replicas(self) -> int:
         """N, the replicas of all workers."""
-        return sum(self._of_workers) or self.num_workers * len(self.devices)
+        return replicas_of(self.num_workers, len(self.devices), self._of_workers)
 
     @property
     def first_replica(self) -> int:
         """The number, among 0 … N − 1, of this worker's first replica."""
-        return sum(self._of_workers[: self.rank]) or self.rank * len(self.devices)
+        return first_replica_of(self.rank, len(self.devices), self._of_workers)
 
     @property
     def kinds(self) -> frozenset[str]:
