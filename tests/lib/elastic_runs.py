@@ -127,6 +127,13 @@ class Run:
             assert time.monotonic() < until, (number, event, self.events(number)[-3:])
             time.sleep(0.02)
 
+    def until(self, condition):
+        """Waits until a function returns something true."""
+        until = time.monotonic() + DEADLINE
+        while not condition():
+            assert time.monotonic() < until
+            time.sleep(0.02)
+
     def ends(self):
         """Waits for all workers; returns their exit codes and what they printed."""
         outputs = [process.communicate(timeout=DEADLINE)[0] for process in self.processes]

@@ -88,6 +88,30 @@ def test_too_few_before_the_first_step(tmp_path):
         assert any(why in output for output in outputs)
 
 
+@pytest.mark.parametrize("options", [{}, MIXED])
+def test_a_spare_comes_in_within_a_block(options, tmp_path):
+    """The others do not train to the block's end first, and the spare trains only the rest of it.
+
+    The period is longer than an epoch, so blocks end with the epochs.
+    """
+    options = {**options, "period": 50, "max_workers": 2, "step_seconds": 0.1}
+    options["holds"] = {"1": f"exists({str(tmp_path / 'go')!r})"}
+    steps = 60 // (2 * options.get("devices", 1))  # of a worker in an epoch
+    with elastic_runs.Run(tmp_path, 2, {1: ["step", steps + 5, "SIGKILL"]}, **options) as run:
+        stays, spare = run.of_rank(0), run.start()
+        run.wait_until(stays, "epoch", 0)
+        run.until(lambda: run.meeting.state.waiting)
+        (tmp_path / "go").touch()
+        assert len(run.check([KILLED])) == 2
+        names = [event[0] for event in run.events(stays)]
+        regrouped = len(names) - names[::-1].index("generation")
+        assert names[:regrouped].count("trained") < 60
+        names = [event[0] for event in run.events(spare)]
+        alone = len(names) - names[::-1].index("generation")
+        whole = names[alone:].index("synced")
+        assert names[alone:][:whole].count("trained") > 10
+
+
 @pytest.mark.nightly
 def test_two_are_killed_at_once_and_one_goes_on(tmp_path):
     faults = {0: ["step", 8, "SIGKILL"], 2: ["step", 8, "SIGKILL"]}

@@ -3,11 +3,11 @@
 It writes what it does, in order, to the file `log` (`{pid}` is replaced), a line of JSON each:
 `["trained", id]` for each minibatch (its id is epoch * 1000 + its number), `["synced"]` where what
 it has trained since the last such line is in the global model, `["dropped"]` where it will never
-be; `["epoch", number, log, workers]`, and at the end `["end", hash of the weights, ...]`.
+be; `["generation", number]`, `["epoch", number, log, workers]`, and at the end `["end", hash of the weights, ...]`.
 
 Options (JSON): log, minibatches (of an epoch), epochs, devices, rule, steps_per_execution,
 min_workers, grace_seconds, silence_seconds, max_workers, adam, norm (batch normalisation), dropout,
-checkpoints (a directory), every_syncs, validate, step_seconds, paces (seconds of a step by the rank
+checkpoints (a directory), period (τ), every_syncs, validate, step_seconds, paces (seconds of a step by the rank
 at the start, in place of step_seconds), balance, width, callbacks (names), follows,
 scores (a CSV file: of three scores in each epoch),
 timeouts (of the strategy), arrays (`batch_size`: `fit` is given arrays, of a row each), kind (what
@@ -160,6 +160,13 @@ def install(faults, log):
         # What a worker trains alone, before it joins, is in nobody's model.
         return "dropped" if strategy.joining else "synced"
 
+    become = connection.Connection.become
+
+    def becoming(this, form):
+        become(this, form)
+        log("generation", form.number)
+
+    connection.Connection.become = becoming
     together = company.Elastic.together
 
     def exchanging(this, operation):
@@ -347,6 +354,7 @@ def main():
         "norm": False,
         "dropout": False,
         "checkpoints": None,
+        "period": TAU,
         "every_syncs": 1,
         "validate": False,
         "step_seconds": 0.0,
@@ -379,7 +387,7 @@ def main():
     limits = ("min_workers", "max_workers", "grace_seconds", "silence_seconds")
     limits = {name: options[name] for name in limits}
     settings = {
-        "sync_period": TAU,
+        "sync_period": options["period"],
         "averages": {"ema": tfpara.EMA(0.9)},
         "balance": options["balance"],
         "elastic": tfpara.Elastic(**limits, rule_follows=options["follows"]),

@@ -227,7 +227,7 @@ class FitAgain:
             raise StopIteration
         self._progress.in_step = True
         try:
-            self._meet_if_agreed()
+            self._meet_if_needed()
             # Not before the first step: until then a model that was compiled again is unknown.
             if not self._agreed and self._connection.rank == 0 and self._logs is not None:
                 self._agreed = True
@@ -275,8 +275,12 @@ class FitAgain:
         block = self._synchronizer.graph.block
         return int(block.steps) >= int(block.due())
 
-    def _meet_if_agreed(self) -> None:
-        """Meets the others if all have agreed to it in a sync."""
+    def _meet_if_needed(self) -> None:
+        """Meets the others if all have agreed to it in a sync, or if a member is lost.
+
+        A loss is not left to the next sync, which would fail: a spare worker would wait until then,
+        and TensorFlow would prepare the sync twice, in the step and for its repetition.
+        """
         if not self._extended.models.synchronizers:
             return
         if self._rejoin.last and "checkpoints" not in self._transfer.holders:
@@ -290,6 +294,8 @@ class FitAgain:
         if request == Request.MEET and alike:
             graph.answered(Request.MEET)
             self._rejoin.meet(failed=False)
+        elif self._connection.line.lost and self._extended.balance is None:
+            self._rejoin.meet(failed=True)
         elif self._connection.line.wanted:
             graph.request(Request.MEET)
 

@@ -213,8 +213,11 @@ class Rejoin:
 
         Returns for each rank the steps of the open block that count there but were not taken.
         """
-        # The others have trained a part of the block, or all, and will not complete it.
-        missed = max(own["open"] for own in reports if own and own["syncs"] == syncs)
+        furthest = [own for own in reports if own and own["syncs"] == syncs]
+        if self.extended.balance is None:  # all wait for the worker that is least far in the block
+            missed = min(own["counted"] for own in furthest)
+        else:  # nobody trains more of the block
+            missed = max(own["open"] for own in furthest)
         for synchronizer in self.extended.models.synchronizers:
             block = synchronizer.graph.block
             missed = min(missed, int(block.period))

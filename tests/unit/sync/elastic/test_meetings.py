@@ -23,10 +23,10 @@ class Block:
         return self._due
 
 
-def extended(block, **others):
+def extended(block, balance=True, **others):
     graph = types.SimpleNamespace(block=block, **others)
     models = types.SimpleNamespace(synchronizers=[types.SimpleNamespace(graph=graph)], steps_seen=0)
-    return types.SimpleNamespace(models=models, balance=object())
+    return types.SimpleNamespace(models=models, balance=object() if balance else None)
 
 
 def test_a_block_that_was_shortened_is_whole_again_where_nobody_has_trained_any_more():
@@ -40,6 +40,37 @@ def test_a_block_that_was_shortened_is_whole_again_where_nobody_has_trained_any_
             rejoin.extended = extended(block)
         rejoin._shorten_block(reports, [False] * len(reports), 4)
         assert int(block.steps) == steps
+
+
+def test_who_comes_into_a_block_closes_it_with_the_slowest():
+    """Rank 1 has come earlier in the block: 9 of its 12 steps were of the others."""
+    reports = [
+        {"syncs": 4, "open": 14, "counted": 14},
+        {"syncs": 4, "open": 3, "counted": 12},
+        None,
+        {"syncs": 3, "open": 1, "counted": 1},
+    ]
+    rejoin = Rejoin.__new__(Rejoin)
+    for rank, steps in enumerate((14, 12, 12, 12)):
+        rejoin.connection = types.SimpleNamespace(rank=rank)
+        own = reports[rank] or {"open": 0, "counted": 0}
+        block = Block(own["counted"], own["open"], period=20)
+        rejoin.extended = extended(block, balance=False)
+        missed = rejoin._shorten_block(reports, [False, False, True, True], 4)
+        assert missed == [0, 9, 12, 12] and int(block.steps) == steps
+
+
+@pytest.mark.parametrize("lost,balance,meets", [({2}, False, 1), ({2}, True, 0), ((), False, 0)])
+def test_the_loss_of_a_worker_is_met_at_the_next_step(lost, balance, meets):
+    calls = []
+    fit = FitAgain.__new__(FitAgain)
+    fit._extended = extended(Block(1, trained=1), balance, agreed=lambda: (0, True))
+    fit._extended.models.synchronizers[0].graph.request = calls.append
+    line = types.SimpleNamespace(lost=frozenset(lost), wanted=False)
+    fit._connection = types.SimpleNamespace(line=line, say_leaving=lambda: None)
+    fit._rejoin = types.SimpleNamespace(last="", meet=lambda failed: calls.append(failed))
+    fit._meet_if_needed()
+    assert calls == [True] * meets
 
 
 class Lost(tf.errors.UnavailableError):
