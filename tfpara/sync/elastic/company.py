@@ -41,6 +41,9 @@ class Elastic(Company):
     """
 
     changes = True
+    # TensorFlow prepares all functions anew when the members change. A sync in the graph of a step
+    # would be prepared twice: there, and for calls from Python at the ends of epochs.
+    syncs_in_steps = False
     epoch_units: DataPlan
 
     def __init__(self, settings: Settings, timeout_seconds: float) -> None:
@@ -130,6 +133,14 @@ class Elastic(Company):
                 self._inside = False
             progress.operations, progress.result = number + 1, result
             return result
+
+    def check_in_fit(self) -> None:
+        if not self.connection.in_fit:
+            raise ValueError(
+                "a model is trained outside of fit, and elastic= needs fit: a loop of your own, or "
+                "train_on_batch, would not repeat the sync in which a worker is lost. Call "
+                "model.fit, or leave elastic= out."
+            )
 
     def by_the_chief(self, write: Callable[[], object], name: str) -> None:
         """The chief writes a file; if it is lost before all know that, the next chief does."""

@@ -198,17 +198,16 @@ class FitAgain:
     def _trace_alone(self, model: keras.Model) -> None:
         """Traces a step by taking it while the others train; the step is no part of the run.
 
-        Another step then ends with a sync. TensorFlow takes long for a process's first sync in a
-        step, and in the run all would wait for it.
+        A sync follows it. TensorFlow takes long for the first sync of a process, and in the run all
+        would wait for it.
         """
-        settings, balance = self._extended.settings, self._extended.balance
+        balance = self._extended.balance
         before = [each.graph.statistics() for each in self._extended.models.synchronizers]
         self._alone = self._data.data()
         step: Any = model.train_function
         with contextlib.suppress(tf.errors.OutOfRangeError, StopIteration):
             self._logs = step.inner(self._alone)
-            self._synchronizer.finish_block()
-            if balance is None and not settings.overlap:
+            if balance is None and model.steps_per_execution > 1:  # syncs within calls are in them
                 block = self._synchronizer.graph.block
                 block.steps.assign(block.period - 1)
                 step.inner(self._alone)
@@ -241,13 +240,14 @@ class FitAgain:
         before = models.steps_seen
         while True:
             try:
-                # Callbacks react to syncs at the end of a step: on all workers after the same step.
-                if self._sync_is_due():
-                    trained = True
-                    self._synchronizer.graph.sync(tf.constant(True))
-                if not trained:
+                may_be_due, self._progress.sync_may_be_due = self._progress.sync_may_be_due, False
+                if not trained and not (may_be_due and self._sync_is_due()):
                     self._step_began_in = self._connection.form.number
                     self._logs = function(self._data.reader(iterator))
+                trained = True
+                # Callbacks react to syncs at the end of a step: on all workers after the same step.
+                if self._sync_is_due():
+                    self._synchronizer.graph.sync(tf.constant(True))
                 return {} if self._logs is None else self._logs
             except _Regrouped:
                 continue
@@ -268,9 +268,8 @@ class FitAgain:
             raise _Regrouped
 
     def _sync_is_due(self) -> bool:
-        """Returns whether a sync has failed that must be repeated; the next call returns False."""
-        due, self._progress.sync_may_be_due = self._progress.sync_may_be_due, False
-        if not (due and self._extended.models.synchronizers):
+        """Returns whether the open block is complete."""
+        if not self._extended.models.synchronizers:
             return False
         block = self._synchronizer.graph.block
         return int(block.steps) >= int(block.due())

@@ -180,6 +180,8 @@ def _looked_at(train: Method) -> Method:
         scope.look(model)
         strategy = strategy_of_ours(model)
         trained = strategy.extended.models.trained(model) if strategy is not None else None
+        if strategy is not None and train.__name__ == "train_on_batch":
+            strategy.extended.worker.company.check_in_fit()
         if trained is not None and trained.shows_others:
             raise ValueError(
                 "the model is trained while strategy.weights(...) shows others than the replicas' "

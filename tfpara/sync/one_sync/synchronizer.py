@@ -86,12 +86,18 @@ class Synchronizer:
                 due |= self._device_steps.assign_add(1) >= self._device_period
             return due
 
+    def act_if(self, due: tf.Tensor) -> None:
+        """Calls `act` if something is due; where Python code calls the syncs, without the sync."""
+        if self._site.company.syncs_in_steps:
+            where(due, self.act)
+        elif self._device_period is not None:
+            where(due, self._average_devices_if_due)
+
     def act(self) -> None:
         """Averages the local replicas if that is due; syncs all replicas if that is due."""
         with tf.device("CPU:0"):
             if self._device_period is not None:
-                devices_due = self._device_steps.read_value() >= self._device_period
-                where(devices_due, self._average_devices)
+                self._average_devices_if_due()
             if self._overlap is not None:
                 self._overlap.act()
                 return
@@ -100,6 +106,11 @@ class Synchronizer:
 
     def _ends_block(self, steps: tf.Tensor) -> tf.Tensor:
         return steps >= self.graph.block.due()
+
+    def _average_devices_if_due(self) -> None:
+        with tf.device("CPU:0"):
+            devices_due = self._device_steps.read_value() >= self._device_period
+            where(devices_due, self._average_devices)
 
     def _average_devices_step(self) -> None:
         """Sets the local replicas to their mean.

@@ -13,7 +13,6 @@ import tensorflow as tf
 
 from tfpara.keras_model import build_optimizer, check_optimizers_known
 from tfpara.steps import after, batch_size, skip_empty, weight_of
-from tfpara.sync.one_sync.graph_ops import where
 from tfpara.sync.one_sync.synchronizer import Synchronizer
 from tfpara.sync.settings import Settings
 from tfpara.sync.tensorflow.nonfinite import Guard
@@ -122,6 +121,7 @@ class RunSteps:
                 synchronizer = models.make(models.model_of(fn))
             check(models.model_of(fn), self._strategy)
         self.check_written(synchronizer, trace.written)
+        self._models.company.check_in_fit()
         with after(locals_):
             due = synchronizer.count(
                 [1 if n is None else n for n in samples],
@@ -129,7 +129,7 @@ class RunSteps:
                 nonfinite,
             )
             if self._left is None:
-                where(due, synchronizer.act)
+                synchronizer.act_if(due)
             else:
                 self._left.append((due, synchronizer.act))
         return outputs

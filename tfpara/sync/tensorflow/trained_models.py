@@ -62,6 +62,7 @@ class TrainedModels:
     """The models that were trained, in the order of their first steps, on all workers alike.
 
     Attributes:
+        company: the workers that train.
         rule: the rule of the model that was made last.
         tracked: the model, or group of models, of a custom loop; None: not named.
         blocks_closed: number of times that Python code has closed the blocks, on all workers alike.
@@ -84,7 +85,7 @@ class TrainedModels:
         self._links = links
         self._momentum = momentum
         self._notes, self._balance = notes, balance
-        self._company = worker.company
+        self.company = worker.company
         self.rule: Rule = settings.rule
         self.tracked: keras.Model | None = None
         self.blocks_closed = 0
@@ -231,7 +232,7 @@ class TrainedModels:
         former = self._entry(model)
         self._drop_collected(former)
         if former is not None:
-            self._company.finish_block(former.synchronizer, COMPILED_ANEW)
+            self.company.finish_block(former.synchronizer, COMPILED_ANEW)
         build_optimizer(model)
         settings = self.settings.for_optimizers(optimizers(model))
         variables = self._agreed_variables(model, settings)
@@ -257,7 +258,7 @@ class TrainedModels:
         )
         at = len(self._trained) if former is None else self._trained.index(former)
         self._trained[at : at + 1] = [self._recent]
-        self._company.check_step()
+        self.company.check_step()
         return synchronizer
 
     def _agreed_variables(self, model: keras.Model, settings: Settings) -> ReplicaVariables:
@@ -299,9 +300,9 @@ class TrainedModels:
         site = Site(
             # A joiner of an elastic run has made fewer synchronizers than the others, so the number
             # would differ. Such a run has one model, and needs none.
-            name="model" if self._company.changes else f"model{self._made}",
+            name="model" if self.company.changes else f"model{self._made}",
             num_replicas=self._worker.replicas,
-            company=self._company,
+            company=self.company,
             devices=self._worker.devices,
             collectives=self._links.collectives,
             reports=self._links.reports,
@@ -334,7 +335,7 @@ class TrainedModels:
     def _drop(self, entry: _Trained, purpose: Purpose) -> None:
         """Closes a model's block and gives up its synchronizer; every worker must call it."""
         synchronizer = entry.synchronizer
-        self._company.finish_block(synchronizer, purpose)
+        self.company.finish_block(synchronizer, purpose)
         synchronizer.leave([], self._chiefs_left)
         self._dropped = self._dropped.and_then(synchronizer.graph.statistics())
         self._trained.remove(entry)
@@ -360,7 +361,7 @@ class TrainedModels:
     def finish_blocks(self, purpose: Purpose = _SYNCHRONIZE) -> None:
         """Closes the open blocks of all models; every worker must call it for this purpose."""
         self.blocks_closed += 1
-        self._company.finish_blocks(purpose)
+        self.company.finish_blocks(purpose)
 
     @contextlib.contextmanager
     def writing(self, model: keras.Model) -> Iterator[None]:

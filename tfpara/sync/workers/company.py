@@ -27,12 +27,15 @@ class Company(abc.ABC):
 
     Attributes:
         changes: whether workers may join and leave.
+        syncs_in_steps: whether the graph of a training step has the sync; else Python code calls
+            each sync after the step.
         epoch_units: the position in the epoch.
         unlike_devices: the number of devices of each worker, by rank, if they differ; else empty.
         kinds: the kinds of all workers' devices, such as "CPU"; empty: not told yet.
     """
 
     changes = False
+    syncs_in_steps = True
     epoch_units: EpochUnits
     unlike_devices: Sequence[int] = ()
     kinds: frozenset[str] = frozenset()
@@ -99,6 +102,9 @@ class Company(abc.ABC):
         If a member is lost, the others repeat the exchange.
         """
         return exchange()
+
+    def check_in_fit(self) -> None:
+        """Raises ValueError if a step trains outside of `fit`, and this company needs `fit`."""
 
     @abc.abstractmethod
     def by_the_chief(self, write: Callable[[], object], name: str) -> None:

@@ -79,10 +79,10 @@ class Lost(tf.errors.UnavailableError):
 
 
 @pytest.mark.parametrize("logs", [None, {"loss": 1.0}])
-@pytest.mark.parametrize("fails", ["", "step", "sync"])
+@pytest.mark.parametrize("fails", ["", "step", "sync", "none"])
 def test_a_step_is_over_with_a_sync_that_is_repeated(logs, fails):
     """Also the first one of a worker, whose log is not known: the others go on to callbacks."""
-    calls, block = [], Block(1, trained=1)
+    calls, block = [], Block(0 if fails == "none" else 1, trained=1)
 
     def sync(condition):
         calls.append("sync")
@@ -92,7 +92,7 @@ def test_a_step_is_over_with_a_sync_that_is_repeated(logs, fails):
 
     fit = FitAgain.__new__(FitAgain)
     fit._extended = extended(block, sync=sync)
-    fit._progress = Progress(sync_may_be_due=fails != "step")
+    fit._progress = Progress(sync_may_be_due=fails in ("", "sync"))
     fit._connection = types.SimpleNamespace(form=types.SimpleNamespace(number=1))
     fit._data = types.SimpleNamespace(reader=lambda iterator: iterator)
     fit._logs = logs
@@ -105,10 +105,18 @@ def test_a_step_is_over_with_a_sync_that_is_repeated(logs, fails):
     def step(iterator):
         calls.append("step")
         fit._extended.models.steps_seen += 1
+        block.steps.assign(1)
+        if fails == "none":
+            return logs
         raise Lost
 
     assert fit._step_until_trained(step, iter(())) == (logs or {})
-    assert calls == {"": ["sync"], "step": ["step", "sync"], "sync": ["sync", "sync"]}[fails]
+    assert calls == {
+        "": ["sync"],
+        "step": ["step", "sync"],
+        "sync": ["sync", "sync"],
+        "none": ["step", "sync"],
+    }[fails]
 
 
 def test_a_step_that_fails_before_it_has_trained_is_taken_again():
