@@ -15,7 +15,7 @@ import tensorflow as tf
 
 # With eta near 1, F would be forgotten completely, and all-zero rows would leave F zero.
 MAX_ETA = 0.9
-# The rows of R are made orthonormal again if they are further from it than this.
+# The rows of R are made orthonormal again if R Rᵀ differs from the unit matrix by more than this.
 ORTHONORMALITY = 1e-3
 
 
@@ -93,7 +93,7 @@ class OnlineNaturalGradient:
         basis, diagonal, rho = (tf.cast(t, tf.float64) for t in scatter)
         projected = tf.matmul(rows, scatter.basis, transpose_b=True)
         basis_s = tf.cast(tf.matmul(projected, rows, transpose_a=True), tf.float64) / number
-        # Double precision, since Z has the fourth power of the data.
+        # Double precision, since z is of the fourth power of the data.
         y = eta * basis_s + (1 - eta) * (diagonal + rho)[:, None] * basis
         z = tf.matmul(y, y, transpose_b=True)
         c, u = tf.linalg.eigh(z)
@@ -117,7 +117,7 @@ class OnlineNaturalGradient:
 def sensible_rank(rank: int, width: int) -> int:
     """Returns `rank`, or half the width, rounded up, if that is less.
 
-    It is 0 for a width of 1, where the method changes nothing.
+    For a width of 1, where the method changes nothing, it returns 0.
     """
     return min(rank, (width + 1) // 2) if width > 1 else 0
 
