@@ -348,7 +348,7 @@ class GlobalState:
         """Returns for each holder its parts of the point to which the mean difference is added.
 
         `received` has, for each holder, its parts of the point from which replicas measure their
-        differences (see `Rule.measured_from`). Both are in the slice `buckets` of all buckets.
+        differences (see `Rule.measured_from`). `buckets` is the slice of all buckets that is meant.
         """
         per_holder, rule = [], self.rule.last()
         for holder, device in enumerate(self.aggregation.holders):

@@ -52,7 +52,7 @@ class SyncGraph:
             the state that no rule updates. Otherwise that state is averaged when a block is closed.
         left_out: the minibatches that were left out for NaN or Inf; None if none ever are.
         compressed: the wire that compresses; None if weights are sent as they are.
-        dealt: for each worker its steps, since the data were dealt out, that a sync has taken in.
+        dealt: for each worker, the steps since the data were dealt out that syncs have averaged.
     """
 
     def __init__(self, variables: ReplicaVariables, settings: Settings, site: Site) -> None:
@@ -274,7 +274,7 @@ class SyncGraph:
         self._seconds.assign_add([seconds[0], 0.0] if self._site.is_alone else seconds)
 
     def stood_still(self, began: tf.Tensor) -> None:
-        """Counts the time since `began` as one in which a sync held up training without a wait."""
+        """Counts the time since `began` as one that a sync has cost, but not as a wait."""
         self._seconds.assign_add(tf.stack([now() - began, 0.0]))
 
     def begin_waiting(self, verdict: Verdict) -> tf.Tensor:

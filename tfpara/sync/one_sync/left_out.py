@@ -33,7 +33,7 @@ class LeftOut:
     def count(self, nonfinite: Sequence[tf.Tensor]) -> None:
         """Counts a minibatch of each local replica, and notes whether it was left out.
 
-        `nonfinite` tells that, a scalar for each replica. The host does not wait for its values.
+        `nonfinite` has a scalar bool for each replica: whether. The host does not wait for these.
         """
         for kept, bad in zip(self._of_epoch, nonfinite, strict=True):
             value, one = kept.read_value(), tf.cast(bad, tf.float64)

@@ -143,8 +143,8 @@ def are_apart(reports: Array, elastic: bool = False) -> bool:
 
     - all workers have had the same number of exchanges from Python;
     - all workers that do not train have come for the same purpose;
-    - no worker trains in a later epoch of `fit` than that of a worker that waits (which gives the
-      epoch as −1 if nobody may train while it waits for its purpose);
+    - no worker trains in a later epoch of `fit` than a worker that waits (a worker gives −1 as its
+      epoch if, by its purpose, nobody may train while it waits);
     - no worker trains outside of `fit` (epoch 0) while another one waits inside `fit`;
     - in an elastic run, which deals out one epoch at a time, all workers that train are in the same
       epoch.

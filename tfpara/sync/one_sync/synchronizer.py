@@ -317,7 +317,7 @@ class Synchronizer:
         """Puts the global model into the variables while a file is written.
 
         Nothing is exchanged, since the chief may write alone. The variables stay as they are inside
-        `showing`, and if there are no syncs. Within a block the global model is that of the last
+        `showing`, or if there are no syncs. Within a block the global model is that of the last
         sync, and `note` prints a note. If each worker has only a part of the model, the chief has
         the whole as of the last block that was closed. If there was a sync after that, the
         variables stay as they are, too.
@@ -467,9 +467,10 @@ class Synchronizer:
     ) -> None:
         """Gives all replicas the same values of the model's weights that are not among `kept`.
 
-        If there are no syncs, these are the values of the chief's first replica, which `from_chief`
-        returns for each worker's own. If the rule leaves the replicas apart, they are the values of
-        the global model. Every worker must call it, while the block is closed.
+        If there are no syncs, these are the values of the chief's first replica: `from_chief` takes
+        each worker's own tensor and returns the chief's. If the rule leaves the replicas apart,
+        they are the values of the global model. Every worker must call it, while the block is
+        closed.
         """
         first = {id(variable[0]) for variable in kept}
         left = [i for i, v in enumerate(self._variables.weights) if id(v[0]) not in first]
