@@ -1,4 +1,4 @@
-"""Progress bars, and lines at the end, of the programs that read recorded speech."""
+"""Progress bars, and the last line of output, of the programs that make corpora or read speech."""
 
 from __future__ import annotations
 
