@@ -101,7 +101,8 @@ class Block:
         if self._stepped is not None:
             stepped = tf.stack([tf.cast(own, tf.int64) > 0 for own in each])
             self._stepped.assign_add(tf.cast(stepped, tf.float64)[:, tf.newaxis])
-        # `steps` is read before `assign_add`, so that it does not wait for weights from a device.
+        # `steps` is read before `assign_add`, so that the read does not wait for `weights`, which
+        # devices compute.
         steps = self.steps.read_value() + 1
         terms = tf.stack([tf.ones([], tf.float64), samples, *weights])
         self._counts.assign_add(tf.gather(terms, self._terms))

@@ -17,7 +17,7 @@ _ALIGNED = 4096
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """Elements `start` … `stop` of variable number `variable`, flattened."""
+    """Elements `start` … `stop` of the flattened variable number `variable`."""
 
     variable: int
     start: int

@@ -65,9 +65,9 @@ def encode(rows: tf.Tensor, kind: str) -> tf.Tensor:
     scales = tf.reduce_max(tf.abs(groups), 2, keepdims=True) / highest
     levels = tf.round(tf.math.divide_no_nan(groups, scales))
     levels = tf.reshape(tf.clip_by_value(levels, -highest, highest), [count, -1])
-    if per_byte == 2:  # a byte has one number of the row's first half, and 16 × one of the second
-        # NaN would spoil the other number of its byte, too. 0 may replace it, since the scale of
-        # its group is NaN as well.
+    if per_byte == 2:  # a byte is one number of the row's first half plus 16 × one of the second
+        # A NaN would spoil the other number of its byte, too, so 0 takes its place. By the scale of
+        # its group it is decoded as NaN nevertheless.
         ones, sixteens = tf.split(tf.where(tf.math.is_nan(levels), 0.0, levels), 2, 1)
         levels = ones + 16.0 * sixteens
     words = tf.bitcast(tf.reshape(tf.cast(levels, tf.int8), [count, -1, 4]), tf.int32)
@@ -103,7 +103,7 @@ def words_of(length: int, kind: str) -> int:
 class CompressedWire:
     """The transport of weights as rounded differences: all-to-all, a local sum, and an all-gather.
 
-    In one process nothing is sent; the results are those of as many workers as it has devices.
+    In one process nothing is sent. The results are then as if each of its devices were a worker.
 
     Attributes:
         points: the buckets of B̂ (see the top of this file).

@@ -31,8 +31,8 @@ from tfpara.sync.one_sync.weight_exchange import ALIGNED, Shares, phase
 from tfpara.sync.settings import NEVER, Settings
 from tfpara.typing import Array
 
-# The end of a worker stops its messages that are under way. So before a worker fails it waits this
-# long, in which the others receive the table that says why.
+# The end of a worker stops its messages that are under way. So a worker that fails first waits this
+# long, so that the others receive the table that says why.
 _GRACE_SECONDS = 1.0
 # This text stands for a sentence that the workers have yet to exchange.
 _APART = "the workers are apart"
@@ -50,7 +50,7 @@ class Part(NamedTuple):
 class Verdict(NamedTuple):
     """The decision of all workers, as tensors: see `Decision`.
 
-    at: the time of the decision, as by `now`.
+    at: the time of the decision, on the clock of `now`.
     allowed: whether there is no problem.
     """
 
@@ -70,8 +70,8 @@ class Consensus:
     Attributes:
         columns: the columns of a report that depend on the model.
         signatures: for each weight a number that must be equal on all replicas.
-        other_signatures: such numbers for the state and the frozen weights. The number for state is
-            of its first value, or of the value that Python code has set last.
+        other_signatures: such numbers for the state and the frozen weights. The number of a state
+            variable is that of its first value, or of the value that Python code has set last.
         request: the request of this worker (see `Request`), a float64 variable.
         began: the time, on the clock of `now`, since which the sync waits for other workers; 0 if
             it does not wait.
@@ -153,7 +153,7 @@ class Consensus:
             return numbers, tf.cond(differ, told, lambda: tf.constant(""))
 
     def report(self, running: tf.Tensor | bool, anchors: Buckets) -> tuple[tf.Tensor, tf.Tensor]:
-        """Returns the time when this worker came, and its reports, [local replicas, columns]."""
+        """Returns when this worker came to the sync, and its reports, [local replicas, columns]."""
         began, read = self._read(running, anchors)
         (rows,) = in_python(lambda *read: [self._rows(*read)], read, self._of_rows)
         return began, rows
@@ -301,7 +301,7 @@ class Consensus:
     ) -> Verdict:
         """Returns the decision of all workers from the table of reports.
 
-        It runs as Python code. As graph operations it would be a third of a sync's operations,
+        The decision is Python code. As graph operations it would be a third of a sync's operations,
         which TensorFlow has to make and optimise before the first step.
 
         Args:

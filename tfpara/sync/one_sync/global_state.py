@@ -210,7 +210,7 @@ class GlobalState:
         return [after, *new], broadcast
 
     def _fused(self, steps: Callable[..., Nest], rule: Any, device: str) -> Callable[..., Nest]:
-        """Returns `steps`, fused if rule and averages are ours; XLA may not compile a user's."""
+        """Returns `steps`, fused unless a rule or average is a user's: XLA may not compile it."""
         ours = all(
             type(r).__module__.startswith("tfpara.") for r in (rule, *self._averages.values())
         )
@@ -253,7 +253,7 @@ class GlobalState:
     def share_of_start(self, which: str) -> float:
         """Returns how much, 0 to 1, the model before the first sync weighs in average `which`.
 
-        It is 0 if that model has no weight, or if `which` is no average.
+        It is 0 for an average that corrects for that model, and if `which` is no average.
         """
         if which not in self._averages or getattr(self._averages[which], "zero_debias", False):
             return 0.0
@@ -315,7 +315,7 @@ class GlobalState:
                     yield Cell(f"{label}/{name}", holder, part, variable)
 
     def slots(self) -> Iterator[Slot]:
-        """Yields all cells, and `is_new`."""
+        """Yields the slots of all cells, and of `is_new`."""
         for cell in self.cells():
             name = f"global/{cell.field}/{cell.part.bucket}/{cell.part.start}"
             owner, _, field = cell.field.rpartition("/")
@@ -334,7 +334,7 @@ class GlobalState:
             cell.variable.assign(tf.cast(value, cell.variable.dtype))
 
     def carry(self, former: Rule) -> None:
-        """Converts the state that `former`, a rule of the same kind, has left, for this rule."""
+        """Converts the state that the rule `former`, of the same kind, has left, for `rule`."""
         rule = self.rule.last()
         if rule is former:
             return

@@ -93,7 +93,7 @@ class SyncGraph:
 
     def _make_counters(self) -> None:
         make = self._site.make
-        self._agreed = make(tf.zeros([3], tf.float64), "agreed")  # request, running, all replicas
+        self._agreed = make(tf.zeros([3], tf.float64), "agreed")  # request, running replicas, N
         self._syncs = make(tf.zeros([], tf.int64), "syncs")
         self._seconds = make(tf.zeros([2], tf.float64), "seconds")
         self._distance = make(tf.zeros([]), "distance")
@@ -109,7 +109,7 @@ class SyncGraph:
             return tf.identity(is_last)
 
     def meet(self, number: tf.Tensor) -> tf.Tensor:
-        """Exchanges one number of each worker, as a sync does reports; returns them by rank."""
+        """Exchanges a number of each worker as if it were a report; returns all by rank."""
         numbers, problem = self._meet(number)
         with tf.control_dependencies([stop_if(problem)]):
             return tf.identity(numbers)
@@ -224,7 +224,7 @@ class SyncGraph:
         if self._variables.moments:
             steps = tf.maximum(block_steps, 1.0)
             (counted,) = tf.unstack(verdict.counts, num=1)
-            # With loss scaling the optimizer may skip steps, and counts fewer than the block has.
+            # With loss scaling the optimizer may skip steps. The rule counts the skipped ones, too.
             counted = tf.maximum(tf.cast(counted, tf.float32), steps)
             moments = self.averaging.exchange_moments(shares, steps, counted)
             arrived += tf.nest.flatten(moments.spread)
@@ -287,7 +287,7 @@ class SyncGraph:
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """A context in which this process counts as waiting, for an exchange from Python code."""
+        """A context in which this process counts as waiting, in an exchange from Python code."""
         self.consensus.began.assign(time.monotonic())
         try:
             yield
@@ -299,7 +299,7 @@ class SyncGraph:
         return float(self.consensus.began.numpy())
 
     def request(self, request: Request) -> None:
-        """Makes a request to all workers; at the next sync they agree on the largest one."""
+        """Makes a request to all workers; at the next sync they agree on the largest request."""
         asked = self.consensus.request
         asked.assign(tf.maximum(asked, float(request)))
 
@@ -402,8 +402,9 @@ class SyncGraph:
             if cell.is_scalar
         }
         pairs = zip(old.replicas.layout.buckets, self.replicas.layout.buckets, strict=True)
-        # For each new bucket the former one from which its scalars come: its fragment's first one,
-        # since scalars, such as counts of syncs, are equal in all buckets of a fragment.
+        # For each new bucket, the number of the former bucket from which it takes its scalars: the
+        # first one of its fragment, since all buckets of a fragment have equal scalars, such as
+        # counts of syncs.
         counting = [theirs.start for theirs, mine in pairs for _ in range(mine.start, mine.stop)]
         for cell in {cell.field: cell for cell in self.global_state.cells()}.values():
             if cell.field in ("moments/momentum", "moments/velocity"):
@@ -424,7 +425,7 @@ class SyncGraph:
         for slot, theirs in zip(self.counted(), old.counted(), strict=True):
             slot.variable.assign(theirs.variable.read_value())
         # Weights that replicas have trained may differ, so all workers set their signatures to 0.
-        # Those of variables that the former synchronizer lacked stay, and will be compared.
+        # Signatures of variables that the former synchronizer lacked stay, and will be compared.
         variables = self._variables
         for signatures, of_kind in (
             (self.consensus.signatures, variables.weights),

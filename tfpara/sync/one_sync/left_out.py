@@ -11,11 +11,11 @@ from tfpara.sync.one_sync.replicas import Site
 from tfpara.sync.one_sync.state_vars import Kind, Slot
 from tfpara.typing import Json
 
-NAMED = 32  # how many minibatches, left out by one replica in an epoch, are kept by number
+NAMED = 32  # of how many minibatches that a replica leaves out in an epoch the numbers are kept
 
 
 class LeftOut:
-    """The minibatches that the local replicas have left out, of the present epoch and of all.
+    """The minibatches that the local replicas leave out, in the present epoch and in the run.
 
     Attributes:
         total: minibatches that the local replicas have left out in the whole run.
@@ -33,7 +33,7 @@ class LeftOut:
     def count(self, nonfinite: Sequence[tf.Tensor]) -> None:
         """Counts a minibatch of each local replica, and notes whether it was left out.
 
-        `nonfinite` has a scalar bool for each replica: whether. The host does not wait for these.
+        `nonfinite` tells this by a scalar for each replica, for which the host does not wait.
         """
         for kept, bad in zip(self._of_epoch, nonfinite, strict=True):
             value, one = kept.read_value(), tf.cast(bad, tf.float64)
@@ -51,8 +51,8 @@ class LeftOut:
     def go_on(self, steps: int) -> None:
         """Continues an epoch after `steps` minibatches of each replica.
 
-        This number is not read from a checkpoint of another number of replicas, or of a run that
-        never leaves minibatches out, so the caller gives it.
+        The caller gives this number, since it is not read from a checkpoint of another number of
+        replicas, or of a run that leaves no minibatches out.
         """
         for kept in self._of_epoch:
             kept[0].assign(tf.maximum(kept[0], float(steps)))

@@ -125,7 +125,7 @@ class Overlap:
         return tf.constant(1, tf.int64)
 
     def _stop_if(self, problem: tf.Tensor, of_collective: tf.Tensor) -> None:
-        """Raises in the training thread the error that ended the flight.
+        """Raises the error that ended the flight, in the training thread.
 
         If a collective has failed, all later collectives fail with the same error. So another one
         is run here, which raises that error with its original type.

@@ -102,7 +102,8 @@ class Sharded:
         of_worker = math.lcm(len(devices), *unlike)
         self._units = collectives.size * of_worker  # pieces of a bucket; a part is `each` of them
         each = of_worker // len(devices)
-        self._lengths = [-(-size // self._units) * each for size in self._sizes]  # of parts
+        # For each bucket the length of a part.
+        self._lengths = [-(-size // self._units) * each for size in self._sizes]
 
     def parts(self, holder: int) -> list[Part]:
         number = self._collectives.rank * len(self.holders) + holder

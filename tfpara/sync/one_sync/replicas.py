@@ -109,7 +109,7 @@ class ReplicaVariables:
     constraints: Sequence[Callable[[tf.Tensor], tf.Tensor] | None] = ()
 
     def places(self) -> dict[int, tuple[str, int]]:
-        """Returns (kind, number in its kind) of each variable, by its first component's `id`."""
+        """Returns (kind, number in its kind) by the `id` of each variable's first component."""
         kinds = {"weight": self.weights, "state": self.state, "frozen": self.frozen}
         return {id(v[0]): (kind, i) for kind, of in kinds.items() for i, v in enumerate(of)}
 
@@ -190,7 +190,7 @@ class Replicas:
                     component.assign(newest - newest % cycle + component % cycle)
 
     def others(self, replica: int, anchors: Buckets) -> list[tf.Tensor]:
-        """Returns the buckets of a replica's state minus `anchors`, then its averaged slots'."""
+        """Returns a replica's buckets of state minus `anchors`, then those of averaged slots."""
         with tf.device(self.devices[replica]):
             # The changes since the last sync are averaged, so that unchanged values stay exact.
             moved = self._moved(replica, anchors)
@@ -223,7 +223,7 @@ class Replicas:
 
         It must be called for all weights from which replicas continue, or that are shown. No
         constraint is applied to the state of the rule and the averages, since a part of a flat
-        vector may have only a piece of a weight. `run`: the slice of all weights that these are.
+        vector may have only a piece of a weight. `run`: the slice of all weights that they are.
         """
         constraints = self.variables.constraints[run]
         if not any(constraints):
@@ -293,7 +293,7 @@ class Replicas:
 
 
 def _difference(values: tf.Tensor, former: tf.Tensor) -> tf.Tensor:
-    """Returns `values - former`, but 0 where both are equal, even if both are infinite."""
+    """Returns `values - former`, but 0 where the two are equal, even if they are infinite."""
     return tf.where(values == former, tf.zeros_like(values), values - former)
 
 

@@ -5,10 +5,10 @@ a vector of float64 with these columns:
 
 - 1 while the replica has data left, else 0;
 - the index of the first weight with a NaN or Inf, or −1;
-- the signature of the weights, by which workers that start from different weights are found;
+- the signature of the weights, which shows whether workers start from different weights;
 - the request of its worker (see `Request`);
-- the mark of its worker (see `tfpara.cluster.call_site`), three columns: exchanges from Python so
-  far, purpose of this exchange, epoch;
+- the mark of its worker (see `tfpara.cluster.call_site`), three columns: number of exchanges from
+  Python so far, purpose of this exchange, epoch;
 - the samples since the last sync, one column for each part of the model (see
   `tfpara.sync.one_sync.block`);
 - the minibatches since the last sync, one column for each part;
@@ -124,7 +124,7 @@ def report_of(
 
 
 def signature_of(value: tf.Tensor) -> tf.Tensor:
-    """Returns a number by which tensors are compared, float64 below 2^40.
+    """Returns a whole number below 2^40, as float64, by which tensors are compared.
 
     Equal tensors have the same number; different ones almost surely have different numbers. The
     number is a weighted sum of the elements' bits as integers, so the order of addition does not
@@ -288,7 +288,7 @@ class Decision(NamedTuple):
 
     problem: the sentence that says why the reports forbid the sync, "" if nothing does.
     is_last: whether no replica has data left.
-    agreed: three numbers: the largest request, the replicas with data left, and all replicas.
+    agreed: the largest request; the number of replicas with data left; the number of replicas.
     counts: for each of the shared step counts the largest value over all replicas; if blocks are by
         speed, the mean.
     trained: for each worker, the minibatches of its first replica since the last sync.
@@ -298,7 +298,7 @@ class Decision(NamedTuple):
     portions: by part, n_i / Σ_j n_j for each local replica i, where n_i are its samples.
     of_all: such portions of all replicas.
     divisor: by part, N if all replicas have equal shares, else 1.
-    of_block: by part, its block's length as a fraction of a whole block, 0 < f ≤ 1.
+    of_block: by part, the length of its block as a fraction of a whole block, 0 < f ≤ 1.
     """
 
     problem: str

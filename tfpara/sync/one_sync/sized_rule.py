@@ -59,7 +59,7 @@ class SizedRule:
             return self._rule
         rule = copy.copy(self._rule)
         for name, variable in variables.items():
-            # The class is frozen, and the checks of its constructor are for numbers.
+            # The class is frozen, and its constructor would check values, which are tensors here.
             object.__setattr__(rule, name, variable.read_value())
         return rule
 

@@ -21,8 +21,8 @@ class SyncStatistics(NamedTuple):
             overlapped sync to arrive; 0 with one worker. It includes the exchange of a small
             model's weights, which travel with the reports.
         distance: relative distance ‖w_i − w̄‖ / ‖w̄‖ of the local replicas before a sync, root mean
-            square. If the global state is sharded, only the parts of the weights that the replicas
-            hold count. It is measured at the first 16 syncs and then at every 16th.
+            square. If the global state is sharded, it is computed from the part of the weights that
+            each replica keeps. It is measured at the first 16 syncs and then at every 16th.
         bytes_sent: bytes sent to other workers in syncs, without headers.
         left_out: minibatches of all local replicas that were left out for NaN or Inf.
     """

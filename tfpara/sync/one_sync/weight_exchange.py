@@ -311,7 +311,7 @@ class WithReports:
 
     @classmethod
     def of(cls, aggregation: Aggregation, replicas: Replicas, whole: bool) -> WithReports | None:
-        """Returns the transport for a model whose weights may travel so; else None.
+        """Returns the transport if the model's weights may travel with the reports, else None.
 
         They may if each worker keeps a whole global model and has one replica, on a CPU, if each
         sync exchanges the `whole` model, if the workers do not change, and if the weights are few.

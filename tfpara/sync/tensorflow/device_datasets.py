@@ -106,7 +106,7 @@ def _shared(
     """Replaces `_PerDeviceGenerator`; returns the dataset of one device."""
 
     def make() -> Any:
-        _multi_device._PerDeviceGenerator = _Generator  # which its constructor looks up
+        _multi_device._PerDeviceGenerator = _Generator  # the constructor looks it up
         try:
             return _Generator(
                 shard_num,

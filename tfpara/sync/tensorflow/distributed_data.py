@@ -153,7 +153,7 @@ class DistributedData:
     def note_length(self, steps: int) -> None:
         """Notes that a pass over `datasets_by_epoch` begins, which has this many steps.
 
-        From them follows the length of the epoch, if Keras does not know it.
+        From `steps` follows the length of the epoch, if Keras does not know it.
         """
         if self.worker.call_site.fits and not self.worker.call_site.calls:
             done = self.position.first // self.worker.replicas  # steps before a resume
@@ -201,7 +201,7 @@ class DistributedData:
     def divided(self, dataset: tf.data.Dataset, distribute: _Distribute) -> Any:
         """Returns a dataset of batches, each divided among the replicas of all workers.
 
-        `distribute` is TensorFlow's function that does so.
+        `distribute` is TensorFlow's function that divides it.
         """
         check_batched(dataset.element_spec, self.worker.replicas > 1)
         dataset = without_tuner(_safe(dataset))
@@ -387,7 +387,7 @@ def _cut(dataset: tf.data.Dataset, own: Sequence[int], parts: int) -> tf.data.Da
     """Cuts each batch into parts, as TensorFlow does for several workers; returns those in `own`.
 
     Of a batch of B rows each part has B / `parts` rows, rounded up, until no rows are left. `own`
-    are successive numbers of parts, from 0.
+    are successive numbers of parts; the first part is 0.
     """
 
     @tf.autograph.experimental.do_not_convert

@@ -285,7 +285,7 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         ]
 
     def _reduced(self, local: Sequence[Nest], mean: bool) -> tf.Tensor:
-        """Returns the sum or mean over all replicas; `local` has the values of this worker's."""
+        """Returns the sum or mean over all replicas; `local` are this worker's replicas' values."""
         if self._num_workers > 1 and not tf.executing_eagerly():
             raise ValueError(
                 "strategy.reduce inside a tf.function would have the workers wait for each other "

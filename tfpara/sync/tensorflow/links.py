@@ -32,7 +32,7 @@ BETWEEN_STRATEGIES = 1024  # distance of the group keys of two strategies, which
 _SEED = 87654321  # TensorFlow's default seed
 # The number of strategies that this process has made on the server of a cluster.
 served: collections.Counter[cluster.Cluster] = collections.Counter()
-NO_PARTS = {"disable_meta_optimizer", "disable_model_pruning"}  # which TensorFlow always has
+NO_PARTS = {"disable_meta_optimizer", "disable_model_pruning"}  # TensorFlow always lists these
 
 
 class Links:

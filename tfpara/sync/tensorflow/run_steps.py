@@ -138,7 +138,7 @@ class RunSteps:
         return outputs
 
     def _guarded(self, fn: Callable[..., Nest]) -> Callable[..., Nest]:
-        """Returns `fn`, which the guard, if there is one, takes back after NaN or Inf."""
+        """Returns `fn`, guarded against NaN and Inf if there is a guard and `fn` trains a model."""
         model = self._models.model_of(fn)
         trains = _is_train_step(fn) or not isinstance(getattr(fn, "__self__", None), keras.Model)
         if self.guard is None or model is None or not trains:
@@ -177,7 +177,7 @@ class RunSteps:
     def of_those_that_stepped(self, outputs: Nest, samples: Sequence[Scalar]) -> Nest:
         """Replaces the outputs of replicas that had no samples by the mean of the other outputs.
 
-        Such replicas took no step and returned zeros, and Keras averages over all replicas.
+        Such replicas took no step and returned zeros, which Keras would include in its mean.
         """
         if len(samples) == 1 or not any(tf.is_tensor(number) or number == 0 for number in samples):
             return outputs

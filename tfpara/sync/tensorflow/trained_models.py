@@ -364,9 +364,9 @@ class TrainedModels:
 
     @contextlib.contextmanager
     def writing(self, model: keras.Model) -> Iterator[None]:
-        """A context for writing a model to a file, in which it has the global model's weights.
+        """A context in which a model holds the global weights, for writing it to a file.
 
-        Trained models that share weights with it have their global weights, too.
+        Trained models that share weights with it hold their global weights, too.
         """
         weights = self._components(getattr(model, "weights", []))
         with contextlib.ExitStack() as stack:

@@ -33,7 +33,7 @@ class _AsNumber:
 
 
 class Mirrored(_AsNumber, _values.MirroredVariable):
-    """A variable with a component on each replica; read elsewhere, it is the first local one."""
+    """A variable with a component on each replica; other code reads this worker's first one."""
 
 
 class Metric(_AsNumber, _values.SyncOnReadVariable):
@@ -44,8 +44,8 @@ class Metric(_AsNumber, _values.SyncOnReadVariable):
         """Whether a read gives replica 0's component."""
         return self._aggregation == tf.VariableAggregation.ONLY_FIRST_REPLICA
 
-    # The parent's two methods give each worker the value of its own first replica, which workers
-    # have not exchanged.
+    # The parent's two methods give each worker the value of its own first replica, without an
+    # exchange between the workers.
     def _get_cross_replica(self) -> tf.Tensor:
         if self._aggregation == tf.VariableAggregation.NONE:
             raise ValueError(not_aggregated(self.name))
