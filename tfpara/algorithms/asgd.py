@@ -227,8 +227,8 @@ class Downpour(_Rule):
         max_staleness: s ≥ 0, the highest staleness of a push, as for `ASGD`.
         rate_by_staleness: whether a push is divided by 1 + k, with k its staleness.
         block_learning_rate: ζ > 0. With 1 every local step moves the global model as far as the
-            worker's. If N workers with a long period diverge, lower ζ: with 1/N, one push of each
-            worker moves the model by the mean of their blocks, as model averaging does.
+            worker's model. If N workers with a long period diverge, lower ζ: with 1/N, one push of
+            each worker moves the model by the mean of their blocks, as model averaging does.
 
     Raises:
         TypeError: a value is not a number.
@@ -345,8 +345,8 @@ class AsyncBMUF(_Rule):
 
     Each worker has its own local optimizer, as for `Downpour`. Its momentum (SGD) or β₁ (Adam,
     Muon) is fitted to blocks of τ steps, as by `PeriodicSyncStrategy` under rules with a momentum.
-    But for every τ, SGD's larger learning rate makes up for only half of what the shorter momentum
-    moves less. A push of fewer minibatches, at the end of a chunk, counts as a whole push.
+    But for every τ, SGD's larger learning rate restores only half of the movement that the shorter
+    momentum loses. A push of fewer minibatches, at the end of a chunk, counts as a whole push.
 
     Args:
         block_momentum: η, 0 ≤ η < 1, or "linear" or "sqrt", as for `BMUF`. None: 1 − 1/N, at most
@@ -434,8 +434,8 @@ class AsyncBMUF(_Rule):
         # 1 if the push ends a round, else 0; numbers of pushes are whole.
         ends = minimum(1.0, positive_part(state.pushes + 2.0 - self.workers))
         gathered = state.gathered + difference
-        # The mean is over the pushes of the round. They may be more than the workers, whose number
-        # may have changed within the round.
+        # The mean is over the pushes of the round. Their number is not always `workers`, which may
+        # have changed within the round.
         mean = gathered / (state.pushes + 1.0)
         filtered = rule.momentum_after(state.rounds) * state.delta + zeta * mean
         delta = ends * filtered + (1.0 - ends) * state.delta

@@ -1,4 +1,4 @@
-"""Blockwise model-update filtering: block momentum, classical, Nesterov, CNTK's and fairseq's."""
+"""Blockwise model-update filtering: classical, Nesterov, CNTK's and fairseq's block momentum."""
 
 from __future__ import annotations
 
@@ -80,9 +80,9 @@ class BMUF(Rule):
         block_momentum: η, 0 ≤ η < 1, or how the steady gain grows with the number N of replicas:
             "linear", η = 1 − 1/N (with ζ = 1 that is C = 1 in ζ / (N(1−η)) = C), or "sqrt", η = 1 −
             1/√N. With `warmup` these η are at most 0.9, because for 16 replicas a gain of 10 was at
-            least as good as one of 16 at all rates and periods that were tried. None: "linear",
-            with one exception: unless `warmup` is False, a local optimizer that divides by the size
-            of gradients, as Adam does, makes the default of `warmup` 5; or, if its average of
+            least as good as one of 16 at all rates and periods that were tried. None: "linear".
+            But if the local optimizer divides by the size of gradients, as Adam does, and `warmup`
+            is not False, then the default of `warmup` is 5, or, if the optimizer's average of
             gradients cannot be fitted to the block, η is "sqrt".
         block_learning_rate: ζ > 0.
         nesterov: which of the forms above.
@@ -189,7 +189,7 @@ class BMUF(Rule):
             gain *= (1.0 - eta) * num_replicas
         rest = 1.0 - share
         delta = (eta + rest * (1.0 - eta)) * state.delta + gain * update
-        # Most blocks are whole; this saves two passes over the weights.
+        # Most blocks are whole. For these, `delta` itself saves two passes over the weights.
         step = delta if isinstance(rest, float) and rest == 0.0 else delta - rest * state.delta
         global_model = state.global_model + step
         if self.compat and self.nesterov:
@@ -234,7 +234,7 @@ class BMUF(Rule):
 
     @property
     def _blocks_for_one(self) -> float:
-        """Returns k, the blocks in which the gain may rise by one; 0 if there is no warm-up."""
+        """Returns k, in how many blocks the gain may rise by one; 0 if there is no warm-up."""
         given = self.warmup
         if given is None:
             given = self._is_default and self.compat is None

@@ -91,7 +91,7 @@ class EASGD(Rule):
         return 0.9 / num_replicas if self.elasticity is None else self.elasticity
 
     def broadcast(self, before: EASGDState, after: EASGDState) -> Array:
-        """Returns the centre before the sync, which the replicas need."""
+        """Returns the centre before the sync, towards which `restart` moves the replicas."""
         del after
         return before.global_model
 

@@ -170,7 +170,7 @@ class KerasStep(_Step):
         copy = self._optimizer
         copy.build(self._weights)
         # Keras has variables for a constant rate and for the iterations, which schedules read as
-        # `_iterations`. These replace both.
+        # `_iterations`. A number and a stand-in replace them.
         self._iterations = copy._iterations = _Value(0, dtype="int64", name="iterations")
         if isinstance(copy._learning_rate, keras.Variable):
             copy._learning_rate = shortest(copy._learning_rate.numpy())
@@ -251,7 +251,7 @@ class KerasSteps(_Step):
         copy = self._optimizer
         if is_function:  # from_config finds only functions that are registered with Keras
             copy._learning_rate = rate
-        # The config lacks what `exclude_from_weight_decay` has set.
+        # The config lacks what `exclude_from_weight_decay` has set, so this is copied.
         copy._exclude_from_weight_decay = {
             id(value)
             for value, variable in zip(values, weights, strict=True)

@@ -158,7 +158,7 @@ class Average:
         """Returns the state of a run that starts at the flat vector `weights`.
 
         Returns:
-            A NamedTuple of arrays of that shape, and numbers.
+            A NamedTuple of arrays with the shape of `weights`, and of numbers.
         """
         raise NotImplementedError(f"{type(self).__name__} has no init(weights).")
 

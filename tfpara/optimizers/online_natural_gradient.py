@@ -37,7 +37,8 @@ class Scatter(NamedTuple):
 class OnlineNaturalGradient:
     """The online natural gradient for rows of one width.
 
-    With S = XᵀX / N, T = η S + (1−η) F and Y = R T, of which Y Yᵀ = U C Uᵀ, an update is
+    With S = XᵀX / N, T = η S + (1−η) F, Y = R T and the eigendecomposition Y Yᵀ = U C Uᵀ, an
+    update is
 
         R ← C^{-1/2} Uᵀ Y
         ρ ← (tr T − tr C^{1/2}) / (D − rank)
@@ -98,7 +99,7 @@ class OnlineNaturalGradient:
         z = tf.matmul(y, y, transpose_b=True)
         c, u = tf.linalg.eigh(z)
         c, u = c[::-1], u[:, ::-1]  # the largest first
-        # In exact arithmetic no eigenvalue is below this value.
+        # Without rounding errors, no eigenvalue would be below this bound.
         root = tf.sqrt(tf.maximum(c, tf.square((1 - eta) * rho)))
         new_basis = tf.matmul(u, y, transpose_a=True) / root[:, None]
         trace_s = tf.cast(_square(rows), tf.float64) / number

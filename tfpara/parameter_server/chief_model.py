@@ -18,7 +18,8 @@ from tfpara.typing import Array, Variable
 class ChiefModel:
     """Exchanges weights between the chief's model and the servers, which begin with equal weights.
 
-    It finds out which weights were set in the chief's model, and sends them to the servers.
+    A `ChiefModel` finds out which weights were set in the chief's model, and sends these weights to
+    the servers.
     """
 
     def __init__(self, model: keras.Model, server: Server, work: WorkerStep) -> None:
@@ -39,7 +40,7 @@ class ChiefModel:
 
     @property
     def shows(self) -> bool:
-        """Whether the chief's model has the weights of `showing`, whose context is active now."""
+        """Whether the context of `showing` is active now."""
         return self._shown is not None
 
     def read(self) -> None:
@@ -123,7 +124,7 @@ class ChiefModel:
 
     @contextlib.contextmanager
     def at_one_moment(self, names: Sequence[str]) -> Iterator[int]:
-        """A context in which `showing` shows these models as they are now; yields the pushes."""
+        """Reads the models `names` now, for `showing` in this context; yields the push count."""
         former, self._moment = self._moment, self._server.weights_at_once(names)
         try:
             yield self._moment.pushes

@@ -97,9 +97,10 @@ def chunk_function(training: Training) -> Callable[..., tf.Tensor]:
 
     The function is called as `fn(epoch, chunk, generation, stream, *arguments)`. The first four are
     int64 scalars: `generation` is the server's, and `stream` is the chunk's `stream_of`. The
-    `arguments` are those of `Chunks`. The function starts with the first minibatch that is not in
-    the model yet, and repeats: pull, `sync_period` minibatches, push. The last push of a chunk may
-    have fewer minibatches. The loop ends early when workers are halted or a push is not applied.
+    `arguments` are the chunk's, as `Chunks.sent` returns them. The function starts with the first
+    minibatch that is not in the model yet, and repeats: pull, `sync_period` minibatches, push. The
+    last push of a chunk may have fewer minibatches. The loop ends early when workers are halted or
+    a push is not applied.
     """
     server, work, chunks, sync_period, choose_rate, *_ = training
     exchange = Exchange(server)
@@ -182,7 +183,7 @@ def _minibatches(
 
 
 class _Kept(NamedTuple):
-    """What a worker keeps between blocks; `there`: whether its variables had these values."""
+    """What a worker keeps between blocks; `there`: whether its variables had the values."""
 
     weights: list[tf.Tensor]
     optimizer: list[tf.Tensor]
@@ -204,7 +205,7 @@ class _LocalModel:
         self._count = len(server.names) if work.local_models else 0
         start = work.optimizer_start
         self._shapes = {k: start[k].shape for k in work.slots_by_rows}
-        # All rows of such a slot begin equal (`step_of_rows`), so a graph needs only one of them.
+        # All rows of a table's slot begin equal (`step_of_rows`), so a graph needs only one row.
         self._start = [
             tf.convert_to_tensor(value[:1] if k in self._shapes else value)
             for k, value in enumerate(start)
@@ -212,7 +213,7 @@ class _LocalModel:
         self._tables = work.slots_by_rows
 
     def read(self, weights: Sequence[tf.Tensor], generation: tf.Tensor, rows: Rows) -> _Kept:
-        """Returns the kept weights and optimizer; if none are kept, `weights` and a new one."""
+        """Returns the kept weights and optimizer; at first, `weights` and a new optimizer."""
         start = [
             tf.repeat(value, tf.size(rows[self._tables[k]]), 0) if k in self._tables else value
             for k, value in enumerate(self._start)
@@ -261,11 +262,11 @@ class _LocalModel:
         return written
 
     def _table(self, number: int) -> int | None:
-        """Returns the table whose slot value `number` is; None: it is not read by rows."""
+        """Returns the table of which value `number` is a slot; None: the value is kept whole."""
         return self._tables.get(number - self._count)
 
     def _new(self, number: int) -> Callable[[], tf.Tensor]:
-        """Returns the function that gives the slot of value `number` all its rows as at first."""
+        """Returns a function that initializes all rows of value `number`, a table's slot."""
         slot = number - self._count
 
         def make() -> tf.Tensor:

@@ -24,7 +24,7 @@ _NO_DATA = (str, bytes, int, float, keras.utils.PyDataset)
 class Chunks:
     """Training data that every epoch divides into the same number of chunks.
 
-    A worker trains one chunk at a time. When a worker dies, another one continues with its chunk.
+    A worker trains one chunk at a time. When a worker dies, another worker continues its chunk.
     The workers read the data by TensorFlow operations, without Python.
 
     Args:
@@ -92,8 +92,8 @@ class Chunks:
             done: number of trained minibatches of each chunk.
 
         Raises:
-            ValueError: the epoch had no minibatch; or the numbers of the chunks contradict each
-                other, so that minibatches were left out or trained twice.
+            ValueError: the epoch had no minibatch; or the numbers in `done` contradict each other,
+                so that minibatches were left out or trained twice.
         """
         total = sum(done)
         if not total:

@@ -32,7 +32,7 @@ class Exchange:
         self._staleness: Any = server.staleness
 
     def pull(self, worker: tf.Tensor, rows: Rows = NO_ROWS) -> Pulled:
-        """Reads the model as `read` does; waits before if the bound on staleness requires it."""
+        """Waits if the bound on staleness requires it; then reads the model as `read` does."""
         if self._staleness is None:
             return self.read(rows)
         (may,) = self._until_settled(worker, 1, lambda: [self.ask_to_pull(worker)])
@@ -193,7 +193,10 @@ class Exchange:
     def _until_settled(
         self, worker: tf.Tensor, count: int, ask: Callable[[], list[tf.Tensor]]
     ) -> tuple[tf.Tensor, ...]:
-        """Calls `ask` until the first of its `count` answers is true; waits for tokens between."""
+        """Calls `ask` until the first of its `count` answers is true; returns the answers.
+
+        Before each repetition, the worker waits for a token.
+        """
 
         def again(*_: tf.Tensor) -> tuple[tf.Tensor, ...]:
             settled, *rest = ask()
@@ -206,7 +209,7 @@ class Exchange:
             return tuple(tf.while_loop(lambda settled, *_: ~settled, again, no))
 
     def _turn(self, part: Push, waits: bool) -> tuple[tf.Tensor, ...]:
-        """Asks the first server for the turn of a push: only this push may be applied then.
+        """Asks the first server to give a push the turn: then no other push is applied.
 
         Waits, if `waits`, until the push is settled: it has the turn, or it will never be applied.
         Returns whether the push is settled, and whether it has the turn.

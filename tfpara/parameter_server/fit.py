@@ -72,7 +72,7 @@ class Fit:
             choose_rate = search_rate.function(self.server, self.work, self._chunks)
         of_run = (models.sync_period, choose_rate, self.order, models.seed)
         self._executor = workers.executor(Training(self.server, self.work, self._chunks, *of_run))
-        self._seen = 0  # minibatches of this epoch before the last batch hooks
+        self._seen = 0  # number of minibatches of this epoch at the last batch hooks
         self._resumed_epoch: int | None = None
         self.epoch = 0
         self.within_epoch = False
@@ -168,7 +168,7 @@ class Fit:
         """
         self.epoch = epoch
         self.order[:] = order
-        self.server.generation += 1  # workers start from the servers' present state
+        self.server.generation += 1  # so that workers start from the servers' present state
         self._resumed_epoch = epoch if within else None
         # The checkpoint has the learning rate of the chief's optimizer and that of the servers. If
         # they differ, the cause is a ChunkRateSearch, which changes the servers' rate only. So the
@@ -242,7 +242,7 @@ class Fit:
                 self._write()  # raises early if a batch hook has set weights
                 first = False
             self.follow_rate()
-            if self.model.stop_training:  # a callback ends the epoch and the training
+            if self.model.stop_training:  # a callback has ended the training, and so this epoch
                 if not done:
                     self._halt()
                 return

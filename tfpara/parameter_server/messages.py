@@ -61,14 +61,14 @@ class Push(NamedTuple):
     kept: Sequence[tf.Tensor]
     metrics: Sequence[tf.Tensor]  # increments of the metrics' variables, which are sums
     worker: tf.Tensor  # index of the worker
-    place: Place  # the place of the block's first minibatch
+    place: Place  # position in the data of the block's first minibatch
     minibatches: tf.Tensor  # number of minibatches
     samples: tf.Tensor  # number of samples
     rate: tf.Tensor  # learning rate of this push; if negative, the servers' rate is used
     rows: Rows = NO_ROWS  # the rows that `values` has, of tables that are pushed by rows
     squares: Sequence[tf.Tensor] = ()  # sums of the gradients' squares; empty if not needed
-    left_out: Sequence[tf.Tensor] = ()  # the number of minibatches left out; empty if none can be
-    version: tf.Tensor | None = None  # in a server's part: its version at the pull
+    left_out: Sequence[tf.Tensor] = ()  # number of minibatches left out; empty if none can be
+    version: tf.Tensor | None = None  # in the part for a server: its version at the pull
 
 
 class Answer(NamedTuple):

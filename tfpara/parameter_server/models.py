@@ -80,7 +80,7 @@ class Models(dict[keras.Model, Trained]):
                 trained.server.forget(worker)
 
     def for_fit(self, model: keras.Model, spec: Nest) -> Trained:
-        """Returns the parts of a built, compiled model for a `fit`; the first `fit` creates them.
+        """Returns the parts of a built, compiled model for a `fit`; its first `fit` creates them.
 
         The parts are created again, from the weights of the chief's model, if since the last `fit`
         the model was compiled with another optimizer, or layers were frozen or unfrozen. Otherwise

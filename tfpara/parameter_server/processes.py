@@ -111,8 +111,8 @@ class Processes(Workers):
     def _end(self) -> None:
         self._lobby.end_with_process(self._exit_code, self._failure)
         if self._exit_code:
-            # The cause is printed already. So stderr is closed to TensorFlow, which would print for
-            # each of its functions and each process that it cannot remove the function there.
+            # The cause is printed already. After that, stderr is closed, because TensorFlow would
+            # print, for each function and each process, that it cannot remove the function.
             sys.stderr.flush()
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 

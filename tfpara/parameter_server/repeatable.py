@@ -5,7 +5,7 @@ copies must have the same minibatches in the same order, also if another worker 
 after a failure. But `shuffle` draws another order in each copy, and `deterministic=False` takes
 elements in the order in which they are ready. This module rewrites the dataset's TensorFlow graph:
 for each epoch the chief inserts the seeds of all shuffles, and all operations are deterministic.
-Datasets in which anything else that is random decides which elements come are refused.
+A dataset is refused if other random operations decide which elements come.
 """
 
 from __future__ import annotations

@@ -92,7 +92,7 @@ class Server:
         self.measure(model)
 
     def _rates(self) -> list[tuple[Shard, tf.Variable]]:
-        """Returns the servers with a variable of the learning rate, and these variables.
+        """Returns pairs of a server and its variable of the learning rate.
 
         If the workers have the optimizers, only the first server has such a variable; else each
         server has one. If the rate is a schedule, there is none.
@@ -151,11 +151,11 @@ class Server:
         self.counters.halted.assign(False)
 
     def close(self) -> None:
-        """Lets the servers accept no push until `open_epoch`.
+        """Makes the servers refuse all pushes until `open_epoch`.
 
-        So their state does not change, even if workers are between a pull and a push. On each
-        server, a push before this was applied completely or not at all. Of several servers, some
-        may lack that push: they will accept the next push of the same minibatches.
+        So their state does not change, even if workers are between a pull and a push. Each server
+        has applied an earlier push completely or not at all. If only some of several servers have
+        applied it, the others will accept the next push of the same minibatches.
         """
         for shard in self.shards:
             shard.locked((), shard.progress.close)
@@ -192,7 +192,7 @@ class Server:
     def set_weights(self, weights: Sequence[tf.Tensor]) -> None:
         """Replaces the weights, given in the model's order.
 
-        Averages, the rule's state except its lasting fields, and the workers' local models and
+        Averages, the rule's state except its `lasting` fields, and the workers' local models and
         optimizers restart. No worker may be between a pull and a push.
         """
         self.generation += 1
@@ -207,7 +207,7 @@ class Server:
     def _started(
         self, shard: Shard, place: int, weight: tf.Tensor
     ) -> Iterator[tuple[tf.Variable, tf.Tensor]]:
-        """Yields the variables of a weight's rule and averages, and their values at a start."""
+        """Yields a weight's variables of state, and their values if a run starts at `weight`."""
         if shard.kept:
             rule: Any = self.rule
             for name, new in rule.init(weight)._asdict().items():

@@ -66,7 +66,7 @@ class Shard:
         Raises:
             ValueError: the rule has `rate_by_staleness`, and the optimizer has a schedule.
         """
-        self._rule: Any = rule  # Any: its flags tell which of the rules' methods exist
+        self._rule: Any = rule  # Any, since rules have different methods, as their flags tell
         self._averages: Mapping[str, Any] = averages
         self.names = [weights[k].path for k in self.indices]
         self._constraints = [weights[k].constraint for k in self.indices]
@@ -212,7 +212,7 @@ class Shard:
         staleness: tf.Tensor,
         held: Sequence[tf.Tensor],
     ) -> tuple[list[tf.Tensor], list[tf.Tensor], list[Change]]:
-        """Takes an optimizer's step with the rule's gradient and rate; returns as `_updated`."""
+        """Takes an optimizer's step with the rule's gradient and rate; results as of `_updated`."""
         steps: Any = self.steps
         squares = push.squares or [None] * len(weights)
         corrected = [
@@ -340,7 +340,7 @@ def _change_if(some: tf.Tensor, change: Change) -> Change:
 
 
 def precise(weights: Array) -> tf.Tensor:
-    """Returns weights in at least float32, which averages need to add small shares of them."""
+    """Returns weights in at least float32, because averages add small fractions of them."""
     weights = tf.convert_to_tensor(weights)
     return tf.cast(weights, tf.float32) if weights.dtype.size < 4 else tf.identity(weights)
 

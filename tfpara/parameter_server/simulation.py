@@ -83,8 +83,8 @@ def simulate_async(
         The strategy. Its `record()` lists all pushes.
 
     Raises:
-        ValueError: `num_workers` is not a whole number of at least 1, or the number of speeds
-            differs from it, or the record has more workers. `fit` raises ValueError if the record
+        ValueError: `num_workers` is not a whole number of at least 1, or differs from the number
+            of speeds, or the record has more workers. `fit` raises ValueError if the record
             is of a run with other data or settings.
 
     Example:

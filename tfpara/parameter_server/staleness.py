@@ -9,7 +9,7 @@ _NEVER = tf.int64.max // 2
 
 
 def may_pull(outstanding: tf.Tensor, worker: tf.Tensor, bound: int) -> tf.Tensor:
-    """Returns whether a worker may pull now: at most s others have pulled and not pushed yet.
+    """Returns whether a worker may pull now: at most s others have pulled but not pushed yet.
 
     Args:
         outstanding: int64 [workers], number of pushes before each worker's last pull; −1 for a
@@ -23,7 +23,7 @@ def may_pull(outstanding: tf.Tensor, worker: tf.Tensor, bound: int) -> tf.Tensor
 def may_push(
     outstanding: tf.Tensor, worker: tf.Tensor, version: tf.Tensor, bound: int
 ) -> tf.Tensor:
-    """Returns whether all others can still keep to the bound if this worker pushes now.
+    """Returns whether all other workers can keep to the bound if this worker pushes now.
 
         v + 1 + i − p_i ≤ s   for all i
 
@@ -153,7 +153,7 @@ class Staleness:
         return tf.equal(tf.range(len(self._queues), dtype=tf.int64), worker)
 
     def _leave(self, leaving: tf.Tensor) -> list[tf.Tensor | tf.Operation]:
-        """Ends the pulls and pushes of the workers that `leaving`, bool [workers], marks."""
+        """Ends the pulls and pushes of the workers for which `leaving`, bool [workers], is true."""
         pushing = self._pushing.read_value()
         ends = tf.reduce_any(tf.logical_and(leaving, self._is(pushing)))
         return [

@@ -39,7 +39,7 @@ class AsyncStatistics(NamedTuple):
 
     Attributes:
         pushes: number of pushes, which are updates of the global model.
-        samples: number of samples of these pushes.
+        samples: number of samples in these pushes.
         staleness: int64 [256], number of pushes with staleness k = 0, 1, …; the last element also
             counts the pushes with a higher staleness.
         by_worker: int64 [workers], number of pushes of each worker since this process started.
@@ -52,7 +52,7 @@ class AsyncStatistics(NamedTuple):
 
     @property
     def syncs(self) -> int:
-        """The number of pushes, under the name that the statistics of syncs have for theirs."""
+        """The number of pushes, for code that reads `syncs` under any strategy."""
         return self.pushes
 
     @property
@@ -383,8 +383,8 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy, Strategy):
 
         Raises:
             ValueError: weights were set in the middle of an epoch, where they would be lost; or
-                frozen weights were set during a `fit`; or the model shows other weights now, inside
-                `weights`.
+                frozen weights were set during a `fit`; or the model has other weights now, inside
+                the context of `weights`.
         """
         trained = self._models.get(model)
         if trained is not None:
@@ -488,7 +488,7 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy, Strategy):
     def mean_started(self, model: keras.Model) -> bool:
         """Returns whether the average named "average" has become a mean.
 
-        Setting weights (`write`) restarts it as a running average.
+        Setting weights (`write`) restarts the average as a running average.
         """
         return self._models.of(model).server.mean_started("average")
 

@@ -3,7 +3,8 @@
 A block's minibatches use the rows of some ids. The worker computes these ids from the data, before
 it pulls: the part of the model's graph that leads from the data to the ids of `Embedding` layers
 runs in the input pipeline. In the block, a table is the tensor of the pulled rows, and the layers
-look up positions in it in place of ids. So gradients, local steps and pushes have these rows alone.
+look up positions in this tensor in place of ids. So gradients, local steps and pushes have only
+these rows.
 """
 
 from __future__ import annotations
@@ -111,8 +112,9 @@ class Tables:
         """Returns a function that adds to each element of a dataset the rows of its block.
 
         The function takes a dataset of minibatches with the element spec `spec`, and returns one of
-        (minibatch, rows). A block has `period` minibatches (the last block may have fewer), and all
-        of these have the same rows. Without tables the function returns the dataset as it is.
+        pairs (minibatch, rows). A block has `period` minibatches (the last block may have fewer),
+        and all of these have the same rows. Without tables the function returns the dataset as it
+        is.
         """
         if not self.indices:
             return lambda dataset: dataset
@@ -220,8 +222,8 @@ class Tables:
         """Traces a minibatch of this element spec.
 
         Returns:
-            By table, the ids that are looked up; by table, the reason why it cannot be pulled by
-            rows, if there is one; and the names of the tensors of the data.
+            For each table, the ids that are looked up in it; for each table that cannot be pulled
+            by rows, the reason; and the names of the tensors of the data.
         """
         ids: dict[int, list[tf.Tensor]] = {index: [] for index in self._layers}
         unfit: dict[int, str] = {}

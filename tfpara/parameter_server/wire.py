@@ -1,6 +1,6 @@
 """Messages between a worker and a parameter server, in which small tensors travel together.
 
-TensorFlow fetches each tensor from another process by a call of its own. Small tensors that travel
+TensorFlow fetches each tensor from another process by a separate call. Small tensors that travel
 as one vector need fewer calls.
 """
 

@@ -109,7 +109,7 @@ class WorkerStep:
         self.optimizer = model.optimizer
         self.weights = model.trainable_variables
         self._skips, self._period = skips, sync_period if skips else 0
-        self._rule: Any = rule  # Any: its flags tell which of the rules' methods exist
+        self._rule: Any = rule  # Any, since rules have different methods, as their flags tell
         states = carried_states(model)  # Keras' lists of the model's variables lack them
         carried = {id(v) for v in states}
         self.frozen, self.state, self._own = parts_not_trained(model)
@@ -170,7 +170,7 @@ class WorkerStep:
     def own_start(self, stream: tf.Tensor) -> list[tf.Tensor]:
         """Returns a worker's own state (`Block.own`) at the beginning of its work on a chunk.
 
-        Different streams, int64, have different random numbers.
+        Different values of `stream`, int64, give different random numbers.
         """
         shift = tf.math.floormod(tf.bitwise.right_shift(stream * _MIX, 33), _SEEDS)
         return [
@@ -253,7 +253,7 @@ class WorkerStep:
             tf.add_n([tf.convert_to_tensor(g) for g in of_one])
             for of_one in tape.gradient(loss, stood, unconnected_gradients=zero)
         ]
-        for index in block.rows:  # for loops over minibatches, whose tensors keep a shape
+        for index in block.rows:  # a loop over minibatches needs equal shapes in all turns
             gradients[index].set_shape(block.weights[index].shape)
         with scope, self.tables.looked_up(block.rows):
             for metric in model.metrics:
@@ -493,7 +493,7 @@ def _measure(model: keras.Model, data: Nest, training: bool) -> None:
 
 
 def _build_metrics(model: keras.Model, spec: Nest) -> None:
-    """Creates the variables of the model's metrics, which Keras creates at the first minibatch."""
+    """Creates the variables of the metrics, which Keras would create at the first minibatch."""
 
     @tf.function(autograph=False)
     def measure(data: Nest) -> None:

@@ -8,7 +8,7 @@ in the chief listens on another port.
 
 Messages are signed with the run's secret (`tfpara/cluster/messages.py`). Workers and parameter
 servers send `hello` (job, index, addresses and version), `serving` (TensorFlow's server listens),
-`problem` (the cause why it cannot listen) and `leaving` (the signal that asked the process to end).
+`problem` (why that server cannot listen) and `leaving` (the signal that asked the process to end).
 The chief sends `welcome`, `end` (exit code and a sentence), `finishing` (the same, to be obeyed
 when the chief is gone) and `leave` (the exit code of a worker that has sent `leaving`, or null).
 Empty messages, from both sides, are signs of life.
@@ -126,7 +126,7 @@ class Lobby:
     def end_with_process(self, code: int = 0, sentence: str = "") -> None:
         """Tells all processes to end as soon as this process is gone; arguments as for `fail`.
 
-        The chief's program calls it at its exit: until then TensorFlow still needs the others.
+        The chief's program calls this at its exit, since until then TensorFlow needs the others.
         """
         with self._changed:
             self._do(self.state.end(code, sentence, "finishing"))

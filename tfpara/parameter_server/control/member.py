@@ -30,7 +30,7 @@ def beat_seconds(timeout_seconds: float) -> float:
 
 
 class _Over(Exception):
-    """This process has to end: has its exit code, and the cause (empty if the run is finished)."""
+    """This process has to end. Arguments: exit code, and cause (empty if the run is finished)."""
 
 
 def serve(

@@ -112,7 +112,7 @@ class Membership:
         phase: the phase of the run.
         problem: the cause why the tasks cannot connect, or None.
         failure: the cause why training cannot continue, or None.
-        lost: indices of workers that were lost while training continues; the reader removes them.
+        lost: indices of workers that were lost while training continues; `Lobby.lost` removes them.
         asked_to_end: a sentence that names the process that got a signal and waits for the end of
             the run, or None. If it is the chief, the chief's program sets it.
         restart_code: the exit code that asks for a restart, while the chief's program writes
