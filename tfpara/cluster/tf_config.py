@@ -22,7 +22,7 @@ _repr.maxstring = _repr.maxother = _repr.maxlong = 120
 shown = _repr.repr  # a value in messages, of limited length
 
 ADDRESSES = "Write host:port, such as '10.0.0.1:4000', 'node1:4000' or '[::1]:4000'"
-# Former names of jobs.
+# Former names of jobs, and the present ones.
 _FORMER = {"master": "chief"}
 # Names of jobs in Vertex AI's CLUSTER_SPEC.
 _POOLS = {"workerpool0": "chief", "workerpool1": "worker", "workerpool2": "ps"}
@@ -94,7 +94,7 @@ def read(environ: Mapping[str, str], kind: Kind) -> TFConfig | None:
     from indices.
 
     Returns:
-        The content; None if it is unset or blank, or has no addresses.
+        The content; None if TF_CONFIG is unset or blank, or has no addresses.
 
     Raises:
         NoPart: this process's job does not train.
@@ -156,7 +156,7 @@ def _with_present_names(config: dict[str, Json]) -> dict[str, Json]:
     """Returns the configuration with the present names of jobs in place of former ones.
 
     Raises:
-        ClusterError: it has a job under both names.
+        ClusterError: `config` has a job under both names.
     """
     spec, task = config.get("cluster"), config.get("task")
     if isinstance(spec, dict):
@@ -266,7 +266,7 @@ def _check_job(job: Json, what: str, kind: Kind) -> None:
 
 
 def check_address(address: Json, given: str, fix: str) -> None:
-    """Raises ClusterError for an invalid address; `given` (its source) and `fix` are in words."""
+    """Raises ClusterError if `address`, in messages `given`, is invalid; `fix` is the advice."""
     problem = _address_problem(address)
     if problem:
         raise ClusterError(f"{given} {problem}. {fix}.")
