@@ -6,8 +6,8 @@ computes the features; eSpeak NG runs at hundreds of times real time, and says t
 Memory holds one utterance's audio at a time.
 
 The classes are three states of each phone that occurs anywhere in the corpus, sorted by name. A
-phone that only a held-out speaker says is a class without training frames, so its frames are
-errors. The same options and text give the same bytes.
+phone that only a held-out speaker says is a class without training frames, so its frames will be
+classified wrongly. The same options and text give the same bytes.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ from input import alignment, audio, features, index, shards, speakers, synthesis
 from input.index import SPLITS, CorpusIndex
 from input.speakers import Speaker
 
-# Variants that are no human voice, such as whispers and robots.
+# Parts of the names of voice variants that are no usual human voices.
 _NOT_HUMAN = ("whisper", "robo", "Robot", "Demonic", "croak")
 
 Progress = Callable[[str, float], None]  # (stage, seconds of speech done since the last call)

@@ -1,8 +1,8 @@
 """Kaldi's features: log-mel and MFCC, their deltas, normalisation, splice and stacking.
 
 `log_mel`, `energies` and `mfcc`, like the features of `input.plp` and `input.pitch`, take and
-return NumPy arrays, and run kaldi-native-fbank. The other functions are of TensorFlow and can be
-traced with an unknown number of frames, for use in tf.data and in an exported model. A corpus is
+return NumPy arrays, and run kaldi-native-fbank. The other functions use TensorFlow operations and
+can be traced with an unknown number of frames, for tf.data and for an exported model. A corpus is
 prepared with `apply_cmvn` and `add_deltas`; training reads it through `normalise` and `splice` or
 `stack`.
 """
@@ -21,7 +21,7 @@ NUM_MEL = 40
 NUM_CEPS = 13
 FEATURE_DIM = 3 * NUM_MEL  # static, delta, delta-delta
 DELTA_WINDOW = 2  # frames on each side
-_MFCC_MEL = 23  # Kaldi's number of mel filters below the cepstrum
+_MFCC_MEL = 23  # Kaldi's number of mel filters from which it computes cepstra
 
 
 def log_mel(
@@ -192,7 +192,7 @@ def cmvn_stats(frames: tf.Tensor) -> tf.Tensor:
 
 
 def apply_cmvn(frames: tf.Tensor, stats: tf.Tensor, variance: bool = False) -> tf.Tensor:
-    """Subtracts the mean and, if asked, divides by the standard deviation.
+    """Subtracts the mean and, with `variance`, divides by the standard deviation.
 
     It computes the same as Kaldi's `apply-cmvn`; `variance` is its `--norm-vars`. The variance is
     at least 1e-20.

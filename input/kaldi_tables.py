@@ -16,7 +16,7 @@ from input.records import CorpusError
 _RANGE = re.compile(r"([0-9]*):([0-9]*)(?:,([0-9]*):([0-9]*))?")
 _CHANNEL = re.compile(r"[0-9]{1,4}")
 _OFFSET = re.compile(r":([0-9]+)$")
-_MAX_DIGITS = 18  # a number with more digits is no offset: these are below 2^63
+_MAX_DIGITS = 18  # a number with more digits is no offset: offsets are below 2^63
 _NOT_IN_KEYS = re.compile(r"[\0-\x20\x7f]")  # white space and control characters of ASCII
 
 

@@ -30,15 +30,15 @@ class Labels(Protocol):
     """The classes of the frames of some utterances."""
 
     class_names: list[str]
-    digest: str  # SHA-256 of their files
+    digest: str  # SHA-256 of the files of the labels
     subsampling: int  # frames per label; see `of_frames`
     silence: str | None  # the phone in the gaps between others; None if it is not known
 
     def ids(self) -> list[str]:
-        """Returns the utterances that have labels, at least one each."""
+        """Returns the utterances that have at least one label."""
 
     def count(self, utterance: str, num_frames: int) -> int:
-        """Returns the number of labels of an utterance, ceil(num_frames / subsampling) if right."""
+        """Returns an utterance's number of labels; ceil(num_frames / subsampling) is right."""
 
     def read(self, utterance: str, num_frames: int) -> np.ndarray:
         """Returns the label of each frame, int32 [count(utterance, num_frames) * subsampling].
@@ -104,11 +104,11 @@ class KaldiAlignments(_OfFiles):
       num_classes: number of classes; None for the highest id + 1.
       progress: called with ("alignments", None) for each utterance.
       subsampling: F, frames to a label (`--frame-subsampling-factor` of a chain model, which is 3).
-        See `of_frames` for the frames that label i is of.
+        `of_frames` tells to which frames label i belongs.
       frame_shift: frames by which the aligned features had been moved (`shift-feats --shift`).
 
     Raises:
-      ValueError: `subsampling` is below 1, or `frame_shift` not below it.
+      ValueError: `subsampling` is below 1, or `abs(frame_shift)` is not below `subsampling`.
       FileNotFoundError: there is no such file.
       CorpusError: a file is damaged, an utterance is there twice or out of order, or an id is
         negative or not below `num_classes`; the message names file, utterance and byte. Without
@@ -195,8 +195,9 @@ def of_frames(labels: np.ndarray, subsampling: int, shift: int = 0) -> np.ndarra
 
         F i - (F - 1 - floor(F/2)), ..., F i + floor(F/2)
 
-    less s; with F = 3 these are 3i - 1, 3i and 3i + 1. The first and last label are also those of
-    the frames before and after, as `shift-feats` repeats the first and last frame.
+    each minus s; with F = 3 and s = 0 these are 3i - 1, 3i and 3i + 1. Frames before the first of
+    these have the first label, and frames after the last have the last one, as `shift-feats`
+    repeats the first and last frame.
 
     Args:
       labels: int32 [n].

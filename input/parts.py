@@ -11,7 +11,7 @@ from input.sources import Source
 
 
 class Stats(Protocol):
-    """Statistics of given speakers, such as `sources.SpeakerStats`."""
+    """Statistics of speakers that are given, not computed, such as `sources.SpeakerStats`."""
 
     digest: str  # SHA-256 of the names, sizes and parts of their files
 

@@ -127,7 +127,7 @@ def unlabelled(
     skipped: Counter[str],
     progress: Progress = lambda stage, total: None,
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Yields id and features of utterances that need no labels, made as those of a corpus.
+    """Yields the ids of utterances without labels, and their features, made as for a corpus.
 
     Args:
       part: the utterances.

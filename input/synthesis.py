@@ -40,7 +40,7 @@ class Speech(NamedTuple):
 
     samples: np.ndarray  # int16 [num_samples], mono
     sample_rate: int  # Hz
-    phones: list[tuple[float, str]]  # (start in seconds, name), ascending; the last one ends it
+    phones: list[tuple[float, str]]  # (start in seconds, name), ascending; the last is up to the end
 
 
 class _Id(ctypes.Union):

@@ -28,7 +28,7 @@ def lstm(
         num_classes: number of tied states.
         layers: LSTM layers, at least 1.
         cells: number of memory cells of each LSTM layer.
-        projection: width of their recurrent projection (see `models.lstmp`); 0 for none.
+        projection: width of the layers' recurrent projection (see `models.lstmp`); 0 for none.
         dense: number of Dense layers after the LSTM layers.
         width: units of each Dense layer.
         activation: Keras' name of the activation of the Dense layers.

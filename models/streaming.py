@@ -36,8 +36,8 @@ class Streaming(keras.layers.Layer):
 
     Raises:
         TypeError: `layer` is no recurrent layer.
-        ValueError: `layer` does not give its sequence and state, goes backwards or is stateful; or
-            streams < 1.
+        ValueError: `layer` does not return its sequence and state, goes backwards or is stateful;
+            or streams < 1.
     """
 
     def __init__(self, layer: keras.layers.RNN, streams: int | None = None, **kwargs: Any) -> None:

@@ -2,8 +2,8 @@
 
     python -m scripts.benchmarks.goodput_worker JSON
 
-It trains a small network in steps of at least `step_seconds`, as on a device of its own. Faster
-steps would depend on the cores, which all workers of the machine share.
+It trains a small network in steps of at least `step_seconds`, as on a device of its own. The time
+of faster steps would depend on the cores, which all workers of the machine share.
 """
 
 from __future__ import annotations

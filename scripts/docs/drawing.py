@@ -13,7 +13,7 @@ STEP, SYNC, WAIT = "#7fb2e5", "#f28e2b", "#c8c8c8"
 NEAR = "#e3c21f"  # a sync of the devices of one worker
 GLOBAL, MEAN, INK = "#8e44ad", "#606060", "#222222"
 REPLICAS = ("#1f77b4", "#2ca02c", "#d62728", "#8c6d31")
-CURVES = ("#35b0a5", "#01665e", "#7a3b00", "#c2185b")  # lines of charts, which are no replicas
+CURVES = ("#35b0a5", "#01665e", "#7a3b00", "#c2185b")  # lines of charts that show no replicas
 STYLE = {
     "font.family": "sans-serif",
     "font.sans-serif": ["DejaVu Sans", "Verdana", "Arial", "sans-serif"],

@@ -17,7 +17,7 @@ from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
-from scripts.docs import reference  # after the path is set, which MkDocs does not do
+from scripts.docs import reference  # only now, since MkDocs does not put ROOT on the path
 
 # Pages outside of docs/, by their place in the site.
 _OUTSIDE = {
