@@ -1,6 +1,6 @@
 """Training with parameter servers, for `scripts.train`: data in chunks, and the strategy's own fit.
 
-Import it before TensorFlow, after `scripts.common`.
+Import this module before TensorFlow, and after `scripts.common`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Helpers for all programs: quieten TensorFlow, set threads and devices, print errors as one line.
 
-Import it before TensorFlow.
+Import this module before TensorFlow.
 """
 
 from __future__ import annotations
@@ -207,7 +207,7 @@ def pyplot(backend: str, what: str = "the plot") -> Any:
     except ImportError as error:
         raise Failure(f"{what} needs matplotlib. pip install matplotlib installs it.") from error
     matplotlib.use(backend)
-    matplotlib.rcParams["svg.hashsalt"] = "tfpara"  # makes files of equal results equal
+    matplotlib.rcParams["svg.hashsalt"] = "tfpara"  # equal results give equal files
     from matplotlib import pyplot
 
     return pyplot

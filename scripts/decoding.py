@@ -24,7 +24,7 @@ FILE_NAME = "decoding.json"
 
 
 class Utterance(NamedTuple):
-    """An utterance with labels and log posteriors of the model's outputs: its frames or stacks."""
+    """An utterance: a label and log posteriors for each output of the model (frame or stack)."""
 
     id: str
     labels: np.ndarray  # int [num_outputs], from the corpus
@@ -203,7 +203,7 @@ def outputs_per_row(description: dict[str, Any], trained: runs.Frames) -> int:
 def log_likelihoods(
     log_posteriors: Iterable[tuple[str, np.ndarray]], content: dict[str, Any], every: int = 1
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Yields (id, log posteriors minus log priors), in the order of the classes, for Kaldi.
+    """Yields (id, log posteriors minus log priors) for Kaldi; columns have the order of classes.
 
     Values of a class without a training frame are about `models.decoding.UNSEEN`.
 

@@ -3,7 +3,7 @@
 scripts/demo.sh        (or python -m scripts.demo)
 
 All runs start from one model, which one process has trained for an epoch by SGD. Then one process
-continues with SGD, and --workers processes, with a thread each, train under each rule. All runs
+continues with SGD, and --workers processes, with a thread each, train under each rule. All of these
 have the same number of epochs and the same schedule. Asynchronous SGD has a parameter server and a
 chief, too. The demo takes about three minutes on two free cores. With --thorough, which has three
 more rules and more epochs, it takes about six.
@@ -72,7 +72,7 @@ class _Row(NamedTuple):
     model: str
 
 
-_ALONE = ("--rule=none", "--sync_period=1000")  # here the period only affects checkpoints
+_ALONE = ("--rule=none", "--sync_period=1000")  # without syncs, it only affects checkpoints
 _INITIAL = _Run("initial", "common first epoch, single SGD", _ALONE)
 _SINGLE = _Run("single", "single SGD", _ALONE)
 _RUNS = (

@@ -21,7 +21,7 @@ from functools import cached_property
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parents[1]
-LONG = 40  # lines of a body
+LONG = 40  # lines; function bodies with more count as long
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _PRIVATE_MODULES = ("tensorflow.python", "tensorflow.core", "tensorflow.tsl", "keras.src")
 # Names that begin with an underscore and are public, since Python's documentation has them.
@@ -65,7 +65,7 @@ def modules(root: Path = HERE) -> dict[str, Module]:
 
 
 def imported(module: Module, known: Mapping[str, object]) -> set[str]:
-    """Returns the known modules that a module imports, also in functions and for types alone."""
+    """Returns the known modules that a module imports, within functions and for types, too."""
     found = set()
     for node in module.nodes:
         if isinstance(node, ast.Import):
@@ -90,12 +90,12 @@ def imports(house: Mapping[str, Module]) -> dict[str, set[str]]:
 
 
 def place_of(name: str) -> str:
-    """Returns the place of a module: its folder directly in `tfpara/`; in none, the module."""
+    """Returns the place of a module: its top folder in `tfpara/`; without one, the module."""
     return ".".join(name.split(".")[:2])
 
 
 def room_of(name: str) -> str:
-    """Returns the room of a module of `sync/`: its folder directly there; in none, the module."""
+    """Returns the room of a module of `sync/`: its top folder there; without one, the module."""
     return ".".join(name.split(".")[:3])
 
 

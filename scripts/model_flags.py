@@ -1,6 +1,6 @@
 """Flags that choose the model, and the description of that model, which a run keeps.
 
-Import it before TensorFlow, after `scripts.common`.
+Import this module before TensorFlow, and after `scripts.common`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Makes a corpus from LibriSpeech as it is downloaded, and alignments.
+"""Makes a corpus from LibriSpeech, as it is downloaded, and from alignments.
 
 python -m scripts.prepare_librispeech --data=LibriSpeech/train-clean-100 \
     --validation_data=LibriSpeech/dev-clean --test_data=LibriSpeech/test-clean \

@@ -51,7 +51,7 @@ def of_training(weights: Iterable[str]) -> list[str]:
 
 
 def check(run_dir: Path, names: Sequence[str], start_over: bool, init: str | None) -> None:
-    """Refuses a run that would lose files, before anything is written.
+    """Refuses, before anything is written, a run through which files would be lost.
 
     Args:
         run_dir: directory of the run.
@@ -87,7 +87,7 @@ def check(run_dir: Path, names: Sequence[str], start_over: bool, init: str | Non
 
 
 def begin(run_dir: Path, names: Sequence[str], start_over: bool) -> None:
-    """Makes the directory ready for a run that begins, after `check`, and records its files.
+    """Prepares the directory for a new run, and records the run's files. Call `check` first.
 
     Args:
         run_dir: directory of the run.

@@ -149,7 +149,7 @@ def metrics(description: Mapping[str, Any]) -> dict[str, Any]:
     accuracy = keras.metrics.SparseCategoricalAccuracy(name="frame_accuracy")
     if not is_recurrent(description):
         return {"loss": loss, "metrics": [accuracy]}
-    # The loss is a mean over all frames of a minibatch, padding included, so it is not that score.
+    # The loss is a mean over all frames, padding included; a metric gives that of the real frames.
     entropy = keras.metrics.SparseCategoricalCrossentropy("cross_entropy", from_logits=True)
     return {"loss": loss, "weighted_metrics": [accuracy, entropy]}
 
@@ -160,7 +160,7 @@ def entropy_name(description: Mapping[str, Any]) -> str:
 
 
 class Frames(NamedTuple):
-    """A description of the frames that a model was trained on; it needs the same kind later."""
+    """A description of the frames that a model was trained on, and therefore needs in use."""
 
     feature_dim: int
     mean: np.ndarray  # float32 [feature_dim], of the training frames
@@ -205,7 +205,7 @@ def corpus_of_training(description: Mapping[str, Any]) -> CorpusIndex:
     """Returns the corpus that a run was trained on.
 
     Raises:
-        FileNotFoundError: it is no longer where it was.
+        FileNotFoundError: the corpus is no longer where it was.
     """
     directory = os.path.abspath(description["corpus"])
     if not os.path.isfile(os.path.join(directory, index.FILE_NAME)):
@@ -240,7 +240,7 @@ def corpus_for(description: Mapping[str, Any], directory: str | None = None) -> 
 def about_features(corpus: CorpusIndex, trained: Frames) -> str | None:
     """Returns a sentence if a corpus may have other features than the training; else None.
 
-    It may if the features of only one come from a feats.scp, which does not tell their kind.
+    That is so if the features of just one of them come from a feats.scp, whose kind is not known.
     """
     theirs, ours = (made.get("features", "fbank") for made in (corpus.options, trained.options))
     if theirs == ours or "given" not in (theirs, ours):

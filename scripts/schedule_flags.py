@@ -1,6 +1,6 @@
 """Flags of the local optimizer and of all schedules, and the objects that they make.
 
-Import it before TensorFlow, after `scripts.common`.
+Import this module before TensorFlow, and after `scripts.common`.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ def epochs() -> int:
 
 
 def epochs_matter() -> bool:
-    """Returns whether a run's number of epochs changes already how the run begins."""
+    """Returns whether the number of epochs has an effect on a run from its start on."""
     return _schedule() == "exponential"
 
 

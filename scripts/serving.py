@@ -32,9 +32,9 @@ class Serving(NamedTuple):
 def serving(trained: Frames, description: Mapping[str, Any]) -> Serving:
     """Returns the steps before and after a model that was trained on frames of a corpus.
 
-    If the corpus of the training was made so, the served model computes deltas, and normalises by
-    the utterance's own mean. It cannot subtract the mean of a speaker, or compute the features of a
-    `feats.scp`: its input must already be such features, with that mean subtracted.
+    The served model computes deltas, and normalises by the utterance's own mean, if that was done
+    for the corpus of the training. It cannot subtract the mean of a speaker, or compute the
+    features of a `feats.scp`: its input must already be such features, with that mean subtracted.
 
     Args:
         trained: description of the training frames, from `runs.frames`.

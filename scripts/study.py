@@ -8,9 +8,9 @@ python -m scripts.study --out=runs/003 --paper=003 --table=4    a table of a pap
 
 It trains the runs of a suite on synthetic speech, --jobs at a time with a thread each. Then it
 scores each of their models on the test split: frame error rate, and phone error rate of the decoded
-phones. N replicas, or asynchronous workers, are simulated in one process. It writes results.json,
-table.md, the runs and their logs to --out. A finished run is not trained again, and an interrupted
-one continues. The table's minutes are those of the training process, with its start.
+phones. N replicas, or asynchronous workers, are simulated in one process. The program writes
+results.json, table.md, the runs and their logs to --out. A finished run is not trained again, and
+an interrupted one continues. The table's minutes are those of training, including its start.
 
 The suite `replicas` is described in `scripts/study_grid.py`; it writes page.md and pictures. The
 suite `time` is described in `scripts/study_time.py`; it writes page.md and time.json. For a paper,

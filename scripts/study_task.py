@@ -279,15 +279,15 @@ def _strategy(period: int) -> Any:
 
 
 def _updates_per_step(replicas: int, period: int) -> float:
-    """Returns the iterations of the schedule's optimizer while each replica takes one step."""
+    """Returns how many iterations the schedule's optimizer counts for one step of each replica."""
     if not rule_flags.is_async():
         return 1.0
-    # A worker's optimizer counts the minibatches of all workers, and the servers' counts pushes.
+    # A worker's optimizer counts the minibatches of all workers; that of the servers, pushes.
     return replicas / (period if async_flags.counts_pushes(rule_flags.rule_name()) else 1)
 
 
 def _exchanges(strategy: Any, model: keras.Model) -> int:
-    """Returns the number of syncs, or of pushes."""
+    """Returns the number of syncs, or, with parameter servers, of pushes."""
     if isinstance(strategy, tfpara.AsyncStrategy):
         return strategy.statistics(model).pushes
     statistics = strategy.statistics()

@@ -31,9 +31,9 @@ seconds: with elastic=, with a spare worker, and with a restart of all workers f
 
 Suite `gpu`: milliseconds of a step of six networks on one card: by plain Keras with its defaults
 (XLA compiles it on GPUs), by tfpara with one worker at sync periods 5, 20 and 80 and without syncs,
-and by PyTorch if it is installed. `of_plain` is plain Keras' step over tfpara's step with its
-syncs; `sync_ms` is the time that a sync adds. Without a card the networks are tiny, and only show
-that the program runs.
+and by PyTorch if it is installed. `of_plain` is the time of plain Keras' step over that of tfpara's
+step, syncs included; `sync_ms` is the time that a sync adds. Without a card the networks are tiny,
+and only show that the program runs.
 
 Suite `step`: a training step of one worker, and of plain Keras in the same process: milliseconds of
 wall time and of processor time, and the operations of the step's graph. Also the milliseconds of

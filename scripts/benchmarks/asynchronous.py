@@ -31,7 +31,7 @@ def speeds(batch: int, steps: int, rounds: int, seconds: float) -> list[dict[str
 
     Args:
         batch: minibatch of each process, in samples.
-        steps: timed minibatches of each process for the largest network; others take more.
+        steps: timed minibatches of each process for the largest network; more for smaller ones.
         rounds: how often everything is measured.
         seconds: time after which a run is killed.
 

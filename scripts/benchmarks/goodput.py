@@ -97,7 +97,7 @@ def _run(
 
 
 def _growth(run: report.Run) -> dict[str, Any]:
-    """Returns what the longest-lived worker uses more at its end than after a third of its life."""
+    """Returns how much more the longest-lived worker uses at its end than at a third of its life."""
     lives = [life for life in report.growth(run.samples) if life["name"] != "launcher"]
     if not lives:
         return {}

@@ -1,7 +1,7 @@
 """Checks the built site: python -m scripts.docs.check SITE
 
 Every link within the site must lead to a page and a section, and nothing may be loaded from
-elsewhere. If there is a Chromium, it opens all pages: they must load and show their pictures, the
+elsewhere. If Chromium is installed, it opens all pages: they must load and show their pictures, the
 search must find pages, and the console must have no error. Links to other sites are not followed.
 """
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 WIDTH = 7.2  # inches: 691 pixels, about the width of a page's text
-SMALLEST = 9.0  # points of text: 12 pixels where a picture has its own width
+SMALLEST = 9.0  # points of text: 12 pixels if a page shows the picture in its own width
 
 # The same colours for the same things, in all pictures.
 STEP, SYNC, WAIT = "#7fb2e5", "#f28e2b", "#c8c8c8"

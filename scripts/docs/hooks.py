@@ -2,7 +2,7 @@
 
 Pages are written for a code host, where links lead to files of the repository. Here such a link is
 replaced by one to a page of the site, or to a copy of the file in the site. A line
-`<!-- made: NAME ARGUMENTS -->` is replaced by text that `scripts.docs.reference` makes of the code.
+`<!-- made: NAME ARGUMENTS -->` is replaced by text that `scripts.docs.reference` makes from code.
 """
 
 from __future__ import annotations

@@ -248,7 +248,7 @@ def momentum() -> Figure:
 
 
 def together() -> Figure:
-    """Two workers, of which one calls what the other does not."""
+    """Two workers, of which only one calls `evaluate`."""
     figure, axes = _canvas(2.7, 40, 7.6)
     _title(axes, 0.4, 0.5, "evaluate on worker 0 alone: the workers do not meet")
     for worker in range(2):

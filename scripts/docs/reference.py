@@ -51,7 +51,7 @@ def made(words: str) -> str:
 
 
 def help_of(path: str) -> str:
-    """Returns what a program of the library prints for --help; `path` is its module's, with `/`."""
+    """Returns what a program prints for --help; `path` is its module, with `/` in place of dots."""
     environ = {**os.environ, "COLUMNS": "88", "PYTHONPATH": str(ROOT), "NO_COLOR": "1"}
     command = [sys.executable, "-m", path.replace("/", "."), "--help"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environ)
@@ -105,7 +105,7 @@ def messages() -> Iterator[Message]:
 
 
 def _texts(node: ast.AST, kind: str) -> Iterator[tuple[str, str]]:
-    """Yields the texts in a node, without docstrings, each after the kind of the call it is in."""
+    """Yields (kind of the enclosing call, text) for each text in a node, without docstrings."""
     text = text_of(node)
     if text is not None:
         yield kind, text
