@@ -34,7 +34,7 @@ _UNKNOWN = 0x7FFFF000
 
 
 class AudioError(CorpusError):
-    """An error of a recording: it cannot be read, or is at another sample rate."""
+    """An error of a recording, which cannot be read, or is at another sample rate."""
 
 
 @dataclass(frozen=True)

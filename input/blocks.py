@@ -1,4 +1,4 @@
-"""The partition of an epoch: M blocks, N splits of each, tau minibatches to a split.
+"""The partition of an epoch: M blocks of N splits each, with tau minibatches in a split.
 
 In papers 000 and 003 (BMUF) the data are cut into M non-overlapping blocks, and each block into N
 splits, one for each worker. Here every frame of an epoch is used exactly once:

@@ -1,9 +1,9 @@
 """The synthetic corpus: speech of many speakers in noise, with a class for every frame.
 
-It is made in two passes, since the classes must be known before the first label is written. `_plan`
-speaks every sentence to learn its length and phones. `_write` speaks it again, adds noise and
-computes the features; eSpeak NG runs at hundreds of times real time, and says the same both times.
-Memory holds one utterance's audio at a time.
+The corpus is made in two passes, since the classes must be known before the first label is written.
+`_plan` speaks every sentence to learn its length and phones. `_write` speaks the sentence again,
+adds noise and computes the features. eSpeak NG runs at hundreds of times real time, and says the
+same both times. Memory holds one utterance's audio at a time.
 
 The classes are three states of each phone that occurs anywhere in the corpus, sorted by name. A
 phone that only a held-out speaker says is a class without training frames, so its frames will be

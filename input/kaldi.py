@@ -99,7 +99,7 @@ def as_labels(value: np.ndarray, where: str) -> np.ndarray:
     """Returns `value` as int32 [length].
 
     Raises:
-      CorpusError: it is no vector of integers, or is empty.
+      CorpusError: `value` is no vector of integers, or is empty.
     """
     if value.size == 0:
         raise CorpusError(f"{where}: no labels at all")

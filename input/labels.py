@@ -38,12 +38,15 @@ class Labels(Protocol):
         """Returns the utterances that have at least one label."""
 
     def count(self, utterance: str, num_frames: int) -> int:
-        """Returns an utterance's number of labels; ceil(num_frames / subsampling) is right."""
+        """Returns the number of labels of an utterance.
+
+        If the labels fit the frames, it is ceil(num_frames / subsampling).
+        """
 
     def read(self, utterance: str, num_frames: int) -> np.ndarray:
         """Returns the label of each frame, int32 [count(utterance, num_frames) * subsampling].
 
-        Check the count first: a damaged time may make it as large as any number.
+        Check the count first: a damaged time may make the count as large as any number.
         """
 
 

@@ -36,7 +36,7 @@ def minibatches(
 ) -> tf.data.Dataset:
     """Returns the minibatches of an epoch that belong to this worker's replicas.
 
-    They are in the order of their use: step 0 of replica_ids[0], step 0 of replica_ids[1], ...,
+    Their order is that of their use: step 0 of replica_ids[0], step 0 of replica_ids[1], ...,
     step 1 of replica_ids[0], ... Every frame is in exactly one minibatch of one replica. Only the
     very last minibatch of the epoch may be short. If some replicas have no minibatch in the last
     step, these are the last replicas. So a consumer that gives the elements to its replicas in turn

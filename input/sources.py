@@ -20,7 +20,7 @@ from input.records import CorpusError
 OVERSHOOT = 0.5  # seconds by which a segment may exceed its recording, as in extract-segments
 KINDS = ("fbank", "mfcc", "plp")
 _BLOCK = 4096  # bytes
-_BLOCKS = 8  # number of blocks that are compared of a large file
+_BLOCKS = 8  # number of blocks of a large file that its digest covers
 
 
 class Problem(NamedTuple):

@@ -32,7 +32,7 @@ class StreamPlan:
     utterance: np.ndarray  # int64: number in the split
     stream: np.ndarray  # int64: number of its stream, below num_replicas * streams
     first_step: np.ndarray  # int64: the first step that has frames of the utterance
-    end_step: np.ndarray  # int64: the step after the last one that has
+    end_step: np.ndarray  # int64: the step after the last one that has frames of it
 
     @property
     def num_steps(self) -> int:

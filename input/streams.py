@@ -152,10 +152,10 @@ def minibatches(
 ) -> tf.data.Dataset:
     """Returns the minibatches of an epoch that belong to this worker's replicas.
 
-    They are in the order of their use: step 0 of replica_ids[0], step 0 of replica_ids[1], ...,
+    Their order is that of their use: step 0 of replica_ids[0], step 0 of replica_ids[1], ...,
     step 1 of replica_ids[0], ... If a replica's streams end before those of another replica of this
-    worker, it gets minibatches of 0 rows, with which no step is taken. Every frame is in exactly
-    one minibatch of one replica.
+    worker, it then gets minibatches of 0 rows, with which it takes no step. Every frame is in
+    exactly one minibatch of one replica.
 
     Args:
       corpus: from `index.read`.

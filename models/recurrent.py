@@ -12,10 +12,10 @@ from models.streaming import Streaming
 
 
 def inputs(input_dim: int, streams: int | None) -> tuple[Any, Any, Any]:
-    """Returns the inputs for `keras.Model`; and of these the frames and the reset flags.
+    """Returns the inputs for `keras.Model`, the frames, and the reset flags.
 
     Without streams the inputs are the frames alone, and the flags are None. With streams the inputs
-    are a dictionary of both.
+    are a dictionary of the frames and the flags.
     """
     frames = keras.Input((None, input_dim), name="frames")
     if streams is None:

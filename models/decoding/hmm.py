@@ -208,9 +208,9 @@ def estimate(counts: Counts) -> Hmm:
 def log_prior(frames: np.ndarray) -> np.ndarray:
     """Returns log p(k) = log((n_k + 1) / (n + K)), [K], from the frames n_k of each class.
 
-    If n_k is 0 it returns -`UNSEEN`, so that log posteriors minus it are about `UNSEEN`. With the
-    formula, the prior of such a class would be so small that even a small posterior made it the
-    likeliest class of all.
+    If n_k is 0, the value is -`UNSEEN`, so that log posteriors minus it are about `UNSEEN`. By the
+    formula, the prior of such a class would be so small that even a small posterior would make it
+    the likeliest class of all.
     """
     known = np.log((frames + 1) / (frames.sum() + len(frames)))
     return np.where(frames > 0, known, -UNSEEN)
@@ -240,7 +240,7 @@ def _bigram(counts: np.ndarray) -> np.ndarray:
     unigram = (totals + 1) / (totals.sum() + len(totals))
     kinds = np.maximum((counts > 0).sum(1, keepdims=True), 1)
     smoothed = counts + kinds * unigram
-    smoothed[-1, -1] = 0  # an utterance of no phone
+    smoothed[-1, -1] = 0  # no utterance is without phones
     return _normalised(smoothed)
 
 
