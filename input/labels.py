@@ -242,8 +242,8 @@ class PhoneTimes(_OfFiles):
         super().__init__(patterns)
 
     def count(self, utterance: str, num_frames: int) -> int:
-        # Aligners end the last phone with the last frame's shift (Kaldi), its window, or the
-        # signal. If the end fits none of these, the labels have as many frames as the phones last.
+        # An aligner's last phone ends with the last frame's shift (Kaldi), with its window, or with
+        # the signal. If the end fits none of these, there are as many labels as the phones last.
         frames = self._places[utterance].length / FRAME_SHIFT
         tail = FRAME_LENGTH / FRAME_SHIFT
         if num_frames - 0.5 <= frames <= num_frames + tail:

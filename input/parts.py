@@ -37,7 +37,7 @@ def divide(
     """Returns the utterances of each split.
 
     A split with a source of its own has all utterances of it. A split without one has those of
-    speakers that are drawn at random and held out from training; a share above 0 is at least one
+    speakers that are drawn at random and held out from training; a share above 0 gives at least one
     speaker.
 
     Args:

@@ -14,7 +14,7 @@ import numpy as np
 import tensorflow as tf
 from google.protobuf.message import DecodeError
 
-_HEADER, _FOOTER = 12, 4  # bytes: length and its checksum; checksum of the data
+_HEADER, _FOOTER = 12, 4  # bytes of the length with its checksum, and of the data's checksum
 
 
 class CorpusError(ValueError):

@@ -36,7 +36,7 @@ class StreamOptions:
     Attributes:
       streams: S, rows of a replica's minibatch.
       truncation: T, frames of a step, after stacking.
-      context: frames spliced on each side; the utterance's first and last are repeated.
+      context: frames spliced on each side; the utterance's first and last frames are repeated.
       stack: number of frames that are joined to one, without overlap. Its label is that of the
         middle frame (of two, the later one). If an utterance ends within a stack, its last frame is
         repeated.

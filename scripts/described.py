@@ -54,7 +54,7 @@ def check(description: Any, room: int) -> None:
 
 
 def least_weights(kind: str, sizes: Mapping[str, int]) -> int:
-    """Returns the number of weights in a model's large matrices: a lower limit of all its weights.
+    """Returns the number of weights in the large matrices: a lower limit for the whole model.
 
     Args:
         kind: name of the builder.

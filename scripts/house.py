@@ -65,7 +65,7 @@ def modules(root: Path = HERE) -> dict[str, Module]:
 
 
 def imported(module: Module, known: Mapping[str, object]) -> set[str]:
-    """Returns the known modules that a module imports, within functions and for types, too."""
+    """Returns the known modules that a module imports, also in functions or only for types."""
     found = set()
     for node in module.nodes:
         if isinstance(node, ast.Import):
