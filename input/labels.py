@@ -243,7 +243,7 @@ class PhoneTimes(_OfFiles):
 
     def count(self, utterance: str, num_frames: int) -> int:
         # An aligner's last phone ends with the last frame's shift (Kaldi), with its window, or with
-        # the signal. If the end fits none of these, there are as many labels as the phones last.
+        # the signal. If the end fits none of these, the phones' length gives the number of labels.
         frames = self._places[utterance].length / FRAME_SHIFT
         tail = FRAME_LENGTH / FRAME_SHIFT
         if num_frames - 0.5 <= frames <= num_frames + tail:
