@@ -15,9 +15,9 @@ COMMUNICATIONS = ("AUTO", "RING", "NCCL")
 def choose(collectives: str, found: Cluster) -> tuple[str, str]:
     """Returns the backend to use, and the reason.
 
-    "auto" is Horovod if horovodrun or mpirun has started the process, as its rank variables show.
-    It is TensorFlow in a cluster of TF_CONFIG or of any other engine, and also under mpirun if
-    Horovod cannot be used there.
+    "auto" means Horovod if horovodrun or mpirun has started the process, as rank variables in its
+    environment show. It means TensorFlow in a cluster of TF_CONFIG or of any other engine, and also
+    under mpirun if Horovod cannot be used there.
 
     Args:
         collectives: one of `COLLECTIVES`.
@@ -64,7 +64,7 @@ def choose_communication(
         asked: one of `COMMUNICATIONS`.
         kind: kind of the workers' devices, "CPU", "GPU" or "CPU and GPU".
         cards: an identifier of the card of each worker's lead device, by rank; None if unknown.
-        members_change: whether workers may join and leave; `cards` are then those of some workers.
+        members_change: whether workers may join and leave; `cards` may then lack some workers.
 
     Returns:
         "RING" or "NCCL", and the reason in a few words.

@@ -12,7 +12,7 @@ class OverfittingState(NamedTuple):
 
     Attributes:
         smallest: the smallest gap so far; None before the first.
-        epochs: open epochs in a row, up to the last one.
+        epochs: number of open epochs in a row, the last epoch included.
         stopped: whether training is over.
     """
 
