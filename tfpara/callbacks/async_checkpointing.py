@@ -96,7 +96,7 @@ class AsyncCheckpoint(CheckpointBase):
                 self._leave_if_asked()
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
-        # The last epoch's checkpoint includes what other callbacks do in on_train_end.
+        # The last epoch's checkpoint is written in on_train_end, after other callbacks' work there.
         if not self._running.is_over:
             self._save(epoch + 1)
             self._leave_if_asked()
@@ -126,7 +126,7 @@ class AsyncCheckpoint(CheckpointBase):
         return self.model.distribute_strategy.asked_to_end is not None
 
     def _save(self, epoch: int, *, within: bool = False, finished: bool = False) -> None:
-        self.model.distribute_strategy.write(self.model)  # includes what earlier callbacks have set
+        self.model.distribute_strategy.write(self.model)  # with what earlier callbacks have set
         self._running.follow_rate()
         position = {"epoch": epoch, "within": within, "finished": finished}
         self._checkpoints.save(lambda: {**position, "order": self._running.order})

@@ -25,7 +25,7 @@ class CheckpointBase(Callback):
     """Checks the arguments, resumes from the newest checkpoint, and prints that the program ends.
 
     Args:
-        directory, every_minutes, keep, if_damaged, restart_exit_code: as of `Checkpoint`.
+        directory, every_minutes, keep, if_damaged, restart_exit_code: as in `Checkpoint`.
     """
 
     order = fit_call.Order.SAVES
@@ -58,7 +58,10 @@ class CheckpointBase(Callback):
         return self._every_minutes is not None and minutes > self._every_minutes
 
     def _restore(self, checkpoints: Checkpoints) -> dict[str, Json] | None:
-        """Locks the directory and resumes from its newest checkpoint; returns its position."""
+        """Locks the directory and resumes from its newest checkpoint.
+
+        Returns the checkpoint's position, or None if there is no checkpoint.
+        """
         checkpoints.lock()
         try:
             restored = checkpoints.restore(self._if_damaged)

@@ -137,7 +137,7 @@ def _events(recorded: xplane_pb2.XSpace) -> Iterator[tuple[str, int, int, dict[s
 
 
 def _joined(operations: list[Span], step_begins: Sequence[int]) -> list[Span]:
-    """Returns spans of operations of the same phase."""
+    """Joins operations of the same phase into spans; see `spans` for the limits of a span."""
     begins = {phase: sorted(step_begins) for phase in PHASES}
     for phase in PHASES:
         begins[phase] += [o.began for o in operations if o.phase != phase]

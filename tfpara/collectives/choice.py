@@ -109,5 +109,5 @@ def _of_one_card(cards: Sequence[str | None]) -> tuple[int, int] | None:
 
 
 def of_horovod(found: Cluster) -> bool:
-    """Returns whether processes that know only their ranks can find each other by Horovod."""
+    """Returns whether horovodrun or mpirun gave only ranks, by which Horovod finds the others."""
     return bool(found.told) and found.rank_variable in dict(RANK_VARIABLES)
