@@ -207,7 +207,7 @@ def parts_not_trained(
 def constrained(
     weights: Sequence[tf.Tensor], constraints: Sequence[Callable[[Any], Any] | None]
 ) -> list[tf.Tensor]:
-    """Applies to each weight its Keras constraint, as Keras does after a step; returns them.
+    """Applies each weight's Keras constraint, as Keras does after a step; returns the results.
 
     Args:
         weights: whole weights, of their variables' dtypes.

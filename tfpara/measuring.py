@@ -52,7 +52,7 @@ def measure(
         hosts: the machines of the workers. ssh must reach them, and the script, its data and
             Python must be at the same paths there. Empty: two processes on this machine.
         apart: whether each worker of the planned run will have a machine of its own. Then the
-            single worker is measured with all cores, and workers count as not slowing each other.
+            single worker is measured with all cores, and workers are taken not to slow each other.
 
     Returns:
         The values by the names of `tfpara-plan`'s flags: step_ms, model_mb, link_mbit,

@@ -93,7 +93,7 @@ class Link:
         """Returns the time of an all-reduce, or of a reduce-scatter and an all-gather.
 
         Each worker sends 2(N − 1)/N of the buffer (paper 000, section 3.2), in 2(N − 1) messages
-        that wait for each other.
+        of which each waits for the one before.
         """
         rounds = 2 * (num_workers - 1)
         return rounds / num_workers * nbytes / self.bytes_per_second + rounds * self.delay_seconds
@@ -337,7 +337,8 @@ def _within(
     """Returns the shortest period of at least `smallest` whose error is within a limit.
 
     If there is none, returns the longest period below `smallest` whose error is within the limit;
-    if there is none either, the shortest period that was measured. `known` returns the error.
+    if there is none either, the shortest period that was measured. `known` returns the error of a
+    period.
     """
     periods = sorted({period for measured in _ERRORS.values() for period in measured})
     at_least = [min(smallest, LONGEST_KNOWN), *(p for p in periods if p > smallest)]

@@ -83,9 +83,9 @@ def after(structure: Nest) -> contextlib.AbstractContextManager[Any]:
 
 
 def batch_size(structure: Nest) -> int | tf.Tensor | None:
-    """Returns the samples in a replica's batch: the first axis' length of the first non-scalar.
+    """Returns the samples in a replica's batch: length of the first axis of the first tensor.
 
-    Returns None without such a tensor.
+    Tensors without axes do not count. Returns None if there are no others.
     """
     for leaf in tf.nest.flatten(structure):
         if isinstance(leaf, tf.RaggedTensor):

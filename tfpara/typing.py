@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import tensorflow as tf
     from numpy.typing import NDArray
 
-# An array of weights, or of a value for each: of NumPy in checks of a rule, TensorFlow's in a run.
+# An array of weights, or of values for them: NumPy's in checks of a rule, TensorFlow's in a run.
 Array: TypeAlias = "NDArray[Any] | tf.Tensor"
 # A number that a graph may compute.
 Scalar: TypeAlias = "float | NDArray[Any] | tf.Tensor"

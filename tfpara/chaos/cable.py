@@ -42,7 +42,7 @@ def need() -> str:
 
 
 class Cut:
-    """A cut around a process, which `again` makes, and extends to connections made since.
+    """A cut around a process. `again` makes it, and later extends it to newer connections.
 
     Args:
         pid: id of the process.
@@ -74,7 +74,7 @@ class Cut:
                     self._attach(other, number, descriptor)
 
     def retransmitted(self) -> int:
-        """Returns how many packets the cut connections have retransmitted in their whole lives."""
+        """Returns how many packets the cut connections have retransmitted since they began."""
         told = (each.getsockopt(socket.IPPROTO_TCP, _TCP_INFO, 192) for each in self._cut.values())
         return sum(struct.unpack_from("I", info, _RETRANSMITTED)[0] for info in told)
 
@@ -98,7 +98,7 @@ class Cut:
 
 
 def _descriptor_of(pid: int, descriptor: int) -> int:
-    """Returns a descriptor of this process for the same file as another process's."""
+    """Copies a descriptor of another process into this process."""
     if not hasattr(os, "pidfd_open"):
         raise OSError(errno.ENOSYS, "")
     process = os.pidfd_open(pid)

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from tfpara.chaos import faults, processes, report
 
 PROGRESS = "TFPARA_CHAOS_PROGRESS"  # the variable that names the script's progress file
-# Points of a run by name, with words in the library's output that show that one is reached.
+# Names of points of a run, with words of the library's output that show the point.
 POINTS = {
     "begin": " replicas",
     "join": "joins a run that is under way",

@@ -24,7 +24,7 @@ _LOOK_SECONDS = 0.02
 _FIRED_SECONDS = 10.0  # longest wait for evidence of faults that the kernel makes at once
 _END_SECONDS = 120.0  # longest wait for the end of a worker that was asked to end
 _SLICE_SECONDS = 0.05  # length of a slice, of which a slow worker runs for a quarter
-_LARGEST_DISK = 4 << 30  # bytes; a larger disk is not for drills
+_LARGEST_DISK = 4 << 30  # bytes; drills fill no larger disk
 _NAME = ".chaos"  # name of the file that fills a disk
 
 

@@ -48,7 +48,7 @@ def workers(root: int) -> list[Worker]:
         named = _name(pid)
         if named and not has_ended(pid):
             found.append(Worker(pid, named))
-    # A worker's children inherit its name from its environment; the worker comes first.
+    # A worker's children inherit its environment and so its name; the worker comes first.
     return list({worker.name: worker for worker in reversed(found)}.values())[::-1]
 
 

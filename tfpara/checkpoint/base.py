@@ -67,7 +67,7 @@ class Checkpoints(abc.ABC):
 
     @abc.abstractmethod
     def _take_over(self, number: int, manifest: Mapping[str, Json]) -> None:
-        """Sets all state from a checkpoint. This method may run no collective."""
+        """Sets all state from a checkpoint. This method must run no collective."""
 
     def _check_run(self, number: int, theirs: Mapping[str, Json]) -> None:
         """Refuses a checkpoint of another run."""
@@ -77,7 +77,8 @@ class Checkpoints(abc.ABC):
         """Locks the directory for this run.
 
         Raises:
-            CheckpointError: on every worker, if the chief cannot, or workers see other directories.
+            CheckpointError: on every worker, if the chief cannot lock it, or if workers see
+                different directories.
         """
         # Each run has its own mark, since a worker of an earlier run may still write its part.
         self.store.mark = self._everyones(secrets.token_hex(4), "mark")[0]
@@ -95,7 +96,7 @@ class Checkpoints(abc.ABC):
         self._next = max(numbers, default=0) + 1
 
     def save(self, position: Callable[[], Mapping[str, Json]]) -> None:
-        """Writes a checkpoint. The caller, for example at a sync, lets no state change meanwhile.
+        """Writes a checkpoint. No state may change before this returns; at a sync none does.
 
         Args:
             position: returns the position of the run, for the manifest.
@@ -210,7 +211,7 @@ class Checkpoints(abc.ABC):
         """Runs an action on every worker, or on the chief alone; returns the results by rank.
 
         Raises:
-            CheckpointError: on all workers, if the action fails on a worker, which it names.
+            CheckpointError: on all workers, if the action fails on one; the message names that one.
         """
         result = problem = None
         if self._strategy.is_chief or not chief_only:
@@ -280,14 +281,14 @@ def check_run(
         CheckpointError: settings differ; the message names them.
     """
     mine = json.loads(json.dumps(facts["run"], default=repr))
-    # Version 0.1 listed its version among the settings; now the format has a number.
+    # Version 0.1 listed its version among the settings; it need not be the same.
     theirs = {k: v for k, v in manifest["run"].items() if k != "tfpara version"}
     states = (theirs.get("local_state"), mine.get("local_state"))
     if "tfpara version" in manifest["run"] and states == ("keep", "auto"):
         theirs["local_state"] = "auto"  # "keep" was the default before there was "auto"
     rule = theirs.get("rule")
     if isinstance(rule, str) and "warmup=" not in rule:
-        # The checkpoint's version had no `warmup`: this run may have None or False, no other.
+        # The checkpoint's version had no `warmup`. Such a run may go on with None or False.
         warmup = "False" if "warmup=False" in mine.get("rule", "") else "None"
         theirs["rule"] = re.sub(r"(^BMUF.*compat=[\w']+)", rf"\1, warmup={warmup}", rule)
     differing = differences({"the checkpoint": theirs, "this run": mine})

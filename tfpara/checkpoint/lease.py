@@ -27,7 +27,7 @@ THREAD = "tfpara lease"  # name of the thread that renews a lease
 SECONDS = 30.0  # a lease that is not renewed for so long lapses
 _EVERY = 3  # number of renewals in SECONDS
 _LOOK = 0.5  # seconds between two looks at another's lease
-_SETTLE = 2.0  # seconds before a lease is checked, if two runs may have written one at once
+_SETTLE = 2.0  # seconds until a lease is read again, if two runs may have written one
 
 
 class Lease:
@@ -60,7 +60,7 @@ class Lease:
         while not self._folder.create(LOCK, self._text()):
             taken_over = self._remove_stale() or taken_over
         self._beat += 1
-        # The lease exists now. A store that ignores this condition overwrites it and returns True.
+        # The lease exists now, so this is False, except in stores that ignore that, and overwrite.
         overwrites = self._folder.create(LOCK, self._text())
         if taken_over or overwrites or not self._folder.creates_in_one_step:
             time.sleep(_SETTLE)

@@ -15,7 +15,7 @@ from typing import Any
 from tfpara.typing import Json
 
 FORMAT = 2
-_ENDINGS = (".index", ".data-00000-of-00001")  # of the two files of a worker's part
+_ENDINGS = (".index", ".data-00000-of-00001")  # endings of the two files of a part
 _SUM = "sha256"
 # The key whose value is the folder of the parts' files, within the checkpoint's folder. Without
 # this key they lie in the checkpoint's folder itself. In a store without `rename` each run writes

@@ -84,7 +84,7 @@ class Parts:
         return self._reader_of[key].get_tensor(key) if key in self._reader_of else None
 
     def _of_holder(self, slot: Slot) -> NDArray[Any]:
-        """Returns a piece of a global field, as `slot` has it, cut from the former run's pieces."""
+        """Returns the value of a slot that is a piece of a global field, from the former pieces."""
         field, start = slot.name.rsplit("/", 1)
         parts = {
             int(name.rsplit("/", 1)[1]): (name, reader)

@@ -110,8 +110,8 @@ class SyncCheckpoints(Checkpoints):
     def save(self, position: Callable[[], Mapping[str, Json]]) -> None:
         """Writes a checkpoint at a sync.
 
-        In an elastic run the members, and so the position, may change while it is written. Then
-        the present members write it anew.
+        In an elastic run the members, and so the position, may change during that. Then the present
+        members write the checkpoint anew.
         """
         while True:
             self._take_the_lock()
@@ -151,7 +151,7 @@ class SyncCheckpoints(Checkpoints):
         settings = self._strategy.settings
         run = settings.of_a_run()
         compiled = {}
-        if self._strategy.is_chief:  # workers may differ: "auto" depends on the device
+        if self._strategy.is_chief:  # the chief's alone: "auto" depends on the device
             compiled["jit_compile"] = str(bool(getattr(self._model, "jit_compile", False)))
         return {
             "run": {

@@ -19,7 +19,7 @@ from tfpara.checkpoint.store import CheckpointError
 from tfpara.checks import versions
 from tfpara.typing import Array, Json
 
-# Variables that older checkpoints lack, as they lack frozen weights.
+# Older checkpoints lack these variables, and frozen weights, too.
 _LATER = ("books/minibatches", "books/left_out", "local_rate")
 _FROZEN = "frozen/"
 

@@ -54,7 +54,7 @@ def in_use(directory: object, holder: str) -> CheckpointError:
 
 
 def no_lock(path: object, content: str | bytes) -> CheckpointError:
-    """Returns the error for a file that has the lock's name, but is not from a run."""
+    """Returns the error for a file that has the lock's name, but that no run has written."""
     return CheckpointError(
         f"{path} is not the lock of a run: it begins with {content[:20]!r}. Move it away, or give "
         "another directory."
@@ -173,7 +173,7 @@ class Store(abc.ABC):
         if self._is_locked:
             return
         former = _LOCKS.pop(self._key(), None)
-        if former is not None:  # of a fit in this process that has ended with an error
+        if former is not None:  # left by a fit of this process that ended with an error
             former.release()
         try:
             self._take()
@@ -229,7 +229,7 @@ class Store(abc.ABC):
             ) from error
 
     def commit(self, number: int, manifest: Mapping[str, Json]) -> None:
-        """Makes a checkpoint visible; removes any older than the `keep` newest undamaged ones.
+        """Makes a checkpoint visible; removes those older than the `keep` newest undamaged ones.
 
         Raises:
             CheckpointError: the manifest cannot be written, or the directory not renamed.
@@ -247,7 +247,7 @@ class Store(abc.ABC):
                 self.remove(old)
 
     def read_manifest(self, number: int) -> dict[str, Json]:
-        """Returns the manifest of a checkpoint; if none or damaged, raises CheckpointError."""
+        """Returns a checkpoint's manifest; raises CheckpointError if it is missing or damaged."""
         try:
             return manifests.parsed(self._manifest(number), self._fields)
         except RefusedError:

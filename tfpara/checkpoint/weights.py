@@ -120,7 +120,7 @@ class _Tensors:
         if not starts:
             raise CheckpointError(f"the checkpoint lacks {begin}, which this model has")
         parts = [self[f"{begin}{start}"] for start in starts]
-        # A scalar is the same in each part. The parts of an array may reach past the bucket.
+        # A scalar is the same in each part. An array's last part may pass the bucket's end.
         return tf.constant(np.concatenate(parts)[:size] if np.ndim(parts[0]) else parts[0])
 
 

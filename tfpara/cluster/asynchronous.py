@@ -83,8 +83,8 @@ class AsyncCluster(NamedTuple):
         """Returns the addresses by job, for `tf.train.ClusterSpec`.
 
         Args:
-            chief_address: the chief's address to return; None for that of TF_CONFIG, on which the
-                chief's control channel listens, so that TensorFlow's server needs another.
+            chief_address: the chief's address to return. None: that of TF_CONFIG, which the chief's
+                control channel uses, so TensorFlow's server in the chief has another.
         """
         return {
             "chief": [chief_address or self.chief_address],

@@ -2,7 +2,8 @@
 
 All workers must take part in the same exchanges, in the same order. So a worker sends a mark with
 each exchange: the number of exchanges that its Python code has completed, the purpose of this
-exchange, and the epoch. If the workers' marks differ, the exchange fails.
+exchange, and the epoch. From the marks the workers see whether all have come to the same one
+(`are_apart` in tfpara/sync/one_sync/reports.py).
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ _STEP = Purpose("", "train the same epochs of the same calls of fit on every wor
 
 
 class CallSite:
-    """The place of this process in its script. The functions that Keras and scripts call update it.
+    """The place of this process in its script, updated by functions that Keras and scripts call.
 
     Attributes:
         fits: number of running calls of `fit`.
@@ -99,7 +100,7 @@ class CallSite:
         )
 
     def in_call(self, purpose: Purpose) -> contextlib.AbstractContextManager[None]:
-        """A context in which metrics are read for this purpose."""
+        """A context in which metrics are read for `purpose`."""
         return self._with(calls=[*self.calls, purpose])
 
     def in_callbacks(self) -> contextlib.AbstractContextManager[None]:

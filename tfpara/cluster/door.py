@@ -41,7 +41,7 @@ class Door(Generic[Key]):
 
     Attributes:
         guests: the admitted connections, by key.
-        turned_away: a sentence that names processes with another secret; empty if there are none.
+        turned_away: a sentence that names the hosts of processes with another secret, or "".
     """
 
     def __init__(self, listener: socket.socket, secret: bytes, purpose: str, guests: int) -> None:

@@ -343,7 +343,7 @@ def _ancestor(name: str) -> str:
 
 
 def _of_master(host: str, port: str, step: int, why: str) -> Callable[..., tuple[str, str]]:
-    """Returns a function that reads the address of rank 0 from two variables, as torchrun sets.
+    """Returns a function that reads the address of rank 0 from two variables like torchrun's.
 
     `host` and `port` are the names of the variables. `step` is added to the port, or subtracted if
     the sum would be no port; `why` gives the reason for that in messages.

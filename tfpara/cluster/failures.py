@@ -1,4 +1,4 @@
-"""Explanations of a failed synchronisation, in one sentence that names the worker."""
+"""Explains a failed synchronisation in one sentence that names the worker that caused it."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def note_end(rank: int, why: str) -> None:
 
 
 def say_last(error: BaseException) -> None:
-    """Notes the error that ends this process, for the others unless they fail with it anyway."""
+    """Stores the error that ends this process, to tell the others unless they get it, too."""
     global _last_words
     words = [type(error).__name__, *str(error).strip().splitlines()[:1]]
     _last_words = ": ".join(words)[:300]

@@ -86,7 +86,7 @@ class Channel:
 
     Attributes:
         heard: time of the last data from the other end, in seconds of `time.monotonic()`.
-        closed: whether the connection has ended, perhaps since something invalid has arrived.
+        closed: whether the connection has ended; invalid data from the other end also end it.
         known: whether a message has arrived, so that the other end has the same secret.
         differs: whether the other end has another secret.
     """

@@ -38,15 +38,15 @@ def tell(environ: Mapping[str, str] = os.environ, **said: object) -> None:
 
 
 def is_there(environ: Mapping[str, str] = os.environ) -> bool:
-    """Returns whether a launcher has started this process; if so, it passes on the output."""
+    """Returns whether a launcher has started this process, whose output it then passes on."""
     return unread(environ) is not None
 
 
 def unread(environ: Mapping[str, str] = os.environ) -> int | None:
     """Returns the number of bytes that the launcher has yet to read; None without a launcher.
 
-    Reports of a kind whose latest alone counts are sent only when this is 0. So they leave room
-    for other reports in the pipe if the launcher is stopped.
+    A report that the next one makes obsolete, such as progress, is sent only when this is 0. So
+    such reports leave room for others in the pipe while the launcher is stopped.
     """
     with contextlib.suppress(OSError, ValueError, OverflowError):
         return int.from_bytes(
@@ -73,7 +73,7 @@ class Reports:
     """The launcher's end of the pipe from one process.
 
     Attributes:
-        writer: descriptor of the writing end, which the process inherits; then close it here.
+        writer: descriptor of the writing end. Close it here once the process has inherited it.
     """
 
     def __init__(self) -> None:

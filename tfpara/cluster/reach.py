@@ -1,4 +1,4 @@
-"""The probe for processes that accept connections."""
+"""Tests which processes accept connections."""
 
 from __future__ import annotations
 

@@ -33,8 +33,8 @@ _ANSWER_SECONDS = 10.0
 _REFUSED_SECONDS = 1.0
 _LONGEST_VALUE = 1 << 20  # bytes; Gloo's values are some hundred bytes for each process
 _LONGEST_KEY = 1 << 10
-_MOST_BYTES = 1 << 28  # all values together
-_CLIENTS = 256  # number of clients at a time
+_MOST_BYTES = 1 << 28  # bytes of all values together
+_CLIENTS = 256  # most clients at a time
 _PURPOSE = b"store"
 _FORGED = -1
 

@@ -266,7 +266,7 @@ def _check_job(job: Json, what: str, kind: Kind) -> None:
 
 
 def check_address(address: Json, given: str, fix: str) -> None:
-    """Raises ClusterError if `address`, in messages `given`, is invalid; `fix` is the advice."""
+    """Raises ClusterError if `address`, described by `given`, is invalid; `fix` says what to do."""
     problem = _address_problem(address)
     if problem:
         raise ClusterError(f"{given} {problem}. {fix}.")

@@ -23,7 +23,7 @@ def points(number: int, seed: int, task: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def compile_at(model: keras.Model, rate: float) -> None:
-    """Compiles a classifier. Changes of `trainable` count only after the next call of this."""
+    """Compiles a classifier. After a change of `trainable`, Keras needs this again."""
     model.compile(
         keras.optimizers.Adam(rate),
         keras.losses.SparseCategoricalCrossentropy(from_logits=True),

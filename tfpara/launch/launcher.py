@@ -243,7 +243,7 @@ class Launcher:
 
 
 def _signal_group(popen: subprocess.Popen[bytes], number: int) -> None:
-    """Signals a process and its children, unless it has been reaped."""
+    """Signals a process and its children, unless the process has been reaped."""
     if popen.returncode is None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(popen.pid, number)

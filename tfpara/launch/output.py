@@ -90,7 +90,7 @@ def read_chunks(descriptor: int, log: BinaryIO | None) -> Iterator[bytes]:
 
 
 def read_lines(descriptor: int, log: BinaryIO | None) -> Iterator[bytes]:
-    """Yields lines without newlines; of a line with carriage returns, only the last text."""
+    """Yields lines without newlines; leaves out what a carriage return lets be overwritten."""
     pending = b""
     for chunk in read_chunks(descriptor, log):
         *lines, pending = (pending + chunk).split(b"\n")

@@ -1,4 +1,4 @@
-"""Passing on of signals; and a process that ends the workers if the launcher is killed."""
+"""Signals to the launcher, and a process that ends the workers if the launcher is killed."""
 
 from __future__ import annotations
 

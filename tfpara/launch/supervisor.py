@@ -132,7 +132,7 @@ class Exit(NamedTuple):
 
     @classmethod
     def of(cls, rank: int, status: int) -> Exit:
-        """Reads `status`: an exit code, or the negative number of the signal."""
+        """Makes an `Exit` of `status`: an exit code, or minus a signal's number."""
         return cls(rank, 128 - status if status < 0 else status, status < 0)
 
     @property
@@ -256,8 +256,8 @@ class Supervisor:
                 self._settle(now + self._grace)
             if end.code and not forced and self._failure and not self._failure.by_signal:
                 # If the chief fails, the others end too, mostly before the chief. So its failure
-                # replaces theirs as the cause. So does that of a process ended by SIGKILL, which
-                # cannot be a reaction to the end of others.
+                # replaces theirs as the cause. The failure of a process ended by SIGKILL does so,
+                # too, since it cannot be a reaction to the end of others.
                 killed = end.is_killed and self._signal is None
                 self._failure = end if of_chief or killed else self._failure
         self._forget_restarts()
@@ -431,7 +431,7 @@ class Supervisor:
         return [Note(f"{self._workers[rank].process.name} is added"), Start(rank)]
 
     def _remove(self) -> list[Action]:
-        """Asks the last process to leave the run, or cancels its restart if it waits for one."""
+        """Asks the process that was added last to leave, or cancels its restart if it waits."""
         if not self._may_change:
             return [Note(f"no worker is removed: {_NOT_NOW}")]
         there = [
@@ -449,7 +449,7 @@ class Supervisor:
     # -- the cause ----------------------------------------------------------------------------
 
     def _blamed_by(self, rank: int) -> int | None:
-        """Returns which ended process this one reported as the cause of its failure, or None."""
+        """Returns which ended process `rank` reported as the cause of its failure; else None."""
         names = self._workers[rank].said.get("because")
         for other, worker in enumerate(self._workers):
             if isinstance(names, list) and worker.process.name in names and worker.end is not None:
