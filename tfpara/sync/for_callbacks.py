@@ -36,7 +36,7 @@ class ForCallbacks(Strategy):
 
     @property
     def states(self) -> dict[str, StateHolder]:
-        """The objects whose state checkpoints keep, by name: those of `keep_state`, and its own."""
+        """The objects whose state checkpoints keep, by name: the strategy's and those given."""
         return self.extended.states
 
     def request(self, request: Request) -> None:
@@ -98,7 +98,7 @@ class ForCallbacks(Strategy):
 
     @property
     def completed_in(self) -> int:
-        """The generation in which the last exchange that Python code starts has succeeded."""
+        """The generation in which the last exchange started by Python code has succeeded."""
         return self._company.completed_in
 
     def leave(self) -> bool:
@@ -165,7 +165,7 @@ class ForCallbacks(Strategy):
             self.epoch_units.resume(epoch, position)
 
     def steps_resumed(self, epoch: int) -> int:
-        """Returns the minibatches of each replica that an earlier process trained of this epoch."""
+        """Returns how many minibatches of this epoch an earlier process trained on each replica."""
         position = self.extended.data.position
         return position.first // self.num_replicas if position.epoch == epoch else 0
 

@@ -84,9 +84,10 @@ class MomentumFit:
             self._write_blocks()
 
     def begin_epoch(self, model: keras.Model, steps: int | None) -> None:
-        """Notes that an epoch of `fit`, with which a block will end, begins, or that `fit` ends.
+        """Notes that an epoch of `fit` begins, or that `fit` ends.
 
-        `steps`: the epoch's minibatches of each replica; None: not known, or `fit` ends.
+        A block ends with the epoch at the latest. `steps`: the epoch's minibatches of each replica;
+        None: not known, or `fit` ends.
         """
         self._steps_in_epoch = NEVER if steps is None or self._worker.changes else steps
         self._write_blocks()
@@ -149,7 +150,7 @@ class MomentumFit:
     def _note_short_block(self, optimizer: keras.optimizers.Optimizer) -> None:
         """Prints a note if every second block is too short for the local momentum."""
         if not momentum_of(optimizer):
-            return  # an average of gradients, as in Adam, keeps steps bounded
+            return  # no momentum; an average of gradients, as in Adam, keeps steps bounded
         block = (self.sync_period or NEVER) * self.settings.fragments
         steps = self._steps_in_epoch
         rest = steps % block

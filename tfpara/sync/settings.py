@@ -316,7 +316,7 @@ class Settings:
 def warn_of_outlasting_momentum(
     settings: Settings, optimizer: keras.optimizers.Optimizer, steps: float
 ) -> None:
-    """Warns of a local momentum that outlasts a block, and which the rule's momentum repeats.
+    """Warns of a local momentum that outlasts a block, since the rule's momentum counts it again.
 
     `steps` is the number of the optimizer's steps in a block.
     """

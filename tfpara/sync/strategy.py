@@ -95,10 +95,10 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, ForCallbac
         nonfinite: "raise": a weight with NaN or Inf ends the run at the next sync. "skip": a
             minibatch whose loss or gradient has NaN or Inf changes nothing on its replica and has
             weight 0 in the next sync. Such minibatches are counted, and named when the epoch ends.
-        nonfinite_share: with "skip", the run ends if more than this share of an epoch's minibatches
-            was left out, in [0, 1]; checked when the epoch ends, and earlier once ten were.
+        nonfinite_share: with "skip", the run ends if more than this share, in [0, 1], of an epoch's
+            minibatches was left out; checked when the epoch ends, and earlier once ten were.
         status_port: port of a live page of all workers, which the chief serves to its own machine;
-            0: any free port. None: no page. `tfpara-launch` has a flag that needs no such argument.
+            0: any free port. None: no page. `tfpara-launch --status_port` needs no such argument.
 
     Raises:
         TypeError: `rule` is not a rule object, or an average is not one.
@@ -171,7 +171,7 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, ForCallbac
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """N, the replicas of all workers; 1 inside a replica, whose steps are its own.
+        """N, the replicas of all workers; 1 inside a replica, since its steps are its own.
 
         Inside a replica Keras divides the loss by this number.
         """
@@ -199,8 +199,8 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, ForCallbac
     def is_chief(self) -> bool:
         """Whether this worker writes the files of which the run needs one copy.
 
-        In an elastic run another is the chief once all of a lower rank are lost: in `fit` from the
-        next exchange on, elsewhere at once.
+        In an elastic run another worker becomes the chief once all of a lower rank are lost: in
+        `fit` at the next exchange, elsewhere at once.
         """
         return self.extended.worker.company.is_chief
 
@@ -293,9 +293,9 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, ForCallbac
     ) -> Nest:
         """Returns the sum or mean of a value over the replicas of all workers.
 
-        Every worker must call it, as often as the others, and outside of a `tf.function` where
-        there are several workers. It closes no block. A replica that took no step, since its part
-        of the batch was empty, has zeros.
+        Every worker must call it, as often as the others, and outside of a `tf.function` if there
+        are several workers. It closes no block. A replica that took no step, since its part of the
+        batch was empty, counts with zeros.
 
         Args:
             reduce_op: "SUM" or "MEAN".
@@ -438,7 +438,7 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, ForCallbac
     def barrier(self) -> None:
         """Waits until every worker has called this.
 
-        So files that the chief wrote before can be read by all workers after it.
+        After it, all workers can read files that the chief wrote before it.
         """
         self.extended.control.together(call("strategy.barrier()"))
 
@@ -461,7 +461,7 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, ForCallbac
         Raises:
             ValueError: an unknown name; the message lists those there are. Weights that are set, or
                 trained by `fit`, inside the context. Or a model of another strategy, or one that
-                shares some weights with a model that was trained, and has others.
+                shares only some of its weights with a model that was trained.
         """
         known = self.weight_names
         if which not in known:

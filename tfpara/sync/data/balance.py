@@ -27,13 +27,13 @@ from tfpara.sync.workers.worker import Worker
 from tfpara.typing import Array, Json
 
 CEILING = 4  # largest number of minibatches of one worker in a block, as a multiple of τ
-# Weight of the last block in a worker's smoothed time of a minibatch. `_TRUST` holds if the block's
-# time differs by the factor `_LARGE`, or by `_NOISE` in two blocks in the same direction; else
-# `_TRUST_IN_NOISE`. A larger weight there would let shares follow the noise of every block, and
-# workers of equal speed would wait for each other.
+# Weight of the last block in a worker's smoothed time of a minibatch. It is `_TRUST` if the block's
+# time differs by the factor `_LARGE`, or twice in the same direction by the factor `_NOISE`; else
+# it is `_TRUST_IN_NOISE`. If it always were `_TRUST`, shares would follow the noise of every block,
+# and workers of equal speed would wait for each other.
 _TRUST, _TRUST_IN_NOISE = 0.75, 0.25
 _LARGE, _NOISE = 1.4, 1.1
-_LARGEST_CHANGE = 2.0  # factor by which one block may change that time
+_LARGEST_CHANGE = 2.0  # factor by which one block may change the smoothed time
 _GAIN = 0.03  # smallest gain of time, as a part of a block's, for which the shares change
 
 
@@ -79,7 +79,7 @@ def dealing_order(shares: Array) -> Array:
 
 
 class Balance(EpochUnits):
-    """The shares of the workers in the present block, the same on all of them.
+    """The shares of the workers, in minibatches, of the present block; all workers have the same.
 
     Args:
         settings: settings of the strategy.
@@ -169,8 +169,8 @@ class Balance(EpochUnits):
         """Begins a pass over an epoch; returns this worker's minibatches, or None without syncs.
 
         Args:
-            plan: the division of the minibatches that are not trained yet. If workers carry some of
-                an open block, all workers sync as soon as possible.
+            plan: the division of the minibatches that are not in the model yet. If workers carry
+                some that they have trained, all workers sync as soon as possible.
             rank: this worker's rank in the plan.
             warm: whether this process has trained before. If not, the first block's time includes
                 compilation, and is not measured.
@@ -244,7 +244,7 @@ class Balance(EpochUnits):
         self._seconds, self._changes = np.where(known, smoothed, former), changes
 
     def _deal(self) -> int:
-        """Assigns a block's minibatches, beside those that workers still have; returns `due`."""
+        """Assigns a block's minibatches, added to those that workers still have; returns `due`."""
         plan, period = self.plan, self._momentum.sync_period
         assert plan is not None and self._queue is not None
         if period is None:
@@ -297,8 +297,8 @@ class Balance(EpochUnits):
     def position(self) -> dict[str, Json]:
         """Returns the position at a sync, for a checkpoint.
 
-        The minibatches below number `minibatches` are trained, except those in `owed`: if
-        `strategy.synchronize()` closes a block before its end, workers still have some of it.
+        The minibatches with numbers below `minibatches` are trained, except those in `owed`: if
+        `strategy.synchronize()` closes a block early, workers have not trained all of its own.
         """
         return {} if self.plan is None else position_of(self.plan)
 

@@ -21,7 +21,7 @@ class Dealt:
 
     Args:
         queue: the numbers of the minibatches; None: this worker has none.
-        first: a number that none of them is below.
+        first: no minibatch has a number below this.
     """
 
     def __init__(self, queue: tf.queue.QueueBase | None, first: int = 0) -> None:
@@ -70,7 +70,7 @@ class _All:
 def to_replicas(
     minibatches: Callable[[int, int], tf.data.Dataset],
 ) -> Callable[[int, int], tf.data.Dataset]:
-    """Converts a function that returns one worker's minibatches for a run of simulated workers.
+    """Converts a function that returns one worker's minibatches, for use with simulated workers.
 
     Each replica of this process simulates a worker. The converted function's dataset has a
     minibatch for each replica, then the next for each, and so on. Where a replica's number is
@@ -100,7 +100,7 @@ def to_replicas(
 
 
 class _Kept:
-    """The minibatches of a dataset, which is read in order, for takers that are nearly in order."""
+    """The minibatches of a dataset, by number: read in order, and taken nearly in order."""
 
     def __init__(self, whole: tf.data.Dataset, first: int) -> None:
         self._iterator, self._next = iter(whole), first
@@ -108,7 +108,7 @@ class _Kept:
         self._empty: Any = None
 
     def exists(self, row: Array) -> bool:
-        """Returns whether any minibatch exists whose number is in a row, and reads up to there."""
+        """Returns whether any number of a row has a minibatch; reads up to the row's largest."""
         while self._next <= row.max():
             minibatch = next(self._iterator, None)
             if minibatch is None:
@@ -119,7 +119,7 @@ class _Kept:
         return any(number in self._kept for number in row.tolist())
 
     def take(self, row: Array) -> Iterator[Any]:
-        """Yields the minibatches whose numbers are in a row; empty ones where there is none."""
+        """Yields the minibatches with the numbers of a row; an empty one where there is none."""
         for number in row.tolist():
             yield self._kept.pop(number, self._empty)
 

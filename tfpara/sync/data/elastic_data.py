@@ -345,7 +345,7 @@ def _agree(strategy: Any, began: Began, facts: Facts) -> Order:
 
 
 def _numbers(strategy: Any, first: int, count: int) -> list[int]:
-    """Returns the numbers from `first` to before `count` of this worker's minibatches."""
+    """Returns the numbers of this worker's minibatches, those from `first` to before `count`."""
     starts = range(first, count, strategy.num_replicas)
     numbers = [start + own for start in starts for own in strategy.local_replica_ids]
     return [number for number in numbers if number < count]
@@ -354,7 +354,8 @@ def _numbers(strategy: Any, first: int, count: int) -> list[int]:
 class _Own:
     """This worker's minibatches from `first` on, by its replicas' numbers, like a `Dealt`.
 
-    `first` is for the first replica of the run, `first` + 1 for the second, and so on in turn.
+    Minibatch `first` belongs to the first replica of the run, `first` + 1 to the second, and so on
+    in turn.
     """
 
     def __init__(self, strategy: Any, first: int) -> None:
@@ -405,11 +406,11 @@ def _parts_of(dataset: tf.data.Dataset, parts: int, own: _Own) -> tf.data.Datase
 
 
 def _place(number: int, count: int, parts: int, devices: int) -> tuple[int, int]:
-    """Returns where minibatch `number` comes from: the place of its batch, and the part of that.
+    """Returns the batch of a minibatch, by its place in the epoch's order, and which part it is.
 
-    The place counts the batches in the epoch's order, from 0. The W = parts / devices workers read
-    W batches at a time, one each, and take W steps on its parts. All workers together take a step
-    on each of the last batches, which are fewer than W.
+    The W = parts / devices workers read W batches at a time, one each, and each worker takes W
+    steps on the parts of its batch. The last batches, fewer than W, are divided among all workers,
+    which take one step on each.
 
     Args:
         number: the minibatch's number in the epoch.

@@ -76,7 +76,7 @@ class Position:
 
     @contextlib.contextmanager
     def aside(self, steps_seen: Callable[[], int]) -> Iterator[None]:
-        """A context for another `fit` that a callback calls; restores the position of the outer."""
+        """A context for a `fit` that a callback of `fit` calls; keeps the outer one's position."""
         former, taken = vars(self).copy(), steps_seen() - self._steps_seen
         yield
         vars(self).update(former)

@@ -34,7 +34,7 @@ class Read(NamedTuple):
 
 
 def reads(order: Iterable[int], worker: int, workers: int) -> list[Read]:
-    """Returns the batches that a worker reads in one pass; each part of each is trained once.
+    """Returns the batches that a worker reads in one pass, with the parts that it trains.
 
     The workers take turns at the batches, whose numbers are in `order`. Each batch is cut into
     `workers` parts, and its reader takes a step on each part. If the number of batches is no

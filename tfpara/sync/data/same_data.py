@@ -228,7 +228,7 @@ def files_are_divided(dataset: tf.data.Dataset) -> bool:
 def check_files(dataset: tf.data.Dataset, parts: int, of: str = "workers") -> None:
     """Raises ValueError if a dataset reads fewer files than `parts`, among which they are divided.
 
-    `of`: what each part is for, in the message.
+    `of`: the plural name of what gets the parts, for the message.
     """
     policy = dataset.options().experimental_distribute.auto_shard_policy
     policies = tf.data.experimental.AutoShardPolicy

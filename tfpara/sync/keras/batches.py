@@ -98,7 +98,7 @@ class Steps(data_adapters.data_adapter.DataAdapter):
     def _cuts(self) -> Iterator[tuple[Data, int]]:
         """Yields pairs of a batch and the number of the part of it that this worker trains.
 
-        A step takes one pair for each of this worker's shares of the data.
+        A step takes one pair; or one for each device, if workers have unlike numbers of devices.
         """
         raise NotImplementedError
 
@@ -182,7 +182,7 @@ class PyDatasetSteps(Steps):
         else:
             plans = [reading.reads(self.order, *share) for share in self._shares]
         together, numbers = itertools.tee(zip(*plans, strict=True))
-        # The last batches of a pass are each divided among all shares, but read only once.
+        # Each of the last batches of a pass is in all of this worker's shares, but read only once.
         wanted = (k for reads in numbers for k in dict.fromkeys(read.batch for read in reads))
         batches = reading.ahead(self._dataset, wanted, self._processes)
         with contextlib.closing(batches):

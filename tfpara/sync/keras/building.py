@@ -29,7 +29,7 @@ def looking(
         else:
             built = build(model, iterator=iterator, data_batch=data_batch)
     if iterator is not None:
-        # The dataset over which `fit` iterates has no public name.
+        # A private attribute: the dataset over which `fit` iterates has no public name.
         element_specs[model] = iterator._distributed_dataset.element_spec
     return built
 

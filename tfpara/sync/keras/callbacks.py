@@ -54,7 +54,7 @@ def with_files_of_the_chief(make: Callable[..., None]) -> Callable[..., None]:
 
 
 def _in_place(name: str) -> Callable[[Method], Method]:
-    """Returns a replacement for a hook of `CallbackList` that also notes the place of `fit`."""
+    """Returns a replacement for a hook of `CallbackList` that notes which epoch and step it is."""
 
     def make(hook: Method) -> Method:
         @functools.wraps(hook)
@@ -77,11 +77,11 @@ def _in_place(name: str) -> Callable[[Method], Method]:
 
 
 def _counted(name: str, extended: Any, callbacks: CallbackList, batch: int) -> int:
-    """Returns the number in the epoch, from 0, of the first or last minibatch of a training call.
+    """Returns the number in the epoch, from 0, of a minibatch of a call of the train function.
 
-    It is the first for "on_train_batch_begin", else the last. Keras counts `steps_per_execution`
-    minibatches for each call of its train function. With `balance=` a call may take fewer, since
-    it ends with its block.
+    It is the call's first minibatch for "on_train_batch_begin", else the last. Keras counts
+    `steps_per_execution` minibatches for each call. With `balance=` a call may take fewer, since it
+    ends with its block.
     """
     if extended.balance is None or callbacks._model.steps_per_execution == 1:
         return batch

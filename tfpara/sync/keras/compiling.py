@@ -33,7 +33,7 @@ def compiled_by_replica(
     XLA does not compile the sync.
     """
     compiles = model.jit_compile and not model.run_eagerly
-    guarded = strategy.extended.steps.guard is not None  # the guard reads slots before the step
+    guarded = strategy.extended.steps.guard is not None  # the NaN guard reads slots before a step
     trains = step.__name__ == "train_step" and model.trainable_variables
     # XLA cannot create the optimizers' slots in a step, so they are made here. If some workers are
     # on GPUs, those on CPUs make them here too, although they may not use XLA.

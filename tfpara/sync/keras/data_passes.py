@@ -33,7 +33,7 @@ def with_divided_data(make: Any) -> Method:
         dataset = data if isinstance(data, tf.data.Dataset) else None
         _compare(adapter, dataset, extended)
         if dataset is not None and not same_data.divided_between_workers(dataset):
-            # Keras counts the steps of an epoch by the distributed dataset's cardinality.
+            # Distributed here, since Keras counts an epoch's steps by the distributed dataset.
             data = distribute_strategy.experimental_distribute_dataset(dataset)
             adapter = data_adapters.TFDatasetAdapter(data)
         kind = Epochs if isinstance(adapter, (Steps, ShuffledArrays)) else Passes

@@ -1,4 +1,4 @@
-"""Checks of the arguments of `fit`, and replacement of its data by minibatches to deal out."""
+"""Checks of the arguments of `fit`, and replacement of its data by numbered minibatches."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def refuse_spent(given: dict[str, Json]) -> None:
 
 
 def deal_out(strategy: Any, began: Began, given: dict[str, Any]) -> None:
-    """Replaces the data among the arguments of `fit`, in place, by minibatches to deal out."""
+    """Replaces the data among the arguments of `fit`, in place, by numbered minibatches."""
     if given.get("steps_per_epoch") is not None and not are_arrays(given):
         return  # `check_dealt`, which follows, refuses such data
     data, class_weight = given.get("x"), given.get("class_weight")
@@ -59,7 +59,7 @@ def deal_out(strategy: Any, began: Began, given: dict[str, Any]) -> None:
 
 
 def deal_out_by_speed(strategy: Any, given: dict[str, Any]) -> None:
-    """Replaces the data among the arguments of `fit`, in place, to deal them out by speed.
+    """Replaces the data among the arguments of `fit`, in place, by minibatches dealt out by speed.
 
     Raises:
         ValueError: minibatches of such data cannot be numbered; or this `fit` runs in a callback of

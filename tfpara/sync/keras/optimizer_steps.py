@@ -41,7 +41,7 @@ def step_noted(apply: Method) -> Method:
         if not isinstance(extended, PeriodicSyncExtended) or not in_replica():
             return apply(optimizer, grads, trainable_variables)
         guard, scaling = extended.steps.guard, keras.optimizers.LossScaleOptimizer
-        # Loss scaling handles the NaN and Inf that it makes.
+        # A LossScaleOptimizer itself handles the NaN and Inf that its scaling makes.
         if guard and not extended.steps.trace.applying and not isinstance(optimizer, scaling):
             guard.look(grads)
         fitted = extended.momentum.of_step(optimizer, local_replica())
@@ -57,7 +57,7 @@ def step_noted(apply: Method) -> Method:
 
 
 def loss_looked_at(scale_loss: Method) -> Method:
-    """Replaces an optimizer's `scale_loss`, in which the guard can look at the loss of a step."""
+    """Replaces an optimizer's `scale_loss`, so that the NaN guard sees the loss of each step."""
 
     @functools.wraps(scale_loss)
     def scaling(optimizer: keras.optimizers.Optimizer, loss: tf.Tensor) -> tf.Tensor:
@@ -73,8 +73,8 @@ def loss_looked_at(scale_loss: Method) -> Method:
 def _where_fitted(step: Callable[..., None]) -> Callable[[Method], Method]:
     """Replaces an optimizer's `update_step` by `step` if its momentum is fitted to the block.
 
-    It is called as `step(update_step, optimizer, gradient, variable, rate, momentum, factor)`. The
-    last two are what `local_momentum.in_a_block` returns for the block.
+    The call is `step(update_step, optimizer, gradient, variable, rate, momentum, factor)`. The last
+    two arguments are what `local_momentum.in_a_block` returns for the block.
     """
 
     def replacing(update_step: Method) -> Method:

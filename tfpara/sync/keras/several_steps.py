@@ -23,9 +23,9 @@ def several_steps(
     """Returns a function that takes `steps_per_execution` minibatches of an iterator.
 
     It does what Keras' own function does, but the host decides whether the loop goes on. In Keras'
-    loop the GPU computes whether minibatches are left to take, and to read. So before each
-    minibatch the host waits until the GPU has finished the one before. `single` is Keras' own
-    function, for iterators that are not TensorFlow's.
+    loop the GPU computes that condition: data are left, and `steps_per_execution` is not reached.
+    So before each minibatch the host waits until the GPU has finished the one before. `single` is
+    Keras' own function, for iterators that are not TensorFlow's.
     """
     strategy, most = model.distribute_strategy, model.steps_per_execution
 
@@ -61,7 +61,7 @@ def _loop(
     @functools.partial(tf.function, reduce_retracing=True)
     @tf.autograph.experimental.do_not_convert
     def several(iterator: Any) -> Any:
-        traced: list[tuple[Any, list[Any]]] = []  # a step's outputs, and the syncs it left to here
+        traced: list[tuple[Any, list[Any]]] = []  # a step's outputs, and the syncs it left over
 
         def goes_on(number: tf.Tensor, outputs: tf.Tensor, data: Any) -> tf.Tensor:
             del outputs

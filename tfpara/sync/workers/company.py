@@ -45,7 +45,7 @@ class Company(abc.ABC):
 
     @property
     def generation(self) -> int:
-        """The number of the present set of members; each change of members adds 1 or more."""
+        """The number of the present set of members, which rises with each change of members."""
         return 0
 
     @property
@@ -55,7 +55,7 @@ class Company(abc.ABC):
 
     @property
     def members(self) -> Members | None:
-        """The members, which collectives read anew for each use; None if they do not change."""
+        """The members, as an object that collectives read; None if members do not change."""
         return None
 
     @property
@@ -81,7 +81,7 @@ class Company(abc.ABC):
 
     @abc.abstractmethod
     def resolver(self) -> tf.distribute.cluster_resolver.ClusterResolver:
-        """Returns the workers for TensorFlow's server, which starts now."""
+        """Returns the cluster for TensorFlow's server, which is about to start."""
 
     @abc.abstractmethod
     def attach(self, extended: Any) -> None:
@@ -98,9 +98,10 @@ class Company(abc.ABC):
         """Tells the others that this program, which has not called `tfpara.run`, ends."""
 
     def together(self, exchange: Callable[[], Json]) -> Any:
-        """All: runs an exchange, which returns the same JSON value on every worker, once on each.
+        """All: runs an exchange once on each worker, and returns its result.
 
-        If a member is lost during the exchange, the others repeat it.
+        The exchange must return the same JSON value on all workers. If a member is lost during the
+        exchange, the others repeat it.
         """
         return exchange()
 
@@ -121,9 +122,10 @@ class Company(abc.ABC):
 
     @abc.abstractmethod
     def sums(self, parts: Sequence[tf.Tensor], evaluates: bool) -> list[tf.Tensor]:
-        """All: returns the sums of the workers' `parts` of metrics' variables.
+        """All: returns the sums over the workers of metrics' variables.
 
-        `evaluates`: whether the metrics are those of an evaluation.
+        `parts`: the variables' values on this worker. `evaluates`: whether the metrics are those of
+        an evaluation.
         """
 
     @abc.abstractmethod
@@ -137,7 +139,7 @@ class Company(abc.ABC):
         """Begins an epoch of `fit`, before the callbacks' `on_epoch_begin`."""
 
     def check_step(self) -> None:
-        """Restarts a step if members have changed since it began, so that other data are its own.
+        """Restarts a step if members, and with them this worker's data, have changed meanwhile.
 
         Called before the step has trained anything.
         """

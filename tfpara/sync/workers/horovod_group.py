@@ -127,9 +127,9 @@ def _source(found: Cluster) -> str:
 def _meet(
     hvd: Any, found: Cluster, timeout_seconds: float, shared: bytes
 ) -> rendezvous.Server | ports.OpenPort | None:
-    """Waits for all processes of the group; returns the port that this process has opened for it.
+    """Waits for all processes of the group; returns the port that this process has opened for them.
 
-    None: the processes have met at the port of an engine, so this one has opened none.
+    None: horovodrun or mpirun connects the processes, so no port was opened.
     """
     if not found.rank_variable:
         startup.meet(found, timeout_seconds, "horovod", shared)

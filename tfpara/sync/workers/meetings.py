@@ -18,7 +18,7 @@ _GRACE_SECONDS = 1.0
 
 
 class MismatchError(RuntimeError):
-    """Workers have reached different exchanges. The message names each worker's place."""
+    """Workers have reached different exchanges. The message says where each is in its script."""
 
 
 class Control:
@@ -82,7 +82,7 @@ class Control:
         return got
 
     def whole(self, exchange: Callable[[], Json]) -> Any:
-        """Returns the result of an exchange of several steps; a loss repeats all of them."""
+        """Returns the result of an exchange of several steps, all repeated if a worker is lost."""
         return self._company.together(exchange)
 
     def _together(self, purpose: Purpose, number: int) -> list[int]:

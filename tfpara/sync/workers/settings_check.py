@@ -8,7 +8,7 @@ from tfpara.cluster.call_site import Purpose
 from tfpara.sync.workers.json_exchange import everyones
 from tfpara.sync.workers.meetings import Control
 
-# What to do if a setting differs that the workers cannot always have equal.
+# What to do about settings that differ, if the workers may not be able to make them equal.
 _FIXES = {
     "devices per worker": "Where numbers of devices differ, start a worker for each device, or "
     "leave elastic= out."
@@ -20,7 +20,7 @@ class FingerprintError(ValueError):
 
 
 def agree(settings: Mapping[str, object], control: Control, purpose: Purpose) -> None:
-    """Compares the workers' settings, by their JSON; all must call this for the same purpose.
+    """Compares the workers' settings, as JSON; all must call this for the same purpose.
 
     Raises:
         FingerprintError: on every worker, naming the keys that differ and the workers' values.

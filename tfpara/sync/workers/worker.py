@@ -53,7 +53,7 @@ class Worker:
 
     @property
     def kinds(self) -> frozenset[str]:
-        """The kinds of the devices of all workers, as far as they are known."""
+        """The kinds of all workers' devices; of this worker's alone until the others' are known."""
         return self.company.kinds or frozenset([self.kind])
 
     @property
