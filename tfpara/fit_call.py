@@ -42,7 +42,7 @@ class Order(enum.IntEnum):
     CLOCK = 1  # measures what others do
     PERIOD = 2  # sets the sync period
     START = 3  # prints what the replicas start from
-    RATE = 4  # sets the learning rate or another value by a schedule
+    RATE = 4  # sets the learning rate
     SCORES = 5  # adds scores to the log
     # Callbacks of Keras and of the user, and those of tfpara without an order, run here.
     SAVES = 7  # saves the work of all callbacks before it

@@ -88,7 +88,7 @@ def found(
     sample = alone["step_ms"] / alone["batch"]
     together_sample = mean["step_ms"] / mean["batch"]
     slowdown = 1.0 if apart else max(1.0, together_sample / sample)
-    # How long a minibatch of the size that several workers use takes on a single worker.
+    # The time, on a single worker, of a minibatch as large as those of several workers.
     step_ms = sample * mean["batch"] if apart else mean["step_ms"] / slowdown
     nbytes = mean["bytes"]
     seconds = {name: mean[f"{name}_ms"] / 1e3 for name in ("reduce", "empty")}

@@ -158,7 +158,7 @@ class RemoteFolder:
         return self._tried(written, name, writes=True) or self.read(name) == content
 
     def upload(self, path: Path, name: str) -> None:
-        """Writes a file with the content of a local one."""
+        """Writes a file with the content of a local file."""
         self._tried(lambda: self._fs.put_file(os.fspath(path), self._path(name)), name, writes=True)
 
     def download(self, name: str, path: Path) -> None:

@@ -138,7 +138,7 @@ def writer(
         archive.track(model)
         archive.add_endpoint("serve", serve, input_signature=specs)
         if remote_files.is_url(path):
-            _check_place(path)  # on the chief alone: other workers could find it half written
+            _check_place(path)  # only on the chief: other workers could see a half-written folder
         with remote_files.whole(path) as scratch:
             archive.write_out(os.fspath(scratch), verbose=False)
             without_tasks(scratch)

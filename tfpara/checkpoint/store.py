@@ -1,4 +1,4 @@
-"""Checkpoints that are complete or not visible, in any kind of storage.
+"""Checkpoints that become visible only when they are complete, in any kind of storage.
 
 DIRECTORY/lock                          held by the run that writes here
 DIRECTORY/checkpoint-00000012/          the twelfth checkpoint

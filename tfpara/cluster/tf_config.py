@@ -203,7 +203,7 @@ def _listed(job: str, value: Json) -> Json:
 
 
 def dump(jobs: Mapping[str, tuple[str, ...]], task_type: str, task_index: int) -> str:
-    """Returns a TF_CONFIG from which `read` makes these values; "{}" if there are no addresses."""
+    """Returns a TF_CONFIG from which `read` gets these values; "{}" if there are no addresses."""
     spec = {job: list(addresses) for job, addresses in jobs.items() if addresses}
     task = {"type": task_type, "index": task_index}
     return json.dumps({"cluster": spec, "task": task} if spec else {})

@@ -409,7 +409,7 @@ class Supervisor:
         return worker.pause
 
     def _forget_restarts(self) -> None:
-        """Cancels all restarts if the run ends."""
+        """Cancels all restarts if the run is ending."""
         chief = self._workers[0]
         over = not chief.running and not chief.process.expendable
         # If a process has completed and none runs, the run is complete, so no restart is needed.
@@ -423,7 +423,7 @@ class Supervisor:
         return not (self._signal or self._failure) and self._policy.takes_in(False)
 
     def _add(self) -> list[Action]:
-        """Starts one more process, unless the run ends."""
+        """Starts one more process, unless the run is ending."""
         if not self._may_change or self._policy.another is None:
             return [Note(f"no worker is added: {_NOT_NOW}")]
         rank = len(self._workers)
