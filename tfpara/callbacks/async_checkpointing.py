@@ -25,8 +25,8 @@ class AsyncCheckpoint(CheckpointBase):
     counters, and the progress of each chunk of the epoch), the frozen weights and the states of
     callbacks. It is written at the end of each epoch, and within epochs if requested. Workers pause
     while it is written, between two pushes. A restarted program continues from the newest
-    checkpoint. It must have as many parameter servers and chunks as before, and within an epoch the
-    same minibatches, but may have any number of workers. If the number of workers changes, give
+    checkpoint. The program must have as many parameter servers and chunks as before, and within an
+    epoch the same minibatches, but may have any number of workers. If their number changes, give
     `fit` the number of `chunks`, whose default depends on it. A checkpoint does not have the
     workers' own state. So after a restart the workers' models (AsyncEASGD) begin with the servers'
     model, and the workers' optimizers (all rules but ASGD) without momentum or moments.

@@ -139,7 +139,7 @@ class Checkpoint(CheckpointBase):
         self._saved = (position["epoch"], position["steps"])
         self._saved_syncs = checkpoints.synchronizer.agreement().syncs
         epochs = self.params.get("epochs", 1)
-        # `fit` begins at this epoch. Keras' BackupAndRestore sets the attribute, too.
+        # `fit` begins at the epoch in this attribute, which Keras' BackupAndRestore sets, too.
         self.model._initial_epoch = epochs if position["finished"] else position["epoch"]
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:

@@ -47,8 +47,8 @@ class HeldOut(Callback):
         name: prefix of the scores' names.
         times_per_epoch: number of scores in an epoch, including the score at its end (paper 000
             scores four models in each epoch). Above 1, the length of an epoch must be known.
-        steps_per_epoch: minibatches of a replica in an epoch; in an elastic run, of one of the
-            first replicas. None: as Keras, or the data, state it.
+        steps_per_epoch: minibatches of a replica in an epoch; in an elastic run, of a replica with
+            which the run began. None: as Keras, or the data, state it.
         csv: file that gets a row for each score: epoch (passes over the data so far, a fraction),
             syncs, weights (one of `which`), and the metrics. When an interrupted run resumes, the
             rows of the part that is trained again are removed, and other rows stay. The chief
@@ -157,7 +157,7 @@ class HeldOut(Callback):
             logs.update({f"{prefix}_{key}": value for key, value in results[which].items()})
 
     def _length_of_all(self) -> int:
-        """Returns the steps of this epoch on the worker that has most.
+        """Returns the steps of this epoch on the worker that has the most.
 
         In an elastic run it returns the units of the epoch, which all workers share.
         """

@@ -39,8 +39,8 @@ class SyncWatch:
             model: the model that is trained.
             batch: number of the last step in this epoch, as Keras counts it.
             needed: returns whether such a sync requires an action. It must judge by facts that are
-                the same on all workers. Only if an action is required, a sync that still runs
-                beside the training is awaited.
+                the same on all workers. A sync that still runs beside the training is awaited only
+                if it requires an action.
         """
         strategy = model.distribute_strategy
         if strategy.blocks_differ:

@@ -12,7 +12,7 @@ from tfpara.typing import Json
 
 
 class Table:
-    """A CSV file that grows by rows. Half a row, from a killed process, is removed.
+    """A CSV file that grows by rows. A row that a killed process has begun to write is removed.
 
     Args:
         path: path of the file, which need not exist.

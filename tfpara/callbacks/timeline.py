@@ -1,7 +1,7 @@
 """Timelines for chrome://tracing and Perfetto, from the recordings of TensorFlow's profiler.
 
-The profiler records every operation with its name, time and duration. The operations of a sync have
-the name of their phase (`tfpara.sync.one_sync.weight_exchange.phase`), and `STEP` marks a step.
+The profiler records every operation with its name, time and duration. In a sync an operation's name
+contains its phase (`tfpara.sync.one_sync.weight_exchange.phase`). Events named `STEP` are steps.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class Span(NamedTuple):
     """A phase from `began` to `ended`, in nanoseconds since 1970.
 
     Attributes:
-        number: for a step, the worker's number of its minibatch; for other phases, the number of
-            operations in the span.
+        number: for a step, its number, as the worker counts its steps; for other phases, the number
+            of operations in the span.
     """
 
     phase: str

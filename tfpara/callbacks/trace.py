@@ -43,8 +43,8 @@ class Trace(Callback):
     Args:
         log_dir: the folder; created if its parent exists.
         steps: first and last step to record, counted by each worker from 0 at the start of `fit`.
-            None: up to 20 before the end of the second sync and 5 after it; 10 to 29 without
-            syncs.
+            None: up to 20 steps before the end of the second sync and 5 after it; without syncs,
+            steps 10 to 29.
 
     Raises:
         ValueError: `steps` is not a first and a last step.

@@ -1,4 +1,4 @@
-"""A callback that trains the first epochs as one replica, whose model all others then take."""
+"""A callback that trains the first epochs like one replica, from whose model all then go on."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def problem() -> str | None:
     command = f"run scripts/install_horovod.sh --venv={sys.prefix}"
     if spec is None or not spec.submodule_search_locations:
         return f"Horovod is not installed in {sys.prefix}. To build it, {command}"
-    # Horovod's build writes into this file for which versions of TensorFlow and others it is.
+    # Horovod's build writes into this file for which version of TensorFlow it was made.
     record = Path(spec.submodule_search_locations[0]) / "metadata.json"
     built_for = json.loads(record.read_text()).get("tensorflow") if record.exists() else None
     if built_for != tf.__version__:
@@ -112,8 +112,8 @@ def _operation(method: Callable[..., Any]) -> Callable[..., Any]:
 class HorovodCollectives:
     """The `Collectives` between the lead devices of the processes of Horovod's group.
 
-    Horovod matches operations by their names, so a name may be in use once at a time. The process
-    must have joined the group before (`tfpara.sync.workers.horovod_group.join`).
+    Horovod matches operations by their names, so no two operations under way may have one name. The
+    process must have joined the group before (`tfpara.sync.workers.horovod_group.join`).
 
     Args:
         size: number of workers.

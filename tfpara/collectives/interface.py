@@ -15,7 +15,7 @@ class Collectives(Protocol):
     float32, float64, int32 and int64.
 
     If a worker has died, or was silent for longer than the timeout, each operation raises an error
-    of `tf.errors`, which `tfpara.cluster.failures.explain` puts into a sentence. Called eagerly, it
+    of `tf.errors`, which `tfpara.cluster.failures.explain` puts into a sentence. An eager operation
     raises `UnavailableError` for a dead worker and `DeadlineExceededError` for a silent one.
 
     Attributes:
@@ -62,4 +62,4 @@ class Collectives(Protocol):
         """Returns the buffer of rank 0."""
 
     def barrier(self, name: str) -> None:
-        """Waits until every worker has called it."""
+        """Waits until every worker has called this."""

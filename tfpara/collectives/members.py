@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-# By how much the keys of successive generations differ: so much that no two of them are equal.
+# The distance of the keys of successive generations: so large that no two generations share a key.
 _BETWEEN_GROUP_KEYS = 16
 _BETWEEN_INSTANCE_KEYS = 1_000_003
 _LARGEST_KEY = 0x7FFFFFFF
@@ -63,7 +63,7 @@ class Members:
         return size, rank
 
     def keys(self, group_key: int, instance_key: int) -> dict[str, tf.Tensor]:
-        """Returns the arguments of a collective of this generation: `group_size` and both keys."""
+        """Returns the arguments of a collective by name: size and keys of this generation."""
         with tf.device(self._device):
             size, _, generation = self._read()
             number = tf.cast(generation, tf.int64)
