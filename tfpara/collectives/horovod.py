@@ -1,4 +1,4 @@
-"""Horovod's collectives: Gloo or MPI on CPUs.
+"""Horovod's collectives: Gloo or MPI on CPUs, and NCCL on GPUs if Horovod was built with it.
 
 This module uses only the operations of `horovod.tensorflow`: under Keras 3, Horovod's Keras
 wrappers silently do not average.
