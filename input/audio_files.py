@@ -24,17 +24,17 @@ from tfpara.files import regular
 
 DECODERS = ("soundfile", "tensorflow-io")
 _SCALE = 32768.0  # Kaldi's samples have the scale of 16-bit integers
-_LOUDEST = 1e9  # times full scale, in files of floats; with more, energies are Inf in float32
+_LOUDEST = 1e9  # limit in files of floats, times full scale; above, energies are Inf in float32
 _RATES = (1000, 1_000_000)  # Hz; a header with a rate outside of this counts as damaged
 _BLOCK = 1 << 16  # samples that are decoded at once
 # The most samples per byte: FLAC's shortest frame has 10 bytes, and at most 65,535 samples.
 _PER_BYTE = 6554
-# Bytes; the header of a streamed WAV file, whose length is unknown, states so much or more.
+# Bytes; the header of a streamed WAV file, whose length is unknown, states this length or more.
 _UNKNOWN = 0x7FFFF000
 
 
 class AudioError(CorpusError):
-    """An error of a recording: it cannot be read, or is at another sample rate."""
+    """An error of a recording, which cannot be read, or is at another sample rate."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Options:
     resample: bool = False  # whether a file at another rate is resampled, not refused
     decoder: str = "soundfile"
     parallel: int = 2  # number of files that are decoded at once
-    # The channel to read if a `Location` names none. None: such recordings must have one alone.
+    # The channel to read if a `Location` names none. None: such recordings must have a single one.
     channel: int | None = None
 
     def __post_init__(self) -> None:
@@ -175,7 +175,7 @@ def _check_length(file: BinaryIO, size: int, recording: Location) -> bool:
 
 
 def _read_in_archive(recording: Location) -> tuple[np.ndarray, int]:
-    """Reads a WAV file within a Kaldi archive, as `wav-copy` writes them."""
+    """Reads a WAV file within a Kaldi archive, as `wav-copy` writes it."""
     wavio = packages.load("kaldiio.wavio")
     try:
         with open(recording.path, "rb", opener=regular) as file:

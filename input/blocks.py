@@ -1,4 +1,4 @@
-"""The partition of an epoch: M blocks, N splits of each, tau minibatches to a split.
+"""The partition of an epoch: M blocks of N splits each, with tau minibatches in a split.
 
 In papers 000 and 003 (BMUF) the data are cut into M non-overlapping blocks, and each block into N
 splits, one for each worker. Here every frame of an epoch is used exactly once:
@@ -13,7 +13,7 @@ splits, one for each worker. Here every frame of an epoch is used exactly once:
 
 Steps 1 to 3 do not depend on N: runs on different numbers of replicas read the same sequence of
 minibatches. At the end, replicas differ by one minibatch at most, and those that have one less are
-the last ones. Pure functions of NumPy; nothing here reads a file.
+the replicas with the highest numbers. This module has pure functions of NumPy, and reads no file.
 """
 
 from typing import NamedTuple

@@ -2,8 +2,8 @@
 
 Chunks are for asynchronous training: workers get chunks of speech one at a time (paper 002, section
 2.4; an hour each, section 4.2), and a worker runs a graph and no Python program. The process that
-hands out the chunks computes with NumPy which utterances a chunk has. It sends that to the worker
-as `arguments`, and the worker reads and shuffles the utterances.
+hands out the chunks computes with NumPy which utterances a chunk has. It sends their places in the
+files to the worker as `arguments`, and the worker reads and shuffles the utterances.
 
 1. The utterances are put in the order of `blocks.utterance_order`, drawn for (seed, epoch). So a
    chunk has speech of many speakers, and its first few percent are typical of all of it. The
@@ -45,8 +45,8 @@ class CorpusChunks(NamedTuple):
         utterance and its file.
       arguments: a function that returns the arrays that tell `dataset` what to read. It is called
         with numbers, as `arguments(epoch, chunk)`.
-      num_minibatches: number of minibatches of the first epoch, if known. In other epochs a chunk
-        has at most one more or less, or, with streams, a few.
+      num_minibatches: number of minibatches of the first epoch, if known. In other epochs each
+        chunk may have one minibatch more or less, or, with streams, a few.
     """
 
     count: int
@@ -62,7 +62,7 @@ class Division:
       corpus: from `index.read`.
       split: "train", "validation" or "test".
       seconds: approximate length of a chunk; a split that is shorter is one chunk.
-      seed: with the epoch, decides the order.
+      seed: decides, together with the epoch, the order of the utterances.
       shuffle: False keeps the order of the corpus.
 
     Raises:
@@ -121,7 +121,7 @@ class Division:
     def seed(self, epoch: int, chunk: int) -> np.ndarray:
         """Returns the seed of the order of the frames in a chunk, int64 [2].
 
-        The second number of the spawn key is 2; input.blocks uses 0 and 1 there.
+        The second number of the spawn key is 2, since input.blocks uses 0 and 1 there.
         """
         words = np.random.SeedSequence(self._seed, spawn_key=(epoch, 2, chunk)).generate_state(2)
         return words.astype(np.int64)

@@ -1,13 +1,13 @@
 """The synthetic corpus: speech of many speakers in noise, with a class for every frame.
 
-It is made in two passes, since the classes must be known before the first label is written. `_plan`
-speaks every sentence to learn its length and phones. `_write` speaks it again, adds noise and
-computes the features; eSpeak NG runs at hundreds of times real time, and says the same both times.
-Memory holds one utterance's audio at a time.
+The corpus is made in two passes, since the classes must be known before the first label is written.
+`_plan` speaks every sentence to learn its length and phones. `_write` speaks the sentence again,
+adds noise and computes the features. eSpeak NG runs at hundreds of times real time, and says the
+same both times. Memory holds one utterance's audio at a time.
 
 The classes are three states of each phone that occurs anywhere in the corpus, sorted by name. A
-phone that only a held-out speaker says is a class without training frames, so its frames are
-errors. The same options and text give the same bytes.
+phone that only a held-out speaker says is a class without training frames, so its frames will be
+classified wrongly. The same options and text give the same bytes.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ from input import alignment, audio, features, index, shards, speakers, synthesis
 from input.index import SPLITS, CorpusIndex
 from input.speakers import Speaker
 
-# Variants that are no human voice, such as whispers and robots.
+# Parts of the names of voice variants that are no usual human voices.
 _NOT_HUMAN = ("whisper", "robo", "Robot", "Demonic", "croak")
 
 Progress = Callable[[str, float], None]  # (stage, seconds of speech done since the last call)

@@ -1,8 +1,8 @@
 """Kaldi's features: log-mel and MFCC, their deltas, normalisation, splice and stacking.
 
 `log_mel`, `energies` and `mfcc`, like the features of `input.plp` and `input.pitch`, take and
-return NumPy arrays, and run kaldi-native-fbank. The other functions are of TensorFlow and can be
-traced with an unknown number of frames, for use in tf.data and in an exported model. A corpus is
+return NumPy arrays, and run kaldi-native-fbank. The other functions use TensorFlow operations and
+can be traced with an unknown number of frames, for tf.data and for an exported model. A corpus is
 prepared with `apply_cmvn` and `add_deltas`; training reads it through `normalise` and `splice` or
 `stack`.
 """
@@ -21,7 +21,7 @@ NUM_MEL = 40
 NUM_CEPS = 13
 FEATURE_DIM = 3 * NUM_MEL  # static, delta, delta-delta
 DELTA_WINDOW = 2  # frames on each side
-_MFCC_MEL = 23  # Kaldi's number of mel filters below the cepstrum
+_MFCC_MEL = 23  # Kaldi's number of mel filters from which it computes cepstra
 
 
 def log_mel(
@@ -29,9 +29,9 @@ def log_mel(
 ) -> np.ndarray:
     """Returns log-mel filterbank energies of each frame, as Kaldi's `compute-fbank-feats` does.
 
-    25 ms Povey windows every 10 ms that lie entirely within the signal (`snip-edges`), no dither,
-    pre-emphasis 0.97, DC removed, power spectrum, no energy column, filters from 20 Hz to half the
-    sample rate.
+    The settings are: 25 ms Povey windows every 10 ms that lie entirely within the signal
+    (`snip-edges`), no dither, pre-emphasis 0.97, DC removed, power spectrum, no energy column,
+    filters from 20 Hz to half the sample rate.
 
     Args:
       samples: float or int16 [num_samples], on the scale of 16-bit integers (Kaldi's).
@@ -75,8 +75,8 @@ def mfcc(
 ) -> np.ndarray:
     """Returns the MFCCs of each frame, as Kaldi's `compute-mfcc-feats --use-energy=false` does.
 
-    The frames are those of `log_mel`; 23 mel filters, orthonormal DCT, coefficients 0 to
-    `num_ceps` - 1, liftered with 22.
+    The frames are those of `log_mel`. The settings are: 23 mel filters, orthonormal DCT,
+    coefficients 0 to `num_ceps` - 1, liftered with 22.
 
     Args:
       samples: float or int16 [num_samples], on the scale of 16-bit integers (Kaldi's).
@@ -126,7 +126,7 @@ def delta_filters(window: int = DELTA_WINDOW, order: int = 2) -> list[np.ndarray
     """Returns Kaldi's regression filters of orders 0 to `order`.
 
     Order 0 is 1, and order 1 is j / sum(j^2) for j in [-window, window]. Each higher order is the
-    order below it convolved with order 1. All are applied to the static features. Source:
+    order below it convolved with order 1. All filters are applied to the static features. Source:
     DeltaFeatures in Kaldi's `feature-functions.cc`.
 
     Raises:
@@ -192,7 +192,7 @@ def cmvn_stats(frames: tf.Tensor) -> tf.Tensor:
 
 
 def apply_cmvn(frames: tf.Tensor, stats: tf.Tensor, variance: bool = False) -> tf.Tensor:
-    """Subtracts the mean and, if asked, divides by the standard deviation.
+    """Subtracts the mean and, with `variance`, divides by the standard deviation.
 
     It computes the same as Kaldi's `apply-cmvn`; `variance` is its `--norm-vars`. The variance is
     at least 1e-20.

@@ -36,7 +36,7 @@ def frame_chunks(
       minibatch: frames of a minibatch; or a function that returns them for the position, in epochs,
         at which a chunk begins.
       seconds: approximate length of a chunk; utterances stay whole.
-      seed: with the epoch, decides the order.
+      seed: decides, together with the epoch, the order of utterances and frames.
       context: frames of splice on each side.
       shuffle_frames: frames of a chunk that are permuted together, rounded up to a multiple of
         `minibatch`.
@@ -118,7 +118,7 @@ class _Windows:
         return numbers.flat_map(self._records).map(self._decode, num_parallel_calls=1)
 
     def _records(self, number: tf.Tensor) -> tf.data.Dataset:
-        """Returns one element: a window's number, and the records of the overlapping utterances."""
+        """Returns one element: a window's number, and the records of utterances that overlap it."""
         chosen = self._overlapping(number)
         records = self._reader.records(chosen).batch(tf.size(chosen.id, tf.int64))
         return records.map(lambda found: (number, found))
@@ -131,7 +131,7 @@ class _Windows:
         origin = tf.gather(self._ends - self._chosen.frames, first)
         positions = tf.range(begin - origin, stop - origin)
         if self._seed is not None:
-            # The seeds of a chunk's windows differ in one word; those of chunks differ in both.
+            # The seeds of a chunk's windows differ in one word, and those of chunks in both words.
             seed = tf.stack([self._seed[0], self._seed[1] + number])
             positions = tf.random.experimental.stateless_shuffle(positions, seed)
         ends = tf.cumsum(chosen.frames)

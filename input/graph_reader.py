@@ -1,9 +1,8 @@
 """Reads utterances by TensorFlow operations alone, for graphs that run in other processes.
 
-This is `index.read_utterance` as a graph. The place of an utterance, its expected contents and the
-name of its file are inputs of the graph, which checks what it reads. TensorFlow checks the CRC-32C
-of every record. Any number of utterances are read and decoded together, and lie one after the other
-in memory.
+The graph does what `index.read_utterance` does. Its inputs tell the place and the expected contents
+of each utterance, and it checks what it reads. TensorFlow checks the CRC-32C of every record. Any
+number of utterances are read and decoded together, and lie one after the other in memory.
 """
 
 import os
@@ -25,7 +24,7 @@ class Utterances(NamedTuple):
 
     shard: Any  # int64: number of the shard in the split
     offset: Any  # int64, bytes
-    frames: Any  # int64
+    frames: Any  # int64: number of frames
     id: Any  # string
 
 
@@ -36,7 +35,7 @@ def utterances(split: Split, numbers: np.ndarray) -> Utterances:
 
 
 class GraphReader:
-    """Reads utterances of a split; for use while a graph is made.
+    """Reads utterances of a split. Call its methods while a graph is made.
 
     The graph has the absolute paths of the files, which must be the same wherever it runs.
     """

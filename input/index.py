@@ -35,10 +35,10 @@ class Split:
 
     shards: tuple[str, ...]  # paths
     shard: np.ndarray  # int64: index in `shards`
-    offset: np.ndarray  # int64, bytes
-    length: np.ndarray  # int64, bytes
-    crc32: np.ndarray  # int64
-    frames: np.ndarray  # int64
+    offset: np.ndarray  # int64, bytes from the start of the shard
+    length: np.ndarray  # int64, bytes of the record
+    crc32: np.ndarray  # int64, checksum of the record
+    frames: np.ndarray  # int64, number of frames
     id: tuple[str, ...]
     speaker: tuple[str, ...]
 
@@ -88,7 +88,7 @@ def read(directory: str | os.PathLike[str]) -> CorpusIndex:
     """Reads the index of a corpus and checks that its files are there and agree with it.
 
     Every shard's length is checked, and the first utterance of every shard is read. The CRC-32 of
-    the others is checked when they are read, or all at once by `verify`.
+    the other utterances is checked when they are read, or all at once by `verify`.
 
     Raises:
       FileNotFoundError: the directory, the index or a shard does not exist.
@@ -121,7 +121,7 @@ def read(directory: str | os.PathLike[str]) -> CorpusIndex:
 
 
 def verify(index: CorpusIndex) -> None:
-    """Reads every utterance of the corpus and checks it: CRC-32, width, finite, class range.
+    """Reads every utterance of the corpus; checks its CRC-32, width, finite values and labels.
 
     Raises:
       CorpusError: an utterance is wrong; the message names the first such one, its file and its
@@ -135,7 +135,7 @@ def verify(index: CorpusIndex) -> None:
 
 @contextmanager
 def open_shards(split: Split) -> Iterator[list[int]]:
-    """Opens the shards of a split, and closes them at the end; gives their file descriptors."""
+    """Yields the file descriptors of a split's shards, and closes them at the end."""
     files = [os.open(path, os.O_RDONLY) for path in split.shards]
     try:
         yield files

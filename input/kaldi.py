@@ -39,7 +39,7 @@ class Item(NamedTuple):
     """An object of an archive."""
 
     key: str
-    offset: int  # bytes before the object, without its key; the number in an scp file
+    offset: int  # bytes of the file before the object, its key included, as in an scp file
     value: np.ndarray
 
 
@@ -47,9 +47,9 @@ def read_matrix(location: Location, dtype: type = np.float32) -> np.ndarray:
     """Reads the matrix that an scp line names: `dtype` [rows, columns].
 
     Raises:
-      FileNotFoundError: there is no such file. CorpusError: the object is cut short or not a
-      matrix, or the line's range is not in it. A range
-        of rows may exceed the matrix by 3, as in Kaldi; the rows that exist are returned.
+      FileNotFoundError: there is no such file.
+      CorpusError: the object is cut short or not a matrix, or the line's range is not in it. A
+        range of rows may exceed the matrix by 3, as in Kaldi; the rows that exist are returned.
     """
     with _opened(location) as file:
         file.seek(location.offset)
@@ -99,7 +99,7 @@ def as_labels(value: np.ndarray, where: str) -> np.ndarray:
     """Returns `value` as int32 [length].
 
     Raises:
-      CorpusError: it is no vector of integers, or is empty.
+      CorpusError: `value` is no vector of integers, or is empty.
     """
     if value.size == 0:
         raise CorpusError(f"{where}: no labels at all")
@@ -257,7 +257,7 @@ def _read_text(file: BinaryIO) -> np.ndarray:
 
 
 def _numbers(line: bytes) -> list[float]:
-    # NumPy would store each word of an array in as many bytes as the longest one has.
+    # Python parses the words: NumPy's array of words would take the bytes of the longest for each.
     if b"_" in line:  # Python allows it in numbers, Kaldi does not
         raise ValueError("a number with _")
     return [float(word) for word in line.split()]
@@ -280,7 +280,7 @@ class _Whole:
     """A file whose `read` returns as many bytes as were asked for, or fails.
 
     kaldiio reads as many bytes as the header of a matrix says. If the header is damaged, that
-    number may be more than the file has, or negative, which a plain `read` takes for all of it.
+    number may be more than the file has, or negative; then a plain `read` returns all of the rest.
     """
 
     def __init__(self, file: BinaryIO) -> None:

@@ -16,14 +16,14 @@ from input.records import CorpusError
 _RANGE = re.compile(r"([0-9]*):([0-9]*)(?:,([0-9]*):([0-9]*))?")
 _CHANNEL = re.compile(r"[0-9]{1,4}")
 _OFFSET = re.compile(r":([0-9]+)$")
-_MAX_DIGITS = 18  # a number with more digits is no offset: these are below 2^63
+_MAX_DIGITS = 18  # a number with more digits is no offset: offsets are below 2^63
 _NOT_IN_KEYS = re.compile(r"[\0-\x20\x7f]")  # white space and control characters of ASCII
 
 
 class Location(NamedTuple):
     """The data that a line of an scp file names: in a file, or the output of a command."""
 
-    path: str  # the command, if it is a pipe
+    path: str  # of the file; the command, if `pipe` is true
     offset: int  # bytes
     rows: slice
     columns: slice
@@ -144,7 +144,7 @@ def locate(text: str, where: str, allow_pipes: bool) -> Location:
     Args:
       text: the line without its key.
       where: file, line and key, for messages.
-      allow_pipes: whether a `COMMAND |` is accepted; a shell runs it when it is read.
+      allow_pipes: whether a `COMMAND |` is accepted; a shell runs the command at each reading.
 
     Raises:
       CorpusError: the text is a pipe and these are not allowed, it names nothing to read, or its

@@ -30,20 +30,23 @@ class Labels(Protocol):
     """The classes of the frames of some utterances."""
 
     class_names: list[str]
-    digest: str  # SHA-256 of their files
+    digest: str  # SHA-256 of the files of the labels
     subsampling: int  # frames per label; see `of_frames`
     silence: str | None  # the phone in the gaps between others; None if it is not known
 
     def ids(self) -> list[str]:
-        """Returns the utterances that have labels, at least one each."""
+        """Returns the utterances that have at least one label."""
 
     def count(self, utterance: str, num_frames: int) -> int:
-        """Returns the number of labels of an utterance, ceil(num_frames / subsampling) if right."""
+        """Returns the number of labels of an utterance.
+
+        If the labels fit the frames, it is ceil(num_frames / subsampling).
+        """
 
     def read(self, utterance: str, num_frames: int) -> np.ndarray:
         """Returns the label of each frame, int32 [count(utterance, num_frames) * subsampling].
 
-        Check the count first: a damaged time may make it as large as any number.
+        Check the count first: a damaged time may make the count as large as any number.
         """
 
 
@@ -104,11 +107,11 @@ class KaldiAlignments(_OfFiles):
       num_classes: number of classes; None for the highest id + 1.
       progress: called with ("alignments", None) for each utterance.
       subsampling: F, frames to a label (`--frame-subsampling-factor` of a chain model, which is 3).
-        See `of_frames` for the frames that label i is of.
+        `of_frames` tells to which frames label i belongs.
       frame_shift: frames by which the aligned features had been moved (`shift-feats --shift`).
 
     Raises:
-      ValueError: `subsampling` is below 1, or `frame_shift` not below it.
+      ValueError: `subsampling` is below 1, or `abs(frame_shift)` is not below `subsampling`.
       FileNotFoundError: there is no such file.
       CorpusError: a file is damaged, an utterance is there twice or out of order, or an id is
         negative or not below `num_classes`; the message names file, utterance and byte. Without
@@ -195,8 +198,9 @@ def of_frames(labels: np.ndarray, subsampling: int, shift: int = 0) -> np.ndarra
 
         F i - (F - 1 - floor(F/2)), ..., F i + floor(F/2)
 
-    less s; with F = 3 these are 3i - 1, 3i and 3i + 1. The first and last label are also those of
-    the frames before and after, as `shift-feats` repeats the first and last frame.
+    each minus s; with F = 3 and s = 0 these are 3i - 1, 3i and 3i + 1. Frames before the first of
+    these have the first label, and frames after the last have the last one, as `shift-feats`
+    repeats the first and last frame.
 
     Args:
       labels: int32 [n].
@@ -238,8 +242,8 @@ class PhoneTimes(_OfFiles):
         super().__init__(patterns)
 
     def count(self, utterance: str, num_frames: int) -> int:
-        # Aligners end the last phone with the last frame's shift (Kaldi), its window, or the
-        # signal. If the end fits none of these, the labels have as many frames as the phones last.
+        # An aligner's last phone ends with the last frame's shift (Kaldi), with its window, or with
+        # the signal. If the end fits none of these, the phones' length gives the number of labels.
         frames = self._places[utterance].length / FRAME_SHIFT
         tail = FRAME_LENGTH / FRAME_SHIFT
         if num_frames - 0.5 <= frames <= num_frames + tail:

@@ -37,12 +37,12 @@ class Normaliser:
     def of(self, part: Part, name: str) -> Callable[[str, np.ndarray], np.ndarray]:
         """Returns a function from an utterance's id and features to its normalised features.
 
-        If statistics of speakers are needed, this first reads all utterances of the part's
-        speakers.
+        If statistics of speakers are needed, `of` itself reads all utterances of the part's
+        speakers first.
 
         Raises:
           CorpusError: features are of another width than those before them, or there are no
-            statistics for them; also raised by the function.
+            statistics for them. The returned function raises it, too.
         """
         stats = self._stats(part, name)
 
@@ -93,7 +93,8 @@ class Normaliser:
         """Returns the statistics of each speaker of the part.
 
         As in Kaldi, all of a speaker's utterances in the source count, with labels or without. An
-        utterance without usable features is left out here; if it has labels, it is refused later.
+        utterance without usable features is left out here. If it has labels, `preparation` refuses
+        it later.
         """
         speakers = part.source.speakers
         mine = {speakers[utterance] for utterance in part.utterances}

@@ -12,7 +12,7 @@ _NEEDED_FOR = {
 
 
 def load(module: str) -> Any:
-    """Imports one of these packages, or a module of one; called where the package is used.
+    """Imports one of these packages, or a module of one. Call it where the package is used.
 
     Raises:
       ValueError: the package is not installed, or a library that it needs is missing.

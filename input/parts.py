@@ -11,7 +11,7 @@ from input.sources import Source
 
 
 class Stats(Protocol):
-    """Statistics of given speakers, such as `sources.SpeakerStats`."""
+    """Statistics of speakers that are given, not computed, such as `sources.SpeakerStats`."""
 
     digest: str  # SHA-256 of the names, sizes and parts of their files
 
@@ -37,7 +37,7 @@ def divide(
     """Returns the utterances of each split.
 
     A split with a source of its own has all utterances of it. A split without one has those of
-    speakers that are drawn at random and held out from training; a share above 0 is at least one
+    speakers that are drawn at random and held out from training; a share above 0 gives at least one
     speaker.
 
     Args:

@@ -36,7 +36,7 @@ def minibatches(
 ) -> tf.data.Dataset:
     """Returns the minibatches of an epoch that belong to this worker's replicas.
 
-    They are in the order of their use: step 0 of replica_ids[0], step 0 of replica_ids[1], ...,
+    Their order is that of their use: step 0 of replica_ids[0], step 0 of replica_ids[1], ...,
     step 1 of replica_ids[0], ... Every frame is in exactly one minibatch of one replica. Only the
     very last minibatch of the epoch may be short. If some replicas have no minibatch in the last
     step, these are the last replicas. So a consumer that gives the elements to its replicas in turn
@@ -50,7 +50,7 @@ def minibatches(
       minibatch: frames of a minibatch of one replica.
       sync_period: tau, minibatches between two syncs.
       epoch: number of the epoch, from 0.
-      seed: with `epoch`, decides the order.
+      seed: decides, together with `epoch`, the order of utterances and frames.
       context: frames of splice on each side.
       shuffle_frames: frames that are permuted together, rounded up to a multiple of `minibatch`.
       shuffle: False keeps the order of the corpus, for evaluation.
@@ -203,7 +203,7 @@ class _WindowReader:
         """Returns frames [F, feature_dim], labels [F] and positions, first, last [P] of a window.
 
         Positions count from the first frame that was read. `first` and `last` are the first and
-        last frames of their utterances.
+        last frame of the utterance of each position.
         """
         types = [tf.float32] + 4 * [tf.int32]
         frames, *rest = tf.numpy_function(self.read, [window], types)

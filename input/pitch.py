@@ -22,7 +22,7 @@ def pitch(
       samples: float or int16 [num_samples], on the scale of 16-bit integers (Kaldi's).
       sample_rate: of the samples, in Hz; above 2000.
       delta_noise: standard deviation of noise that is added to the derivative, since the search
-        finds pitch in steps. It is the same in every run, so it differs from Kaldi's.
+        finds pitch in steps. The noise is the same in every run, so it differs from Kaldi's.
 
     Returns:
       float32 [num_frames, 3]: warped correlation (how voiced), log pitch less its mean over 1.5 s,

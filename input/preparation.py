@@ -36,10 +36,10 @@ class Options:
       ValueError: a value is out of range.
     """
 
-    cmvn: str = "none"  # mean to subtract: "none", of "utterance" or "speaker", or "given"
+    cmvn: str = "none"  # the mean to subtract: "none", of "utterance" or "speaker", or "given"
     norm_vars: bool = False  # whether cmvn divides by the standard deviation
     deltas: int = 2  # number of orders of deltas that are appended
-    max_length_mismatch: int = 0  # frames
+    max_length_mismatch: int = 0  # number of labels that an utterance may have too many or too few
     skip: tuple[str, ...] = ()  # kinds of problems, of `SKIP`, that are left out and counted
     validation_share: float = 0.05
     test_share: float = 0.05
@@ -127,7 +127,7 @@ def unlabelled(
     skipped: Counter[str],
     progress: Progress = lambda stage, total: None,
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Yields id and features of utterances that need no labels, made as those of a corpus.
+    """Yields the ids of utterances without labels, and their features, made as for a corpus.
 
     Args:
       part: the utterances.
@@ -157,7 +157,7 @@ def unlabelled(
 
 
 def _not_finite(utterance: str, frames: np.ndarray) -> Problem | None:
-    """Returns the problem of features that cmvn has made too large for float32."""
+    """Returns the problem if cmvn has made features too large for float32; else None."""
     if np.isfinite(frames).all():
         return None
     row, column = np.argwhere(~np.isfinite(frames))[0]
@@ -177,7 +177,7 @@ def _with_labels(
 
     Raises:
       CorpusError: there are such utterances, or labels without an utterance, and `options.skip`
-        does not allow it; or a split is left with none.
+        does not allow it; or a split is left without utterances.
     """
     known = set(labels.ids())
     wanted = [utterance for part in parts.values() for utterance in part.utterances]

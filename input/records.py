@@ -2,8 +2,8 @@
 
 A record is a `tf.train.Example` of four byte strings: `features` (little-endian float32
 [frames, feature_dim]), `labels` (little-endian int32 [frames]), `id` and `speaker` (UTF-8). Any
-TFRecord reader can read the file in order. Here the index has the place and the CRC-32 of each
-record, so that one can be read alone, and every error names its file, offset and utterance.
+TFRecord reader can read the file in order. The corpus' index has the place and the CRC-32 of each
+record, so that a record can be read alone, and every error names its file, offset and utterance.
 """
 
 import os
@@ -14,11 +14,11 @@ import numpy as np
 import tensorflow as tf
 from google.protobuf.message import DecodeError
 
-_HEADER, _FOOTER = 12, 4  # bytes: length and its checksum; checksum of the data
+_HEADER, _FOOTER = 12, 4  # bytes of the length with its checksum, and of the data's checksum
 
 
 class CorpusError(ValueError):
-    """An error of a corpus: it is missing or damaged, or does not fit the rest."""
+    """An error of a corpus: a file is missing or damaged, or does not fit the other files."""
 
 
 class Place(NamedTuple):

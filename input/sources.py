@@ -20,7 +20,7 @@ from input.records import CorpusError
 OVERSHOOT = 0.5  # seconds by which a segment may exceed its recording, as in extract-segments
 KINDS = ("fbank", "mfcc", "plp")
 _BLOCK = 4096  # bytes
-_BLOCKS = 8  # number of blocks that are compared of a large file
+_BLOCKS = 8  # number of blocks of a large file that its digest covers
 
 
 class Problem(NamedTuple):
@@ -136,7 +136,7 @@ class Audio:
         self._extraction = extraction
 
     def read(self, utterances: Collection[str]) -> Iterator[tuple[str, Features]]:
-        # Successive utterances of one channel are a run. The channel is decoded once for all of it.
+        # Successive utterances of one recording's channel are a run; it is decoded once for them.
         runs: list[tuple[Location, list[str]]] = []
         for utterance in utterances:
             segment = self._segments[utterance]
@@ -323,8 +323,8 @@ def _speakers(directory: str, utterances: list[str], listing: Path) -> dict[str,
 def _digest(tables: list[Path], locations: Mapping[str, Location]) -> str:
     """Returns the SHA-256 of tables, and of name, size and content of the files at `locations`.
 
-    Directories do not count, so the digest stays the same if the data are moved. Of a command only
-    its text counts.
+    The files' directories do not count, so the digest stays the same if the data are moved. If a
+    location is a command, its text counts, and not its output.
     """
     digest = hashlib.sha256()
     for table in tables:

@@ -27,8 +27,9 @@ def draw(
     """Draws the speakers of each split.
 
     The variants (which shape the vocal tract) are first divided between the splits, in proportion
-    to their numbers of speakers, so that no held-out speaker shares one with a training speaker.
-    Within a split they are used in turn; rate and pitch make two speakers of one variant differ.
+    to the splits' numbers of speakers, so that no held-out speaker shares a variant with a training
+    speaker. Within a split its variants are used in turn; two speakers of one variant differ in
+    rate and pitch.
 
     Args:
       num_speakers: number of speakers of each split.

@@ -27,14 +27,14 @@ def stream_chunks(
 
     Each chunk starts new streams: all rows have the reset flag in its first step. The streams of a
     chunk end at different steps, and are padded to the longest, so a chunk should have several
-    utterances for each stream. A worker holds one utterance for each stream.
+    utterances for each stream. A worker holds one utterance of each stream in memory.
 
     Args:
       corpus: from `index.read`.
       split: "train", "validation" or "test".
       options: options of the minibatches.
       seconds: approximate length of a chunk; utterances stay whole.
-      seed: with the epoch, decides the order.
+      seed: decides, together with the epoch, the order of the utterances.
       shuffle: False keeps the order of the corpus.
 
     Returns:

@@ -6,11 +6,11 @@ padded. The division is a function of the utterances' lengths and (seed, epoch, 
 agree on it without communication:
 
 1. The utterances are put in an order drawn for (seed, epoch).
-2. In this order each goes to the one of the N·S streams that is free first; of several, to the one
-   with the lowest number. So the ends of streams differ by one utterance at most.
+2. In this order, each utterance goes to the one of the N·S streams that is free first; if several
+   are, to the one with the lowest number. So the ends of streams differ by one utterance at most.
 3. Stream k is row k // N of replica k mod N.
 
-Pure functions of NumPy; nothing here reads a file.
+This module has pure functions of NumPy, and reads no file.
 """
 
 import heapq
@@ -31,12 +31,12 @@ class StreamPlan:
     truncation: int  # frames of a step
     utterance: np.ndarray  # int64: number in the split
     stream: np.ndarray  # int64: number of its stream, below num_replicas * streams
-    first_step: np.ndarray  # int64
-    end_step: np.ndarray  # int64: the step after its last
+    first_step: np.ndarray  # int64: the first step that has frames of the utterance
+    end_step: np.ndarray  # int64: the step after the last one that has frames of it
 
     @property
     def num_steps(self) -> int:
-        """Number of minibatches of the replica that has most."""
+        """Number of minibatches of the replica that has the most."""
         return int(self.end_step.max())
 
     @property

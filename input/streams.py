@@ -5,9 +5,10 @@ Papers 000 and 003 train recurrent models in this way, with 100 streams and step
 utterance for each stream of this worker, whatever the size of the corpus.
 
 Keras' mean loss divides by all S * T frames of a minibatch, padding included, and in the mean of
-the replicas each replica counts by the same number. So every frame of an epoch has the same weight
-in training. (With reduction="mean_with_sample_weight" both count the real frames alone.) Use
-`weighted_metrics` for scores, since these count the real frames alone.
+the replicas each replica has that number as its weight. So every frame of an epoch has the same
+weight in training. (With reduction="mean_with_sample_weight", the divisor and the replica's weight
+are the number of real frames.) Use `weighted_metrics` for scores, since these count only real
+frames.
 """
 
 from collections.abc import Iterator, Sequence
@@ -35,7 +36,7 @@ class StreamOptions:
     Attributes:
       streams: S, rows of a replica's minibatch.
       truncation: T, frames of a step, after stacking.
-      context: frames spliced on each side; the utterance's first and last are repeated.
+      context: frames spliced on each side; the utterance's first and last frames are repeated.
       stack: number of frames that are joined to one, without overlap. Its label is that of the
         middle frame (of two, the later one). If an utterance ends within a stack, its last frame is
         repeated.
@@ -81,7 +82,7 @@ class StreamOptions:
         return (2 * self.context + self.stack) * min(frame_dim, self.coefficients or frame_dim)
 
     def lengths(self, frames: np.ndarray) -> np.ndarray:
-        """Returns the number of frames that the model reads for utterances of so many frames."""
+        """Returns the number of frames that the model reads for utterances of `frames` frames."""
         return -(-frames // self.stack) + self.label_delay
 
 
@@ -151,10 +152,10 @@ def minibatches(
 ) -> tf.data.Dataset:
     """Returns the minibatches of an epoch that belong to this worker's replicas.
 
-    They are in the order of their use: step 0 of replica_ids[0], step 0 of replica_ids[1], ...,
+    Their order is that of their use: step 0 of replica_ids[0], step 0 of replica_ids[1], ...,
     step 1 of replica_ids[0], ... If a replica's streams end before those of another replica of this
-    worker, it gets minibatches of 0 rows, with which no step is taken. Every frame is in exactly
-    one minibatch of one replica.
+    worker, it then gets minibatches of 0 rows, with which it takes no step. Every frame is in
+    exactly one minibatch of one replica.
 
     Args:
       corpus: from `index.read`.
@@ -163,11 +164,11 @@ def minibatches(
       num_replicas: N, the number of replicas of all workers.
       replica_ids: this worker's replicas, ascending.
       epoch: number of the epoch, from 0.
-      seed: with `epoch`, decides the order.
+      seed: decides, together with `epoch`, the order of the utterances.
       shuffle: False keeps the order of the corpus, for evaluation.
       first_step: number of steps of the epoch that each replica has done already. A stream that
-        goes on in the middle of an utterance has no reset flag: it goes on from the state in the
-        model, which is zero in a new model.
+        goes on in the middle of an utterance has no reset flag: there the model starts from the
+        state that it keeps, which is zero in a new model.
 
     Returns:
       A dataset of ({"frames": float32 [S, T, dim], "reset": float32 [S]}, labels int32 [S, T],
@@ -265,7 +266,7 @@ class _Reader:
 
 
 class _Replica:
-    """The streams of one replica, step after step from `first_step`."""
+    """The streams of one replica. Call `minibatch` for every step from `first_step` on."""
 
     def __init__(
         self, reader: _Reader, division: StreamPlan, replica: int, first_step: int

@@ -36,11 +36,11 @@ class SynthesisError(ValueError):
 
 
 class Speech(NamedTuple):
-    """An utterance that the synthesiser has spoken."""
+    """An utterance that the synthesiser has spoken. A phone lasts until the next, or the end."""
 
     samples: np.ndarray  # int16 [num_samples], mono
     sample_rate: int  # Hz
-    phones: list[tuple[float, str]]  # (start in seconds, name), ascending; the last one ends it
+    phones: list[tuple[float, str]]  # (start in seconds, name), ascending
 
 
 class _Id(ctypes.Union):

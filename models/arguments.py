@@ -20,7 +20,7 @@ def kernel(activation: str, seed: int | None) -> keras.initializers.Initializer:
 
 
 class Seeds:
-    """Seeds for layers, derived from one seed; each call returns the next. None gives only None."""
+    """Seeds for layers, derived from one seed. Each call returns the next one; for None, None."""
 
     def __init__(self, seed: int | None) -> None:
         self._next = None if seed is None else seed * 1000

@@ -45,20 +45,20 @@ def cldnn(
         reduction: units of the linear layer after the convolution; 0 for none.
         layers: LSTM layers, at least 1.
         cells: number of memory cells of each LSTM layer.
-        projection: width of their recurrent projection; 0 for none.
-        output_projection: width of their non-recurrent projection, which is added to the output.
+        projection: width of the LSTM layers' recurrent projection; 0 for none.
+        output_projection: width of their non-recurrent projection, which is appended to the output.
         cell_clip: bound of the cells' values; None for none. Only with projection.
         dense: number of Dense layers after the LSTM layers.
         width: units of each Dense layer.
         activation: activation of the convolution and the Dense layers.
-        streams: for truncated BPTT, the rows of each batch, whose state is carried over to the
-            next (see `models.streaming`). None takes whole utterances.
+        streams: for truncated BPTT, the number of rows of each batch. A row's state is carried over
+            to the next batch (see `models.streaming`). None takes whole utterances.
         seed: seed of the initial weights; None draws one.
 
     Returns:
-        A model to float32 logits [batch, frames, num_classes], from float32 [batch, frames,
-        input_dim], or with streams from {"frames": [streams, frames, input_dim], "reset":
-        [streams]}, with 1 where an utterance starts and 0 elsewhere.
+        A model from float32 [batch, frames, input_dim] to float32 logits [batch, frames,
+        num_classes]. With streams its input is {"frames": [streams, frames, input_dim], "reset":
+        [streams]}; "reset" is 1 for rows in which an utterance starts, and 0 for others.
 
     Raises:
         ValueError: an argument is out of range, or `input_dim` is no multiple of `bands`.
@@ -66,11 +66,11 @@ def cldnn(
     Source: Li et al. (2017), section 3.1: 128 feature maps, two LSTM layers of 1024 memory blocks
     and 512 projections, two layers of 1024, ReLU, "about 13.8 million parameters"; the order of
     layers is that of Sainath et al., "Convolutional, long short-term memory, fully connected deep
-    neural networks" (2015), which it cites, with the linear layer after the convolution. The paper
-    leaves open the filter, the pooling and what the 512 projections are. If all 512 recurred, the
-    LSTM, Dense and output layers alone would have 14.8 million parameters. So half of them recur
-    here and half do not, which Sak et al. (2014) provide for, and with a reduction to 192 the
-    count is 13.8 million. `projection=512, output_projection=0` is the other reading.
+    neural networks" (2015), which Li et al. cite, with the linear layer after the convolution. Li
+    et al. leave open the filter, the pooling and what the 512 projections are. If all 512 recurred,
+    the LSTM, Dense and output layers alone would have 14.8 million parameters. So here half of the
+    projections recur and half do not, which Sak et al. (2014) provide for; with a reduction to 192
+    the count is 13.8 million. `projection=512, output_projection=0` is the other reading.
     """
     check_sizes(input_dim=input_dim, bands=bands, maps=maps, band_pool=band_pool)
     check_sizes(layers=layers, cells=cells, width=width, band_filter=band_filter)
@@ -79,7 +79,7 @@ def cldnn(
     _check_bands(input_dim, bands, band_filter, band_pool)
     seeds = Seeds(seed)
     taken, frames, reset = inputs(input_dim, streams)
-    # [batch, frames, bands, spliced frames and derivatives]
+    # The shape becomes [batch, frames, bands, spliced frames and derivatives].
     hidden = keras.layers.Reshape((-1, input_dim // bands, bands), name="blocks")(frames)
     hidden = keras.layers.Permute((1, 3, 2), name="bands")(hidden)
     hidden = keras.layers.Conv2D(

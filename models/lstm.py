@@ -28,18 +28,18 @@ def lstm(
         num_classes: number of tied states.
         layers: LSTM layers, at least 1.
         cells: number of memory cells of each LSTM layer.
-        projection: width of their recurrent projection (see `models.lstmp`); 0 for none.
+        projection: width of the layers' recurrent projection (see `models.lstmp`); 0 for none.
         dense: number of Dense layers after the LSTM layers.
         width: units of each Dense layer.
         activation: Keras' name of the activation of the Dense layers.
-        streams: for truncated BPTT, the rows of each batch, whose state is carried over to the
-            next (see `models.streaming`). None takes whole utterances.
+        streams: for truncated BPTT, the number of rows of each batch. A row's state is carried over
+            to the next batch (see `models.streaming`). None takes whole utterances.
         seed: seed of the initial weights; None draws one.
 
     Returns:
-        A model to float32 logits [batch, frames, num_classes], from float32 [batch, frames,
-        input_dim], or with streams from {"frames": [streams, frames, input_dim], "reset":
-        [streams]}, with 1 where an utterance starts and 0 elsewhere.
+        A model from float32 [batch, frames, input_dim] to float32 logits [batch, frames,
+        num_classes]. With streams its input is {"frames": [streams, frames, input_dim], "reset":
+        [streams]}; "reset" is 1 for rows in which an utterance starts, and 0 for others.
 
     Raises:
         ValueError: an argument is out of range.

@@ -42,7 +42,7 @@ class LSTMPCell(keras.layers.Layer):
         projection: width of r_t.
         output_projection: width of s_t; 0 for none.
         peepholes: whether the gates see the cells.
-        cell_clip: cells are kept within ± this; None leaves them.
+        cell_clip: bound of the cells' absolute values; None for no bound.
         activation: activation of the cells' input and output.
         recurrent_activation: activation of the gates.
         unit_forget_bias: whether the forget gate's bias starts from 1, for any `bias_initializer`.

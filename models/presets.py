@@ -56,13 +56,13 @@ class Preset:
 
     @property
     def recurrent(self) -> bool:
-        """Whether the model takes sequences of frames, for truncated BPTT, or single frames."""
+        """Whether the model takes sequences of frames, for truncated BPTT, not single frames."""
         return self.kind != "dnn"
 
     def input_dim(self, frame_dim: int | None = None) -> int:
         """Returns the width of the model's input for frames of width `frame_dim`.
 
-        None is the paper's width.
+        If `frame_dim` is None, frames have the paper's width.
         """
         frames = 2 * self.context + self.stack
         return frames * (self.frame_dim if frame_dim is None else frame_dim)

@@ -12,9 +12,10 @@ from models.streaming import Streaming
 
 
 def inputs(input_dim: int, streams: int | None) -> tuple[Any, Any, Any]:
-    """Returns a model's inputs: the whole, the frames, and the reset flags (None without streams).
+    """Returns the inputs for `keras.Model`, the frames, and the reset flags.
 
-    The whole, for `keras.Model`, is the frames, or with streams a dictionary of both.
+    Without streams the inputs are the frames alone, and the flags are None. With streams the inputs
+    are a dictionary of the frames and the flags.
     """
     frames = keras.Input((None, input_dim), name="frames")
     if streams is None:

@@ -23,7 +23,7 @@ class Streaming(keras.layers.Layer):
 
     Gradients do not cross the beginning of the batch: this is truncated backpropagation through
     time, with as many steps as the batch has frames. Keras' own `stateful=True` has one
-    `reset_state()` for all rows; here utterances may start and end in any row at any batch.
+    `reset_state()` for all rows; with this layer, an utterance may start in any row at any batch.
 
     The kept state belongs to the data that are being read. As with `stateful=True` it is no weight:
     it is not in `weights`, nor in files of weights, so a model with streams and the same model
@@ -36,8 +36,8 @@ class Streaming(keras.layers.Layer):
 
     Raises:
         TypeError: `layer` is no recurrent layer.
-        ValueError: `layer` does not give its sequence and state, goes backwards or is stateful; or
-            streams < 1.
+        ValueError: `layer` does not return its sequence and state, goes backwards or is stateful;
+            or streams < 1.
     """
 
     def __init__(self, layer: keras.layers.RNN, streams: int | None = None, **kwargs: Any) -> None:

@@ -1,6 +1,6 @@
 """Flags of training with parameter servers, and the strategy that they make.
 
-Import it before TensorFlow, after `scripts.common`.
+Import this module before TensorFlow, and after `scripts.common`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from tfpara import algorithms
 
 RULES = ("asgd", "aasgd", "downpour", "bmuf_async", "easgd_async")
 
-_LONGEST = 60.0  # minutes: paper 002, section 4.2
-_FOR_A_WORKER = 4  # chunks of a worker in an epoch, as in `AsyncStrategy.fit` with arrays
+_LONGEST = 60.0  # minutes of speech in a chunk, as in paper 002, section 4.2
+_FOR_A_WORKER = 4  # chunks for each worker in an epoch, as in `AsyncStrategy.fit` with arrays
 
 _CHUNK = flags.DEFINE_float(
     "chunk_minutes",
@@ -67,9 +67,9 @@ _SLOW = flags.DEFINE_float(
     "slow_worker", 1.0, "simulated workers: how many times slower than the others worker 0 is"
 )
 
-_PULLING = ("asgd", "aasgd", "downpour", "bmuf_async")  # a block begins with the servers' model
+_PULLING = ("asgd", "aasgd", "downpour", "bmuf_async")  # blocks begin with the servers' model
 _BY_PUSH = ("asgd", "aasgd", "downpour")  # a push can be scaled by its staleness
-_OF_GRADIENTS = ("asgd", "aasgd")  # servers have the optimizer
+_OF_GRADIENTS = ("asgd", "aasgd")  # the servers have the optimizer
 
 
 def check(name: str, simulated: int) -> None:
@@ -105,7 +105,7 @@ def strategy(
     simulated: int,
     options: dict[str, Any],
 ) -> Any:
-    """Makes the strategy; in a worker or parameter server it never returns.
+    """Makes the strategy. In a worker or parameter server, this call never returns.
 
     Args:
         name: the value of --rule.
@@ -131,7 +131,7 @@ def local_steps(name: str) -> bool:
 
 
 def counts_pushes(name: str) -> bool:
-    """Returns whether the servers have the optimizer, so that its iterations are pushes."""
+    """Returns whether the servers have the optimizer, whose iterations are then pushes."""
     return name in _OF_GRADIENTS
 
 
@@ -146,7 +146,7 @@ def chunk_minutes(total: float, most: int, workers: int) -> float:
     if _CHUNK.value is not None:
         return _CHUNK.value
     count = min(max(math.ceil(total / _LONGEST), _FOR_A_WORKER * workers), most)
-    # The length is rounded up; rounded down, it could give one chunk more.
+    # The length is rounded up. If it were rounded down, there could be one chunk more.
     return min(_LONGEST, (math.floor(1e4 * total / count) + 1) / 1e4)
 
 

@@ -1,6 +1,6 @@
 """Training with parameter servers, for `scripts.train`: data in chunks, and the strategy's own fit.
 
-Import it before TensorFlow, after `scripts.common`.
+Import this module before TensorFlow, and after `scripts.common`.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from scripts import async_flags, run_files, schedule_flags
 class ChunkedData:
     """The training split in chunks, with the attributes that `scripts.train` reads.
 
-    It prints a line if there are fewer chunks than workers.
+    The constructor prints a line if there are fewer chunks than workers.
 
     Args:
         corpus: from `index.read`.
         strategy: a `tfpara.AsyncStrategy`.
         description: description of the model, as in model.json.
-        seed: with the epoch, decides the order.
-        shuffle_frames: frames that are shuffled together.
+        seed: decides, together with the epoch, the order of the data.
+        shuffle_frames: number of frames that are shuffled together.
 
     Raises:
         ValueError: the chunks are too short for the utterances, or for a push.

@@ -1,6 +1,6 @@
-"""Helpers of all programs: a quiet TensorFlow, threads, devices, and errors of one line.
+"""Helpers for all programs: quieten TensorFlow, set threads and devices, print errors as one line.
 
-Import it before TensorFlow.
+Import this module before TensorFlow.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # errors are seen as exceptions
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # no log: errors reach Python as exceptions
 warnings.filterwarnings("ignore", category=UserWarning, module="keras")
 
 from absl import app, flags
@@ -30,7 +30,7 @@ import tfpara.cluster.failures
 from tfpara import files
 from tfpara.cluster.startup import StartupError
 
-_LONGEST_LINE = 4000  # characters of a complaint
+_LONGEST_LINE = 4000  # characters of an error message
 _THREADS = flags.DEFINE_integer(
     "threads",
     0,
@@ -46,7 +46,7 @@ _DEVICES = flags.DEFINE_integer(
 )
 
 
-_calls: set[subprocess.Popen[bytes]] = set()  # processes that are running
+_calls: set[subprocess.Popen[bytes]] = set()  # processes of `call` that are running
 
 
 class Failure(Exception):
@@ -67,15 +67,15 @@ def run(main: Callable[[], None], evaluator: Callable[[], None] | None = None) -
 
     Args:
         main: the program.
-        evaluator: the program of an evaluator, which takes no part in the training. None: an
-            evaluator ends at once.
+        evaluator: the program of an evaluator, a process that takes no part in the training. If it
+            is None, an evaluator ends at once.
     """
 
     def checked() -> None:
         if evaluator is not None and tfpara.cluster.is_evaluator():
             evaluator()
             return
-        with bad_input():  # checked before TensorFlow, which would hang on a wrong cluster
+        with bad_input():  # before TensorFlow starts, which would hang on a wrong cluster
             asynchronous = tfpara.cluster.asynchronous
             meant = asynchronous.is_meant()
             tfpara.cluster.taking_part(asynchronous.read if meant else tfpara.cluster.read)
@@ -114,7 +114,7 @@ def only_for(holds: bool, chosen: Iterable[flags.FlagHolder], what: str) -> None
 
 
 def setup_tensorflow() -> list[str] | None:
-    """Sets threads and devices as the flags say; returns this worker's devices for a strategy."""
+    """Sets threads and devices by the flags; returns the strategy's `devices` (None: default)."""
     import tensorflow as tf
 
     tf.get_logger().setLevel(logging.ERROR)
@@ -142,7 +142,7 @@ def call(
         watch: called every second, and at the end, with everything that was printed so far.
 
     Returns:
-        The lines that the command printed, at least one. They are also in OUT/NAME.log.
+        The lines that the command printed, or one empty line. They are also in OUT/NAME.log.
 
     Raises:
         Failure: the command failed; the message has its last lines.
@@ -187,7 +187,7 @@ def exit_on_sigterm() -> None:
 
 
 def end_calls() -> None:
-    """Ends all calls that are running, in any thread."""
+    """Ends the processes of `call` that are running, whichever thread has started them."""
     for process in list(_calls):
         process.terminate()
 
@@ -207,7 +207,7 @@ def pyplot(backend: str, what: str = "the plot") -> Any:
     except ImportError as error:
         raise Failure(f"{what} needs matplotlib. pip install matplotlib installs it.") from error
     matplotlib.use(backend)
-    matplotlib.rcParams["svg.hashsalt"] = "tfpara"  # makes files of equal results equal
+    matplotlib.rcParams["svg.hashsalt"] = "tfpara"  # equal results give equal files
     from matplotlib import pyplot
 
     return pyplot
@@ -236,7 +236,7 @@ def _parse(argv: list[str]) -> list[str]:
     except flags.Error as error:
         _complain(_one_line(error))
         sys.exit(2)
-    except (ValueError, RecursionError) as error:  # of absl's reading, which names no file
+    except (ValueError, RecursionError) as error:  # from a flag file, which absl does not name
         pairs = zip(["", *argv], argv, strict=False)
         flag = ("-flagfile", "--flagfile")
         files = [w for before, w in pairs if "flagfile=" in w or before in flag or w in flag]
@@ -250,7 +250,7 @@ def _parse(argv: list[str]) -> list[str]:
 
 
 def _explain(error: BaseException) -> str | None:
-    """Returns one line for a `Failure` or an error of data; None for other errors."""
+    """Returns one line for a `Failure` or an error in the data; None for other errors."""
     if isinstance(error, Failure):
         return str(error)
     if not tfpara.cluster.failures.is_of_tensorflow(error):
@@ -263,7 +263,7 @@ def _explain(error: BaseException) -> str | None:
 
 
 def _cause(text: str) -> str:
-    """Returns the first line of a message with content, without the places in the graph."""
+    """Returns the first telling line of TensorFlow's message, without references to the graph."""
     text = re.sub(r"\{\{.*?\}\}|\[\[.*?\]\]|\[Op:.*?\]|\[type\.googleapis.*", " ", text)
     for line in text.splitlines():
         line = " ".join(line.split())

@@ -44,11 +44,13 @@ class TrainingData:
         corpus: from `index.read`.
         strategy: strategy whose replicas share the data.
         description: description of the model, as in model.json.
-        minibatch: frames of a minibatch by the position in epochs. The size changes only when all
-            replicas have done the same number of minibatches. Recurrent models do not use it.
+        minibatch: frames of a minibatch, by the position, in epochs, from which they hold. The size
+            changes only when all replicas have done the same number of minibatches. Recurrent
+            models do not use it.
         sync_period: minibatches between two syncs.
-        seed: with the epoch, decides the order.
-        shuffle_frames: frames that are shuffled together, rounded up to a multiple of all sizes.
+        seed: decides, together with the epoch, the order of the data.
+        shuffle_frames: number of frames that are shuffled together, rounded up to a multiple of all
+            sizes.
         warm: the callback of the warm start, in whose epochs each replica reads all data.
 
     Raises:
@@ -126,7 +128,8 @@ class TrainingData:
 
         Args:
             epoch: number of the epoch, from 0.
-            first: number of minibatches, of all replicas, that are done already and left out.
+            first: number of minibatches, of all replicas together, that are already done. They are
+                left out.
         """
         replicas, ids = self._warm.replicas(self.strategy, epoch)
         total = self.strategy.num_replicas
@@ -228,8 +231,9 @@ class _Stretch(NamedTuple):
 
     Attributes:
         size: frames of a minibatch.
-        first: the number that the first one would have if all of the epoch had this size.
-        minibatches: how many there are; None for the last stretch of an epoch.
+        first: the number, from 0, that the first of these minibatches would have in the epoch if
+            all minibatches had this size.
+        minibatches: how many there are; None for the last stretch, which ends with the epoch.
     """
 
     size: int
@@ -252,10 +256,10 @@ def training_chunks(
         corpus: from `index.read`.
         description: description of the model, as in model.json. Recurrent models get streams, which
             start anew in every chunk.
-        minibatch: frames of a minibatch by the position in epochs where a chunk begins. Recurrent
-            models do not use it.
-        seed: with the epoch, decides the order.
-        shuffle_frames: frames of a chunk that are shuffled together.
+        minibatch: frames of a minibatch, by the position, in epochs, from which they hold. The
+            position at a chunk's begin decides. Recurrent models do not use it.
+        seed: decides, together with the epoch, the order of the data.
+        shuffle_frames: number of frames of a chunk that are shuffled together.
         seconds: approximate length of a chunk, in seconds of speech.
 
     Raises:
@@ -287,18 +291,18 @@ def held_out(
     description: Mapping[str, Any],
     minibatch: int = 1024,
 ) -> Any:
-    """Returns a split in its own order, divided between the strategy's replicas.
+    """Returns a split in the order of the corpus, divided between the strategy's replicas.
 
     No replica is left without frames.
 
     Args:
         corpus: from `index.read`; for a run's model, from `runs.corpus_for`.
         split: name of the split.
-        strategy: strategy whose replicas share the split. With None the result is a plain dataset;
-            also with an asynchronous strategy, in which only the chief scores.
+        strategy: strategy whose replicas share the split. If it is None, or asynchronous (so that
+            only the chief scores), the result is a plain dataset of the whole split.
         description: description of the model, as in model.json. Recurrent models get as many
             streams as in training.
-        minibatch: frames of a minibatch, for other models.
+        minibatch: frames of a minibatch, for models that are not recurrent.
 
     Raises:
         ValueError: the split is empty, or the model is recurrent and the split has fewer utterances

@@ -24,11 +24,11 @@ FILE_NAME = "decoding.json"
 
 
 class Utterance(NamedTuple):
-    """An utterance with its labels and the model's log posteriors."""
+    """An utterance: a label and log posteriors for each output of the model (frame or stack)."""
 
     id: str
-    labels: np.ndarray  # int [num_frames], of the corpus
-    log_posteriors: np.ndarray  # float32 [num_frames, num_classes]
+    labels: np.ndarray  # int [num_outputs], from the corpus
+    log_posteriors: np.ndarray  # float32 [num_outputs, num_classes]
 
 
 def utterances(
@@ -40,7 +40,7 @@ def utterances(
         model: returns logits for frames [n, dim], or for sequences of frames [1, n, dim].
         description: description of the run, for `serving.model_input`. The first `label_delay`
             outputs of a sequence are left out.
-        corpus: the corpus, from `runs.corpus_for`, which has the statistics of the training frames.
+        corpus: from `runs.corpus_for`, so that it has the statistics of the training frames.
         split: "train", "validation" or "test".
     """
     stack = description.get("stack", 1)
@@ -87,16 +87,16 @@ def statistics(
     Args:
         run_dir: directory of the run; the counts are kept there.
         description: description of the run.
-        corpus: the corpus that is evaluated, if there is one. If it is that of the training, it is
+        corpus: the corpus that is evaluated, if there is one. If the run was trained on it, it is
             not read again.
 
     Returns:
         `frames`, [K], the number of frames of each class, and, if the classes are phone states,
-        `moves` and `bigram` of `models.decoding.Counts`; as values of JSON.
+        `moves` and `bigram` of `models.decoding.Counts`; in a form that JSON can hold.
 
     Raises:
         ValueError: the corpus of the training has changed since the training.
-        FileNotFoundError: that corpus is not there, and there are no kept counts.
+        FileNotFoundError: the corpus of the training is gone, and no counts were kept.
     """
     path = run_dir / FILE_NAME
     mark = {
@@ -125,7 +125,7 @@ def statistics(
 
 
 def hmm(content: dict[str, Any], class_names: tuple[str, ...]) -> decoding.Hmm:
-    """Returns the phone model of the counts that `statistics` returned.
+    """Returns the phone model that is estimated from the counts of `statistics`.
 
     Raises:
         ValueError: the classes are not phone states, or the counts are not of these classes.
@@ -155,8 +155,8 @@ def score(
         uncounted: names of phones that are left out before phones are compared, such as silence.
 
     Returns:
-        phone_error_rate and decoded_frame_error_rate in %, and the numbers of phones said,
-        insertions, deletions and substitutions.
+        phone_error_rate and decoded_frame_error_rate in %, and the numbers of phones in the
+        labels, insertions, deletions and substitutions.
     """
     left_out = [n for n, name in enumerate(model.states.phones) if name in uncounted]
     total, wrong, frames = decoding.PhoneErrors(), 0, 0
@@ -184,8 +184,8 @@ def score(
 def outputs_per_row(description: dict[str, Any], trained: runs.Frames) -> int:
     """Returns the number of a model's outputs for each row of log-likelihoods for Kaldi.
 
-    With labels of F frames each (`--frame_subsampling`) Kaldi's decoders take a row for every F
-    frames, of frames 0, F, 2F and so on; the model has an output for each frame or each stack.
+    If each label is that of F frames (`--frame_subsampling`), Kaldi's decoders take a row for every
+    F frames: for frames 0, F, 2F and so on. The model has an output for each frame or each stack.
 
     Raises:
         ValueError: F frames are no whole number of stacks.
@@ -203,14 +203,14 @@ def outputs_per_row(description: dict[str, Any], trained: runs.Frames) -> int:
 def log_likelihoods(
     log_posteriors: Iterable[tuple[str, np.ndarray]], content: dict[str, Any], every: int = 1
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Yields (id, log posteriors minus log priors), in the order of the classes, for Kaldi.
+    """Yields (id, log posteriors minus log priors) for Kaldi; columns have the order of classes.
 
     Values of a class without a training frame are about `models.decoding.UNSEEN`.
 
     Args:
         log_posteriors: for each utterance its id, and float32 [num_outputs, num_classes].
         content: from `statistics`.
-        every: number of outputs for each row, from `outputs_per_row`; the row is the first of them.
+        every: number of outputs for each row, from `outputs_per_row`; the first of them is used.
     """
     prior = decoding.log_prior(np.array(content["frames"])).astype(np.float32)
     for utterance, found in log_posteriors:
@@ -229,13 +229,13 @@ def about_unseen(content: dict[str, Any]) -> str | None:
 
 
 def _of_stacks(labels: np.ndarray, count: int) -> np.ndarray:
-    """Returns the labels of stacks of `count` frames."""
+    """Returns a label for each stack of `count` frames."""
     found: np.ndarray = features.stack_labels(labels, count).numpy()
     return found
 
 
 def _count(corpus: CorpusIndex, stack: int) -> dict[str, Any]:
-    """Returns counts of the training split; only frames if the classes are not phone states."""
+    """Returns all counts of the training split, or, if classes are no phone states, `frames`."""
     try:
         counts = decoding.Counts.zero(decoding.PhoneStates.of(corpus.class_names))
     except ValueError:

@@ -3,14 +3,14 @@
 scripts/demo.sh        (or python -m scripts.demo)
 
 All runs start from one model, which one process has trained for an epoch by SGD. Then one process
-continues with SGD, and --workers processes, with a thread each, train under each rule, for the same
-epochs with the same schedule. Asynchronous SGD has a parameter server and a chief, too. That takes
-about three minutes on two free cores; --thorough has three more rules and more epochs, and takes
-about six.
+continues with SGD, and --workers processes, with a thread each, train under each rule. All of these
+have the same number of epochs and the same schedule. Asynchronous SGD has a parameter server and a
+chief, too. The demo takes about three minutes on two free cores. With --thorough, which has three
+more rules and more epochs, it takes about six.
 
-The run with Nesterov block momentum also keeps averages of its global models, which have rows of
-their own in the table; they do not change the training. The demo prints the table, and writes
-results.json, learning_curves.png, the runs and a SavedModel of the model that is best on the
+The run with Nesterov block momentum also keeps averages of its global models. The averages have
+rows of their own in the table, and do not change the training. The demo prints the table, and
+writes results.json, learning_curves.png, the runs and a SavedModel of the model that is best on the
 validation set to --out. samples/s is the speed of training without each epoch's first step.
 """
 
@@ -72,7 +72,7 @@ class _Row(NamedTuple):
     model: str
 
 
-_ALONE = ("--rule=none", "--sync_period=1000")  # the period only affects checkpoints
+_ALONE = ("--rule=none", "--sync_period=1000")  # without syncs, it only affects checkpoints
 _INITIAL = _Run("initial", "common first epoch, single SGD", _ALONE)
 _SINGLE = _Run("single", "single SGD", _ALONE)
 _RUNS = (
@@ -122,7 +122,7 @@ def main() -> None:
 def _plan() -> str:
     """Returns a sentence on what the demo will do, and how long that takes."""
     titles = ", ".join(run.title for run in _runs()[1:])
-    # About what the parts take on two free cores, with the default network.
+    # About how long the parts of the demo take on two free cores, with the default network.
     speech = _TRAIN.value + 2 * _HELD_OUT.value
     seconds = 20 + 1.0 * speech
     for run in (_INITIAL, *_runs()):
@@ -186,7 +186,7 @@ class _Progress:
         sys.stdout.flush()
 
     def follow(self, run: _Run, printed: str) -> None:
-        """Moves the bar to the progress of a run, by all that it has printed."""
+        """Moves the bar to the progress of a run, which is read from all that it has printed."""
         begun = [int(epoch) for epoch in re.findall(r"Epoch (\d+)/\d+", printed)]
         self._bar.n = self._done + max(max(begun, default=1) - 1, 0) / _workers(run)
         self._bar.set_description_str(run.title, refresh=False)

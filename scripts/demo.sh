@@ -3,9 +3,10 @@
 #
 #   scripts/demo.sh [--thorough] [flags of scripts.demo, such as --out=DIR or --epochs=5]
 #
-# It synthesises speech, trains an acoustic model on it in one process and under three rules on two,
-# compares their errors, and exports the best one: about three minutes on two free cores.
-# The first run makes .venv and downloads its packages, 500 MB; later runs reuse it.
+# It synthesises speech, and trains acoustic models on it: in one process, and under three rules in
+# two processes. It compares their errors, and exports the best model. This takes about three
+# minutes on two free cores. The first run makes .venv and downloads its packages, 500 MB; later
+# runs reuse it.
 # --thorough: also classical BMUF, syncs in int8 and EASGD, and five epochs: about six minutes.
 # python -m scripts.demo --help, in .venv, lists all flags.
 set -euo pipefail

@@ -13,14 +13,14 @@ from models.presets import BUILDERS
 # Arguments of builders that are not sizes, and their types.
 _OTHERS = {"activation": (str,), "dropout": (int, float), "cell_clip": (int, float, type(None))}
 _SEEDS = ("seed", "streams")  # given by the program that builds the model
-_LARGEST = 1 << 20  # the largest number that concerns the data alone
+_LARGEST = 1 << 20  # limit of numbers that describe the data, and no size of the model
 _LAYER_BYTES = 100  # the fewest bytes of a layer in a file of weights
 
 
 def check(description: Any, room: int) -> None:
-    """Refuses a description that no run has written, or whose model is far larger than its weights.
+    """Refuses a description that no run wrote, or whose model is too large for its weights.
 
-    So a damaged description cannot make a program allocate far more than the file of weights has.
+    So a damaged description cannot make a program allocate far more than the size of the weights.
 
     Args:
         description: content of model.json.
@@ -54,11 +54,11 @@ def check(description: Any, room: int) -> None:
 
 
 def least_weights(kind: str, sizes: Mapping[str, int]) -> int:
-    """Returns the number of weights in a model's large matrices; it has at least so many.
+    """Returns the number of weights in the large matrices: a lower limit for the whole model.
 
     Args:
         kind: name of the builder.
-        sizes: its arguments that are sizes.
+        sizes: the builder's arguments that are sizes, by name.
     """
     if kind == "dnn":
         return _dense(sizes["input_dim"], sizes["layers"], sizes)

@@ -3,9 +3,9 @@
 #
 #   scripts/docs.sh [--venv=DIR] [--out=DIR] [--pictures]
 #
-# The site is in site/ or --out, and is read from there without a network: open index.html. It is built
-# in .venv-docs, which is made when it is not there, or in --venv. Where there is a Chromium
-# (on Debian: apt-get install chromium), all pages are opened in it.
+# The site is in site/ or --out, and is read from there without a network: open index.html. The
+# tools that build it are in .venv-docs, which is made if it is missing, or in --venv. If Chromium
+# is installed (on Debian: apt-get install chromium), all pages are opened in it.
 # --pictures: draws docs/pictures first, for which --venv must have TensorFlow and Matplotlib.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

@@ -140,7 +140,7 @@ def _frames(corpus: index.CorpusIndex, description: dict[str, Any]) -> int:
 
 
 def _uncounted(corpus: index.CorpusIndex) -> list[str]:
-    """Returns the phones that are not counted."""
+    """Returns the phones that the phone error rate leaves out."""
     if _UNCOUNTED.value is not None:
         return _UNCOUNTED.value
     return [corpus.options.get("silence", _SILENCE)]

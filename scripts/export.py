@@ -6,7 +6,8 @@ saved_model_cli show --dir runs/bmuf/export --all
 The signature `serving_default` takes `frames`, float32 [num_frames, dim], the features of one
 utterance without deltas, such as 40 log-mel energies, and gives `log_posteriors`, float32
 [num_outputs, num_classes], and `logits`; a model that stacks frames has an output for each stack.
-Deltas, normalisation (by the statistics of the training), splice and stacking are inside.
+The SavedModel itself computes deltas, normalises (by the statistics of the training), splices and
+stacks.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
-"""Computes log-likelihoods for Kaldi's decoders: of a Kaldi data directory, by a run's model.
+"""Computes log-likelihoods for Kaldi's decoders, from a Kaldi data directory and a run's model.
 
 python -m scripts.forward --run_dir=runs/bmuf --data=data/test --out=exp/bmuf/loglikes
 
 Writes OUT.ark and OUT.scp, which `latgen-faster-mapped` reads: log posteriors minus log priors of
-each utterance. There is a column for each pdf-id, and a row for each frame; for each stack if the
-model stacks frames, and for every F frames with labels of --frame_subsampling=F. No labels are
-needed. Features are made as for the corpus of the training: from feats.scp or from wav.scp, with
-its --cmvn and deltas. Priors are counted once in that corpus, and kept in RUN_DIR/decoding.json.
+each utterance. There is a column for each pdf-id, and a row for each frame, or for each stack if
+the model stacks frames. If the labels were made with --frame_subsampling=F, there is a row for
+every F frames. No labels are needed here. Features are made as for the corpus of the training: from
+feats.scp or from wav.scp, with the same --cmvn and deltas. Priors are counted once in that corpus,
+and kept in RUN_DIR/decoding.json.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Figures on the code of `tfpara/`: `python -m scripts.house [ROOT]`.
 
 The figures come from the syntax trees of a checkout: lines by folder, long functions, large classes
-and files, annotations, docstrings, `Any`, private names of TensorFlow and Keras, the floors of the
-folders, and circles of imports. `--comments=N` prints N random comments and docstrings instead, for
-a reader who did not write them.
+and files, annotations, docstrings, `Any`, private names of TensorFlow and Keras, the longest chain
+of imports between folders (its length in "floors"), and circles of imports. `--comments=N` prints N
+random comments and docstrings instead, for a reader who did not write them.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from functools import cached_property
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parents[1]
-LONG = 40  # lines of a body
+LONG = 40  # lines; function bodies with more count as long
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _PRIVATE_MODULES = ("tensorflow.python", "tensorflow.core", "tensorflow.tsl", "keras.src")
-# Names with an underscore that Python's own documentation has.
+# Names that begin with an underscore and are public, since Python's documentation has them.
 _OF_PYTHON = {"_asdict", "_replace", "_fields", "_make", "_exit", "_current_frames"}
 
 
@@ -65,7 +65,7 @@ def modules(root: Path = HERE) -> dict[str, Module]:
 
 
 def imported(module: Module, known: Mapping[str, object]) -> set[str]:
-    """Returns the known modules that a module imports, also in functions and for types alone."""
+    """Returns the known modules that a module imports, also in functions or only for types."""
     found = set()
     for node in module.nodes:
         if isinstance(node, ast.Import):
@@ -83,19 +83,19 @@ def imported(module: Module, known: Mapping[str, object]) -> set[str]:
 
 
 def imports(house: Mapping[str, Module]) -> dict[str, set[str]]:
-    """Returns the imports of each module; `tfpara` itself, whose names load late, is left out."""
+    """Returns each module's imports, without `tfpara` itself, which imports its names on use."""
     names = {name: imported(module, house) - {"tfpara"} for name, module in house.items()}
     del names["tfpara"]
     return names
 
 
 def place_of(name: str) -> str:
-    """Returns the place of a module: its folder at the top of tfpara, or itself."""
+    """Returns the place of a module: its top folder in `tfpara/`; without one, the module."""
     return ".".join(name.split(".")[:2])
 
 
 def room_of(name: str) -> str:
-    """Returns the folder within `sync/` of a module there; a file of no folder is a room."""
+    """Returns the room of a module of `sync/`: its top folder there; without one, the module."""
     return ".".join(name.split(".")[:3])
 
 
@@ -135,7 +135,7 @@ def floors(graph: Mapping[str, set[str]]) -> int:
 
 
 def grouped(graph: Mapping[str, set[str]], group: object) -> dict[str, set[str]]:
-    """Returns the imports between groups of modules; `group` gives the group of a name."""
+    """Returns the imports between groups of modules; `group` returns the group of a name."""
     found: dict[str, set[str]] = {}
     for name, others in graph.items():
         own = group(name)
@@ -160,7 +160,7 @@ def private_names(house: Mapping[str, Module]) -> dict[str, set[str]]:
     """Returns the private names of other libraries in each module that has any.
 
     Private names are modules of `_PRIVATE_MODULES`, and attributes with an underscore that nothing
-    in the package defines. (An attribute that has the name of one of the package's is missed.)
+    in the package defines. (A private name that the package also defines somewhere is missed.)
     """
     own: set[str] = set()
     for module in house.values():
@@ -194,7 +194,7 @@ def _is_self(node: ast.AST) -> bool:
 
 
 def prose(module: Module) -> Iterator[tuple[int, str]]:
-    """Yields the comments (several lines as one) and docstrings of a module, with their lines."""
+    """Yields comments (of several lines as one) and the beginnings of docstrings, with lines."""
     last, start, joined = -2, 0, ""
     for token in tokenize.generate_tokens(io.StringIO(module.text).readline):
         if token.type != tokenize.COMMENT:

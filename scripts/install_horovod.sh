@@ -30,7 +30,7 @@ python=$venv/bin/python
 "$python" -c pass 2>/dev/null || fail "$venv is no environment of Python. Name one: $0 --venv=DIR"
 venv=$(realpath "$venv")
 python=$venv/bin/python
-of_package() { # of_package NAME: its version
+of_package() { # of_package NAME: prints the version of a package
   "$python" -c "import importlib.metadata as m, sys; print(m.version(sys.argv[1]))" "$1" 2>/dev/null
 }
 tensorflow=$(of_package tensorflow) \
@@ -39,7 +39,7 @@ tag=$("$python" -c 'import sys, platform; print("cp%d%d-" % sys.version_info[:2]
 cache=${XDG_CACHE_HOME:-$HOME/.cache}/tfpara
 kept=$cache/horovod-$version-tensorflow-$tensorflow-$tag-$transport
 
-# If TensorFlow is that of a stack, the stack's constraints are used.
+# If a stack in constraints/ has this version of TensorFlow, its constraints are used.
 constraints=()
 for stack in full latest; do
   if grep -qx "tensorflow==$tensorflow" "constraints/$stack.txt"; then
@@ -88,7 +88,7 @@ check_tools() {
   esac
 }
 
-build() { # build: makes the wheel, which is put in its place whole
+build() { # build: makes the wheel, and moves it to $kept only when it is complete
   check_tools
   say "Building Horovod $version with ${transport^^} for TensorFlow $tensorflow; this takes some minutes"
   pip install --quiet "${constraints[@]}" setuptools wheel packaging cloudpickle psutil pyyaml

@@ -1,4 +1,4 @@
-"""Progress bars, and lines at the end, of the programs that read recorded speech."""
+"""Progress bars, and the last line of output, of the programs that make corpora or read speech."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Bars:
                 desc=stage,
                 total=total,
                 unit=" utterances",
-                disable=None,  # None shows the bar on terminals alone
+                disable=None,  # None shows the bar on terminals only
             )
         self._bar.update()
 
@@ -51,7 +51,7 @@ def summary(made: CorpusIndex, reused: bool, seconds: float) -> str:
 
 
 def skipped(counts: Mapping[str, int]) -> str:
-    """Returns the end of the last line: utterances that were left out, by kind of problem."""
+    """Returns the end of a program's last line: how many utterances it left out, and why."""
     if not counts:
         return ""
     return "; skipped " + ", ".join(

@@ -1,6 +1,6 @@
-"""Flags of the model, and the description of the model that they give, which a run keeps.
+"""Flags that choose the model, and the description of that model, which a run keeps.
 
-Import it before TensorFlow, after `scripts.common`.
+Import this module before TensorFlow, and after `scripts.common`.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def description(corpus: CorpusIndex, coefficients: int | None = None) -> dict[st
 
     Returns:
         `kind`, a name in `presets.BUILDERS`, and the builder's `arguments`; `context`, the number
-        of frames spliced on each side, `stack`, the number joined to one, and `coefficients`; the
-        absolute path of the `corpus`, and its fingerprint.
+        of frames spliced on each side, `stack`, the number of frames joined to one, and
+        `coefficients`; the absolute path of the `corpus`, and its fingerprint.
 
     Raises:
         ValueError: flags do not go together, a value is out of range, or the CLDNN would get frames
@@ -133,7 +133,8 @@ def _bands(corpus: CorpusIndex, frame_dim: int) -> int:
     """Returns the number of filterbank channels; `frame_dim` must be a multiple of it.
 
     Raises:
-        ValueError: the frames have other features, or it is not known which.
+        ValueError: the frames have other features, or nothing tells which features they have, or
+            `frame_dim` is no multiple.
     """
     made, where = corpus.options, f"--model={_MODEL.value} needs frames of filterbank channels"
     kind, blocks = made.get("features", "fbank"), int(made.get("deltas", 2)) + 1

@@ -3,7 +3,7 @@
 python -m scripts.prepare_kaldi --data=data/train --ali='exp/tri3_ali/pdf.*.gz' --out=corpus
 
 A data directory has utt2spk, and feats.scp or else wav.scp with or without segments. The archives
-of --ali hold pdf-ids: for each ali.N.gz of Kaldi,
+of --ali hold pdf-ids. This command makes such an archive from each ali.N.gz of Kaldi:
 
     ali-to-pdf final.mdl "ark:gunzip -c ali.N.gz|" "ark:|gzip -c >pdf.N.gz"
 """

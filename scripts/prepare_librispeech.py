@@ -1,12 +1,12 @@
-"""Makes a corpus from LibriSpeech as it is downloaded, and alignments.
+"""Makes a corpus from LibriSpeech, as it is downloaded, and from alignments.
 
 python -m scripts.prepare_librispeech --data=LibriSpeech/train-clean-100 \
     --validation_data=LibriSpeech/dev-clean --test_data=LibriSpeech/test-clean \
     --phones='alignments/*.ctm' --out=corpus
 
-A data directory holds SPEAKER/CHAPTER/*.flac and their .trans.txt. Utterances are named as there,
-such as 84-121123-0000. LibriSpeech has no alignments of its own: --ali are pdf-ids of Kaldi's
-recipe, --phones those of any aligner.
+A data directory holds SPEAKER/CHAPTER/*.flac and their .trans.txt. Utterances have the names of
+LibriSpeech, such as 84-121123-0000. LibriSpeech has no alignments of its own. --ali takes pdf-ids
+from Kaldi's recipe, and --phones takes the phones that any aligner found.
 """
 
 from __future__ import annotations

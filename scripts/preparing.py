@@ -1,6 +1,6 @@
 """The common flags and work of prepare_kaldi and prepare_librispeech.
 
-Import it before TensorFlow.
+Import this module before TensorFlow.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ def run(
 
 
 def _check() -> None:
-    """Refuses flags that have no effect with the other flags; `_recorded` looks at the data."""
+    """Refuses flags that have no effect with the other flags; `_recorded`, with the data."""
     cepstra = _FEATURES.value != "fbank"
     common.only_for(_CMVN.value != "none", (_NORM_VARS,), "--cmvn")
     common.only_for(bool(_PHONES.value), (_SILENCE,), "--phones")

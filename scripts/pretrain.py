@@ -4,9 +4,10 @@ python -m scripts.pretrain --corpus=corpus --out=runs/rbm/model.weights.h5 --lay
 python -m scripts.train --corpus=corpus --run_dir=runs/dnn --activation=sigmoid \\
     --init=runs/rbm/model.weights.h5
 
-The second command needs the same --model, --scale, --layers, --width and --context. The first runs
-in one process; every worker of the training then starts from its file. A .json file beside that
-describes the network, and has the reconstruction errors of each layer.
+The second command needs the same --model, --scale, --layers, --width and --context as the first.
+The first command runs in one process, and every worker of the training then starts from its weights
+file. A .json file beside the weights describes the network, and has the reconstruction errors of
+each layer.
 """
 
 from __future__ import annotations
@@ -124,7 +125,7 @@ def _write(
         "arguments": description["arguments"],
         "layers": [layer._asdict() for layer in layers],
     }
-    with files.whole(out) as place:  # both, or none
+    with files.whole(out) as place:  # both files appear, or neither
         model.save_weights(place)
         runs.beside(place).write_text(json.dumps(report, indent=1) + "\n")
 

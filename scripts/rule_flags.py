@@ -1,6 +1,6 @@
 """Flags of the rule and of syncs, and the strategy that they make.
 
-Import it before TensorFlow, after `scripts.common`.
+Import this module before TensorFlow, and after `scripts.common`.
 """
 
 from __future__ import annotations

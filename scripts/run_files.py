@@ -22,12 +22,12 @@ _HEADER = "# Written here by the programs of a run: train --start_over removes t
 _CHECKPOINTS = "checkpoints"
 _CHECKPOINT_NAMES = f"{_CHECKPOINTS}/checkpoint-" + 8 * "[0-9]"
 _EVENTS = "tensorboard/events.out.tfevents.*"
-EVALUATOR = "evaluator"  # the directory of its scores
+EVALUATOR = "evaluator"  # the directory of an evaluator's scores
 _SCORES = f"{EVALUATOR}/scores.csv"
 # Files that a run writes before its first checkpoint; all others are results.
 _AT_START = ("flags.txt", "model.json", "held_out.csv", _EVENTS)
 _LONGEST_NAME = 1000  # characters; a long pattern would take long to match
-_BEING_WRITTEN = ".[0-9]*."  # a file of weights has this before its name while it is written
+_BEING_WRITTEN = ".[0-9]*."  # what stands before the name of a weights file while it is written
 
 
 def checkpoints(run_dir: Path) -> Path:
@@ -51,17 +51,17 @@ def of_training(weights: Iterable[str]) -> list[str]:
 
 
 def check(run_dir: Path, names: Sequence[str], start_over: bool, init: str | None) -> None:
-    """Refuses a run that would lose files, before anything is written.
+    """Refuses, before anything is written, a run through which files would be lost.
 
     Args:
         run_dir: directory of the run.
-        names: names of the files that it writes.
+        names: names of the files that the run writes.
         start_over: whether an earlier run's files may be removed.
         init: the file of weights to start from, if there is one.
 
     Raises:
-        ValueError: the run would replace results of an earlier run, or files of something else; or
-            a link leads from a file that would be removed to another directory.
+        ValueError: the run would replace results of an earlier run, or files that no run has
+            written; or a file that would be removed is in another directory, through a link.
     """
     _check_init(run_dir, names, init)
     if start_over:
@@ -87,11 +87,11 @@ def check(run_dir: Path, names: Sequence[str], start_over: bool, init: str | Non
 
 
 def begin(run_dir: Path, names: Sequence[str], start_over: bool) -> None:
-    """Makes the directory ready for a run that begins, after `check`, and records its files.
+    """Prepares the directory for a new run, and records the run's files. Call `check` first.
 
     Args:
         run_dir: directory of the run.
-        names: names of the files that it writes.
+        names: names of the files that the run writes.
         start_over: whether the files of an earlier run are removed.
 
     Raises:

@@ -149,7 +149,7 @@ def metrics(description: Mapping[str, Any]) -> dict[str, Any]:
     accuracy = keras.metrics.SparseCategoricalAccuracy(name="frame_accuracy")
     if not is_recurrent(description):
         return {"loss": loss, "metrics": [accuracy]}
-    # The loss divides by all frames of a minibatch, padding included, so a metric is needed.
+    # The loss is a mean over all frames, padding included; a metric gives that of the real frames.
     entropy = keras.metrics.SparseCategoricalCrossentropy("cross_entropy", from_logits=True)
     return {"loss": loss, "weighted_metrics": [accuracy, entropy]}
 
@@ -160,7 +160,7 @@ def entropy_name(description: Mapping[str, Any]) -> str:
 
 
 class Frames(NamedTuple):
-    """A description of the frames that a model was trained on; it needs such frames ever after."""
+    """A description of the frames that a model was trained on, and therefore needs in use."""
 
     feature_dim: int
     mean: np.ndarray  # float32 [feature_dim], of the training frames
@@ -184,8 +184,8 @@ def frames(description: Mapping[str, Any]) -> Frames:
     """Returns the description of the frames that a run's model was trained on.
 
     Raises:
-        FileNotFoundError, ValueError: model.json is of an older version and lacks them, and the
-            corpus is gone or has changed.
+        FileNotFoundError, ValueError: model.json is of an older version without this description,
+            and the corpus is gone or has changed.
     """
     if "frames" in description:
         kept = dict(description["frames"])
@@ -205,7 +205,7 @@ def corpus_of_training(description: Mapping[str, Any]) -> CorpusIndex:
     """Returns the corpus that a run was trained on.
 
     Raises:
-        FileNotFoundError: it is no longer where it was.
+        FileNotFoundError: the corpus is no longer where it was.
     """
     directory = os.path.abspath(description["corpus"])
     if not os.path.isfile(os.path.join(directory, index.FILE_NAME)):
@@ -233,14 +233,14 @@ def corpus_for(description: Mapping[str, Any], directory: str | None = None) -> 
     about = about_features(corpus, trained)
     if about is not None:
         print(about, flush=True)
-    # The corpus' own statistics are of its own training split, perhaps not that of the run.
+    # The corpus has statistics of its own training split; the run may have had another.
     return dataclasses.replace(corpus, mean=trained.mean, stddev=trained.stddev)
 
 
 def about_features(corpus: CorpusIndex, trained: Frames) -> str | None:
     """Returns a sentence if a corpus may have other features than the training; else None.
 
-    It may if the features of one come from a feats.scp, and those of the other from audio.
+    That is so if the features of just one of them come from a feats.scp, whose kind is not known.
     """
     theirs, ours = (made.get("features", "fbank") for made in (corpus.options, trained.options))
     if theirs == ours or "given" not in (theirs, ours):
@@ -262,7 +262,7 @@ def _check_corpus(corpus: CorpusIndex, trained: Frames) -> None:
         what = f"other classes ({corpus.num_classes}) than those of the run, or in another order"
     else:
         theirs, ours = found["options"], trained.options
-        # Nothing is known about the features of a feats.scp.
+        # A feats.scp does not tell the kind of its features, so that kind is not compared.
         given = "given" in (theirs.get("features"), ours.get("features"))
         names = [name for name in _MADE if name in theirs and name in ours]
         differing = [n for n in names if theirs[n] != ours[n] and not (given and n == "features")]

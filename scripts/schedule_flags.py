@@ -1,6 +1,6 @@
 """Flags of the local optimizer and of all schedules, and the objects that they make.
 
-Import it before TensorFlow, after `scripts.common`.
+Import this module before TensorFlow, and after `scripts.common`.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ def epochs() -> int:
 
 
 def epochs_matter() -> bool:
-    """Returns whether a run's course depends on its number of epochs from the start."""
+    """Returns whether the number of epochs has an effect on a run from its start on."""
     return _schedule() == "exponential"
 
 
@@ -286,7 +286,8 @@ class _HandsRate(keras.callbacks.Callback):
 def _step() -> int:
     """Returns the number of minibatches in an iteration of the optimizer.
 
-    An iteration of the servers' optimizer is a push. Those of workers and replicas are minibatches.
+    An iteration of the servers' optimizer is a push, of a sync period's minibatches. An iteration
+    of a worker's or replica's optimizer is one minibatch.
     """
     by_pushes = async_flags.counts_pushes(rule_flags.rule_name())
     return next(iter(sync_periods().values())) if by_pushes else 1

@@ -32,12 +32,12 @@ class Serving(NamedTuple):
 def serving(trained: Frames, description: Mapping[str, Any]) -> Serving:
     """Returns the steps before and after a model that was trained on frames of a corpus.
 
-    The served model computes deltas, and normalises by the utterance's own mean, if the corpus was
-    made so. It cannot subtract the mean of a speaker, or compute the features of a `feats.scp`; its
-    input frames must have these already.
+    The served model computes deltas, and normalises by the utterance's own mean, if that was done
+    for the corpus of the training. It cannot subtract the mean of a speaker, or compute the
+    features of a `feats.scp`: its input must already be such features, with that mean subtracted.
 
     Args:
-        trained: the frames of the training.
+        trained: description of the training frames, from `runs.frames`.
         description: description of the model, as in model.json.
     """
     made = trained.options
@@ -70,10 +70,10 @@ def model_input(
     Args:
         trained: from `runs.frames` or `runs.corpus_for`, with the mean and standard deviation of
             the training frames, for "global" normalisation.
-        description: description of the model. `context` frames are spliced on each side, `stack`
-            frames (default 1) are joined to one, and the last input is repeated `label_delay` times
-            (0). The first `coefficients` of each frame are used (all), with `normalisation`
-            ("global").
+        description: description of the model, as in model.json. Frames are normalised as
+            `normalisation` says (default "global"), and cut to their first `coefficients` (all).
+            Then `context` frames are spliced on each side, `stack` frames (1) are joined to one,
+            and the last input is repeated `label_delay` times (0).
 
     Returns:
         A function float32 [num_frames, dim] -> [num_outputs + label_delay, input_dim].
@@ -99,7 +99,7 @@ def model_input(
 
 
 def label_delay(description: Mapping[str, Any]) -> int:
-    """Returns by how many outputs a model lags behind its input; 0 without streams."""
+    """Returns by how many outputs a model lags behind its input; 0 if it is not recurrent."""
     return int(description.get("label_delay", 0)) if is_recurrent(description) else 0
 
 

@@ -1,4 +1,4 @@
-"""Compares ways to train on one corpus: a table by one command.
+"""Compares ways to train on one corpus: one command writes a table.
 
 python -m scripts.study --out=runs/study                   models, optimizers, starts, averages
 python -m scripts.study --out=runs/async --suite=async     asynchronous rules, by sync period
@@ -8,9 +8,9 @@ python -m scripts.study --out=runs/003 --paper=003 --table=4    a table of a pap
 
 It trains the runs of a suite on synthetic speech, --jobs at a time with a thread each. Then it
 scores each of their models on the test split: frame error rate, and phone error rate of the decoded
-phones. N replicas, or asynchronous workers, are simulated in one process. It writes results.json,
-table.md, the runs and their logs to --out. A finished run is not trained again, and an interrupted
-one continues. The table's minutes are those of training, start included.
+phones. N replicas, or asynchronous workers, are simulated in one process. The program writes
+results.json, table.md, the runs and their logs to --out. A finished run is not trained again, and
+an interrupted one continues. The table's minutes are those of training, including its start.
 
 The suite `replicas` is described in `scripts/study_grid.py`; it writes page.md and pictures. The
 suite `time` is described in `scripts/study_time.py`; it writes page.md and time.json. For a paper,
@@ -104,7 +104,7 @@ def main() -> None:
 
 
 def _begin_grid(out: Path) -> None:
-    """Checks the flags that both suites of `study_grid` have, and prepares the speech."""
+    """Checks the flags of `study_grid`, which two suites share, and prepares the speech."""
     with common.bad_input():
         tasks = study_grid.tasks()
         out.mkdir(parents=True, exist_ok=True)
@@ -141,7 +141,7 @@ def _grid(out: Path) -> None:
 
 def _all(out: Path, chosen: list[Run]) -> list[dict[str, Any]]:
     """Carries out the runs, and returns their rows in the same order."""
-    # The longest runs come first, so that none of them runs alone at the end.
+    # Recurrent models take longest. They come first, so that none of them runs alone at the end.
     order = sorted(chosen, key=lambda run: run.model == "DNN")
     found = _side_by_side([functools.partial(_train_and_score, out, run) for run in order])
     rows = dict(zip((run.name for run in order), found, strict=True))
@@ -246,7 +246,7 @@ def _replicas(run: Run) -> int:
 
 
 def _seconds(run_dir: Path, now: float) -> float:
-    """Returns the seconds of the call that finished the run: `now`, unless an earlier one did."""
+    """Returns the seconds of the call that finished the run: `now`, if no earlier call did."""
     file = run_dir / "seconds.json"
     if not file.exists():
         common.write_json(file, now)

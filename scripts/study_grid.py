@@ -1,11 +1,11 @@
 """The suite `replicas` of `scripts.study`: rules over numbers of replicas and sync periods.
 
 For each task the learning rate is chosen for one replica, by its validation error. With that rate
-every rule trains with every number of replicas, sync period and seed, each time on as many samples.
-The validation error is that of the last model.
+every rule trains with every number of replicas, sync period and seed, on the same number of
+samples. The validation error is that of the last model.
 
 `all-reduce` stands for N replicas that average their gradients in each step: it is one replica with
-minibatches N times as large. It has no sync period, and the best of three rates for each N.
+minibatches N times as large. It has no sync period. For each N, it has the best of three rates.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _RULES = {
     "diloco": ("DiLoCo", ("--rule=diloco",)),
     "slowmo": ("SlowMo", ("--rule=slowmo",)),
     "downpour": ("Downpour", ("--rule=downpour",)),
-    # Blocks are averaged in place of added.
+    # The servers add the average of the workers' blocks, not their sum.
     "downpour-mean": ("Downpour, ζ = 1/N", ("--rule=downpour", "--block_learning_rate={share}")),
     "bmuf-async": ("asynchronous BMUF", ("--rule=bmuf_async",)),
     "easgd-async": ("asynchronous EASGD", ("--rule=easgd_async",)),
@@ -68,7 +68,7 @@ _CHOSEN = flags.DEFINE_list(
 )
 _SEEDS = flags.DEFINE_list("seeds", ["0", "1", "2"], "replicas and time: of weights and data order")
 _PASSES = flags.DEFINE_float("passes", 1.0, "replicas and time: factor of the tasks' epochs", 0.0)
-FLAGS = (_TASKS, _COUNTS, _PERIODS, _SEEDS, _PASSES)  # of the suite `time`, too
+FLAGS = (_TASKS, _COUNTS, _PERIODS, _SEEDS, _PASSES)  # the suite `time` has these, too
 OWN_FLAGS = (_CHOSEN,)
 
 _DECAY = "0.8"
@@ -78,10 +78,10 @@ _AIMS = {4: 0.01, 8: 0.03, 16: 0.05}
 
 
 class Cell(NamedTuple):
-    """A training. If `rule` is empty, it is of one replica, and has no period.
+    """A training run. If `rule` is empty, the run has one replica, and its `period` is 0.
 
     For `all-reduce` the period is 1. `length` is a factor of the epochs; the learning rate falls
-    over all of them.
+    over all epochs of the run.
     """
 
     task: str
@@ -153,7 +153,7 @@ def check_setting(out: Path, setting: dict[str, Any]) -> None:
 
     Args:
         out: the directory.
-        setting: values by flag, besides those of this module.
+        setting: the flags' values by name; this function adds the flag of this module.
 
     Raises:
         ValueError: the runs in the directory were made with other settings.
@@ -169,11 +169,11 @@ def check_setting(out: Path, setting: dict[str, Any]) -> None:
 
 
 def train(out: Path, each: Each) -> Results:
-    """Trains what has not been trained before.
+    """Trains the runs of the suite that have no result yet, and returns the results of all.
 
     Args:
         out: directory of the runs.
-        each: calls functions, some at a time, and returns their results in order.
+        each: calls functions, several at a time, and returns their results in order.
     """
     cells = ways(out, each, _CHOSEN.value)
     return results_of(out, [cell._replace(seed=seed) for seed in seeds() for cell in cells], each)
@@ -185,7 +185,7 @@ def seeds() -> list[int]:
 
 
 def ways(out: Path, each: Each, rules: Sequence[str]) -> list[Cell]:
-    """Returns the trainings of the first seed, each at its learning rate: one replica's, then N's.
+    """Returns the runs of the first seed, with their learning rates; those of one replica first.
 
     Trains what is needed to choose the rates.
     """
@@ -216,7 +216,7 @@ def ways(out: Path, each: Each, rules: Sequence[str]) -> list[Cell]:
 def _all_reduce(
     out: Path, chosen: dict[str, float], counts: list[int], seed: int, each: Each
 ) -> list[Cell]:
-    """Returns trainings with the best of 1, √N and N times one replica's rate."""
+    """Returns runs of all-reduce, with the best of 1, √N and N times one replica's rate."""
     tried = {
         (task, count): [
             Cell(task, ALL_REDUCE, count, 1, seed, float(f"{rate * factor:.3g}"))
@@ -230,7 +230,7 @@ def _all_reduce(
 
 
 def results_of(out: Path, cells: list[Cell], each: Each) -> Results:
-    """Returns the results of trainings; trains what has not been trained before."""
+    """Returns the results of runs; trains those that have no result yet."""
     (out / "runs").mkdir(parents=True, exist_ok=True)
     left = sum(not cell.file(out).is_file() for cell in cells)
     if left:
@@ -346,7 +346,7 @@ def draw(results: Results, out: Path) -> None:
 
 
 def _belongs(cell: Cell, rule: str, period: int) -> bool:
-    """Returns whether a training belongs to the rule's curve in the panel of a sync period."""
+    """Returns whether a run belongs to the rule's curve in the panel of a sync period."""
     return cell.rule == rule and (rule in ("", ALL_REDUCE) or cell.period == period)
 
 

@@ -1,7 +1,8 @@
 """The tables of the four papers, made again on a small corpus by `scripts.study --paper --table`.
 
-Each row has a run, or an average of one, beside the paper's figures. Error rates of another corpus
-cannot be the same, but the order of the rows can. Speed-ups are left out: replicas are simulated.
+Each row has the scores of our run, or of an average of its models, beside the paper's figures.
+Error rates of another corpus cannot be the same, but the order of the rows can. Speed-ups are left
+out: replicas are simulated.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ class Row(NamedTuple):
     """A row of a paper's table.
 
     Attributes:
-        labels: its first cells, one for each of `Table.heads`.
+        labels: the first cells of the row, one for each of `Table.heads`.
         paper: the paper's figures, one for each of `Table.columns`; lower is better.
-        run: the run that corresponds to it.
+        run: our run that corresponds to the row.
         weights: the model of the run: "global", or an average.
     """
 
@@ -226,7 +227,7 @@ _TWO_WAYS = (
 
 def _of_chunk(minutes: float) -> Run:
     searched = _OF_SUITE["aasgd-search"]
-    if minutes == 5:  # its own
+    if minutes == 5:  # as in the suite
         return searched
     options = (*searched.options, f"--chunk_minutes={minutes:g}")
     training = f"averaged ASGD, one pass, chunks of {minutes:g} min"
@@ -357,7 +358,7 @@ def numbers(paper: str, wanted: Sequence[str]) -> list[int]:
     """Returns the numbers of the requested tables of a paper; of all its tables if none is named.
 
     Raises:
-        ValueError: one of them is not made here.
+        ValueError: one of the requested tables is not made here.
     """
     known = [str(number) for of, number in TABLES if of == paper]
     for text in wanted:
@@ -385,10 +386,10 @@ def page(paper: str, tables: Sequence[int], results: Sequence[Mapping[str, Any]]
     """Returns tables of a paper, in Markdown, with our figures beside the paper's.
 
     Args:
-        paper: its name in the project.
-        tables: numbers of its tables.
-        results: for each run and model `name`, `weights` and the figures, None where it diverged.
-            Rows without a result are left out, and so are tables without a row.
+        paper: name of the paper, such as "003".
+        tables: numbers of the paper's tables.
+        results: for each model of each run its `name`, `weights` and figures, which are None if the
+            run diverged. Rows without a result are left out, and so are tables without a row.
     """
     ours = {(found["name"], found["weights"]): found for found in results}
     parts = ["*there*: in the paper; *here*: what these runs gave."]

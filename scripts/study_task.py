@@ -70,9 +70,9 @@ _ALL_REDUCE = flags.DEFINE_integer(
 for _module in (common, rule_flags, async_flags):
     flags.adopt_module_key_flags(_module)
 
-_LOWEST = 0.04  # factor of the highest learning rate at the end of the cosine
-_CONTEXT = 5  # frames of speech on each side
-_WINDOW = 64  # characters
+_LOWEST = 0.04  # the last learning rate of the cosine schedule, as a share of the highest
+_CONTEXT = 5  # frames of speech that are spliced on each side of a frame
+_WINDOW = 64  # characters of one training sequence
 _Arrays = tuple[np.ndarray, np.ndarray]
 
 
@@ -142,7 +142,7 @@ def _windows(codes: np.ndarray) -> _Arrays:
 
 
 class _Places(keras.layers.Layer):
-    """Adds a learned vector for each place."""
+    """Adds a learned vector for each position in the text."""
 
     def build(self, shape: Any) -> None:
         self.places = self.add_weight(shape=shape[1:], initializer="normal")
@@ -279,15 +279,15 @@ def _strategy(period: int) -> Any:
 
 
 def _updates_per_step(replicas: int, period: int) -> float:
-    """Returns by how much the schedule's optimizer counts on while each replica takes a step."""
+    """Returns how many iterations the schedule's optimizer counts for one step of each replica."""
     if not rule_flags.is_async():
         return 1.0
-    # A worker's optimizer counts the minibatches of all workers; the servers' one counts pushes.
+    # A worker's optimizer counts the minibatches of all workers; that of the servers, pushes.
     return replicas / (period if async_flags.counts_pushes(rule_flags.rule_name()) else 1)
 
 
 def _exchanges(strategy: Any, model: keras.Model) -> int:
-    """Returns the number of syncs, or of pushes."""
+    """Returns the number of syncs, or, with parameter servers, of pushes."""
     if isinstance(strategy, tfpara.AsyncStrategy):
         return strategy.statistics(model).pushes
     statistics = strategy.statistics()

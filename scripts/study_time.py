@@ -1,19 +1,20 @@
 """The suite `time` of `scripts.study`: how much sooner N replicas reach the error of one.
 
-One replica's error is that at the end of its run, and --tolerance above it is allowed. The learning
-rate falls to its lowest value over a whole run. So the end of a run of other length is no point of
-the same curve, and each length is a run of its own. For each task, N and sync period τ, runs of
-`BMUF()` become longer, or shorter, by the factors --lengths, until one is within the error and the
-next shorter one is not. Between both, the number of samples is interpolated. The runs of all-reduce
-are found in the same way.
+The error to be reached is that of one replica at the end of its run, plus the share --tolerance of
+it. The learning rate falls to its lowest value over a whole run. So the error halfway through a run
+is not that of a run of half the length, and each length needs a run of its own. For each task, N
+and sync period τ, runs of `BMUF()` become longer, or shorter, by the factors --lengths, until one
+reaches the error and the next shorter one does not. Between these two runs, the number of samples
+is interpolated. The same is done with runs of all-reduce.
 
 The trainings are simulations in one process, so the times are computed. One replica needs S₁
-samples, N replicas S(N, τ), and they are faster by the speed-up s(N, τ) of the cost model, equation
-17 of paper 003 (`tfpara.planner`). Hence the error is reached S₁ / S(N, τ) · s(N, τ) times sooner.
+samples. N replicas need S(N, τ) samples, which they process faster by the speed-up s(N, τ) of the
+cost model, equation 17 of paper 003 (`tfpara.planner`). Hence they reach the error S₁ / S(N, τ) ·
+s(N, τ) times sooner.
 
 The small networks of the study stand for a large one: --model_mb, --step_ms and --sync_ms are those
-of the large one. All-reduce exchanges as many bytes in every step. It is taken at its best: the
-exchange costs no time but that of travel, and the step of the device hides it.
+of the large one. All-reduce exchanges as many bytes as a sync, but in every step. It is assumed to
+be at its best: its exchange costs no time but that of travel, and runs while the device computes.
 """
 
 from __future__ import annotations
@@ -48,12 +49,13 @@ FLAGS = (_LENGTHS, _TOLERANCE, _LINKS, _STEP, _SIZE, _SYNC)
 
 _RULE = "bmuf"
 _COMPRESSIONS = ("none", "int8")  # the error of int4 is not known at each period
-# Of two settings whose times differ by less, the one with more bytes and shorter blocks is taken.
+# Of two settings whose times differ by less than this share, `soonest` takes the one with more
+# bytes and shorter blocks.
 _ALIKE = 0.02
 # Speed-ups of an epoch in papers 003 (4 and 8 GPUs of one machine) and 001 (16 machines).
 PAPERS = {4: "2.7 to 3.8", 8: "4.6 to 7.5", 16: "9.3"}
 
-Curve = dict[float, tuple[float, float]]  # by length: samples and error
+Curve = dict[float, tuple[float, float]]  # number of samples and error of runs, by their length
 
 
 class Best(NamedTuple):
@@ -71,18 +73,18 @@ class Best(NamedTuple):
 
 
 class Row(NamedTuple):
-    """The times in which N replicas reach the error of a task, with one kind of link.
+    """How much sooner N replicas reach the error of a task, with one speed of links.
 
     Attributes:
         task: the task.
         replicas: N.
         link_mbit: speed of each worker's link.
-        alone: samples that one replica needs.
-        samples: samples that N replicas need, by sync period; None where they do not reach it.
-        all_reduce_samples: samples that all-reduce needs, or None.
-        best: the best setting of `BMUF()`; None if it is reached with none.
-        planned: the setting that `tfpara-plan` chooses; None if it is not reached with that.
-        all_reduce: how many times sooner all-reduce reaches it than one replica, or None.
+        alone: samples that one replica needs to reach the error.
+        samples: samples that N replicas need, by sync period; None if they do not reach the error.
+        all_reduce_samples: samples that all-reduce needs; None if it does not reach the error.
+        best: the best setting of `BMUF()`; None if no setting reaches the error.
+        planned: the setting that `tfpara-plan` chooses; None if it does not reach the error.
+        all_reduce: how many times sooner than one replica all-reduce reaches the error, or None.
     """
 
     task: str
@@ -102,7 +104,7 @@ class Row(NamedTuple):
 
 
 def settings() -> tuple[list[float], dict[float, Costs]]:
-    """Returns the lengths, and the costs by Mbit/s.
+    """Returns the lengths of runs, and the costs by the links' speed in Mbit/s.
 
     Raises:
         ValueError: a flag of this suite has a wrong value.
@@ -136,15 +138,15 @@ def _positive(flag: str, values: Sequence[str]) -> list[float]:
 def train(
     out: Path, each: Each, lengths: Sequence[float]
 ) -> tuple[dict[str, float], dict[Cell, Curve]]:
-    """Trains what has not been trained before.
+    """Trains the runs of the suite that have no result yet.
 
     Args:
         out: directory of the runs.
-        each: calls functions, some at a time, and returns their results in order.
+        each: calls functions, several at a time, and returns their results in order.
         lengths: factors of a run's epochs, rising.
 
     Returns:
-        By task the error to be reached; by way to train (a cell of length 1) its curve.
+        The error to be reached, by task; the curve, by way to train (a cell of length 1).
     """
     ways = study_grid.ways(out, each, [_RULE, ALL_REDUCE])
     curves: dict[Cell, Curve] = {way: {} for way in ways}
@@ -176,10 +178,10 @@ def train(
 
 
 def next_length(lengths: Sequence[float], curve: Curve, target: float) -> float | None:
-    """Returns the length of the next run: 1, and then shorter or longer ones.
+    """Returns the length of the next run: first 1, and then shorter or longer ones.
 
-    Returns None where a run has the error and the next shorter one does not, or where there are no
-    other lengths.
+    Returns None once a run reaches the error and the next shorter one does not, or once no lengths
+    are left.
     """
     if not curve:
         return 1.0
@@ -192,10 +194,11 @@ def next_length(lengths: Sequence[float], curve: Curve, target: float) -> float 
 
 
 def samples_needed(curve: Curve, target: float) -> float | None:
-    """Returns the samples of the shortest run that has the error; None if no run has it.
+    """Returns the samples that are needed to reach the error; None if no run reaches it.
 
-    Between this run and the next shorter one, the error is a straight line over the logarithm of
-    the samples. Without a shorter run, the result is an upper limit.
+    They are between those of the shortest run that reaches the error, and of the next shorter run.
+    Between these, the error is taken as a straight line over the logarithm of the samples. Without
+    a shorter run, the result is an upper limit.
     """
     within = [length for length, (_, error) in curve.items() if error <= target]
     if not within:
@@ -214,7 +217,7 @@ def soonest(
     """Returns the best period and compression; None if the error is reached with no period.
 
     Args:
-        needed: samples by period; None where the error is not reached.
+        needed: samples by period; None for periods that do not reach the error.
         alone: samples that one replica needs.
         costs: the costs with float32 on the link.
         replicas: N.
@@ -232,10 +235,10 @@ def soonest(
 def planned(
     needed: dict[int, float | None], alone: float, costs: Costs, replicas: int
 ) -> Best | None:
-    """Returns what the choice of `tfpara-plan` brings; arguments as in `soonest`.
+    """Returns the setting that `tfpara-plan` chooses; None if it does not reach the error.
 
-    The samples are those of the same period, or else of the next longer one that was measured.
-    Returns None if the error is not reached with that.
+    Arguments as in `soonest`. The samples are those of the same period, or else of the next longer
+    one that was measured.
     """
     plan = choose(costs, replicas, overlaps=(False,), compressions=_COMPRESSIONS)
     samples = needed[min((p for p in needed if p >= plan.sync_period), default=max(needed))]
@@ -245,7 +248,7 @@ def planned(
 
 
 def of_all_reduce(samples: float | None, alone: float, costs: Costs, replicas: int) -> float | None:
-    """Returns how many times sooner all-reduce has the error; None if it does not reach it."""
+    """Returns how many times sooner all-reduce reaches the error; None if it never does."""
     if samples is None:
         return None
     best = dataclasses.replace(costs, local_seconds=0.0, overlap=True)
@@ -264,7 +267,7 @@ def rows(
     found = []
     for task, count in dict.fromkeys((way.task, way.replicas) for way in needed if way.rule):
         alone = next(each for way, each in needed.items() if way.task == task and not way.rule)
-        assert alone is not None  # its run of length 1 has the error
+        assert alone is not None  # one replica's run of length 1 reaches the error
         mine = {w: each for w, each in needed.items() if (w.task, w.replicas) == (task, count)}
         periods = {way.period: each for way, each in mine.items() if way.rule == _RULE}
         reduced = next(each for way, each in mine.items() if way.rule == ALL_REDUCE)

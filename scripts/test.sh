@@ -6,7 +6,7 @@
 # full (default): TensorFlow 2.17 with tensorflow-io, and Horovod, which scripts/install_horovod.sh
 # builds (g++, make and cmake are needed); formatting, lint, types, the site of the pages, and tests.
 # latest: the latest TensorFlow, without Horovod; the tests of what depends on TensorFlow's version.
-# --all: also the tests of tests/nightly, and those that are marked so.
+# --all: also the tests of tests/nightly, and others that are marked "nightly".
 # --fast: at most three minutes; the tests of tests/unit, and a few that are marked "quick". Does not
 # install Horovod.
 # --prepare: only makes the environment.
@@ -66,8 +66,8 @@ check_beside() { # check_beside NAME COMMAND...: its output is shown after that 
 }
 
 # There are two processes for each core, since tests that start programs spend most of their time
-# waiting: for deadlines, pauses, and other programs. Each test file runs in one of them. With "-n 0"
-# among the arguments all run in one process, for a debugger.
+# waiting: for deadlines, pauses, and other programs. Each test file runs in one of these processes.
+# With "-n 0" among the arguments all run in one process, for a debugger.
 processes=$(($(nproc) * 2))
 pytest_arguments=(-c "$root/pyproject.toml" -o "cache_dir=$root/.pytest_cache" -n "$processes"
   --dist loadfile --no-loadscope-reorder --durations=30 --durations-min=1)
@@ -84,7 +84,7 @@ if [ "$stack" = full ]; then
   fi
   if [ -z "$fast" ]; then
     check "Horovod (scripts/install_horovod.sh)" scripts/install_horovod.sh --venv="$venv"
-    export TFPARA_TEST_HOROVOD=1  # Without Horovod its tests fail; where this is not set they skip.
+    export TFPARA_TEST_HOROVOD=1  # if Horovod is missing, its tests then fail and are not skipped
   fi
   # Trainings in the test process run without TensorFlow's graph optimiser, which takes a seventh of
   # their time. The programs that tests start use it, and so does the latest stack.
@@ -97,8 +97,8 @@ if [ "$stack" = full ]; then
   check_beside "Types (mypy)" "$venv/bin/mypy"
 else
   # Another TensorFlow may break what uses its private names, its collectives, iterators, servers and
-  # checkpoints. Tests of these are marked "latest", and run with one case of each that is not marked
-  # "all_cases".
+  # checkpoints. Tests of these are marked "latest". Each of them runs its first case only, unless it
+  # is marked "all_cases".
   pytest_arguments+=(-m "latest and not long and not one_version${nightly:+ and $nightly}" --first-cases)
 fi
 
@@ -107,7 +107,7 @@ fi
 for name in input models scripts tests; do ln -s "$root/$name" "$work/$name"; done
 cd "$work"
 unset TF_CONFIG
-unset PYTHONDONTWRITEBYTECODE  # else every process compiles all tests and programs again
+unset PYTHONDONTWRITEBYTECODE  # otherwise every process compiles all tests and programs again
 export PATH="$venv/bin:$PATH" PYTHONPATH="$work" PYTHONSAFEPATH=1 TFPARA_TEST_INSTALLED=1
 export OMP_NUM_THREADS=1 TF_NUM_INTRAOP_THREADS=1 TF_NUM_INTEROP_THREADS=1
 export TF_CPP_MIN_LOG_LEVEL=2 CUDA_VISIBLE_DEVICES=

@@ -290,7 +290,7 @@ def _start_run(run_dir: Path, files: list[str], description: dict[str, Any]) -> 
     if _START_OVER.value or not run_files.can_resume(run_dir):
         try:
             run_files.begin(run_dir, files, _START_OVER.value)
-        except CheckpointError as error:  # the chief alone comes here
+        except CheckpointError as error:  # only the chief calls this function
             raise common.Failure(str(error)) from error
         common.write_text(run_dir / "flags.txt", common.resolved_flags())
         common.write_json(run_dir / "model.json", description)
@@ -299,7 +299,7 @@ def _start_run(run_dir: Path, files: list[str], description: dict[str, Any]) -> 
 def _callbacks(
     run_dir: Path, validation: Any, data: Any, warm: Any
 ) -> list[keras.callbacks.Callback]:
-    """Returns the callbacks, without history and checkpoints; none scores without `validation`."""
+    """Returns all callbacks but history and checkpoints; none scores if `validation` is None."""
     replicas = data.strategy.num_replicas
     traced = [] if _TRACE.value is None else [tfpara.callbacks.Trace(_TRACE.value)]
     choosing = async_training.before_scores(data, validation) if rule_flags.is_async() else []

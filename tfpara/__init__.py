@@ -1,7 +1,7 @@
 """tfpara: Keras models trained in parallel, with a synchronisation every few minibatches.
 
 The names below load TensorFlow when they are first used, so that `tfpara.cluster` and
-`tfpara.launch` can check and start a cluster without it.
+`tfpara.launch` can check and start a cluster without TensorFlow.
 
 Public are the names in `__all__` here, and in `__all__` of the modules that docs/design.md lists
 under "What is public". All other modules are internal, and may change without notice.
@@ -63,7 +63,7 @@ if TYPE_CHECKING:  # for type checkers and editors; the same names as below
     from tfpara.sync.workers.meetings import MismatchError as MismatchError
     from tfpara.sync.workers.settings_check import FingerprintError as FingerprintError
 
-# The public names by the modules that have them.
+# The public names, by the modules that define them.
 _NAMES = {
     "tfpara.algorithms": (
         "ASGD AsyncBMUF AsyncEASGD Average AveragedASGD BMUF BMUFAdam BSP DiLoCo Downpour EASGD"

@@ -28,7 +28,7 @@ In Python:
 Environment variables:
 {variables}"""
 
-# The environment variables of the library itself. docs/engines.md has those of TensorFlow and of
+# The environment variables of the library itself. docs/engines.md lists those of TensorFlow and of
 # engines.
 VARIABLES = {
     "TFPARA_COORDINATOR": "HOST:PORT at which the worker of rank 0 listens for the others",
@@ -49,7 +49,7 @@ VARIABLES = {
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Prints versions and commands; returns the exit code, 2 for arguments it does not know."""
+    """Prints versions and commands; returns the exit code, which is 2 for unknown arguments."""
     if not set(arguments) <= {"-h", "--help", "--version"}:
         print(
             f"python -m tfpara starts nothing, and was given {' '.join(arguments)!r}. Write "

@@ -1,4 +1,4 @@
-"""Checks of arguments that both kinds of strategy take, and the versions that a run depends on."""
+"""Checks of arguments of both kinds of strategy, and the versions on which a run depends."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from tfpara.algorithms.asgd import AsyncAverage
 from tfpara.version import __version__
 from tfpara.whole_number import LARGEST_COUNT, checked_whole
 
-_FEW_LEFT_OUT = 10  # while an epoch goes on, fewer may always be left out
+_FEW_LEFT_OUT = 10  # until an epoch ends, fewer left-out minibatches are always allowed
 
 
 def versions() -> dict[str, str]:
-    """Returns the versions of the libraries whose numbers a run depends on."""
+    """Returns the versions of the libraries on which the numbers of a run depend."""
     return {
         "tfpara version": __version__,
         "tensorflow version": tf.__version__,
@@ -48,7 +48,7 @@ def checked_period(sync_period: int) -> int:
 
 
 def checked_nonfinite(nonfinite: str, share: float) -> None:
-    """Checks what happens to minibatches with NaN or Inf.
+    """Checks the arguments that say what happens to minibatches with NaN or Inf.
 
     Raises:
         ValueError: `nonfinite` is neither "raise" nor "skip", or the share is not in [0, 1].
@@ -69,7 +69,8 @@ def checked_nonfinite(nonfinite: str, share: float) -> None:
 def too_many_left_out(left_out: float, of_epoch: float, share: float, is_over: bool) -> bool:
     """Returns whether more than a share of an epoch's minibatches were left out for NaN or Inf.
 
-    While the epoch goes on, a few are never too many: the share of a few minibatches says little.
+    Until the epoch is over, a few are never too many, since their share says little yet. `left_out`
+    and `of_epoch` are numbers of minibatches.
     """
     return left_out > share * of_epoch and (is_over or left_out >= _FEW_LEFT_OUT)
 
@@ -77,10 +78,10 @@ def too_many_left_out(left_out: float, of_epoch: float, share: float, is_over: b
 def checked_averages(
     averages: Mapping[str, AsyncAverage] | None, asynchronous: bool = False
 ) -> dict[str, AsyncAverage]:
-    """Returns the averages if they are average objects under free names, else raises.
+    """Returns the averages if they are average objects under valid names, else raises.
 
     Args:
-        averages: by name; None: none.
+        averages: average objects by name; None if there are none.
         asynchronous: whether the strategy can start a mean, so that RunningThenMean makes sense.
     """
     kinds: tuple[type, ...] = algorithms.AVERAGES

@@ -1,4 +1,4 @@
-"""Measurements of each epoch's speed and syncs, and their way into TensorBoard."""
+"""Measures each epoch's speed and syncs, and shows them in TensorBoard."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ VARIABLE = "TFPARA_TENSORBOARD"
 class Clock(keras.callbacks.Callback):
     """Measures each epoch, from the end of its first step, which may compile, to its last sync.
 
-    It runs before other callbacks, so that it stops before they work. It reads the strategy's
-    counts twice an epoch, and nothing in a step.
+    The clock runs before other callbacks, so that it stops before they work. It reads the
+    strategy's counts when an epoch begins, after the first step, and at the end, but not in each
+    step.
 
     Args:
-        samples_per_epoch: samples of an epoch, of all replicas. None: the strategy counts them.
+        samples_per_epoch: samples of all replicas in an epoch. None: the strategy counts them.
 
     Attributes:
         measured: numbers of the last epoch, by name; empty if nothing could be measured.
-        begin, end: the strategy's counts at the begin and the end of that epoch.
+        begin, end: the strategy's counts at the beginning and at the end of the last epoch.
     """
 
     order = fit_call.Order.CLOCK
@@ -74,7 +75,7 @@ class Clock(keras.callbacks.Callback):
             if strategy.members_change:
                 measured["workers"] = float(strategy.num_workers)
         if self._samples_per_epoch is not None:
-            rest = (self._steps - first.step) / max(self._steps, 1)  # share of the epoch measured
+            rest = (self._steps - first.step) / max(self._steps, 1)  # the measured part
             measured["samples_per_second"] = rest * self._samples_per_epoch / seconds
         if not measured.get("samples_per_second"):
             measured.pop("samples_per_second", None)
@@ -84,7 +85,7 @@ class Clock(keras.callbacks.Callback):
 class BoardClock(Clock):
     """Adds its measurements to what TensorBoard callbacks write.
 
-    The epoch's log stays as it is under plain Keras, for `History`, CSV files and other callbacks.
+    `History`, CSV files and other callbacks get the same logs as under plain Keras.
 
     Args:
         boards: the TensorBoard callbacks of this `fit`.
@@ -103,7 +104,7 @@ class BoardClock(Clock):
         own = "on_epoch_end" in vars(board)
 
         def on_epoch_end(epoch: int, logs: Logs | None = None) -> None:
-            # If the user's log has a number of the same name, that one is shown.
+            # If the logs have a number of the same name, the logs' number is shown.
             hook(epoch, {**self.measured, **(logs or {})})
 
         board.on_epoch_end = on_epoch_end
@@ -115,7 +116,7 @@ class BoardClock(Clock):
 def for_tensorboard(
     callbacks: Sequence[keras.callbacks.Callback],
 ) -> list[keras.callbacks.Callback]:
-    """Returns the callbacks, with a clock before them if TensorBoard is among them and no clock.
+    """Returns the callbacks; puts a clock first if there is a TensorBoard, but no clock yet.
 
     TFPARA_TENSORBOARD=0 in the environment prevents that.
     """
@@ -127,7 +128,7 @@ def for_tensorboard(
 
 
 class _Mark(NamedTuple):
-    """A moment of training: the clock, steps of the epoch so far, the strategy's counts."""
+    """A moment of training: its time, the epoch's steps so far, and the strategy's counts."""
 
     seconds: float
     step: int

@@ -1,6 +1,6 @@
-"""Operations of datasets that draw at random, choose elements or lose the order.
+"""Finds operations of datasets that draw at random, choose elements or lose the order.
 
-The graph may be that of a serialized dataset or of a dataset's function.
+A graph may be that of a serialized dataset or that of a dataset's function.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 import tensorflow as tf
 
 # Operations with seeds: the indices of their inputs "seed", "seed2" and "seed_generator" (None if
-# they have none). Through the generator, copies would share the state of the original dataset.
+# they have none). Copies that use the same generator would share the original dataset's state.
 SEEDED = {
     "GlobalShuffleDataset": (1, 2, 3),
     "RandomDataset": (0, 1, None),
@@ -22,7 +22,7 @@ SEEDED = {
     "ShuffleDataset": (2, 3, None),
     "ShuffleDatasetV3": (2, 3, 4),
 }
-# Operations that draw different numbers each time.
+# Operations that draw different numbers each time that they run.
 RANDOM = {
     "Multinomial",
     "ParameterizedTruncatedNormal",
@@ -40,7 +40,7 @@ RANDOM = {
 
 
 def unseeded(graph: tf.compat.v1.GraphDef) -> str:
-    """Returns an operation that shuffles or draws without a seed; empty if there is none."""
+    """Returns the type of an operation that shuffles or draws without a seed; "" if none does."""
     for scope in scopes(graph):
         for node in scope.nodes:
             places = SEEDED.get(node.op, ())[:2]
@@ -50,7 +50,7 @@ def unseeded(graph: tf.compat.v1.GraphDef) -> str:
 
 
 def unordered(graph: tf.compat.v1.GraphDef) -> str:
-    """Returns an operation with deterministic=False; empty if there is none."""
+    """Returns the type of an operation with deterministic=False; "" if there is none."""
     for node in all_nodes(graph):
         if "deterministic" in node.attr and node.attr["deterministic"].s == b"false":
             return str(node.op)
@@ -58,18 +58,18 @@ def unordered(graph: tf.compat.v1.GraphDef) -> str:
 
 
 def by_chance(graph: tf.compat.v1.GraphDef) -> tuple[str, str] | None:
-    """Returns an operation that chooses elements, and a random one that its choice may depend on.
+    """Returns the types of an operation that chooses elements and of a random operation before it.
 
-    Returns None if there is no such pair.
+    The choice may depend on the random numbers. Returns None if there is no such pair.
     """
     bodies = {each.signature.name: each.node_def for each in graph.library.function}
 
     def random_in(node: tf.compat.v1.NodeDef, computing: bool = False) -> str:
-        """Returns a random operation in a node and functions that it calls; empty for none.
+        """Returns the type of a random operation in a node or in functions it calls; else "".
 
         Args:
             node: node of a graph.
-            computing: whether operations that make datasets are not searched.
+            computing: whether to skip operations that make datasets.
         """
         if node.op in RANDOM:
             return str(node.op)
@@ -88,8 +88,8 @@ def by_chance(graph: tf.compat.v1.GraphDef) -> tuple[str, str] | None:
 
 
 def _chooses(node: tf.compat.v1.NodeDef) -> bool:
-    """Returns whether an operation may select or reorder elements, depending on their values."""
-    # A map makes one element from each. Other operations that call functions may choose.
+    """Returns whether an operation may select or reorder elements by their values."""
+    # A map makes one element of each element. Other operations that call functions may choose.
     is_map = "Map" in node.op.replace("FlatMap", "")
     calls = "Dataset" in node.op and not is_map and any(_functions(node))
     return calls or node.op == "DirectedInterleaveDataset"
@@ -104,7 +104,7 @@ def _functions(node: tf.compat.v1.NodeDef) -> Iterator[str]:
 
 
 class Scope:
-    """The nodes of a graph or of a function's body; the two name inputs differently."""
+    """The nodes of a graph or of a function's body, which name the inputs of nodes differently."""
 
     def __init__(self, nodes: Any, is_function: bool) -> None:
         self.nodes = nodes
@@ -121,7 +121,7 @@ class Scope:
     def is_fixed(self, name: str) -> bool:
         """Returns whether an input does not depend on the arguments of the function.
 
-        It need not be a constant: with a global seed, a function computes its seed from two.
+        Such an input may be computed: with a global seed, a function mixes two seeds into one.
         """
         return all(found in self._by_name for found in self._names_before([name]))
 
@@ -142,12 +142,12 @@ class Scope:
         return list(found)
 
     def add(self, op: str, output: str) -> str:
-        """Adds an operation without inputs; returns its output as an input of others."""
+        """Adds an operation without inputs; returns the name by which others take its output."""
         node = self.nodes.add(name=f"tfpara_{op}_{len(self.nodes)}", op=op)
         return f"{node.name}:{output}:0" if self._is_function else node.name
 
     def add_number(self, content: bytes) -> str:
-        """Adds an int64 constant, given as 8 bytes."""
+        """Adds an int64 constant, given as 8 bytes; returns the name as `add` does."""
         name = self.add("Const", "output")
         value = self.nodes[-1].attr["value"].tensor
         value.dtype = self.nodes[-1].attr["dtype"].type = tf.int64.as_datatype_enum

@@ -1,4 +1,4 @@
-"""The scoring of a run's checkpoints, in a process beside those that train."""
+"""Scores a run's checkpoints, in a process beside those that train."""
 
 from __future__ import annotations
 
@@ -62,11 +62,11 @@ def evaluate_checkpoints(
 
     Call it in a process of its own, which does not train (`tfpara.is_evaluator`). It reads the
     checkpoints of `Checkpoint` or `AsyncCheckpoint`, also those of elastic runs. Training never
-    waits for it. Checkpoints are scored in their order. If the run removes a checkpoint before it
-    was read, a line says so, and the next one is scored.
+    waits for it. Checkpoints are scored in their order. If the run removes a checkpoint that was
+    not read yet, a printed line says so, and the next checkpoint is scored.
 
-    Started again, it continues after the last checkpoint in the table. After SIGTERM it ends with
-    exit code 75, or TFPARA_RESTART_EXIT_CODE.
+    If this process is started again, it continues after the last checkpoint in the table. After
+    SIGTERM it ends with exit code 75, or TFPARA_RESTART_EXIT_CODE.
 
     In `out` it writes
 
@@ -74,19 +74,19 @@ def evaluate_checkpoints(
                         epochs and steps that are done, weights ("global" or an average), and loss
                         and metrics
         tensorboard/    the same for TensorBoard, by the number of the checkpoint
-        best            the model of the row with the best score so far, or the first of equal
-                        ones; it appears whole
+        best            the model with the best score so far (of equal scores, the first); it is
+                        never visible half written
 
     Args:
         model: a model of the same architecture as the run's, without a strategy, compiled with loss
             and metrics.
-        directory: of the checkpoints.
+        directory: directory of the run's checkpoints.
         data: held-out data, in any form that `fit` takes as `validation_data`.
-        out: directory of the results on this machine, of this evaluator alone.
+        out: directory on this machine for the results of this evaluator alone.
         epochs: the `epochs` of the run's `fit`. The run has ended if a checkpoint has this number
             of epochs, or if training has stopped by itself.
         averages: those averages of the run's strategy that are scored as well.
-        monitor: the name of the score that decides which model is the best, as `evaluate` has it.
+        monitor: the score that decides which model is best, by its name in Keras' `evaluate`.
         mode: "min" if a lower score is better, "max" if a higher one is.
         best: path or URL of the best model. None: `best` in `out`.
         save: a function that writes the best model, called with the model and the path of a file or
@@ -153,12 +153,12 @@ class _Evaluator:
         self._monitor, self._is_better, self._save = monitor, _BETTER[mode], save
         self._table = Table(out / "scores.csv", files.no_link)
         self._scalars = Scalars(out / "tensorboard")
-        self._last = 0  # number of the last checkpoint that was read, or left out
+        self._last = 0  # number of the last checkpoint that was read or skipped
 
     def run(
         self, epochs: int, wait_minutes: float, leave_late: Callable[[], None]
     ) -> list[dict[str, Json]]:
-        """Scores checkpoints until that of the last epoch; may leave before each."""
+        """Scores checkpoints up to that of the last epoch; calls `leave_late` before each."""
         since, told, after = time.monotonic(), "", ""
         while True:
             leave_late()
@@ -170,7 +170,7 @@ class _Evaluator:
                     position = self._look(number)
             except RefusedError as error:
                 refused = f"{self._store.directory} cannot be read ({error.strerror})"
-                if error.errno != errno.EIO:  # another try would meet it again
+                if error.errno != errno.EIO:  # another try would fail again
                     raise CheckpointError(f"{refused}.") from error
                 self._last, number = former, None
             if position is not None:
@@ -213,7 +213,7 @@ class _Evaluator:
         """Returns the number of the next checkpoint, None if there is no new one.
 
         Raises:
-            CheckpointError: another run writes there now, which has begun from the first one.
+            CheckpointError: another run writes there now, and has begun anew from number 1.
         """
         numbers = self._store.numbers()
         if numbers and max(numbers) < self._last:
@@ -340,7 +340,7 @@ def _say(text: str) -> None:
 
 
 def _mark(manifest: Mapping[str, Json]) -> str:
-    """Returns digits that differ between all checkpoints of this number, whatever their run."""
+    """Returns digits that tell a checkpoint from other runs' checkpoints of the same number."""
     return min(str(each["sha256"]) for each in manifest["files"].values())[:8]
 
 
@@ -350,7 +350,7 @@ def _locked(out: Path) -> Iterator[None]:
     out.mkdir(parents=True, exist_ok=True)
     with open(out / "lock", "a+", opener=files.no_link) as file:
         try:
-            # The lock is of this process alone: processes that it forks, to read data, lack it.
+            # This process alone has the lock, and not the processes that it forks to read data.
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):  # NFS raises the second
             file.seek(0)
@@ -368,8 +368,8 @@ def _locked(out: Path) -> Iterator[None]:
 def _sigterm() -> Iterator[Callable[[], None]]:
     """A context in which SIGTERM ends the program with the exit code that asks for a restart.
 
-    Python drops exceptions of a `__del__`. So if SIGTERM comes in one, only the function that this
-    yields ends the program, at its next call.
+    Python drops exceptions that a `__del__` raises. So if SIGTERM comes during a `__del__`, the
+    program ends only at the next call of the function that this context yields.
     """
     code, asked = exit_codes.restart(), False
 

@@ -23,8 +23,8 @@ _OF_A_MODEL = {
     *("variables", "assets", "assets.extra", "debug"),
     *("config.json", "metadata.json", "model.weights.h5"),
 }
-# Names in the scratch folder: a folder that is being replaced; a folder with files that several new
-# ones replace.
+# Names in the scratch folder: of a former folder that a new one replaces, and of a folder with the
+# former files if several new files replace them.
 _FORMER, _FORMERS = ".former", ".formers"
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of Linux's renameat2
 
@@ -33,14 +33,14 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of Linux's renameat2
 def whole(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Yields a path to write a file or folder to; it appears at `path` when the block has ended.
 
-    If the block raises, `path` stays as it was. Other files that the block writes into the same
-    folder are moved, too, before `path`. Where the system can swap two folders (Linux on local
-    disks), a new folder replaces a former one in one step. Elsewhere, and with several files, there
-    is a moment without `path`, so that no reader finds new files beside a former one. If the
+    If the block raises, `path` stays as it was. Other files that the block writes beside the
+    yielded path are moved, too, before `path`. Where the system can swap two folders (Linux on
+    local disks), a new folder replaces a former one in one step. Elsewhere, and with several files,
+    there is a moment without `path`, so that no reader finds new files beside a former one. If the
     process is killed in that moment, the next call puts the former content back.
 
     Args:
-        path: final path of the file or folder. Its parents are made.
+        path: final path of the file or folder. Missing parent folders are made.
 
     Raises:
         OSError: the place cannot be written to.
@@ -82,7 +82,7 @@ def holds_a_model_alone(folder: Path) -> bool:
 
 
 def regular(path: str | os.PathLike[str], flags: int) -> int:
-    """Opens a file, as the `opener` of Python's `open`; refuses a FIFO or a device.
+    """Opens a file; to be given to Python's `open` as `opener`. Refuses a FIFO or a device.
 
     To open a FIFO would wait for its other end, and a device may have no end.
 
@@ -102,8 +102,8 @@ def regular(path: str | os.PathLike[str], flags: int) -> int:
 def no_link(path: str | os.PathLike[str], flags: int) -> int:
     """Opens a file as `regular` does, but refuses a symbolic link.
 
-    It is for names that the user has not given, in a folder that other persons may write to: their
-    link could lead anywhere.
+    Use it for names that the user has not given, in a folder that other persons may write to: a
+    link of theirs could lead anywhere.
     """
     if os.path.islink(path):
         raise OSError(errno.ELOOP, "it is a symbolic link", path)
@@ -163,7 +163,7 @@ def _take_away(path: Path, entries: Iterable[Path], formers: Path) -> None:
 
 
 def _put_back(path: Path, scratch: Path) -> None:
-    """Moves the former files back, the one at `path` last, unless the new one is there."""
+    """Moves the former files back, the one at `path` last, unless a new file is at `path`."""
     formers = scratch / _FORMERS
     if path.exists() or not formers.exists():
         return

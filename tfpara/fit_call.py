@@ -1,6 +1,6 @@
 """The order of callbacks in a call of `fit`, their memories, and functions called at its end.
 
-Keras calls `on_train_end` if `fit` goes well, and nothing if it raises.
+Keras calls `on_train_end` if `fit` goes well, and nothing if `fit` raises an error.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tfpara.remote_files import RemoteFolder, is_url
 from tfpara.strategy import HAS_WEIGHTS, Strategy
 from tfpara.typing import Json
 
-# The attributes that callbacks keep from epoch to epoch.
+# Attributes of Keras' callbacks whose values last from epoch to epoch.
 _REMEMBERED = {
     keras.callbacks.ModelCheckpoint: ("best",),
     keras.callbacks.EarlyStopping: ("wait", "best", "best_epoch", "stopped_epoch"),
@@ -36,13 +36,13 @@ _REMEMBERED = {
 class Order(enum.IntEnum):
     """The place of a callback of tfpara among the others, given by its attribute `order`.
 
-    Callbacks run from the lowest place to the highest: each needs what those before it do.
+    Callbacks run from the lowest place to the highest, since each needs the work of those before.
     """
 
     CLOCK = 1  # measures what others do
     PERIOD = 2  # sets the sync period
     START = 3  # prints what the replicas start from
-    RATE = 4
+    RATE = 4  # sets the learning rate
     SCORES = 5  # adds scores to the log
     # Callbacks of Keras and of the user, and those of tfpara without an order, run here.
     SAVES = 7  # saves the work of all callbacks before it
@@ -73,8 +73,9 @@ def _order(callback: keras.callbacks.Callback) -> int:
 def keep_memories(callbacks: Iterable[keras.callbacks.Callback], strategy: Strategy) -> None:
     """Makes checkpoints keep what Keras' callbacks remember; workers that join receive it, too.
 
-    It is known by the callback's class, score and mode, by the path of a `ModelCheckpoint`, and by
-    a number if several callbacks agree in these. With other ones a callback begins anew.
+    A memory is found again by the callback's class, score and mode, by the path of a
+    `ModelCheckpoint`, and by a number if several callbacks agree in these. If one of these differs,
+    a callback begins anew.
     """
     same: collections.Counter[str] = collections.Counter()
     for callback in callbacks:
@@ -82,7 +83,7 @@ def keep_memories(callbacks: Iterable[keras.callbacks.Callback], strategy: Strat
         if not attributes or not getattr(callback, "save_best_only", True):
             continue
         each: Any = callback
-        # A ModelCheckpoint of older versions of Keras has only the function that compares.
+        # In older versions of Keras ModelCheckpoint has no `mode`, but a function that compares.
         name = f"{type(each).__name__}({each.monitor}, {getattr(each, 'mode', each.monitor_op)})"
         path = os.fspath(getattr(each, "filepath", ""))
         name += f" of {path}" if path else ""
@@ -117,7 +118,7 @@ class _Memory:
 
     def set_state(self, state: Mapping[str, Json]) -> None:
         if self._path and not _is_written(self._path):
-            return  # the best model is gone, and the next one is the best that there is
+            return  # the best model's file is gone, so the next model counts as the best
         for name in self._attributes:
             if name in state:
                 setattr(self.callback, name, state[name])
@@ -125,14 +126,14 @@ class _Memory:
 
 def _number(value: Any) -> float | None:
     """Returns a score as Python's number; None if there is none yet, or it is something else."""
-    with contextlib.suppress(TypeError, ValueError):  # a subclass may have anything there
+    with contextlib.suppress(TypeError, ValueError):  # a subclass may store any object
         number = np.asarray(value).item()
         return number if isinstance(number, int | float) else None
     return None
 
 
 def _is_written(path: str) -> bool:
-    """Returns whether there is a file of a path or URL, whose fields {…} may have any values."""
+    """Returns whether there is a file at a path or URL, with any values in its fields {…}."""
     pattern = "*".join(map(glob.escape, re.split(r"\{.*?\}", path)))
     if not is_url(path):
         return bool(glob.glob(pattern))
@@ -140,7 +141,7 @@ def _is_written(path: str) -> bool:
     try:
         names = RemoteFolder(folder).sizes()
     except (ImportError, OSError, ValueError):
-        return True  # Keras writes there by other means
+        return True  # unknown, since Keras writes there by other means
     return any(fnmatch.fnmatchcase(f"{folder}/{name}", pattern) for name in names)
 
 
@@ -166,7 +167,7 @@ def under_way() -> Iterator[None]:
 def at_end(function: Callable[[], object]) -> None:
     """Registers a function that is called when the innermost `fit` of this thread ends.
 
-    It is called after `on_train_end`, and before the caller of `fit` gets an error. The function
+    The call comes after `on_train_end`, and before the caller of `fit` gets an error. The function
     that was registered last is called first. Outside of `fit`, as in a custom loop, the end of
     training is not known, and no function is called.
     """

@@ -16,12 +16,12 @@ _TASK = re.compile(r"^/job:[^/]+/replica:\d+/task:\d+")
 def without_tasks(folder: str | os.PathLike[str]) -> None:
     """Removes the task of the cluster from the devices of a SavedModel's operations.
 
-    TensorFlow writes the task for tables, such as that of an adapted StringLookup. A process that
-    is another task and loads the file would place the operation there.
+    TensorFlow writes the task for tables, such as that of an adapted StringLookup. A process of
+    another task that loads the file would place the operation on the task that wrote it.
     """
     path = os.path.join(folder, "saved_model.pb")
     if not tf.io.gfile.exists(path):
-        return  # another format
+        return  # a model in another format
     with tf.io.gfile.GFile(path, "rb") as file:
         saved = saved_model_pb2.SavedModel.FromString(file.read())
     changed = False

@@ -12,7 +12,7 @@ class Group(keras.Model):
 
     Args:
         models: the models, which must be built.
-        optimizers: those that the loop uses, besides those that the models are compiled with.
+        optimizers: optimizers that the loop uses, besides those in the compiled models.
 
     Raises:
         TypeError: a model or an optimizer is of another type.
@@ -36,11 +36,11 @@ class Group(keras.Model):
     def is_of(
         self, models: Sequence[keras.Model], optimizers: Sequence[keras.optimizers.Optimizer]
     ) -> bool:
-        """Returns whether the group was made of these."""
+        """Returns whether the group was made of these models and optimizers."""
         mine, given = [*self.members, *self.optimizers], [*models, *optimizers]
         return [id(one) for one in mine] == [id(one) for one in given]
 
 
 def as_list(given: object) -> list:
-    """Returns one thing, or several, as a list."""
+    """Returns a list or tuple as a list, and any other object as a list of one."""
     return list(given) if isinstance(given, (list, tuple)) else [given]

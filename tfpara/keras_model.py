@@ -32,8 +32,8 @@ _PLAIN = (bool, int, float, str, type(None))  # types of settings that workers c
 def strategy_of(model: keras.Model) -> tf.distribute.Strategy:
     """Returns the strategy in whose scope a model's weights were made.
 
-    Without such weights it is the strategy of the model, and without that the current one. A model
-    may be made outside of the scope, from layers of a model that was trained in it.
+    If no weight has a strategy, returns the model's own, or else the current one. The weights count
+    first, since a model may be made outside of the scope from layers that were made in it.
     """
     weights = getattr(model, "weights", [])  # Keras also saves objects that are no models.
     of_weights = (getattr(weight.value, "distribute_strategy", None) for weight in weights)
@@ -42,7 +42,7 @@ def strategy_of(model: keras.Model) -> tf.distribute.Strategy:
 
 
 def build_optimizer(model: keras.Model) -> None:
-    """Makes the compiled optimizer's slots, which its first step would make later."""
+    """Makes the compiled optimizer's slots now, instead of in its first step."""
     for one in _parts(model):
         optimizer = getattr(one, "optimizer", None)
         if optimizer is not None and not optimizer.built and one.trainable_variables:
@@ -76,7 +76,7 @@ def hyperparameters(model: keras.Model) -> dict[str, Json]:
     """Returns the settings of a model's optimizers, which must be equal on all workers.
 
     The keys are names for messages. Only settings with plain values are included. A learning rate
-    is included only if it is a schedule; a number is just its present value.
+    is included only if it is a schedule: a number is only the present value, which may change.
     """
     found: dict[str, Json] = {}
     for number, optimizer in enumerate(optimizers(model)):
@@ -180,8 +180,8 @@ def carried_states(model: keras.Model) -> list[keras.Variable]:
 def lookups(model: keras.Model) -> list[keras.layers.Embedding]:
     """Returns the Embedding layers, nested anywhere, whose call only takes rows of a table.
 
-    Kinds of Embedding with a call of their own, such as those that are the output layer too, are
-    not among them.
+    Subclasses of Embedding with a `call` of their own, such as one that is the output layer, too,
+    are left out.
     """
     embedding = keras.layers.Embedding
     layers = [layer for layer in model._flatten_layers() if isinstance(layer, embedding)]
@@ -207,11 +207,11 @@ def parts_not_trained(
 def constrained(
     weights: Sequence[tf.Tensor], constraints: Sequence[Callable[[Any], Any] | None]
 ) -> list[tf.Tensor]:
-    """Returns the weights, each as its own Keras constraint makes it, as after a Keras step.
+    """Applies each weight's Keras constraint, as Keras does after a step; returns the results.
 
     Args:
         weights: whole weights, of their variables' dtypes.
-        constraints: the attribute `constraint` of each variable; None: the weight has none.
+        constraints: the attribute `constraint` of each variable, which may be None.
     """
     return [
         weight if constraint is None else tf.convert_to_tensor(constraint(weight))
@@ -225,7 +225,7 @@ def is_seed(name: str) -> bool:
 
 
 def training_variables(model: keras.Model) -> Iterator[tuple[str, keras.Variable]]:
-    """Yields every variable of the model, its optimizers and its metrics, each with its own name.
+    """Yields every variable of the model, its optimizers and its metrics, with a unique name.
 
     Names begin with "weights/", "state/", "optimizer/", "metrics/" or "carried/".
     """
@@ -248,14 +248,14 @@ def training_variables(model: keras.Model) -> Iterator[tuple[str, keras.Variable
 
 
 def inner(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
-    """Returns the optimizer inside a LossScaleOptimizer; any other one itself."""
+    """Returns the optimizer inside a LossScaleOptimizer; any other optimizer as it is."""
     return getattr(optimizer, "inner_optimizer", optimizer)
 
 
 def memory_of(optimizer: keras.optimizers.Optimizer) -> float:
     """Returns the momentum of SGD and its kin, or β₁ of Adam and its kin, in [0, 1).
 
-    It is 0 if there is none, or if it is no number. Muon has two, and this is the larger one.
+    Returns 0 if there is none, or if it is no number. Muon has two, of which the larger counts.
     """
     own = inner(optimizer)
     given = [getattr(own, name, 0.0) for name in ("momentum", "beta_1", "adam_beta_1")]
@@ -271,13 +271,13 @@ def minibatches_of_a_step(optimizer: keras.optimizers.Optimizer) -> int:
 def told_of_fit(
     optimizer: keras.optimizers.Optimizer, steps: float, fitted: float, factor: float
 ) -> str:
-    """Returns a note on a local momentum that is fitted to blocks; "" if it is not changed.
+    """Returns a note that the local momentum was changed to fit the blocks; "" if it was not.
 
     Args:
-        optimizer: the local one, with a momentum or a β₁.
+        optimizer: the local optimizer, which has a momentum or a β₁.
         steps: the steps of the optimizer in a block.
-        fitted: the momentum that it has in such blocks.
-        factor: the factor of the learning rate.
+        fitted: the momentum that the optimizer has in such blocks.
+        factor: the number by which its learning rate is multiplied.
     """
     momentum = memory_of(optimizer)
     if fitted == momentum and factor == 1.0:
@@ -299,9 +299,9 @@ def momentum_of(optimizer: keras.optimizers.Optimizer) -> float:
 
 
 def memory_can_change(optimizer: keras.optimizers.Optimizer) -> bool:
-    """Returns whether an optimizer reads its `memory_of` anew in each step.
+    """Returns whether an optimizer reads the value of `memory_of` anew in each step.
 
-    SGD with momentum, Adam, Muon, and optimizers that take the step of one of them do.
+    This holds for SGD with momentum, Adam, Muon, and subclasses that inherit their `update_step`.
     """
     kinds = [keras.optimizers.SGD, keras.optimizers.Adam, getattr(keras.optimizers, "Muon", None)]
     steps = [kind.update_step for kind in kinds if kind]

@@ -26,8 +26,8 @@ from tfpara.planner import calibrated_link
 VARIABLE = "TFPARA_MEASURE"
 MARK = "tfpara measured: "
 _SHOWN_LINES = 15  # number of lines that are shown of a script that failed
-_WORKERS = 2  # their number on this machine
-_QUIET_SECONDS = 300.0  # longest time without a line of progress
+_WORKERS = 2  # number of workers on this machine, if no hosts are given
+_QUIET_SECONDS = 300.0  # longest time without a line of progress from the script
 
 
 def is_asked() -> bool:
@@ -52,14 +52,14 @@ def measure(
         hosts: the machines of the workers. ssh must reach them, and the script, its data and
             Python must be at the same paths there. Empty: two processes on this machine.
         apart: whether each worker of the planned run will have a machine of its own. Then the
-            single worker is measured with all cores, and workers do not slow each other down.
+            single worker is measured with all cores, and workers are taken not to slow each other.
 
     Returns:
         The values by the names of `tfpara-plan`'s flags: step_ms, model_mb, link_mbit,
-        link_delay_ms, sync_ms and slowdown; and `batch`, the samples of a worker's minibatch.
+        link_delay_ms, sync_ms and slowdown; and `batch`, the samples in a worker's minibatch.
 
     Raises:
-        MeasuringError: a script failed, was too short, or has no `fit` that can be measured.
+        MeasuringError: the script failed, was too short, or has no `fit` that can be measured.
     """
     count = len(hosts) or _WORKERS
     apart = apart or len(set(hosts)) > 1
@@ -80,15 +80,15 @@ def found(
 ) -> dict[str, float]:
     """Returns the values of `measure` from the numbers that the workers printed.
 
-    Times of a sample are compared, not of a minibatch: if the script divides its batch by the
-    number of workers, a single worker has larger minibatches.
+    The times that are compared are those of a sample, not of a minibatch: if the script divides its
+    batch by the number of workers, a single worker has larger minibatches.
     """
     count = len(together)
     mean = {name: sum(each[name] for each in together) / count for name in together[0]}
     sample = alone["step_ms"] / alone["batch"]
     together_sample = mean["step_ms"] / mean["batch"]
     slowdown = 1.0 if apart else max(1.0, together_sample / sample)
-    # The time of a minibatch, as large as with several workers, on a worker that is alone.
+    # The time, on a single worker, of a minibatch as large as those of several workers.
     step_ms = sample * mean["batch"] if apart else mean["step_ms"] / slowdown
     nbytes = mean["bytes"]
     seconds = {name: mean[f"{name}_ms"] / 1e3 for name in ("reduce", "empty")}
@@ -113,7 +113,7 @@ def _local(command: Sequence[str], workers: int, threads: int) -> list[tuple[lis
 
 def _remote(command: Sequence[str], hosts: Sequence[str]) -> list[tuple[list[str], str]]:
     """Returns for each host a command, and its standard input: the run's secret."""
-    with bind("", 0) as listener:  # a port that is free here is most likely free there
+    with bind("", 0) as listener:  # a port that is free here is likely free on hosts[0]
         port = listener.getsockname()[1]
     secret = for_start({})
     started = []
@@ -170,7 +170,7 @@ class _Processes:
     """Processes with one common output, which all end when the context ends.
 
     Args:
-        started: their commands and standard inputs.
+        started: the processes' commands and standard inputs.
     """
 
     def __init__(self, started: Sequence[tuple[list[str], str]]) -> None:
@@ -200,11 +200,11 @@ class _Processes:
             popen.wait()
 
     def is_alive(self) -> None:
-        """Notes progress; reading ends after `_QUIET_SECONDS` without any."""
+        """Notes progress; `lines` ends if this is not called for `_QUIET_SECONDS`."""
         self._deadline = time.monotonic() + _QUIET_SECONDS
 
     def lines(self) -> Iterator[str]:
-        """Yields the lines that they print, until all have ended or were quiet for too long."""
+        """Yields the lines that the processes print, until all end or are quiet for too long."""
         begun = b""
         while (left := self._deadline - time.monotonic()) > 0:
             if not select.select([self._output], [], [], left)[0]:
@@ -232,7 +232,7 @@ def _why(printed: Sequence[str], places: str, was_quiet: bool) -> str:
 
 
 def _tell(text: str, over: bool = False) -> None:
-    """Prints progress; with `over` in place of the last line, on a terminal."""
+    """Prints progress; on a terminal, `over` makes it replace the last line."""
     terminal = sys.stderr.isatty()
     start = "\r" if over and terminal else ""
     print(f"{start}measuring: {text}", end="" if terminal and over else "\n", file=sys.stderr)

@@ -3,8 +3,8 @@
     tfpara-plan --step_ms=110 --model_mb=50 --link_mbit=1000
     tfpara-plan --measure script.py --epochs=3
 
-It predicts the speed-up from the time of a minibatch, the size of the model and the link (see
-`tfpara.planner`), and recommends options that cost little speed and have a known error. No
+The program predicts the speed-up from the time of a minibatch, the size of the model and the link
+(see `tfpara.planner`), and recommends options that cost little speed and have a known error. No
 TensorFlow here.
 """
 
@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _check_script(parser, options.measure)
         if options.batch is not None:
             parser.error("--batch is for a plan without --measure, which finds it in the script")
-        # If the user gives a link, it is one between machines.
+        # A link that the user gives is one between machines, each with one worker.
         apart = options.link_mbit is not None
         try:
             found = measure(options.measure, options.hosts, apart=apart)
@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _report(options: argparse.Namespace, values: dict[str, float]) -> None:
-    """Prints the plan, and writes --out."""
+    """Prints the plan, and writes the file of --out."""
     assumed = {name: value for name, value in _ASSUMED.items() if name not in values}
     values = assumed | values
     costs = Costs(
@@ -111,7 +111,7 @@ def _report(options: argparse.Namespace, values: dict[str, float]) -> None:
 
 
 def _table(plans: Sequence[Plan], speed: float | None) -> list[str]:
-    """Returns the lines of the table; `speed` is one worker's samples/s, if these are known."""
+    """Returns the lines of the table; `speed` is one worker's samples/s, if known."""
     columns = {
         "workers": [str(each.workers) for each in plans],
         "sync_period": [str(each.sync_period) for each in plans],
@@ -313,7 +313,7 @@ def _workers(text: str) -> list[int]:
 
 
 def _writable(text: str) -> Path:
-    """Returns the path of a file whose folder is there; a type of argparse."""
+    """Checks that a file's folder exists, and returns the file's path; a `type` for argparse."""
     folder = Path(text).absolute().parent
     if not folder.is_dir():
         raise argparse.ArgumentTypeError(f"{text}: there is no folder {folder}. Make it first")

@@ -42,18 +42,18 @@ _OVERLAP_ADDS = {4: {5: 0.0, 20: 3.2, 80: 2.2}, 8: {20: 7.3}}
 _INT4_ADDS = {4: {5: 0.0, 20: 0.0}, 8: {5: 0.3, 20: 0.0}}
 # The longest sync period whose error is known.
 LONGEST_KNOWN = 80
-# The size of the model in bytes from which `aggregation="auto"` shards the global state. In a
+# The sizes of a model, in bytes, from which `aggregation="auto"` shards the global state. In a
 # smaller model the whole state is small beside the activations, and its messages are too short to
-# be cut. From the second size on it does so too where that makes syncs over slow links longer:
-# between three workers and more that have no reduce-scatter but an all-to-all. There memory counts
-# more.
+# be cut. The second size holds for three or more workers that have no reduce-scatter but an
+# all-to-all: there sharding makes syncs over slow links longer, and only from that size on does the
+# memory count more.
 SHARDED_FROM_BYTES = 16 << 20
 ALWAYS_SHARDED_FROM_BYTES = 1 << 30
 # Bytes that a link carries for each byte of data: TCP packets of 1,500 bytes include headers.
 _WITH_HEADERS = 1.045
 # The bits of a weight in an exchange, by `compression`; those of "int4" with its scales.
 BITS = {"none": 32, "bf16": 16, "fp16": 16, "int8": 8, "int4": 4.5}
-# Those that `choose` tries.
+# The values of `compression` that `choose` tries by default.
 COMPRESSIONS = ("none", "int8", "int4")
 
 
@@ -80,20 +80,20 @@ class Link:
     def of_mbit(cls, mbit: float, delay_ms: float = 0.0) -> Link:
         """Returns a link of `mbit` Mbit/s (millions of bits) with a delay in milliseconds.
 
-        Of its speed 4.5 % are for the headers of packets.
+        For 1,000 bytes of data the link carries 1,045 bytes, since packets have headers.
         """
         return cls(mbit * 1e6 / 8 / _WITH_HEADERS, delay_ms / 1e3)
 
     @property
     def mbit(self) -> float:
-        """The speed in Mbit/s, with the headers of packets: `of_mbit` takes it."""
+        """The speed in Mbit/s, as `of_mbit` takes it: the headers of packets included."""
         return self.bytes_per_second * 8 / 1e6 * _WITH_HEADERS
 
     def reduce_seconds(self, nbytes: float, num_workers: int) -> float:
         """Returns the time of an all-reduce, or of a reduce-scatter and an all-gather.
 
         Each worker sends 2(N − 1)/N of the buffer (paper 000, section 3.2), in 2(N − 1) messages
-        that wait for each other.
+        of which each waits for the one before.
         """
         rounds = 2 * (num_workers - 1)
         return rounds / num_workers * nbytes / self.bytes_per_second + rounds * self.delay_seconds
@@ -105,7 +105,7 @@ class Costs:
 
     Args:
         step_seconds: t, the time of a minibatch on one replica that has its machine to itself.
-        model_bytes: bytes of the weights on the link: 4 for each without `compression`.
+        model_bytes: bytes of all weights as they are sent: 4 each without `compression`.
         link: the link between the workers.
         local_seconds: the part of a sync that is not travel: packing, the rule, unpacking.
         slowdown: α of equation 16, at least 1.
@@ -191,7 +191,7 @@ class KnownError(NamedTuple):
     Attributes:
         replicas: N.
         period: τ, minibatches.
-        percent: how much it is above the error of one replica.
+        percent: by how many % it is above the error of one replica.
     """
 
     replicas: int
@@ -207,8 +207,8 @@ def known_error(
     An N that was not measured has the error of the next larger one. A τ that was not measured has
     the larger one of two errors: those of the next shorter and the next longer period.
 
-    Returns None if only fewer replicas or shorter periods were measured, or not these options
-    together.
+    Returns None if only fewer replicas or shorter periods were measured, or if these options were
+    not measured together.
 
     Args:
         num_workers: N.
@@ -216,7 +216,7 @@ def known_error(
         overlap: whether syncs travel while the next block trains. The error that this adds was
             measured in shorter runs, where errors differ more.
         compression: format of the bytes between workers. The error that "int4" adds was measured in
-            such runs, too. Other formats count as "none".
+            shorter runs, too. Other formats count as "none".
     """
     adds: dict[int, dict[int, float]] = {}
     if compression == "int4":
@@ -275,12 +275,13 @@ def choose(
     overlaps: Sequence[bool] = (False, True),
     compressions: Sequence[str] = COMPRESSIONS,
 ) -> Plan:
-    """Returns the first options that are within both limits, with the shortest such period.
+    """Returns the first options that are within both limits, and their shortest such period.
 
-    Without overlap all `compressions` are tried, from left to right, and then with overlap: the
-    next sync makes rounding errors good, but not the errors of late syncs. No period is longer than
-    the longest whose error is known. If no options are within both limits, the result is the
-    fastest within the limit of the error, or the first of those that are slower by less than 1 %.
+    All `compressions` are tried in their order, first without overlap and then with overlap,
+    because the next sync corrects rounding errors, but not the errors of late syncs. No period is
+    longer than the longest whose error is known. If no options are within both limits, the result
+    is the first of those within the limit of the error that are less than 1 % slower than the
+    fastest of them.
 
     Args:
         costs: the costs with float32 on the link, and without overlap.
@@ -333,10 +334,11 @@ def choose(
 def _within(
     known: Callable[[int], KnownError | None], smallest: int, error_percent: float
 ) -> tuple[int, KnownError | None]:
-    """Returns the shortest period from `smallest` on whose error is within a limit.
+    """Returns the shortest period of at least `smallest` whose error is within a limit.
 
-    If there is none, the result is the longest one below `smallest`; if there is none either, it is
-    the shortest period that was measured.
+    If there is none, returns the longest period below `smallest` whose error is within the limit;
+    if there is none either, the shortest period that was measured. `known` returns the error of a
+    period.
     """
     periods = sorted({period for measured in _ERRORS.values() for period in measured})
     at_least = [min(smallest, LONGEST_KNOWN), *(p for p in periods if p > smallest)]
@@ -355,7 +357,7 @@ def calibrated_link(
 
     Args:
         reduce_seconds: the time of the all-reduce.
-        nbytes: its bytes on each worker.
+        nbytes: the bytes that it reduces on each worker.
         num_workers: N ≥ 2.
         empty_seconds: the time of an all-reduce of a few bytes, which is delay alone. At most 0.9
             of `reduce_seconds` counts as delay. 0: not measured, so there is no delay.

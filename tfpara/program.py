@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 # If this environment variable is 1, the traceback is shown beside the sentence that explains it.
 FRAMES_VARIABLE = "TFPARA_TRACEBACK"
-# A worker whose exit code is not 0 waits so long for the others to come to the same end.
+# A worker whose exit code is not 0 waits at most this long for the others to end likewise.
 _PARTING_SECONDS = 10.0
 _RAISE = dis.opmap["RAISE_VARARGS"]  # the instruction of Python's statement `raise`
 
@@ -46,7 +46,7 @@ def run(
     """Runs a program that every worker runs, and ends the process.
 
     Put it at the end of a script: `tfpara.run(main)`, or `app.run(lambda _: tfpara.run(main))` with
-    absl. Without it a script works, too. With it
+    absl. A script works without `run`, too. With `run`
 
     - no worker ends before all workers have come to the end of `main`, so no worker loses a message
       from a worker that ends;
@@ -109,7 +109,7 @@ def _ran(
     except SystemExit as leaving:
         code, is_number = leaving.code, isinstance(leaving.code, int)
         if isinstance(code, int) and code and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
-            # Some schedulers repeat SIGTERM; the exit code then still asks for a restart.
+            # Some schedulers repeat SIGTERM; the exit code must then still ask for a restart.
             signal.signal(signal.SIGTERM, lambda *_: os._exit(code))
         return code, is_number, "" if is_number else f"{of_chief}{leaving.code}"
     except KeyboardInterrupt:
@@ -135,9 +135,9 @@ def _ran(
 
 
 def explain_errors() -> None:
-    """Has Python show an error that ends the program as one sentence, if one explains it.
+    """Makes Python show an error that ends the program as one sentence, if tfpara has one.
 
-    Both kinds of strategy call it before they check their arguments and the cluster.
+    Both kinds of strategy call this before they check their arguments and the cluster.
     """
     global _explains
     if not _explains:
@@ -151,7 +151,7 @@ def watch(strategy: Strategy, found: Cluster, timeout_seconds: float) -> None:
     Args:
         strategy: a synchronous strategy that was just made.
         found: its workers, with their addresses if these are known.
-        timeout_seconds: its longest wait for other workers.
+        timeout_seconds: the strategy's longest wait for other workers.
 
     Raises:
         ValueError: TFPARA_LOST_WORKER_EXIT_CODE is no exit code.
@@ -169,7 +169,7 @@ def watch(strategy: Strategy, found: Cluster, timeout_seconds: float) -> None:
 def noting() -> Iterator[None]:
     """A context that explains errors of TensorFlow in all threads but the main one, by a note.
 
-    `sys.excepthook` does not get an error that ends a thread; engines such as Ray show it.
+    `sys.excepthook` does not get an error that ends a thread, but engines such as Ray show it.
     """
     try:
         yield
@@ -194,7 +194,7 @@ def on_leaving(leave: Callable[[bool], None]) -> None:
 def tell_of_failure(tell: Callable[[int, str], None]) -> None:
     """Registers `tell(exit_code, sentence)`, which `run` calls on failure with parameter servers.
 
-    By it the chief ends the other processes together with itself. The sentence is empty if the
+    With it the chief ends the other processes together with itself. The sentence is empty if the
     program has called `sys.exit` with a number.
     """
     _tells.append(tell)
@@ -224,7 +224,7 @@ def _explained(error: BaseException) -> Explanation | None:
     if _is_ours(error):
         return Explanation(" ".join(str(error).split()))
     if failures.is_of_tensorflow(error):
-        # In an elastic run TF_CONFIG and engines do not know who the workers are.
+        # In an elastic run TF_CONFIG and engines do not tell which processes are workers.
         return failures.explain(error, cluster.ALONE if _members_change() else cluster.read())
     raised = _raised_here(error)
     if raised is None:
@@ -306,10 +306,10 @@ def _say(name: str, found: Explanation) -> None:
 
 
 def _part(process: int) -> None:
-    """Tells the others of an elastic run that this program ends without `run`.
+    """Tells the other workers of an elastic run that this program ends without `run`.
 
     Args:
-        process: the process that made the strategy; its forks tell nothing.
+        process: id of the process that made the strategy; processes forked from it tell nothing.
     """
     # Python sets `last_value` if an error ends the program. There is no such sign of sys.exit.
     if process == os.getpid() and _strategy is not None and not hasattr(sys, "last_value"):

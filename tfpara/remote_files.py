@@ -1,7 +1,7 @@
 """Files at URLs, such as s3://bucket/path, by fsspec; no TensorFlow.
 
-All that stores have in common is that an object appears whole or not at all; they have neither
-renames nor locks. Errors of any store are raised as OSError, whose text says what to do.
+Stores guarantee only that an object appears whole or not at all; not all can rename or lock files.
+Errors of any store are raised as OSError, whose text says what to do.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ class RemoteFolder:
     def create(self, name: str, content: bytes) -> bool:
         """Writes a file unless there is one; returns whether the file has this content now.
 
-        Not every store can do this in one step. If it cannot, two processes may write at once.
+        If the store cannot do this in one step, two processes may write at the same time.
         """
 
         def written() -> bool:
@@ -154,11 +154,11 @@ class RemoteFolder:
                 self._fs.pipe_file(self._path(name), content)
             return True
 
-        # An earlier try may have written the file, and its answer was lost.
+        # If not, an earlier try may still have written the file, and its answer was lost.
         return self._tried(written, name, writes=True) or self.read(name) == content
 
     def upload(self, path: Path, name: str) -> None:
-        """Writes a file with the content of a local one."""
+        """Writes a file with the content of a local file."""
         self._tried(lambda: self._fs.put_file(os.fspath(path), self._path(name)), name, writes=True)
 
     def download(self, name: str, path: Path) -> None:
@@ -179,10 +179,10 @@ class RemoteFolder:
         return f"{self._root}/{name}"
 
     def _tried(self, action: Callable[[], _Result], name: str, writes: bool = False) -> _Result:
-        """Calls an action until it succeeds; repeats it a few times if its error may pass.
+        """Calls an action; repeats it a few times if its error may be temporary.
 
         Raises:
-            FileNotFoundError, RefusedError: it has failed. `filename` is the URL.
+            FileNotFoundError, RefusedError: the action failed; the error's `filename` is the URL.
         """
         for wait in (*_WAITS, None):
             try:
@@ -228,13 +228,13 @@ def whole(path: str | os.PathLike[str]) -> contextlib.AbstractContextManager[Pat
     """Yields a local path to write a file or folder to; it appears at `path` when the block ends.
 
     If `path` is local, this is `files.whole`. At a URL a single file replaces a former one in one
-    step. For a folder, such as a SavedModel, the former files directly in it are removed first, and
-    the new ones come last, so that a reader finds the new model or none. If the block raises,
-    nothing changes.
+    step. For a folder, such as a SavedModel, the former files directly in it (not in subfolders)
+    are removed first, and their new versions written last, so that a reader finds the new model or
+    none. If the block raises, nothing changes.
 
     Raises:
         OSError: the place cannot be written to.
-        ValueError, ImportError: as of `RemoteFolder`.
+        ValueError, ImportError: as by `RemoteFolder`.
     """
     return _uploaded(os.fspath(path)) if is_url(path) else files.whole(path)
 
@@ -260,8 +260,8 @@ def _uploaded(url: str) -> Iterator[Path]:
 def temporary_folder() -> Iterator[Path]:
     """Yields an empty local folder, in TMPDIR or /tmp, which is removed at the end of the block.
 
-    Each call also removes the folders of killed processes. A living process holds a lock on its
-    folder; its number would not tell, since containers that share TMPDIR may have equal numbers.
+    Each call also removes the folders of killed processes. A living process is known by a lock on
+    its folder, not by its number, since containers that share TMPDIR may have equal numbers.
     """
     _clear_up()
     made = Path(tempfile.mkdtemp(prefix="tfpara-"))

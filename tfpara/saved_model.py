@@ -20,7 +20,7 @@ from tfpara.strategy import Strategy
 from tfpara.sync.strategy import PeriodicSyncStrategy
 from tfpara.typing import Nest
 
-# The weight of the initial model in an average above which a user is warned.
+# The share of the initial weights in an average above which there is a warning.
 _YOUNG = 0.1
 
 
@@ -48,7 +48,7 @@ def export(
             model belongs to no strategy of tfpara, "global" and "local" both mean the model's own
             weights.
         strategy: the strategy that trained the model; None finds it from the model.
-        signature: the inputs; the signature has their names. None: the inputs of the model; several
+        signature: the inputs, with the names that they get. None: the inputs of the model; several
             inputs are one argument, with the structure in which the model takes them.
         preprocessing: TensorFlow function from the inputs of the signature to the inputs of the
             model. None: both are the same.
@@ -57,8 +57,8 @@ def export(
 
     Raises:
         FileExistsError: `path` exists, and is no SavedModel or has other files in it.
-        ImportError: it is a URL, and fsspec or its package for the scheme is not installed.
-        OSError: it cannot be written to.
+        ImportError: `path` is a URL, and fsspec or its package for the scheme is not installed.
+        OSError: `path` cannot be written to.
         ValueError: `which` is unknown, the model has not been built, its inputs are not known, or
             this is called inside `strategy.weights(...)`.
     """
@@ -122,7 +122,7 @@ def writer(
     preprocessing: Callable[..., Nest] | None = None,
     postprocessing: Callable[[Nest], Mapping[str, tf.Tensor]] | None = None,
 ) -> Callable[[], None]:
-    """Checks the arguments; returns a function that writes the model as it is when called."""
+    """Checks the arguments; returns a function that writes the model as it is at the call."""
     if not remote_files.is_url(path):
         _check_place(path)
     if not model.built:
@@ -138,7 +138,7 @@ def writer(
         archive.track(model)
         archive.add_endpoint("serve", serve, input_signature=specs)
         if remote_files.is_url(path):
-            _check_place(path)  # on the chief alone: other workers could find it half written
+            _check_place(path)  # only on the chief: other workers could see a half-written folder
         with remote_files.whole(path) as scratch:
             archive.write_out(os.fspath(scratch), verbose=False)
             without_tasks(scratch)

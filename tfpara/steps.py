@@ -15,10 +15,10 @@ from tfpara.typing import Array, Nest
 def skip_empty(fn: Callable[..., Nest]) -> Callable[..., Nest]:
     """Wraps `fn` so that it returns zeros if a replica's batch has no samples.
 
-    If `fn` has not run before, it is traced, which runs no operation, to find their shapes.
+    If `fn` has not run before, it is traced, but not run, to find the shapes of its results.
     """
 
-    stepped: list[Nest] = []  # results of replicas before this one; TensorFlow runs them in turn
+    stepped: list[Nest] = []  # results of the replicas that ran before this one, in turn
 
     def guarded(*args: Nest, **kwargs: Nest) -> Nest:
         count = batch_size((args, kwargs))
@@ -83,9 +83,9 @@ def after(structure: Nest) -> contextlib.AbstractContextManager[Any]:
 
 
 def batch_size(structure: Nest) -> int | tf.Tensor | None:
-    """Returns the samples in a replica's batch: the first axis of the first tensor that has axes.
+    """Returns the samples in a replica's batch: length of the first axis of the first tensor.
 
-    Returns None without such a tensor.
+    Tensors without axes do not count. Returns None if there are no others.
     """
     for leaf in tf.nest.flatten(structure):
         if isinstance(leaf, tf.RaggedTensor):
@@ -108,15 +108,15 @@ def weight_of(minibatch: Nest, samples: int | tf.Tensor, loss: Any) -> int | tf.
 
     With these weights every frame counts the same in the model, whichever replica has it: model
     averaging with plain SGD after every minibatch is one step on all replicas' minibatches
-    together. The divisor depends on Keras' reduction. It is the sum of the sample weights
-    ("mean_with_sample_weight"), their number, including those of padding ("sum_over_batch_size",
-    "mean"), or 1, and 0 without samples ("sum"). If several outputs have sample weights of their
-    own, their losses have different divisors. Then it is the sum, since no single number is exact.
+    together. The divisor depends on Keras' reduction. With "mean_with_sample_weight" it is the sum
+    of the sample weights; with "sum_over_batch_size" or "mean" their number, padding included; with
+    "sum" it is 1, or 0 without samples. If several outputs have sample weights of their own, their
+    losses have different divisors, and no single number is exact: then the sum of all is returned.
 
     Args:
         minibatch: the argument of `train_step`, (x, y, sample weights) if there are weights.
-        samples: the number of samples in it, which is the result without sample weights, unless the
-            reduction is "sum".
+        samples: the number of samples in the minibatch. It is the result if there are no sample
+            weights, unless the reduction is "sum".
         loss: the loss that the model was compiled with.
     """
     reduced = reductions(loss)
@@ -135,7 +135,7 @@ def with_open_batches(dataset: tf.data.Dataset) -> tf.data.Dataset:
     """Returns `dataset` with a batch size that its spec leaves open.
 
     If all shapes are fixed and the last minibatches are fewer than the devices, TensorFlow leaves
-    them out. With an open batch size it gives the other devices an empty minibatch.
+    these minibatches out. With an open batch size it gives the other devices an empty minibatch.
     """
     specs = tf.nest.flatten(dataset.element_spec)
     if not all(isinstance(s, tf.TensorSpec) and s.shape.is_fully_defined() for s in specs):
@@ -168,7 +168,7 @@ def with_own_memory(dataset: tf.data.Dataset) -> tf.data.Dataset:
 
 
 def without_tuner(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """Returns `dataset` with tf.data's autotuning off, unless its options say on or off.
+    """Returns `dataset` with tf.data's autotuning off, unless its options set autotuning.
 
     The tuner's thread sleeps for longer and longer, and the iterator of several devices cannot wake
     it. The end of an epoch, and so the other workers, would wait for up to a minute.

@@ -12,7 +12,7 @@ from tfpara.algorithms.rule import Average
 from tfpara.cluster.call_site import Purpose
 from tfpara.typing import Json
 
-# The key in a state: whether the attribute `weights` of its object has arrays that belong to it.
+# A key of states: whether arrays in the object's attribute `weights` belong to the state, too.
 HAS_WEIGHTS = "has weights"
 
 
@@ -20,7 +20,7 @@ class StateHolder(Protocol):
     """An object whose state checkpoints keep."""
 
     def get_state(self) -> Json:
-        """Returns the state, as JSON can carry it."""
+        """Returns the state, in values that JSON can carry."""
 
     def set_state(self, state: Json) -> None:
         """Restores the state that `get_state` has returned."""
@@ -29,34 +29,34 @@ class StateHolder(Protocol):
 class EpochUnits:
     """The position in an epoch, in units that all workers count alike.
 
-    The methods of this class itself are right where all replicas take the same steps.
+    The methods of this class itself are right if all replicas take the same number of steps.
     """
 
     def total(self, steps: int | None) -> int:
         """Returns the length of the epoch; 0 if it is not known.
 
         Args:
-            steps: steps of each replica with which the run begins. None: not known.
+            steps: steps in an epoch of each replica with which the run began; None if unknown.
         """
         return steps or 0
 
     def trained(self, steps: int) -> int:
-        """Returns the units that the model includes, at a sync after so many steps of a replica."""
+        """Returns how many units are in the model, at a sync after so many steps of a replica."""
         return steps
 
     def reached(self, steps: int) -> int:
-        """Returns the units that are trained if all workers are as far in the block as this one."""
+        """Returns how many units are trained if all workers are as far as this one, at `steps`."""
         return steps
 
     def position(self) -> dict[str, Json]:
-        """Returns what a checkpoint at a sync needs of the position, beside the number of steps."""
+        """Returns the position that a checkpoint at a sync stores besides the number of steps."""
         return {}
 
     def resume(self, epoch: int, position: Mapping[str, Any]) -> None:
         """Continues from a checkpoint's position within the epoch that begins.
 
         Raises:
-            ValueError: the position is one of an elastic run, or of one with blocks by speed.
+            ValueError: the position is that of an elastic run, or of a run with `balance=`.
         """
         if owed := position.get("owed"):
             raise ValueError(
@@ -110,7 +110,7 @@ class Strategy:
 
     @property
     def sync_period(self) -> int | None:
-        """τ, minibatches of each replica between two syncs; None while there are none."""
+        """τ, minibatches of each replica between two syncs; None if there are no syncs."""
         return None
 
     @property
@@ -131,14 +131,14 @@ class Strategy:
     def at_one_moment(
         self, model: keras.Model, names: Sequence[str]
     ) -> contextlib.AbstractContextManager[Callable[[], int]]:
-        """A context in which `weights` gives weights of one moment, however long it lasts.
+        """A context in which all calls of `weights` give the weights of one moment.
 
-        It yields a function that returns the number of syncs, or pushes, in these weights. Call
-        that function after `weights`, which may sync.
+        The context yields a function that returns the number of syncs, or pushes, in these
+        weights. Call that function after `weights`, which may sync.
 
         Args:
             model: as for `weights`.
-            names: the names that `weights` gets in this context.
+            names: the names with which `weights` is called in this context.
         """
         del names
 
@@ -149,7 +149,7 @@ class Strategy:
         return contextlib.nullcontext(syncs)
 
     def statistics_of(self, model: keras.Model) -> Any:
-        """Returns counts and times of the syncs, or of the pushes of `model`; None without any."""
+        """Returns counts and times of the syncs, or of the pushes, of `model`; None without any."""
         del model
         return self.statistics()
 
@@ -201,7 +201,7 @@ class Strategy:
         """Waits for all workers at the end of the program, as far as that is needed."""
 
     def program_ends(self) -> None:
-        """Tells the other workers that this program ends, where `tfpara.run` does not end it."""
+        """Tells the other workers that this program ends, if it ends without `tfpara.run`."""
 
     # -- all together ----------------------------------------------------------------------------
 
@@ -216,6 +216,6 @@ class Strategy:
         return [value]
 
     def steps_resumed(self, epoch: int) -> int:
-        """Returns the minibatches of this epoch that each replica has had in an earlier process."""
+        """Returns how many minibatches of this epoch each replica has had in an earlier process."""
         del epoch
         return 0

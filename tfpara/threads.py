@@ -8,13 +8,13 @@ import os
 import tensorflow as tf
 
 _log = logging.getLogger(__name__)
-# TensorFlow prepares a function that spans more devices than these in its own threads for
-# operations, not in the thread that calls it.
+# TensorFlow prepares a function that spans more than this number of devices in its threads for
+# operations, not in the thread that calls the function.
 _MANY_DEVICES = 8
 
 
 def check_threads(devices: int) -> None:
-    """Sets two threads for operations where a process has more than 8 devices and only one thread.
+    """Sets two threads for operations if a process has more than 8 devices and only one thread.
 
     The training step calls the sync, a function that spans all devices. The step runs in one of
     TensorFlow's threads for operations, and waits there while TensorFlow prepares the sync in

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import tensorflow as tf
     from numpy.typing import NDArray
 
-# Weights, or values for each of them: NumPy's where a rule is checked, TensorFlow's in a run.
+# An array of weights, or of values for them: NumPy's in checks of a rule, TensorFlow's in a run.
 Array: TypeAlias = "NDArray[Any] | tf.Tensor"
 # A number that a graph may compute.
 Scalar: TypeAlias = "float | NDArray[Any] | tf.Tensor"
@@ -21,9 +21,9 @@ Scalar: TypeAlias = "float | NDArray[Any] | tf.Tensor"
 State: TypeAlias = Any
 # A variable of TensorFlow or of Keras.
 Variable: TypeAlias = "tf.Variable | keras.Variable"
-# Tensors in tuples, lists and dicts, as `tf.nest` takes them; None and a tensor alone as well.
+# Tensors in tuples, lists and dicts, as `tf.nest` takes them; also None, or a single tensor.
 Nest: TypeAlias = Any
-# Data for Keras' `fit`: arrays in such structures, datasets, `PyDataset`, generators.
+# Data for Keras' `fit`: arrays in structures as of `Nest`, datasets, `PyDataset`, generators.
 Data: TypeAlias = Any
 # A value that JSON can carry.
 Json: TypeAlias = Any

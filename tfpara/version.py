@@ -1,3 +1,3 @@
-"""The one place where the version stands."""
+"""The version, which is written here alone."""
 
 __version__ = "0.3.0.dev0"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numbers
 
-LARGEST_COUNT = 2**53  # beyond it not every whole number is a float64, in which counts travel
+LARGEST_COUNT = 2**53  # the largest up to which a float64, in which counts are sent, is exact
 
 
 def checked_whole(
@@ -14,13 +14,13 @@ def checked_whole(
 
     Args:
         name: the argument's name, for the error.
-        value: what was given.
-        at_least: the smallest that is allowed.
-        of: what it counts, as in "minibatches", for the error.
-        at_most: the largest that is allowed; None: there is none.
+        value: the given value.
+        at_least: the smallest allowed value.
+        of: what the number counts, such as "minibatches", for the error.
+        at_most: the largest allowed value; None for no limit.
 
     Raises:
-        ValueError: it is no whole number, or outside of these limits.
+        ValueError: the value is no whole number, or outside of these limits.
     """
     if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < at_least:
         counted = f" of {of}" if of else ""

@@ -59,7 +59,7 @@ def count_errors(reference: Sequence[int], recognised: Sequence[int]) -> PhoneEr
         PhoneErrors(insertions=1, deletions=0, substitutions=2, reference=4)
     """
     hypothesis = np.asarray(recognised, np.int64)
-    # One number has both counts: an error costs `substitute`, and 1 more if it is no substitution.
+    # A cost holds two counts: an error costs `substitute`, and 1 more if it is no substitution.
     substitute = len(reference) + len(hypothesis) + 1
     gap = substitute + 1
     ramp = gap * np.arange(len(hypothesis) + 1)

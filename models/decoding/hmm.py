@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-_POOLED_WEIGHT = 10.0  # weight, in moves, of all phones' distribution in a phone's own
-_MOVE_FLOOR = 0.5  # added to the counts of every possible move of all phones together
+_POOLED_WEIGHT = 10.0  # the distribution of all phones' moves counts as so many moves of a phone
+_MOVE_FLOOR = 0.5  # added to the count of every possible move of all phones together
 # Log-likelihood, approximately, of a class without a training frame. It is beyond the beam of a
-# decoder even at an acoustic scale of 0.01, and so small that sums of float32 keep their
-# hundredths.
+# decoder even at an acoustic scale of 0.01. Its magnitude is so small that sums of float32 keep
+# their hundredths.
 UNSEEN = -1e5
 
 
@@ -67,8 +67,8 @@ class PhoneStates:
         """Finds where phones begin in a sequence of frame labels.
 
         A phone begins at the first frame, when the phone changes, and when the state goes back,
-        since then the phone was said twice. (If the second one shows no earlier state than the end
-        of the first, the two count as one.)
+        since then the phone was said twice. (If the second phone does not begin with an earlier
+        state than that in which the first ends, the two count as one.)
 
         Args:
             labels: int [num_frames], classes.
@@ -180,10 +180,10 @@ def estimate(counts: Counts) -> Hmm:
     """Estimates the model from counts; smoothed, so that nothing possible has probability 0.
 
     * Priors: see `log_prior`.
-    * Moves within a phone: (n + 10 p̄) / (N + 10), with p̄ the common distribution of all phones
-    with
-      equally many states, to each of whose counts 1/2 is added. States are passed in order; they
-      may be skipped, as in a phone of one or two frames.
+    * Moves within a phone: (n + 10 p̄) / (N + 10), for a move that is n of the N moves from a state,
+      with p̄ the common distribution of all phones with equally many states, to each of whose counts
+      1/2 is added. States are passed in order; they may be skipped, as in a phone of one or two
+      frames.
     * Bigram: Witten & Bell's, p(q | p) = (n_pq + t_p p(q)) / (n_p + t_p), with t_p the number of
       different phones seen after p, and at least 1; p(q) = (n_q + 1) / (n + P + 1), the utterance's
       end among the q. No utterance is empty.
@@ -208,8 +208,9 @@ def estimate(counts: Counts) -> Hmm:
 def log_prior(frames: np.ndarray) -> np.ndarray:
     """Returns log p(k) = log((n_k + 1) / (n + K)), [K], from the frames n_k of each class.
 
-    If n_k is 0 it returns -`UNSEEN`, so that log posteriors minus it are about `UNSEEN`. Otherwise
-    such a class, whose prior is small, would be the likeliest of all by a small posterior.
+    If n_k is 0, the value is -`UNSEEN`, so that log posteriors minus it are about `UNSEEN`. By the
+    formula, the prior of such a class would be so small that even a small posterior would make it
+    the likeliest class of all.
     """
     known = np.log((frames + 1) / (frames.sum() + len(frames)))
     return np.where(frames > 0, known, -UNSEEN)
@@ -239,7 +240,7 @@ def _bigram(counts: np.ndarray) -> np.ndarray:
     unigram = (totals + 1) / (totals.sum() + len(totals))
     kinds = np.maximum((counts > 0).sum(1, keepdims=True), 1)
     smoothed = counts + kinds * unigram
-    smoothed[-1, -1] = 0  # an utterance of no phone
+    smoothed[-1, -1] = 0  # no utterance is without phones
     return _normalised(smoothed)
 
 

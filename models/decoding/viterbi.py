@@ -29,9 +29,9 @@ def decode(
 
         Σ_t a·ℓ_t(state_t) + Σ log p(moves within phones) + Σ (log p(phone | phone before) − b)
 
-    the beginning and the end of the utterance included, as in the bigram. Between frames a path
-    moves within its phone, or leaves it and enters another (or the same again). If these are
-    equally good it stays in its phone; of equally good states or phones it takes the one with the
+    where the sums include the utterance's beginning and end, as the bigram does. Between frames a
+    path moves within its phone, or leaves it and enters another (or the same again). If both are
+    equally good, it stays in its phone; of equally good states or phones it takes the one with the
     lower number. All phones are computed at once: P² + P·S² additions for each frame.
 
     Args:

@@ -1,5 +1,5 @@
 """Benchmarks: `python -m scripts.benchmarks --suite=SUITE --out=FILE.json`.
 
-Nothing is imported here, since the peers' processes run in environments without TensorFlow and
+This file imports nothing, since the processes of peers run in environments without TensorFlow and
 absl.
 """

@@ -2,9 +2,9 @@
 
 Suite `scaling`: the DNN of 12.5 million parameters (1320-6x1024-5723) on data in memory, one thread
 per worker. Each round measures, one after the other: plain Keras in one process, plain Keras in two
-processes that are independent of each other, this strategy on one worker and on two workers at
-several sync periods, and a bare all-reduce of the model's bytes. `ratio_to_independent` is the
-speed over that of the two independent processes of the same round.
+processes that are independent of each other, tfpara on one worker, tfpara on two workers at several
+sync periods, and a bare all-reduce of the model's bytes. `ratio_to_independent` is the speed over
+that of the two independent processes of the same round.
 
 Suite `averages`: a sync of the same DNN under BMUF on two workers, without averages and with three
 (EMA of two decays, MA), with replicated and sharded global state. `ratio_to_none` is the time of a
@@ -21,32 +21,34 @@ Suite `async`: samples/s of two workers with one parameter server under asynchro
 networks of 0.1, 1.6 and 12.5 million weights, beside one process of plain Keras (`ratio_to_plain`)
 and two that are independent of each other (`ratio_to_independent`); minibatches of --batch. Then
 pushes/s of one and two workers with one parameter server, by tfpara.AsyncStrategy and by
-TensorFlow's stock loop, for the same DNN and a tiny one. `ratio_to_stock` is the ratio of the two
-in the same round. --only=speeds or --only=pushes measures one of them.
+TensorFlow's stock loop, for the same DNN, a tiny one and an embedding table. `ratio_to_stock` is
+the speed over that of the stock loop in the same round. --only=speeds or --only=pushes measures one
+half of the suite.
 
-Suite `faults`: the part of the time that is progress while a worker is killed every --kill_every
+Suite `faults`: the share of the time that is progress while a worker is killed every --kill_every
 seconds: with elastic=, with a spare worker, and with a restart of all workers from a checkpoint.
 `goodput` is the time of an epoch without faults over that with faults.
 
 Suite `gpu`: milliseconds of a step of six networks on one card: by plain Keras with its defaults
 (XLA compiles it on GPUs), by tfpara with one worker at sync periods 5, 20 and 80 and without syncs,
-and by PyTorch if it is installed. `of_plain` is plain Keras' step over tfpara's step with its
-syncs; `sync_ms` is the time that a sync adds. Without a card the networks are tiny, and only show
-that the program runs.
+and by PyTorch if it is installed. `of_plain` is the time of plain Keras' step over that of tfpara's
+step, syncs included; `sync_ms` is the time that a sync adds. Without a card the networks are tiny,
+and only show that the program runs.
 
 Suite `step`: a training step of one worker, and of plain Keras in the same process: milliseconds of
-wall time and of the processor, and the operations of its graph; and a sync of that worker. It does
-so for networks of 0.1, 1.6 and 12.5 million weights, for calls of one and 20 minibatches, and for
-one and two devices.
+wall time and of processor time, and the operations of the step's graph. Also the milliseconds of
+that worker's sync. The suite has networks of 0.1, 1.6 and 12.5 million weights, calls of one and 20
+minibatches, and one and two devices.
 
-Suite `cluster`: what a sync adds for 2 to 16 workers (--replicas), each with a link of its own
-(--link_mbit; needs root), whose step is a pause of --step_seconds. `over_floor` is a sync over
-the least that a ring's transfers take, `predicted` the planner's speed-up.
+Suite `cluster`: the time that a sync adds, for 2 to 16 workers (--replicas), each with a link of
+its own (--link_mbit; needs root). A worker's step is a pause of --step_seconds. `over_floor` is the
+time of a sync over the least that a ring's transfers take, `predicted` the planner's speed-up.
 
-Suite `balance`: two and four workers, of which the last may be slowed to a half; their steps take
---step_seconds at least. `of_all_speeds` is the throughput over the sum of the workers' speeds, each
-without its syncs; `ratio_to_off` is the throughput over that of equal blocks of the same round;
-`loss` is of the global model after equally many samples, with another seed in each round.
+Suite `balance`: two and four workers, of which the last may be slowed to half the speed; their
+steps take --step_seconds at least. `of_all_speeds` is the throughput over the sum of the workers'
+speeds, which are measured without their syncs; `ratio_to_off` is the throughput over that with
+equal blocks in the same round; `loss` is of the global model after equally many samples, with
+another seed in each round.
 
 Suite `peers`: tfpara beside MultiWorkerMirroredStrategy, Horovod, PyTorch and torchft, on loopback
 and on limited links; see scripts.benchmarks.beside_peers. `predictions` are those of the cost

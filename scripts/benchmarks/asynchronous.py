@@ -14,7 +14,7 @@ from scripts.benchmarks import processes, step_worker
 
 SYSTEMS = ("stock", "tfpara")
 WORKERS = (1, 2)
-# A table of 1 M × 64, of which a minibatch uses some 2,000 rows.
+# An embedding table of 1 M × 64, of which a minibatch uses some 2,000 rows.
 TABLE = {"ids": 1_000_000, "inputs": 8, "width": 64, "classes": 16, "batch": 256}
 TINY = {"inputs": 40, "layers": 1, "width": 64, "classes": 48, "batch": 32}
 # Rules and sync periods whose speed is compared with that of plain Keras.
@@ -31,7 +31,7 @@ def speeds(batch: int, steps: int, rounds: int, seconds: float) -> list[dict[str
 
     Args:
         batch: minibatch of each process, in samples.
-        steps: timed minibatches of each process for the largest network; others take more.
+        steps: timed minibatches of each process for the largest network; more for smaller ones.
         rounds: how often everything is measured.
         seconds: time after which a run is killed.
 
@@ -75,12 +75,12 @@ def speeds(batch: int, steps: int, rounds: int, seconds: float) -> list[dict[str
 
 
 def measured(sizes: dict[str, int], steps: int, rounds: int, seconds: float) -> dict[str, Any]:
-    """Measures a model of `sizes`, a tiny one and a table, with one parameter server.
+    """Measures a model of `sizes`, a tiny one and an embedding table, with one parameter server.
 
     Args:
         sizes: sizes of the large model, with "batch".
-        steps: timed minibatches of each worker for the large model, and for whole tables; the tiny
-            one, and a table by rows, take 20 times as many.
+        steps: timed minibatches of each worker for the large model and for the table; 20 times as
+            many for the tiny model, and where tfpara exchanges only the table's rows in use.
         rounds: how often everything is measured.
         seconds: time after which a run is killed.
 

@@ -3,9 +3,10 @@
     python -m scripts.benchmarks.asynchronous_worker JSON
 
 The system "tfpara" trains with `tfpara.AsyncStrategy`, by the `rule` and `sync_period` of the
-options, "whole" too, but with whole tables. "stock" is the loop of TensorFlow's guide:
-`ParameterServerStrategy`, and for each step a scheduled function with Keras' optimizer. All run in
-the same kind of processes. The chief prints the figures as a line of JSON.
+options. "whole" does the same, but exchanges whole embedding tables, not only the rows in use.
+"stock" is the loop of TensorFlow's guide: `ParameterServerStrategy`, and for each step a scheduled
+function with Keras' optimizer. All run in the same kind of processes. The chief prints the figures
+as a line of JSON.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from tfpara.parameter_server import processes
 from tfpara.parameter_server.chunks import Chunks
 from tfpara.parameter_server.strategy import AsyncStrategy
 
-_CHUNKS = 4  # chunks of a worker, as in `fit`, so that none trains alone at the end
+_CHUNKS = 4  # chunks for each worker, as in `fit`, so that no worker trains alone at the end
 _STARTUP_SECONDS, _TIMEOUT_SECONDS = 300.0, 60.0
 
 
@@ -46,7 +47,7 @@ def main() -> None:
 
 
 def _model(options: dict[str, Any]) -> keras.Model:
-    if "ids" in options:  # a table, and plain SGD, for which rows and whole tables are the same
+    if "ids" in options:  # with plain SGD, an exchange of rows gives the same as one of the table
         x = keras.Input((options["inputs"],), dtype="int64")
         pooled = keras.layers.GlobalAveragePooling1D()(
             keras.layers.Embedding(options["ids"], options["width"])(x)

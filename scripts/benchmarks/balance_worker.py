@@ -1,11 +1,12 @@
 """One worker of the suite `balance`.
 
-Its steps take at least `step_seconds`, as if a device of its own took them: the machine's cores
-would otherwise set the speeds.
+Its steps take at least `step_seconds`, as on a device of its own. Otherwise the machine's cores,
+which all workers share, would set the speeds.
 
-Options: `sizes`, the widths of a dense network; `batch`; `sync_period`; `blocks`, the timed ones,
-if all workers take equally many steps; `step_seconds` of each worker; `changes`, whether the
-workers exchange them in the middle; `balance`, of the strategy; `seed` of weights and data.
+Options: `sizes`, the widths of a dense network; `batch`; `sync_period`; `blocks`, the number of
+timed blocks, if all workers take equally many steps; `step_seconds` of each worker; `changes`,
+whether the workers swap their `step_seconds` halfway; `balance`, of the strategy; `seed` of weights
+and data.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from scripts.benchmarks.peers.process import wait_for_the_others
 
 
 class _Pace(keras.callbacks.Callback):
-    """Keeps the pace: a step takes `seconds`, besides its sync; `later` from time `change` on."""
+    """Makes a step, without its sync, take `seconds`, or, from time `change` on, `later`."""
 
     def __init__(self, strategy: tfpara.PeriodicSyncStrategy, seconds: float, later: float) -> None:
         super().__init__()
@@ -75,7 +76,7 @@ def _figures(options: dict[str, Any]) -> dict[str, float]:
 
     fit(2)  # compiles a step and a sync
     wait_for_the_others()
-    fit(3)  # the speeds become known
+    fit(3)  # the strategy gets to know the speeds
     half = blocks * period * len(seconds) / sum(1.0 / each for each in seconds) / 2
     pace.change = time.time() + half
     fit(blocks)

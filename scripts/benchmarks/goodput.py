@@ -97,7 +97,7 @@ def _run(
 
 
 def _growth(run: report.Run) -> dict[str, Any]:
-    """Returns the growth of the longest-lived worker, from a third of its life to its end."""
+    """Returns by how much the longest-lived worker grows from a third of its life to its end."""
     lives = [life for life in report.growth(run.samples) if life["name"] != "launcher"]
     if not lives:
         return {}

@@ -2,8 +2,8 @@
 
     python -m scripts.benchmarks.goodput_worker JSON
 
-It trains a small network in steps of at least `step_seconds`, as on a device of its own. Faster
-steps would depend on the cores, which all workers of the machine share.
+It trains a small network in steps of at least `step_seconds`, as on a device of its own. The time
+of faster steps would depend on the cores, which all workers of the machine share.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class _Watch(keras.callbacks.Callback):
         self.strategy, self.seconds = strategy, seconds
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        tell(pid=os.getpid())  # here the worker has been admitted
+        tell(pid=os.getpid())  # by now the run has admitted the worker
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         self.begun = time.monotonic()
@@ -48,7 +48,7 @@ class _Watch(keras.callbacks.Callback):
 
 
 def main() -> None:
-    """Trains `epochs` epochs; each worker's share of one is `epoch_steps` minibatches."""
+    """Trains `epochs` epochs. A worker's share of an epoch is `epoch_steps` minibatches."""
     options = json.loads(sys.argv[1])
     workers = options["workers"]
     elastic = tfpara.Elastic(min_workers=1, max_workers=workers) if options["elastic"] else None

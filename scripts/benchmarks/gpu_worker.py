@@ -57,7 +57,7 @@ def _keras(options: dict[str, Any]) -> dict[str, Any]:
 
     import tfpara
 
-    # The starter gives each process one thread, for CPUs; a card needs more to be kept busy.
+    # The benchmark starts each process with one thread, for CPUs. A card needs more to stay busy.
     tf.config.threading.set_inter_op_parallelism_threads(0)
     tf.config.threading.set_intra_op_parallelism_threads(0)
     strategy = tfpara.PeriodicSyncStrategy(tfpara.BMUF(), sync_period=_NEVER)
@@ -71,7 +71,7 @@ def _keras(options: dict[str, Any]) -> dict[str, Any]:
         return {"step": seconds, "sync": synced / max(1, syncs)}
 
     for period in options["periods"]:
-        with_period(period)  # traces the syncs; the first ones also measure distances
+        with_period(period)  # traces the syncs; the first ones also measure replicas' distances
     wait_for_the_others()
     turns: dict[str, list[dict[str, float]]] = {}
     for _ in range(options["turns"]):
@@ -84,8 +84,8 @@ def _keras(options: dict[str, Any]) -> dict[str, Any]:
     for period in options["periods"]:
         name = f"period_{period}"
         figures[f"{name}_of_plain"] = steps["plain"] / steps[name]
-        # This is the time that a sync adds. The host's measurement includes waits for earlier
-        # steps.
+        # `sync_ms` is the time that a sync adds. `host_ms`, which the host measures, also includes
+        # waits for earlier steps.
         figures[f"{name}_sync_ms"] = 1000 * period * (steps[name] - steps["never"])
         figures[f"{name}_host_ms"] = 1000 * statistics.median(turn["sync"] for turn in turns[name])
     batch = NETWORKS[options["network"]][bool(options["small"])][-1]
@@ -169,7 +169,7 @@ def _network(name: str, shape: tuple[int, ...], classes: int, small: bool) -> An
 
 
 def _torch(options: dict[str, Any]) -> dict[str, Any]:
-    """Measures PyTorch's usual loop, not compiled, with TF32 for products, as in TensorFlow."""
+    """Measures PyTorch's usual loop, not compiled; matrix products in TF32, as in TensorFlow."""
     torch: Any = importlib.import_module("torch")
     nn = torch.nn
     torch.backends.cuda.matmul.allow_tf32 = True

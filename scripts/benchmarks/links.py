@@ -1,7 +1,7 @@
-"""The networks of a benchmark's processes: this machine's loopback, or network namespaces of their
-own, each with a cable to a switch, whose speed and delay are limited.
+"""The networks of a benchmark's processes: this machine's loopback, or limited links.
 
-Namespaces, cables and their limits are made by `ip` and `tc`, which only root may use.
+For limited links, each process has a network namespace of its own, with a cable to a switch. The
+cables have a limited speed, and a delay. `ip` and `tc` make all of this; only root may use them.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ class Loopback:
 
 
 class Namespaces:
-    """Network namespaces with a cable each, and the switch between them, which has its own.
+    """Network namespaces with a cable each, to a switch in a namespace of its own.
 
-    Make them with `limited`, which removes them.
+    Make them with `limited`, which also removes them.
     """
 
     interface = _INTERFACE
@@ -57,7 +57,7 @@ class Namespaces:
         self.names = [f"tfpara-{os.getpid()}-{end}" for end in range(ends)]
         self._switch = f"tfpara-{os.getpid()}-switch"
         self.delay_ms = 0.0
-        # Each cluster has new ports, so that it never meets processes of the last one.
+        # Each cluster has new ports, so that it never meets processes of an earlier one.
         self._ports = itertools.count(20000)
 
     def prefix(self, rank: int) -> list[str]:
@@ -100,8 +100,8 @@ class Namespaces:
     def _limit(self, name: str, interface: str, mbit: float, delay_ms: float) -> None:
         """Limits what a namespace sends on an interface."""
         at = ["tc", "-n", name, "qdisc", "add", "dev", interface]
-        # The bucket has 1 ms of data, and at least one large packet. Packets wait for at most
-        # _QUEUE_MS, as in a switch with that much memory.
+        # The token bucket holds 1 ms of data, and at least one large packet. Packets wait for at
+        # most _QUEUE_MS, as in a switch with memory for that.
         burst = max(128 * 1024, int(mbit * 1e6 / 8 * 0.001))
         speed = ["tbf", "rate", f"{mbit}mbit", "burst", str(burst), "latency", f"{_QUEUE_MS}ms"]
         _run(*at, "root", "handle", "1:", *speed)

@@ -1,8 +1,8 @@
 """The suite `cluster` of scripts.benchmarks: syncs of 2 to 16 workers, each with a link of its own.
 
 A worker's step is a pause, as long as a GPU's step; its weights and its syncs are real. So a few
-cores do for many workers, up to the speed at which the syncs themselves need the cores:
-`processor_ms` says how much of a core a worker's sync takes.
+cores are enough for many workers, until the syncs themselves need all of the cores. `processor_ms`
+tells how long a worker's sync keeps a core busy.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from scripts.benchmarks.processes import measure
 from scripts.benchmarks.systems import elements_of
 from tfpara.planner import BITS, Costs, Link
 
-_SECONDS = 900.0  # of a run; on two cores sixteen processes take a minute to start
+_SECONDS = 900.0  # longest time of a run; on two cores sixteen processes take a minute to start
 
 
 _Way = dict[str, Any]  # a way to sync, as arguments of the strategy
@@ -54,7 +54,7 @@ def measured(
         rounds: how often everything is measured; the ways take turns.
 
     Yields:
-        All rows so far, after each link and number of workers: what is slow comes last.
+        All rows so far, after each link and number of workers. The slowest of these come last.
     """
     rows: list[dict[str, Any]] = []
     for mbit in sorted(speeds, reverse=True):
@@ -94,7 +94,7 @@ def _options(
     workers: int,
     sizes: dict[str, int],
 ) -> dict[str, Any]:
-    # Blocks of some ten seconds together, and three at least.
+    # The timed blocks take some ten seconds together; there are at least three.
     block = _costs(strategy, pause, link, sizes).sync_seconds(workers) + period * pause
     blocks = min(20, max(3, round(10 / block)))
     return {
@@ -120,10 +120,10 @@ def _row(
 ) -> dict[str, Any]:
     """Returns the medians over the rounds, with the extremes of the speed-up.
 
-    `adds_ms` is what a sync adds to a block's pauses. `floor_ms` is the least that a ring's
-    transfers take: 2 (N − 1) / N · bytes / bandwidth. `speedup` is the number of pauses that all
-    workers have had, over those that one worker alone has in the same time; `predicted` is the
-    planner's, with the processor time of a sync as its local part.
+    `adds_ms` is the time that a sync adds to a block's pauses. `floor_ms` is the least that a
+    ring's transfers take: 2 (N − 1) / N · bytes / bandwidth. `speedup` is the number of steps that
+    all workers together have done, over the number that one worker does in the same time without
+    syncs. `predicted_speedup` is the planner's, with the processor time of a sync as local part.
     """
     values = {key: statistics.median(one[key] for one in series) for key in series[0]}
     speedups = [one["samples_per_second"] * pause for one in series]

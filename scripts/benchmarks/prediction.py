@@ -15,7 +15,7 @@ def costs_of(
 ) -> Costs | None:
     """Returns the costs of steps and syncs, from the rows on loopback.
 
-    Returns None if a system was not measured that is needed for that.
+    Returns None if a system that is needed for this was not measured.
     """
     found = {row["system"]: row for row in rows if row["link"] == loopback}
     speeds = [

@@ -126,7 +126,7 @@ def _environment(place: Loopback | Namespaces, cluster: Cluster | None) -> dict[
     }
     if cluster is None:
         return environment
-    # Without these, Gloo uses the interface of the address of this machine's name.
+    # Without these, Gloo would use the interface that has the address of this machine's name.
     interfaces = dict.fromkeys(("GLOO_SOCKET_IFNAME", "HOROVOD_GLOO_IFACE"), place.interface)
     return environment | interfaces | {"TF_CONFIG": cluster.tf_config()}
 

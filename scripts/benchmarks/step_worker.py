@@ -74,7 +74,7 @@ def _figures(options: dict[str, Any]) -> dict[str, float]:
 
 
 class _Trained:
-    """A model and its data. It is trained by `fit`, and only its steps are timed."""
+    """A model and its data. The model is trained by `fit`, and only its steps are timed."""
 
     def __init__(self, options: dict[str, Any], strategy: Any) -> None:
         import keras
@@ -97,9 +97,9 @@ class _Trained:
         self.train(options["execution"])
 
     def train(self, steps: int) -> tuple[float, float]:
-        """Trains an epoch of `steps` steps; returns a step's seconds of wall time and of processor.
+        """Trains an epoch of `steps` steps; returns a step's wall time and processor time, seconds.
 
-        The begin and the end of the epoch do not count.
+        The beginning and the end of the epoch do not count.
         """
         import keras
 

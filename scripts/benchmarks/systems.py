@@ -34,8 +34,8 @@ class System:
         workers: number of processes.
         options: options of each process.
         module: module that each process runs.
-        alone: name of the same system in one process.
-        package: package that must be installed.
+        alone: name of the same system in one process, if there is one.
+        package: package that must be installed, if the system needs one.
         family: "tfpara", "peer" or "reference".
         per_step: whether it averages at every step.
     """
@@ -85,7 +85,7 @@ def _tfpara(step: dict[str, Any], periods: list[int], steps: int) -> list[System
         options = {**step, "system": "tfpara", "sync_period": period}
         options["steps"] = _whole_blocks((period / longest) ** 0.5 * steps, period)
         if period == longest:
-            # A whole block before the timed one would take long, so that block has one minibatch.
+            # A whole block before the timed one would take long, so it is cut to one minibatch.
             options["first"] = 1
             found.insert(0, System(ONE_WORKER, 1, options, family="tfpara"))
         found.append(ours(f"tfpara, period {period}", 2, options))

@@ -1,6 +1,6 @@
 """One process of a benchmark: trains the papers' DNN on data in memory and prints its figures.
 
-Started by scripts.benchmarks, which writes a line to its standard input when all are ready.
+scripts.benchmarks starts it, and writes a line to its standard input when all processes are ready.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""The documentation: its site, what is made of the code for it, and its pictures."""
+"""Programs for the documentation: its site, the parts that are made from the code, its pictures."""

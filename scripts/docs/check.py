@@ -1,7 +1,7 @@
 """Checks the built site: python -m scripts.docs.check SITE
 
 Every link within the site must lead to a page and a section, and nothing may be loaded from
-elsewhere. If there is a Chromium, it opens all pages: they must load and show their pictures, the
+elsewhere. If Chromium is installed, it opens all pages: they must load and show their pictures, the
 search must find pages, and the console must have no error. Links to other sites are not followed.
 """
 
@@ -53,7 +53,7 @@ _OPENS_ALL = """<!doctype html><title>all pages</title><iframe width=1280 height
 
 
 def pages(site: Path) -> list[str]:
-    """Returns the pages of a built site, without the page for unknown addresses."""
+    """Returns the pages of a built site, without 404.html and copies of source files."""
     found = (path.relative_to(site).as_posix() for path in sorted(site.rglob("*.html")))
     return [page for page in found if page != "404.html" and not page.startswith("source/")]
 
@@ -85,7 +85,7 @@ def browser() -> str | None:
 
 
 def wrong_in_browser(site: Path, program: str) -> Iterator[str]:
-    """Yields faults that a browser finds: in pages by HTTP, and in the search by file://."""
+    """Yields faults that a browser finds: in pages over HTTP, and in the search over file://."""
     reports: queue.Queue[list[str]] = queue.Queue()
     handler = functools.partial(_Pages, reports, directory=str(site))
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
@@ -146,7 +146,7 @@ class _Console(list[str]):
 
 @contextlib.contextmanager
 def browsing(program: str, address: str, *flags: str) -> Iterator[_Console]:
-    """Opens a page. With flags the browser ends by itself, else at the end of the block."""
+    """Opens a page. With `flags` the browser ends by itself, else at the end of the context."""
     console = _Console()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
         command = [

@@ -14,7 +14,7 @@ from scripts.docs import equations
 
 
 class Docstrings(griffe.Extension):
-    """Sets equations, links pages, and shows examples as code."""
+    """Changes docstrings: typesets equations, links pages, and shows examples as code."""
 
     def on_instance(self, *, obj: griffe.Object, **_: Any) -> None:
         """Changes the docstring of an object."""

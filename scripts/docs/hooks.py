@@ -2,7 +2,7 @@
 
 Pages are written for a code host, where links lead to files of the repository. Here such a link is
 replaced by one to a page of the site, or to a copy of the file in the site. A line
-`<!-- made: NAME ARGUMENTS -->` is replaced by text that `scripts.docs.reference` makes of the code.
+`<!-- made: NAME ARGUMENTS -->` is replaced by text that `scripts.docs.reference` makes from code.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
-from scripts.docs import reference  # after the path is set, which MkDocs does not do
+from scripts.docs import reference  # only now, since MkDocs does not put ROOT on the path
 
 # Pages outside of docs/, by their place in the site.
 _OUTSIDE = {

@@ -146,7 +146,7 @@ def batch() -> Figure:
 
 
 def _loss_steps(weights: Any, best: Any, steps: int, rate: float = 0.14) -> list[Any]:
-    """Plain SGD on ½ (w − best)ᵀ H (w − best): each replica's data have a best point."""
+    """Returns the path of SGD on ½ (w − best)ᵀ H (w − best), with `best` for a replica's data."""
     curvature = np.array([1.0, 0.35])
     path = [weights]
     for _ in range(steps):
@@ -158,8 +158,8 @@ def lives(rule: Any, blocks: int = 3, period: int = 4) -> list[dict[str, Any]]:
     """Returns the weights of two replicas over some blocks under a rule of the library.
 
     Returns:
-        For each block the two paths, their mean, the global model after the sync and where the
-        replicas go on from.
+        For each block the two paths, the mean of their ends, the global model after the sync, and
+        the weights from which the replicas go on.
     """
     rule = rule.resolve(2)
     best = (np.array([2.6, 0.4]), np.array([1.0, 2.4]))
@@ -177,8 +177,8 @@ def lives(rule: Any, blocks: int = 3, period: int = 4) -> list[dict[str, Any]]:
 
 
 def rules() -> Figure:
-    """The life of two weights over three syncs, by each rule."""
-    from tfpara.algorithms import BMUF, BSP, EASGD, DiLoCo, SlowMo  # which load TensorFlow
+    """The paths of two weights over three syncs, by each rule."""
+    from tfpara.algorithms import BMUF, BSP, EASGD, DiLoCo, SlowMo  # here: they load TensorFlow
 
     shown = {
         "BSP()": BSP(),
@@ -248,7 +248,7 @@ def momentum() -> Figure:
 
 
 def together() -> Figure:
-    """Two workers, of which one calls what the other does not."""
+    """Two workers, of which only one calls `evaluate`."""
     figure, axes = _canvas(2.7, 40, 7.6)
     _title(axes, 0.4, 0.5, "evaluate on worker 0 alone: the workers do not meet")
     for worker in range(2):
@@ -337,7 +337,7 @@ def sharded() -> Figure:
 
 
 def levels() -> Figure:
-    """Devices that meet often, and workers that meet seldom."""
+    """Devices of a worker that sync often, and workers that sync seldom."""
     figure, axes = _canvas(3.4, 44, 10.0)
     _title(axes, 0.4, 0.5, "sync_period=12, device_sync_period=4")
     for worker in range(2):

@@ -1,4 +1,4 @@
-"""Parts of the reference that are made of the code: help texts, variables, codes, messages.
+"""Parts of the reference that are made from the code: help texts, variables, codes, messages.
 
 A page has such a part where it has the line `<!-- made: NAME ARGUMENTS -->`; see `made`. TensorFlow
 is not imported.
@@ -39,7 +39,7 @@ class Message(NamedTuple):
 
 
 def made(words: str) -> str:
-    """Returns the Markdown for a line of a page, which has a name of `makers` and arguments."""
+    """Returns the Markdown for `<!-- made: words -->`: a name in `makers`, and its arguments."""
     name, *arguments = words.split()
     makers = {
         "help": help_of, "docstring": docstring_of, "environment": environment,
@@ -51,7 +51,7 @@ def made(words: str) -> str:
 
 
 def help_of(path: str) -> str:
-    """Returns what a program of the library prints for --help; `path` is that of its module."""
+    """Returns what a program prints for --help; `path` is its module, with `/` in place of dots."""
     environ = {**os.environ, "COLUMNS": "88", "PYTHONPATH": str(ROOT), "NO_COLOR": "1"}
     command = [sys.executable, "-m", path.replace("/", "."), "--help"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environ)
@@ -94,7 +94,7 @@ def messages() -> Iterator[Message]:
     """Yields every text of some words that users may see, with "…" for values."""
     for path in sorted((ROOT / "tfpara").rglob("*.py")):
         if path.name == "__main__.py":
-            continue  # prints its help alone
+            continue  # its only texts are the program's help
         module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
         seen: set[str] = set()
         for kind, text in _texts(ast.parse(path.read_text()), ""):
@@ -105,7 +105,7 @@ def messages() -> Iterator[Message]:
 
 
 def _texts(node: ast.AST, kind: str) -> Iterator[tuple[str, str]]:
-    """Yields the texts within a node, without docstrings, with the kinds of their calls."""
+    """Yields (kind of the enclosing call, text) for each text in a node, without docstrings."""
     text = text_of(node)
     if text is not None:
         yield kind, text

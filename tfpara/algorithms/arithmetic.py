@@ -8,7 +8,7 @@ from tfpara.typing import Scalar
 
 
 def minimum(a: Scalar, b: Scalar) -> Scalar:
-    """Returns min(a, b); exactly a if a is smaller.
+    """Returns min(a, b): exactly a if a is smaller, else b with a rounding error.
 
     Example:
         >>> minimum(0.25, 0.5), minimum(0.5, 0.25)

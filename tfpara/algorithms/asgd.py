@@ -1,4 +1,4 @@
-"""Asynchronous rules: changes of the model of a parameter server by a worker's push."""
+"""Asynchronous rules: how a worker's push changes the model on the parameter servers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class _Rule:
     keeps_state: ClassVar[bool] = False  # whether a server keeps a state beside the weights
 
     def difference(self, local: Array, pulled: Array) -> Array:
-        """Returns the difference that a worker pushes, if it has an optimizer but no model."""
+        """Returns what a worker pushes if it has its own optimizer, but no model of its own."""
         return local - pulled
 
 
@@ -30,10 +30,10 @@ class ASGD(_Rule):
 
         W ← W − lr · g(W_pulled)
 
-    g is the gradient of one minibatch at the weights that the worker pulled, or the sum over
-    `sync_period` minibatches. The *staleness* k of a push is the number of other workers' pushes
-    between the pull and the push. The optimizer with which the model is compiled takes the step, on
-    the server; W − lr·g is the step of plain SGD.
+    g is the gradient of one minibatch at the weights that the worker pulled, or the sum of the
+    gradients of `sync_period` minibatches. The *staleness* k of a push is the number of other
+    workers' pushes between the pull and the push. The optimizer with which the model is compiled
+    takes the step, on the server; W − lr·g is the step of plain SGD.
 
     Args:
         max_staleness: s ≥ 0, the highest staleness of a push. Workers wait before a pull or a push
@@ -84,8 +84,8 @@ class ASGD(_Rule):
 
         Args:
             gradient: the pushed gradient: that of a minibatch, g, or the sum or mean of several.
-            pulled: the weights at which it was computed.
-            current: the weights to which it is applied.
+            pulled: the weights at which the gradient was computed.
+            current: the weights to which the gradient is applied.
             squares: the sum or mean of g⊙g over the minibatches, if there are several. (The square
                 of the summed gradient would grow with the square of their number.) None: the square
                 of `gradient`.
@@ -227,8 +227,8 @@ class Downpour(_Rule):
         max_staleness: s ≥ 0, the highest staleness of a push, as for `ASGD`.
         rate_by_staleness: whether a push is divided by 1 + k, with k its staleness.
         block_learning_rate: ζ > 0. With 1 every local step moves the global model as far as the
-            worker's. If N workers with a long period diverge, lower ζ: with 1/N, one push of each
-            worker moves the model by the mean of their blocks, as model averaging does.
+            worker's model. If N workers with a long period diverge, lower ζ: with 1/N, one push of
+            each worker moves the model by the mean of their blocks, as model averaging does.
 
     Raises:
         TypeError: a value is not a number.
@@ -320,7 +320,7 @@ _LARGEST_BLOCK_MOMENTUM = 0.75  # the largest default; docs/study.md has figures
 
 
 class AsyncBMUFState(NamedTuple):
-    """The state that a server keeps beside a weight."""
+    """The state that a server keeps for each weight."""
 
     delta: Array  # Δ, zero before the first round
     gathered: Array  # the sum of the differences of this round so far
@@ -339,14 +339,14 @@ class AsyncBMUF(_Rule):
 
     N is the number of workers. A push moves the model at once, but momentum moves it only once in a
     round, as in a synchronous run. (Momentum at every push would repeat old updates N times as
-    often.) If all workers pull at the beginning of a round and push in it, W is the point from
-    which the replicas of Nesterov `BMUF` with this η continue. With one worker, η = 0 and ζ = 1,
-    the rule equals training without servers.
+    often.) If all workers pull at the beginning of a round and push within it, W after the round is
+    the point from which the replicas of Nesterov `BMUF` with this η continue. With one worker,
+    η = 0 and ζ = 1, the rule equals training without servers.
 
     Each worker has its own local optimizer, as for `Downpour`. Its momentum (SGD) or β₁ (Adam,
-    Muon) is fitted to blocks of τ steps, as by `PeriodicSyncStrategy` under rules with a momentum;
-    but for all τ only half of the length of SGD's momentum is restored. A push of fewer
-    minibatches, at the end of a chunk, counts as a whole push.
+    Muon) is fitted to blocks of τ steps, as by `PeriodicSyncStrategy` under rules with a momentum.
+    But for every τ, SGD's larger learning rate restores only half of the movement that the shorter
+    momentum loses. A push of fewer minibatches, at the end of a chunk, counts as a whole push.
 
     Args:
         block_momentum: η, 0 ≤ η < 1, or "linear" or "sqrt", as for `BMUF`. None: 1 − 1/N, at most
@@ -354,9 +354,9 @@ class AsyncBMUF(_Rule):
             pushes are a round old, which acts as a second momentum.) 0.9 with ζ = 0.7 is an
             asynchronous `DiLoCo`.
         block_learning_rate: ζ > 0.
-        warmup: the rounds in which the gain 1/(1 − η) may rise by one, as for `BMUF`. None: 1
-            if `block_momentum` is None; 5 over a local optimizer like Adam, and 20 if its average
-            of gradients cannot be fitted to the block.
+        warmup: number of rounds in which the gain 1/(1 − η) may rise by one, as for `BMUF`. None: 1
+            if `block_momentum` is None; over a local optimizer like Adam 5, or 20 if the
+            optimizer's average of gradients cannot be fitted to the block.
         max_staleness: s ≥ 0, the highest staleness of a push, as for `ASGD`.
         workers: N; None: the strategy's number of workers.
 
@@ -393,7 +393,7 @@ class AsyncBMUF(_Rule):
 
     @property
     def filter(self) -> BMUF:
-        """The synchronous rule with this momentum, of N replicas if N is known."""
+        """The synchronous rule with this momentum, for N replicas if N is known."""
         momentum, warmup = self.block_momentum, self.warmup
         if momentum is None:
             momentum = min(1.0 - 1.0 / (self.workers or 1), _LARGEST_BLOCK_MOMENTUM)
@@ -434,7 +434,8 @@ class AsyncBMUF(_Rule):
         # 1 if the push ends a round, else 0; numbers of pushes are whole.
         ends = minimum(1.0, positive_part(state.pushes + 2.0 - self.workers))
         gathered = state.gathered + difference
-        # The number of workers may have changed within the round.
+        # The mean is over the pushes of the round. Their number is not always `workers`, which may
+        # have changed within the round.
         mean = gathered / (state.pushes + 1.0)
         filtered = rule.momentum_after(state.rounds) * state.delta + zeta * mean
         delta = ends * filtered + (1.0 - ends) * state.delta

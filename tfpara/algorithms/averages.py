@@ -14,13 +14,13 @@ class AverageState(NamedTuple):
     """State of an average.
 
     Attributes:
-        average: the running value, a flat vector.
-        count: blocks so far, a float: a block that was a share f of a whole one counts f.
+        average: the average so far, a flat vector.
+        count: number of blocks so far, a float: a block of a share f counts f.
         bias: the weight that the starting point still has in `average`.
     """
 
     average: Array
-    count: Any  # a Scalar; but `count` is a tuple's method, too
+    count: Any  # a Scalar; declared Any, since tuples have a method `count`
     bias: Scalar
 
 
@@ -73,7 +73,7 @@ class EMA(Average):
         return AverageState(average=start, count=0.0, bias=1.0)
 
     def update(self, state: AverageState, global_model: Array, share: Scalar = 1.0) -> AverageState:
-        """Returns the state after a sync of a block, or of a `share` of one, 0 < f ≤ 1."""
+        """Returns the state after a sync; `share` is f, 0 < f ≤ 1."""
         decay: Scalar = self.decay
         if self.num_updates:
             decay = minimum(decay, (1.0 + state.count) / (10.0 + state.count))
@@ -84,7 +84,7 @@ class EMA(Average):
         )
 
     def value(self, state: AverageState) -> Array:
-        """Returns the averaged model, a flat vector (with `zero_debias` zeros before any sync)."""
+        """Returns the averaged model, flat; with `zero_debias` it is zero before the first sync."""
         if not self.zero_debias:
             return state.average
         return state.average / -minimum(state.bias - 1.0, -1e-30)

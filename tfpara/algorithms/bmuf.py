@@ -1,4 +1,4 @@
-"""Blockwise model-update filtering: classical and Nesterov block momentum, CNTK's and fairseq's."""
+"""Blockwise model-update filtering: classical, Nesterov, CNTK's and fairseq's block momentum."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from tfpara.algorithms.rule import Rule
 from tfpara.typing import Array, Scalar
 
 _COMPAT = (None, "cntk", "fairseq")
-# The steady gain 1/(1 − η) that a name stands for, as a function of N replicas, and the blocks in
-# which the warm-up raises it by one.
+# For each name: the steady gain 1/(1 − η) as a function of N, the number of replicas; and the
+# number of blocks in which the warm-up raises the gain by one.
 _SCALINGS: Mapping[str, tuple[Callable[[int], float], float]] = {
     "linear": (float, 1.0),
     "sqrt": (math.sqrt, 20.0),
 }
-_ADAMS_WARMUP = 5.0  # number of blocks in which the default gain rises by one; see docs/study.md
+_ADAMS_WARMUP = 5.0  # blocks in which the gain over Adam rises by one; see docs/study.md
 _LARGEST_DEFAULT = 0.9  # the largest default η with a warm-up: a gain of 10
 
 
@@ -29,7 +29,7 @@ class BMUFState(NamedTuple):
     Attributes:
         global_model: W.
         delta: the update Δ of W, zero before the first sync.
-        blocks: t, the blocks so far, a float: a share f of a block counts f.
+        blocks: t, number of blocks so far, a float: a share f of a block counts f.
     """
 
     global_model: Array
@@ -55,9 +55,9 @@ class BMUF(Rule):
           G = w̄ − W;  Δ ← ηΔ + ζG;  W ← W + Δ;  every replica continues from W.
 
     * ``compat="cntk"``: Δ ← ηΔ + (1−η)ζ Σ_i (w_i − W);  ``compat="fairseq"``:
-      Δ ← ηΔ + ζ mean_i(w_i − W). Both then set W ← W + Δ and, with `nesterov`, W ← W + ηΔ, and
-      measure the next update from this sum. In a long run each update then moves W (1+η) times as
-      far. Use them to continue or compare runs of CNTK and fairseq.
+      Δ ← ηΔ + ζ mean_i(w_i − W). Both then set W ← W + Δ and, with `nesterov`, W ← W + ηΔ; the
+      next update is measured from the resulting W. So with `nesterov`, in a long run, each update
+      moves W (1+η) times as far. These forms serve to continue or compare runs of CNTK and fairseq.
 
     A block that ends after a share f of its minibatches takes the share f of a whole block's step.
     The whole block's update is estimated by G/f:
@@ -79,16 +79,16 @@ class BMUF(Rule):
     Args:
         block_momentum: η, 0 ≤ η < 1, or how the steady gain grows with the number N of replicas:
             "linear", η = 1 − 1/N (with ζ = 1 that is C = 1 in ζ / (N(1−η)) = C), or "sqrt", η = 1 −
-            1/√N. With `warmup` both are at most 0.9, because for 16 replicas a gain of 10 was at
-            least as good as one of 16 at all rates and periods that were tried. None: "linear",
-            with one exception: if `warmup` is not False and the local optimizer divides by the size
-            of gradients, as Adam does, `warmup` is 5, and η is "sqrt" if the optimizer's average of
-            gradients cannot be fitted to the block.
+            1/√N. With `warmup` these η are at most 0.9, because for 16 replicas a gain of 10 was at
+            least as good as one of 16 at all rates and periods that were tried. None: "linear".
+            But if the local optimizer divides by the size of gradients, as Adam does, and `warmup`
+            is not False, then the default of `warmup` is 5, or, if the optimizer's average of
+            gradients cannot be fitted to the block, η is "sqrt".
         block_learning_rate: ζ > 0.
         nesterov: which of the forms above.
         compat: None, "cntk" or "fairseq".
-        warmup: k > 0, the blocks in which the gain may rise by one. True: 1, and 20 with "sqrt".
-            False: η from the first sync on, for any N, as published. None: True if
+        warmup: k > 0, number of blocks in which the gain may rise by one. True: 1, and 20 with
+            "sqrt". False: η from the first sync on, for any N, as published. None: True if
             `block_momentum` is not a number and `compat` is None, else False.
 
     Raises:
@@ -114,7 +114,7 @@ class BMUF(Rule):
     compat: str | None = None
     warmup: bool | float | None = None
 
-    # Checkpoints of versions without a warm-up belong to runs without one.
+    # Checkpoints of versions without a warm-up lack `blocks`; so many blocks end any warm-up.
     absent: ClassVar[Mapping[str, float]] = {"blocks": 1e9}
     # Weights that a script sets lose their momentum, but the warm-up does not restart.
     lasting: ClassVar[tuple[str, ...]] = ("blocks",)
@@ -163,10 +163,10 @@ class BMUF(Rule):
     def for_normalised(self, short: bool) -> BMUF:
         """Returns the default for local optimizers that divide by the size of gradients, as Adam.
 
-        A rule without defaults, or as published, is returned unchanged.
+        If η is given, or with `compat` or without a warm-up, the rule is returned unchanged.
 
         Args:
-            short: whether their averages of gradients span at most a block.
+            short: whether the optimizer's average of gradients spans at most a block.
         """
         if self.block_momentum is not None or self.compat or self.warmup is False:
             return self
@@ -189,7 +189,7 @@ class BMUF(Rule):
             gain *= (1.0 - eta) * num_replicas
         rest = 1.0 - share
         delta = (eta + rest * (1.0 - eta)) * state.delta + gain * update
-        # Most blocks are whole; this saves two passes over the weights.
+        # Most blocks are whole. For these, `delta` itself saves two passes over the weights.
         step = delta if isinstance(rest, float) and rest == 0.0 else delta - rest * state.delta
         global_model = state.global_model + step
         if self.compat and self.nesterov:
@@ -234,7 +234,7 @@ class BMUF(Rule):
 
     @property
     def _blocks_for_one(self) -> float:
-        """Returns k, the blocks in which the gain may rise by one; 0 if there is no warm-up."""
+        """Returns k, in how many blocks the gain may rise by one; 0 if there is no warm-up."""
         given = self.warmup
         if given is None:
             given = self._is_default and self.compat is None

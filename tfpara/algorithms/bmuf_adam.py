@@ -18,7 +18,7 @@ class MomentState(NamedTuple):
 
     Attributes:
         momentum: Adam's m at the start of the block.
-        velocity: Adam's v there.
+        velocity: Adam's v at the start of the block.
         equivalent_steps: ρ, the number of local steps to which the last update Δ corresponds.
         blocks: t, the number of blocks so far.
     """
@@ -35,28 +35,28 @@ class BMUFAdam(BMUF):
 
     The weights follow `tfpara.BMUF`. Block momentum moves the replicas beyond their average w̄, to
     a point where no replica has been. So neither the replicas' moments nor their average fit this
-    point. This rule estimates the moments that Adam would have there. With τ steps in the block, m
-    the moment at the start of the block and m̄ the average of the replicas' moments at its end,
+    point. This rule estimates the moments that Adam would have at this point. With τ steps in the
+    block, m the moment at its start, and m̄ the average of the replicas' moments at its end,
 
         g = (m̄ − β^τ m) / (1 − β^τ)                the block's mean gradient (squared, for v)
         ρ ← ηρ + ζτ                                 Δ in steps, as Δ ← ηΔ + ζG
         a = ηρ + (ζ − 1)τ  (Nesterov),  ρ − τ  (classical)     steps from w̄ to the broadcast point
         m ← β^a m̄ + (1 − β^a) g                     as if `a` more steps had seen g
 
-    for both moments, β being β₁ or β₂. With ζ = 1, as published, a = ηρ and
+    for both moments, where β is β₁ or β₂. With ζ = 1, as published, a = ηρ and
 
         m ← [(1 − β^(τ+a)) m̄ − (β^τ − β^(τ+a)) m] / (1 − β^τ).
 
     Adam's bias correction divides by 1 − β^t for t steps. The authors raise t by `a` as well. A
-    Keras optimizer has one counter for that and for learning-rate schedules, so t stays, and the
-    new moment is multiplied by (1 − β^t) / (1 − β^(t+a)) instead: the corrected moments are the
+    Keras optimizer has one counter for bias correction and schedules. So this rule leaves t as it
+    is, and multiplies the new moment by (1 − β^t) / (1 − β^(t+a)): the corrected moments are the
     same, and unbiased in all later steps.
 
     With η = 0 and ζ = 1 the moments are simply averaged. In a shorter block, with a share f of the
     minibatches of a whole block, ρ follows Δ of `tfpara.BMUF`, ρ' = (1 − f(1−η))ρ + ζτ, and so do
     the steps from w̄ to the broadcast point, a = η'ρ' + (ζ − 1)τ − (1−f)ηρ (Nesterov), ρ' − τ −
-    (1−f)ρ (classical). If η is reached over the first blocks, η is the one before the block, and η'
-    the one after it.
+    (1−f)ρ (classical). During a warm-up, η is the momentum before the block, and η' the momentum
+    after the block.
 
     Args:
         block_momentum: η, as in `tfpara.BMUF`.
@@ -85,8 +85,8 @@ class BMUFAdam(BMUF):
     beta_1: float = 0.9
     beta_2: float = 0.999
 
-    # The filtered moments are those of the broadcast point. A replica that has kept training since
-    # has other moments, and no equation combines the two.
+    # None: syncs cannot overlap training. The filtered moments are those of the broadcast point. A
+    # replica that keeps training has other moments, and no equation combines the two.
     restart_delayed: ClassVar[None] = None  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
@@ -111,8 +111,8 @@ class BMUFAdam(BMUF):
             optimizer: the Keras optimizer that the replicas train with.
 
         Raises:
-            ValueError: it is not Adam or AdamW, has amsgrad, accumulates gradients, or has other
-                betas than the rule.
+            ValueError: the optimizer is not Adam or AdamW, has amsgrad, accumulates gradients, or
+                has other betas than the rule.
         """
         names = {kind.__name__ for kind in type(optimizer).__mro__}
         if "Adam" not in names or getattr(optimizer, "amsgrad", False):
@@ -155,8 +155,8 @@ class BMUFAdam(BMUF):
 
         Args:
             state: the state of the block that has ended.
-            momentum: mean of the replicas' first moments at its end, weighted as the weights are.
-            velocity: the same of the second moments.
+            momentum: mean of the replicas' first moments at the end of the block, weighted as w̄.
+            velocity: mean of the replicas' second moments, in the same way.
             steps: τ ≥ 1, minibatches of the block (of the replica with the most): a number, or a
                 scalar tensor of the moments' dtype.
             iterations: t ≥ τ, minibatches since the moments were zero, as the local optimizer
@@ -194,7 +194,7 @@ def _block_mean(beta: float, start: Array, end: Array, steps: Scalar) -> Array:
 def _go_on(beta: float, moment: Array, gradient: Array, ahead: Scalar, iterations: Scalar) -> Array:
     """Returns the moment after `ahead` more steps with this gradient.
 
-    It has the bias of `iterations` steps, since the optimizer's counter does not change.
+    The result has the bias of `iterations` steps, since the optimizer's counter does not change.
     """
     kept = beta**ahead
     bias = (1.0 - beta**iterations) / (1.0 - beta ** (iterations + ahead))

@@ -79,9 +79,9 @@ class EASGD(Rule):
     def update(
         self, state: EASGDState, average: Array, num_replicas: int, share: Scalar = 1.0
     ) -> EASGDState:
-        """Returns the state after a sync, with the whole pull for any `share` of a block.
+        """Returns the state after a sync, with the same elasticity for any `share` of a block.
 
-        No momentum lasts beyond the block, so a short block needs no smaller pull.
+        No momentum lasts beyond the block, so a short block needs no smaller step.
         """
         del share
         gain = self._alpha(num_replicas) * num_replicas
@@ -91,7 +91,7 @@ class EASGD(Rule):
         return 0.9 / num_replicas if self.elasticity is None else self.elasticity
 
     def broadcast(self, before: EASGDState, after: EASGDState) -> Array:
-        """Returns the centre before the sync, which the replicas need."""
+        """Returns the centre before the sync, towards which `restart` moves the replicas."""
         del after
         return before.global_model
 

@@ -1,8 +1,8 @@
 """A step of a Keras optimizer as a pure function of tensors.
 
-Keras optimizers keep their state in variables and assign to them. Here a private copy works on
-`_Value` objects, which stand in for variables and hold a tensor each. This file replaces private
-methods and attributes of Keras; comments give the purpose of each.
+Keras optimizers keep their state in variables and assign to them. In this file, a copy of the
+optimizer works on `_Value` objects, which stand in for variables and hold a tensor each. The copy
+has other private methods and attributes than Keras; comments give the purpose of each.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class _Value(keras.Variable):
         self._dtype = tensor.dtype.name
         self._value = tensor
 
-    reference: _Value | None = None  # of an optimizer's slot: the weight that it belongs to
+    reference: _Value | None = None  # if this is a slot: the weight to which it belongs
 
     def release(self) -> None:
         """Drops the tensor, since a tensor of a graph must not outlive the graph."""
@@ -51,7 +51,7 @@ class _Value(keras.Variable):
 
 
 class _Made:
-    """The slots of an optimizer, in an object of their own, since Keras tracks plain lists."""
+    """The slots of an optimizer, in an object of their own, since Keras would track a list."""
 
     def __init__(self) -> None:
         self.slots: list[_Value] = []
@@ -61,10 +61,10 @@ class _Functional(keras.optimizers.Optimizer):
     """The second base of an optimizer's class, which makes the class work on `_Value`s.
 
     Keras' TensorFlow optimizer overrides each of these methods to reach `tf.Variable` and
-    `tf.distribute`. Here they do what Keras' base optimizer does.
+    `tf.distribute`. In this class they do what Keras' base optimizer does.
     """
 
-    rate_factor = 1.0  # factor of a step's learning rate; weight decay uses the rate itself
+    rate_factor = 1.0  # multiplies the learning rate of a step, but not of weight decay
 
     def add_variable(
         self, shape: Sequence[int], initializer: Any = "zeros", **kwargs: Any
@@ -72,7 +72,7 @@ class _Functional(keras.optimizers.Optimizer):
         make = keras.initializers.get(initializer)
         name = kwargs.get("name")
         value = _Value(make, shape=shape, dtype="float32", autocast=False, name=name)
-        if not hasattr(self, "_made"):  # Keras' constructor does not make it.
+        if not hasattr(self, "_made"):  # Keras' constructor does not make `_made`.
             self._made = _Made()
         self._made.slots.append(value)
         return value
@@ -119,7 +119,7 @@ class _Functional(keras.optimizers.Optimizer):
 
 
 class _Step:
-    """A copy of an optimizer that works on `_Value`s, and its call with tensors in them."""
+    """A copy of an optimizer that works on `_Value`s, and its step on given tensors."""
 
     def __init__(
         self, optimizer: keras.optimizers.Optimizer, config: dict[str, Any], weights: list[_Value]
@@ -155,7 +155,7 @@ class KerasStep(_Step):
     Attributes:
         State: a NamedTuple class with the fields `global_model`, the optimizer's slots by their
             Keras names, and `iterations` (steps so far, a float).
-        initial: the value that each slot starts with, by name: one element, or a scalar.
+        initial: by name, the value with which a slot starts: an array of one element, or a scalar.
 
     Example:
         >>> step = KerasStep(keras.optimizers.SGD(0.5))
@@ -169,7 +169,8 @@ class KerasStep(_Step):
         super().__init__(optimizer, optimizer.get_config(), [unknown])
         copy = self._optimizer
         copy.build(self._weights)
-        # Keras makes the iterations and a constant rate as variables; schedules read `_iterations`.
+        # Keras has variables for a constant rate and for the iterations, which schedules read as
+        # `_iterations`. A number and a stand-in replace them.
         self._iterations = copy._iterations = _Value(0, dtype="int64", name="iterations")
         if isinstance(copy._learning_rate, keras.Variable):
             copy._learning_rate = shortest(copy._learning_rate.numpy())
@@ -212,15 +213,15 @@ class KerasSteps(_Step):
         optimizer: an optimizer of the kind and settings to use; it is not changed.
         weights: the variables that it trains, for their shapes, constraints and weight decay.
         clip: whether the step clips gradients as the optimizer is configured. If a step sees only
-            some of a model's weights, they must be clipped before.
+            some of a model's weights, the gradients must be clipped before.
         told_rate: whether the caller writes the rate of a schedule into the state before each step.
-            It must if the schedule counts other steps than those of this optimizer.
+            This is needed if the schedule counts other steps than those of this optimizer.
 
     Attributes:
         initial: values of the state before the first step: iterations, the learning rate unless
             it is a schedule, then the slots.
-        schedule: with `told_rate`: the optimizer's schedule. None: its rate is a number.
-        rate_index: the position of the learning rate in the state; None: it is not there.
+        schedule: with `told_rate`, the optimizer's schedule. None: the rate is not a schedule.
+        rate_index: the position of the learning rate in the state. None: the state has no rate.
         owners: for each element of the state the index of the weight whose slot it is, or None.
 
     Raises:
@@ -250,7 +251,7 @@ class KerasSteps(_Step):
         copy = self._optimizer
         if is_function:  # from_config finds only functions that are registered with Keras
             copy._learning_rate = rate
-        # The config lacks what `exclude_from_weight_decay` has set.
+        # The config lacks what `exclude_from_weight_decay` has set, so this is copied.
         copy._exclude_from_weight_decay = {
             id(value)
             for value, variable in zip(values, weights, strict=True)
@@ -262,7 +263,7 @@ class KerasSteps(_Step):
         copy.build(values)
         self._state = []
         for attribute, value in list(vars(copy).items()):
-            # Keras makes the iterations, a constant rate and Nadam's product as variables.
+            # Keras has variables for the iterations, a constant rate and Nadam's product.
             if isinstance(value, keras.Variable) and not isinstance(value, _Value):
                 stand_in = _Value(value.numpy(), dtype=value.dtype, autocast=False, name=attribute)
                 setattr(copy, attribute, stand_in)
@@ -274,12 +275,12 @@ class KerasSteps(_Step):
         self.initial = [value.numpy() for value in self._state]
         places = {id(value): k for k, value in enumerate(values)}
         self.owners = [places.get(id(value.reference)) for value in self._state]
-        copy._variables.clear()  # Keras saves nothing here
+        copy._variables.clear()  # so that Keras saves none of these stand-ins
 
     def limit_memory(self, most: float, rate_factor: float) -> None:
         """Limits momentum, or β₁, to `most`, and multiplies the steps by `rate_factor`.
 
-        Call it before the first step.
+        Call this method before the first step.
         """
         self._optimizer.rate_factor = rate_factor
         for name in ("momentum", "beta_1", "adam_beta_1"):
@@ -306,25 +307,25 @@ def step_of_rows(optimizer: keras.optimizers.Optimizer, path: str) -> tuple[bool
     """Finds out, by steps on a small matrix, how an optimizer treats the rows of a weight.
 
     Args:
-        optimizer: gives the kind and its settings, and is not changed.
-        path: the path of the weight; some optimizers treat embeddings as no other matrix.
+        optimizer: an optimizer of the kind and settings to examine; it is not changed.
+        path: the path of the weight; some optimizers treat embeddings unlike other matrices.
 
     Returns:
-        Whether the step of a row depends on no other row, and the rows of a slot begin alike; and
-        whether a row whose gradient is zero keeps its value and its slots, as under SGD without
-        momentum and under Adagrad. Ftrl moves a row that has had no gradient yet.
+        First, whether the step of a row depends on no other row, and all rows of a slot begin
+        equal. Second, whether a row whose gradient is zero keeps its value and its slots, as under
+        SGD without momentum and under Adagrad. (Ftrl moves a row that has had no gradient yet.)
     """
     start = np.asarray([[1.0, -2.0], [0.5, 3.0], [4.0, 0.25]], np.float32)
     factors = [[1.0], [1.0], [0.0]], [[0.5], [1.0], [2.0]], [[1.0], [0.0], [2.0]]
     gradients = [start[::-1] * np.asarray(factor) for factor in factors]
 
     def trained(rows: slice) -> list[list[Any]]:
-        """Returns the weight and its slots before the first step and after each."""
+        """Returns the slots before the first step, and weight and slots after each step."""
         weight = keras.Variable(start[rows], name=path.split("/")[-1])
         weight._path = path  # as in `KerasSteps`
-        # A schedule, too, is a number then.
+        # With `told_rate`, a number takes the place of a schedule.
         steps = KerasSteps(optimizer, [weight], clip=False, told_rate=True)
-        if steps.rate_index is None:  # it is a function
+        if steps.rate_index is None:  # the rate is a function
             steps._optimizer._learning_rate = lambda: 0.5
         weights, state = [tf.constant(start[rows])], [tf.constant(v) for v in steps.initial]
         slots = [k for k, owner in enumerate(steps.owners) if owner == 0]

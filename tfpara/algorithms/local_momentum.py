@@ -5,32 +5,33 @@ from __future__ import annotations
 from tfpara.algorithms.arithmetic import minimum, positive_part
 from tfpara.typing import Scalar
 
-_MEMORIES = 5.0  # the length of a block, in memories of the local momentum
-_WHOLE = 20.0  # from so many steps on, a larger rate makes up for all of it: c = 1 below
+_MEMORIES = 5.0  # the local momentum's memory (see below) may be a block divided by this
+_WHOLE = 20.0  # in blocks of this many steps or more, c = 1 (see below)
 
 
 def in_a_block(momentum: float, steps: Scalar, delayed: bool = False) -> tuple[Scalar, Scalar]:
     """Returns the momentum for blocks of `steps` steps, and the factor of the learning rate.
 
-    Momentum m moves the weights on for about 1/(1 − m) steps, its memory. If a block is not much
-    longer, its update contains what earlier blocks began, and the momentum of blocks repeats
-    that: the two together are stable only at far smaller learning rates than each alone. So the
-    memory is shortened, to a fifth of the block, and steps become longer in return:
+    With momentum m, a gradient moves the weights for about 1/(1 − m) steps: the memory of m. If a
+    block is not much longer than that, its update contains movement that earlier blocks began, and
+    block momentum repeats this movement: the local and the block momentum together are stable only
+    at far smaller learning rates than each alone. So the memory is shortened, to a fifth of the
+    block, and steps become longer in return:
 
         m' = min(m, max(0, 1 − 5/τ));  rate' = max(1, c (1 − m') / (1 − m)) · rate
         c = min(1, max(½, τ/20))
 
-    Adam's β₁ is such an m. Its average of gradients has weights that add up to one, whatever β₁ is,
-    so its rate stays.
+    Adam's β₁ is such an m. But the weights in Adam's average of gradients add up to one for every
+    β₁, so Adam's learning rate does not change.
 
     A gradient moves the weights of SGD by rate/(1 − m) in the end. The factor restores all of that
     movement in blocks of at least 20 steps, and half of it in blocks of up to 10 steps: with all of
-    it the shortest blocks diverged at learning rates that one replica tolerates (docs/study.md). It
-    is half in all blocks if updates come late, since that acts as one more momentum. Blocks of at
-    least 5/(1 − m) steps change nothing.
+    it the shortest blocks diverged at learning rates that one replica tolerates (docs/study.md). If
+    updates come late, which acts as one more momentum, half of the movement is restored in all
+    blocks. In blocks of at least 5/(1 − m) steps, momentum and rate do not change.
 
     Args:
-        momentum: m of the optimizer, 0 ≤ m < 1.
+        momentum: m, the momentum of the optimizer, 0 ≤ m < 1.
         steps: τ > 0, the optimizer's steps in a block.
         delayed: whether updates come late, as in an asynchronous run: c = ½.
 

@@ -58,16 +58,16 @@ class Outer(Rule):
 
     Args:
         keras_optimizer: a new Keras optimizer whose step treats every weight by itself; the rule
-            copies its settings. Or a function that makes it, such as `lambda:
+            copies its settings. Or a function that makes one, such as `lambda:
             keras.optimizers.Adam(0.1)`. Several workers need a function, since making an optimizer
             starts TensorFlow, which must know the cluster first. The strategy's constructor calls
             the function, and checks the optimizer.
 
     Raises:
         TypeError: `keras_optimizer` is not a Keras optimizer.
-        ValueError: its step is not element by element (Adafactor, Lamb, Muon, clipping by norm), or
-            does not begin at the weights (Ftrl), or it does more than a step (use_ema,
-            gradient_accumulation_steps, loss scaling).
+        ValueError: the optimizer's step is not element by element (Adafactor, Lamb, Muon, clipping
+            by norm), or does not begin at the weights (Ftrl); or the optimizer does more than a
+            step (use_ema, gradient_accumulation_steps, loss scaling).
 
     Source: Reddi et al., "Adaptive federated optimization" (2021), algorithm 1 (there FedOpt).
 
@@ -107,7 +107,7 @@ class Outer(Rule):
         return f"Outer({_settings(self._optimizer)})"
 
     def resolve(self, num_replicas: int) -> Outer:
-        """Returns this rule, which does not depend on the number of replicas, after checks."""
+        """Checks this rule, which does not depend on the number of replicas, and returns it."""
         del num_replicas
         self._check_element_by_element()
         return self
@@ -208,8 +208,8 @@ def SlowMo(slow_learning_rate: float = 1.0, slow_momentum: float = 0.7) -> Outer
 
         u ← βu + (W − w̄)/γ;  W ← W − αγu;  every replica continues from W
 
-    with γ the local learning rate. The state is v = γu, in units of weights, v ← βv + (W − w̄), W ←
-    W − αv, so that the rule need not know γ. For a constant γ both forms are the same. If a
+    with γ the local learning rate. So that this rule need not know γ, its state is v = γu, in units
+    of weights: v ← βv + (W − w̄), W ← W − αv. For a constant γ both forms are the same. If a
     schedule changes γ between two syncs, the paper multiplies the older v by the ratio of the new
     rate to the old rate, and this rule does not. All replicas are averaged, as in the paper's Local
     SGD form. With α = ζ and β = η it is classical block momentum, `BMUF(η, ζ, nesterov=False)`.
@@ -290,7 +290,7 @@ def _check_options(optimizer: keras.optimizers.Optimizer) -> None:
 
 
 def _settings(optimizer: keras.optimizers.Optimizer) -> str:
-    """Returns the settings as a text that is the same on every worker, for the fingerprint."""
+    """Returns the settings as a text that is the same on every worker, for comparisons."""
     config = optimizer.get_config()
     shown = []
     for key, value in config.items():

@@ -39,11 +39,11 @@ class Rule:
         State(global_model=1.0)
 
     Attributes:
-        absent: values of state fields that checkpoints of earlier versions of the rule do not have,
-            by name.
+        absent: by name, the values of state fields that checkpoints of earlier versions of the rule
+            do not have.
         lasting: names of state fields that are numbers and keep their values when a script sets
-            some of the weights. If a rule has other numbers, its whole state then restarts from the
-            weights that it broadcasts.
+            some of the weights. If the state has other fields that are numbers, the whole state
+            then restarts from the weights that the rule broadcasts.
     """
 
     absent: ClassVar[Mapping[str, float]] = {}
@@ -107,19 +107,19 @@ class Rule:
     def has_momentum(self) -> bool:
         """Returns whether the global step has a momentum of its own.
 
-        With `local_state="auto"` the momentum of local SGD is then fitted to the block: the two
+        If so, `local_state="auto"` fits the momentum of local SGD to the block: both momenta
         together are stable only at far smaller learning rates than each alone.
         """
         return False
 
     def measured_from(self, state: State, received: Array) -> Array:
-        """Returns the point to which the mean of the differences from `received` is added.
+        """Returns the point to which the mean of the local models' differences is added.
 
-        With `compression=` only these differences are sent. If the rule overwrites the replicas,
-        they started the block at `received`, which is the broadcast point after rounding. The
-        differences are then their progress, and are added to the exact broadcast point. Otherwise
-        the replicas did not start at `received`, and their mean is `received` plus the mean of the
-        differences.
+        With `compression=` only the differences of the local models from `received` are sent. If
+        the rule overwrites the replicas, they started the block at `received`, which is the
+        broadcast point after rounding. The differences are then the progress of the replicas, and
+        are added to the exact broadcast point. Otherwise the replicas did not start at `received`,
+        and their mean is `received` plus the mean of the differences.
         """
         return self.broadcast(state, state) if self.overwrites else received
 
@@ -130,10 +130,10 @@ class Rule:
             w_i ← B + (w_i − s_i),  or  w_i ← w_i + (restart(s_i) − s_i)
 
         with B the broadcast point and s_i the replica's weights when the sync began. The first form
-        is for rules that overwrite the replicas: it keeps the progress of a replica since then, and
-        the next sync measures that from B, too, so the rule's equations still hold. The second
-        form is for other rules: the replica moves by what `restart` gives for its weights before
-        the sync, only later. Source: Shen et al., "Faster distributed deep net training:
+        is for rules that overwrite the replicas: it keeps the progress w_i − s_i of a replica, and
+        the next sync measures this progress from B, too, so the rule's equations still hold. The
+        second form is for other rules: the replica makes the move that `restart` gives for s_i,
+        only later. Source: Shen et al., "Faster distributed deep net training:
         computation and communication decoupled stochastic gradient descent" (CoCoD-SGD, 2019), for
         model averaging.
         """
@@ -158,12 +158,12 @@ class Average:
         """Returns the state of a run that starts at the flat vector `weights`.
 
         Returns:
-            A NamedTuple of arrays of that shape, and numbers.
+            A NamedTuple of arrays with the shape of `weights`, and of numbers.
         """
         raise NotImplementedError(f"{type(self).__name__} has no init(weights).")
 
     def update(self, state: State, global_model: Array, share: Scalar = 1.0) -> State:
-        """Returns the state after a sync of a block, or of a `share` of one, 0 < f ≤ 1."""
+        """Returns the state after a sync; `share` is f, 0 < f ≤ 1."""
         raise NotImplementedError(
             f"{type(self).__name__} has no update(state, global_model, share=1.0)."
         )
@@ -186,7 +186,7 @@ def check_rule(rule: Rule, num_replicas: int) -> None:
         num_replicas: the number of replicas.
 
     Raises:
-        TypeError: it lacks a method or does not return a state; the message gives the cause.
+        TypeError: the rule lacks a method, or a method does not return a state.
         ValueError: a result has another shape, is not finite, or mixes the weights.
     """
 

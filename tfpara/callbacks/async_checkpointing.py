@@ -25,8 +25,8 @@ class AsyncCheckpoint(CheckpointBase):
     counters, and the progress of each chunk of the epoch), the frozen weights and the states of
     callbacks. It is written at the end of each epoch, and within epochs if requested. Workers pause
     while it is written, between two pushes. A restarted program continues from the newest
-    checkpoint. It must have as many parameter servers and chunks as before, and within an epoch the
-    same minibatches, but may have any number of workers. If the number of workers changes, give
+    checkpoint. The program must have as many parameter servers and chunks as before, and within an
+    epoch the same minibatches, but may have any number of workers. If their number changes, give
     `fit` the number of `chunks`, whose default depends on it. A checkpoint does not have the
     workers' own state. So after a restart the workers' models (AsyncEASGD) begin with the servers'
     model, and the workers' optimizers (all rules but ASGD) without momentum or moments.
@@ -96,7 +96,7 @@ class AsyncCheckpoint(CheckpointBase):
                 self._leave_if_asked()
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
-        # The last epoch's checkpoint includes what other callbacks do in on_train_end.
+        # The last epoch's checkpoint is written in on_train_end, after other callbacks' work there.
         if not self._running.is_over:
             self._save(epoch + 1)
             self._leave_if_asked()
@@ -126,7 +126,7 @@ class AsyncCheckpoint(CheckpointBase):
         return self.model.distribute_strategy.asked_to_end is not None
 
     def _save(self, epoch: int, *, within: bool = False, finished: bool = False) -> None:
-        self.model.distribute_strategy.write(self.model)  # includes what earlier callbacks have set
+        self.model.distribute_strategy.write(self.model)  # with what earlier callbacks have set
         self._running.follow_rate()
         position = {"epoch": epoch, "within": within, "finished": finished}
         self._checkpoints.save(lambda: {**position, "order": self._running.order})

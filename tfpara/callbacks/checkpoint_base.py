@@ -25,7 +25,7 @@ class CheckpointBase(Callback):
     """Checks the arguments, resumes from the newest checkpoint, and prints that the program ends.
 
     Args:
-        directory, every_minutes, keep, if_damaged, restart_exit_code: as of `Checkpoint`.
+        directory, every_minutes, keep, if_damaged, restart_exit_code: as in `Checkpoint`.
     """
 
     order = fit_call.Order.SAVES
@@ -45,7 +45,7 @@ class CheckpointBase(Callback):
         if if_damaged not in IF_DAMAGED:
             raise ValueError(f"if_damaged={if_damaged!r} is not one of {', '.join(IF_DAMAGED)}.")
         self._directory = directory
-        store_at(directory, keep)  # raises now for a bad URL
+        store_at(directory, keep)  # raises for a bad URL now rather than in `fit`
         self._every_minutes = every_minutes
         self._if_damaged = if_damaged
         self._exit_code = exit_codes.restart(restart_exit_code)
@@ -58,7 +58,10 @@ class CheckpointBase(Callback):
         return self._every_minutes is not None and minutes > self._every_minutes
 
     def _restore(self, checkpoints: Checkpoints) -> dict[str, Json] | None:
-        """Locks the directory and resumes from its newest checkpoint; returns its position."""
+        """Locks the directory and resumes from its newest checkpoint.
+
+        Returns the checkpoint's position, or None if there is no checkpoint.
+        """
         checkpoints.lock()
         try:
             restored = checkpoints.restore(self._if_damaged)

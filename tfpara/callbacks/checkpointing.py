@@ -31,9 +31,9 @@ class Checkpoint(CheckpointBase):
     A checkpoint is written at the end of each epoch, and at syncs within epochs if requested. In a
     restarted program, `fit` continues exactly at the newest checkpoint: weights, momentum,
     averages, slots, dropout, metrics, schedules, and the position in the data. The data must be the
-    same in every process: arrays, shuffled or not, the data of `strategy.datasets_by_epoch`, or a
-    dataset with the same order in every epoch. Arrays and such a dataset are read again up to the
-    position.
+    same as before the restart: arrays, shuffled or not, the data of `strategy.datasets_by_epoch`,
+    or a dataset with the same order in every epoch. Arrays and such a dataset are read again up to
+    the position.
 
     If any worker gets SIGTERM, all workers write a checkpoint at the next sync, and raise
     `Preempted`, which ends the program with exit code 75. Start the program again to continue. A
@@ -42,8 +42,8 @@ class Checkpoint(CheckpointBase):
     code and without a checkpoint.
 
     A directory holds the checkpoints of one call of `fit`. The callback runs after all others, so a
-    checkpoint includes their work. Within an epoch, checkpoints are possible when a sync ends an
-    execution of `steps_per_execution` steps.
+    checkpoint includes their work. Within an epoch, checkpoints are only possible after a sync that
+    is at the end of an execution of `steps_per_execution` steps.
 
     Args:
         directory: folder of the checkpoints, shared by all workers; nothing else may write there. A
@@ -114,13 +114,13 @@ class Checkpoint(CheckpointBase):
                 "model in its scope, or use keras.callbacks.BackupAndRestore, or in the fit of a "
                 "tfpara.AsyncStrategy tfpara.AsyncCheckpoint."
             )
-        self._stand_down()  # A custom training loop may have failed before.
+        self._stand_down()  # A custom training loop that has failed may have left state.
         fit_call.at_end(self._stand_down)
         strategy.keep_record(self, store_at(self._directory, self._keep).append)
         ended, self._ended = self._ended, False
         former = self._checkpoints
         if former is not None and former.is_of(self.model) and (ended or strategy.members_change):
-            if not strategy.joining:  # if it is, another worker is the chief
+            if not strategy.joining:  # if it is, another worker locks, and `set_state` listens
                 former.lock()
                 self._listen()
             return
@@ -139,7 +139,7 @@ class Checkpoint(CheckpointBase):
         self._saved = (position["epoch"], position["steps"])
         self._saved_syncs = checkpoints.synchronizer.agreement().syncs
         epochs = self.params.get("epochs", 1)
-        # `fit` begins at this epoch. Keras' BackupAndRestore sets the attribute, too.
+        # `fit` begins at the epoch in this attribute, which Keras' BackupAndRestore sets, too.
         self.model._initial_epoch = epochs if position["finished"] else position["epoch"]
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
@@ -148,7 +148,7 @@ class Checkpoint(CheckpointBase):
         first = steps = 0
         if resumed is not None and resumed["epoch"] == epoch:
             first, steps = resumed["minibatches"], resumed["steps"]
-        if steps:  # At an epoch's begin, the checkpoint has the metrics of the epoch before.
+        if steps:  # With 0 steps, the checkpoint's metrics are those of the epoch before.
             self._at_sync.restore_epoch(steps)
         if self._saved is not None and epoch < self._saved[0]:
             raise ValueError(
@@ -221,7 +221,7 @@ class Checkpoint(CheckpointBase):
         }
 
     def _save_at_boundary(self, finished: bool = False) -> None:
-        """Closes all blocks at the boundary of an epoch, and saves unless that state is saved."""
+        """Closes all blocks between epochs; writes a checkpoint unless this state has one."""
         self._ask()
         self.model.distribute_strategy.synchronize()
         request = self._at_sync.synchronizer.agreement().request
@@ -230,7 +230,7 @@ class Checkpoint(CheckpointBase):
         self._act_on(request)
 
     def _ask(self) -> None:
-        """Requests a checkpoint, or the end of the run, of all workers; each request once."""
+        """Requests of all workers a checkpoint or the end of the run, if it is due; each once."""
         strategy = self.model.distribute_strategy
         late = strategy.is_chief and self._is_late
         wish = Request.CHECKPOINT if late else Request.NOTHING

@@ -44,11 +44,11 @@ class HeldOut(Callback):
             which are divided among the workers.
         which: the weights to score: "global", "local" (each replica's own, on its part of the
             data), an average's name, a list of these, or "all".
-        name: prefix of the results.
+        name: prefix of the scores' names.
         times_per_epoch: number of scores in an epoch, including the score at its end (paper 000
             scores four models in each epoch). Above 1, the length of an epoch must be known.
-        steps_per_epoch: minibatches of a replica in an epoch; in an elastic run, of one of the
-            first replicas. None: as Keras, or the data, state it.
+        steps_per_epoch: minibatches of a replica in an epoch; in an elastic run, of a replica with
+            which the run began. None: as Keras, or the data, state it.
         csv: file that gets a row for each score: epoch (passes over the data so far, a fraction),
             syncs, weights (one of `which`), and the metrics. When an interrupted run resumes, the
             rows of the part that is trained again are removed, and other rows stay. The chief
@@ -91,8 +91,8 @@ class HeldOut(Callback):
         self._epoch = 0
         self._steps_before = 0
         self._done = 0  # number of scores of this epoch
-        self._length = 0  # steps of an epoch with several scores; in an elastic run its units
-        self._taken: int | None = None  # scores of this epoch that this worker has missed
+        self._length = 0  # steps (if elastic, units) of an epoch with several scores; 0: not known
+        self._taken: int | None = None  # scores that this epoch had before this worker joined
         self._watch = SyncWatch()
 
     def set_model(self, model: keras.Model) -> None:
@@ -140,7 +140,7 @@ class HeldOut(Callback):
         steps = self._steps_before + batch + 1
 
         def due() -> int:
-            part = self._part(steps)  # the end of the epoch is scored in any case
+            part = self._part(steps)  # 1.0, the end of the epoch, is scored by `on_epoch_end`
             return int(self._times * part) if part < 1.0 else 0
 
         if self._all_at_a_sync(batch, lambda: due() > self._done):
@@ -157,7 +157,7 @@ class HeldOut(Callback):
             logs.update({f"{prefix}_{key}": value for key, value in results[which].items()})
 
     def _length_of_all(self) -> int:
-        """Returns the steps of this epoch on the worker that has most.
+        """Returns the steps of this epoch on the worker that has the most.
 
         In an elastic run it returns the units of the epoch, which all workers share.
         """
@@ -173,7 +173,7 @@ class HeldOut(Callback):
         return max(lengths)
 
     def _part(self, steps: int) -> float:
-        """Returns which part of an epoch `steps` minibatches are.
+        """Returns which part of an epoch, in [0, 1], `steps` minibatches of a replica are.
 
         In an elastic run workers take different numbers of steps. There the result is the part that
         the model includes, which is the same on all workers when a sync ends.
@@ -232,7 +232,7 @@ def evaluate(model: keras.Model, data: Data) -> dict[str, float]:
 
 
 class _Scores(Table):
-    """A table of scores, of which a resumed run trains a part again."""
+    """A table of scores, from which a resumed run removes the part that it trains again."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path, files.regular)
@@ -244,7 +244,7 @@ class _Scores(Table):
             )
 
     def cut(self, passes: float) -> None:
-        """Removes the rows after this point of the run, since that part is trained again."""
+        """Removes the rows after so many passes over the data, which are now trained again."""
         rows = self.rows()
         kept = [row for row in rows if float(row["epoch"]) <= passes + 1e-9]
         if len(kept) < len(rows):

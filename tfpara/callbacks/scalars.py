@@ -14,7 +14,7 @@ _LARGEST = 10_000  # a distribution is written as about this many values at most
 
 
 class Scalars:
-    """Writes scalars to event files in a directory. The first scalars make the files.
+    """Writes scalars to event files in a directory; the files are made at the first write.
 
     Args:
         directory: directory of the event files. None: nothing is written.
@@ -40,7 +40,7 @@ class Scalars:
         if self._directory is None:
             return
         writer = self._made()
-        # TensorBoard takes every single value, so large counts are scaled down to some thousands.
+        # TensorBoard wants each value as often as it has occurred, so large counts are scaled down.
         shares = np.ceil(np.asarray(counts) * min(1.0, _LARGEST / max(1, np.sum(counts))))
         with writer.as_default(step=step):
             tf.summary.histogram(name, np.repeat(values, shares.astype(int)))

@@ -1,6 +1,6 @@
-"""Keras callbacks for schedules of the position in the run, and the base of all such callbacks.
+"""Keras callbacks for schedules by the position in the run, and the base of all that schedule.
 
-Every decision is a function of the epoch's log and the position in the run, which are the same on
+Every decision is a function of the epoch's log and the position in the run. These are the same on
 all workers, so all decide alike. The state of a schedule is saved with the strategy's checkpoints.
 """
 
@@ -24,9 +24,9 @@ class Schedule(Callback):
     """The base of callbacks that schedule: it keeps state, sets the rate and prints lines.
 
     Args:
-        name: name of its state in a checkpoint; "" if it has none.
+        name: name of the callback's state in a checkpoint; "" if it has no state.
         verbose: 1: the chief prints a line for each change; 0: none.
-        sets_rate: whether it sets the learning rate.
+        sets_rate: whether the callback sets the learning rate.
     """
 
     def __init__(self, name: str, verbose: int, sets_rate: bool) -> None:
@@ -72,9 +72,9 @@ class LearningRate(Schedule):
     Args:
         schedule: position in epochs → rate: `tfpara.schedules.Exponential`, `Hand`, `Piecewise`, or
             any function; or rates by the position from which each holds, `{0: 0.1, 2: 0.01}`.
-        steps_per_epoch: minibatches of a replica in an epoch; in an elastic run, of one of the
-            first replicas. If given, the rate is set before every execution of
-            `steps_per_execution` minibatches. None: when each epoch begins.
+        steps_per_epoch: minibatches of a replica in an epoch; in an elastic run, of a replica with
+            which the run began. If given, the rate is set before every execution of
+            `steps_per_execution` minibatches. None: the rate is set when each epoch begins.
         verbose: 1: the chief prints a line when an epoch begins with another rate; 0: none.
 
     All workers have the same rate, even if some take more steps than others. (With a schedule
@@ -143,13 +143,13 @@ class LearningRate(Schedule):
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         super().on_epoch_end(epoch, logs)
-        self._epoch = -1  # A checkpoint that is written now is not inside an epoch.
+        self._epoch = -1  # A checkpoint that is written from now on is between epochs.
 
     def _share(self, done: int) -> float:
-        """Returns which share of the epoch `done` minibatches are, at most 1.
+        """Returns which share of the epoch, in [0, 1], `done` minibatches of a replica are.
 
         In an elastic run workers take different numbers of steps. There the result is the share
-        that all have trained together.
+        that all workers have trained together.
         """
         if not self._steps:
             return 0.0

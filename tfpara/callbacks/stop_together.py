@@ -17,8 +17,8 @@ class StopTogether(Callback):
     """Stops all workers at the next sync or at the end of the epoch, if one worker wants to stop.
 
     Use it with a callback that sets `model.stop_training` on one worker, for a reason that other
-    workers do not see. Without `StopTogether` the other workers would wait for that worker. It runs
-    after all other callbacks.
+    workers do not see. Without `StopTogether` the other workers would wait for that worker. This
+    callback runs after all others.
     """
 
     order = fit_call.Order.STOPS
@@ -26,7 +26,7 @@ class StopTogether(Callback):
     def __init__(self) -> None:
         super().__init__()
         self._watch = SyncWatch()
-        self._asked = False  # whether this worker has asked since the last answer
+        self._asked = False  # whether this worker has requested a stop that is not answered yet
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         if not isinstance(self.model.distribute_strategy, PeriodicSyncStrategy):

@@ -14,7 +14,7 @@ from tfpara.typing import Data, Json, Logs, State
 
 
 class _ByScores(Schedule):
-    """A schedule with a rule on scores, whose state is kept in `_state`."""
+    """A schedule that follows a rule on scores; `_state` is the state of that rule."""
 
     _state: State
 
@@ -51,8 +51,8 @@ class Newbob(_ByScores):
         name: prefix of the results in the log.
         score_first: whether the model is also scored before the run's first epoch, as in Kaldi's
             nnet1 schedule, so that the first epoch is compared with the initial model.
-        initial: the data for the score before the first epoch, if `validation` is a name; this
-            score must have the same name. None: there is no such score.
+        initial: the data for the score before the first epoch, if `validation` is a name; `metric`
+            and `name` must give the score this name. None: no score before the first epoch.
         verbose: 1: the chief prints a line for each change; 0: none.
 
     With ``reject_worse`` in the rule, an epoch without a better score is discarded. Everything but

@@ -19,11 +19,11 @@ class SyncWatch:
 
     def __init__(self) -> None:
         self._anchor = 0  # steps of the epoch at the last sync
-        self._closed = 0
+        self._closed = 0  # the strategy's `blocks_closed` at the last check
         self._syncs = 0  # number of syncs at the last check; used if blocks differ in length
 
     def begin(self, model: keras.Model) -> None:
-        """Notes that an epoch begins, from which its blocks are counted."""
+        """Notes that an epoch begins, and with it a block."""
         self._anchor = 0
         strategy = model.distribute_strategy
         self._closed = strategy.blocks_closed
@@ -39,7 +39,8 @@ class SyncWatch:
             model: the model that is trained.
             batch: number of the last step in this epoch, as Keras counts it.
             needed: returns whether such a sync requires an action. It must judge by facts that are
-                the same on all workers. Only if it does, an overlapped sync is awaited.
+                the same on all workers. A sync that still runs beside the training is awaited only
+                if it requires an action.
         """
         strategy = model.distribute_strategy
         if strategy.blocks_differ:

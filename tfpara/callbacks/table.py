@@ -12,24 +12,24 @@ from tfpara.typing import Json
 
 
 class Table:
-    """A CSV file that grows by rows. Half a row, from a killed process, is removed.
+    """A CSV file that grows by rows. A row that a killed process has begun to write is removed.
 
     Args:
         path: path of the file, which need not exist.
-        opener: function of `tfpara.files` that opens it.
+        opener: function of `tfpara.files` that opens the file.
     """
 
     def __init__(self, path: Path, opener: Callable[[str, int], int]) -> None:
         self.path, self._opener = path, opener
 
     def rows(self) -> list[dict[str, Json]]:
-        """Returns the rows, as texts."""
+        """Returns the rows, each as texts by column."""
         return _rows_of(self._text())
 
     def add(self, rows: Sequence[dict[str, Json]]) -> None:
         """Appends rows, which must have the table's columns, by a single `write` system call."""
         kept, text = self._text(), io.StringIO()
-        if not _rows_of(kept):  # a header alone is written again, with the columns of these rows
+        if not _rows_of(kept):  # a header without rows is replaced by one with these rows' columns
             kept = ""
         writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
         if not kept:

@@ -13,7 +13,7 @@ from tfpara.typing import Logs
 
 
 class Telemetry(Clock):
-    """Measures the training, puts it into the epoch's log and writes it for TensorBoard.
+    """Measures the training, for the epoch's log and for TensorBoard.
 
     `keras.callbacks.TensorBoard` shows the same numbers without this callback, but does not put
     them into the log. Use `Telemetry` to have the numbers in `History` and in CSV files.

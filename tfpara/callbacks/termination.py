@@ -23,9 +23,9 @@ _LOOKS = 10  # number of checks of the main thread within `patience_seconds`, at
 class Termination:
     """Listens for SIGTERM on behalf of a callback, from `start` to `stop`.
 
-    It sets `asked`; the callback acts on that when all workers are at the same step.
+    SIGTERM sets `asked`; the callback acts on that when all workers are at the same step.
     If the main thread is stuck in a TensorFlow call for `patience_seconds` after SIGTERM, the
-    program ends at once with the same exit code.
+    program ends at once with `exit_code`.
 
     Args:
         exit_code: the exit code that asks for a restart.
@@ -89,16 +89,16 @@ class Termination:
         if signal.getsignal(signal.SIGTERM) == self._note:
             signal.signal(signal.SIGTERM, self._former)
         present = signal.set_wakeup_fd(self._former_fd)
-        if present != self._writer.fileno():  # other code has set another one
+        if present != self._writer.fileno():  # other code has set another one, which stays
             signal.set_wakeup_fd(present)
-        self._writer.close()  # ends the thread
+        self._writer.close()  # ends the thread that runs `_watch`
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         del number, frame
         self.asked = True
 
     def _ask(self, watcher: Callable[[], bool], unwatched: threading.Event) -> None:
-        """Calls the watcher until it returns true."""
+        """Calls the watcher, once a second, until it returns true or `unwatched` is set."""
         failed = False
         while not unwatched.is_set() and not self.asked:
             try:

@@ -1,7 +1,7 @@
 """Timelines for chrome://tracing and Perfetto, from the recordings of TensorFlow's profiler.
 
-The profiler records every operation with its name, time and duration. The operations of a sync have
-the name of their phase (`tfpara.sync.one_sync.weight_exchange.phase`), and `STEP` marks a step.
+The profiler records every operation with its name, time and duration. In a sync an operation's name
+contains its phase (`tfpara.sync.one_sync.weight_exchange.phase`). Events named `STEP` are steps.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class Span(NamedTuple):
     """A phase from `began` to `ended`, in nanoseconds since 1970.
 
     Attributes:
-        number: for a step, the worker's number of its minibatch; for other phases, the number of
-            operations in the span.
+        number: for a step, its number, as the worker counts its steps; for other phases, the number
+            of operations in the span.
     """
 
     phase: str
@@ -137,7 +137,7 @@ def _events(recorded: xplane_pb2.XSpace) -> Iterator[tuple[str, int, int, dict[s
 
 
 def _joined(operations: list[Span], step_begins: Sequence[int]) -> list[Span]:
-    """Returns spans of operations of the same phase."""
+    """Joins operations of the same phase into spans; see `spans` for the limits of a span."""
     begins = {phase: sorted(step_begins) for phase in PHASES}
     for phase in PHASES:
         begins[phase] += [o.began for o in operations if o.phase != phase]

@@ -27,12 +27,12 @@ class Trace(Callback):
     """Records some steps with TensorFlow's profiler and writes a timeline of all workers.
 
     `log_dir/timeline.json` (written by the chief at the end of `fit`) opens in chrome://tracing or
-    ui.perfetto.dev. It has a process for each worker, and in it the rows
+    ui.perfetto.dev. It has a process for each worker, and in each process the rows
 
     * step: minibatches, as Keras runs them, syncs included;
-    * check: whether the weights are finite, at a sync; wait: for the other workers;
-    * pack: the weights into buckets; reduce: their exchange;
-    * rule: the rule and the averages; unpack: the weights from the buckets.
+    * check: at a sync, whether the weights are finite; wait: waiting for the other workers;
+    * pack: putting the weights into buckets; reduce: exchanging the buckets;
+    * rule: the rule and the averages; unpack: taking the weights out of the buckets.
 
     Workers on several machines are aligned by their clocks. `log_dir/worker-K` has all operations
     that the profiler recorded, for TensorBoard's profile plugin.
@@ -43,8 +43,8 @@ class Trace(Callback):
     Args:
         log_dir: the folder; created if its parent exists.
         steps: first and last step to record, counted by each worker from 0 at the start of `fit`.
-            None: up to 20 before the end of the second sync and 5 after it; 10 to 29 without
-            syncs.
+            None: up to 20 steps before the end of the second sync and 5 after it; without syncs,
+            steps 10 to 29.
 
     Raises:
         ValueError: `steps` is not a first and a last step.
@@ -81,7 +81,7 @@ class Trace(Callback):
         if not self._recording and self._spans is None and step >= self._first:
             self._start()
         if self._recording:
-            # The profiler has its own clock; `clock_ns` relates that to the machine's.
+            # The profiler has a clock of its own; `clock_ns` relates it to the machine's clock.
             self._mark = tf.profiler.experimental.Trace(
                 timeline.STEP, step=step, clock_ns=time.time_ns()
             )

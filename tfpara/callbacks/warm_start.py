@@ -1,4 +1,4 @@
-"""A callback that trains the first epochs as one replica, whose model all others then take."""
+"""A callback that trains the first epochs like one replica, from whose model all then go on."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class WarmStart(Schedule):
 
     Args:
         epochs: number of such epochs, ≥ 0.
-        verbose: 1: the chief prints a line when they end; 0: none.
+        verbose: 1: the chief prints a line when these epochs end; 0: none.
 
     Raises:
         TypeError: the model has several replicas, or asynchronous workers, but its strategy is not
@@ -69,7 +69,7 @@ class WarmStart(Schedule):
     def to_every_replica(
         self, strategy: Strategy | None, epoch: int, dataset: tf.data.Dataset
     ) -> tf.data.Dataset:
-        """Returns `dataset`; in warm epochs it repeats each minibatch for each local replica."""
+        """Returns `dataset`; in the first epochs with a copy of each minibatch for each replica."""
         count = 1 if strategy is None else len(strategy.local_replica_ids)
         if count == 1 or epoch >= self._epochs:
             return dataset
@@ -88,8 +88,8 @@ class WarmStart(Schedule):
         return {"sync_period": self._period}
 
     def set_state(self, state: Mapping[str, Json]) -> None:
-        # A run that is resumed in a warm epoch has no sync period then. So checkpoints keep the
-        # period of later epochs here.
+        # A checkpoint of an epoch without syncs has no sync period. So this state keeps the period
+        # of the later epochs.
         self._period = state["sync_period"]
 
     def set_model(self, model: keras.Model) -> None:

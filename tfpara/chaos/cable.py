@@ -1,9 +1,9 @@
-"""A cut between one process and the others of a run, on their sockets.
+"""A simulated cut cable between one process and the others of a run, by filters on their sockets.
 
 If a socket has a filter that accepts nothing (socket(7), SO_ATTACH_FILTER), the kernel drops all
-that arrives. So the sender gets no acknowledgement and sends again, as on a cut cable. A process
-may get the sockets of its own descendants by pidfd_getfd(2). Neither a namespace nor root is
-needed.
+that arrives at it. So the sender gets no acknowledgement and sends again, as on a cut cable. A
+process may get the sockets of its own descendants by pidfd_getfd(2), for which it needs neither a
+namespace nor root.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _Connection = tuple[str, str]
 
 
 def need() -> str:
-    """Returns what this machine lacks for a cut; "" if nothing."""
+    """Returns what this machine lacks for a cut, in words; "" if nothing."""
     if not Path("/proc/net/tcp").exists():
         return "Linux with /proc/net/tcp"
     with subprocess.Popen(["sleep", "60"]) as child:
@@ -42,16 +42,16 @@ def need() -> str:
 
 
 class Cut:
-    """A cut around a process; `again` also cuts newer connections.
+    """A cut around a process. `again` makes it, and later extends it to newer connections.
 
     Args:
-        pid: the process.
-        others: the processes to which its connections are cut.
+        pid: id of the process.
+        others: ids of the processes to which its connections are cut.
     """
 
     def __init__(self, pid: int, others: Iterable[int]) -> None:
         self._pid, self._others = pid, [other for other in others if other != pid]
-        self._cut: dict[str, socket.socket] = {}  # by the sockets' numbers
+        self._cut: dict[str, socket.socket] = {}  # copies of the sockets, by socket number
 
     @property
     def sockets(self) -> int:
@@ -62,7 +62,7 @@ class Cut:
         table = dict(_connections(self._pid))
         own = dict(_sockets(self._pid))
         within = {table[number] for number in own if number in table}
-        # A process's connections to itself need no cable.
+        # Connections of the process to itself do not go through a cable.
         outward = {(here, there) for here, there in within if (there, here) not in within}
         for number, descriptor in own.items():
             if table.get(number) in outward:
@@ -74,7 +74,7 @@ class Cut:
                     self._attach(other, number, descriptor)
 
     def retransmitted(self) -> int:
-        """Returns how many packets were retransmitted on the connections since they were made."""
+        """Returns how many packets the cut connections have retransmitted since they began."""
         told = (each.getsockopt(socket.IPPROTO_TCP, _TCP_INFO, 192) for each in self._cut.values())
         return sum(struct.unpack_from("I", info, _RETRANSMITTED)[0] for info in told)
 
@@ -98,7 +98,7 @@ class Cut:
 
 
 def _descriptor_of(pid: int, descriptor: int) -> int:
-    """Returns a copy of another process's descriptor."""
+    """Copies a descriptor of another process into this process."""
     if not hasattr(os, "pidfd_open"):
         raise OSError(errno.ENOSYS, "")
     process = os.pidfd_open(pid)
@@ -112,7 +112,7 @@ def _descriptor_of(pid: int, descriptor: int) -> int:
 
 
 def _sockets(pid: int) -> Iterator[tuple[str, int]]:
-    """Yields the number and the descriptor of each socket of a process."""
+    """Yields the socket number (inode) and the descriptor of each socket of a process."""
     with contextlib.suppress(OSError):
         for name in os.listdir(f"/proc/{pid}/fd"):
             with contextlib.suppress(OSError):
@@ -122,11 +122,11 @@ def _sockets(pid: int) -> Iterator[tuple[str, int]]:
 
 
 def _connections(pid: int) -> Iterator[tuple[str, _Connection]]:
-    """Yields the number of each TCP socket that a process can see, and its two addresses."""
+    """Yields the number of each TCP socket that the process can see, and both its addresses."""
     for name in ("tcp", "tcp6"):
         with contextlib.suppress(OSError):
             for line in Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:]:
                 words = line.split()
-                # An IPv4 address is the last part of the IPv6 address that stands for it.
+                # The last 13 characters are IPv4 address and port, also in an address of IPv6 form.
                 here, there = (word[-13:] for word in words[1:3])
                 yield words[9], (here, there)

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from tfpara.chaos import faults, processes, report
 
 PROGRESS = "TFPARA_CHAOS_PROGRESS"  # the variable that names the script's progress file
-# Points of a run by name, with words of the library's output that show them.
+# Names of points of a run, with words of the library's output that show the point.
 POINTS = {
     "begin": " replicas",
     "join": "joins a run that is under way",
@@ -30,7 +30,7 @@ POINTS = {
 }
 _POLL_SECONDS = 0.2
 _SAMPLE_SECONDS = 2.0
-_AGAIN_SECONDS = 1.0  # pause between the end of the command and its next start
+_AGAIN_SECONDS = 1.0  # pause between the end of the command and a restart
 
 
 class Plan(NamedTuple):
@@ -38,10 +38,10 @@ class Plan(NamedTuple):
 
     Attributes:
         kinds: kinds of faults to draw from; none for a quiet run.
-        every: mean seconds between two faults; each wait is drawn from half of it to one and a
-            half.
-        until: seconds from the begin of training after which there are no more faults.
-        lasting: seconds of a fault that has an end.
+        every: mean seconds between two faults; each wait is drawn from half to one and a half times
+            this.
+        until: seconds from the first start of the command after which there are no more faults.
+        lasting: duration in seconds of faults that have an end.
         points: names of `POINTS`, at each of which there is one more fault after each timed one.
         seed: seed of all random choices.
         checkpoints: the folder of the run's checkpoints, if it was given.
@@ -61,11 +61,11 @@ class Plan(NamedTuple):
 class Drill:
     """Runs a command to its end, and injects faults.
 
-    A command that fails after a fault is restarted, as an engine does.
+    A command that fails after a fault is restarted, as an engine would do.
 
     Args:
         command: the launcher and its arguments.
-        plan: the faults.
+        plan: the plan of the faults.
     """
 
     def __init__(self, command: Sequence[str], plan: Plan) -> None:
@@ -75,8 +75,8 @@ class Drill:
         self._made: list[report.Made] = []
         self._missed: list[report.Made] = []
         self._samples: list[report.Sample] = []
-        self._seen: queue.SimpleQueue[str] = queue.SimpleQueue()  # points that were shown
-        self._open = set(plan.points)  # points at which the next such line is a place for a fault
+        self._seen: queue.SimpleQueue[str] = queue.SimpleQueue()  # points that the output has shown
+        self._open = set(plan.points)  # points that get a fault when they are reached next
         self._begin = time.monotonic()
         self._due: float | None = None
         self._process: subprocess.Popen[str] | None = None

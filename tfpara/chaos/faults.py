@@ -1,4 +1,4 @@
-"""The faults: what each needs, its injection, and the evidence that it happened.
+"""The faults: what each of them needs, its injection, and the evidence that it happened.
 
 Each function injects one fault, and returns one line that describes it and its evidence. It raises
 `Missed` if the fault has not happened: the worker has ended by itself, or nothing can be damaged.
@@ -21,10 +21,10 @@ from tfpara.chaos import cable, processes
 from tfpara.chaos.processes import Worker
 
 _LOOK_SECONDS = 0.02
-_FIRED_SECONDS = 10.0  # longest wait for the evidence, if the kernel acts at once
+_FIRED_SECONDS = 10.0  # longest wait for evidence of faults that the kernel makes at once
 _END_SECONDS = 120.0  # longest wait for the end of a worker that was asked to end
-_SLICE_SECONDS = 0.05  # a slow worker runs for a quarter of each slice
-_LARGEST_DISK = 4 << 30  # bytes; a larger disk is not for drills
+_SLICE_SECONDS = 0.05  # length of a slice, of which a slow worker runs for a quarter
+_LARGEST_DISK = 4 << 30  # bytes; drills fill no larger disk
 _NAME = ".chaos"  # name of the file that fills a disk
 
 
@@ -37,7 +37,7 @@ class Scene:
     """The circumstances of a fault.
 
     Attributes:
-        launcher: the process that has started the workers.
+        launcher: id of the process that has started the workers.
         workers: the workers to choose from.
         draw: the random generator.
         seconds: duration of a fault that has an end.
@@ -85,7 +85,7 @@ def stop(scene: Scene) -> str:
 
 
 def slow(scene: Scene) -> str:
-    """A quarter of the time for a worker, for --lasting."""
+    """A worker that runs for a quarter of the time, for --lasting."""
     victim = scene.victim()
     until, stopped, slices = time.monotonic() + scene.seconds, 0, 0
     while time.monotonic() < until and not processes.has_ended(victim.pid):
@@ -144,7 +144,7 @@ def disk_full(scene: Scene) -> str:
                 except OSError as error:
                     refused += 1
                     told = os.strerror(error.errno or 0)
-                    block = block[: len(block) // 2] or b"\0"  # the last bytes, too
+                    block = block[: len(block) // 2] or b"\0"  # to fill the last bytes, too
                     time.sleep(_LOOK_SECONDS if len(block) == 1 else 0.0)
     finally:
         path.unlink(missing_ok=True)
@@ -154,7 +154,7 @@ def disk_full(scene: Scene) -> str:
 
 
 def corrupt(scene: Scene) -> str:
-    """A changed byte in the newest of --checkpoints, and SIGKILL of all, so that it is read."""
+    """A changed byte in the newest of --checkpoints; SIGKILL of all, so that they read it."""
     folder = _folder(scene)
     found = sorted(folder.glob("checkpoint-*"))
     if len(found) < 2:
@@ -170,7 +170,7 @@ def corrupt(scene: Scene) -> str:
         file.write(bytes([before[at] ^ 0x5A]))
     if path.read_bytes() == before:
         raise Missed(f"byte {at} of {path} is as it was")
-    os.kill(scene.launcher, signal.SIGKILL)  # the workers end with it
+    os.kill(scene.launcher, signal.SIGKILL)  # the workers end with the launcher
     gone = [scene.launcher, *(worker.pid for worker in scene.workers)]
     _await(lambda: all(map(processes.has_ended, gone)), "the run has not ended", _FIRED_SECONDS)
     return f"byte {at} of {path} was changed, and all processes were killed"

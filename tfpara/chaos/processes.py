@@ -1,4 +1,4 @@
-"""The processes of a run, as /proc has them."""
+"""The processes of a run, as /proc lists them."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def workers(root: int) -> list[Worker]:
         named = _name(pid)
         if named and not has_ended(pid):
             found.append(Worker(pid, named))
-    # The children of a worker have its environment; the first of a name is the worker.
+    # A worker's children inherit its environment and so its name; the worker comes first.
     return list({worker.name: worker for worker in reversed(found)}.values())[::-1]
 
 

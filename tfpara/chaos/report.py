@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from tfpara.chaos.processes import Size
 
-# Lines by which the library and its launcher report a fault, and lines that report recovery.
+# Texts by which the library and its launcher report a fault, and texts that report recovery.
 _NOTICED = re.compile(
     r"is lost|was silent|have gone on without|failed|has left|cannot write|damaged|too slow|"
     r"waits? for|did not come|asked to end|restart \d"
@@ -19,14 +19,14 @@ _TIMES = ("noticed after", "whole after", "cost")
 
 
 class Line(NamedTuple):
-    """A line of output, and its time of arrival (seconds)."""
+    """A line of output, and its time of arrival (seconds since the run began)."""
 
     time: float
     text: str
 
 
 class Made(NamedTuple):
-    """A fault: its kind, its begin and end (seconds), and the evidence."""
+    """A fault: its kind, begin and end (seconds), the evidence, and the point if it has one."""
 
     kind: str
     time: float
@@ -36,7 +36,7 @@ class Made(NamedTuple):
 
 
 class Step(NamedTuple):
-    """Minibatches in the model at a time (seconds), as the script reported."""
+    """How many minibatches are in the model at a time (seconds), as the script reported."""
 
     time: float
     done: float
@@ -58,6 +58,8 @@ class Run(NamedTuple):
         seconds: duration of the run.
         code: exit code of the run.
         starts: number of starts of the command.
+        faults, missed: the faults that were made, and those that did not happen.
+        told: what the script reported at its end about minibatches: trained, lost and doubled ones.
     """
 
     seconds: float
@@ -81,8 +83,8 @@ def rate(steps: Sequence[Step]) -> float | None:
 def costs(run: Run, quiet_rate: float | None) -> list[float | None]:
     """Returns the cost of each fault in seconds.
 
-    It is the time from this fault to the next (after the last: to the end of training), minus the
-    time that a quiet run needs for the same progress: Δt − Δdone / rate.
+    The cost is the time from a fault to the next one, or from the last one to the end of training,
+    minus the time that a quiet run needs for the same progress: Δt − Δdone / rate.
     """
     if not quiet_rate or not run.steps:
         return [None] * len(run.faults)

@@ -29,7 +29,7 @@ from tfpara.sync.workers.settings_check import differences
 from tfpara.typing import Array, Json
 
 IF_DAMAGED = ("refuse", "start")
-ARRAYS = "arrays of "  # the beginning of the names of objects' arrays in a worker's part
+ARRAYS = "arrays of "  # prefix of the names of callbacks' (and other objects') arrays in a part
 # Errors of reading a part, or of setting a state from it.
 _UNREADABLE = (tf.errors.OpError, ValueError, TypeError, AttributeError, LookupError)
 _ADVICE = "give tfpara.callbacks.Checkpoint to fit on every worker"
@@ -40,10 +40,10 @@ class Checkpoints(abc.ABC):
 
     Args:
         model: a built and compiled model of one of tfpara's strategies.
-        directory, keep: as of `Store`.
+        directory, keep: as for `Store`.
     """
 
-    _fields: ClassVar[Mapping[str, type]]  # keys of these manifests, beside those of all
+    _fields: ClassVar[Mapping[str, type]]  # keys that only this kind's manifests have
 
     def __init__(self, model: keras.Model, directory: str | os.PathLike[str], keep: int) -> None:
         self._model = model
@@ -57,8 +57,8 @@ class Checkpoints(abc.ABC):
     def _facts(self) -> dict[str, Json]:
         """Returns entries of the manifest, among them "run" and "versions".
 
-        A resumed run must have the same settings in "run". The last digits of its numbers depend
-        on "versions".
+        A run that resumes must have the same settings in "run". With other "versions" its numbers
+        may differ in the last digits.
         """
 
     @abc.abstractmethod
@@ -67,7 +67,7 @@ class Checkpoints(abc.ABC):
 
     @abc.abstractmethod
     def _take_over(self, number: int, manifest: Mapping[str, Json]) -> None:
-        """Sets all state from a checkpoint. It may run no collective."""
+        """Sets all state from a checkpoint. This method must run no collective."""
 
     def _check_run(self, number: int, theirs: Mapping[str, Json]) -> None:
         """Refuses a checkpoint of another run."""
@@ -77,7 +77,8 @@ class Checkpoints(abc.ABC):
         """Locks the directory for this run.
 
         Raises:
-            CheckpointError: on every worker, if the chief cannot, or they see other directories.
+            CheckpointError: on every worker, if the chief cannot lock it, or if workers see
+                different directories.
         """
         # Each run has its own mark, since a worker of an earlier run may still write its part.
         self.store.mark = self._everyones(secrets.token_hex(4), "mark")[0]
@@ -95,14 +96,14 @@ class Checkpoints(abc.ABC):
         self._next = max(numbers, default=0) + 1
 
     def save(self, position: Callable[[], Mapping[str, Json]]) -> None:
-        """Writes a checkpoint. No state may change until it is written, as at a sync.
+        """Writes a checkpoint. No state may change before this returns; at a sync none does.
 
         Args:
             position: returns the position of the run, for the manifest.
 
         Raises:
-            CheckpointError: on every worker, if one could not write; the message names it. Earlier
-                checkpoints are intact.
+            CheckpointError: on every worker, if a worker could not write; the message names that
+                worker. Earlier checkpoints are intact.
         """
         number, self._next = self._next, self._next + 1
         manifest = {
@@ -131,11 +132,12 @@ class Checkpoints(abc.ABC):
         Returns its number and its manifest, or None without any checkpoint.
 
         Args:
-            if_damaged: "refuse" or "start", if there are checkpoints and all are damaged.
+            if_damaged: what to do if there are checkpoints but all are damaged: "refuse" raises an
+                error, "start" returns None.
 
         Raises:
             CheckpointError: on every worker, if all are damaged and `if_damaged` is "refuse", or
-                the newest undamaged one is of another run or kind of strategy.
+                the newest undamaged checkpoint is of another run or kind of strategy.
         """
         problems = []
         for number in self._together(self.store.numbers, "numbers")[0]:
@@ -176,7 +178,7 @@ class Checkpoints(abc.ABC):
         }
 
     def _give_states(self, states: Mapping[str, Json], reader: Any) -> None:
-        """Gives the objects that have state theirs; `reader` has their arrays."""
+        """Restores the objects that have a state; `reader` has their arrays."""
         for name, state in states.items():
             holder = self._strategy.states.get(name)
             if holder is None:
@@ -209,7 +211,7 @@ class Checkpoints(abc.ABC):
         """Runs an action on every worker, or on the chief alone; returns the results by rank.
 
         Raises:
-            CheckpointError: on all workers, if the action fails on one; the message names it.
+            CheckpointError: on all workers, if the action fails on one; the message names that one.
         """
         result = problem = None
         if self._strategy.is_chief or not chief_only:
@@ -228,7 +230,7 @@ class Checkpoints(abc.ABC):
         """Returns why no worker can use a checkpoint; None if all can.
 
         Raises:
-            CheckpointError: on every worker, if it is of the other kind of strategy.
+            CheckpointError: on every worker, if the checkpoint is of the other kind of strategy.
         """
 
         def found() -> str | None:
@@ -251,7 +253,7 @@ def store_at(
     """Returns the store of a directory, which is a path or a URL; see `Store`.
 
     Raises:
-        ValueError, ImportError: as of `RemoteFolder`.
+        ValueError, ImportError: as by `RemoteFolder`.
     """
     if is_url(directory):
         return RemoteStore(os.fspath(directory), keep, fields)
@@ -268,25 +270,25 @@ def facts_of_model(model: keras.Model) -> dict[str, Json]:
 def check_run(
     path: str | os.PathLike[str], manifest: Mapping[str, Json], facts: Mapping[str, Json]
 ) -> None:
-    """Compares a checkpoint's settings with those of this run; warns of other versions.
+    """Compares a checkpoint's settings with those of this run; warns if versions differ.
 
     Args:
         path: path of the checkpoint, for messages.
-        manifest: its manifest.
+        manifest: the manifest of the checkpoint.
         facts: "run" and "versions" of this run, as in the manifest.
 
     Raises:
         CheckpointError: settings differ; the message names them.
     """
     mine = json.loads(json.dumps(facts["run"], default=repr))
-    # Version 0.1 listed its version among the settings; now the format's number decides.
+    # Version 0.1 listed its version among the settings; it need not be the same.
     theirs = {k: v for k, v in manifest["run"].items() if k != "tfpara version"}
     states = (theirs.get("local_state"), mine.get("local_state"))
     if "tfpara version" in manifest["run"] and states == ("keep", "auto"):
         theirs["local_state"] = "auto"  # "keep" was the default before there was "auto"
     rule = theirs.get("rule")
     if isinstance(rule, str) and "warmup=" not in rule:
-        # The run is of a version without a warm-up of η, and goes on with the η that it had.
+        # The checkpoint's version had no `warmup`. Such a run may go on with None or False.
         warmup = "False" if "warmup=False" in mine.get("rule", "") else "None"
         theirs["rule"] = re.sub(r"(^BMUF.*compat=[\w']+)", rf"\1, warmup={warmup}", rule)
     differing = differences({"the checkpoint": theirs, "this run": mine})

@@ -1,9 +1,10 @@
-"""A lock for stores without locks: an object (the lease) that its holder keeps renewing.
+"""A lock for stores without locks: an object (the lease) that its holder renews regularly.
 
 Clocks of machines are not compared. A process that waits for a lease to lapse measures, by its own
-clock, how long the lease stays the same. A holder that was cut off for longer finds another run's
-lease when it renews its own, and gives up. So for a moment two runs may believe that they hold the
-lease. They cannot overwrite each other's checkpoints, since a manifest is never overwritten.
+clock, how long the lease stays the same. A holder that was cut off from the store until its lease
+lapsed finds another run's lease when it renews its own, and gives up. So for a moment two runs may
+believe that they hold the lease. They cannot overwrite each other's checkpoints, since a manifest
+is never overwritten.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from tfpara.typing import Json
 LOCK = "lock"
 THREAD = "tfpara lease"  # name of the thread that renews a lease
 SECONDS = 30.0  # a lease that is not renewed for so long lapses
-_EVERY = 3  # renewals in SECONDS
+_EVERY = 3  # number of renewals in SECONDS
 _LOOK = 0.5  # seconds between two looks at another's lease
-_SETTLE = 2.0  # seconds before a lease is read again, where two runs may have written one at once
+_SETTLE = 2.0  # seconds until a lease is read again, if two runs may have written one
 
 
 class Lease:
@@ -34,7 +35,7 @@ class Lease:
 
     Args:
         folder: the directory.
-        mark: of the run; another process with the same mark may take the lease over at once.
+        mark: the run's mark; another process with the same mark may take over the lease at once.
     """
 
     def __init__(self, folder: RemoteFolder, mark: str) -> None:
@@ -43,13 +44,13 @@ class Lease:
         self._seconds = SECONDS
         self._process = os.getpid()
         self._ended = threading.Event()
-        self._one = threading.Lock()  # the thread and a checkpoint must not renew it at once
+        self._one = threading.Lock()  # keeps thread and checkpoint from renewing at once
 
     def take(self) -> None:
         """Takes the lease; a thread renews it until `give_back`.
 
-        If a killed run has left a lease, this waits until it lapses, for the seconds that the lease
-        itself names.
+        If a killed run has left a lease, this waits until that lease lapses: at most the number of
+        seconds that it states.
 
         Raises:
             CheckpointError: another run holds it.
@@ -59,7 +60,7 @@ class Lease:
         while not self._folder.create(LOCK, self._text()):
             taken_over = self._remove_stale() or taken_over
         self._beat += 1
-        # Some stores ignore the condition, and overwrite the object: then this returns True.
+        # The lease exists now, so this is False, except in stores that ignore that, and overwrite.
         overwrites = self._folder.create(LOCK, self._text())
         if taken_over or overwrites or not self._folder.creates_in_one_step:
             time.sleep(_SETTLE)
@@ -99,12 +100,13 @@ class Lease:
 
     def _keep(self) -> None:
         while not self._ended.wait(self._seconds / _EVERY):
-            # An error may pass. Before each checkpoint the lease is renewed, and an error counts.
+            # An error may be temporary. Before each checkpoint the lease is renewed, too; an error
+            # is raised there.
             with contextlib.suppress(OSError, CheckpointError):
                 self.renew()
 
     def _remove_stale(self) -> bool:
-        """Waits until another run's lease has lapsed or is gone; returns whether it was removed."""
+        """Waits until another's lease has lapsed or is gone; returns whether this removed it."""
         first, since = self._read(), time.monotonic()
         found = first
         if found and found.get("mark") != self._mark:

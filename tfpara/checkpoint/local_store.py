@@ -1,6 +1,6 @@
 """Checkpoints in a directory of a file system with `rename` and `flock`, such as a disk or NFS.
 
-DIRECTORY/.partial-…/ is an unfinished checkpoint, of the present run or of one that was killed.
+DIRECTORY/.partial-…/ is an unfinished checkpoint of the present run, or of a run that was killed.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class LocalStore(Store):
             cleared(left_over)
 
     def _hold(self, lock: int) -> None:
-        """Locks the open file, and writes this process and its host into it."""
+        """Locks the open file `lock`, and writes this process and its host into the file."""
         holder = os.pread(lock, 200, 0).decode(errors="replace")
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -15,13 +15,14 @@ from typing import Any
 from tfpara.typing import Json
 
 FORMAT = 2
-_ENDINGS = (".index", ".data-00000-of-00001")  # endings of TensorFlow's files of a part
+_ENDINGS = (".index", ".data-00000-of-00001")  # endings of the two files of a part
 _SUM = "sha256"
-# The key for the folder of the files within the checkpoint. Without the key they lie directly in
-# the checkpoint. In a store without `rename` each run has such a folder of its own.
+# The key whose value is the folder of the parts' files, within the checkpoint's folder. Without
+# this key they lie in the checkpoint's folder itself. In a store without `rename` each run writes
+# the parts into such a folder of its own.
 FOLDER = "folder"
 _FOLDER = re.compile("[0-9a-f]{1,32}")
-# The keys of every manifest, and their types; a key within another one follows a dot.
+# The keys of every manifest, and their types; a dot leads to a key of an inner object.
 _FIELDS = {
     "files": dict,
     "workers": int,
@@ -35,13 +36,13 @@ _FIELDS = {
 
 
 class OtherKindError(ValueError):
-    """A manifest is of the other kind of strategy."""
+    """A manifest is of the other kind of strategy: synchronous or asynchronous."""
 
 
 def text(content: Mapping[str, Json]) -> str:
-    """Returns a manifest with this content; objects that JSON lacks become their `repr`."""
+    """Returns a manifest with this content; values that JSON cannot carry become their `repr`."""
     content = {**content, "format": FORMAT}
-    content.pop(_SUM, None)  # content that was read has a checksum
+    content.pop(_SUM, None)  # content that was read may have an old checksum
     content = json.loads(json.dumps(content, default=repr))
     return json.dumps({**content, _SUM: _sum(content)}, indent=1, sort_keys=True)
 
@@ -50,8 +51,8 @@ def parsed(written: bytes, fields: Mapping[str, type]) -> dict[str, Json]:
     """Returns the content of a manifest.
 
     Args:
-        written: the bytes of its file.
-        fields: further keys that it must have, and their types, as in `_FIELDS`.
+        written: the bytes of the manifest's file.
+        fields: further keys that the manifest must have, and their types, as in `_FIELDS`.
 
     Raises:
         OtherKindError: it is of the other kind of strategy.
@@ -112,7 +113,7 @@ def _check_strategy(content: Mapping[str, Json], is_async: bool) -> None:
 def _check_files(content: Mapping[str, Json]) -> None:
     """Raises ValueError unless the listed files are the parts of all workers."""
     files, workers = content["files"], content["workers"]
-    # The number is checked first: a wrong one may be too large to make a list of names.
+    # The number is checked first: a wrong one may be too large for a list of all names.
     if not workers or len(files) != workers * len(_ENDINGS):
         raise ValueError(f"it lists {len(files)} files for the parts of {workers} workers")
     if not _FOLDER.fullmatch(str(content.get(FOLDER, "0"))):
@@ -131,5 +132,5 @@ def part(rank: int) -> str:
 
 
 def inside(manifest: Mapping[str, Json], name: str) -> str:
-    """Returns the path of a file within its checkpoint."""
+    """Returns the path within its checkpoint of the file `name`."""
     return f"{manifest[FOLDER]}/{name}" if FOLDER in manifest else name

@@ -1,4 +1,4 @@
-"""Values from the parts of a checkpoint, for a run on any number of replicas."""
+"""Values for a run on any number of replicas, from a checkpoint of any number of workers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tfpara.typing import Array
 
 
 class Parts:
-    """The parts of a checkpoint.
+    """The parts of a checkpoint, one written by each worker.
 
     Args:
         readers: a reader for each worker's part.
@@ -34,7 +34,7 @@ class Parts:
             raise ValueError(f"it has {len(there)} replicas, and its manifest says {replicas}")
 
     def value(self, slot: Slot, strategy: PeriodicSyncStrategy) -> Array | None:
-        """Returns the value of a slot of this run; None if the slot stays as it is.
+        """Returns the value for a slot of this run; None if the slot is to keep its own.
 
         Raises:
             CheckpointError: the checkpoint lacks the value.
@@ -76,7 +76,7 @@ class Parts:
         return reader.get_tensor(name) if reader.has_tensor(name) else None
 
     def of_replicas(self, name: str) -> list[Any]:
-        """Returns a tensor of each replica of the former run; None for one that lacks it."""
+        """Returns a tensor of each replica of the former run; None for a replica that lacks it."""
         return [self._of_replica(replica, name) for replica in range(self._replicas)]
 
     def _of_replica(self, replica: int, name: str) -> Any:
@@ -84,7 +84,7 @@ class Parts:
         return self._reader_of[key].get_tensor(key) if key in self._reader_of else None
 
     def _of_holder(self, slot: Slot) -> NDArray[Any]:
-        """Returns a slot of a sharded field, put together from the pieces of the former run."""
+        """Returns the value of a slot that is a piece of a global field, from the former pieces."""
         field, start = slot.name.rsplit("/", 1)
         parts = {
             int(name.rsplit("/", 1)[1]): (name, reader)
@@ -96,7 +96,7 @@ class Parts:
         if not parts:
             return np.full(slot.variable.shape, slot.absent, slot.variable.dtype.as_numpy_dtype)
         shape, begin, size = slot.variable.shape, int(start), self._sizes[int(field.split("/")[-1])]
-        if not shape.rank:  # a scalar, which is the same in all parts
+        if not shape.rank:  # a scalar, which is the same in all pieces
             name, reader = parts[min(parts)]
             return reader.get_tensor(name)
         value = np.zeros(shape, slot.variable.dtype.as_numpy_dtype)  # zeros past the bucket's end

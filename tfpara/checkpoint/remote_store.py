@@ -1,8 +1,8 @@
 """Checkpoints in an object store, which can neither rename nor lock files, nor append to them.
 
-A part is written on this machine, and then uploaded. A checkpoint is complete when it has a
-manifest, which comes last, and is never overwritten. Each run has a folder of its own for its
-parts. So a run that was believed dead, and writes again, cannot damage a checkpoint of the next
+A worker writes its part on its own machine, and then uploads it. A checkpoint is complete when it
+has a manifest, which is written last and never overwritten. Each run has a folder of its own for
+its parts. So a run that was believed dead, and writes again, cannot damage a checkpoint of the next
 run.
 
 DIRECTORY/checkpoint-00000012/manifest.json
@@ -24,7 +24,7 @@ from tfpara.typing import Json
 
 
 class RemoteStore(Store):
-    """A directory at a URL; raises what `RemoteFolder` raises."""
+    """A directory at a URL; the methods raise what those of `RemoteFolder` raise."""
 
     directory: str
 
@@ -49,9 +49,10 @@ class RemoteStore(Store):
             raise
 
     def _incomplete(self, names: Mapping[str, int]) -> list[str]:
-        """Returns the files of checkpoints that other runs have begun, and that have no manifest.
+        """Returns the files of checkpoints that other runs have begun, but not completed.
 
-        Parts of this run stay: a worker that becomes the chief takes the lock while they are there.
+        Parts of this run stay: in an elastic run a worker may become the chief, and so take the
+        lock, while a checkpoint is being written.
         """
         places = ((name, *name.split("/")[:2]) for name in names if "/" in name)
         begun = [place for place in places if NAME.fullmatch(place[1]) and place[2] != self.mark]
@@ -103,7 +104,7 @@ class RemoteStore(Store):
             )
 
     def abandon(self, number: int) -> None:
-        # Parts of other runs stay: this run may have stood still, and another may hold the lease.
+        # Parts of other runs stay: if this run has stood still, another may hold the lease now.
         with contextlib.suppress(OSError):
             names = self._folder.sizes(folder_of(number))
             if f"{folder_of(number)}/{MANIFEST}" not in names:

@@ -2,13 +2,13 @@
 
 A checkpoint is taken at a sync, where all replicas are at the same step. It holds
 
-- the global model, momentum and averages, of which each worker writes the parts that it keeps;
+- the global model, momentum and averages, of which each worker writes the pieces that it keeps;
 - every replica's own weights, optimizer slots, statistics, dropout seeds and metrics;
 - counters, the states of callbacks, Python's and NumPy's random state, the position in the data.
 
-A run that is resumed on as many replicas continues bit for bit where TensorFlow is deterministic
-(on CPUs). On another number, every replica starts from the weights that the rule would broadcast,
-with the optimizer's slots of one of the former replicas.
+A run that is resumed on the same number of replicas continues bit for bit where TensorFlow is
+deterministic (on CPUs). On another number, every replica starts from the weights that the rule
+would broadcast, with the optimizer's slots of one of the former replicas.
 """
 
 from __future__ import annotations
@@ -66,14 +66,14 @@ class SyncCheckpoints(Checkpoints):
         build_optimizers(model)
         super().__init__(model, directory, keep)
         self._may_change = may_change
-        # The generation of the elastic run in which the present checkpoint was begun.
+        # The elastic run's generation when the present checkpoint was begun; else None.
         self._began_in: int | None = None
         self._told_of_lock = False
-        # Variables and values for `restore_epoch`.
+        # The variables that `restore_epoch` sets, and their values.
         self._of_epoch: list[tuple[tf.Variable, tf.Tensor]] = []
 
     def is_of(self, model: keras.Model) -> bool:
-        """Returns whether these are checkpoints of this very object."""
+        """Returns whether these are the checkpoints of this very model object."""
         return self._model is model
 
     @property
@@ -85,10 +85,10 @@ class SyncCheckpoints(Checkpoints):
     def restore_epoch(self, steps: int) -> None:
         """Restores metrics and the open block again, after `fit` has begun the interrupted epoch.
 
-        When `fit` begins, the block is closed and Keras resets the metrics.
+        That is necessary because `fit` closes the block when it begins, and Keras resets metrics.
 
         Args:
-            steps: steps of the epoch that each replica has had.
+            steps: number of steps that each replica has made in the epoch.
         """
         for variable, value in self._of_epoch:
             variable.assign(value)
@@ -110,7 +110,7 @@ class SyncCheckpoints(Checkpoints):
     def save(self, position: Callable[[], Mapping[str, Json]]) -> None:
         """Writes a checkpoint at a sync.
 
-        In an elastic run members, and so the position, may change meanwhile. Then the present
+        In an elastic run the members, and so the position, may change during that. Then the present
         members write the checkpoint anew.
         """
         while True:
@@ -131,8 +131,8 @@ class SyncCheckpoints(Checkpoints):
         try:
             self.store.lock()
         except CheckpointError as error:
-            # A former chief that stands still may hold the lock. The others have gone on without
-            # it, so its next exchange will fail, and it will write nothing.
+            # A former chief that stands still may hold the lock. The run has gone on without that
+            # process, so its next exchange will fail, and it will write nothing.
             if not self._told_of_lock:
                 self._told_of_lock = True
                 warnings.warn(f"{error} A former chief may hold it; goes on.", stacklevel=2)
@@ -151,7 +151,7 @@ class SyncCheckpoints(Checkpoints):
         settings = self._strategy.settings
         run = settings.of_a_run()
         compiled = {}
-        if self._strategy.is_chief:  # "auto" may differ between a worker on a CPU and one on a GPU
+        if self._strategy.is_chief:  # the chief's alone: "auto" depends on the device
             compiled["jit_compile"] = str(bool(getattr(self._model, "jit_compile", False)))
         return {
             "run": {

@@ -19,7 +19,7 @@ from tfpara.checkpoint.store import CheckpointError
 from tfpara.checks import versions
 from tfpara.typing import Array, Json
 
-# Variables that older checkpoints lack; they lack frozen weights, too.
+# Older checkpoints lack these variables, and frozen weights, too.
 _LATER = ("books/minibatches", "books/left_out", "local_rate")
 _FROZEN = "frozen/"
 
@@ -73,7 +73,7 @@ class ServerCheckpoints(Checkpoints):
         return {name: tf.identity(held) for name, held in self._variables().items()}
 
     def _check_run(self, number: int, manifest: Mapping[str, Json]) -> None:
-        """Refuses a checkpoint of another run; within an epoch, also one of other minibatches."""
+        """Refuses a checkpoint of another run or, if taken in an epoch, of other minibatches."""
         theirs, mine = dict(manifest), self._facts()
         if manifest["position"]["within"] and "data" in manifest:  # older checkpoints lack "data"
             for facts in (theirs, mine):
@@ -117,5 +117,5 @@ class ServerCheckpoints(Checkpoints):
             return 0
         if name == "local_rate":  # workers had the servers' learning rate
             return manifest["learning_rate"]
-        # The number of minibatches. The true one is lower if a chunk's last push had fewer.
+        # The largest possible number of minibatches: the last push of a chunk may have fewer.
         return self._running.server.first.version * self._strategy.sync_period

@@ -1,8 +1,8 @@
-"""Checkpoints that are complete or not visible, in any kind of storage.
+"""Checkpoints that become visible only when they are complete, in any kind of storage.
 
 DIRECTORY/lock                          held by the run that writes here
 DIRECTORY/checkpoint-00000012/          the twelfth checkpoint
-    manifest.json                       facts about the run; sizes and SHA-256 of files, and its own
+    manifest.json                       facts about the run; SHA-256 of files and of itself; sizes
     part-00000.index, part-00000.data-00000-of-00001     worker 0's part, in TensorFlow's format
 
 A checkpoint becomes visible by one rename (`LocalStore`), or when its manifest is written, which
@@ -54,7 +54,7 @@ def in_use(directory: object, holder: str) -> CheckpointError:
 
 
 def no_lock(path: object, content: str | bytes) -> CheckpointError:
-    """Returns the error for a file in the lock's place that no run has written."""
+    """Returns the error for a file that has the lock's name, but that no run has written."""
     return CheckpointError(
         f"{path} is not the lock of a run: it begins with {content[:20]!r}. Move it away, or give "
         "another directory."
@@ -62,15 +62,15 @@ def no_lock(path: object, content: str | bytes) -> CheckpointError:
 
 
 class Store(abc.ABC):
-    """A directory of checkpoints. All workers see the same one, and the chief makes the changes.
+    """A directory of checkpoints, shared by all workers. Each writes its part, the chief the rest.
 
     Args:
         directory: path or URL of the directory.
         keep: number of the newest checkpoints that stay.
-        fields: further keys of the manifests of such a run, beside those of all, and their types.
+        fields: keys, with their types, that only manifests of this kind of run have.
 
     Attributes:
-        mark: identifies this run; the same on all its workers, and different in other runs.
+        mark: a text that identifies this run; the same on all its workers.
         damaged: numbers of checkpoints that this run could not use. They do not count among the
             `keep` that stay, and are removed with the older ones.
     """
@@ -168,12 +168,12 @@ class Store(abc.ABC):
         """Locks the directory for this process, until the process ends.
 
         Raises:
-            CheckpointError: another run has it, or it cannot be locked or written to.
+            CheckpointError: another run has locked it, or it cannot be locked or written to.
         """
         if self._is_locked:
             return
         former = _LOCKS.pop(self._key(), None)
-        if former is not None:  # a fit of this process has locked it, and ended with an error
+        if former is not None:  # left by a fit of this process that ended with an error
             former.release()
         try:
             self._take()
@@ -202,8 +202,8 @@ class Store(abc.ABC):
         """Writes a worker's part of a checkpoint; returns the manifest's entries of its files.
 
         Args:
-            number: the checkpoint.
-            rank: the worker.
+            number: number of the checkpoint.
+            rank: rank of the worker.
             tensors: the content of the part, by name.
             begun_on: the host on which the chief called `begin`, for the message.
 
@@ -247,7 +247,7 @@ class Store(abc.ABC):
                 self.remove(old)
 
     def read_manifest(self, number: int) -> dict[str, Json]:
-        """Returns the manifest of a checkpoint; raises CheckpointError if it has no whole one."""
+        """Returns a checkpoint's manifest; raises CheckpointError if it is missing or damaged."""
         try:
             return manifests.parsed(self._manifest(number), self._fields)
         except RefusedError:
@@ -278,7 +278,7 @@ class Store(abc.ABC):
                 raise CheckpointError(f"{path} is damaged: its size or SHA-256 is not as written")
 
     def readers(self, number: int, manifest: Mapping[str, Json]) -> list[Any]:
-        """Returns a reader for each worker's part, of the type of `tf.train.load_checkpoint`."""
+        """Returns a reader for each worker's part, as `tf.train.load_checkpoint` makes it."""
         copies = {}
         for name in manifest["files"]:
             path = self._copy(number, manifests.inside(manifest, name))

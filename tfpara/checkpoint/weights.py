@@ -78,12 +78,12 @@ def read(
     model: keras.Model,
     averages: Mapping[str, Any],
 ) -> Weights:
-    """Reads the models of a checkpoint that `check` has passed.
+    """Reads the models of a checkpoint that has passed `check`.
 
     Args:
         store: the directory.
         number: number of the checkpoint.
-        manifest: its manifest.
+        manifest: manifest of the checkpoint.
         model: a built model like the run's.
         averages: the averages to read, as the run's strategy has them.
 
@@ -120,7 +120,7 @@ class _Tensors:
         if not starts:
             raise CheckpointError(f"the checkpoint lacks {begin}, which this model has")
         parts = [self[f"{begin}{start}"] for start in starts]
-        # A scalar is the same in each part. The last part of an array is longer than the bucket.
+        # A scalar is the same in each part. An array's last part may pass the bucket's end.
         return tf.constant(np.concatenate(parts)[:size] if np.ndim(parts[0]) else parts[0])
 
 
@@ -175,7 +175,7 @@ def _of_chief(tensors: _Tensors, model: keras.Model) -> Iterator[tuple[keras.Var
     """Yields the moving statistics and the frozen weights."""
     frozen, statistics, _ = parts_not_trained(model)
     yield from ((v, tensors[f"state/{k}"]) for k, v in enumerate(statistics))
-    # Older checkpoints lack frozen weights: then these stay as they were built.
+    # Older checkpoints lack frozen weights: then the model's stay as they were built.
     yield from (
         (v, tensors[f"frozen/{k}"]) for k, v in enumerate(frozen) if f"frozen/{k}" in tensors
     )
@@ -187,6 +187,6 @@ def _state_of(average: Any) -> State:
 
 
 def _cast(values: Sequence[tf.Tensor], weights: Sequence[keras.Variable]) -> list[tf.Tensor]:
-    """Returns values with the types and constraints of the variables."""
+    """Returns values in the types of the variables, with their Keras constraints applied."""
     cast = [tf.cast(value, v.value.dtype) for value, v in zip(values, weights, strict=True)]
     return constrained(cast, [v.constraint for v in weights])

@@ -33,7 +33,7 @@ class AsyncCluster(NamedTuple):
     """All processes of an asynchronous run, and which of them this one is.
 
     Attributes:
-        chief_address: "host:port" of the chief, which schedules, evaluates and writes.
+        chief_address: "host:port" of the chief, which runs the training program.
         worker_addresses: "host:port" of each worker, by index.
         ps_addresses: "host:port" of each parameter server, by index.
         task_type: "chief", "worker" or "ps", as in TF_CONFIG.
@@ -83,7 +83,8 @@ class AsyncCluster(NamedTuple):
         """Returns the addresses by job, for `tf.train.ClusterSpec`.
 
         Args:
-            chief_address: replaces the chief's address of TF_CONFIG, on which the lobby listens.
+            chief_address: the chief's address to return. None: that of TF_CONFIG, which the chief's
+                control channel uses, so TensorFlow's server in the chief has another.
         """
         return {
             "chief": [chief_address or self.chief_address],

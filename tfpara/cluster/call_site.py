@@ -1,8 +1,9 @@
 """The place of this process in its script: its current call, and the epoch and step of `fit`.
 
-Workers meet in exchanges, and all must reach the same ones. So each exchange carries a mark: the
-number of exchanges that this worker has started from Python, the purpose of this one, and the
-epoch.
+All workers must take part in the same exchanges, in the same order. So a worker sends a mark with
+each exchange: the number of exchanges that its Python code has completed, the purpose of this
+exchange, and the epoch. From the marks the workers see whether all have come to the same one
+(`are_apart` in tfpara/sync/one_sync/reports.py).
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ class Purpose(NamedTuple):
     """The purpose of an exchange that all workers must reach.
 
     Attributes:
-        text: the place of a worker in this exchange, as in "worker 0 is TEXT".
-        advice: the fix, if not all workers reach it.
-        awaits_data: whether some may reach it while others still have data in the same epoch.
+        text: where a worker in this exchange is in its script, as in "worker 0 is TEXT".
+        advice: the fix, if not all workers reach the exchange.
+        awaits_data: whether a worker may reach the exchange while others still have data for this
+            epoch.
     """
 
     text: str
@@ -31,7 +33,7 @@ class Purpose(NamedTuple):
 
     @property
     def number(self) -> float:
-        """A number ≥ 1 for the mark; different purposes almost surely have different ones."""
+        """A number ≥ 1 for the mark; two purposes almost surely have different numbers."""
         return 1.0 + zlib.crc32(self.text.encode())
 
 
@@ -62,16 +64,16 @@ _STEP = Purpose("", "train the same epochs of the same calls of fit on every wor
 
 
 class CallSite:
-    """The place of this process in its script. The functions that Keras and scripts call update it.
+    """The place of this process in its script, updated by functions that Keras and scripts call.
 
     Attributes:
         fits: number of running calls of `fit`.
         calls: purposes of running calls that read metrics, such as `evaluate`.
-        met: number of exchanges from Python that all workers have reached.
-        began: time on the monotonic clock when this process began to wait in such an exchange; 0 if
-            it does not wait.
-        failed: purpose of the last exchange that failed here; None if none failed.
-        in_first_epoch: whether `fit` has begun no epoch after the first one that it trains.
+        met: number of completed exchanges that Python code, not a graph, has started.
+        began: time (seconds of `time.monotonic()`) when this process began to wait in an exchange
+            that Python code has started; 0 if it does not wait in one.
+        failed: purpose of the last exchange that failed in this process; None if none failed.
+        in_first_epoch: whether the epoch that `fit` began last is the first that this call trains.
     """
 
     def __init__(self) -> None:
@@ -82,13 +84,13 @@ class CallSite:
         self.began = 0.0
         self.calls: list[Purpose] = []
         self._epoch = 0  # the epoch of fit, from 1 as Keras prints it; 0 before the first
-        self._step = 0  # the last step that has begun in the epoch, from 1
+        self._step = 0  # the last step of the epoch that has begun, from 1; 0 before the first
         self._callbacks = 0
         self._purpose: Purpose | None = None
 
     @property
     def is_before_epochs(self) -> bool:
-        """True from the begin of `fit` to its first epoch, while a checkpoint may be read."""
+        """True from the beginning of `fit` to its first epoch; a checkpoint may be read then."""
         return self.fits > 0 and not self._epoch
 
     def in_fit(self) -> contextlib.AbstractContextManager[None]:
@@ -98,11 +100,11 @@ class CallSite:
         )
 
     def in_call(self, purpose: Purpose) -> contextlib.AbstractContextManager[None]:
-        """A context in which metrics are read for this purpose."""
+        """A context in which metrics are read for `purpose`."""
         return self._with(calls=[*self.calls, purpose])
 
     def in_callbacks(self) -> contextlib.AbstractContextManager[None]:
-        """A context in which callbacks of `fit` run, which may read metrics within an epoch."""
+        """A context in which callbacks of `fit` run; they may read metrics within an epoch."""
         return self._with(_callbacks=self._callbacks + 1)
 
     def waiting(self) -> contextlib.AbstractContextManager[None]:
@@ -111,7 +113,7 @@ class CallSite:
 
     @contextlib.contextmanager
     def _with(self, **values: object) -> Iterator[None]:
-        """A context in which attributes have other values."""
+        """A context in which the named attributes have these values."""
         former = {name: vars(self)[name] for name in values}
         vars(self).update(values)
         try:
@@ -121,7 +123,7 @@ class CallSite:
 
     @contextlib.contextmanager
     def meeting(self, purpose: Purpose) -> Iterator[None]:
-        """A context in which all workers' exchange runs; counts it, unless it fails."""
+        """A context for an exchange of all workers; counts the exchange, unless it fails."""
         with self._with(_purpose=purpose):
             try:
                 yield
@@ -146,7 +148,10 @@ class CallSite:
         return EPOCH_END if self.fits and not self._callbacks else METRIC
 
     def of_data(self) -> Purpose:
-        """Returns the purpose of data that are given now; in an epoch they are for validation."""
+        """Returns the purpose of an exchange about data that the script gives now.
+
+        Data given within an epoch are for validation.
+        """
         if self.calls:
             return self.calls[-1]
         return EVALUATE if self.fits and self._epoch else FIT_BEGIN
@@ -189,7 +194,7 @@ class CallSite:
         return f"in {epoch}" + (f" (step {self._step})" if self._step else "")
 
     def told(self) -> list[int]:
-        """Returns this process's place as `TEXT_BYTES` bytes, for `sentence`."""
+        """Returns this process's place and its fix as `TEXT_BYTES` bytes, for `sentence`."""
         purpose = self._purpose or _STEP
         rank = 0 if not purpose.text else 1 if purpose.awaits_data else 2
         text = "\n".join([str(rank), self.text()[:300], purpose.advice])
@@ -197,7 +202,10 @@ class CallSite:
 
 
 def sentence(table: Iterable[Iterable[float]]) -> str:
-    """Returns a sentence with each worker's place, by the bytes of `CallSite.told`, and the fix."""
+    """Returns a sentence with each worker's place, and the fix.
+
+    `table`: the bytes of each worker's `CallSite.told`, by rank.
+    """
     texts = [bytes(int(number) for number in row).rstrip(b"\0") for row in table]
     said = [text.decode(errors="replace").split("\n") for text in texts]
     where: dict[str, list[str]] = {}

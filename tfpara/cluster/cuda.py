@@ -1,4 +1,4 @@
-"""The cards of this machine, from CUDA's driver; without TensorFlow."""
+"""The GPUs (cards) of this machine, as CUDA's driver lists them; needs no TensorFlow."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def count() -> int:
 
 
 def identifier(card: int) -> str | None:
-    """Returns an identifier that no other card has on any machine; None if the driver has none.
+    """Returns a card's identifier, unique among all machines; None if the driver gives none.
 
     Args:
         card: the number that CUDA gives the card in this process.
@@ -30,7 +30,7 @@ def identifier(card: int) -> str | None:
 
 
 def _told(ask: Callable[[ctypes.CDLL], int]) -> bool:
-    """Calls functions of the driver; returns whether a driver exists and no function failed."""
+    """Calls `ask` with CUDA's driver; returns whether there is a driver and all calls succeeded."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
         return not (driver.cuInit(0) or ask(driver))

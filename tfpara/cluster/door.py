@@ -18,10 +18,10 @@ from tfpara.cluster.messages import Channel
 from tfpara.typing import Json
 
 _PAUSE_SECONDS = 0.1
-_STRANGER_SECONDS = 10.0  # time from a stranger's connection within which it must be admitted
-_STRANGERS = 64  # number of strangers at a time, beside one for each process of the run
-_SHARE = 4  # strangers may use this fraction, 1/4, of the files that this process may have open
-_NAMED = 8  # number of hosts with another secret that are named in the log
+_STRANGER_SECONDS = 10.0  # a stranger must be admitted within this time
+_STRANGERS = 64  # most strangers at a time, in addition to one for each process of the run
+_SHARE = 4  # strangers may use 1/4 of the files that this process may have open
+_NAMED = 8  # most hosts with another secret that the log names
 Key = TypeVar("Key", bound=Hashable)
 _log = logging.getLogger(__name__)
 
@@ -29,19 +29,19 @@ _log = logging.getLogger(__name__)
 class Door(Generic[Key]):
     """A listener that tells the processes of a run from strangers.
 
-    A connection is a stranger until it is admitted, which must be within 10 s, however slowly it
-    sends. If there are too many strangers, one is dropped, of the host with the most. So strangers
-    cannot block the run.
+    A connection is a stranger until it is admitted. A stranger that is not admitted within 10 s is
+    dropped, even if it is still sending. If there are too many strangers, the oldest of the host
+    with the most of them is dropped. So strangers cannot block the run.
 
     Args:
-        listener: a listening socket, which is closed with the door.
+        listener: a listening socket, which `close` closes.
         secret: the run's secret; may be empty.
         purpose: purpose of the connections; the connecting processes must state the same.
-        guests: number of processes that may be admitted.
+        guests: number of processes that are expected.
 
     Attributes:
         guests: the admitted connections, by key.
-        turned_away: a sentence that names processes with another secret; empty if there are none.
+        turned_away: a sentence that names the hosts of processes with another secret, or "".
     """
 
     def __init__(self, listener: socket.socket, secret: bytes, purpose: str, guests: int) -> None:
@@ -51,7 +51,7 @@ class Door(Generic[Key]):
         self._listener, self._secret, self._purpose = listener, secret, purpose
         self._most = min(_STRANGERS + guests, _open_files() // _SHARE)
         self._keys: dict[Channel, Key] = {}  # the keys of guests
-        self._strangers: dict[Channel, tuple[str, float]] = {}  # host and time of arrival; in order
+        self._strangers: dict[Channel, tuple[str, float]] = {}  # host, time of arrival; by time
         self._named: set[str] = set()
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ)
@@ -67,9 +67,9 @@ class Door(Generic[Key]):
     ) -> None:
         """Handles what has arrived, without waiting.
 
-        Only messages with a valid signature are handled. Ended connections come first, since a
-        process may have left and connected again. If `hear` fails on a message, only the connection
-        that sent it is dropped.
+        Only messages with a valid signature are handled. Connections that have ended are handled
+        first, since a process may have left and connected again. If `hear` fails on a message, only
+        the connection that sent the message is dropped.
 
         Args:
             hear: called with each message: the connection, its key (None for a stranger, which
@@ -117,7 +117,7 @@ class Door(Generic[Key]):
         """Ends all connections and frees the port.
 
         Args:
-            patience_seconds: longest wait until all messages to guests have left.
+            patience_seconds: longest wait until all messages to guests are sent.
         """
         until = time.monotonic() + patience_seconds
         for channel in (*self._keys, *self._strangers):
@@ -153,7 +153,7 @@ class Door(Generic[Key]):
                 connection, (host, *_) = self._listener.accept()
             except BlockingIOError:
                 return
-            except OSError:  # file descriptors may be exhausted
+            except OSError:  # perhaps no file descriptor is left
                 time.sleep(_PAUSE_SECONDS)
                 return
             channel = Channel(connection, self._secret, self._purpose, caller=False)

@@ -1,9 +1,9 @@
 """Environment variables by which an engine gives a process its rank and a meeting place.
 
-Engines (Slurm, MPI, torchrun, ...) set variables of their own with a process's rank and the number
-of processes; some also set the host of rank 0. That is enough to meet and to exchange addresses
-(`startup.find_each_other`), so TF_CONFIG is not needed. Without an engine, set TFPARA_RANK,
-TFPARA_SIZE and TFPARA_COORDINATOR.
+An engine (Slurm, MPI, torchrun, ...) starts the processes of a run. It sets variables of its own
+with a process's rank and the number of processes; some engines also set the host of rank 0. With
+these the processes can meet and exchange addresses (`startup.find_each_other`), so TF_CONFIG is not
+needed. Without an engine, set TFPARA_RANK, TFPARA_SIZE and TFPARA_COORDINATOR.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _INDEX = "JOB_COMPLETION_INDEX"
 _SET_COORDINATOR = (
     f"Set {COORDINATOR}=host:port to rank 0's host and a free port there, the same in all processes"
 )
-_LONGEST_LIST = 1 << 16  # characters
+_LONGEST_LIST = 1 << 16  # characters of a list of hosts; also numbers of a range in it
 _SAGEMAKER_PORT = 23456
 _RANGES = r"\[[0-9]{1,9}(?:-[0-9]{1,9})?(?:,[0-9]{1,9}(?:-[0-9]{1,9})?)*\]"
 _PART = re.compile(rf"[A-Za-z0-9_.-]+|{_RANGES}")
@@ -37,12 +37,12 @@ class Told(NamedTuple):
 
     Attributes:
         engine: name of the engine.
-        rank: this process, 0 … size − 1.
+        rank: rank of this process, 0 … size − 1.
         size: number of processes.
-        rank_variable: the variable that has the rank.
-        size_variable: the variable that has the size.
+        rank_variable: name of the variable that has the rank.
+        size_variable: name of the variable that has the size.
         coordinator: "host:port" at which rank 0 waits for the others; empty if unknown.
-        coordinator_from: the source of `coordinator`, in words.
+        coordinator_from: where `coordinator` comes from, in words.
     """
 
     engine: str
@@ -68,28 +68,30 @@ class _Engine(NamedTuple):
     """An engine and its variables."""
 
     name: str  # the engine's name in messages
-    rank: str  # the variable of the rank
-    size: str  # the variable of the size
-    starter: str  # the program that sets them, in messages
-    # Returns the "host:port" of rank 0 and its source in words, or two empty texts, from the
-    # environment and the number of processes.
+    rank: str  # the name of the variable that has the rank
+    size: str  # the name of the variable that has the number of processes
+    starter: str  # the program that sets both variables, for messages
+    # From the environment and the number of processes, this returns the "host:port" of rank 0 and
+    # its source in words, or two empty texts if they are unknown.
     coordinator: Callable[[Mapping[str, str], int], tuple[str, str]]
     # Whether the engine starts machines, pods or steps, in which another engine may start
-    # processes. These inherit its variables, so a different rank or size is no contradiction.
+    # processes. The processes inherit the outer engine's variables, so it is no contradiction if
+    # these have another rank or size.
     outer: bool = False
-    # variables that must be set, too, if `rank` and `size` are those of this engine
+    # variables that this engine also sets; if they are missing, another program has set the rank
     also: tuple[str, ...] = ()
 
 
 def find(environ: Mapping[str, str] = os.environ) -> Told | None:
     """Returns the values of the engine that has started this process; None if there is none.
 
-    Variables of a process (of MPI, torchrun, or TFPARA_RANK) come before those of the machine or
-    step in which it runs (Slurm, pods). TFPARA_COORDINATOR comes before an engine's coordinator.
+    Variables that describe a process (of MPI, torchrun, or TFPARA_RANK) take precedence over those
+    that describe the machine or step in which it runs (Slurm, pods). TFPARA_COORDINATOR takes
+    precedence over an engine's coordinator.
 
     Raises:
-        ClusterError: variables cannot be read, or contradict each other; the message names them,
-            and the fix.
+        ClusterError: variables are invalid, or contradict each other; the message names them and
+            the fix.
     """
     for outer in (False, True):
         told = [(e, t) for e in _ENGINES if e.outer == outer and (t := _read(e, environ))]
@@ -144,19 +146,19 @@ def _is_several(number: str) -> bool:
 
 
 def variables() -> tuple[str, ...]:
-    """Returns the variables of rank, size and coordinator, without those of outer engines."""
+    """Returns the names of all variables of rank, size and coordinator, except outer engines'."""
     names = [(e.rank, e.size) for e in _ENGINES if not e.outer]
     return (*itertools.chain(*names), COORDINATOR)
 
 
 def starter(rank_variable: str) -> str:
-    """Returns the program that sets a variable, such as "horovodrun or mpirun"."""
+    """Names the program that sets a variable of the rank, such as "horovodrun or mpirun"."""
     known = {engine.rank: engine.starter for engine in _ENGINES}
     return known.get(rank_variable, "an indexed job")
 
 
 def is_outer(rank_variable: str) -> bool:
-    """Returns whether a variable is of an outer engine, within which others start processes."""
+    """Returns whether an outer engine, in which others start processes, sets this variable."""
     return any(engine.outer and engine.rank == rank_variable for engine in _ENGINES)
 
 
@@ -183,7 +185,7 @@ def hosts(nodelist: str) -> Iterator[str]:
 
 
 def _choices(part: str) -> list[str]:
-    """Returns the values of a part of a name: the part itself, or the numbers in its brackets."""
+    """Returns the texts that part of a host name stands for: itself, or the numbers in brackets."""
     if not part.startswith("["):
         return [part]
     choices: list[str] = []
@@ -197,7 +199,10 @@ def _choices(part: str) -> list[str]:
 
 
 def _index(environ: Mapping[str, str]) -> str:
-    """Returns a pod's number in an indexed job, which is its rank if only TFPARA_SIZE is set."""
+    """Returns this pod's number in an indexed job of Kubernetes, if it is to be used as the rank.
+
+    That is so if TFPARA_SIZE is set and TFPARA_RANK is not; otherwise the text is empty.
+    """
     if environ.get(RANK, "").strip() or not environ.get(SIZE, "").strip():
         return ""
     return environ.get(_INDEX, "").strip()
@@ -213,7 +218,7 @@ def _read(engine: _Engine, environ: Mapping[str, str]) -> Told | None:
         return None
     rank_name = engine.rank
     if engine.rank == RANK and given == ["", "1"]:
-        given[0] = "0"  # a single process needs no number
+        given[0] = "0"  # a single process needs no TFPARA_RANK
     if engine.rank == RANK and _index(environ):
         given[0], rank_name = _index(environ), _INDEX
     # isdecimal also accepts digits of other scripts, but so does int().
@@ -279,7 +284,7 @@ def _with_coordinator(told: Told, engine: _Engine, environ: Mapping[str, str]) -
 
 
 def _port(*words: str) -> int:
-    """Returns a port that is the same for the same words, such as the number of a job."""
+    """Chooses a port by `words`, such as a job's number, so that all processes choose the same."""
     return CHOSEN.start + zlib.crc32(os.fsencode(" ".join(words))) % len(CHOSEN)
 
 
@@ -338,10 +343,10 @@ def _ancestor(name: str) -> str:
 
 
 def _of_master(host: str, port: str, step: int, why: str) -> Callable[..., tuple[str, str]]:
-    """Returns a function that reads the address of rank 0 from two variables, as torchrun sets.
+    """Returns a function that reads the address of rank 0 from two variables like torchrun's.
 
-    `step` is added to the port, or subtracted from one near the highest; `why` is the reason for
-    the step in messages.
+    `host` and `port` are the names of the variables. `step` is added to the port, or subtracted if
+    the sum would be no port; `why` gives the reason for that in messages.
     """
 
     def coordinator(environ: Mapping[str, str], _size: int) -> tuple[str, str]:

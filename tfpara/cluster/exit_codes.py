@@ -1,7 +1,7 @@
 """The exit codes of a program, which tell its launcher or engine whether to restart it.
 
-`tfpara-launch` restarts after any code but 0. Other engines depend on the code: a TFJob with
-`restartPolicy: ExitCode` restarts pods only after codes from 128 on.
+`tfpara-launch` restarts a program after any code but 0. Other engines decide by the code: a TFJob
+with `restartPolicy: ExitCode` restarts pods only after codes from 128 on.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from tfpara.cluster.tf_config import shown
 RESTART_VARIABLE, LOST_VARIABLE = "TFPARA_RESTART_EXIT_CODE", "TFPARA_LOST_WORKER_EXIT_CODE"
 # 75 is EX_TEMPFAIL of sysexits.h: another attempt may succeed.
 _RESTART, _LOST = 75, 1
-INTERRUPTED = 130  # the code of shells for Ctrl-C
-# The description of each code in the reference; the two above can be set.
+INTERRUPTED = 130  # the code that shells use for Ctrl-C
+# What each code means, for the reference. Users can set other codes for _RESTART and _LOST.
 MEANINGS = {
     0: "the program is done",
     1: "an error of the program or of the library",
@@ -31,7 +31,7 @@ MEANINGS = {
 
 
 def restart(given: int | None = None, environ: Mapping[str, str] = os.environ) -> int:
-    """Returns the exit code of a program that was asked to end and should be started again.
+    """Returns the exit code of a program that was asked to end and is to be started again.
 
     Args:
         given: the program's own choice; None takes TFPARA_RESTART_EXIT_CODE, or 75.

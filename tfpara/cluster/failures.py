@@ -1,4 +1,4 @@
-"""Explanations of a failed synchronisation, in one sentence that names the worker."""
+"""Explains a failed synchronisation in one sentence that names the worker that caused it."""
 
 from __future__ import annotations
 
@@ -13,26 +13,27 @@ from tfpara.cluster.reach import unreachable
 
 _PROBE_SECONDS = 3.0
 _HEAR_SECONDS = 1.0  # longest wait for the last message of a worker that is gone
-# The cluster with its addresses, from `know`; the environment may not have them.
+# The cluster with its addresses, from `know`; the environment may not have the addresses.
 _known: Cluster | None = None
 _timeout: float | None = None  # timeout_seconds of the strategy that was made last
 # The names of the silent workers because of which this process has ended a sync: None if it has
 # ended none, "" if the names are unknown.
 _silence: str | None = None
-_who_is_mute: Callable[[], str] = str  # returns the workers that do not answer; "" if unknown
-_advice: Callable[[], str] = str  # returns the fix for the exchange that failed here, or ""
-# The places of all workers, in words, if this process has ended an exchange because workers were in
-# different ones; else "".
+_who_is_mute: Callable[[], str] = str  # returns the names of silent workers; "" if unknown
+_advice: Callable[[], str] = str  # returns the fix for this process's exchange that failed, or ""
+# Where all workers were in their scripts, in words, if this process has ended an exchange because
+# workers were in different exchanges; else "".
 _apart = ""
-_ended: dict[int, str] = {}  # the errors of workers that have reported their end; "" for none
-# The error that ends this process, to be sent to the others; "" if none, None if they have it.
+_ended: dict[int, str] = {}  # by rank, the errors of workers that have reported their end, or ""
+# The error that ends this process, to be sent to the other workers; "" if there is none, None if
+# the others fail with the same error anyway.
 _last_words: str | None = ""
 _APART = re.compile(r"apart: (.*?) \(apart\)")
 _WHO_WAS_SILENT = re.compile(r"; (.*?) was silent \(timeout_seconds\)")
 _ASSERTED = re.compile(
     r"assertion failed: \[((?:replicas?|workers?) .*?)\](\n| \[Op:|$)", re.DOTALL
 )
-# TensorFlow may report only this, if a function of several devices calls another one that fails.
+# TensorFlow may report no more than this if a function on several devices calls one that fails.
 _CANCELLED = "RecvAsync is cancelled"
 _NAMES = re.compile(r"(?:^|and )(chief|worker \d+)\b")
 _OF_A_SYNC = re.compile(f"ollective|RecvBuf|Horovod has|{_CANCELLED}")
@@ -44,8 +45,8 @@ class Explanation(NamedTuple):
     Attributes:
         sentence: the cause, and the fix.
         is_loss: whether another worker was lost.
-        lost: the names of the lost workers as launchers use them, "chief" or "worker 1"; those
-            that are known.
+        lost: the names, as launchers use them ("chief", "worker 1"), of those lost workers that
+            are known.
     """
 
     sentence: str
@@ -78,11 +79,11 @@ def explain(error: BaseException, cluster: Cluster) -> Explanation | None:
     gone = _gone(cluster)
     if gone:
         return gone
-    # Horovod's error states no cause. A worker that ends closes its port first; as all ports are
-    # open, a worker must be silent.
+    # Horovod's error states no cause. All workers' ports are still open, so none has ended: one
+    # must be silent.
     silent = "Horovod has" in text and bool(cluster.addresses)
-    told = _WHO_WAS_SILENT.search(text)  # another worker ended the sync, and named the silent one
-    heard_nothing = "heartbeat timeout" in text  # an error of TensorFlow's coordination service
+    told = _WHO_WAS_SILENT.search(text)  # another worker ended the sync, and named it
+    heard_nothing = "heartbeat timeout" in text  # of TensorFlow's coordination service
     ended_here = _silence is not None or isinstance(error, tf.errors.DeadlineExceededError)
     if silent or told or ended_here or heard_nothing:
         who = _silence or (told[1] if told else _who_is_mute() or "a worker")
@@ -130,7 +131,7 @@ def note_end(rank: int, why: str) -> None:
 
 
 def say_last(error: BaseException) -> None:
-    """Notes the error that ends this process, to be sent to the others unless they have it too."""
+    """Stores the error that ends this process, to tell the others unless they get it, too."""
     global _last_words
     words = [type(error).__name__, *str(error).strip().splitlines()[:1]]
     _last_words = ": ".join(words)[:300]
@@ -142,19 +143,19 @@ def say_last(error: BaseException) -> None:
 
 
 def last_words() -> str | None:
-    """Returns the error that ends this process; "" if none, None if the others have it."""
+    """Returns the error that ends this process; "" if none, None if the others have the same."""
     return _last_words
 
 
 def _gone(cluster: Cluster) -> Explanation | None:
-    """Returns the explanation by workers that are gone; None if no worker is gone."""
+    """Explains the error by workers that have failed, died or ended; None if there are none."""
     names = {rank: cluster.describe(rank) for rank in range(cluster.num_workers)}
     closed = unreachable(cluster, _PROBE_SECONDS)
     if closed and not _ended:
         time.sleep(_HEAR_SECONDS)
     failed = {rank: f"{names[rank]} has failed ({why})" for rank, why in _ended.items() if why}
     gone = {r: f"{name} is gone" for r, name in names.items() if name in closed and r not in _ended}
-    # If a worker has failed or died, the others end because of it, and only it is named.
+    # A worker that has failed or died makes the others end, so the latter are not named.
     lost = failed or gone
     sentence = f"a sync failed because {' and '.join(lost.values())}; start all workers again."
     if not lost:
@@ -176,7 +177,7 @@ def know(cluster: Cluster, timeout_seconds: float) -> None:
 
 
 def ask(who_is_mute: Callable[[], str], advice: Callable[[], str]) -> None:
-    """Notes functions that `explain` calls.
+    """Stores functions that `explain` calls.
 
     Args:
         who_is_mute: returns the names of the workers that do not answer, or "".

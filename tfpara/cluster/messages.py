@@ -1,12 +1,13 @@
 """Signed messages between the processes of a run: JSON objects of limited length, one a line.
 
-Both ends of a connection begin with a line that holds a fresh random number. A key derived from the
-run's secret and both numbers signs every message, together with its sender and its sequence number.
-So a message that is copied from another connection, sent twice or sent back is not accepted. If the
-run has no secret, anyone can derive the key, and a signature is a mere checksum.
+Both ends of a connection begin with a line that holds a fresh random number. The run's secret and
+both numbers give a key. With this key the sender signs each message, together with the message's
+direction and sequence number. So a message that is copied from another connection, sent twice or
+sent back is not accepted. If the run has no secret, anyone can derive the key, and a signature is a
+mere checksum.
 
-The length and the signature of a message are checked before it is parsed; its content is not: its
-reader has to expect any JSON object. Reading and sending never block.
+The length and the signature of a message are checked before the message is parsed. Its content is
+not checked, so a caller has to expect any JSON object. Sending and receiving never block.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ from tfpara.cluster import secret as run_secret
 from tfpara.typing import Json
 
 _LONGEST_MESSAGE = 1 << 20  # bytes
-_LONGEST_OF_RUN = 1 << 24  # bytes, from an end that has shown that it knows the run's secret
+_LONGEST_OF_RUN = 1 << 24  # bytes, if the sender has shown that it knows the run's secret
 _LONGEST_GREETING = 64  # bytes
-_DEEPEST = 64  # levels of nesting of objects and lists; Python refuses to send about a thousand
-_LONGEST_NUMBER = 100  # digits; a longer whole number has no float, and could not be printed
+_DEEPEST = 64  # levels of nested objects and lists; Python's json fails at about a thousand
+_LONGEST_NUMBER = 100  # digits of a whole number; with many more it has no float and no text
 _READ = 1 << 16  # bytes
 _GREETING = re.compile(rb"tfpara ([0-9a-f]{32})")
 _FRAME = re.compile(rb"([0-9a-f]{64}) (.*)", re.DOTALL)
@@ -59,7 +60,7 @@ class Signer:
         return self._signature(self._caller, self._sent, text) + b" %s\n" % text
 
     def read(self, line: bytes) -> bytes | None:
-        """Returns the text of `line`, without its end, if it is the next message; else None."""
+        """Returns the text of `line` (without newline) if it is the next message; else None."""
         frame = _FRAME.fullmatch(line)
         if frame is None:
             return None
@@ -84,8 +85,8 @@ class Channel:
         caller: whether this end connected; otherwise it accepted.
 
     Attributes:
-        heard: time of the other end's last message, in seconds of `time.monotonic()`.
-        closed: whether the connection has ended, or something other than a message has arrived.
+        heard: time of the last data from the other end, in seconds of `time.monotonic()`.
+        closed: whether the connection has ended; invalid data from the other end also end it.
         known: whether a message has arrived, so that the other end has the same secret.
         differs: whether the other end has another secret.
     """
@@ -112,7 +113,7 @@ class Channel:
 
     @property
     def own_host(self) -> str:
-        """The IP address of this end, at which the other one reaches it."""
+        """The IP address of this end, as the other end reaches it."""
         return ports.plain(str(self._connection.getsockname()[0]))
 
     @property
@@ -125,7 +126,7 @@ class Channel:
     def send(self, **message: Json) -> None:
         """Sends a message, as soon as the other end's number is known.
 
-        It is lost if the other end no longer reads.
+        The message is lost if the other end no longer reads.
         """
         self._waiting.append(json.dumps(message).encode())
         self._flush()
@@ -165,7 +166,7 @@ class Channel:
         poll.poll(seconds * 1000.0)
 
     def close(self, patience_seconds: float = 0.0) -> None:
-        """Ends the connection; waits `patience_seconds` at most until all messages have left."""
+        """Ends the connection; first waits `patience_seconds` at most for messages to be sent."""
         until = time.monotonic() + patience_seconds
         while self._leaving and time.monotonic() < until:
             self.wait_for(_TICK_SECONDS, to_write=True)
@@ -175,7 +176,7 @@ class Channel:
 
     @property
     def _longest(self) -> int:
-        """Longest message in bytes; short without a secret, as anyone could fill the memory."""
+        """Limit in bytes of a message; low for senders that know no secret, to save memory."""
         return _LONGEST_OF_RUN if self.known and self._secret else _LONGEST_MESSAGE
 
     def _read(self) -> None:
@@ -212,8 +213,8 @@ class Channel:
         elif self._caller:
             self.differs = line == _REFUSAL and not self.known
         elif _FRAME.fullmatch(line) and not self.known:
-            # The other end belongs to another run. The refusal has no signature, which the other
-            # end could not check.
+            # The other end belongs to another run, and could not check a signature. So the refusal
+            # has none.
             self.differs = True
             self._leaving += _REFUSAL + b"\n"
         if isinstance(message, dict) and _is_flat(message, _DEEPEST):
@@ -234,8 +235,8 @@ class Channel:
             while self._leaving:
                 self._leaving = self._leaving[self._connection.send(self._leaving) :]
         except BlockingIOError:
-            # All messages of a run fit into this, unless a stopped process has not read for hours.
-            # Then the connection is closed.
+            # All unsent messages of a run fit into this limit, unless the other end is stopped and
+            # has not read for hours. Then the connection is closed.
             if len(self._leaving) > 4 * self._longest:
                 self._give_up()
         except OSError:  # the next read finds that the connection has ended

@@ -3,7 +3,7 @@
 The launcher names the writing end of a pipe in TFPARA_LAUNCHER. The process writes lines of JSON:
 ``because`` (the names of the workers that caused its failure) with ``at`` (the time when it noticed
 that, in seconds of `time.monotonic()`), ``saves`` (it was asked to end, and writes a checkpoint
-first), and ``progress`` (see `tfpara.status.run`). The program's output is not read for this.
+first), and ``progress`` (see `tfpara.status.run`). The program's output is not read for these.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from collections.abc import Mapping
 from tfpara.typing import Json
 
 _VARIABLE = "TFPARA_LAUNCHER"
-_LONGEST = 4096  # bytes of a line; up to this length a pipe writes it completely or not at all
+_LONGEST = 4096  # bytes of a line; a pipe takes a line of this length completely or not at all
 _READ = 1 << 16
 
 
 def variables(descriptor: int) -> dict[str, str]:
-    """Returns the environment of a process that has the writing end of a pipe."""
+    """Returns the variable that tells a process which descriptor is the pipe's writing end."""
     return {_VARIABLE: f"{descriptor}:{os.fstat(descriptor).st_ino}"}
 
 
 def tell(environ: Mapping[str, str] = os.environ, **said: object) -> None:
-    """Reports to the launcher, if it has started this process; never waits, never fails."""
+    """Reports to the launcher, if there is one; never waits, never fails."""
     line = json.dumps(said).encode() + b"\n"
     with contextlib.suppress(OSError, ValueError, OverflowError):
         if len(line) <= _LONGEST:
@@ -38,15 +38,15 @@ def tell(environ: Mapping[str, str] = os.environ, **said: object) -> None:
 
 
 def is_there(environ: Mapping[str, str] = os.environ) -> bool:
-    """Returns whether a launcher has started this process, and passes on what it prints."""
+    """Returns whether a launcher has started this process, whose output it then passes on."""
     return unread(environ) is not None
 
 
 def unread(environ: Mapping[str, str] = os.environ) -> int | None:
-    """Returns the bytes of reports that the launcher has yet to read; None without a launcher.
+    """Returns the number of bytes that the launcher has yet to read; None without a launcher.
 
-    A report that the next one replaces waits until this is 0. So it leaves room for others in the
-    pipe of a launcher that is stopped.
+    A report that the next one makes obsolete, such as progress, is sent only when this is 0. So
+    such reports leave room for others in the pipe while the launcher is stopped.
     """
     with contextlib.suppress(OSError, ValueError, OverflowError):
         return int.from_bytes(
@@ -59,7 +59,7 @@ def _pipe(environ: Mapping[str, str]) -> int:
     """Returns the writing end of the launcher's pipe.
 
     Raises:
-        OSError, ValueError, OverflowError: this process has none.
+        OSError, ValueError, OverflowError: this process has no launcher.
     """
     descriptor, _, pipe = environ.get(_VARIABLE, "").partition(":")
     # A child of this process inherits the variable, but may have another file under this number.
@@ -73,7 +73,7 @@ class Reports:
     """The launcher's end of the pipe from one process.
 
     Attributes:
-        writer: the other end, for the process; close it here once the process has it.
+        writer: descriptor of the writing end. Close it here once the process has inherited it.
     """
 
     def __init__(self) -> None:
@@ -97,6 +97,6 @@ class Reports:
         return self._said
 
     def close(self) -> None:
-        """Reads the rest, and closes this end."""
+        """Reads what is left in the pipe, and closes this end."""
         self.read()
         os.close(self._reader)

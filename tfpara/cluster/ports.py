@@ -16,7 +16,7 @@ import time
 from collections.abc import Collection, Iterable
 
 # The range from which this module chooses ports. Linux takes ports of outgoing connections from a
-# higher range, so none of them takes a port between its choice and its use.
+# higher range, so no connection takes a chosen port before it is used.
 CHOSEN = range(10000, 32768)
 _PAUSE_SECONDS = 0.1
 _SIOCGIFADDR = 0x8915  # Linux: the address of an interface
@@ -51,7 +51,7 @@ def connect(address: str, timeout_seconds: float) -> socket.socket:
 def places(address: str) -> set[tuple[str, int]]:
     """Returns the IP addresses, each with the port, to which "host:port" leads now.
 
-    There are none if the host cannot be resolved. The call may take long.
+    The set is empty if the host cannot be resolved. The call may take long.
     """
     host, port = split(address)
     try:
@@ -62,15 +62,15 @@ def places(address: str) -> set[tuple[str, int]]:
 
 
 def cut(peers: Collection[tuple[str, int]]) -> None:
-    """Ends all of this process's connections to IP addresses and ports, those of TensorFlow, too.
+    """Ends all of this process's connections to `peers`, also those of TensorFlow.
 
-    On a connection that stays open, as to a process that is stopped, TensorFlow would wait for an
-    answer forever.
+    Otherwise TensorFlow would wait forever for the answer of a peer that is stopped, since its
+    connection stays open. `peers` are pairs of an IP address and a port.
     """
     for name in os.listdir("/dev/fd"):
         with contextlib.suppress(OSError):
             number = int(name)
-            # Other files are left alone: to close a copy would end the process's locks on the file.
+            # Files are left alone: closing even a copy would end this process's locks on them.
             if not stat.S_ISSOCK(os.fstat(number).st_mode):
                 continue
             with socket.socket(fileno=os.dup(number)) as own:
@@ -117,9 +117,10 @@ def own_host(host: str) -> str:
         host: a name or IP address of this machine, as others know it.
 
     Returns:
-        The IP address of `host`, of version 4 if there is one. It is empty, for all interfaces, if
-        the address is not of this machine, as behind address translation, or if the name leads to
-        loopback here, as Debian configures it: other machines resolve it to another address.
+        The IP address of `host`, of version 4 if there is one. In two cases it is empty, which
+        means all interfaces: the address is not of this machine (behind address translation); or
+        the name leads to loopback on this machine, as Debian configures it, though other machines
+        resolve the name to another address.
     """
     host = host.strip("[]")
     named = not is_address(host) and host != "localhost"
@@ -164,7 +165,7 @@ def listen(host: str, port: int, peers: int = 0) -> socket.socket:
 
 
 def reserve() -> socket.socket:
-    """Returns a socket that reserves a port, free on all interfaces, until it is closed.
+    """Returns a socket that reserves a port, free on all interfaces, until the socket closes.
 
     Raises:
         OSError: no port is free.
@@ -177,7 +178,7 @@ def reserve() -> socket.socket:
 
 
 def plain(host: str) -> str:
-    """Returns an IP address without the prefix "::ffff:" of version 4, and without a zone."""
+    """Returns an IP address without zone, and without the "::ffff:" before one of version 4."""
     return host.partition("%")[0].removeprefix("::ffff:")
 
 
@@ -206,7 +207,7 @@ def _bind(family: int, host: str, port: int, reuse: bool) -> socket.socket:
 
 
 def unknown(addresses: Iterable[str]) -> bool:
-    """Returns whether a host of these addresses "host:port" cannot be resolved now."""
+    """Returns whether some host among addresses "host:port" cannot be resolved now."""
     for host in {split(address)[0] for address in addresses}:
         try:
             socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
@@ -216,7 +217,7 @@ def unknown(addresses: Iterable[str]) -> bool:
 
 
 def is_place(host: str, port: int) -> bool:
-    """Returns whether this is an IP address and the number of a port."""
+    """Returns whether `host` is an IP address and `port` the number of a port."""
     return is_address(host) and 0 < port < 65536
 
 

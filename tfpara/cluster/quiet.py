@@ -1,6 +1,6 @@
 """Filters for log lines of TensorFlow and Keras that need no action of the user.
 
-TF_CPP_MIN_LOG_LEVEL=0 in the environment turns them off.
+TF_CPP_MIN_LOG_LEVEL=0 in the environment turns the filters off.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from collections.abc import Iterator
 
 _LEVEL = "TF_CPP_MIN_LOG_LEVEL"
 # Notes (not warnings) of TensorFlow's server, its search for CUDA, and oneDNN on fast processors.
-# They are written by another log, which ignores TF_CPP_MIN_LOG_LEVEL.
+# The library that writes them ignores TF_CPP_MIN_LOG_LEVEL.
 _CHATTER = (
     r"WARNING: All log messages before absl::InitializeLog\(\) is called"
     r"|I0000 [\d:. ]+ "
     r"(grpc_server_lib|eager_service_impl|coordination_service\w*|cudart_stub|port)\.cc:\d+\] "
-    # TensorFlow's import registers these twice, with and without GPUs.
+    # TensorFlow's import registers these libraries twice, with and without GPUs.
     r"|([EW]0000 [\d:. ]+ |[\d:. -]*[EW] [\w/]+/)"
     r"(cuda_(fft|dnn|blas)|computation_placer)\.cc:\d+\] .*(Unable to|already) register"
-    # Such lines come when an elastic run ends a sync because a worker is lost.
+    # TensorFlow logs these when an elastic run ends a sync because a worker is lost.
     r"|[\d:. -]+E [\w/]+/(base_collective_executor|ring_alg)\.cc:\d+\] .*(ABORTED|aborted): tfpara"
 )
 _IS_CHATTER = re.compile(_CHATTER.encode())
-# A parameter server and its workers print the options of their sessions, one a line, up to an empty
-# line.
+# A parameter server and its workers print the options of their sessions, one a line, with an empty
+# line at the end.
 _BEGINS_OPTIONS = re.compile(rb"I0000 .*\] SessionOptions: ")
 _IS_OPTION = re.compile(rb" *(\w+( \{|: .*)|\}|)\r?\n?$")
 # Lines of MultiWorkerMirroredStrategy: its cluster and devices, its health check, which is turned
@@ -47,7 +47,7 @@ def install() -> None:
     """Suppresses warnings that come in every run; a second call changes nothing."""
     if _shows_all():
         return
-    # `fit` has shuffle=True by default, and Keras warns for each dataset that it is ignored.
+    # `fit` has shuffle=True by default; for each dataset Keras warns that it ignores this.
     warnings.filterwarnings("ignore", message=r"`shuffle=True` was passed, but will be ignored")
     # With parameter servers workers read data in a graph; tf.data then warns about options.
     warnings.filterwarnings("ignore", message="To make it possible to preserve tf.data options")
@@ -67,7 +67,7 @@ def starting() -> Iterator[None]:
 
 @contextlib.contextmanager
 def regrouping() -> Iterator[None]:
-    """Suppresses the notes of TensorFlow's Python code on connections, also within a run."""
+    """Suppresses the notes of TensorFlow's Python code when it connects or reconnects workers."""
     loggers = [] if _shows_all() else [logging.getLogger("tensorflow"), logging.getLogger("absl")]
     for logger in loggers:
         logger.addFilter(_is_news)
@@ -79,7 +79,7 @@ def regrouping() -> Iterator[None]:
 
 
 class Filter:
-    """Tells which lines of a process's stderr are to be suppressed; takes the lines in order."""
+    """Tells which lines of a process's stderr are to be suppressed, given in order."""
 
     def __init__(self) -> None:
         self._in_options = False
@@ -105,7 +105,7 @@ def _is_news(record: logging.LogRecord) -> bool:
 
 @contextlib.contextmanager
 def _without_chatter() -> Iterator[None]:
-    """Removes the server's notes from this process's stderr, as a launcher does by itself.
+    """Removes TensorFlow's notes from this process's stderr, as a launcher would.
 
     A separate process passes on all other lines, so that no line is lost if TensorFlow ends this
     process or hangs.
@@ -136,9 +136,10 @@ def _without_chatter() -> Iterator[None]:
 
 
 def _pass_on() -> None:
-    """Copies lines from stdin to stdout, except notes, until their writer ends.
+    """Copies lines from stdin to stdout, except TensorFlow's notes, until stdin ends.
 
-    Some schedulers send a signal to every process of a job; the last lines come after it.
+    Signals are ignored: some schedulers send one to every process of a job, and the job's last
+    lines come after that.
     """
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)

@@ -1,4 +1,4 @@
-"""The probe for processes that accept connections."""
+"""Tests which processes accept connections."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def unreachable(cluster: Cluster, timeout_seconds: float) -> list[str]:
 def accepting(addresses: Sequence[str], timeout_seconds: float) -> frozenset[str]:
     """Returns those of `addresses`, "host:port", that accept a TCP connection now.
 
-    All are tried at once, for at most `timeout_seconds`, name look-up included. A stopped process
-    still accepts, so this does not prove that it works.
+    All are tried at once, for at most `timeout_seconds`, name look-up included. An address at which
+    a stopped process listens still accepts connections.
     """
     found: set[str] = set()
 

@@ -2,12 +2,12 @@
 
 Gloo, Horovod's transport, stores the addresses of its connections and polls for those of the
 others. `horovodrun` and `tfpara-launch --collectives=horovod` serve a store; in a cluster of
-TF_CONFIG the chief does. Gloo aborts the process if the store does not answer or a worker is
+TF_CONFIG the chief serves it. Gloo aborts the process if the store does not answer or a worker is
 missing, so the workers first meet in the same store.
 
-Gloo's requests are not signed. But the variable of the store's host may contain a path after the
-host. If the run has a secret, that path contains a token derived from it, and the store refuses
-requests without the token. The token is sent unencrypted.
+Gloo does not sign its requests. But the variable that names the store's host may contain a path
+after the host. If the run has a secret, that path contains a token derived from the secret, and the
+store refuses requests without the token. The token is sent unencrypted.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ _ANSWER_SECONDS = 10.0
 _REFUSED_SECONDS = 1.0
 _LONGEST_VALUE = 1 << 20  # bytes; Gloo's values are some hundred bytes for each process
 _LONGEST_KEY = 1 << 10
-_MOST_BYTES = 1 << 28  # all values together
-_CLIENTS = 256  # number of clients at a time
+_MOST_BYTES = 1 << 28  # bytes of all values together
+_CLIENTS = 256  # most clients at a time
 _PURPOSE = b"store"
 _FORGED = -1
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):
-    """The handler of GET, PUT and DELETE of a path, a key of the server's `values`."""
+    """Handles GET, PUT and DELETE of a path, which is a key of the server's `values`."""
 
     server: Server
     raw_requestline: bytes
@@ -82,7 +82,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def _refuse(self, status: int) -> None:
-        """Answers with an error before the request is read, and closes the connection."""
+        """Answers with an error before the request is fully read; closes the connection."""
         self.close_connection = True
         self._answer(status)
         with contextlib.suppress(OSError):
@@ -112,7 +112,7 @@ class Server(http.server.ThreadingHTTPServer):
 
     def __init__(self, port: int = 0, host: str = "", shared: bytes = b"") -> None:
         self.values: dict[str, bytes] = {}
-        self._clients: dict[socket.socket, float] = {}  # time of connection, in order
+        self._clients: dict[socket.socket, float] = {}  # time of connection, oldest first
         self._lock = threading.Lock()
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         super().__init__((host, port), _Handler)
@@ -145,14 +145,14 @@ class Server(http.server.ThreadingHTTPServer):
         super().shutdown_request(request)
 
     def service_actions(self) -> None:
-        """Drops clients whose time is over; called twice a second."""
+        """Drops clients whose time is over; the base class calls this twice a second."""
         now = time.monotonic()
         with self._lock:
             late = [each for each, at in self._clients.items() if now - at > _ANSWER_SECONDS]
         _cut(late)
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """Prints nothing: these clients have closed their connection."""
+        """Prints nothing, since errors come from clients that have closed their connection."""
 
     def close(self) -> None:
         self.shutdown()
@@ -166,7 +166,7 @@ def _cut(clients: list[socket.socket]) -> None:
 
 
 def _token(shared: bytes, port: int) -> str:
-    """Returns the token in the path, derived from the secret; empty without a secret."""
+    """Returns the path's token, derived from the secret `shared`; empty without a secret."""
     return secret.derive(shared, _PURPOSE, b"%d" % port).hex() if shared else ""
 
 
@@ -180,7 +180,7 @@ def variables(found: cluster.Cluster, host: str, port: int, shared: bytes = b"")
     own = hosts[found.rank]
     beside = [rank for rank, other in enumerate(hosts) if other == own]
     local_rank = beside.index(found.rank)
-    # Hosts with a process of this local rank.
+    # The hosts with enough processes that one of them has this local rank.
     across = [name for name in dict.fromkeys(hosts) if hosts.count(name) > local_rank]
     return {
         "HOROVOD_RANK": str(found.rank),
@@ -206,11 +206,11 @@ def meet(
 ) -> None:
     """Waits until every process has reached the store that the environment names.
 
-    The secret of the run, `shared`, signs all values, also in a store that horovodrun serves.
+    All values are signed with the secret of the run, `shared`, also if horovodrun serves the store.
 
     Raises:
         StartupError: the variables are missing or wrong, no store answers at the address, or a
-            process does not come in time, has another number of processes or another secret.
+            process does not come in time, or has another secret or HOROVOD_SIZE.
     """
     address, port = environ.get(ADDRESS, ""), environ.get(PORT, "")
     if not address or not (port.isdecimal() and 0 < int(port) < 65536):
@@ -252,8 +252,8 @@ def meet(
 class _Places(NamedTuple):
     """The values by which processes report their presence in a store.
 
-    They are signed with the run's secret, `shared`, since anyone may be able to write to the store.
-    The store has the address and port of Horovod's variables, and must answer by the deadline.
+    The values are signed with the run's secret, `shared`, since anyone may be able to write to the
+    store. `address` and `port` are Horovod's variables; the store must answer by `deadline`.
     """
 
     address: str
@@ -262,12 +262,12 @@ class _Places(NamedTuple):
     deadline: float
 
     def put(self, rank: int, size: int) -> None:
-        """Stores this process's presence, with its number of processes."""
+        """Reports that this process is present, and its HOROVOD_SIZE, `size`."""
         value = {"size": size, "signature": self._signature(rank, size)}
         self._ask("PUT", rank, json.dumps(value).encode())
 
     def get(self, rank: int) -> int | None:
-        """Returns a process's number of processes, `_FORGED`, or None if it is not present yet."""
+        """Returns the HOROVOD_SIZE of a rank's process; None if it has not come, or `_FORGED`."""
         value = self._ask("GET", rank)
         if value is None:
             return None
@@ -300,7 +300,7 @@ class _Places(NamedTuple):
 
 
 def _request(address: str, port: int, method: str, rank: int, body: bytes | None) -> bytes | None:
-    """Returns the store's answer about a rank; None if it has no value."""
+    """Returns the store's answer about a rank; None if the store has no value for it."""
     host, slash, token = address.partition("/")
     path = f"/{token}:{port}" if slash else ""
     host = host.rpartition(":")[0] if slash else host

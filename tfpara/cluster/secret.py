@@ -52,9 +52,9 @@ def read(environ: Mapping[str, str] = os.environ) -> bytes:
 
 
 def for_start(environ: Mapping[str, str]) -> dict[str, str]:
-    """Returns the environment variable with a new secret for the workers.
+    """Returns the variable TFPARA_SECRET with a new secret, to be set for the workers.
 
-    It returns an empty dict if `environ` has a secret already.
+    The dict is empty if `environ` has a secret already.
 
     Raises:
         SecretError: as by `read`.
@@ -63,7 +63,7 @@ def for_start(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def derive(secret: bytes, *purpose: bytes) -> bytes:
-    """Derives a key of 32 bytes for one purpose, from which the secret cannot be computed."""
+    """Derives a key of 32 bytes for one purpose; the secret cannot be computed from it."""
     text = b"".join(len(part).to_bytes(4, "big") + part for part in purpose)
     return hmac.digest(secret, b"tfpara" + text, "sha256")
 

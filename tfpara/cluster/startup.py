@@ -47,9 +47,9 @@ _ANSWER_SECONDS = 10.0  # longest exchange between two running processes
 _CONNECT_SECONDS = 120.0
 _PURPOSE = "start"
 
-_met: set[Cluster] = set()
+_met: set[Cluster] = set()  # the clusters in which this process has started TensorFlow
 _in_elastic_run = False
-_found: dict[Cluster, Cluster] = {}  # clusters without addresses to the same with addresses
+_found: dict[Cluster, Cluster] = {}  # clusters without addresses, mapped to the same with them
 _log = logging.getLogger(__name__)
 
 
@@ -59,11 +59,12 @@ class StartupError(RuntimeError):
 
 @contextlib.contextmanager
 def guard(cluster: Cluster, timeout_seconds: float) -> Iterator[None]:
-    """Waits for all workers, then limits the time of its body, which starts TensorFlow's server.
+    """A context that first waits for all workers; its body starts TensorFlow's server.
 
     If the body takes over two minutes, the process prints a traceback and exits with code 1. That
     happens if a worker dies between the meeting and TensorFlow's connection. Afterwards SIGTERM has
-    its former handler. A single process, or one that has met the same cluster before, does nothing.
+    its former handler. The context does nothing in a cluster of one process, or in one that this
+    process has met before.
 
     Raises:
         StartupError: as by `meet`; or this process has met another cluster before, as a Python
@@ -86,7 +87,7 @@ def guard(cluster: Cluster, timeout_seconds: float) -> Iterator[None]:
 
 @contextlib.contextmanager
 def elastic_run() -> Iterator[None]:
-    """A context that makes this process a part of an elastic run.
+    """A context after which this process counts as part of an elastic run.
 
     Raises:
         StartupError: the process is in an elastic run already, or has trained in a cluster.
@@ -113,9 +114,10 @@ def _refuse_another() -> None:
 def _sigterm_kept() -> Iterator[None]:
     """Restores the handler of SIGTERM, which TensorFlow's server replaces by an empty one.
 
-    Otherwise this process would not notice SIGTERM, nor would processes that it forks, and a pool
-    could not end them. Python sets handlers in the main thread alone, and engines such as Ray train
-    in another one. So the C library's function is called, which works in any thread.
+    Otherwise this process would not notice SIGTERM. Nor would processes that it forks, so that a
+    pool of processes could not be ended. Python can set handlers in the main thread alone, but
+    engines such as Ray train in another thread. So the C library's function is called, which works
+    in any thread.
     """
     libc = ctypes.CDLL(None)
     former = ctypes.create_string_buffer(1024)  # more than a struct sigaction
@@ -134,18 +136,18 @@ def meet(
 ) -> None:
     """Waits until every worker of the cluster has called this with the same arguments.
 
-    During the call it listens on this worker's port.
+    During the call this process listens on its port.
 
     Args:
         cluster: this process's view of the cluster.
         timeout_seconds: longest wait for the other workers.
-        collectives: the backend that the worker starts after this.
+        collectives: the backend that the worker starts after the call.
         shared: the secret of the run; None takes that of the environment.
 
     Raises:
         StartupError: a worker did not come in time, has another TF_CONFIG, other collectives or
-            another secret, or has the same task as another; or an address is in use or cannot be
-            reached. All workers that came raise it.
+            another secret, or has the same task as another worker; or an address is in use or
+            cannot be reached. All workers that came raise it.
         tfpara.cluster.secret.SecretError: the environment's secret is not valid.
     """
     if cluster.num_workers == 1:
@@ -219,8 +221,8 @@ def _listen_as_coordinator(told: engines.Told) -> socket.socket:
 def _addresses(port: int, guests: Mapping[int, _Guest]) -> list[str]:
     """Returns the addresses of the workers, by rank, at which all workers can reach them.
 
-    A worker that came by loopback is on the chief's machine. If others came from elsewhere, it gets
-    the host by which they reach the chief.
+    A worker that came by loopback is on the chief's machine. If others came from elsewhere, they
+    reach that worker at the same host as the chief.
     """
     at = {rank: guest.hello["at"] for rank, guest in guests.items()}
     outside = [rank for rank, (host, _) in at.items() if not secret.is_loopback(f"{host}:0")]
@@ -236,12 +238,12 @@ def _addresses(port: int, guests: Mapping[int, _Guest]) -> list[str]:
 class _Guest(NamedTuple):
     """A worker that has connected to the chief."""
 
-    reaches: str  # the chief's IP address at which the worker has reached it
+    reaches: str  # the chief's IP address, as this worker has reached it
     hello: Mapping[str, Json]
 
 
 class _Terms(NamedTuple):
-    """The terms of a meeting, which differ between workers of TF_CONFIG and those of an engine."""
+    """What differs between a meeting of TF_CONFIG's workers and one of an engine's."""
 
     size: int  # number of workers
     chief: str  # "host:port" at which the chief listens
@@ -253,7 +255,7 @@ class _Terms(NamedTuple):
     chief_where: str  # the place where the chief must be started, in words
     shared: bytes  # the secret of the run
     timeout_seconds: float
-    deadline: float
+    deadline: float  # of the meeting, in seconds of `time.monotonic()`
 
 
 def _terms(cluster: Cluster, collectives: str, shared: bytes, timeout_seconds: float) -> _Terms:
@@ -341,9 +343,9 @@ def _other_collectives(rank: int, hello: Mapping[str, Json], collectives: str) -
 def _gathered(
     terms: _Terms, listener: socket.socket
 ) -> Iterator[tuple[Door[int], dict[int, _Guest]]]:
-    """Yields the door and the workers by rank, once all have come to the chief.
+    """Yields the chief's connections and the workers by rank, once all workers have come.
 
-    If the wait or the body of the context raises StartupError, all that have come receive it.
+    If the wait or the body of the context raises StartupError, workers that have come receive it.
     """
     door = Door[int](listener, terms.shared, _PURPOSE, terms.size)
     try:
@@ -368,7 +370,7 @@ def _gather(terms: _Terms, door: Door[int]) -> dict[int, _Guest]:
             door.drop(channel)  # not a worker
             return
         is_twin = rank in guests
-        door.let_in(channel, -rank if is_twin else rank)  # both processes of the rank are told
+        door.let_in(channel, -rank if is_twin else rank)  # both processes of the rank get an answer
         problem = terms.check(rank, hello) or (terms.twice(rank) if is_twin else "")
         problems.extend([problem] if problem else [])
         guests[rank] = _Guest(channel.own_host, hello)
@@ -378,12 +380,12 @@ def _gather(terms: _Terms, door: Door[int]) -> dict[int, _Guest]:
             terms.describe(rank) for rank in range(1, terms.size) if rank not in guests
         )
 
-    # When all have come, this waits a moment longer, since two processes may have the same task.
-    # A launcher gives each of its processes a task of its own.
+    # When all have come, this waits a moment longer for a second process with the same task. Under
+    # a launcher there is none.
     patience = 0.0 if parent.is_there() else RETRY_SECONDS
     complete_since = float("inf")
     for _ in until(terms.deadline, missing, pause=door.wait):
-        door.serve(hear, lambda rank: guests.pop(rank, None))  # one that has ended may come again
+        door.serve(hear, lambda rank: guests.pop(rank, None))  # a lost worker may come again
         if problems:
             raise StartupError(problems[0])
         now = time.monotonic()
@@ -400,7 +402,7 @@ def _gather(terms: _Terms, door: Door[int]) -> dict[int, _Guest]:
 
 
 def _check_reachable(cluster: Cluster, deadline: float) -> None:
-    """Raises StartupError if workers have reached the chief, but it cannot reach them."""
+    """Raises StartupError if the chief cannot reach workers that have reached it."""
     astray: list[str] = []
     for _ in until(deadline, str):
         # A pod's name may become known only some time after its start. Names are looked up before
@@ -419,7 +421,7 @@ def _check_reachable(cluster: Cluster, deadline: float) -> None:
 def _report_to_chief(
     terms: _Terms, hello: Callable[[Channel], Mapping[str, Json]]
 ) -> dict[str, Json]:
-    """Sends hello until the chief answers; returns its answer, unless that is a problem."""
+    """Sends hello until the chief answers; returns the answer, or raises its problem."""
     chief = terms.describe(0)
     try:
         answer = tried(lambda: _ask_chief(terms, hello), terms.deadline, chief)

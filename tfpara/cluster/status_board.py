@@ -1,9 +1,9 @@
-"""Messages between workers on each one's place in its script, and on workers that end.
+"""Messages by which workers report their places in their scripts, and their ends.
 
 A worker that waits in a collective cannot send messages. So every process has a thread that is
-connected to the chief's. If a worker waits for long, the chief asks all workers for their places. A
-worker that ends sends a message; one that is stopped or killed does not answer. If the connection
-fails, for example because of a firewall, only these messages are missing.
+connected to the chief's thread. If a worker waits for long, the chief asks all workers for their
+places. A worker that ends sends a message; one that is stopped or killed does not answer. If the
+connection fails, for example because of a firewall, only these messages are missing.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Row(NamedTuple):
     Attributes:
         text: the place of the worker, as in "worker 1 is TEXT"; empty if it does not answer.
         waits: the names of the exchanges in which the worker waits for others.
-        progress: how far it is, for the live page.
+        progress: the worker's progress, for the live page.
     """
 
     text: str
@@ -57,12 +57,12 @@ _SILENT = Row("")
 
 
 def awaited(table: Sequence[Row], own_rank: int) -> list[int]:
-    """Returns the ranks of the workers for which the others wait; none if all wait."""
+    """Returns the ranks of other workers that do not wait, so that all wait for them."""
     return [rank for rank, row in enumerate(table) if rank != own_rank and not row.waits]
 
 
 def waiting_line(table: Sequence[Row], own_rank: int, seconds: float) -> str:
-    """Returns the line that names the workers for which this one waits, and their places."""
+    """Returns a warning that names the workers for which this one waits, and their places."""
     ranks = awaited(table, own_rank)
     lasting = f"for {seconds:.0f} s"
     if not ranks:
@@ -76,7 +76,7 @@ def waiting_line(table: Sequence[Row], own_rank: int, seconds: float) -> str:
 
 
 def apart(table: Sequence[Row]) -> str:
-    """Returns the places of all workers if they wait in different exchanges, forever; else ""."""
+    """Returns the places of all workers if no exchange has all of them waiting; else ""."""
     if all(row.waits for row in table) and not set.intersection(*(set(r.waits) for r in table)):
         others = ", ".join(f"worker {rank} {row.text}" for rank, row in enumerate(table))
         return f"{others.replace('worker 0', 'worker 0 is', 1)}; {Purpose('').advice}"
@@ -116,7 +116,7 @@ def line_of_error(error: BaseException) -> str:
 
 
 def _innermost(lines: Iterable[tuple[FrameType, int]]) -> str:
-    """Returns the innermost of some lines that is not in a library; they come outermost first."""
+    """Returns the innermost line that is not in a library; `lines` has the outermost first."""
     found = ""
     for frame, number in lines:
         name = frame.f_code.co_filename
@@ -170,12 +170,12 @@ class StatusBoard:
             self._asked.set()
             if self._has_table.wait(_TABLE_SECONDS) or self._door or not self._thread.is_alive():
                 return self._table
-        # The chief does not answer, and no other worker knows all places. In this table only the
-        # chief is silent.
+        # The chief does not answer, and no other worker knows all places. So only the chief is
+        # shown as silent.
         return [_SILENT] + [Row("", [""])] * (self._cluster.num_workers - 1)
 
     def end(self) -> None:
-        """Makes the thread report the end of this process to the others, and end."""
+        """Makes the thread report the end of this process to the others, and then end."""
         self._stop.set()
 
     def join(self) -> None:
@@ -256,7 +256,7 @@ class StatusBoard:
         door.close(_BYE_SECONDS)
 
     def _note(self, ended: Json) -> bool:
-        """Notes the end of a worker; returns whether the message reported one."""
+        """Notes the end of a worker; returns whether `ended` reports one."""
         match ended:
             case [int() as rank, str() | None as words] if 0 <= rank < self._cluster.num_workers:
                 if words is not None:
@@ -266,14 +266,14 @@ class StatusBoard:
 
 
 def _row(told: Json) -> Row | None:
-    """Returns the row in a worker's message; None if it has another content."""
+    """Returns the row that a worker's message holds; None if it holds something else."""
     match told:
         case [str() as text, list() as waits, told] if all(isinstance(w, str) for w in waits):
             return Row(text, waits, told)
     return None
 
 
-_all: list[StatusBoard] = []  # all objects of this process
+_all: list[StatusBoard] = []  # all status boards of this process
 
 
 @atexit.register
@@ -287,7 +287,7 @@ def _end_all() -> None:
 def begin(
     found: Cluster, exchange: Callable[[int], Sequence[int]], here: Callable[[], Row]
 ) -> StatusBoard | None:
-    """Connects the workers, if they have addresses; every worker must call it.
+    """Connects the workers, if they have addresses; every worker must call this.
 
     Args:
         found: the cluster.

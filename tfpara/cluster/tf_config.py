@@ -22,7 +22,7 @@ _repr.maxstring = _repr.maxother = _repr.maxlong = 120
 shown = _repr.repr  # a value in messages, of limited length
 
 ADDRESSES = "Write host:port, such as '10.0.0.1:4000', 'node1:4000' or '[::1]:4000'"
-# Former names of jobs.
+# Former names of jobs, and the present ones.
 _FORMER = {"master": "chief"}
 # Names of jobs in Vertex AI's CLUSTER_SPEC.
 _POOLS = {"workerpool0": "chief", "workerpool1": "worker", "workerpool2": "ps"}
@@ -94,7 +94,7 @@ def read(environ: Mapping[str, str], kind: Kind) -> TFConfig | None:
     from indices.
 
     Returns:
-        The content; None if it is unset or blank, or has no addresses.
+        The content; None if TF_CONFIG is unset or blank, or has no addresses.
 
     Raises:
         NoPart: this process's job does not train.
@@ -156,7 +156,7 @@ def _with_present_names(config: dict[str, Json]) -> dict[str, Json]:
     """Returns the configuration with the present names of jobs in place of former ones.
 
     Raises:
-        ClusterError: it has a job under both names.
+        ClusterError: `config` has a job under both names.
     """
     spec, task = config.get("cluster"), config.get("task")
     if isinstance(spec, dict):
@@ -203,7 +203,7 @@ def _listed(job: str, value: Json) -> Json:
 
 
 def dump(jobs: Mapping[str, tuple[str, ...]], task_type: str, task_index: int) -> str:
-    """Returns a TF_CONFIG from which `read` makes these values; "{}" if there are no addresses."""
+    """Returns a TF_CONFIG from which `read` gets these values; "{}" if there are no addresses."""
     spec = {job: list(addresses) for job, addresses in jobs.items() if addresses}
     task = {"type": task_type, "index": task_index}
     return json.dumps({"cluster": spec, "task": task} if spec else {})
@@ -266,7 +266,7 @@ def _check_job(job: Json, what: str, kind: Kind) -> None:
 
 
 def check_address(address: Json, given: str, fix: str) -> None:
-    """Raises ClusterError for an invalid address; `given` (its source) and `fix` are in words."""
+    """Raises ClusterError if `address`, described by `given`, is invalid; `fix` says what to do."""
     problem = _address_problem(address)
     if problem:
         raise ClusterError(f"{given} {problem}. {fix}.")

@@ -53,9 +53,9 @@ class Cluster(NamedTuple):
         has_chief_job: whether rank 0 is the job "chief"; otherwise it is worker 0.
         rank_variable: the variable that has this process's rank, such as HOROVOD_RANK; empty if
             only TF_CONFIG has it.
-        size: number of processes by the rank variables, also without addresses.
-        told: the engine's variables, by which the processes have to find each other; None if
-            TF_CONFIG has their addresses.
+        size: number of processes that the engine's variables state, with or without addresses.
+        told: the values of the engine's variables, with which the processes have to find each
+            other; None if their addresses are known.
         has_ps: whether TF_CONFIG also lists parameter servers, which do not take part.
     """
 
@@ -137,7 +137,7 @@ def read(environ: Mapping[str, str] = os.environ) -> Cluster:
         are set.
 
     Raises:
-        ClusterError: one of them breaks a rule, or they contradict each other; the message names
+        ClusterError: a variable breaks a rule, or they contradict each other; the message names
             the rule.
     """
     found = _from_tf_config(environ)
@@ -163,9 +163,9 @@ def read(environ: Mapping[str, str] = os.environ) -> Cluster:
 def is_evaluator(environ: Mapping[str, str] = os.environ) -> bool:
     """Returns whether this process is to score checkpoints, and takes no part in the training.
 
-    It is if the type of TF_CONFIG's task is "evaluator", as set by `tfpara-launch --evaluator`,
-    Kubernetes' TFJob and Vertex AI. Then call `tfpara.evaluate_checkpoints`. To start one by hand,
-    on any machine that sees the checkpoints:
+    This is so if the type of TF_CONFIG's task is "evaluator"; `tfpara-launch --evaluator`,
+    Kubernetes' TFJob and Vertex AI set it. Then call `tfpara.evaluate_checkpoints`. To start an
+    evaluator by hand, on any machine that sees the checkpoints:
 
         TF_CONFIG='{"task": {"type": "evaluator", "index": 0}}' python train.py
 
@@ -182,7 +182,7 @@ def is_evaluator(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def taking_part(read: Callable[[], _Read]) -> _Read:
-    """Returns the result of `read`; ends a process that does not train, with exit code 0.
+    """Returns the result of `read`, or ends this process with code 0 if it does not train.
 
     Args:
         read: the function `read` of this module, or of `asynchronous`.
@@ -198,7 +198,7 @@ def of_rank(told: engines.Told, addresses: tuple[str, ...] = ()) -> Cluster:
     """Returns the cluster of a process that knows its rank from an engine.
 
     Args:
-        told: the engine's variables.
+        told: the values of the engine's variables.
         addresses: the addresses of all processes, by rank; empty while they are unknown.
     """
     job = ("worker", told.rank - 1) if told.rank else ("chief", 0)

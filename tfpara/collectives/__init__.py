@@ -1,7 +1,7 @@
 """Collective operations on flat buffers between workers, and between the devices of one worker.
 
-A backend has the operations of `Collectives`. Buffers are one-dimensional tensors. The `name` of an
-operation must be the same on every worker, for buffers of the same shapes.
+A backend has the operations of `Collectives`. Buffers are one-dimensional tensors. Every worker
+must give an operation the same `name`, and buffers of the same shapes.
 """
 
 from tfpara.collectives.horovod import HorovodCollectives

@@ -15,9 +15,9 @@ COMMUNICATIONS = ("AUTO", "RING", "NCCL")
 def choose(collectives: str, found: Cluster) -> tuple[str, str]:
     """Returns the backend to use, and the reason.
 
-    "auto" is Horovod if horovodrun or mpirun has started the process, as its rank variables show.
-    It is TensorFlow in a cluster of TF_CONFIG or of any other engine, and also under mpirun if
-    Horovod cannot be used there.
+    "auto" means Horovod if horovodrun or mpirun has started the process, as rank variables in its
+    environment show. It means TensorFlow in a cluster of TF_CONFIG or of any other engine, and also
+    under mpirun if Horovod cannot be used there.
 
     Args:
         collectives: one of `COLLECTIVES`.
@@ -63,8 +63,9 @@ def choose_communication(
     Args:
         asked: one of `COMMUNICATIONS`.
         kind: kind of the workers' devices, "CPU", "GPU" or "CPU and GPU".
-        cards: an identifier of the card of each worker's lead device, by rank; None if unknown.
-        members_change: whether workers may join and leave; `cards` are then those of some workers.
+        cards: for each worker, by rank, an identifier of the card (the physical GPU) of its lead
+            device; None if unknown.
+        members_change: whether workers may join and leave; `cards` may then lack some workers.
 
     Returns:
         "RING" or "NCCL", and the reason in a few words.
@@ -109,5 +110,5 @@ def _of_one_card(cards: Sequence[str | None]) -> tuple[int, int] | None:
 
 
 def of_horovod(found: Cluster) -> bool:
-    """Returns whether processes that know only their ranks can find each other by Horovod."""
+    """Returns whether horovodrun or mpirun gave only ranks, by which Horovod finds the others."""
     return bool(found.told) and found.rank_variable in dict(RANK_VARIABLES)

@@ -1,4 +1,4 @@
-"""Horovod's collectives: Gloo or MPI on CPUs.
+"""Horovod's collectives: Gloo or MPI on CPUs, and NCCL on GPUs if Horovod was built with it.
 
 This module uses only the operations of `horovod.tensorflow`: under Keras 3, Horovod's Keras
 wrappers silently do not average.
@@ -34,7 +34,7 @@ def problem() -> str | None:
     command = f"run scripts/install_horovod.sh --venv={sys.prefix}"
     if spec is None or not spec.submodule_search_locations:
         return f"Horovod is not installed in {sys.prefix}. To build it, {command}"
-    # Horovod's build writes the versions that it was built for into this file.
+    # Horovod's build writes into this file for which version of TensorFlow it was made.
     record = Path(spec.submodule_search_locations[0]) / "metadata.json"
     built_for = json.loads(record.read_text()).get("tensorflow") if record.exists() else None
     if built_for != tf.__version__:
@@ -89,10 +89,10 @@ def abort(message: str) -> None:
 
 
 def _operation(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Runs a method of `HorovodCollectives` on its device.
+    """Wraps a method of `HorovodCollectives`, so that it runs on the object's device.
 
-    An eager call runs the method in a function, since Horovod does not see the names of eager
-    operations, and for at most `timeout_seconds`.
+    An eager call runs the method in a graph function, since Horovod does not see the names of eager
+    operations. It may last `timeout_seconds` at most.
     """
 
     @functools.wraps(method)
@@ -112,8 +112,8 @@ def _operation(method: Callable[..., Any]) -> Callable[..., Any]:
 class HorovodCollectives:
     """The `Collectives` between the lead devices of the processes of Horovod's group.
 
-    Horovod matches operations by their names, so a name may be in use once at a time. The process
-    must have joined the group before (`tfpara.sync.workers.horovod_group.join`).
+    Horovod matches operations by their names, so no two operations under way may have one name. The
+    process must have joined the group before (`tfpara.sync.workers.horovod_group.join`).
 
     Args:
         size: number of workers.
@@ -197,8 +197,8 @@ class HorovodCollectives:
         return _from_bits(sent, buffer.dtype)
 
     def barrier(self, name: str) -> None:
-        # The assertion keeps TensorFlow from removing the operation, and `rank_op`, which is
-        # evaluated when it runs, from computing it once in advance.
+        # The assertion keeps TensorFlow from removing the operation. `rank_op`, which has a value
+        # only when the graph runs, keeps TensorFlow from computing the result once in advance.
         ranks = self.all_gather(self._hvd.rank_op(), f"barrier/{name}")
         tf.debugging.assert_equal(ranks, tf.range(self.size))
 
@@ -208,9 +208,9 @@ class HorovodCollectives:
         """Runs one of Horovod's operations under a name that is the same on every worker.
 
         Horovod identifies an operation by the part of its graph name after the last slash.
-        TensorFlow's optimiser renames operations in a branch, so the new name in a training step
-        differs from that in a sync called from Python, and two such workers would wait for each
-        other forever. In a function that is not inlined an operation keeps its name.
+        TensorFlow's graph optimiser renames operations in a conditional branch, such as the sync in
+        a training step. A worker in such a sync and one in a sync that Python code calls would then
+        wait for each other forever. In a function that is not inlined an operation keeps its name.
         """
         node = ".".join(map(str, ("tfpara", self._group, *name))).replace("/", ".")
         node = node.replace(" ", "_")
@@ -233,7 +233,7 @@ class HorovodCollectives:
         return tf.function(run, autograph=False).get_concrete_function(*specs)
 
     def _timed(self, call: Callable[[], Nest], name: str) -> Nest:
-        """Calls a function; raises the interface's errors if another worker is dead or silent."""
+        """Calls a function; raises the errors of `Collectives` if a worker is dead or silent."""
         message = f"collective {name!r} lasted longer than timeout_seconds={self._timeout:g}"
         fired = threading.Event()
 

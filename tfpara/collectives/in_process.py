@@ -60,7 +60,7 @@ def sum_on_first_device(
 def broadcast_to_devices(
     buffers: Sequence[tf.Tensor], devices: Sequence[str]
 ) -> list[list[tf.Tensor]]:
-    """Copies buffers to every device; returns a list of buffers for each."""
+    """Copies buffers to every device; returns a list of buffers for each device."""
     copies = []
     for device in devices:
         with tf.device(device):

@@ -15,13 +15,14 @@ class Collectives(Protocol):
     float32, float64, int32 and int64.
 
     If a worker has died, or was silent for longer than the timeout, each operation raises an error
-    of `tf.errors`, which `tfpara.cluster.failures.explain` puts into a sentence. Called eagerly, it
+    of `tf.errors`, which `tfpara.cluster.failures.explain` puts into a sentence. An eager operation
     raises `UnavailableError` for a dead worker and `DeadlineExceededError` for a silent one.
 
     Attributes:
         scatters_well: whether reduce_scatter and all_gather together take no longer than all_reduce
-            on slow links. On an all-to-all they do from three workers on: a worker's messages to
-            several others share its link, and some links are idle while others are full.
+            on slow links. If they use an all-to-all, they take longer from three workers on: a
+            worker's messages to several others share its link, and some links are idle while others
+            are full.
     """
 
     @property
@@ -45,13 +46,13 @@ class Collectives(Protocol):
     def reduce_scatter(self, buffers: Sequence[tf.Tensor], name: str) -> list[tf.Tensor]:
         """Sums each buffer over the workers; returns this rank's parts of the sums.
 
-        Lengths are multiples of `size`; rank r gets the r-th of `size` equal parts.
+        The buffers' lengths are multiples of `size`; rank r gets the r-th of `size` equal parts.
         """
 
     def all_to_all(self, rows: tf.Tensor, name: str) -> tf.Tensor:
         """Sends row r of this worker's rows to rank r; returns the received rows, by sender.
 
-        Both have the shape [size, ...].
+        The sent and the received rows have the shape [size, ...].
         """
 
     def all_gather(self, buffer: tf.Tensor, name: str) -> tf.Tensor:
@@ -61,4 +62,4 @@ class Collectives(Protocol):
         """Returns the buffer of rank 0."""
 
     def barrier(self, name: str) -> None:
-        """Waits until every worker has called it."""
+        """Waits until every worker has called this."""

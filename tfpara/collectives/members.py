@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-# Large enough that the keys of different generations differ.
+# The distance of the keys of successive generations: so large that no two generations share a key.
 _BETWEEN_GROUP_KEYS = 16
 _BETWEEN_INSTANCE_KEYS = 1_000_003
 _LARGEST_KEY = 0x7FFFFFFF
@@ -28,11 +28,11 @@ class Members:
     """The workers of a group, this worker's rank, and the generation of the group.
 
     TensorFlow's collectives take sizes and keys as tensors, so graphs read them from a variable.
-    All keys contain the generation, so a message of an earlier one meets no receiver.
+    All keys depend on the generation, so a message of an earlier generation finds no receiver.
 
     Args:
-        device: the host's device, on which the variables are kept.
-        tasks: names of the workers' tasks, by rank.
+        device: the device, a CPU, on which the variables are kept.
+        tasks: names of the workers' tasks, such as "/job:worker/task:3", by rank.
         rank: this worker's rank, 0 … size − 1.
         generation: the number of the generation.
     """
@@ -63,7 +63,7 @@ class Members:
         return size, rank
 
     def keys(self, group_key: int, instance_key: int) -> dict[str, tf.Tensor]:
-        """Returns the arguments of a collective of this generation: `group_size` and both keys."""
+        """Returns the arguments of a collective by name: size and keys of this generation."""
         with tf.device(self._device):
             size, _, generation = self._read()
             number = tf.cast(generation, tf.int64)

@@ -14,7 +14,7 @@ from tfpara.collectives.members import Members, order_of
 # Larger than the group keys of TensorFlow's own strategies, which count up from small numbers.
 _GROUP_KEY = 0x74660000
 
-# Dtypes that TensorFlow does not broadcast, and dtypes that carry them without loss.
+# For each dtype that TensorFlow does not broadcast, one that carries its values without loss.
 _CARRIED_AS = {
     tf.bfloat16: tf.float32,
     **dict.fromkeys((tf.int8, tf.uint8, tf.int16, tf.uint16), tf.int32),
@@ -33,10 +33,10 @@ class TensorFlowCollectives:
         rank: this worker, 0 … size − 1.
         device: full name of this worker's lead device.
         timeout_seconds: longest wait for the other workers inside one operation; 0 waits forever.
-            Frequent operations should have no timeout: TensorFlow keeps a sleeping thread for each
-            operation with one, until it is over.
-        waiting: context manager for eager operations. They have no timeout of TensorFlow's then;
-            the owner of `waiting` ends a wait that lasts too long.
+            Frequent operations should have none: for each operation that has a timeout, TensorFlow
+            keeps a sleeping thread until the timeout is over.
+        waiting: returns a context for an eager operation. If given, TensorFlow sets these
+            operations no timeout; the giver of `waiting` must end a wait that lasts too long.
         communication: "RING" or "NCCL", the same on all workers. NCCL needs GPUs.
         group: number of the group; groups on different devices need different numbers.
         members: the members of a group that changes, in place of `tasks` and `rank`.
@@ -117,7 +117,7 @@ class TensorFlowCollectives:
                 **self._attributes(name, rows),
             )
             return tf.reshape(part, [-1])
-        # TensorFlow has a reduce-scatter for NCCL alone. An all-to-all and a local sum send equally
+        # TensorFlow has a reduce-scatter for NCCL alone. An all-to-all with a local sum sends as
         # many bytes.
         return tf.add_n(tf.unstack(self._all_to_all(rows, name), num=self.size))
 
@@ -142,7 +142,7 @@ class TensorFlowCollectives:
             return self._by_rank(gathered)
 
     def broadcast(self, buffer: tf.Tensor, name: str, source: int = 0) -> tf.Tensor:
-        """Returns the buffer of rank `source`. If members change, it must be called eagerly."""
+        """Returns the buffer of rank `source`. If members change, this must be called eagerly."""
         with self._place():
             keys = self._keys(f"broadcast/{name}", buffer)
             if self.size == 1:
@@ -158,7 +158,7 @@ class TensorFlowCollectives:
         self.all_gather(tf.zeros([1]), f"barrier/{name}")
 
     def _order_now(self) -> tf.Tensor | list[int] | None:
-        """Returns the ranks in TensorFlow's order of the workers; None if that is by rank."""
+        """Returns the ranks in TensorFlow's order of the workers; None if this is also by rank."""
         return self._members.order() if self._members else self._order
 
     def _ordered(self, rows: tf.Tensor) -> tf.Tensor:
@@ -173,7 +173,7 @@ class TensorFlowCollectives:
 
     @contextlib.contextmanager
     def _place(self) -> Iterator[None]:
-        """Enters the device, and the caller's `waiting`."""
+        """A context on the device and, for an eager operation, in the caller's `waiting`."""
         watched = self._watched
         with tf.device(self._device), watched() if watched else contextlib.nullcontext():
             yield
@@ -207,7 +207,7 @@ class TensorFlowCollectives:
         }
 
     def _key(self, name: str) -> int:
-        """Returns the key of an operation, the same on all workers in whatever order they make it.
+        """Returns the key of an operation, by its name: workers may make operations in any order.
 
         Raises:
             RuntimeError: another operation has the same key, so TensorFlow might mix up their data.

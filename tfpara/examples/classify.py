@@ -1,8 +1,8 @@
-"""Trains a classifier with `fit`, goes on from checkpoints, and exports the averaged weights.
+"""Trains a classifier with `fit`, resumes from checkpoints, and exports the averaged weights.
 
     tfpara-launch -n 2 -- python -m tfpara.examples.classify
 
-Every worker runs all of this. Nothing here asks which worker it is, but for what is printed.
+Every worker runs this whole program. It asks which worker it is only to print each line once.
 """
 
 import argparse

@@ -1,8 +1,8 @@
-"""Trains a convolutional network that sees each image moved, mirrored and in other light.
+"""Trains a convolutional network on images that are moved, mirrored and changed in brightness.
 
     tfpara-launch -n 2 -- python -m tfpara.examples.cnn
 
-Every worker runs all of this.
+Every worker runs this whole program.
 """
 
 import keras
@@ -33,7 +33,7 @@ def images(number: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def network() -> keras.Model:
-    """Returns a network: layers that change images in training alone, then convolutions."""
+    """Returns a network: layers that change images (in training only), then convolutions."""
     model = keras.Sequential(
         [
             keras.Input((SIZE, SIZE, 1)),

@@ -1,12 +1,12 @@
-"""Counts minibatches in its weights, for drills: each must count once, whatever happens.
+"""Counts minibatches in a model's weights, for drills: each must count once, whatever happens.
 
     tfpara-chaos --every=20s --for=2m --faults=kill,stop,term --quiet_run -- \\
       tfpara-launch -n 4 --elastic --threads 1 -- python -m tfpara.examples.drill --out=drill-{run}
 
 The model has a weight for each minibatch. A step of SGD with rate 1 on minibatch k raises weight k
-by 1, or by 1000 if it is above 0 already. Under BSP a sync adds the mean over the replicas. So at
-the end the weight of a lost minibatch is 0, that of one trained once is at most 1, and that of one
-trained again after a sync is larger.
+by 1, or by 1000 if the weight is above 0 already. Under BSP a sync adds the mean over the replicas.
+So at the end a minibatch that was lost has weight 0, one that was trained once has at most 1, and
+one that was trained again after a sync has more.
 """
 
 import argparse
@@ -39,12 +39,12 @@ class Counter(keras.layers.Layer):
 
 
 def loss(_: tf.Tensor, counts: tf.Tensor) -> tf.Tensor:
-    """Returns a loss whose gradient is -1 for a weight of 0, and -1000 for a larger one."""
+    """Returns a loss whose gradient is -1 for a weight of 0, and -1000 for a larger weight."""
     return -counts * tf.stop_gradient(tf.where(counts > 0.0, AGAIN, 1.0))
 
 
 class Progress(keras.callbacks.Callback):
-    """Keeps a pace, and reports the number of counted minibatches to `tfpara-chaos`."""
+    """Makes each step last `step_seconds`, and reports counted minibatches to `tfpara-chaos`."""
 
     def __init__(self, step_seconds: float) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ def main() -> None:
         model.compile(keras.optimizers.SGD(1.0), loss)
 
     def minibatches(epoch: int) -> tf.data.Dataset:
-        """Returns minibatches of one row, which is the minibatch's number."""
+        """Returns an epoch's minibatches: each has one row, its own number."""
         first = epoch * options.minibatches
         numbers = tf.data.Dataset.range(first, first + options.minibatches)
         return numbers.map(lambda number: (number[None], number[None]))

@@ -1,8 +1,8 @@
-"""Trains a classifier while workers are lost and come.
+"""Trains a classifier while workers come and go.
 
     tfpara-launch -n 3 --elastic -- python -m tfpara.examples.elastic
 
-Kill one of the processes (`kill -9`): the others train on, and the launcher starts it again.
+Kill one of the workers (`kill -9`): the others train on, and the launcher restarts that worker.
 """
 
 import argparse

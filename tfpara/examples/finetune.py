@@ -1,8 +1,8 @@
-"""Fine-tunes a trained network on a task with few data: first a new head alone, then all of it.
+"""Fine-tunes a trained network on a task with few data: first a new head alone, then all layers.
 
     tfpara-launch -n 2 -- python -m tfpara.examples.finetune
 
-Every worker runs all of this.
+Every worker runs this whole program.
 """
 
 import keras
@@ -14,7 +14,7 @@ FEATURES, CLASSES = 30, 8
 
 
 def points(number: int, seed: int, task: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns made-up data: labels are the largest of the task's products of hidden features."""
+    """Returns made-up data; a label is the index of the largest of the task's scores."""
     shared = np.random.default_rng(0).normal(size=(FEATURES, 2 * CLASSES)) / FEATURES**0.5
     x = np.random.default_rng(seed).normal(size=(number, FEATURES))
     hidden = np.maximum(x @ shared, 0)
@@ -23,7 +23,7 @@ def points(number: int, seed: int, task: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def compile_at(model: keras.Model, rate: float) -> None:
-    """Compiles a classifier. Frozen layers stay frozen until it is compiled again."""
+    """Compiles a classifier. After a change of `trainable`, Keras needs this again."""
     model.compile(
         keras.optimizers.Adam(rate),
         keras.losses.SparseCategoricalCrossentropy(from_logits=True),
@@ -32,7 +32,7 @@ def compile_at(model: keras.Model, rate: float) -> None:
 
 
 def with_head(base: keras.Model, rate: float) -> keras.Model:
-    """Returns a compiled classifier: the layers of `base`, and a new one on top."""
+    """Returns a compiled classifier: the layers of `base`, and a new layer on top."""
     model = keras.Sequential([base, keras.layers.Dense(CLASSES)])
     compile_at(model, rate)
     return model

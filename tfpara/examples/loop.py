@@ -2,7 +2,7 @@
 
     tfpara-launch -n 2 -- python -m tfpara.examples.loop
 
-Every worker runs all of this.
+Every worker runs this whole program.
 """
 
 import argparse
@@ -22,7 +22,7 @@ def network() -> keras.Model:
 
 
 def main() -> None:
-    """Trains by a custom loop."""
+    """Trains in a custom loop."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--out", default="loop.keras", help="file of the trained model")

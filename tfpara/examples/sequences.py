@@ -2,7 +2,7 @@
 
     tfpara-launch -n 2 -- python -m tfpara.examples.sequences
 
-Every worker runs all of this.
+Every worker runs this whole program.
 """
 
 import keras
@@ -15,9 +15,10 @@ TOKENS, LENGTH = 8, 20
 
 
 def sequences(number: int, seed: int, doubtful: float = 0.0) -> tuple[np.ndarray, ...]:
-    """Returns made-up tokens (0 is padding), tags (whether 1 has come since the last 2), weights.
+    """Returns made-up tokens (0 is padding), tags, and sample weights, one of each per position.
 
-    Sequences of the part `doubtful` have random tags, and small weights.
+    A tag tells whether token 1 has come since the last token 2. But the fraction `doubtful` of the
+    sequences has random tags and small weights.
     """
     random = np.random.default_rng(seed)
     tokens = random.integers(1, TOKENS, (number, LENGTH))
@@ -33,7 +34,7 @@ def sequences(number: int, seed: int, doubtful: float = 0.0) -> tuple[np.ndarray
 
 
 def network() -> keras.Model:
-    """Returns a network, whose embedding masks padding in the GRU, the loss and the metric."""
+    """Returns a network. Its embedding masks the padding for the GRU, the loss and the metric."""
     model = keras.Sequential(
         [
             keras.Input((None,), dtype="int32"),

@@ -1,8 +1,8 @@
-"""Trains on a table of numbers and words, whose preprocessing is learned from the data first.
+"""Trains on a table of numbers and words; first learns the preprocessing from the data.
 
     tfpara-launch -n 2 -- python -m tfpara.examples.tabular
 
-Every worker runs all of this.
+Every worker runs this whole program.
 """
 
 import keras
@@ -15,7 +15,7 @@ TOWNS = np.array(["Aachen", "Bern", "Cork", "Delft", "Evora"])
 
 
 def table(number: int, seed: int) -> tuple[dict[str, np.ndarray], np.ndarray]:
-    """Returns made-up rents, and their causes: size and age in numbers, town and shop in words."""
+    """Returns columns (size and age as numbers, town and shop as words) and made-up rents."""
     random = np.random.default_rng(seed)
     town, shop = random.integers(0, 5, number), random.integers(0, 40, number)
     size, age = random.uniform(20, 200, number), random.exponential(30, number)
@@ -31,7 +31,7 @@ def table(number: int, seed: int) -> tuple[dict[str, np.ndarray], np.ndarray]:
 
 
 def network(columns: dict[str, np.ndarray]) -> keras.Model:
-    """Returns a model of the preprocessing and a network, so that one file has both."""
+    """Returns a model that contains the preprocessing, too, so that one file has everything."""
     inputs, features = {}, []
     for name in ("size", "age"):
         inputs[name] = keras.Input((1,), name=name)
@@ -43,7 +43,7 @@ def network(columns: dict[str, np.ndarray]) -> keras.Model:
     known.adapt(columns["town"])
     features.append(known(inputs["town"]))
     inputs["shop"] = keras.Input((1,), name="shop", dtype="string")
-    bins = keras.layers.Hashing(256)(inputs["shop"])  # has nothing to learn
+    bins = keras.layers.Hashing(256)(inputs["shop"])  # a hash has nothing to adapt to
     features.append(keras.layers.Flatten()(keras.layers.Embedding(256, 4)(bins)))
     x = keras.layers.Concatenate()(features)
     for _ in range(2):

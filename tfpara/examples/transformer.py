@@ -2,7 +2,7 @@
 
     tfpara-launch -n 2 -- python -m tfpara.examples.transformer
 
-It learns to sort: the k-th output is the k-th smallest token.
+The network learns to sort: its k-th output is the k-th smallest token.
 """
 
 import keras
@@ -21,7 +21,7 @@ def sequences(number: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def block(x: keras.KerasTensor) -> keras.KerasTensor:
-    """Applies attention, then a layer for each token; each is added to its input."""
+    """Applies attention, then dense layers to each token, each with a residual connection."""
     normal = keras.layers.LayerNormalization()(x)
     x = x + keras.layers.MultiHeadAttention(4, WIDTH // 4)(normal, normal)
     normal = keras.layers.LayerNormalization()(x)
@@ -30,7 +30,7 @@ def block(x: keras.KerasTensor) -> keras.KerasTensor:
 
 
 def network(steps: int) -> keras.Model:
-    """Returns a network of two blocks. Its rate rises for a tenth of the steps, then falls to 0."""
+    """Returns a network. Its learning rate rises for a tenth of the steps, then falls to 0."""
     tokens = keras.Input((LENGTH,), dtype="int32")
     places = keras.ops.arange(LENGTH)
     x = keras.layers.Embedding(TOKENS, WIDTH)(tokens)

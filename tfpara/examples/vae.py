@@ -1,8 +1,8 @@
-"""Trains a variational autoencoder, whose `train_step` is its own.
+"""Trains a variational autoencoder that has a `train_step` of its own.
 
     tfpara-launch -n 2 -- python -m tfpara.examples.vae
 
-Every worker runs all of this.
+Every worker runs this whole program.
 """
 
 from typing import Any
@@ -18,7 +18,7 @@ SIZE, LATENT = 12, 2
 
 
 def images(number: int, seed: int) -> np.ndarray:
-    """Returns made-up images with a bright spot, whose place, two numbers, describes the image."""
+    """Returns made-up images of one bright spot each, so that two numbers describe an image."""
     random = np.random.default_rng(seed)
     x, y = random.uniform(2, SIZE - 3, (2, number, 1))
     across, down = np.divmod(np.arange(SIZE * SIZE), SIZE)
@@ -26,7 +26,7 @@ def images(number: int, seed: int) -> np.ndarray:
 
 
 class VAE(keras.Model):
-    """A model of an encoder to means and log variances, and a decoder, both made in the scope."""
+    """An autoencoder. The encoder returns means and log variances. Make it in the scope."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class VAE(keras.Model):
         return image, ops.sum(ops.exp(log_variance) + mean**2 - 1 - log_variance, 1) / 2
 
     def losses_of(self, x: tf.Tensor) -> tf.Tensor:
-        """Returns the mean over the replica's minibatch; the number of replicas plays no part."""
+        """Returns the mean over a replica's minibatch; do not divide by the number of replicas."""
         image, divergence = self(x)
         return ops.mean(ops.sum((image - x) ** 2, 1) / 0.1 + divergence)
 

@@ -1,4 +1,4 @@
-"""The GPUs that each process of a launcher gets. TensorFlow is not imported."""
+"""The GPUs (cards) that the launcher gives to each process. TensorFlow is not imported."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ NONE = {_VISIBLE: "-1"}  # the environment of a process that gets no card
 def of_machine(environ: Mapping[str, str]) -> list[str]:
     """Returns the names of the cards that processes with this environment would see.
 
-    These are the entries of CUDA_VISIBLE_DEVICES, else the numbers of all cards of the driver.
+    The names are the entries of CUDA_VISIBLE_DEVICES or, if it is not set, the numbers of all
+    cards that CUDA's driver lists.
     """
     if _VISIBLE in environ:
         names = [name.strip() for name in environ[_VISIBLE].split(",")]
@@ -27,13 +28,13 @@ def of_machine(environ: Mapping[str, str]) -> list[str]:
 def divided(cards: Sequence[str], workers: int, per_worker: int | None) -> list[dict[str, str]]:
     """Returns for each worker the environment that gives it its cards.
 
-    If there are fewer cards than workers, several workers share one. TensorFlow then allocates
-    memory as it needs it, not all at once.
+    If `per_worker` is None and there are fewer cards than workers, workers share cards. TensorFlow
+    then allocates a card's memory when it needs some, instead of all at once.
 
     Args:
         cards: as from `of_machine`.
         workers: number of workers.
-        per_worker: cards of each worker. None: all cards, divided by the workers.
+        per_worker: number of cards of each worker; None divides all cards among the workers.
 
     Raises:
         LaunchError: there are fewer cards than requested.

@@ -58,7 +58,7 @@ def local_async_clusters(
 
 
 def ports(host: str, base: int, count: int) -> list[int]:
-    """Returns free ports: from `base` on, or any if it is 0; raises as `local_clusters` does."""
+    """Returns `count` free ports: from `base` on, or any if `base` is 0; raises LaunchError."""
     if not base:
         free = (port for port in random.sample(CHOSEN, len(CHOSEN)) if _is_free(host, port))
         return list(itertools.islice(free, count))
@@ -76,7 +76,7 @@ def _is_free(host: str, port: int) -> bool:
     try:
         family, kind, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind) as probe:
-            # The workers set it too, so a port whose connections have just ended counts as free.
+            # Workers set this option, too: a port whose connections have just ended is free.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(address)
     except OSError as error:

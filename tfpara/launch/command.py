@@ -2,8 +2,8 @@
 
 Every worker gets a free port and a TF_CONFIG, or Horovod's variables, and its output gets a prefix.
 If a worker fails, the others are ended. Then the launcher restarts all, if asked to, or returns the
-exit code of the failed one. No worker outlives the launcher, however the launcher ends. Only the
-standard library is imported.
+exit code of the worker that failed. No worker outlives the launcher, however the launcher ends.
+Only the standard library is imported.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from tfpara.version import __version__
 
 _THREADS = ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS")
 _LOG_LEVEL = "TF_CPP_MIN_LOG_LEVEL"
-_ELASTIC_RESTARTS = 100  # of each worker, unless --restart_workers is given
+_ELASTIC_RESTARTS = 100  # restarts of each worker, unless --restart_workers is given
 _START_SECONDS = 300.0  # longest wait for the first workers of an elastic run
 _EPILOG = f"""
 The first worker is the chief. TF_CONFIG and the rank variables of engines are replaced.
@@ -255,7 +255,7 @@ def _elastic(
         return Process(f"worker {number}", {**environment, **own}, expendable=True)
 
     def takes_in(killed: bool) -> bool:
-        # A mistake in the script, for example, fails before training has begun, and would again.
+        # A failure before training begins, as from a mistake in the script, would come again.
         return not meeting.state.is_over and (meeting.state.has_begun or killed)
 
     restarts = options.restart_workers
@@ -310,7 +310,7 @@ def _environments(
     if options.collectives == "tensorflow":
         clusters = local_clusters(count, options.host, options.port)
         return [{**common, "TF_CONFIG": each.tf_config()} for each in clusters]
-    # Each start has a new store, without addresses of workers that have ended.
+    # Each start gets a new store, which has no addresses of workers that have ended.
     stores.close()
     [port] = ports(options.host, options.port, 1)
     shared = secret.read(common)

@@ -1,4 +1,4 @@
-"""The processes of a run, which are started, read and ended as `supervisor.py` decides."""
+"""Starts, reads and ends the processes of a run, as `supervisor.py` decides."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Launcher:
         console: the terminal for the processes' output.
         log_dir: an existing folder for one file of output per process; None for no files.
         policy: the policy for failures and signals.
-        max_restarts: number of restarts of all processes after one has failed.
+        max_restarts: how often at most all processes are restarted after one has failed.
 
     Attributes:
         status: the status of the run, for its live page and its summary.
@@ -65,9 +65,9 @@ class Launcher:
         self._policy, self._max_restarts = policy, max_restarts
         self._restarts = 0
         self.status = RunStatus("the processes that this launcher has started")
-        # Ends of processes, (rank, status), and signals.
+        # An event is the end of a process, (rank, status), or the number of a signal.
         self._events: queue.SimpleQueue[tuple[int, int] | int] = queue.SimpleQueue()
-        self._children: dict[int, _Child] = {}  # the latest of each rank
+        self._children: dict[int, _Child] = {}  # the process of each rank that was started last
         self._command: Sequence[str] = ()
         self._tell_guardian: Callable[[int], None] = lambda group: None
 
@@ -95,7 +95,7 @@ class Launcher:
         for line in self.status.summary():
             _say(line)
         _say(outcome.text)
-        if outcome.signal == signal.SIGPIPE:  # otherwise Python reports an error at its end
+        if outcome.signal == signal.SIGPIPE:  # otherwise Python reports an error when it exits
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return outcome.code
 
@@ -125,8 +125,8 @@ class Launcher:
         event: tuple[int, int] | int | None = None
         due = supervisor.due
         with contextlib.suppress(queue.Empty):
-            # Python runs a signal's handler before or during the wait. A signal that comes between
-            # the two is handled at the wait's end, so no wait is long.
+            # If a signal comes just before the wait begins, Python runs its handler only at the
+            # end of the wait. So no wait is long.
             wait = min(max(0.0, due - time.monotonic()), _LONGEST_WAIT)
             event = self._events.get(timeout=wait)
         now = time.monotonic()
@@ -169,7 +169,7 @@ class Launcher:
     def _start(
         self, rank: int, process: Process, end: contextlib.ExitStack
     ) -> list[threading.Thread]:
-        """Starts a process; returns threads, to be started, that read its output and wait."""
+        """Starts a process; returns threads, not started yet, that read it and await its end."""
         name, former = process.name, self._children.get(rank)
         log: BinaryIO | None = None
         if self._log_dir is not None:
@@ -235,7 +235,7 @@ class Launcher:
         os.close(source)
 
     def _await(self, rank: int, popen: subprocess.Popen[bytes]) -> None:
-        # wait before reaping: until then the group's number is not reused
+        # Kill the group before its first process is reaped; later its number may be reused.
         if hasattr(os, "waitid"):
             os.waitid(os.P_PID, popen.pid, os.WEXITED | os.WNOWAIT)
             _signal_group(popen, signal.SIGKILL)
@@ -243,7 +243,7 @@ class Launcher:
 
 
 def _signal_group(popen: subprocess.Popen[bytes], number: int) -> None:
-    """Signals a process and its children, unless it has been reaped."""
+    """Signals a process and its children, unless the process has been reaped."""
     if popen.returncode is None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(popen.pid, number)

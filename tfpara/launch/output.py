@@ -90,7 +90,7 @@ def read_chunks(descriptor: int, log: BinaryIO | None) -> Iterator[bytes]:
 
 
 def read_lines(descriptor: int, log: BinaryIO | None) -> Iterator[bytes]:
-    """Yields lines without their ends; of a line with carriage returns only its last state."""
+    """Yields lines without newlines; of a line with carriage returns, the text after the last."""
     pending = b""
     for chunk in read_chunks(descriptor, log):
         *lines, pending = (pending + chunk).split(b"\n")

@@ -1,4 +1,4 @@
-"""Signals that the launcher passes on, and the process that ends the workers if it is killed."""
+"""Signals to the launcher, and a process that ends the workers if the launcher is killed."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from typing import Any
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 ADD, REMOVE = signal.SIGUSR1, signal.SIGUSR2  # add or remove a worker of a running elastic run
 # The program of the guardian. It reads the number of each worker's process group when the worker
-# starts, and again when it ends. When the launcher ends, for whatever reason, the guardian kills
-# the groups of workers that have not ended.
+# starts, and again when the worker ends. When the launcher ends, for whatever reason, the guardian
+# kills the groups of workers that have not ended.
 _GUARDIAN = """
 import os, signal, sys
 groups = set()

@@ -13,9 +13,9 @@ Each method of `Supervisor` takes an event and returns the resulting actions, in
 
 - A second signal is SIGKILL in every phase.
 - SIGKILL at the deadline is delayed while a process that got a signal writes a checkpoint.
-- The end of an asynchronous run's chief also begins `settling`, though it is no failure.
-- An *expendable* process that has failed in `running` waits for a restart. After the pause it is
-  started, or the others continue without it, or its failure becomes that of the run.
+- The end of an asynchronous run's chief also begins `settling`, even if the chief has not failed.
+- An *expendable* process that has failed in `running` waits for a restart. After a pause it is
+  restarted, or the others continue without it, or its failure ends the run.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from tfpara.cluster import exit_codes
 from tfpara.launch import signals
 from tfpara.typing import Json
 
-# Time after a failure in which other processes may print their own errors and end before they get
-# SIGTERM. It is also the shortest pause before a restart.
+# The time between a failure and SIGTERM to the other processes, in which they may print their own
+# errors and end. It is also the shortest pause before a restart.
 SETTLE_SECONDS = 2.0
-_LONGEST_PAUSE_SECONDS = 30.0  # before a process is restarted while others run
-_STEADY_SECONDS = 60.0  # after this time a failure counts as a first one: its pause is short
-# Time between asking processes to end and SIGKILL, unless --grace is given; the second one if a
-# process reports that it writes a checkpoint, which takes longer on a busy machine.
+_LONGEST_PAUSE_SECONDS = 30.0  # longest pause before a process is restarted while others run
+_STEADY_SECONDS = 60.0  # after so long a time without failure, pauses are short again
+# Time between asking processes to end and SIGKILL, unless --grace is given. SAVING_SECONDS is for
+# a process that reports that it writes a checkpoint, which may take long on a busy machine.
 _GRACE_SECONDS, SAVING_SECONDS = 10.0, 300.0
-_LOOK_SECONDS = 1.0  # between two checks whether a checkpoint is complete
+_LOOK_SECONDS = 1.0  # time between two checks whether a checkpoint is complete
 _NEVER = float("inf")
 _NOT_NOW = "training has not begun, or comes to its end"
 
@@ -48,11 +48,11 @@ class Process(NamedTuple):
     """A process to start.
 
     Attributes:
-        name: the name in messages, in the prefix of its output, and of its log file.
+        name: the process's name, for messages, the prefix of its output and its log file.
         environment: the environment variables.
-        expendable: whether the run continues without it, as long as another expendable one runs.
-        beside: whether it takes no part in the run, as an evaluator: its end is no event of the
-            run, which it outlives until it ends by itself.
+        expendable: whether the run can go on without it while another expendable process runs.
+        beside: whether the process takes no part in the run, such as an evaluator. Its end does not
+            affect the run, and it may finish its work after the run's end.
     """
 
     name: str
@@ -71,10 +71,10 @@ class Policy:
         restart_workers: number of restarts of each expendable process while the others run.
         takes_in: returns whether a restarted process could take part in the run now. Its argument
             is whether the process was killed, and so made no mistake of its own.
-        another: returns one more process, given its rank, for SIGUSR1; None forbids that.
+        another: given a rank, returns a process to be added on SIGUSR1; None forbids that.
         follow: called with the name of an expendable process that has failed. It returns a function
-            that tells, at the end, whether the run continued without that process; otherwise its
-            failure is that of the run.
+            that tells, at the end, whether the run continued without that process. If it did not,
+            the process's failure is that of the run.
         goes_on_later: returns whether a run whose first failure was a kill is to be started again,
             to go on from a checkpoint.
     """
@@ -124,7 +124,7 @@ class Outcome(NamedTuple):
 
 
 class Exit(NamedTuple):
-    """The end of a process: its rank, exit code as a shell reports it, and whether by a signal."""
+    """The end of a process: its rank, its exit code in a shell, and whether a signal ended it."""
 
     rank: int
     code: int
@@ -132,12 +132,12 @@ class Exit(NamedTuple):
 
     @classmethod
     def of(cls, rank: int, status: int) -> Exit:
-        """Makes it of an exit code, or a signal's number, negative."""
+        """Makes an `Exit` of `status`: an exit code, or minus a signal's number."""
         return cls(rank, 128 - status if status < 0 else status, status < 0)
 
     @property
     def is_killed(self) -> bool:
-        """Whether SIGKILL ended it, which no program sends to itself."""
+        """Whether SIGKILL ended the process, which no program sends to itself."""
         return self.by_signal and self.code == 128 + signal.SIGKILL
 
     @property
@@ -153,10 +153,10 @@ class _Worker:
 
     process: Process
     running: bool = True  # whether the process runs or is about to be started
-    starts: int = 0  # number of starts, with failed restarts
+    starts: int = 0  # number of starts, including restarts that failed
     started_at: float = 0.0
     pause: float = 0.0  # seconds of the pause before the last restart
-    again_at: float | None = None  # time of its restart, or of the decision to run without it
+    again_at: float | None = None  # time to restart it, or to decide to run without it
     end: Exit | None = None  # the latest end of the process
     ended_here: bool = False  # whether the supervisor's own signal ended the process
     removed: bool = False  # whether the process was asked to leave the run for good
@@ -183,9 +183,9 @@ class Supervisor:
         self._deadline = _NEVER
         self._failure: Exit | None = None  # the first failure that ends the run
         self._signal: int | None = None  # the first received signal
-        self._saving_until = 0.0  # end of the wait for checkpoints
-        # Failures without which the run may continue, each with a function that tells whether it
-        # did.
+        self._saving_until = 0.0  # SIGKILL may be delayed for checkpoints until this time
+        # Failures of processes without which the run may continue, each with a function that tells
+        # whether the run did continue.
         self._spared: list[tuple[Exit, Callable[[], bool]]] = []
 
     @property
@@ -229,7 +229,7 @@ class Supervisor:
         self._workers[rank].said = said
 
     def ended(self, rank: int, status: int, now: float) -> list[Action]:
-        """Event: a process has ended. `status` is its exit code, or a signal's number, negative."""
+        """Event: a process has ended; `status` is as for `Exit.of`."""
         worker = self._workers[rank]
         end = Exit.of(rank, status)
         worker.running, worker.end = False, end
@@ -244,7 +244,7 @@ class Supervisor:
         elif worker.removed:
             actions = [Note(f"{worker.process.name} has left: {end.how}")]
         elif self._is_spared(worker, end):
-            # No restart at once: the process may have ended because the chief ends.
+            # The restart comes later, since the process may have ended because the chief ends.
             if end.code:
                 worker.again_at = now + self._next_pause(worker, now)
                 self._spared.append((end, self._policy.follow(worker.process.name)))
@@ -255,9 +255,9 @@ class Supervisor:
             if of_chief:  # without the chief the others have nothing to do
                 self._settle(now + self._grace)
             if end.code and not forced and self._failure and not self._failure.by_signal:
-                # If the chief fails, the others end too, mostly before it. A process ended by
-                # SIGKILL has not reacted to another's end, so it is the cause, even if others
-                # have ended before it.
+                # If the chief fails, the others end too, mostly before the chief. So its failure
+                # replaces theirs as the cause. The failure of a process ended by SIGKILL does so,
+                # too, since it cannot be a reaction to the end of others.
                 killed = end.is_killed and self._signal is None
                 self._failure = end if of_chief or killed else self._failure
         self._forget_restarts()
@@ -343,7 +343,7 @@ class Supervisor:
     def _fail(self, end: Exit, now: float) -> None:
         """Makes the end of a process the failure of the run."""
         self._failure = end
-        if self._signal is None:  # otherwise all were asked to end already, with --grace
+        if self._signal is None:  # else all were asked to end already, and have the grace time
             self._settle(now + SETTLE_SECONDS)
 
     def _settle(self, until: float) -> None:
@@ -365,7 +365,7 @@ class Supervisor:
     def _needed(self, worker: _Worker) -> bool:
         """Returns whether a process may finish its work now.
 
-        It may if it is beside the run, as an evaluator, and the run has not failed or got a signal.
+        A process beside the run (an evaluator) may, unless the run has failed or got a signal.
         """
         return worker.process.beside and not (self._failure or self._signal)
 
@@ -402,17 +402,17 @@ class Supervisor:
         return []
 
     def _next_pause(self, worker: _Worker, now: float) -> float:
-        """Returns the seconds until a restart; they double with each early failure."""
+        """Returns the seconds until a restart; they double with each failure soon after a start."""
         if now - worker.started_at > _STEADY_SECONDS:
             worker.pause = 0.0
         worker.pause = min(max(2.0 * worker.pause, SETTLE_SECONDS), _LONGEST_PAUSE_SECONDS)
         return worker.pause
 
     def _forget_restarts(self) -> None:
-        """Cancels all restarts if the run ends."""
+        """Cancels all restarts if the run is ending."""
         chief = self._workers[0]
         over = not chief.running and not chief.process.expendable
-        # All remaining processes have completed, so no other one is needed.
+        # If a process has completed and none runs, the run is complete, so no restart is needed.
         over |= self._has_finished and not any(worker.running for worker in self._members)
         if over or self._failure or self._signal:
             for worker in self._workers:
@@ -423,7 +423,7 @@ class Supervisor:
         return not (self._signal or self._failure) and self._policy.takes_in(False)
 
     def _add(self) -> list[Action]:
-        """Starts one more process, unless the run ends."""
+        """Starts one more process, unless the run is ending."""
         if not self._may_change or self._policy.another is None:
             return [Note(f"no worker is added: {_NOT_NOW}")]
         rank = len(self._workers)
@@ -431,7 +431,7 @@ class Supervisor:
         return [Note(f"{self._workers[rank].process.name} is added"), Start(rank)]
 
     def _remove(self) -> list[Action]:
-        """Asks the latest process to leave; one that waits for a restart is dropped."""
+        """Asks the process that was added last to leave, or cancels its restart if it waits."""
         if not self._may_change:
             return [Note(f"no worker is removed: {_NOT_NOW}")]
         there = [
@@ -449,7 +449,7 @@ class Supervisor:
     # -- the cause ----------------------------------------------------------------------------
 
     def _blamed_by(self, rank: int) -> int | None:
-        """Returns the process that another one has reported as its cause of failure, or None."""
+        """Returns which ended process `rank` reported as the cause of its failure; else None."""
         names = self._workers[rank].said.get("because")
         for other, worker in enumerate(self._workers):
             if isinstance(names, list) and worker.process.name in names and worker.end is not None:
@@ -457,10 +457,10 @@ class Supervisor:
         return None
 
     def _cause_of(self, failure: Exit) -> Exit:
-        """Returns the end that has caused a failure, by the processes' own reports.
+        """Returns the end of the process that has caused a failure, by the processes' reports.
 
-        If processes name each other, the cause is the one that the earliest report names: the other
-        reports are consequences of the end of the earliest reporter.
+        If processes name each other, the earliest report decides: the others have failed because
+        the earliest reporter ended.
         """
         chain = [failure.rank]
         while (other := self._blamed_by(chain[-1])) is not None and other not in chain:

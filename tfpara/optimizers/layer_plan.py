@@ -17,8 +17,9 @@ PLAIN = "plain"  # ordinary gradient: all other layers
 def plan(model: keras.Model) -> list[tuple[keras.Layer, dict[str, Json]]]:
     """Returns the layers with trainable weights, each with its entry in the plan.
 
-    An entry has the kind of the layer and the indices of its variables (kernel first) among the
-    model's trainable ones; unless the kind is `PLAIN`, also the width of the input rows.
+    An entry has the kind of the layer, and the indices of its variables (kernel first) among the
+    model's trainable ones. Unless the kind is `PLAIN`, it also has the width of the input rows,
+    with the 1 that is appended for a bias.
     """
     place = {id(v): number for number, v in enumerate(model.trainable_variables)}
     found = []
@@ -31,22 +32,23 @@ def plan(model: keras.Model) -> list[tuple[keras.Layer, dict[str, Json]]]:
             entry["width"] = int(size) // weights[0].shape[-1] + len(weights) - 1
         if weights:
             found.append((layer, entry))
-    if place:  # weights of the model itself rather than of a layer
+    if place:  # weights of the model, or of layers that contain layers
         found.append((model, {"kind": PLAIN, "variables": sorted(place.values())}))
     return found
 
 
 def _leaves(layer: keras.Layer, bare: bool = True) -> list[tuple[keras.Layer, bool]]:
-    """Returns the layers that contain no others, each once, and whether nothing wraps them.
+    """Returns the layers that contain no others, each once, and whether each is bare.
 
-    Wrappers and recurrent layers call the layers inside them in loops or on parts of their input.
+    A layer is bare if no wrapper and no recurrent layer contains it: these call the layers inside
+    them in loops or on parts of their input.
     """
     # A private method: Keras has no public name for the parts of a layer.
     parts = list(layer._flatten_layers(include_self=False, recursive=False))
     if not parts:
         return [(layer, bare)]
     bare = bare and not isinstance(layer, (keras.layers.Wrapper, keras.layers.RNN))
-    # A layer may have weights beside those of its parts.
+    # Weights that a layer has besides those of its parts are left for the model's entry in `plan`.
     found: dict[int, tuple[keras.Layer, bool]] = {}
     for part in parts:
         for leaf, alone in _leaves(part, bare):
@@ -55,7 +57,7 @@ def _leaves(layer: keras.Layer, bare: bool = True) -> list[tuple[keras.Layer, bo
 
 
 def _kind(layer: keras.Layer, weights: Sequence[keras.Variable]) -> str:
-    """Returns the kind of a layer; `PLAIN` also if it trains more than kernel and bias."""
+    """Returns the kind of a layer; `PLAIN` unless it trains exactly its kernel and bias."""
     own = [
         v for v in (getattr(layer, "kernel", None), getattr(layer, "bias", None)) if v is not None
     ]

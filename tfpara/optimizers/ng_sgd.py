@@ -16,8 +16,8 @@ from tfpara.typing import Array, Json
 from tfpara.whole_number import checked_whole
 
 # For convolutions Kaldi remembers four minibatches. A gradient is a sum over the minibatch in
-# Kaldi, and a mean here. With a thousand frames its squares are a million times smaller here, and
-# so must be the floor of the eigenvalues.
+# Kaldi, and a mean in Keras. With a thousand frames, the squares of a mean are a million times
+# smaller than those of a sum, and so must be the floor of the eigenvalues.
 _MATRIX_HISTORY = 4.0
 _MATRIX_EPSILON = 1e-6
 
@@ -30,36 +30,36 @@ class NGSGD(keras.optimizers.SGD):
     """SGD whose gradients are those of Kaldi's online natural gradient (NG-SGD).
 
     In a Dense layer y = W x + b, the ordinary gradient of [W b] over a minibatch of N rows is eᵀx̄,
-    where x̄ are the layer's inputs with a 1 appended, and e the derivatives of its outputs. Here
-    both matrices are preconditioned first: each is multiplied by the smoothed inverse of its own
-    mean scatter, which is estimated online, and rescaled to its former norm (see
-    `OnlineNaturalGradient`). So a step is about as long as one of SGD, and learning rates carry
-    over. Convolutions are preconditioned as in Kaldi, on the rows and columns of the summed
-    gradient. All other layers get plain SGD, and so do Dense layers inside wrappers and recurrent
-    layers, or with LoRA.
+    where x̄ are the layer's inputs with a 1 appended, and e the derivatives of its outputs. NG-SGD
+    preconditions both matrices first: each is multiplied by the smoothed inverse of its own mean
+    scatter, which is estimated online, and rescaled to its former norm (see
+    `OnlineNaturalGradient`). So a step is about as long as a step of SGD, and SGD's learning rates
+    stay suitable. Convolutions are preconditioned as in Kaldi, on the rows and columns of the
+    summed gradient. All other layers get plain SGD, and so do Dense layers inside wrappers and
+    recurrent layers, or with LoRA.
 
     The method needs the rows of the minibatch, which an optimizer never sees. So the optimizer must
     be attached to the model, once the model is built:
 
         model.compile(tfpara.optimizers.NGSGD(0.1).attach(model), loss)
 
-    This changes neither the model's weights nor its outputs nor its saved form. Training calls of
-    its Dense layers use a custom gradient as long as the model is compiled with this optimizer, or
-    with none.
+    `attach` changes neither the model's weights nor its outputs nor its saved form. Training calls
+    of its Dense layers use a custom gradient as long as the model is compiled with this optimizer,
+    or is not compiled.
 
     The state (for each side of a layer R, d, ρ and a counter) is among `optimizer.variables`, so it
     is saved with them. After `keras.models.load_model`, `model.optimizer.attach(model)` continues
-    with it. Under a strategy every replica estimates the scatter of its own data. A sync neither
-    averages nor resets this state, for any `local_state`: a mean of orthonormal bases, whose
-    signs and order are free, is not an orthonormal basis. Weights and momentum are treated as with
-    SGD.
+    with the saved state. Under a strategy every replica estimates the scatter of its own data. A
+    sync neither averages nor resets this state, for any `local_state`: a mean of orthonormal bases,
+    whose signs and order are free, is not an orthonormal basis. Weights and momentum are treated as
+    with SGD.
 
     Args:
         learning_rate: as of `keras.optimizers.SGD`.
         momentum: momentum in [0, 1).
         nesterov: whether the momentum is Nesterov's.
-        input_rank: rank for the inputs' side; at most half of its width, rounded up, is used.
-        output_rank: the same for the output derivatives' side.
+        input_rank: rank for the rows of inputs; at most half their width, rounded up, is used.
+        output_rank: the same for the rows of output derivatives.
         update_period: minibatches between two updates of the scatters, after the first ten.
         history: number of rows after which a scatter is largely forgotten.
         alpha: α ≥ 0, smoothing by the unit matrix.
@@ -68,8 +68,8 @@ class NGSGD(keras.optimizers.SGD):
         max_change: limit of the norm of learning rate × gradient of a layer, kernel and bias
             together; larger steps are scaled down. None: no limit. Momentum m can add up such steps
             to max_change / (1 − m).
-        layers: the kind of gradient of each layer, which `attach` finds out; an argument for
-            saving.
+        layers: the kind of gradient of each layer, which `attach` finds out. Keras gives this
+            argument when it loads a saved optimizer.
         name: name of the optimizer.
         **options: options of any Keras optimizer, such as `clipnorm`; they apply to the natural
             gradients.
@@ -129,10 +129,10 @@ class NGSGD(keras.optimizers.SGD):
         """Prepares a model's layers for this optimizer; returns the optimizer.
 
         Args:
-            model: the model, built. Freeze layers before, since all its trainable weights count.
+            model: the model, built. Freeze layers before: all weights trainable now count.
 
         Raises:
-            TypeError: not a Keras model.
+            TypeError: `model` is not a Keras model.
             ValueError: the model has no weights yet, or the optimizer has another model.
         """
         if not isinstance(model, keras.Model):
@@ -179,7 +179,8 @@ class NGSGD(keras.optimizers.SGD):
                 continue
             kernel = variables[entry["variables"][0]]
             by_rows = entry["kind"] == ROWS
-            # The layer's own name is not used: its number depends on the worker's earlier layers.
+            # The layer's own name has a number that depends on earlier layers of this process. So
+            # it may differ between workers, and is not used.
             name = f"layer{number}"
             input_side = self._make_side(self.input_rank, entry["width"], by_rows, f"{name}_input")
             output_side = self._make_side(

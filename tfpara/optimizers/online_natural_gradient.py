@@ -15,7 +15,7 @@ import tensorflow as tf
 
 # With eta near 1, F would be forgotten completely, and all-zero rows would leave F zero.
 MAX_ETA = 0.9
-# The rows of R are made orthonormal again if they are further from it than this.
+# The rows of R are made orthonormal again if R Rᵀ differs from the unit matrix by more than this.
 ORTHONORMALITY = 1e-3
 
 
@@ -37,7 +37,8 @@ class Scatter(NamedTuple):
 class OnlineNaturalGradient:
     """The online natural gradient for rows of one width.
 
-    With S = XᵀX / N, T = η S + (1−η) F and Y = R T, of which Y Yᵀ = U C Uᵀ, an update is
+    With S = XᵀX / N, T = η S + (1−η) F, Y = R T and the eigendecomposition Y Yᵀ = U C Uᵀ, an
+    update is
 
         R ← C^{-1/2} Uᵀ Y
         ρ ← (tr T − tr C^{1/2}) / (D − rank)
@@ -93,12 +94,12 @@ class OnlineNaturalGradient:
         basis, diagonal, rho = (tf.cast(t, tf.float64) for t in scatter)
         projected = tf.matmul(rows, scatter.basis, transpose_b=True)
         basis_s = tf.cast(tf.matmul(projected, rows, transpose_a=True), tf.float64) / number
-        # Double precision, since Z has the fourth power of the data.
+        # Double precision, since z is of the fourth power of the data.
         y = eta * basis_s + (1 - eta) * (diagonal + rho)[:, None] * basis
         z = tf.matmul(y, y, transpose_b=True)
         c, u = tf.linalg.eigh(z)
         c, u = c[::-1], u[:, ::-1]  # the largest first
-        # In exact arithmetic no eigenvalue is below this value.
+        # Without rounding errors, no eigenvalue would be below this bound.
         root = tf.sqrt(tf.maximum(c, tf.square((1 - eta) * rho)))
         new_basis = tf.matmul(u, y, transpose_a=True) / root[:, None]
         trace_s = tf.cast(_square(rows), tf.float64) / number
@@ -117,7 +118,7 @@ class OnlineNaturalGradient:
 def sensible_rank(rank: int, width: int) -> int:
     """Returns `rank`, or half the width, rounded up, if that is less.
 
-    It is 0 for a width of 1, where the method changes nothing.
+    For a width of 1, where the method changes nothing, it returns 0.
     """
     return min(rank, (width + 1) // 2) if width > 1 else 0
 

@@ -13,7 +13,7 @@ import tensorflow as tf
 from tfpara.optimizers.online_natural_gradient import OnlineNaturalGradient, Scatter
 from tfpara.typing import Nest
 
-# Number of first minibatches that each update F, for any period, as in Kaldi.
+# Each of the first ten minibatches updates F, whatever the period is, as in Kaldi.
 FIRST_UPDATES = 10
 # Number of further updates of F by the very first minibatch, from the arbitrary start, as in Kaldi.
 START_UPDATES = 3
@@ -50,8 +50,8 @@ class Preconditioner:
         total = tf.reduce_sum(tf.square(rows))
         usable = tf.math.is_finite(total) & (total > 0)
         due = (seen < FIRST_UPDATES) | ((seen - FIRST_UPDATES) % self.update_period == 0)
-        # The first minibatch is preconditioned with an F that it has itself started, each later
-        # one with the F before it.
+        # The first minibatch is preconditioned with the F that its own `START_UPDATES` have made,
+        # each later minibatch with the F before its own update.
         start = tf.where(seen == 0, START_UPDATES, 0)
         number = tf.where(usable, start + tf.cast(due, tf.int32), 0)
 
@@ -87,9 +87,9 @@ def affine(
 ) -> tf.Tensor:
     """Returns inputs · kernel + bias, with the natural gradient for kernel and bias.
 
-    The gradient of both is X̄ᵀ Ē / N, where X̄ are the preconditioned rows of the inputs, with a 1
-    appended for the bias, and Ē those of the derivatives of the outputs. The derivative for the
-    inputs is the ordinary one.
+    The gradient of kernel and bias together is X̄ᵀ Ē / N, where X̄ are the preconditioned rows of
+    the inputs, with a 1 appended for the bias, and Ē the preconditioned rows of the outputs'
+    derivatives. The derivative for the inputs is the ordinary one.
 
     Args:
         inputs: [..., in].
@@ -131,7 +131,7 @@ def hook(
     output_side: Callable[[tf.Tensor], tf.Tensor],
     active: Callable[[], bool],
 ) -> None:
-    """Makes training calls of a Dense layer use `affine` while `active()`.
+    """Makes training calls of a Dense layer use `affine` while `active()` is true.
 
     Other calls, as in evaluation and export, do not change.
     """

@@ -16,21 +16,22 @@ from tfpara.typing import Array, Variable
 
 
 class ChiefModel:
-    """Finds out which weights were set in the chief's model, and sends them to the servers.
+    """Exchanges weights between the chief's model and the servers, which begin with equal weights.
 
-    The model begins with the same weights as the servers.
+    A `ChiefModel` finds out which weights were set in the chief's model, and sends these weights to
+    the servers.
     """
 
     def __init__(self, model: keras.Model, server: Server, work: WorkerStep) -> None:
         self._server = server
         self._work = work
         self._weights = model.trainable_variables
-        self._shown: str | None = None  # the argument of `showing`, inside its context
-        self._moment: Moment | None = None  # what `showing` shows, inside `at_one_moment`
+        self._shown: str | None = None  # the argument of `showing` while its context is active
+        self._moment: Moment | None = None  # what `at_one_moment` has read, in its context
         self._remember()
 
     def _remember(self) -> None:
-        """Keeps the present values to find later changes; the servers have the same values.
+        """Keeps the present values, which the servers have too, so that `write` finds changes.
 
         The values are not copied: the tensors share the variables' memory until an assignment.
         """
@@ -39,7 +40,7 @@ class ChiefModel:
 
     @property
     def shows(self) -> bool:
-        """Whether the chief's model shows the weights chosen with `showing` now."""
+        """Whether the context of `showing` is active now."""
         return self._shown is not None
 
     def read(self) -> None:
@@ -54,7 +55,7 @@ class ChiefModel:
 
         Args:
             within_epoch: whether workers are training now.
-            within_fit: whether a `fit` is running; its graphs contain the frozen weights.
+            within_fit: whether a `fit` is running; the frozen weights are constants in its graphs.
 
         Raises:
             ValueError: weights were set that cannot be sent now. The message says when they can be.
@@ -94,7 +95,7 @@ class ChiefModel:
 
     @contextlib.contextmanager
     def showing(self, which: str) -> Iterator[None]:
-        """Puts the "global" model or an average into the chief's model for a while.
+        """A context in which the chief's model has the "global" weights or those of an average.
 
         Raises:
             ValueError: weights were set inside the context.
@@ -123,7 +124,7 @@ class ChiefModel:
 
     @contextlib.contextmanager
     def at_one_moment(self, names: Sequence[str]) -> Iterator[int]:
-        """A context in which `showing` shows these models at one moment; yields its push count."""
+        """Reads the models `names` now, for `showing` in this context; yields the push count."""
         former, self._moment = self._moment, self._server.weights_at_once(names)
         try:
             yield self._moment.pushes
@@ -151,6 +152,6 @@ def _assign(variables: Sequence[Variable], values: Sequence[Array]) -> None:
 
 
 def _differ(variables: Sequence[Variable], values: Sequence[Array]) -> list[int]:
-    """Returns the indices of the variables whose values differ from these."""
+    """Returns the indices of the variables whose values differ from `values`."""
     pairs = zip(variables, values, strict=True)
     return [k for k, (v, value) in enumerate(pairs) if not np.array_equal(v.numpy(), value)]

@@ -28,12 +28,12 @@ class ChunkRunner:
     ) -> None:
         self._coordinator = coordinator
         self._training = training
-        # (epoch, chunk) and the result, which may still be computed.
+        # for each scheduled chunk: (epoch, chunk), and the coordinator's handle of the result
         self._scheduled: list[tuple[tuple[int, int], Any]] = []
         self._train = chunk_function(training)
 
     def submit(self, epoch: int, chunks: Sequence[int]) -> None:
-        """Schedules chunks of an epoch on the workers; each worker gets one at a time."""
+        """Schedules chunks of an epoch on the workers; each worker gets one chunk at a time."""
         training = self._training
         for chunk in chunks:
             stream = stream_of(training.order, epoch, chunk)
@@ -50,8 +50,8 @@ class ChunkRunner:
         halted.
 
         Raises:
-            tf.errors.OpError: a chunk has failed; the other chunks are cancelled. The attribute
-                `chunk` has its epoch and number, or None if these are not known.
+            tf.errors.OpError: a chunk has failed; the other chunks are cancelled. The error's
+                attribute `chunk` is (epoch, chunk) of the failed chunk, or None if it is not known.
         """
         until = time.monotonic() + seconds
         try:
@@ -67,7 +67,7 @@ class ChunkRunner:
         return True
 
     def _chunk_of(self, error: tf.errors.OpError) -> tuple[int, int] | None:
-        """Returns epoch and number of the chunk that failed; None if a process was lost instead."""
+        """Returns (epoch, chunk) of the failed chunk; None if unknown or if a process was lost."""
         if isinstance(error, tf.errors.UnavailableError | tf.errors.AbortedError):
             return None
         for place, value in self._scheduled:
@@ -88,18 +88,19 @@ class _At(NamedTuple):
 
     element: tf.experimental.Optional  # the next minibatch
     own: list[tf.Tensor]  # the worker's own state: `Block.own`
-    done: tf.Tensor  # minibatches of the chunk before this one
-    go: tf.Tensor  # whether to continue after the last push
+    done: tf.Tensor  # number of minibatches of the chunk before `element`
+    go: tf.Tensor  # whether another block may begin
 
 
 def chunk_function(training: Training) -> Callable[..., tf.Tensor]:
     """Returns a graph function for `ClusterCoordinator.schedule` that trains one chunk.
 
-    The function is called as `fn(epoch, chunk, generation, stream, *arguments)`: four int64
-    scalars, the last of which is the chunk's `stream_of`, and the chunk's arguments. It starts with
-    the first minibatch that is not in the model yet, and repeats: pull, `sync_period` minibatches,
-    push. The last push of a chunk may have fewer. The loop ends early when workers are halted or a
-    push is not applied.
+    The function is called as `fn(epoch, chunk, generation, stream, *arguments)`. The first four are
+    int64 scalars: `generation` is the server's, and `stream` is the chunk's `stream_of`. The
+    `arguments` are the chunk's, as `Chunks.sent` returns them. The function starts with the first
+    minibatch that is not in the model yet, and repeats: pull, `sync_period` minibatches, push. The
+    last push of a chunk may have fewer minibatches. The loop ends early when workers are halted or
+    a push is not applied.
     """
     server, work, chunks, sync_period, choose_rate, *_ = training
     exchange = Exchange(server)
@@ -162,7 +163,10 @@ def _minibatches(
     iterator: tf.data.Iterator,
     count: int,
 ) -> tuple[Block, tf.experimental.Optional]:
-    """Adds up to `count` minibatches to a block; there must be at least one."""
+    """Returns the block with up to `count` more minibatches, and the element after these.
+
+    The first minibatch is in `element`, which must have a value; `iterator` has the others.
+    """
 
     def added(block: Block, element: tf.experimental.Optional) -> Block:
         return work.add(block, work.tables.split(element.get_value())[0])
@@ -179,7 +183,7 @@ def _minibatches(
 
 
 class _Kept(NamedTuple):
-    """The values that a worker keeps between blocks; `there`: whether it had them already."""
+    """What a worker keeps between blocks; `there`: whether its variables had the values."""
 
     weights: list[tf.Tensor]
     optimizer: list[tf.Tensor]
@@ -189,11 +193,11 @@ class _Kept(NamedTuple):
 class _LocalModel:
     """A worker's local optimizer, and local weights if the rule has them, kept between blocks.
 
-    They are variables in the worker's process. The graph finds them by name on the worker that
-    runs it, so the next `fit` continues with them. A worker begins with the server's model if it
-    has no such variables (it is new or was restarted), or if they are of an earlier generation of
-    the server's model. Of the slots of a table that is pulled by rows, only these are read and
-    written.
+    The values are kept in variables of the worker's process. A graph finds the variables by name
+    on the worker that runs the graph, so the next `fit` continues with them. A worker begins with
+    the server's model if it has no such variables (because it is new or was restarted), or if they
+    are of an earlier generation of the server's model. If a table is pulled by rows, only the same
+    rows of its slots are read and written.
     """
 
     def __init__(self, work: WorkerStep, server: Server) -> None:
@@ -201,7 +205,7 @@ class _LocalModel:
         self._count = len(server.names) if work.local_models else 0
         start = work.optimizer_start
         self._shapes = {k: start[k].shape for k in work.slots_by_rows}
-        # a slot begins with equal rows (`step_of_rows`), so a graph needs one of them
+        # All rows of a table's slot begin equal (`step_of_rows`), so a graph needs only one row.
         self._start = [
             tf.convert_to_tensor(value[:1] if k in self._shapes else value)
             for k, value in enumerate(start)
@@ -209,7 +213,7 @@ class _LocalModel:
         self._tables = work.slots_by_rows
 
     def read(self, weights: Sequence[tf.Tensor], generation: tf.Tensor, rows: Rows) -> _Kept:
-        """Returns the local weights and optimizer; at first `weights` and a new optimizer."""
+        """Returns the kept weights and optimizer; at first, `weights` and a new optimizer."""
         start = [
             tf.repeat(value, tf.size(rows[self._tables[k]]), 0) if k in self._tables else value
             for k, value in enumerate(self._start)
@@ -239,14 +243,14 @@ class _LocalModel:
         return _Kept(values[: self._count], values[self._count : -1], there)
 
     def write(self, kept: _Kept, generation: tf.Tensor, rows: Rows) -> list[tf.Operation]:
-        """Writes both, and the generation that they belong to; returns the operations."""
+        """Writes weights, optimizer and their generation; returns the operations."""
         values = [*kept.weights, *kept.optimizer, generation]
         handles = self._handles(values)
         written: list[tf.Operation] = []
         for number, (handle, value) in enumerate(zip(handles, values, strict=True)):
             table = self._table(number)
             if table is None:
-                with tf.control_dependencies(written):  # the generation comes last
+                with tf.control_dependencies(written):  # in order: the generation last
                     written.append(tf.raw_ops.AssignVariableOp(resource=handle, value=value))
                 continue
             with tf.control_dependencies([tf.cond(kept.there, _nothing, self._new(number))]):
@@ -258,11 +262,11 @@ class _LocalModel:
         return written
 
     def _table(self, number: int) -> int | None:
-        """Returns the table whose slot a value is, if it is written by rows."""
+        """Returns the table of which value `number` is a slot; None: the value is kept whole."""
         return self._tables.get(number - self._count)
 
     def _new(self, number: int) -> Callable[[], tf.Tensor]:
-        """Returns the function that makes a slot anew."""
+        """Returns a function that initializes all rows of value `number`, a table's slot."""
         slot = number - self._count
 
         def make() -> tf.Tensor:

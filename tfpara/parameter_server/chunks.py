@@ -24,7 +24,7 @@ _NO_DATA = (str, bytes, int, float, keras.utils.PyDataset)
 class Chunks:
     """Training data that every epoch divides into the same number of chunks.
 
-    A worker trains one chunk at a time. When a worker dies, another one continues with its chunk.
+    A worker trains one chunk at a time. When a worker dies, another worker continues its chunk.
     The workers read the data by TensorFlow operations, without Python.
 
     Args:
@@ -34,14 +34,15 @@ class Chunks:
             arguments must give the same minibatches in the same order, because a worker that
             continues a chunk skips the minibatches that are done. So a shuffle needs a seed:
             `shuffle(n, seed=epoch)`.
-        arguments: called on the chief as `arguments(epoch, chunk)` with numbers; returns a tuple of
-            arrays that are sent to the worker with the chunk. Their types and ranks must be the
-            same for all chunks.
+        arguments: called on the chief as `arguments(epoch, chunk)` with Python numbers; returns a
+            tuple of arrays that are sent to the worker with the chunk. The types and ranks of the
+            arrays must be the same for all chunks.
         num_minibatches: minibatches of an epoch, if known. The progress bar needs it; so do
             `ChunkRateSearch(part=...)` and the check that no chunk is shorter than `sync_period`.
 
     Attributes:
-        shares: whether each chunk reads one whole dataset and keeps every `count`-th minibatch.
+        shares: whether all chunks read the same dataset, of which each chunk keeps every
+            `count`-th minibatch.
         facts: the known settings, by name, that decide which samples a minibatch has.
 
     Raises:
@@ -84,15 +85,15 @@ class Chunks:
         return tf.nest.map_structure(tf.convert_to_tensor, self.arguments(epoch, chunk))
 
     def check(self, epoch: int, done: Sequence[int]) -> None:
-        """Checks that an epoch had minibatches and, if `shares`, that they were of one dataset.
+        """Checks that an epoch had minibatches and, if `shares`, that all chunks read the same.
 
         Args:
             epoch: the epoch, from 0.
             done: number of trained minibatches of each chunk.
 
         Raises:
-            ValueError: the epoch had no minibatch; or the numbers of the chunks contradict each
-                other, so that minibatches were left out or trained twice.
+            ValueError: the epoch had no minibatch; or the numbers in `done` contradict each other,
+                so that minibatches were left out or trained twice.
         """
         total = sum(done)
         if not total:
@@ -127,14 +128,14 @@ def as_chunks(
     Args:
         x, y, sample_weight: arrays (or structures of arrays); or x alone, a `tf.data.Dataset` of
             minibatches or `Chunks`.
-        batch_size, shuffle: as in Keras, for arrays; a shuffle has no effect on datasets and
+        batch_size, shuffle: as in Keras, for arrays; `shuffle` has no effect on datasets and
             `Chunks`.
         class_weight: sample weight of each class, for integer or one-hot labels.
         count: chunks of an epoch; 1 if None.
-        order: the numbers, beside the epoch, that determine the order. They are read when a chunk
-            is handed out, so changing the list changes the order of later chunks.
-        sent: whether other processes read the chunks. Then the graph that reads them contains a
-            copy of all arrays; else all graphs share one copy.
+        order: the numbers that, with the epoch, determine the order of the samples. They are read
+            when a chunk is handed out, so changing the list changes the order of later chunks.
+        sent: whether other processes read the chunks. If so, the graph that reads a chunk contains
+            a copy of all arrays; else all graphs share one copy.
 
     Raises:
         TypeError: data of another kind.
@@ -170,7 +171,8 @@ def _check(chunks: Chunks) -> None:
 
     @tf.function(autograph=False)
     def read(*place_and_arguments: Nest) -> tf.Tensor:
-        # With a global seed, TensorFlow would supply the seeds that shuffles lack.
+        # Else, with a global seed, TensorFlow would supply the seeds that shuffles lack, and
+        # `check_seeds` would not see that they are missing.
         tf.compat.v1.get_default_graph().seed = None
         return tf.data.experimental.to_variant(chunks.dataset(*place_and_arguments))
 
@@ -215,7 +217,7 @@ def _of_dataset(dataset: tf.data.Dataset, count: int, order: Sequence[int]) -> C
 def _of_arrays(
     data: Data, batch_size: int, shuffle: bool, count: int, order: Sequence[int], sent: bool
 ) -> Chunks:
-    # tf.data would stack the elements of a list.
+    # Lists become tuples, because tf.data would stack the elements of a list.
     data = keras.tree.lists_to_tuples(tf.nest.map_structure(np.asarray, data))
     arrays = tf.nest.flatten(data)
     lengths = sorted({len(array) if array.ndim else 0 for array in arrays})
@@ -233,7 +235,7 @@ def _of_arrays(
         )
 
     if not sent:
-        with tf.device("CPU:0"):  # graphs copy an array, but only refer to a tensor
+        with tf.device("CPU:0"):  # a graph copies an array, but only refers to a tensor
             data = tf.nest.map_structure(tf.convert_to_tensor, data)
 
     def samples(epoch: int, chunk: int) -> tuple[np.ndarray]:

@@ -8,10 +8,10 @@ import tensorflow as tf
 
 from tfpara.parameter_server.messages import Push
 
-# The last row of the histogram counts pushes of this and of any higher staleness.
+# The last element of the histogram counts the pushes with this or any higher staleness.
 LARGEST_STALENESS = 255
 
-# A variable and its next value, or that of some rows.
+# A variable and its next value; tf.IndexedSlices: the next values of some of its rows.
 Change = tuple[tf.Variable, tf.Tensor | tf.IndexedSlices]
 
 
@@ -21,8 +21,8 @@ class Pushed(NamedTuple):
     Attributes:
         worker: index of the worker that pushed.
         chunk: number of the chunk that the minibatches are from.
-        pulled: pushes before the pull.
-        version: pushes before this one; `version − pulled` is its staleness.
+        pulled: number of pushes before the worker's pull.
+        version: number of pushes before this one; `version − pulled` is this push's staleness.
     """
 
     worker: int
@@ -37,13 +37,14 @@ class Counters:
     The variables are created on the current device. With `record`, each push is recorded.
 
     Attributes:
-        histogram: int64 [256], pushes by staleness; the last element counts all higher ones too.
-        by_worker: int64 [workers], pushes of each worker.
+        histogram: int64 [256], number of pushes with staleness 0, 1, …; the last element also
+            counts the pushes with a higher staleness.
+        by_worker: int64 [workers], number of pushes of each worker.
         samples, minibatches: int64, totals of all pushes.
         left_out: int64, minibatches of the epoch that were left out for NaN or Inf.
         finished: bool [chunks], whether all minibatches of the chunk are in the model.
-        halted: whether workers have to stop. A worker reads it with each pull, and pushes once
-            more.
+        halted: whether workers have to stop. A worker reads it with each pull. If it is set, the
+            worker pushes the block that it has begun, and stops.
     """
 
     def __init__(self, num_workers: int, record: bool) -> None:
@@ -107,8 +108,8 @@ class Counters:
     def variables(self) -> dict[str, tf.Variable]:
         """Returns the variables that a checkpoint must hold, by name.
 
-        `by_worker` and the record belong to this process alone, so they are left out. The progress
-        is among the variables of each `Shard`.
+        `by_worker` and the record are left out, because they count from the start of this process.
+        The progress is among the variables of each `Shard`.
         """
         kept = ("histogram", "samples", "finished", "minibatches", "left_out")
         return {f"books/{name}": getattr(self, name) for name in kept}

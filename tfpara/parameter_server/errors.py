@@ -15,15 +15,15 @@ _SETTLE_SECONDS = 3.0
 
 
 class DivergedError(RuntimeError):
-    """A push would have made a weight of the global model infinite or NaN; it was not applied."""
+    """A push was not applied: a weight of the global model would be infinite or NaN."""
 
 
 class ChunkError(RuntimeError):
-    """A chunk of the data could not be trained on. The message names it and the cause."""
+    """A chunk of the data could not be trained on. The message names the chunk and the cause."""
 
 
 def explained(error: tf.errors.OpError, check: Callable[[], None]) -> Exception:
-    """Returns the error to raise in place of `error`, TensorFlow's for work on the workers.
+    """Returns the error to raise in place of `error`, which a graph on a worker has raised.
 
     `check` raises a RuntimeError if the run cannot continue.
     """

@@ -1,8 +1,9 @@
 """Pull, push and the other operations of a worker on the global model.
 
-A pull reads a shard, and a push changes it, while holding the shard's lock. Tensors cross the
-network before the lock is taken or after it is released, and pushes on a server are applied one
-after another. If the rule bounds the staleness, the first server decides which worker may continue.
+Each parameter server has a shard of the model. A pull reads the shard, and a push changes it, while
+holding the shard's lock. So a server applies pushes one after another. Tensors cross the network
+before the lock is taken or after it is released. If the rule bounds the staleness, the first server
+decides which worker may continue.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class Exchange:
         self._staleness: Any = server.staleness
 
     def pull(self, worker: tf.Tensor, rows: Rows = NO_ROWS) -> Pulled:
-        """Reads the model for a worker, as `read`; waits if the bound on staleness requires it."""
+        """Waits if the bound on staleness requires it; then reads the model as `read` does."""
         if self._staleness is None:
             return self.read(rows)
         (may,) = self._until_settled(worker, 1, lambda: [self.ask_to_pull(worker)])
@@ -41,7 +42,8 @@ class Exchange:
     def ask_to_pull(self, worker: tf.Tensor, waits: bool = True) -> tf.Tensor:
         """Returns whether a worker may pull now; if so, counts the pull as done.
 
-        If it may not pull and `waits` is set, it will get a token (`Staleness.wait`).
+        If not, and if `waits` is true, the worker gets a token (`Staleness.wait`) when it should
+        ask again.
         """
         if self._staleness is None:
             return tf.constant(True)
@@ -53,13 +55,13 @@ class Exchange:
         )
 
     def read(self, rows: Rows = NO_ROWS) -> Pulled:
-        """Reads the model; of a table in `rows` these rows."""
+        """Reads the model; of each table in `rows` only those rows."""
         server = self.server
         weights: list[tf.Tensor] = [None] * len(server.names)
         held = list(weights) if getattr(server.rule, "delay_compensation", 0.0) else []
         versions: list[tf.Tensor] = [None] * len(server.shards)
         state: list[tf.Tensor] = []
-        of_first: list[tf.Tensor] = []  # whether to halt, and values for the workers' optimizers
+        of_first: list[tf.Tensor] = []  # `halted`, and the values of `for_workers`
         for shard in server.order:
             variables = [shard.version, *shard.weights]
             sent = shard.sent({k: rows[k] for k in shard.indices if k in rows})
@@ -92,10 +94,11 @@ class Exchange:
                 Without waiting, the answer may not be `settled`.
         """
         server = self.server
-        # TensorFlow releases a graph's locks in the order in which the graph names them. So a push
-        # that had a lock before the pull is over would keep it until the pull has its own locks,
-        # and two workers could wait for each other forever. A weight's gradient may not depend on
-        # all servers, so the pull is awaited explicitly.
+        # Every part of the push waits until the pulls from all servers are over. TensorFlow
+        # releases a graph's locks in the order in which the graph names them. So a push that takes
+        # a lock before the pull is over would hold it until the pull has had all its locks, and two
+        # workers could wait for each other forever. The gradients alone do not make a push wait,
+        # because a weight's gradient may not depend on the weights of all servers.
         with tf.control_dependencies(pulled.versions):
             parts = [self.part(shard, push, pulled) for shard in server.shards]
         settled = accepted = tf.constant(True)
@@ -136,16 +139,17 @@ class Exchange:
     def apply(
         self, shard: Shard, part: Push, held: Sequence[tf.Tensor], accepted: tf.Tensor
     ) -> list[tf.Tensor]:
-        """Applies the part of a push if it is `accepted`; returns as `_take` does."""
+        """Takes a shard's lock, and applies its part of a push as `_take` does."""
         accepted = shard.sent(accepted)
         return shard.locked((part, accepted), lambda: self._take(shard, part, held, accepted))
 
     def _take(
         self, shard: Shard, part: Push, held: Sequence[tf.Tensor], accepted: tf.Tensor
     ) -> list[tf.Tensor]:
-        """Applies a push that is accepted and not in the weights yet; inside the lock.
+        """Applies a shard's part of a push if it is `accepted` and due; inside the lock.
 
-        Returns whether its minibatches are in the weights now, the version, and the moves.
+        Returns whether the push's minibatches are in the shard's weights now, the shard's version,
+        and the moves (`Shard.changes`).
         """
 
         def write() -> list[tf.Tensor]:
@@ -173,7 +177,7 @@ class Exchange:
     def _shared(self, part: Push, staleness: tf.Tensor) -> list[tuple[tf.Variable, tf.Tensor]]:
         """Returns the changes of the variables that only the first server has."""
         server = self.server
-        # A moving statistic that is NaN would stay NaN.
+        # The graph fails before a NaN gets into a moving statistic, where it would stay.
         added = [
             tf.debugging.check_numerics(d, f"{NOT_FINITE} {name!r}")
             for d, name in zip(part.state, server.state_names, strict=True)
@@ -189,7 +193,10 @@ class Exchange:
     def _until_settled(
         self, worker: tf.Tensor, count: int, ask: Callable[[], list[tf.Tensor]]
     ) -> tuple[tf.Tensor, ...]:
-        """Repeats `ask` until its first answer is true; waits for a token in between."""
+        """Calls `ask` until the first of its `count` answers is true; returns the answers.
+
+        Before each repetition, the worker waits for a token.
+        """
 
         def again(*_: tf.Tensor) -> tuple[tf.Tensor, ...]:
             settled, *rest = ask()
@@ -202,10 +209,10 @@ class Exchange:
             return tuple(tf.while_loop(lambda settled, *_: ~settled, again, no))
 
     def _turn(self, part: Push, waits: bool) -> tuple[tf.Tensor, ...]:
-        """Waits, if `waits`, until a push may be applied (has the turn) on the first server.
+        """Asks the first server to give a push the turn: then no other push is applied.
 
-        Returns whether the push is settled (need not be offered again), and whether it has the
-        turn.
+        Waits, if `waits`, until the push is settled: it has the turn, or it will never be applied.
+        Returns whether the push is settled, and whether it has the turn.
         """
         first, staleness = self.server.first, self._staleness
 
@@ -220,7 +227,7 @@ class Exchange:
     def _end_turn(
         self, part: Push, held: Sequence[tf.Tensor], goes: tf.Tensor, everywhere: tf.Tensor
     ) -> list[tf.Tensor]:
-        """Applies a push on the first server if it is on all others, and ends its turn."""
+        """Applies a push on the first server if all other servers have it; ends its turn."""
         first = self.server.first
         goes, everywhere = first.sent((goes, everywhere))
 
@@ -234,9 +241,9 @@ class Exchange:
         return first.locked((part, goes, everywhere), inside)
 
     def begin(self, worker: tf.Tensor, chunk: tf.Tensor) -> tf.Tensor:
-        """Begins a chunk on a worker; returns how many of its minibatches are in the model.
+        """Begins a chunk on a worker; returns how many of the chunk's minibatches are done.
 
-        With bounded staleness, workers stop waiting for any earlier worker of the chunk.
+        With bounded staleness, no worker waits any longer for an earlier worker of this chunk.
         """
         if self._staleness is None:
             return self.done(chunk)

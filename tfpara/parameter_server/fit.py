@@ -27,8 +27,8 @@ from tfpara.strategy import Strategy
 from tfpara.typing import Data, Json, Logs
 
 _POLL_SECONDS = 0.2
-# Longest wait for workers to finish their block when the run is asked to end. Time is short then,
-# and workers may be gone. Otherwise there is no limit.
+# Longest wait for workers to finish their block after the run was asked to end: little time is left
+# then, and workers may be gone.
 _LEAVING_SECONDS = 1.0
 
 
@@ -37,11 +37,12 @@ class Fit:
 
     Attributes:
         epoch: the epoch that is trained, from 0.
-        order: the numbers, beside the epoch, that determine the order of the data and the random
-            layers: the strategy's seed and the number of earlier fits.
-        within_epoch: whether an epoch has begun and is not over; workers may be paused.
-        chunks_done: chunks of the epoch that are in the model.
-        at_poll: called several times a second while workers train, with or without new pushes.
+        order: the strategy's seed and the number of earlier fits. Together with the epoch, these
+            numbers determine the order of the data and what random layers draw.
+        within_epoch: whether an epoch has begun and is not over, even if workers are paused.
+        chunks_done: number of chunks of the epoch that are completely in the model.
+        at_poll: a function that is called several times a second while workers train, also if there
+            are no new pushes.
     """
 
     def __init__(
@@ -52,7 +53,7 @@ class Fit:
         search_rate: ChunkRateSearch | None,
         **data: Any,
     ) -> None:
-        """Makes the graphs of the workers; `data` are more arguments of `as_chunks`."""
+        """Makes the graphs of the workers; `data` are the data arguments of `as_chunks`."""
         x, workers = data["x"], models.workers
         self.order = [models.seed, next(models.fits)]
         if chunks is None and not isinstance(x, Chunks):
@@ -71,7 +72,7 @@ class Fit:
             choose_rate = search_rate.function(self.server, self.work, self._chunks)
         of_run = (models.sync_period, choose_rate, self.order, models.seed)
         self._executor = workers.executor(Training(self.server, self.work, self._chunks, *of_run))
-        self._seen = 0  # minibatches of this epoch at the last call of the batch hooks
+        self._seen = 0  # number of minibatches of this epoch at the last batch hooks
         self._resumed_epoch: int | None = None
         self.epoch = 0
         self.within_epoch = False
@@ -89,7 +90,8 @@ class Fit:
     ) -> keras.callbacks.History:
         """Trains the epochs `first` … `epochs` − 1, or continues from a restored checkpoint.
 
-        Arguments and history are those of Keras' `fit`.
+        The arguments and the history are those of Keras' `fit`. `first` is `initial_epoch`, and
+        `validation` is (validation_data, validation_batch_size, validation_freq).
         """
         if is_asked():
             raise RuntimeError(
@@ -166,10 +168,11 @@ class Fit:
         """
         self.epoch = epoch
         self.order[:] = order
-        self.server.generation += 1  # workers start from the servers' present state
+        self.server.generation += 1  # so that workers start from the servers' present state
         self._resumed_epoch = epoch if within else None
-        # The checkpoint has the rates of the model's optimizer and of the servers. They may differ,
-        # since a ChunkRateSearch changes the servers' only; no callback has changed the rate then.
+        # The checkpoint has the learning rate of the chief's optimizer and that of the servers. If
+        # they differ, the cause is a ChunkRateSearch, which changes the servers' rate only. So the
+        # chief's rate counts as sent, and `follow_rate` does not overwrite the servers'.
         self.server.told_rate = self._chiefs_rate()
         self.work.read_frozen()
         self._copy.read()
@@ -182,7 +185,7 @@ class Fit:
             self.server.learning_rate = self.server.told_rate = rate
 
     def give_up(self, longest_seconds: float) -> None:
-        """Stops the workers and shows the global weights in the model, after `run` has failed."""
+        """After `run` has failed: stops the workers, and copies the global weights to the chief."""
         with contextlib.suppress(tf.errors.OpError, RuntimeError):  # the cluster may be gone
             # Wait, so that no push of this fit arrives during the next one.
             self._halt(longest_seconds)
@@ -239,7 +242,7 @@ class Fit:
                 self._write()  # raises early if a batch hook has set weights
                 first = False
             self.follow_rate()
-            if self.model.stop_training:  # the epoch ends here, and so does training
+            if self.model.stop_training:  # a callback has ended the training, and so this epoch
                 if not done:
                     self._halt()
                 return
@@ -248,13 +251,13 @@ class Fit:
             if done and (self.model.stop_training or not self._left()):
                 return
             if done:
-                self._submit()  # the chunks that are not finished although their run ended
+                self._submit()  # chunks that are not finished although their run has ended
 
     def _check_left_out(self, *, is_over: bool) -> int:
         """Returns how many minibatches of the epoch were left out for NaN or Inf.
 
         Raises:
-            tfpara.DivergedError: these are too many.
+            tfpara.DivergedError: too many were left out.
         """
         if not self._models.skips:
             return 0
@@ -274,9 +277,9 @@ class Fit:
         self._copy.write(self.within_epoch, within_fit=True)
 
     def _prepare(self, callback: keras.callbacks.Callback) -> None:
-        """Makes callbacks that save the model within epochs save the servers' weights.
+        """If a callback saves the model within epochs, makes it save the servers' weights.
 
-        Raises ValueError for a callback that cannot be used with parameter servers.
+        Raises ValueError if the callback cannot be used with parameter servers.
         """
         if isinstance(callback, keras.callbacks.BackupAndRestore):
             raise ValueError(
@@ -313,7 +316,7 @@ class Fit:
             raise explained(error, self._models.check) from error
 
     def _tell(self, callbacks: keras.callbacks.CallbackList) -> bool:
-        """Calls the batch hooks for the newest minibatch; returns False without a new push."""
+        """Calls the batch hooks for the newest minibatch; without a new push, returns False."""
         seen = self.server.trained()
         if seen <= self._seen:
             return False
@@ -323,7 +326,7 @@ class Fit:
         return True
 
     def _chiefs_rate(self) -> float | None:
-        """Returns the rate of the model's optimizer; None if the servers have no rate to set."""
+        """Returns the rate of the chief's optimizer; None if the servers' rate is a schedule."""
         if self.server.learning_rate is None:
             return None
         return float(self.model.optimizer.learning_rate)

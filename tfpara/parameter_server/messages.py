@@ -7,28 +7,29 @@ from typing import NamedTuple, TypeAlias
 
 import tensorflow as tf
 
-# Of tables that travel by rows, by index among the trainable weights: the ids of a block, int64
-# [rows], rising and each once.
+# For each table of which only some rows are pulled and pushed: the ids of the rows that a block
+# uses, int64 [rows], ascending and each once. The keys are indices among the trainable weights.
 Rows: TypeAlias = Mapping[int, tf.Tensor]
-NO_ROWS: Rows = {}  # all weights travel whole
+NO_ROWS: Rows = {}  # all weights are pulled and pushed whole
 
 
 class Pulled(NamedTuple):
-    """The result of a pull: tensors on the worker, and `held` on the servers."""
+    """The result of a pull: tensors on the worker; only `held` stays on the servers."""
 
-    # the trainable weights, in the model's order; of a table that travels by rows, these rows
+    # the trainable weights, in the model's order; of a table that is pulled by rows, only the rows
     weights: list[tf.Tensor]
     state: list[tf.Tensor]  # the averaged state (moving statistics), in the model's order
     versions: list[tf.Tensor]  # number of pushes so far on each server
     halted: tf.Tensor  # whether workers have to stop after this block
-    minibatches: tf.Tensor | None = None  # in the model so far; None if servers have the optimizers
-    # of the workers' optimizers; None without them, and for a schedule
+    # number of minibatches in the model so far; None if the servers have the optimizers
+    minibatches: tf.Tensor | None = None
+    # learning rate of the workers' optimizers; None without these, and for a schedule
     rate: tf.Tensor | None = None
-    # the weights on the servers, for pushes that need them there (delay compensation); else empty
+    # the pulled weights again, kept on the servers for delay compensation; empty without it
     held: Sequence[tf.Tensor] = ()
 
     def with_rate(self, rate: tf.Tensor) -> Pulled:
-        """Returns it with a chunk's learning rate, unless `rate` is negative or it has no rate."""
+        """Returns this with the learning rate `rate`; unchanged without a rate or if `rate` < 0."""
         if self.rate is None:
             return self
         return self._replace(rate=tf.where(rate >= 0.0, rate, self.rate))
@@ -47,12 +48,12 @@ class Push(NamedTuple):
 
     Attributes:
         values: for each weight its gradient (ASGD), its change since the pull (Downpour), or the
-            local weight (EASGD). Of a table in `rows`: those of these rows.
+            local weight (EASGD). Of a table in `rows`, only the values of those rows.
         state: s − D S_pulled, for each tensor of the averaged state S (moving statistics); s is the
             worker's state after the block. The server sets S ← D S + (s − D S_pulled). So S becomes
             the state of one worker with all minibatches, however many pushes came since the pull.
-        kept: D, the factor of each element of the state: a product over the minibatches, such as
-            ρ^τ for a moving average with decay ρ.
+        kept: D, for each tensor of S: how much of each element of S_pulled is still in s. It is a
+            product over the minibatches, such as ρ^τ for a moving average with decay ρ.
     """
 
     values: Sequence[tf.Tensor]
@@ -60,14 +61,14 @@ class Push(NamedTuple):
     kept: Sequence[tf.Tensor]
     metrics: Sequence[tf.Tensor]  # increments of the metrics' variables, which are sums
     worker: tf.Tensor  # index of the worker
-    place: Place  # the place of the block's first minibatch
+    place: Place  # position in the data of the block's first minibatch
     minibatches: tf.Tensor  # number of minibatches
     samples: tf.Tensor  # number of samples
     rate: tf.Tensor  # learning rate of this push; if negative, the servers' rate is used
-    rows: Rows = NO_ROWS
+    rows: Rows = NO_ROWS  # the rows that `values` has, of tables that are pushed by rows
     squares: Sequence[tf.Tensor] = ()  # sums of the gradients' squares; empty if not needed
-    left_out: Sequence[tf.Tensor] = ()  # the number of minibatches left out; empty if none can be
-    version: tf.Tensor | None = None  # of the server at the pull; in the part that a server gets
+    left_out: Sequence[tf.Tensor] = ()  # number of minibatches left out; empty if none can be
+    version: tf.Tensor | None = None  # in the part for a server: its version at the pull
 
 
 class Answer(NamedTuple):

@@ -20,7 +20,7 @@ from tfpara.typing import Nest
 
 
 class Trained(NamedTuple):
-    """A model that was trained."""
+    """What belongs to one trained model."""
 
     server: Server  # the global model, on the parameter servers
     work: WorkerStep  # the computation of a worker
@@ -28,11 +28,11 @@ class Trained(NamedTuple):
 
 
 class Models(dict[keras.Model, Trained]):
-    """The trained models, and the settings of their training; arguments as for `AsyncStrategy`.
+    """The parts of each trained model, by model; arguments as for `AsyncStrategy`.
 
     Attributes:
         workers: the workers of the run.
-        fits: the numbers of future calls of `fit`, which determine the order of the data.
+        fits: `next(fits)` is the number of a new call of `fit`; it determines the data's order.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Models(dict[keras.Model, Trained]):
         self.fits = itertools.count()
 
     def of(self, model: keras.Model | None) -> Trained:
-        """Returns a model's parts; for None those of the model whose first `fit` was the latest.
+        """Returns a model's parts; for None, those of the model whose first `fit` began last.
 
         Raises:
             ValueError: the model was not trained.
@@ -69,7 +69,7 @@ class Models(dict[keras.Model, Trained]):
         return self[model]
 
     def check(self) -> None:
-        """Raises an error if the run cannot continue; stops waits for lost workers.
+        """Raises an error if the run cannot continue; else ends all waits for lost workers.
 
         Raises:
             tfpara.ParameterServerError: a parameter server is lost, or all workers are.
@@ -80,11 +80,12 @@ class Models(dict[keras.Model, Trained]):
                 trained.server.forget(worker)
 
     def for_fit(self, model: keras.Model, spec: Nest) -> Trained:
-        """Returns the parts of a built, compiled model for a `fit`; creates them at the first one.
+        """Returns the parts of a built, compiled model for a `fit`; its first `fit` creates them.
 
-        The parts are created again, from the weights of the chief's model, if since then it was
-        compiled with another optimizer, or layers were frozen or unfrozen. Otherwise weights that
-        were set in the chief's model are sent to the servers. `spec` is that of the minibatches.
+        The parts are created again, from the weights of the chief's model, if since the last `fit`
+        the model was compiled with another optimizer, or layers were frozen or unfrozen. Otherwise
+        weights that were set in the chief's model are sent to the servers. `spec` is the element
+        spec of the minibatches.
         """
         trained = self.get(model)
         if trained is None or not trained.work.has_these_weights:

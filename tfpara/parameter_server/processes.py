@@ -19,7 +19,7 @@ from tfpara.parameter_server.control.lobby import Lobby
 from tfpara.parameter_server.workers import Training, Workers
 
 _DEVICE = "/job:{}/replica:0/task:{}/device:CPU:0"
-_servers: list[tf.distribute.Server] = []  # a server stops when its Python object is deleted
+_servers: list[tf.distribute.Server] = []  # kept: a server stops when its Python object is deleted
 _joined: dict[str, Processes] = {}  # by TF_CONFIG; several strategies share the processes
 
 
@@ -111,8 +111,8 @@ class Processes(Workers):
     def _end(self) -> None:
         self._lobby.end_with_process(self._exit_code, self._failure)
         if self._exit_code:
-            # The cause is printed already. TensorFlow would add, for each of its functions and each
-            # process, that it cannot remove the function there.
+            # The cause is printed already. After that, stderr is closed, because TensorFlow would
+            # print, for each function and each process, that it cannot remove the function.
             sys.stderr.flush()
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
@@ -122,8 +122,8 @@ def serve_forever(found: cluster.AsyncCluster, startup_timeout_seconds: float) -
 
     The numbers of threads are those of `tf.config.threading`, or else of TF_NUM_INTRAOP_THREADS and
     TF_NUM_INTEROP_THREADS. There is at least one more inter-op thread than workers: a worker's call
-    may occupy a thread here while it waits for another process, so fewer threads could lead to a
-    deadlock. A parameter server uses no GPU. Arguments as for `member.serve`.
+    may occupy a thread of this server while it waits for another process, so fewer threads could
+    lead to a deadlock. A parameter server uses no GPU. Arguments as for `member.serve`.
     """
 
     def start(spec: dict[str, list[str]]) -> None:

@@ -1,11 +1,11 @@
 """Datasets whose copies all have the same minibatches in the same order.
 
 Each chunk of an epoch reads a copy of the dataset and keeps its share of the minibatches. So all
-copies must have the same minibatches in the same order, also if another worker reads one again
+copies must have the same minibatches in the same order, also if another worker reads a chunk again
 after a failure. But `shuffle` draws another order in each copy, and `deterministic=False` takes
 elements in the order in which they are ready. This module rewrites the dataset's TensorFlow graph:
-the chief inserts the seeds of all shuffles for each epoch, and operations keep their order.
-Datasets with other randomness that decides which elements come are refused.
+for each epoch the chief inserts the seeds of all shuffles, and all operations are deterministic.
+A dataset is refused if other random operations decide which elements come.
 """
 
 from __future__ import annotations
@@ -63,7 +63,8 @@ class RepeatableProgram:
         for scope in scopes(graph):
             for node in list(scope.nodes):
                 self._rewrite(node, scope)
-        # The marks are in the serialized graph in the order in which they were added.
+        # Seed k belongs between pieces k and k + 1: the marks are in the serialized graph in the
+        # order in which they were added.
         self._pieces = graph.SerializeToString().split(self._mark)
 
     def _rewrite(self, node: tf.compat.v1.NodeDef, scope: Scope) -> None:
@@ -79,11 +80,11 @@ class RepeatableProgram:
         if generator is not None:
             node.input[generator] = scope.add("DummySeedGenerator", "handle")
         seeds = [node.input[place] for place in (first, second)]
-        # seeds computed from the data: the same in all copies
+        # Seeds that are computed from the data are the same in all copies already.
         if not all(map(scope.is_fixed, seeds)):
             return
         anew = any(node.attr[name].b for name in _ANEW if name in node.attr)
-        # the dataset asks for the same order in all epochs
+        # With fixed seeds of its own, the dataset has the same order in all copies and epochs.
         if not anew and list(map(scope.number, seeds)) != [0, 0]:
             return
         self._anew.append(anew)
@@ -91,10 +92,10 @@ class RepeatableProgram:
             node.input[place] = scope.add_number(self._mark)
 
     def seeds(self, order: Sequence[int], epoch: int) -> tf.Tensor:
-        """Returns the seeds of all shuffles for `dataset`.
+        """Returns the seeds of all shuffles: the argument of `dataset`.
 
         Args:
-            order: numbers ≥ 0 that determine the order, beside the epoch.
+            order: numbers ≥ 0 that, with the epoch, determine the order of the dataset.
             epoch: the epoch, from 0.
         """
         found: list[int] = []

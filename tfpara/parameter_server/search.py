@@ -25,11 +25,11 @@ class ChunkRateSearch:
 
     The worker that gets a chunk pulls the model. For each candidate rate it trains a copy of the
     model on the first minibatches of the chunk, the sample, with a new optimizer. The candidate
-    with the smallest loss on the sample after that training wins; of equal losses the lowest rate.
-    Losses that are not finite never win; if none is finite, the rate does not change. The chunk is
-    then trained with the chosen rate. The candidates of the next chunks are multiples of it, so the
-    rate may rise or fall. The sample needs some tens of minibatches: after fewer, rates that are
-    too high still look good.
+    with the smallest loss on the sample after that training wins; if losses are equal, the lowest
+    rate. Losses that are not finite never win; if none is finite, the rate does not change. The
+    chunk is then trained with the chosen rate. The candidates of the next chunks are multiples of
+    the chosen rate, so the rate may rise or fall. The sample needs some tens of minibatches: after
+    fewer minibatches, rates that are too high still look good.
 
     Args:
         factors: candidates, as multiples of the present rate, each > 0.
@@ -87,7 +87,7 @@ class _Trial:
         self._at: Any = self._steps.rate_index
 
     def best(self, factors: list[float], minibatches: tf.data.Dataset) -> tf.Tensor:
-        """Returns the best multiple of the present rate, and sets the best rate on the servers."""
+        """Returns the best rate, present rate × one of `factors`, and sets it on the servers."""
         sample = minibatches.take(self._count)
         pulled = Exchange(self._server).read()
         before = self._server.rate()
@@ -100,7 +100,7 @@ class _Trial:
             return tf.identity(chosen)
 
     def _loss(self, sample: tf.data.Dataset, pulled: Pulled, rate: tf.Tensor) -> tf.Tensor:
-        """Returns the loss on the sample after training on it with a rate."""
+        """Returns the loss on the sample after training on the sample with `rate`."""
         own = self._work.own_start(tf.zeros([], tf.int64))
         start = [tf.convert_to_tensor(value) for value in self._steps.initial]
         start[self._at] = rate

@@ -35,17 +35,17 @@ class Server:
             size, largest first, each on the device with the fewest elements so far.
         num_workers: number of workers.
         record: whether to record each push.
-        lazy: indices of the tables of which a push by rows changes these rows alone.
+        lazy: indices of the tables of which a push changes only the rows that it contains.
 
     Attributes:
         number: a number that no other `Server` of this process has.
         generation: increases when the model is set from outside. Workers with local models or
             optimizers then start again from the servers' model.
-        told_rate: the rate of the chief's optimizer when it was last sent.
+        told_rate: the rate of the chief's optimizer that was last sent to the servers.
         order: the shards in the order in which every graph takes their locks. With different
             orders, two workers could each hold the lock for which the other waits.
-        for_workers: variables that workers with optimizers pull: the minibatches in the model, and
-            the learning rate if it is a number.
+        for_workers: variables that workers with optimizers pull: the number of minibatches in the
+            model, and the learning rate if it is a number.
     """
 
     def __init__(
@@ -92,10 +92,10 @@ class Server:
         self.measure(model)
 
     def _rates(self) -> list[tuple[Shard, tf.Variable]]:
-        """Returns the servers with a variable of the learning rate, and these variables.
+        """Returns pairs of a server and its variable of the learning rate.
 
-        If workers have the optimizers, the first server has the only one; else each server has one.
-        There is none if the rate is a schedule.
+        If the workers have the optimizers, only the first server has such a variable; else each
+        server has one. If the rate is a schedule, there is none.
         """
         if self._local_rate is not None:
             return [(self.first, self._local_rate)]
@@ -137,9 +137,9 @@ class Server:
             self.metrics = [variable(tf.zeros_like(v.value)) for v in metric_variables(model)]
 
     def open_epoch(self, epoch: int, anew: bool) -> None:
-        """Accepts the minibatches of an epoch, which begins `anew` or continues; ends a halt.
+        """Lets the servers accept the minibatches of an epoch, and ends a halt.
 
-        No worker may be training.
+        `anew`: whether the epoch begins; False: it continues. No worker may be training.
         """
         for shard in self.shards:
             shard.progress.open(epoch, anew)
@@ -151,11 +151,11 @@ class Server:
         self.counters.halted.assign(False)
 
     def close(self) -> None:
-        """Accepts no push until `open_epoch`; each push is applied completely or not at all.
+        """Makes the servers refuse all pushes until `open_epoch`.
 
-        So the servers' state does not change, even if workers are between a pull and a push. A push
-        may be on some of several servers only; the others accept the next push of the same
-        minibatches.
+        So their state does not change, even if workers are between a pull and a push. Each server
+        has applied an earlier push completely or not at all. If only some of several servers have
+        applied it, the others will accept the next push of the same minibatches.
         """
         for shard in self.shards:
             shard.locked((), shard.progress.close)
@@ -167,11 +167,11 @@ class Server:
             self.first.locked((), lambda: staleness.leave(tf.constant(worker, tf.int64)))
 
     def trained(self) -> int:
-        """Returns the minibatches of this epoch that are in the weights of the first server."""
+        """Returns how many minibatches of this epoch are in the weights of the first server."""
         return sum(self.first.progress.done.numpy().tolist())
 
     def weights_at_once(self, names: Sequence[str]) -> Moment:
-        """Reads models ("global" and averages, by `names`) between two pushes, on each server."""
+        """Reads the models `names` ("global" or averages), on each server between two pushes."""
 
         def of(shard: Shard) -> list[tf.Tensor]:
             held = [shard.weights if n == "global" else shard.average(n) for n in names]
@@ -192,7 +192,7 @@ class Server:
     def set_weights(self, weights: Sequence[tf.Tensor]) -> None:
         """Replaces the weights, given in the model's order.
 
-        Averages, the rule's state except its lasting fields, and the workers' local models and
+        Averages, the rule's state except its `lasting` fields, and the workers' local models and
         optimizers restart. No worker may be between a pull and a push.
         """
         self.generation += 1
@@ -207,7 +207,7 @@ class Server:
     def _started(
         self, shard: Shard, place: int, weight: tf.Tensor
     ) -> Iterator[tuple[tf.Variable, tf.Tensor]]:
-        """Yields the state that belongs to a weight, with the values that a start from it gives."""
+        """Yields a weight's variables of state, and their values if a run starts at `weight`."""
         if shard.kept:
             rule: Any = self.rule
             for name, new in rule.init(weight)._asdict().items():
@@ -222,11 +222,11 @@ class Server:
             shared.assign(tf.identity(value))
 
     def snapshot(self) -> Callable[[], None]:
-        """Keeps weights, moving statistics, averages, and the optimizers' slots and steps.
+        """Keeps weights, moving statistics, averages, and the optimizers' slots and step counts.
 
         Returns:
-            A function that restores them; workers' local models and optimizers then restart. It
-            changes neither the learning rate nor whether an average has become a mean.
+            A function that restores all these; workers' local models and optimizers then restart.
+            The function changes neither the learning rate nor whether an average has become a mean.
         """
         left_out = {id(rate) for _, rate in self._rates()}
         left_out |= {
@@ -238,7 +238,7 @@ class Server:
         }
         kinds = ("weight", "state", "average", "optimizer", "rule")
         held = [v for name, v in self.variables().items() if name.split("/")[0] in kinds]
-        # the step count of workers' optimizers, for a schedule
+        # also the number of minibatches: the step count for schedules of workers' optimizers
         held.append(self.counters.minibatches)
         kept = [(v, tf.identity(v)) for v in held if id(v) not in left_out]
 

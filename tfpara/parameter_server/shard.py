@@ -21,7 +21,7 @@ NOT_FINITE = "a push would make this weight infinite or NaN:"
 class Shard:
     """A shard of the model: some weights with their optimizer slots and averages, and a lock.
 
-    Methods marked "inside the lock" must be called in `locked`. Device and number (from 0) are
+    Methods marked "inside the lock" must be called in `locked`. `device` and `number` (from 0) are
     those of the parameter server.
 
     Attributes:
@@ -29,10 +29,10 @@ class Shard:
         weights, optimizer: the variables of the weights, and of the state of `steps`.
         averages: for each average, by name, a list of states, one for each weight; the fields of
             a state are variables.
-        kept: the rule's state for each weight; its fields are variables. Empty if there is none.
+        kept: for each weight the rule's state, whose fields are variables; empty without a state.
         steps: the optimizer's step; None if the workers have the optimizers.
         version: number of pushes applied so far.
-        progress: number of minibatches of each chunk that are in these weights.
+        progress: counts the minibatches of each chunk that are in the shard's weights.
     """
 
     def __init__(self, device: str, number: int) -> None:
@@ -45,8 +45,7 @@ class Shard:
         self.steps: KerasSteps | None = None
         self.optimizer: list[tf.Variable] = []
         with tf.device(device):
-            # TensorFlow 2.17 ignores the name here: all locks made eagerly on one device are one
-            # mutex.
+            # TensorFlow 2.17 ignores this name: all locks made eagerly on one device are one mutex.
             # So pushes of different models on a server exclude each other, too.
             self.lock = tf.CriticalSection(name=f"shard_{number}")
             self.version = tf.Variable(0, dtype=tf.int64, trainable=False)
@@ -60,14 +59,14 @@ class Shard:
         optimizer: keras.optimizers.Optimizer,
         lazy: Collection[int] = (),
     ) -> None:
-        """Creates the variables, with values from those of the model's `weights` in `indices`.
+        """Creates the shard's variables, with values from the model's `weights`.
 
-        `lazy` has the indices of the tables of which a push by rows changes these rows alone.
+        `lazy` has the indices of the tables of which a push changes only the rows that it contains.
 
         Raises:
             ValueError: the rule has `rate_by_staleness`, and the optimizer has a schedule.
         """
-        self._rule: Any = rule  # Any: its flags tell which of the rules' methods exist
+        self._rule: Any = rule  # Any, since rules have different methods, as their flags tell
         self._averages: Mapping[str, Any] = averages
         self.names = [weights[k].path for k in self.indices]
         self._constraints = [weights[k].constraint for k in self.indices]
@@ -123,13 +122,13 @@ class Shard:
     ) -> tuple[list[Change], list[tf.Tensor], tf.Tensor]:
         """Computes the changes that this shard's part of a push makes; inside the lock.
 
-        `held` are those of the pull (`Pulled`).
+        `held` is `Pulled.held` of the pull before the push.
 
         Returns:
-            The changes; the moves, which are subtracted from each local weight and are empty
-            without local models; and the staleness.
+            The changes; the moves, one for each local weight, which the worker subtracts from it
+            (empty without local models); and the staleness.
         """
-        # for each weight: the ids of the rows that change; None: all of it does
+        # for each weight: the ids of the rows that change; None: the whole weight changes
         ids = [push.rows.get(k) if k in self._lazy else None for k in self.indices]
         before = [taken(v, rows) for v, rows in zip(self.weights, ids, strict=True)]
         version = tf.identity(self.version)
@@ -143,7 +142,7 @@ class Shard:
         for name, average in self._averages.items():
             for kept, change in zip(self.averages[name], of_weights, strict=True):
                 changes += _stored(kept, average.update(_read(kept), precise(_whole(change))))
-        for left_out in push.left_out:  # where all of the minibatches are, nothing changes
+        for left_out in push.left_out:  # if all minibatches were left out, the values stay
             some = push.minibatches > left_out
             changes = [_change_if(some, change) for change in changes]
             moves = [tf.where(some, move, tf.zeros_like(move)) for move in moves]
@@ -151,10 +150,10 @@ class Shard:
         return changes, moves, staleness
 
     def _finite(self, weights: list[tf.Tensor]) -> list[tf.Tensor]:
-        """Returns the weights; the graph fails, and names it, if one is infinite or NaN.
+        """Returns the weights; if one is infinite or NaN, the graph fails and names the weight.
 
-        A sum of numbers can only be finite if each is. It takes a tenth of the time of
-        `check_numerics`, which is left for sums that are not finite.
+        A sum of numbers can only be finite if each number is. A sum takes a tenth of the time of
+        `check_numerics`, so this is called only if a sum is not finite.
         """
         if not weights:
             return weights
@@ -186,7 +185,7 @@ class Shard:
         held: Sequence[tf.Tensor],
         staleness: tf.Tensor,
     ) -> tuple[list[tf.Tensor], list[tf.Tensor], list[Change]]:
-        """Returns the weights after the rule's update, the moves, and changes of its state."""
+        """Returns the weights after the push, the moves, and the changes of other variables."""
         if not self._rule.local_steps:
             return self._step(before, ids, push, staleness, held)
         pairs = list(zip(before, self._spread(push.values, ids, push), strict=True))
@@ -213,7 +212,7 @@ class Shard:
         staleness: tf.Tensor,
         held: Sequence[tf.Tensor],
     ) -> tuple[list[tf.Tensor], list[tf.Tensor], list[Change]]:
-        """Takes a step with the rule's gradient and rate; returns as `_updated` does."""
+        """Takes an optimizer's step with the rule's gradient and rate; results as of `_updated`."""
         steps: Any = self.steps
         squares = push.squares or [None] * len(weights)
         corrected = [
@@ -245,7 +244,7 @@ class Shard:
     def _spread(
         self, values: Sequence[tf.Tensor], ids: Sequence[tf.Tensor | None], push: Push
     ) -> list[tf.Tensor]:
-        """Returns the values; those by rows of a weight that changes as a whole with zeros."""
+        """Returns the values, with zeros for the missing rows of weights that change as a whole."""
         places = enumerate(zip(self.indices, values, strict=True))
         return [
             tf.scatter_nd(
@@ -297,8 +296,8 @@ def commit(changes: Sequence[Change], record: Callable[[], None] = lambda: None)
     """Makes all changes and calls `record`; does nothing if the worker dies before.
 
     When a worker dies, TensorFlow stops the graph that the worker runs on a server, between two
-    operations. So all assignments are in one function that is not inlined. It is one operation of
-    that graph, and it starts when all values are computed.
+    operations. So that all changes are made or none, all assignments are in one function that is
+    not inlined: it is one operation of that graph, and starts when all values are computed.
     """
 
     @tf.function(autograph=False, experimental_attributes={"_noinline": True})
@@ -315,7 +314,7 @@ def commit(changes: Sequence[Change], record: Callable[[], None] = lambda: None)
 
 
 def taken(value: Array | tf.Variable, ids: tf.Tensor | None) -> tf.Tensor:
-    """Returns the rows of these ids; None: all."""
+    """Returns the rows of `value` with these ids; None: all rows."""
     return tf.identity(value) if ids is None else tf.gather(value, ids)
 
 
@@ -324,7 +323,7 @@ def _change(variable: tf.Variable, value: tf.Tensor, ids: tf.Tensor | None) -> C
 
 
 def _whole(change: Change) -> tf.Tensor:
-    """Returns the whole next value."""
+    """Returns the next value of the whole variable."""
     variable, new = change
     if not isinstance(new, tf.IndexedSlices):
         return new
@@ -332,7 +331,7 @@ def _whole(change: Change) -> tf.Tensor:
 
 
 def _change_if(some: tf.Tensor, change: Change) -> Change:
-    """Returns the change, or one to the present value unless `some`."""
+    """Returns the change if `some` is true, else a change to the present value."""
     variable, new = change
     if not isinstance(new, tf.IndexedSlices):
         return variable, tf.where(some, new, tf.identity(variable))
@@ -341,7 +340,7 @@ def _change_if(some: tf.Tensor, change: Change) -> Change:
 
 
 def precise(weights: Array) -> tf.Tensor:
-    """Returns weights in at least float32, as averages take them: small shares need the bits."""
+    """Returns weights in at least float32, because averages add small fractions of them."""
     weights = tf.convert_to_tensor(weights)
     return tf.cast(weights, tf.float32) if weights.dtype.size < 4 else tf.identity(weights)
 
@@ -361,5 +360,5 @@ def _read(state: State) -> State:
 
 
 def _stored(variables: State, state: State) -> list[Change]:
-    """Returns the changes that give the variables of a state these values."""
+    """Returns the changes that give the `variables` of a state the values in `state`."""
     return [(v, tf.cast(x, v.dtype)) for v, x in zip(variables, state, strict=True)]

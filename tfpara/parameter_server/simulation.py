@@ -68,8 +68,8 @@ def simulate_async(
     """Returns an `AsyncStrategy` with simulated workers and a repeatable order of pulls and pushes.
 
     All methods work as on a cluster, with the same functions for pull, minibatch and push. The time
-    that a worker takes for a minibatch is drawn from its speed. It is simulated time; the program
-    does not wait for it. Two runs with the same arguments, data and seeds are equal bit for bit.
+    that a worker takes for a minibatch is drawn from its `Speed`. This time is simulated: the
+    program does not wait. Two runs with the same arguments, data and seeds are equal bit for bit.
 
     Args:
         num_workers: number of workers, N ≥ 1.
@@ -83,9 +83,9 @@ def simulate_async(
         The strategy. Its `record()` lists all pushes.
 
     Raises:
-        ValueError: `num_workers` is not a whole number of at least 1, or the number of speeds
-            differs from it, or the record has more workers. `fit` raises it if the record is of a
-            run with other data or settings.
+        ValueError: `num_workers` is not a whole number of at least 1, or differs from the number
+            of speeds, or the record has more workers. `fit` raises ValueError if the record
+            is of a run with other data or settings.
 
     Example:
         >>> strategy = simulate_async(8, tfpara.ASGD(), speeds=tfpara.Speed(1.0, spread=0.5))
@@ -110,18 +110,18 @@ def simulate_async(
 
 
 class _Simulated(Workers):
-    """Workers without a cluster."""
+    """Simulated workers, all in the chief's process."""
 
     def __init__(self, speeds: list[Speed], order: Sequence[Pushed] | None) -> None:
         self.num_workers = len(speeds)
-        with tf.device("CPU:0"):  # the full name differs if this process is a cluster's chief
+        with tf.device("CPU:0"):  # its full name differs if this process is a cluster's chief
             self.chief_device = tf.zeros([]).device
         self.server_devices = (self.chief_device,)
         self._speeds = speeds
         self._order = order
         self._kept: weakref.WeakKeyDictionary[Server, dict[int, _Kept]] = (
             weakref.WeakKeyDictionary()
-        )  # by server and worker: the local models and optimizers
+        )  # the local models and optimizers, by server and worker
 
     def executor(self, training: Training) -> _Simulation:
         kept = self._kept.setdefault(training.server, {})
@@ -144,10 +144,10 @@ class _Worker:
         self.epoch = self.chunk = -1
         self.iterator: Any = None
         self.element: Nest = None  # the next minibatch
-        self.rows: Rows = NO_ROWS  # of the next minibatch's block
-        self.own: list[tf.Tensor] = []
-        self.start = 0  # the block's first minibatch in the chunk
-        self.idle_since = 0  # number of pushes up to this worker's last one
+        self.rows: Rows = NO_ROWS  # the rows of the block to which `element` belongs
+        self.own: list[tf.Tensor] = []  # `Block.own`
+        self.start = 0  # number of the block's first minibatch in the chunk
+        self.idle_since = 0  # number of all pushes up to this worker's last one
         self.rate = tf.constant(-1.0)
         self.pulled: Pulled | None = None
         self.block: Block | None = None
@@ -157,9 +157,9 @@ class _Simulation:
     """Trains chunks on simulated workers, as `ChunkRunner` does on those of a cluster.
 
     Each worker pulls, computes `sync_period` minibatches, pushes, and pulls again at once. Its
-    speed gives the simulated time of a block. Pushes are made in the order of their simulated time,
-    and by worker if the times are equal; or in that of the record `order`. The local models and
-    optimizers, `kept` by worker, continue from one `fit` to the next.
+    speed gives the simulated time of a block. Pushes are made in the order of their simulated times
+    (if these are equal, in the order of the workers), or in the order of the record `order`. `kept`
+    has the workers' local models and optimizers, which continue from one `fit` to the next.
     """
 
     def __init__(
@@ -186,7 +186,7 @@ class _Simulation:
         self._now = 0.0
         self._order = collections.deque(order or ())
         self._repeats = order is not None
-        self._with_rows_of: tuple[Nest, Any] | None = None  # spec, and `Tables.ahead` of it
+        self._with_rows_of: tuple[Nest, Any] | None = None  # element spec, and `Tables.ahead` of it
         self._pull = tf.function(exchange.read, autograph=False, reduce_retracing=True)
         self._ask = tf.function(lambda w: exchange.ask_to_pull(w, waits=False), autograph=False)
         self._begin = tf.function(self._work.begin, autograph=False, reduce_retracing=True)
@@ -258,7 +258,7 @@ class _Simulation:
         coming = next((p for p in self._order if p.worker == worker.index), None)
         if coming is None or coming.pulled != int(self._server.first.version):
             return False
-        if worker.element is None:  # it needs a chunk: the one it has in the record
+        if worker.element is None:  # the worker needs the chunk that it has in the record
             mine = [place for place in self._waiting if place[1] == coming.chunk]
             if not mine:
                 return False
@@ -310,7 +310,7 @@ class _Simulation:
         return worker.element is not None
 
     def _ahead(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
-        """Returns the dataset with the rows of its blocks; the model is traced once for a spec."""
+        """Returns the dataset with the rows of its blocks; traces the model once for a spec."""
         spec = dataset.element_spec
         if self._with_rows_of is None or self._with_rows_of[0] != spec:
             period = self._training.sync_period
@@ -329,14 +329,14 @@ class _Simulation:
         return minibatch
 
     def _kept_of(self, worker: _Worker) -> _Kept:
-        """Returns the worker's local model and optimizer, or those to begin with."""
+        """Returns the worker's local model and optimizer; without any, those to begin with."""
         kept = self._kept.get(worker.index)
         if kept is None or kept.generation != self._server.generation:
             return _Kept([], self._start, self._server.generation)
         return kept
 
     def _of_rows(self, optimizer: Sequence[tf.Tensor], rows: Rows) -> list[tf.Tensor]:
-        """Returns the state of a local optimizer; of the slots of tables these rows."""
+        """Returns the state of a local optimizer; of the slots of tables only `rows`."""
         tables = self._work.slots_by_rows
         return [
             taken(value, rows[tables[k]] if k in tables else None)
@@ -346,7 +346,7 @@ class _Simulation:
     def _with_rows(
         self, optimizer: Sequence[tf.Tensor], changed: Sequence[tf.Tensor], rows: Rows
     ) -> list[tf.Tensor]:
-        """Returns the whole state of a local optimizer, whose slots of tables change in rows."""
+        """Returns a local optimizer's whole new state; of slots of tables only `rows` change."""
         tables = self._work.slots_by_rows
         return [
             tf.tensor_scatter_nd_update(value, rows[tables[k]][:, None], new)

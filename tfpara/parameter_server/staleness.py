@@ -9,11 +9,11 @@ _NEVER = tf.int64.max // 2
 
 
 def may_pull(outstanding: tf.Tensor, worker: tf.Tensor, bound: int) -> tf.Tensor:
-    """Returns whether a worker may pull now: at most s others have pulled and not pushed yet.
+    """Returns whether a worker may pull now: at most s others have pulled but not pushed yet.
 
     Args:
-        outstanding: int64 [workers], version at each worker's pull; −1 for a worker that has
-            pushed since.
+        outstanding: int64 [workers], number of pushes before each worker's last pull; −1 for a
+            worker that has pushed since that pull.
         worker: the worker that asks.
         bound: s, the largest staleness.
     """
@@ -23,21 +23,21 @@ def may_pull(outstanding: tf.Tensor, worker: tf.Tensor, bound: int) -> tf.Tensor
 def may_push(
     outstanding: tf.Tensor, worker: tf.Tensor, version: tf.Tensor, bound: int
 ) -> tf.Tensor:
-    """Returns whether all others can still keep to the bound if this worker pushes now.
+    """Returns whether all other workers can keep to the bound if this worker pushes now.
 
         v + 1 + i − p_i ≤ s   for all i
 
-    p_0 ≤ p_1 ≤ … are the versions at the others' pulls. If they push in this order, the i-th does
-    so at version v + 1 + i. Together with `may_pull`, the worker with the oldest pull may always
-    push, so there is no deadlock.
+    p_0 ≤ p_1 ≤ … are the numbers of pushes before the outstanding pulls of the other workers. If
+    these workers push in this order, v + 1 + i pushes come before the i-th. As `may_pull` limits
+    the outstanding pulls, the worker with the oldest pull may always push: there is no deadlock.
 
     Args:
         outstanding, worker, bound: as for `may_pull`.
-        version: v, pushes so far.
+        version: v, number of pushes so far.
     """
     pulls = tf.sort(_others(outstanding, worker))
     turns = version + 1 + tf.range(tf.size(pulls, tf.int64), dtype=tf.int64)
-    return tf.reduce_all(turns - pulls <= bound)  # negative for workers without an outstanding pull
+    return tf.reduce_all(turns - pulls <= bound)  # negative if no pull is outstanding
 
 
 def _none() -> tf.Tensor:
@@ -52,17 +52,16 @@ def _others(outstanding: tf.Tensor, worker: tf.Tensor) -> tf.Tensor:
 
 
 class Staleness:
-    """The outstanding pulls and pushes, and the waiting workers; used inside the first server's
-    lock.
+    """The outstanding pulls and pushes, and the waiting workers; used in the first server's lock.
 
-    One worker at a time has the turn to push, until all servers have the push. The first server
-    gets it last. So a worker that was allowed to pull reads from each server at least as many
-    pushes as the first server had then, and when a worker may push, all servers have equally many
-    pushes.
+    One worker at a time has the turn to push, until all servers have applied the push. The first
+    server applies it last. So a worker that may pull finds on each server at least as many pushes
+    as the first server had when it allowed the pull. And when a worker gets the turn, all servers
+    have applied equally many pushes.
 
-    A worker that has to wait dequeues a token from its own queue, which occupies no thread, and
-    asks again. Each event that may let workers continue puts tokens into the queues of all that
-    wait. The waiting calls are counted, because two calls of one worker may wait: one that
+    A worker that has to wait takes a token from its own queue, and then asks again. Waiting for a
+    token occupies no thread. Each event that may let workers continue puts tokens into the queues
+    of all waiting workers. A worker's waiting calls are counted, because there may be two: one that
     TensorFlow has abandoned, and its replacement.
 
     The variables are created on the current device; `bound` is s, the largest staleness.
@@ -81,8 +80,8 @@ class Staleness:
     def ask_to_pull(self, worker: tf.Tensor, version: tf.Tensor, waits: bool) -> tf.Tensor:
         """Returns whether a worker may pull now; notes the pull, or that the worker `waits`.
 
-        An outstanding pull of the same worker is dropped: its call was restarted. `version` is the
-        number of pushes so far.
+        An outstanding pull of the same worker is dropped, because the call that made it has been
+        restarted. `version` is the number of pushes so far.
         """
         before = self._outstanding.read_value()
         may = may_pull(before, worker, self._bound)
@@ -104,9 +103,10 @@ class Staleness:
     ) -> list[tf.Tensor]:
         """Returns whether a push is settled, and whether its worker has the turn, until `leave`.
 
-        A push is dropped for good if it is not `due` (does not have the next minibatches), or too
-        stale, since its worker counted as lost and others did not wait. A push that is not settled
-        is offered again; its worker will get a token if it `waits`.
+        A push is settled if it has the turn, or if it is dropped for good. It is dropped if it is
+        not `due` (does not have the next minibatches), or if it is too stale because its worker
+        counted as lost, so that other workers did not wait for it. A push that is not settled must
+        be offered again; if the worker `waits`, a token will say when.
         """
         pushing = self._pushing.read_value()
         free = tf.logical_or(tf.equal(pushing, _NONE), tf.equal(pushing, worker))
@@ -125,8 +125,8 @@ class Staleness:
     def begin(self, worker: tf.Tensor, chunk: tf.Tensor) -> tf.Tensor:
         """Notes that a worker begins a chunk; returns the chunk.
 
-        Earlier pulls and pushes of this worker, and of the chunk's previous worker, are dropped:
-        TensorFlow restarts a chunk when it has abandoned the call that trained it.
+        Earlier pulls and pushes of this worker, and of a previous worker of the chunk, are dropped:
+        if this worker begins the chunk, TensorFlow has abandoned the calls that made them.
         """
         chunks = self._chunks.read_value()
         former = tf.logical_or(tf.equal(chunks, chunk), self._is(worker))
@@ -140,7 +140,7 @@ class Staleness:
             return tf.identity(worker)
 
     def clear(self) -> None:
-        """Ends all pulls and pushes; not in a graph."""
+        """Ends all pulls and pushes; must not be called in a graph."""
         self._outstanding.assign(tf.fill(self._outstanding.shape, _none()))
         self._pushing.assign(_NONE)
 
@@ -153,7 +153,7 @@ class Staleness:
         return tf.equal(tf.range(len(self._queues), dtype=tf.int64), worker)
 
     def _leave(self, leaving: tf.Tensor) -> list[tf.Tensor | tf.Operation]:
-        """Ends the pulls and pushes of the workers that `leaving`, bool [workers], marks."""
+        """Ends the pulls and pushes of the workers for which `leaving`, bool [workers], is true."""
         pushing = self._pushing.read_value()
         ends = tf.reduce_any(tf.logical_and(leaving, self._is(pushing)))
         return [
@@ -163,7 +163,7 @@ class Staleness:
         ]
 
     def _announce(self, worker: tf.Tensor, waiting: tf.Tensor, waits: bool) -> list[tf.Tensor]:
-        """Counts the worker as waiting for a token, if `waiting` and `waits`."""
+        """Counts a waiting call of the worker, if `waiting` (a tensor) and `waits` are true."""
         if not waits:
             return []
         waiting = tf.cast(tf.logical_and(self._is(worker), waiting), tf.int32)

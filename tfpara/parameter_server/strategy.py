@@ -35,13 +35,14 @@ from tfpara.whole_number import checked_whole
 
 
 class AsyncStatistics(NamedTuple):
-    """The numbers of pushes so far.
+    """Counts of the pushes so far.
 
     Attributes:
         pushes: number of pushes, which are updates of the global model.
-        samples: number of samples of these pushes.
-        staleness: int64 [256], pushes by staleness k; the last counts all higher ones too.
-        by_worker: int64 [workers], pushes of each worker in this process's lifetime.
+        samples: number of samples in these pushes.
+        staleness: int64 [256], number of pushes with staleness k = 0, 1, …; the last element also
+            counts the pushes with a higher staleness.
+        by_worker: int64 [workers], number of pushes of each worker since this process started.
     """
 
     pushes: int
@@ -51,7 +52,7 @@ class AsyncStatistics(NamedTuple):
 
     @property
     def syncs(self) -> int:
-        """The same as `pushes`: the number by which scores within a run are listed."""
+        """The number of pushes, for code that reads `syncs` under any strategy."""
         return self.pushes
 
     @property
@@ -63,13 +64,13 @@ class AsyncStatistics(NamedTuple):
     def of_epoch(
         self, begin: AsyncStatistics, first: AsyncStatistics, seconds: float, times: float
     ) -> dict[str, float]:
-        """Returns what TensorBoard shows of an epoch at whose end these are the statistics.
+        """Returns what TensorBoard shows for an epoch; `self` has the statistics at its end.
 
         Args:
-            begin: the statistics where the epoch began; workers push before the first batch hook.
-            first: those at the first batch hook.
-            seconds: since then.
-            times: of no use here; the samples are those of all.
+            begin: the statistics at the start of the epoch.
+            first: the statistics at the first batch hook, before which workers have pushed already.
+            seconds: the time since the first batch hook.
+            times: not used, because `samples` already counts the samples of all workers.
         """
         del times
         epoch = self._replace(staleness=self.staleness - begin.staleness)
@@ -86,8 +87,8 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy, Strategy):
 
     It is built on `tf.distribute.ParameterServerStrategy` and `ClusterCoordinator`. The same script
     runs in every process of TF_CONFIG (`tfpara-launch --ps 1 -n 2 -- script.py`). The constructor
-    returns in the chief only. Workers and parameter servers stay inside it, run the graphs that the
-    chief sends them, and exit when the chief is done.
+    returns in the chief only. Workers and parameter servers stay in the constructor, run the graphs
+    that the chief sends them, and exit when the chief is done.
 
     The chief has a copy of the model, for Keras' `evaluate`, `predict` and `export`. To train it,
     call the strategy's `fit`. The workers compute the model's loss (`compute_loss`) and metrics.
@@ -99,19 +100,20 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy, Strategy):
             `tfpara.AsyncBMUF(...)` or `tfpara.AsyncEASGD(...)`.
         sync_period: τ ≥ 1, minibatches between a worker's pull and its push.
         averages: averages of the global model by name, such as `{"ema": tfpara.EMA(0.999)}`. They
-            are updated after every push, and do not influence training. Beside EMA and MA there
-            is `tfpara.RunningThenMean(...)`; the callback `tfpara.StartMean` starts the mean of the
-            one named "average".
-        seed: seed ≥ 0 of the order of arrays and shuffled datasets, and of simulated workers.
+            are updated after every push, and do not influence training. Besides `EMA` and `MA`,
+            an average may be `tfpara.RunningThenMean(...)`. If its name is "average", the callback
+            `tfpara.StartMean` turns it from a running average into a mean.
+        seed: seed ≥ 0 for the order of arrays and shuffled datasets, and for simulated workers.
         record: whether the first parameter server records each push, for the method `record`.
         nonfinite: "raise": a push that would make a weight NaN or Inf ends the run. "skip": a
             minibatch whose loss or gradient has NaN or Inf changes nothing.
-        nonfinite_share: with "skip", the share of an epoch's minibatches, in [0, 1], above which
-            the run ends; looked at where the epoch ends, and before that once ten were left out.
-        sparse_embeddings: whether of `Embedding` tables of 4 MB and more only the rows that a
-            push's minibatches use are pulled, pushed and stepped. False: whole tables.
+        nonfinite_share: with "skip", the run ends if more than this share, in [0, 1], of an epoch's
+            minibatches is left out. The share is checked at the end of the epoch, and from the
+            tenth minibatch that is left out also within the epoch.
+        sparse_embeddings: whether, of `Embedding` tables of 4 MB or more, only the rows that a
+            push's minibatches use are pulled, pushed and changed. False: whole tables.
         timeout_seconds: silence after which a worker or parameter server counts as lost; also
-            how long training waits for a worker when all are lost.
+            how long training waits for a worker to come back when all workers are lost.
         startup_timeout_seconds: longest wait for all processes to start.
 
     Raises:
@@ -178,7 +180,7 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy, Strategy):
 
     @property
     def rule_of_a_run(self) -> AsyncRule:
-        """The rule; if the user gave no number of workers, without one, as it may change."""
+        """The rule without the number of workers, which may change, unless the user gave it."""
         asked, rule = self._asked_rule, self._models.rule
         if not isinstance(asked, AsyncBMUF) or not isinstance(rule, AsyncBMUF):
             return rule
@@ -232,22 +234,22 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy, Strategy):
     ) -> keras.callbacks.History:
         """Trains the model on the workers; arguments, callbacks and history are as in Keras' `fit`.
 
-        An epoch is divided into chunks. One worker at a time trains a chunk. If it dies, another
-        one continues with the first minibatch that is not in the model yet. So every minibatch is
-        applied exactly once on every parameter server.
+        An epoch is divided into chunks. A chunk is trained by one worker at a time. If the worker
+        dies, another worker continues with the chunk's first minibatch that is not in the model
+        yet. So every minibatch is applied exactly once on every parameter server.
 
-        Local optimizers (all rules but ASGD) and local models (AsyncEASGD) are kept from one
-        `fit` to the next, and so is the servers' optimizer. After `fit` the model has the global
-        weights.
+        The workers' optimizers (under all rules but ASGD and AveragedASGD), the workers' models
+        (under AsyncEASGD) and the servers' optimizer are kept from one `fit` to the next. After
+        `fit` the model has the global weights.
 
         The progress bar and the callbacks' batch hooks are updated several times a second, not at
         each push.
 
         Args:
             model: built and compiled in the scope.
-            x: arrays, or a `tf.data.Dataset` of minibatches without Python functions in it, or
-                `tfpara.Chunks`. Arrays, and what the dataset shuffles, have a new order in every
-                epoch.
+            x: arrays, or a `tf.data.Dataset` that gives minibatches and contains no Python
+                functions, or `tfpara.Chunks`. Arrays, and what the dataset shuffles, have a new
+                order in every epoch.
             y: the targets, if `x` is arrays.
             batch_size: rows of a worker's minibatch, if `x` is arrays. None: 32.
             epochs: as in Keras.
@@ -260,9 +262,9 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy, Strategy):
             initial_epoch: as in Keras.
             validation_batch_size: as in Keras.
             validation_freq: as in Keras.
-            chunks: number of chunks of an epoch, for arrays and datasets. None: for arrays four
-                times the number of workers; for a dataset, which every chunk reads as a whole, the
-                number of workers; but never more than there are minibatches.
+            chunks: number of chunks of an epoch, for arrays and datasets. None: four times the
+                number of workers for arrays, and the number of workers for a dataset, because each
+                chunk reads the whole dataset; but at most the number of minibatches.
             search_rate: a `tfpara.ChunkRateSearch`, to choose the learning rate of each chunk.
 
         Returns:
@@ -301,7 +303,7 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy, Strategy):
             self.running = None
 
     def predict(self, model: keras.Model, *args: object, **kwargs: object) -> Nest:
-        """Raises RuntimeError: workers train alone; the chief predicts, by `model.predict`."""
+        """Raises RuntimeError, because workers only train; the chief has `model.predict`."""
         raise RuntimeError(
             "strategy.predict divides rows among the workers of a PeriodicSyncStrategy; those of "
             "an AsyncStrategy only train. Call model.predict(...) on the chief, within "
@@ -310,9 +312,9 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy, Strategy):
 
     @contextlib.contextmanager
     def weights(self, model: keras.Model, which: str) -> Iterator[None]:
-        """Puts the "global" model or an average into the chief's model for a while.
+        """A context in which the chief's model has the "global" weights or those of an average.
 
-        Weights that were set in the chief's model before are sent to the servers first (`write`).
+        Weights that a script has set in the chief's model are sent to the servers first (`write`).
 
         Args:
             model: a model made in the strategy's scope.
@@ -326,7 +328,7 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy, Strategy):
         if which not in known:
             raise ValueError(f"which={which!r} is unknown. There are: {', '.join(known)}.")
         trained = self._models.get(model)
-        if trained is None:  # all averages are equal to the model
+        if trained is None:  # not trained yet: all averages equal the model
             yield
             return
         if not trained.copy.shows:
@@ -342,14 +344,15 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy, Strategy):
     def at_one_moment(
         self, model: keras.Model, names: Sequence[str]
     ) -> Iterator[Callable[[], int]]:
-        """A context in which `weights` gives weights of one moment, while workers keep training.
+        """A context in which all calls of `weights` show the models of the same moment.
 
-        With several parameter servers it is one moment on each of them. Yields a function that
-        returns the number of pushes on the first server before that moment.
+        Workers keep training meanwhile. With several parameter servers, each server has a moment of
+        its own. Yields a function that returns the number of pushes on the first server before its
+        moment.
 
         Args:
             model: as for `weights`.
-            names: the values of `which` that may be used inside; these models are copied.
+            names: the models that `weights` will show ("global", or names of averages).
         """
         trained = self._models.get(model)
         if trained is None:
@@ -365,22 +368,23 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy, Strategy):
     def write(self, model: keras.Model) -> None:
         """Sends the weights that were set in the chief's model to the servers.
 
-        `fit` calls it at its start, and after on_train_begin, on_epoch_begin, on_epoch_end and
-        on_train_end. So `model.set_weights` and the like work in these callbacks, and between two
-        fits. Call it yourself only if the servers must have the weights at once.
+        `fit` calls this method when it starts, and after on_train_begin, on_epoch_begin,
+        on_epoch_end and on_train_end. So `model.set_weights` and the like work in these callbacks,
+        and between two fits. Call `write` yourself only if the servers must have the weights at
+        once.
 
         The weights become those of the global model. Averages restart from them, and so do the
         workers' local optimizers and local models, and the momentum of AsyncBMUF. The slots of
-        an optimizer on the servers stay. Nothing happens if nothing was set, or the model has not
-        been trained yet.
+        an optimizer on the servers stay. Nothing happens if no weights were set, or if the model
+        has not been trained yet.
 
         Args:
             model: a model made in the strategy's scope.
 
         Raises:
             ValueError: weights were set in the middle of an epoch, where they would be lost; or
-                frozen weights were set during a `fit`; or the model shows other weights now, inside
-                `weights`.
+                frozen weights were set during a `fit`; or the model has other weights now, inside
+                the context of `weights`.
         """
         trained = self._models.get(model)
         if trained is not None:
@@ -392,8 +396,8 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy, Strategy):
         """Deletes all that the strategy and the servers keep of a model that `fit` has trained.
 
         This frees the memory of its global model, slots and averages. The chief's model keeps its
-        weights, and may be trained again like a new one. Export the averages that you need before
-        (`tfpara.export`). Nothing happens to a model that was not trained.
+        weights, and may be trained again like a new one. Before you call `forget`, export the
+        averages that you need (`tfpara.export`). Nothing happens to a model that was not trained.
 
         Args:
             model: a model made in the strategy's scope.
@@ -422,7 +426,7 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy, Strategy):
 
         Raises:
             ValueError: it is the middle of an epoch, or the model has not been trained yet. The
-                returned function raises it too in the middle of an epoch.
+                returned function also raises ValueError in the middle of an epoch.
         """
         copy = self._models.of(model).copy
         self._check_between_epochs()
@@ -446,8 +450,8 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy, Strategy):
         """Returns the numbers of pushes so far, by staleness and by worker.
 
         Args:
-            model: a model that `fit` was called with. None: the one whose first `fit` was the
-                latest.
+            model: a model that `fit` was called with. None: of all such models, the one whose
+                first `fit` began last.
 
         Raises:
             ValueError: the model has not been trained yet.
@@ -484,7 +488,7 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy, Strategy):
     def mean_started(self, model: keras.Model) -> bool:
         """Returns whether the average named "average" has become a mean.
 
-        After weights were set (`write`) it restarts, and is no mean.
+        Setting weights (`write`) restarts the average as a running average.
         """
         return self._models.of(model).server.mean_started("average")
 
@@ -494,19 +498,19 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy, Strategy):
         return self._processes.asked_to_end
 
     def ask_to_end(self, sentence: str) -> None:
-        """Notes that the chief was asked to end; from now on training waits for no worker."""
+        """Notes that the chief was asked to end; it then waits at most 1 s for busy workers."""
         self._processes.asked_to_end = sentence
 
     def answer_leaving(self, exit_code: int | None) -> None:
-        """Sets the exit code of workers that are asked to end while the run continues.
+        """Sets the exit code of workers that a signal ends while the run continues.
 
-        The code asks for a restart while SIGTERM in the chief leads to a checkpoint. None: the
-        code is that of the signal.
+        As long as SIGTERM in the chief leads to a checkpoint, this is the code that asks for a
+        restart. None: 128 plus the number of the signal.
         """
         self._processes.answer_leaving(exit_code)
 
     def end_with(self, exit_code: int, sentence: str) -> None:
-        """Sets the exit code and last sentence with which other processes end after this one."""
+        """Sets the exit code and the last sentence of the processes that end after this one."""
         self._processes.end_with(exit_code, sentence)
 
     def keep_state(self, name: str, holder: StateHolder) -> None:
@@ -522,7 +526,7 @@ def checked_rule(rule: object) -> AsyncRule:
     """Returns the rule if it is an asynchronous one.
 
     Raises:
-        TypeError: it is another object.
+        TypeError: `rule` is a synchronous rule, or no rule.
     """
     kind = rule if isinstance(rule, type) else type(rule)
     if issubclass(kind, Rule):

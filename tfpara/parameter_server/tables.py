@@ -3,7 +3,8 @@
 A block's minibatches use the rows of some ids. The worker computes these ids from the data, before
 it pulls: the part of the model's graph that leads from the data to the ids of `Embedding` layers
 runs in the input pipeline. In the block, a table is the tensor of the pulled rows, and the layers
-look up positions in it in place of ids. So gradients, local steps and pushes have these rows alone.
+look up positions in this tensor in place of ids. So gradients, local steps and pushes have only
+these rows.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from tfpara.typing import Nest
 # Smaller tables are pulled and pushed whole.
 LARGE_BYTES = 1 << 22
 
-# Operations that give floating-point numbers and do not round, except to another type.
+# Operations whose floating-point results are exact, except that casts round to another type.
 _EXACT = {
     *("Placeholder", "Const", "Identity", "Cast", "Reshape", "Squeeze", "ExpandDims", "Transpose"),
     *("StridedSlice", "Slice", "Split", "SplitV", "Unpack", "Pack", "ConcatV2", "GatherV2"),
@@ -34,17 +35,17 @@ _EXACT = {
 
 
 class Tables:
-    """The tables of a model whose rows are pulled and pushed, and the layers that look ids up.
+    """The tables of a model that are pulled and pushed by rows, and the layers that use them.
 
     Args:
         model: built and compiled.
         rule: a resolved rule of `tfpara.algorithms.asgd`.
 
     Attributes:
-        known: indices of all large tables, whether they are pulled by rows or not.
-        indices: indices of these tables among the model's trainable weights.
-        lazy: those of which a push changes no other row and no other row's slots. Of the others
-            the server takes the rest of the push as zero.
+        known: all large tables, by rows or not, as indices among the model's trainable weights.
+        indices: those of the `known` tables that are pulled and pushed by rows.
+        lazy: those of `indices` of which a push changes only its own rows and their slots. For
+            the other tables, the server takes the rows that a push lacks as zero.
         notes: sentences for the user.
     """
 
@@ -72,7 +73,7 @@ class Tables:
             trace: computes a minibatch and its loss in a graph, from its data and the values of all
                 variables.
             spec: the element spec of the minibatches.
-            values: specs of the values.
+            values: specs of the values of all variables.
         """
         self._trace, self._values = trace, values
         if not self._layers:
@@ -108,15 +109,17 @@ class Tables:
                 )
 
     def ahead(self, spec: Nest, period: int) -> Callable[[tf.data.Dataset], tf.data.Dataset]:
-        """Returns a function from a dataset, of this element spec, to one with the blocks' rows.
+        """Returns a function that adds to each element of a dataset the rows of its block.
 
-        The elements are then (minibatch, rows). A block has `period` minibatches, the last one
-        maybe fewer; its minibatches have the same rows. Without tables a dataset stays as it is.
+        The function takes a dataset of minibatches with the element spec `spec`, and returns one of
+        pairs (minibatch, rows). A block has `period` minibatches (the last block may have fewer),
+        and all of these have the same rows. Without tables the function returns the dataset as it
+        is.
         """
         if not self.indices:
             return lambda dataset: dataset
         rows_of = self._program(spec)
-        unpacked = type(spec) is tuple  # tf.data gives a tuple as arguments
+        unpacked = type(spec) is tuple  # tf.data passes the parts of a tuple as arguments
 
         def whole(minibatch: tuple[Nest, ...]) -> Nest:
             return minibatch if unpacked else minibatch[0]
@@ -149,7 +152,7 @@ class Tables:
 
     @contextlib.contextmanager
     def looked_up(self, rows: Rows) -> Iterator[None]:
-        """A context in which the layers find ids in the pulled rows; in whole tables if none."""
+        """A context in which layers look ids up in the pulled `rows`; if empty, in whole tables."""
 
         def positions(index: int, ids: tf.Tensor) -> tf.Tensor:
             wanted = tf.cast(tf.reshape(ids, [-1]), tf.int64)
@@ -173,9 +176,10 @@ class Tables:
             self._by_rows = False
 
     def is_read(self, index: int, assigned: bool) -> None:
-        """Is called when the model reads one of the `known` tables, or a layer assigns to it.
+        """Notes that the model reads one of the `known` tables, or that a layer assigned to it.
 
-        Raises ValueError where only the rows are there.
+        Reads by a layer that looks ids up do not count. Raises ValueError if only rows of the table
+        were pulled.
         """
         if self._looking and not assigned:
             return
@@ -190,7 +194,7 @@ class Tables:
     def _hooked(
         self, indices: Sequence[int], replaced: Callable[[int, tf.Tensor], tf.Tensor]
     ) -> Iterator[None]:
-        """A context in which the layers of these tables are called with `replaced` ids."""
+        """A context in which the tables' layers get `replaced(index, ids)` in place of ids."""
         layers = [(index, layer) for index in indices for layer in self._layers[index]]
 
         def call_of(index: int, layer: keras.layers.Embedding) -> Callable[[Nest], tf.Tensor]:
@@ -218,8 +222,8 @@ class Tables:
         """Traces a minibatch of this element spec.
 
         Returns:
-            For each table the ids that are looked up; for those that cannot be pulled by rows, why;
-            and the names of the tensors of the data.
+            For each table, the ids that are looked up in it; for each table that cannot be pulled
+            by rows, the reason; and the names of the tensors of the data.
         """
         ids: dict[int, list[tf.Tensor]] = {index: [] for index in self._layers}
         unfit: dict[int, str] = {}
@@ -288,7 +292,7 @@ class Tables:
 
 
 def _as_ids(inputs: Nest, size: int) -> Nest:
-    """Returns the ids as the layer looks them up, from 0; other than dense tensors as they are."""
+    """Returns ids as a layer looks them up, from 0; sparse and ragged tensors as they are."""
     if isinstance(inputs, tf.SparseTensor | tf.RaggedTensor):
         return inputs
     ids = tf.convert_to_tensor(inputs)
@@ -321,8 +325,8 @@ def _ancestors(tensor: tf.Tensor) -> set[Any]:
 
 
 def _reach_beyond(tensor: tf.Tensor, graph: tf.Graph, data: Sequence[str]) -> bool:
-    """Returns whether a tensor needs more than the `data` and operations without a state."""
-    if tensor.graph is not graph:  # it is within a loop or a function of its own
+    """Returns whether a tensor needs more than the tensors `data` and stateless operations."""
+    if tensor.graph is not graph:  # the tensor is inside a loop or a called function
         return True
     return any(
         op.outputs[0].name not in data if op.type == "Placeholder" else op.op_def.is_stateful
@@ -333,11 +337,11 @@ def _reach_beyond(tensor: tf.Tensor, graph: tf.Graph, data: Sequence[str]) -> bo
 def _may_round(tensor: tf.Tensor) -> bool:
     """Returns whether a tensor may be rounded differently in another graph.
 
-    It may if floating-point arithmetic is among its ancestors, or a call of a graph function, whose
-    operations are not examined.
+    That is so if floating-point arithmetic is among its ancestors, or a call of a graph function,
+    whose operations are not examined.
 
     TensorFlow may compute x / 0.1 as x * 10 in one graph and not in another. So the input pipeline
-    could find other ids than the step does.
+    could find other ids than the training step does.
     """
 
     def may(op: tf.Operation) -> bool:

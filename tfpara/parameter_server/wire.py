@@ -1,6 +1,6 @@
 """Messages between a worker and a parameter server, in which small tensors travel together.
 
-TensorFlow fetches each tensor from another process by a call of its own. Small tensors that travel
+TensorFlow fetches each tensor from another process by a separate call. Small tensors that travel
 as one vector need fewer calls.
 """
 
@@ -14,15 +14,15 @@ _SMALL_BYTES = 1 << 18
 
 
 def sent(values: Nest, source: str | None, target: str | None) -> Nest:
-    """Returns the tensors of a nest on the device `target`; None: the device that runs the graph.
+    """Returns a nest with its tensors on the device `target`.
 
     Tensors of up to 256 KB travel as one vector for each type: floating-point numbers as they are,
     whole numbers and booleans as int64. They arrive unchanged.
 
     Args:
-        values: tensors on the device `source`, or None.
-        source: their device; None: the device that runs the graph.
-        target: the device that they are sent to.
+        values: a nest of tensors, or None in place of some.
+        source: the device of the tensors; None: the device that runs the graph.
+        target: the device to which the tensors are sent; None: as for `source`.
     """
     flat = tf.nest.flatten(values)
     together: dict[tf.DType, list[int]] = {}
@@ -48,7 +48,7 @@ def sent(values: Nest, source: str | None, target: str | None) -> Nest:
 
 
 def _kind(value: tf.Tensor) -> tf.DType | None:
-    """Returns the type of the vector in which a tensor travels; None: it travels alone."""
+    """Returns the type of the vector in which a tensor travels; None: the tensor travels alone."""
     size, dtype = value.shape.num_elements(), value.dtype
     if size is None or size * dtype.size > _SMALL_BYTES:
         return None

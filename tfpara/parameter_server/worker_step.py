@@ -1,7 +1,7 @@
 """The computation of a worker between a pull and a push, as pure functions of tensors.
 
 The Keras model is called with tensors in place of its variables (`keras.StatelessScope`). So all
-workers can run the same traced function, and it does not change the chief's model.
+workers can run the same traced function, which does not change the chief's model.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ from tfpara.parameter_server.server import metric_variables
 from tfpara.parameter_server.tables import Tables
 from tfpara.typing import Nest
 
-# 2^64 divided by the golden ratio, as a signed number. Its multiples differ in the upper bits.
+# 2^64 divided by the golden ratio, as a signed number. Its multiples differ in the upper bits, so
+# that streams with neighbouring numbers get very different seeds.
 _MIX = 0x9E3779B97F4A7C15 - (1 << 64)
 _SEEDS = 1 << 31
 
@@ -43,7 +44,7 @@ ChooseRate: TypeAlias = Callable[[tf.data.Dataset], tf.Tensor]
 def stream_of(order: Sequence[int], epoch: int, chunk: int) -> int:
     """Returns the first random stream of a chunk; each minibatch uses the next one.
 
-    `order` has the numbers, beside the epoch, that determine the order of the data.
+    `order` has the numbers that, with the epoch, determine the order of the data.
     """
     return int(np.random.default_rng([*order, epoch, chunk]).integers(1 << 62))
 
@@ -51,19 +52,22 @@ def stream_of(order: Sequence[int], epoch: int, chunk: int) -> int:
 class Block(NamedTuple):
     """A worker's state between a pull and a push: lists of tensors."""
 
-    rows: Rows  # with which `weights` were pulled
+    rows: Rows  # the rows that `weights` has, of tables that are pulled by rows
     weights: list[tf.Tensor]  # for the next minibatch: as pulled (ASGD), or after local steps
     gradients: list[tf.Tensor]  # sums; empty before the first minibatch, and for local steps
     squares: list[tf.Tensor]  # sums of the gradients' squares; empty if not needed
     optimizer: list[tf.Tensor]  # state of the local optimizer; empty for ASGD
-    before: tf.Tensor  # minibatches in the model before the block, for a local schedule
+    before: tf.Tensor  # number of minibatches in the model before the block, for a schedule
     state: list[tf.Tensor]  # moving statistics that workers share
-    kept: list[tf.Tensor]  # the factor, in [0, 1], of the pulled state in `state`
+    # How much of the pulled state is still in `state`, in [0, 1]:
+    # `state` = `kept` · pulled + what the block added
+    kept: list[tf.Tensor]
     own: list[tf.Tensor]  # the worker's own state: random seeds and carried recurrent states
     metrics: list[tf.Tensor]  # values of the metrics' variables, summed
     minibatches: tf.Tensor  # number so far, int64
     samples: tf.Tensor  # number so far, int64
-    left_out: tf.Tensor  # for each minibatch, bool [τ]; empty if none is left out
+    # whether each minibatch was left out, bool [τ]; empty if minibatches are never left out
+    left_out: tf.Tensor
 
 
 class WorkerStep:
@@ -75,16 +79,16 @@ class WorkerStep:
         spec: the element spec of the minibatches.
         sync_period: τ, minibatches of a block.
         skips: whether minibatches whose loss or gradients have NaN or Inf change nothing.
-        by_rows: whether large tables are pulled and pushed by rows, where that can be.
+        by_rows: whether large tables are pulled and pushed by rows, where possible.
 
     Attributes:
         state: the model's variables whose values are in `Block.state`.
         local, local_models: whether workers have local optimizers, and local models.
         frozen, frozen_values: weights that are not trained, and their values in the graphs.
         tables: the tables that are pulled and pushed by rows.
-        slots_by_rows: for each of their slots, by its position in the local optimizer's state, the
-            index of the table.
-        fit: how the local momentum is fitted to the block, in words; empty if it is not fitted.
+        slots_by_rows: the index of the table for each slot of these tables; the keys are positions
+            in the local optimizer's state.
+        fit: how the local momentum was fitted to the block, in words; empty if it was not fitted.
 
     Raises:
         ValueError: the model is not built or compiled, or has a training step of its own.
@@ -105,7 +109,7 @@ class WorkerStep:
         self.optimizer = model.optimizer
         self.weights = model.trainable_variables
         self._skips, self._period = skips, sync_period if skips else 0
-        self._rule: Any = rule  # Any: its flags tell which of the rules' methods exist
+        self._rule: Any = rule  # Any, since rules have different methods, as their flags tell
         states = carried_states(model)  # Keras' lists of the model's variables lack them
         carried = {id(v) for v in states}
         self.frozen, self.state, self._own = parts_not_trained(model)
@@ -139,7 +143,7 @@ class WorkerStep:
         }
 
     def _trace(self, data: Nest, values: Sequence[Sequence[tf.Tensor]]) -> None:
-        """Computes a minibatch, its loss and metrics; `values` are those of the variables."""
+        """Computes a minibatch, its loss and metrics; `values`: the arguments of `_scope`."""
         with self._scope(*values):
             _measure(self.model, data, training=True)
 
@@ -166,7 +170,7 @@ class WorkerStep:
     def own_start(self, stream: tf.Tensor) -> list[tf.Tensor]:
         """Returns a worker's own state (`Block.own`) at the beginning of its work on a chunk.
 
-        Different streams, int64, have different random numbers.
+        Different values of `stream`, int64, give different random numbers.
         """
         shift = tf.math.floormod(tf.bitwise.right_shift(stream * _MIX, 33), _SEEDS)
         return [
@@ -220,7 +224,7 @@ class WorkerStep:
     def add(self, block: Block, data: Nest) -> Block:
         """Returns the block with one more minibatch, (x, y) or (x, y, sample_weight).
 
-        XLA compiles it for a model with `jit_compile=True`.
+        XLA compiles the computation if the model has `jit_compile=True`.
         """
         if not self.model.jit_compile:
             return self._add(block, data)
@@ -249,7 +253,7 @@ class WorkerStep:
             tf.add_n([tf.convert_to_tensor(g) for g in of_one])
             for of_one in tape.gradient(loss, stood, unconnected_gradients=zero)
         ]
-        for index in block.rows:  # a loop over minibatches needs it
+        for index in block.rows:  # a loop over minibatches needs equal shapes in all turns
             gradients[index].set_shape(block.weights[index].shape)
         with scope, self.tables.looked_up(block.rows):
             for metric in model.metrics:
@@ -273,7 +277,7 @@ class WorkerStep:
         return self._unless_bad(block, added, [loss, *gradients]) if self._skips else added
 
     def _unless_bad(self, before: Block, after: Block, values: Sequence[tf.Tensor]) -> Block:
-        """Returns the block after a minibatch; as before it if any of `values` has NaN or Inf."""
+        """Returns `after`, or, if `values` have NaN or Inf, `before` with a minibatch left out."""
         finite = tf.reduce_all([tf.reduce_all(tf.math.is_finite(value)) for value in values])
         if not before.gradients:  # before the block's first minibatch
             before = before._replace(gradients=[tf.zeros_like(g) for g in after.gradients])
@@ -283,11 +287,11 @@ class WorkerStep:
         return kept._replace(minibatches=after.minibatches, left_out=left_out)
 
     def _moved(self, block: Block, gradients: list[tf.Tensor]) -> Block:
-        """Returns the block after a local step by these gradients, or with the gradients added."""
+        """Returns the block after a local step, or, without local steps, with gradients added."""
         steps = self._steps
         if steps is not None:
             optimizer = list(block.optimizer)
-            # the schedule counts minibatches in the global model and the block
+            # the schedule's step is the number of minibatches in the global model and the block
             if steps.schedule is not None:
                 self._set_rate(optimizer, steps.schedule(block.before + _trained(block)))
             weights, optimizer = steps(block.weights, optimizer, gradients)
@@ -353,7 +357,10 @@ class WorkerStep:
     def push(
         self, block: Block, pulled: Pulled, worker: tf.Tensor, place: Place, rate: tf.Tensor
     ) -> Push:
-        """Returns the push of a finished block that began from `pulled`; for others see `Push`."""
+        """Returns the push of a finished block that began from `pulled`.
+
+        The other arguments are those of `Push`.
+        """
         values, squares = block.weights, block.squares
         if self.local and not self.local_models:
             between = zip(block.weights, pulled.weights, strict=True)
@@ -389,7 +396,7 @@ class WorkerStep:
     ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
         """Returns the local weights, after their constraints, and optimizer for the next block.
 
-        The weights are empty without a local model; `moves` are those of the `Answer`.
+        Without a local model there are no weights. `moves` is that of the push's `Answer`.
         """
         if not self.local_models:
             return [], block.optimizer
@@ -403,7 +410,7 @@ def _trained(block: Block) -> tf.Tensor:
 
 
 def _tell(block: Block, worker: tf.Tensor, place: Place) -> None:
-    """Prints in the worker, where minibatches were left out, which."""
+    """Prints, in the worker's process, which minibatches of a block were left out, if any."""
 
     def told() -> tf.Tensor:
         numbers = place.start + tf.where(block.left_out)[:, 0]
@@ -421,12 +428,13 @@ def _tell(block: Block, worker: tf.Tensor, place: Place) -> None:
 class _Scope(keras.StatelessScope):
     """A scope that keeps what layers such as SpectralNormalization assign to `weights`.
 
-    The values of `tables`, by the variable's id with the number that `is_read` is told, may be rows
-    of them: Keras' own mapping takes whole values alone.
+    `tables` has, by the variable's id, the index and the value of each large table. The value may
+    be some rows of the table, which Keras' own `mapping` does not allow. `is_read` is called with
+    the index when a table is read or assigned to.
 
-    Keras computes a weight's gradient with respect to its variable, before and after such an
-    assignment, but not through it. Here the gradient is the sum of those of all tensors that stood
-    for the weight; the tape watches them.
+    Keras' own gradient of a weight counts its uses before and after such an assignment, but does
+    not flow through the assignment. In this scope, therefore, the gradient is the sum of the
+    gradients of all tensors that stood for the weight; the tape watches these tensors.
 
     Attributes:
         assigned: by the variable's id, the values assigned to a weight, in order.
@@ -485,15 +493,15 @@ def _measure(model: keras.Model, data: Nest, training: bool) -> None:
 
 
 def _build_metrics(model: keras.Model, spec: Nest) -> None:
-    """Creates the variables of the model's metrics, which Keras creates at the first minibatch."""
+    """Creates the variables of the metrics, which Keras would create at the first minibatch."""
 
     @tf.function(autograph=False)
     def measure(data: Nest) -> None:
         _measure(model, data, training=False)
 
-    # The graph is never run: dimensions of its minibatch may be unknown. Keras makes the variables
-    # when the scope ends, and drops whatever the graph assigned to others.
-    # regularizers read them in the scope
+    # The graph is never run, because dimensions of its minibatch may be unknown. Keras creates the
+    # metrics' variables when the scope ends, and drops what the graph assigned to other variables.
+    # The scope has the weights' values, because regularizers read them.
     weights = [(v, v.value) for v in model.trainable_variables]
     with keras.StatelessScope(weights, collect_losses=True):
         measure.get_concrete_function(spec)
@@ -507,7 +515,8 @@ def _left(tape: tf.GradientTape, block: Block, state: Sequence[tf.Tensor]) -> li
     """Returns `Block.kept` after one more minibatch.
 
     Each element is multiplied by the derivative of the new state with respect to the previous one:
-    ρ for S ← ρ S + (1 − ρ) x, and 1 if S is unchanged or only added to. It is clipped to [0, 1].
+    ρ for S ← ρ S + (1 − ρ) x, and 1 if S is unchanged or only added to. The derivative is clipped
+    to [0, 1].
     """
     zero = tf.UnconnectedGradients.ZERO
     slopes = tape.gradient(state, block.state, unconnected_gradients=zero) if state else []

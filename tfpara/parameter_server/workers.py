@@ -17,8 +17,9 @@ class Training(NamedTuple):
     work: WorkerStep  # the computation of a minibatch
     chunks: Chunks  # the data
     sync_period: int  # τ, minibatches of a push
-    choose_rate: ChooseRate | None  # the rate of a chunk; None: that of the servers
-    # numbers for random layers, beside epoch and chunk; read when a chunk begins
+    choose_rate: ChooseRate | None  # chooses a chunk's rate; None: the servers' rate
+    # With epoch and chunk, these numbers determine what random layers draw. They are read when a
+    # chunk begins.
     order: Sequence[int]
     seed: int  # seed of the simulated workers' times
 
@@ -27,7 +28,7 @@ class Executor(Protocol):
     """Trains the chunks of a `fit` on the workers."""
 
     def submit(self, epoch: int, chunks: Sequence[int]) -> None:
-        """Schedules chunks of an epoch on the workers; each worker gets one at a time."""
+        """Schedules chunks of an epoch on the workers; each worker gets one chunk at a time."""
 
     def wait(self, seconds: float) -> bool:
         """Waits at most `seconds`; returns whether the runs of all chunks have ended."""
@@ -41,10 +42,10 @@ class Workers:
 
     Attributes:
         asked_to_end: a sentence if the chief or a parameter server was asked to end and waits for
-            the end of the run; else None. The chief's program sets it for the chief.
+            the end of the run; else None. If it was the chief, the chief's program sets it.
     """
 
-    is_simulated: bool = True  # whether this process has all workers
+    is_simulated: bool = True  # whether all workers are simulated in this process
     num_workers: int
     chief_device: str  # device of the chief's model
     server_devices: Sequence[str]
@@ -62,10 +63,10 @@ class Workers:
         return []
 
     def answer_leaving(self, exit_code: int | None) -> None:
-        """Sets the exit code of workers that are asked to end; None: that of the signal."""
+        """Sets the exit code of workers that a signal ends; None: 128 plus its number."""
 
     def end_with(self, exit_code: int, sentence: str) -> None:
-        """Sets the exit code and last sentence with which other processes end after this one.
+        """Sets the exit code and the last sentence of the processes that end after this one.
 
         An empty sentence keeps an earlier one.
         """

@@ -28,7 +28,7 @@ class Pretrained(NamedTuple):
 
     Attributes:
         layer: name of the layer.
-        visible: the kind of its visible units.
+        visible: the kind of the visible units of the layer's RBM.
         errors: for each epoch the mean squared reconstruction error of a visible unit.
     """
 
@@ -63,19 +63,20 @@ def pretrain(
     layer should have mean 0 and variance 1 in each dimension.
 
     With several workers, pretrain in one process and start all workers from its weights, or call
-    this on every worker with the same, whole, data before training.
+    `pretrain` on every worker, with the same whole data, before training.
 
     Args:
-        model: a chain of layers. The first layer with weights and the next ones are Dense with
-            activation "sigmoid" and a bias, up to a last Dense layer. Dropout may be between them
-            and is inactive; layers without weights may come before them.
-        dataset: finite minibatches x or (x, labels, …), x float [b, ...] as the model takes it. Or
-            a function of the epoch's number, counted over all layers, that gives such a dataset.
+        model: a chain of layers. All its layers with weights are Dense, and all but the last of
+            these have activation "sigmoid" and a bias. Between them there may be Dropout, which is
+            inactive; before them there may be layers without weights.
+        dataset: a finite dataset of minibatches x or (x, labels, …), with x float [b, ...] as the
+            model takes it. Or a function of the epoch's number, counted over all layers, that gives
+            such a dataset.
         epochs: passes over the data for each Bernoulli-Bernoulli RBM.
         gaussian_epochs: the same for the Gaussian-Bernoulli RBM; 2 · epochs if not given.
         learning_rate: the factor of a minibatch's mean statistics, for Bernoulli-Bernoulli RBMs.
-        gaussian_learning_rate: the same for the Gaussian-Bernoulli RBM, which becomes unstable at
-            lower rates.
+        gaussian_learning_rate: the same for the Gaussian-Bernoulli RBM, which becomes unstable
+            already at lower rates.
         momentum: the highest m, in [0.5, 1), or 0 for no momentum.
         momentum_minibatches: the number of a layer's minibatches after which m is the highest.
         weight_decay: the decay of W, 0 or more.
@@ -84,10 +85,10 @@ def pretrain(
         verbose: 0 is silent, 1 shows a progress bar for each epoch, 2 a line at its end.
 
     Returns:
-        For each layer set, its name, kind and reconstruction errors.
+        For each layer that was set, its name, the kind of its visible units, and its errors.
 
     Raises:
-        TypeError: not a Keras model, or elements of `dataset` that are not tensors.
+        TypeError: `model` is no Keras model, or elements of `dataset` are not tensors.
         ValueError: a model that is no such chain, a value out of range, a dataset without
             minibatches, or weights that are no longer finite.
 
@@ -106,7 +107,7 @@ def pretrain(
     _check_positive("initial_stddev", initial_stddev)
     layers = hidden_layers(model)
     results: list[Pretrained] = []
-    past = 0  # number of epochs of the layers below
+    past = 0  # number of epochs that the layers below were trained for
     for number, layer in enumerate(layers):
         first = number == 0
         rbm = RBM(
@@ -138,7 +139,7 @@ def pretrain(
 def _source(
     dataset: tf.data.Dataset | Callable[[int], tf.data.Dataset], below: keras.Model
 ) -> Callable[[int], Iterator[tf.Tensor]]:
-    """Returns a function from an epoch to the layer's inputs in it, float32 [b, visible]."""
+    """Returns a function from an epoch to its inputs of the layer, each float32 [b, visible]."""
 
     @tf.function(reduce_retracing=True)
     def outputs(x: tf.Tensor) -> tf.Tensor:

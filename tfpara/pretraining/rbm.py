@@ -47,7 +47,7 @@ class RBM:
         hidden: the number of hidden units, which are Bernoulli.
         visible_kind: "gaussian" (of unit variance) or "bernoulli".
         seed: two numbers, which determine all random numbers.
-        learning_rate: as in `pretrain`, and so are the others.
+        learning_rate: as in `pretrain`, like the following arguments.
         momentum: the highest momentum.
         momentum_minibatches: number of minibatches after which the momentum is the highest.
         weight_decay: decay of the kernel.
@@ -72,7 +72,7 @@ class RBM:
         self._momentum = momentum
         self._momentum_minibatches = momentum_minibatches
         self._weight_decay = weight_decay
-        # `seed` itself is for the initial values; each minibatch gets a number of a second stream.
+        # `seed` itself is for the initial values. Each minibatch gets a seed made from this one.
         self._seed = tf.random.experimental.stateless_fold_in(list(seed), 1)
         first = tf.random.stateless_normal([visible, hidden], list(seed), 0.0, initial_stddev)
         self.kernel = tf.Variable(first)

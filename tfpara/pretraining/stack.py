@@ -12,7 +12,7 @@ def hidden_layers(model: keras.Model) -> list[keras.layers.Dense]:
         model: a model for `pretrain`.
 
     Raises:
-        TypeError: not a Keras model.
+        TypeError: `model` is not a Keras model.
         ValueError: the model is not a stack that can be pretrained; the message says where.
     """
     if not isinstance(model, keras.Model):

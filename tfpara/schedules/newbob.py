@@ -34,10 +34,10 @@ class NewbobRule:
     as long as the gain is at least `start`. The first gain below `start` begins the fading: from
     then on every epoch ends with rate ← factor · rate, until an epoch gains less than `stop`.
 
-    * `NewbobRule.cross_entropy()`, the default: 1 % and 0.1 %, relative (Li et al. 2017,
-      section 3.1).
-    * `NewbobRule.accuracy()`: 0.5 % and 0.1 % of all frames, absolute (Su et al. 2015,
-      section 5.6).
+    * `NewbobRule.cross_entropy()`, the default: `start` 1 % and `stop` 0.1 %, relative (Li et al.
+      2017, section 3.1).
+    * `NewbobRule.accuracy()`: `start` 0.5 % and `stop` 0.1 % of all frames, absolute (Su et al.
+      2015, section 5.6).
 
     As in Kaldi's nnet1 schedule, which the papers use, training never stops at the epoch that
     begins the fading.
@@ -49,8 +49,8 @@ class NewbobRule:
         rising: whether higher scores are better.
         relative: whether gains are divided by the previous score.
         reject_worse: whether an epoch without a better score is discarded, as in Kaldi's nnet1
-            schedule. Then training returns to the beginning of the epoch, the gain of the epoch is
-            0, and the next score is compared with the former one.
+            schedule. Then training returns to the beginning of the epoch, the epoch's gain counts
+            as 0, and the next score is compared with the one before the epoch.
 
     Raises:
         ValueError: a value outside its range.

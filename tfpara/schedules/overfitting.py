@@ -12,7 +12,7 @@ class OverfittingState(NamedTuple):
 
     Attributes:
         smallest: the smallest gap so far; None before the first.
-        epochs: open epochs in a row, up to the last one.
+        epochs: number of open epochs (see `OverfittingRule`) in a row, the last epoch included.
         stopped: whether training is over.
     """
 
@@ -29,7 +29,7 @@ class OverfittingRule:
     smallest one so far by more than `threshold`. `patience` open epochs in a row end training.
 
     A negative gap counts as 0. (At first the training error is larger than the validation error,
-    because it is measured with dropout, and while the model still improves.)
+    because the training error is measured with dropout, and while the model still improves.)
 
     Tian et al. (2017), section 3.1, watch for "an apparent gap" of the frame error rates and give
     no number; this project chose threshold and patience.

@@ -74,7 +74,7 @@ class AdaCommState(NamedTuple):
 
     Attributes:
         period: sync period in minibatches.
-        first_loss: F₀, the loss of the first epoch; None before.
+        first_loss: F₀, the loss of the first epoch; None before that epoch has ended.
     """
 
     period: int

@@ -85,12 +85,12 @@ class Hand:
 
 
 class Segment(NamedTuple):
-    """A part of an epoch.
+    """A part of an epoch, with one value.
 
     Attributes:
-        first: the first sample.
-        end: the sample after the last one.
-        value: the value for the samples of the part.
+        first: number of the first sample, from 0 in the epoch.
+        end: number of the sample after the last one.
+        value: the value for these samples.
     """
 
     first: int
@@ -102,7 +102,8 @@ class Piecewise:
     """A value that changes at given positions: `Piecewise({0: 64, 0.25: 256})`.
 
     Args:
-        values: values by the position from which each of them holds. Position 0 is required.
+        values: the values, each by the position in epochs from which it holds. Position 0 is
+            required.
 
     Raises:
         ValueError: position 0 is missing, or a position is negative or infinite.
@@ -161,10 +162,10 @@ def linear_scaling(rate: float, num_replicas: int) -> float:
     """Returns the learning rate of N replicas under model averaging: N times that of one.
 
     Each of N replicas trains n/N of an epoch's n minibatches, and the mean of their models moves
-    only as far as one replica does. So it moves 1/N as far as a single replica with all n
+    only as far as one replica does. So the mean moves 1/N as far as a single replica with all n
     minibatches (Su et al. 2015, section 5.6). An N times higher rate corrects this. Use it for
-    `tfpara.BSP` only. With BMUF keep the rate of one replica, since block momentum corrects the
-    same loss; with EASGD keep it too.
+    `tfpara.BSP` only. With BMUF keep the rate of one replica, since block momentum already corrects
+    this; with EASGD keep it too.
 
     Args:
         rate: the learning rate that one replica would have, > 0.

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 
 def candidate_rates(rate: float, factors: Sequence[float]) -> list[float]:
-    """Returns the candidates factor · rate, ascending, each once.
+    """Returns the candidates factor · rate in ascending order, each once.
 
     Args:
         rate: the present rate.

@@ -1,1 +1,1 @@
-"""The live page of a run: who is there, how far, how fast, and who waits for whom."""
+"""The live page of a run: its processes, their progress and speed, and which ones are awaited."""

@@ -1,6 +1,6 @@
-"""The status of a run as JSON, as text for Prometheus, and as a page, whose text is a constant.
+"""The status of a run as JSON, as text for Prometheus, and as a page.
 
-The page asks for the JSON, and puts what it gets into the document as text alone.
+The text of the page is constant. Its script fetches the JSON, and shows the values as plain text.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-# Name and kind for Prometheus, and the key of a worker's row.
+# A metric's name, kind and description for Prometheus, and its key in a worker's row.
 _OF_WORKER = (
     ("tfpara_up", "gauge", "whether the process runs", "runs"),
     ("tfpara_starts_total", "counter", "starts of the process", "starts"),
@@ -111,7 +111,7 @@ POLICY = (
 
 
 def as_json(status: Mapping[str, Any]) -> str:
-    """Returns the status as JSON, in which numbers that are not finite are texts."""
+    """Returns the status as JSON, with numbers that are not finite as texts."""
     return json.dumps(_finite(status), allow_nan=False)
 
 

@@ -2,13 +2,14 @@
 
 A worker reports once a second. Its report has the keys
 
-- ``at``: its time, in seconds of `time.monotonic()`;
+- ``at``: time of the report, in seconds of `time.monotonic()`;
 - ``rank``, ``devices``, ``place`` (in its script, in words);
-- ``trains``: whether steps may have been counted since the last report, and nothing was restored;
-- ``joins``: whether an elastic run has yet to let it in;
-- ``waits``: the seconds for which it has waited for others;
+- ``trains``: whether it has made steps, and is not at the beginning of `fit`, where a checkpoint
+  may replace the counts;
+- ``joins``: whether an elastic run has yet to admit this worker;
+- ``waits``: length of its present wait for others, in seconds; 0 if it does not wait;
 - the counts of `tfpara.SyncStatistics`;
-- ``scores``: the log of its last epoch.
+- ``scores``: the logs of its last epoch, values by name.
 
 An evaluator reports ``scores`` alone. Other keys, and values of other types, are left out.
 """
@@ -25,8 +26,8 @@ from typing import Any, NamedTuple
 
 from tfpara.typing import Json
 
-_WINDOW_SECONDS = 30.0  # over which speed and waiting are shown
-_SILENT_SECONDS = 5.0  # without a report, after which a process counts as silent
+_WINDOW_SECONDS = 30.0  # speed and waiting are averaged over this time
+_SILENT_SECONDS = 5.0  # a process without a report for so long counts as silent
 _WAIT_SECONDS = 2.0  # shorter waits, as in each sync, are not shown
 _NUMBERS = (
     *("at", "rank", "waits", "steps", "samples", "syncs", "sync_seconds", "wait_seconds"),
@@ -37,7 +38,7 @@ _MOST_EVENTS = 1000
 
 
 class Grown(NamedTuple):
-    """Growth of a worker's counts while it trained: seconds that passed, samples, and waiting."""
+    """Growth of a worker's counts in training: seconds passed, samples, and seconds of waiting."""
 
     seconds: float = 0.0
     samples: float = 0.0
@@ -54,9 +55,9 @@ class _Worker:
     pid: int = 0
     starts: int = 0
     end: str = ""  # how it has ended; empty while it runs
-    told: dict[str, Any] = dataclasses.field(default_factory=dict)
-    heard: float = 0.0  # when it has reported last
-    synced: float = 0.0  # when its number of syncs was last seen to grow
+    told: dict[str, Any] = dataclasses.field(default_factory=dict)  # its latest report
+    heard: float = 0.0  # time of its latest report
+    synced: float = 0.0  # time of the latest report in which its number of syncs had grown
     recent: deque[tuple[float, Grown]] = dataclasses.field(default_factory=deque)
 
     def hear(self, told: dict[str, Any], now: float) -> Grown:
@@ -76,7 +77,7 @@ class _Worker:
         return grown
 
     def row(self, now: float) -> dict[str, Any]:
-        """Returns what is shown of it."""
+        """Returns what the page shows of this process."""
         told, lately, runs = self.told, Grown(), not self.end
         for at, grown in self.recent:
             if runs and at > now - 2.0 * _WINDOW_SECONDS:
@@ -96,7 +97,7 @@ class _Worker:
         return row
 
     def silence(self, now: float) -> float:
-        """Returns the seconds since its last report; 0 if it has ended, or has reported nothing."""
+        """Returns the seconds since its last report; 0 if it has ended or never reported."""
         return now - self.heard if self.heard and not self.end else 0.0
 
     def _state(self, silent: float) -> str:
@@ -112,10 +113,10 @@ class _Worker:
 
 
 class RunStatus:
-    """The status of a run; threads may use it at once.
+    """The status of a run; several threads may use it at once.
 
     Args:
-        shows: the workers that it knows of, in words.
+        shows: the workers that the status covers, in words.
     """
 
     def __init__(self, shows: str) -> None:
@@ -136,7 +137,7 @@ class RunStatus:
             self._workers[name] = _Worker(pid, starts + 1)
 
     def told(self, name: str, report: Json) -> None:
-        """Takes the latest report of a process, which may be the one that it has already."""
+        """Takes the latest report of a process; the same report may come again."""
         checked, now = _checked(report), time.monotonic()
         with self._lock:
             worker = self._workers.setdefault(name, _Worker(starts=1))
@@ -163,14 +164,14 @@ class RunStatus:
             self._events.append((time.monotonic() - self._began, text))
 
     def now(self) -> dict[str, Any]:
-        """Returns the status, as JSON has it. Its times are in seconds."""
+        """Returns the status as values for JSON; times are in seconds."""
         now = time.monotonic()
         with self._lock:
             rows = {name: worker.row(now) for name, worker in self._workers.items()}
             waited_for = self._waited_for(now)
             events = [{"at": round(at, 1), "text": text} for at, text in self._events]
         scores = {name: of_it for name, row in rows.items() if (of_it := row.pop("scores", None))}
-        # The log of an epoch is that of all workers; the first that runs has the latest.
+        # An epoch's logs are the same on all workers; take those of the first that still runs.
         of_workers = sorted(
             (name for name in scores if "steps" in rows[name]),
             key=lambda name: not rows[name]["runs"],
@@ -199,7 +200,7 @@ class RunStatus:
         return sorted(members - waiting) if waiting else []
 
     def summary(self, shown: int = 10) -> list[str]:
-        """Returns the run in a few lines; none if no training was seen."""
+        """Describes the run in a few lines; in none if no training was seen."""
         total = self._total
         if not total.samples:
             return []
@@ -215,7 +216,7 @@ class RunStatus:
 
 
 def _checked(report: Json) -> dict[str, Any]:
-    """Returns what is of use in a report of progress; a process may have written anything."""
+    """Returns the valid entries of a report of progress; a process may send anything."""
     if not isinstance(report, dict):
         return {}
     found: dict[str, Any] = {}

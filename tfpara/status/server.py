@@ -6,8 +6,8 @@
 | `/status.json` | the status as JSON |
 | `/metrics` | the status for Prometheus |
 
-The token is in the query, `?token=…`, or in the header `Authorization: Bearer …`. It is made of the
-run's secret, which cannot be computed from it. Only the standard library is imported.
+The token is in the query, `?token=…`, or in the header `Authorization: Bearer …`. The token is
+derived from the run's secret, and does not reveal it. Only the standard library is imported.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class StatusServer(socketserver.ThreadingTCPServer):
     Args:
         port: 0 for a free one.
         status: returns the status; called in threads.
-        given: how the user has given the port, for errors, as in "--status_port=8080".
+        given: the user's setting of the port, for errors, such as "--status_port=8080".
 
     Attributes:
         port: the port.
@@ -102,14 +102,14 @@ class StatusServer(socketserver.ThreadingTCPServer):
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):
-    """A request."""
+    """Answers a request."""
 
     server: StatusServer
     server_version, sys_version = "tfpara", ""
     timeout = _SECONDS
 
     def do_GET(self) -> None:
-        # A page of another site could have a name that leads here, and so read the answers.
+        # Otherwise a page of another site, whose name resolves to this host, could read answers.
         if self.headers.get("Host", "").partition(":")[0] not in _NAMES:
             self._answer(403, f"Ask for {_HOST} or localhost.\n")
             return

@@ -36,13 +36,13 @@ class ForCallbacks(Strategy):
 
     @property
     def states(self) -> dict[str, StateHolder]:
-        """The objects given to `keep_state`, and the strategy's own such objects, by name."""
+        """The objects whose state checkpoints keep, by name: the strategy's and those given."""
         return self.extended.states
 
     def request(self, request: Request) -> None:
-        """Requests something of all workers, which agree on it at the next sync.
+        """Requests something that all workers are to do; they agree on it at the next sync.
 
-        `tfpara.callbacks.Checkpoint` and `StopTogether` act on it. Any worker may call it.
+        Any worker may call this. `tfpara.callbacks.Checkpoint` and `StopTogether` then act on it.
         """
         for synchronizer in self.extended.models.synchronizers:
             synchronizer.graph.request(request)
@@ -56,7 +56,7 @@ class ForCallbacks(Strategy):
 
     @property
     def blocks_differ(self) -> bool:
-        """Whether blocks may have other steps than the sync period, or differ between workers."""
+        """Whether blocks may be longer or shorter than the sync period, or unlike among workers."""
         return self.members_change or self.extended.balance is not None
 
     @property
@@ -75,7 +75,7 @@ class ForCallbacks(Strategy):
         self._company.part()
 
     def program_ends(self) -> None:
-        """Tells the other workers that this program ends without `tfpara.run`."""
+        """Tells the others that this program, which has not called `tfpara.run`, ends."""
         self._company.program_ends()
 
     def note(self, text: str) -> None:
@@ -98,7 +98,7 @@ class ForCallbacks(Strategy):
 
     @property
     def completed_in(self) -> int:
-        """The generation in which the last exchange from Python has succeeded."""
+        """The generation in which the last exchange started by Python code has succeeded."""
         return self._company.completed_in
 
     def leave(self) -> bool:
@@ -106,16 +106,19 @@ class ForCallbacks(Strategy):
         return self._company.leave()
 
     def keep_record(self, checkpoints: StateHolder, append: Callable[[str, str], None]) -> None:
-        """Keeps a record of changes of members beside the checkpoints of a callback."""
+        """Makes a record of changes of members, which `append` writes, beside the checkpoints.
+
+        `checkpoints`: the callback that writes the checkpoints.
+        """
         self._company.keep_record(checkpoints, append)
 
     def write_record(self, syncs: int) -> None:
-        """Appends the present members to the record, after so many syncs."""
+        """Appends the present members to the record, with the number of syncs so far."""
         self._company.write_record(syncs)
 
     @property
     def blocks_closed(self) -> int:
-        """The number of times that Python code has closed the blocks, on all workers alike."""
+        """How often Python code has closed the open blocks; the same number on all workers."""
         return self.extended.models.blocks_closed
 
     def note_scheduled_period(self) -> None:
@@ -127,15 +130,15 @@ class ForCallbacks(Strategy):
         self.extended.momentum.sync_period = sync_period
 
     def put_back_sync_period(self, sync_period: int | None) -> None:
-        """Sets τ again after a failed `fit`, which may have left a block open."""
+        """Sets τ again after a failed `fit`, even if that has left a block open."""
         self.extended.momentum.set_period(sync_period)
 
     def position(self, first: int, steps: int) -> dict[str, Json]:
-        """Returns the position in the data of the epoch at a sync, for a checkpoint.
+        """Returns the position in the epoch's data, for a checkpoint at a sync.
 
         Args:
             first: minibatches of the epoch that an earlier process has trained, over all replicas.
-            steps: minibatches of it that each replica has trained since.
+            steps: minibatches of the epoch that each replica has trained since then.
         """
         found = self.epoch_units.position() if steps else {}
         if found:
@@ -147,9 +150,9 @@ class ForCallbacks(Strategy):
         return found | {"minibatches": first + steps * self.num_replicas}
 
     def go_on_from(self, epoch: int, position: Mapping[str, Any]) -> None:
-        """Sets the position from which the epoch that begins reads its data, by a checkpoint's.
+        """Sets where the epoch that begins starts to read its data, by a checkpoint's position.
 
-        If that is empty or of another epoch, the epoch begins at its start.
+        If the position is empty or of another epoch, the data are read from their start.
         """
         within = position if position.get("epoch") == epoch else {}
         first, steps = within.get("minibatches", 0), within.get("steps", 0)
@@ -162,15 +165,15 @@ class ForCallbacks(Strategy):
             self.epoch_units.resume(epoch, position)
 
     def steps_resumed(self, epoch: int) -> int:
-        """Returns the minibatches of each replica that an earlier process trained of this epoch."""
+        """Returns how many minibatches of this epoch an earlier process trained on each replica."""
         position = self.extended.data.position
         return position.first // self.num_replicas if position.epoch == epoch else 0
 
     def answered(self, *requests: Request) -> None:
-        """Forgets requests of these kinds, also if one of them was agreed on.
+        """Forgets requests of these kinds, also one that the workers have already agreed on.
 
-        Requests of other kinds stay until they are answered. Every worker must call it at the same
-        sync.
+        Requests of other kinds stay until they are answered. Every worker must call this at the
+        same sync.
         """
         for synchronizer in self.extended.models.synchronizers:
             synchronizer.graph.answered(*requests)
@@ -178,7 +181,7 @@ class ForCallbacks(Strategy):
     def datasets_by_number(
         self, minibatches: Callable[[int, int], tf.data.Dataset]
     ) -> tf.distribute.DistributedDataset:
-        """Does what `datasets_by_epoch` does, for a function that deals minibatches out itself."""
+        """Does what `datasets_by_epoch` does, for a function that itself selects minibatches."""
 
         def make(context: object) -> tf.data.Dataset:
             place = data_place.present()

@@ -47,15 +47,16 @@ class MomentumFit:
         self.sync_period: int | None = settings.sync_period
         self.is_scheduled = False
         self._steps_in_epoch = NEVER
-        # Minibatches of each replica in the present block; empty: the sync period.
+        # Each local replica's minibatches in the present block; empty: the sync period.
         self._shares: Sequence[int] = ()
-        self._without_length: keras.Model | None = None  # the model in an epoch of unknown length
-        self._epochs_to_note = 0  # of a `fit` whose epochs are of unknown length
+        # The model that trains, if the present epoch is of unknown length; else None.
+        self._without_length: keras.Model | None = None
+        self._epochs_to_note = 0  # the epochs for `set_epochs` once their length is known
         with tf.device("CPU:0"):
             self.period = make(tf.constant(settings.sync_period, tf.int64), "sync_period")
         self._make = make
-        # For each optimizer a variable on each device, with the momentum and the factor of the
-        # rate. A step that XLA has compiled reads variables of its own device alone.
+        # The momentum and the factor of the rate of each optimizer: a variable on each device,
+        # since a step that XLA has compiled reads only variables of its own device.
         self._fitted: weakref.WeakKeyDictionary[keras.optimizers.Optimizer, list[tf.Variable]]
         self._fitted = weakref.WeakKeyDictionary()
 
@@ -63,8 +64,8 @@ class MomentumFit:
         """Sets τ for all models, also within a block; None: no syncs. Every worker must call it.
 
         Raises:
-            ValueError: it is another one than before, with `elastic` and `balance`: workers that
-                come in between would deal minibatches out by the old one.
+            ValueError: the period would change, with `elastic` and `balance`: workers that join
+                meanwhile would deal minibatches out by the old one.
         """
         if self.settings.balance and self._worker.changes and sync_period != self.sync_period:
             raise ValueError(
@@ -83,9 +84,10 @@ class MomentumFit:
             self._write_blocks()
 
     def begin_epoch(self, model: keras.Model, steps: int | None) -> None:
-        """Notes that an epoch of `fit` begins, or that the last one is over. A block ends with it.
+        """Notes that an epoch of `fit` begins, or that `fit` ends.
 
-        `steps` are the minibatches of each replica; None: not known, or there is no epoch.
+        A block ends with the epoch at the latest. `steps`: the epoch's minibatches of each replica;
+        None: not known, or `fit` ends.
         """
         self._steps_in_epoch = NEVER if steps is None or self._worker.changes else steps
         self._write_blocks()
@@ -138,7 +140,7 @@ class MomentumFit:
 
     def _note_fit(self, optimizer: keras.optimizers.Optimizer) -> None:
         if self.sync_period is None:
-            return  # as in a warm start
+            return  # there are no syncs, as in a warm start
         steps = self._steps_of_a_block(self.sync_period) / minibatches_of_a_step(optimizer)
         fitted, factor = in_a_block(memory_of(optimizer), steps)
         text = told_of_fit(optimizer, steps, float(fitted), float(factor))
@@ -148,7 +150,7 @@ class MomentumFit:
     def _note_short_block(self, optimizer: keras.optimizers.Optimizer) -> None:
         """Prints a note if every second block is too short for the local momentum."""
         if not momentum_of(optimizer):
-            return  # an average of gradients, as in Adam, keeps steps bounded
+            return  # no momentum; an average of gradients, as in Adam, keeps steps bounded
         block = (self.sync_period or NEVER) * self.settings.fragments
         steps = self._steps_in_epoch
         rest = steps % block
@@ -166,7 +168,7 @@ class MomentumFit:
     ) -> tuple[tf.Tensor, tf.Tensor] | None:
         """Returns the momentum of a step (β₁ for Adam), and the factor of SGD's learning rate.
 
-        None: the optimizer's own momentum and rate. See `tfpara.algorithms.local_momentum`.
+        None: the optimizer keeps its own momentum and rate. See `tfpara.algorithms.local_momentum`.
         """
         if not self.settings.fits_momentum(optimizer):
             return None

@@ -1,4 +1,4 @@
-"""A worker's reports of progress: to its launcher or meeting point, the chief, and its own page."""
+"""A worker's progress, for its launcher, the meeting point of an elastic run, and the live page."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from tfpara.sync.workers.company import Company
 from tfpara.whole_number import checked_whole
 
 _EVERY_SECONDS = 1.0
-_latest: Progress | None = None  # of the strategy that was made last, which alone reports
+_latest: Progress | None = None  # that of the strategy that was made last, which alone reports
 
 
 class Progress:
     """The progress of this worker, which a thread reports each second.
 
-    Steps are as quick with it as without: it reads the counts that they keep on the host anyway.
+    This does not slow steps down: it reads counts that steps keep on the host anyway.
 
     Args:
         strategy: the strategy of this worker.
@@ -40,7 +40,7 @@ class Progress:
         self._asked_at = 0.0
 
     def begin(self, status_port: int | None) -> None:
-        """Begins to report, and serves the page if a port is given and this is the chief.
+        """Begins to report; if a port is given, the chief also serves the live page.
 
         Raises:
             StatusError: the port cannot be used.
@@ -64,16 +64,20 @@ class Progress:
         return self._strategy.extended.worker.company
 
     def epoch_ends(self, epoch: int, history: Mapping[str, Sequence[Any]]) -> None:
-        """Notes the log of an epoch, from 0, which is the last in `history`, and reports it."""
+        """Notes the log of an epoch that has ended, and reports it.
+
+        `epoch`: its number, from 0. `history`: the logs of all epochs so far, by entry.
+        """
         numbers = {name: _number(values[-1]) for name, values in history.items() if values}
         self._scores = {"epoch": epoch + 1.0}
         self._scores |= {name: value for name, value in numbers.items() if value is not None}
         self.report()
 
     def report(self, last: bool = False) -> None:
-        """Reports to the launcher and the meeting point of an elastic run, where there are any.
+        """Reports to the launcher, if there is one, and in an elastic run to the meeting point.
 
-        The launcher gets a report once it has read all before, and the last of a `fit` in any case.
+        The launcher gets a new report only after it has read all earlier ones, except that it gets
+        the `last` report of a `fit` in any case.
         """
         if self is not _latest:
             return
@@ -122,10 +126,10 @@ class Progress:
 
 
 def checked_port(status_port: object, is_elastic: bool) -> int | None:
-    """Returns `status_port` if it is None or the number of a port, which 0 leaves open.
+    """Returns `status_port` if it is None, the number of a port, or 0 for any free port.
 
     Raises:
-        ValueError: it is neither; or the run is elastic, so that another may become the chief.
+        ValueError: it is none of these; or the run is elastic, whose chief may be lost.
     """
     if status_port is None:
         return None
@@ -141,7 +145,7 @@ def checked_port(status_port: object, is_elastic: bool) -> int | None:
 
 
 def _number(value: object) -> float | None:
-    """Returns a score as a number; None if it is none."""
+    """Returns a score as a float; None if it is not a number."""
     try:
         return float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError):

@@ -44,7 +44,7 @@ _RUN = {"workers": True, "run": True}
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """The arguments of a `PeriodicSyncStrategy`, which documents them; checked when they are made.
+    """The arguments of a `PeriodicSyncStrategy`, which documents them; checked when it is made.
 
     Raises:
         TypeError: `rule` is not a rule object, or an average is not one.
@@ -67,8 +67,8 @@ class Settings:
     balance: bool | Sequence[Sequence[int]] = dataclasses.field(default=False, metadata=_WORKERS)
     nonfinite: str = dataclasses.field(default="raise", metadata=_WORKERS)
     nonfinite_share: float = dataclasses.field(default=0.01, metadata=_WORKERS)
-    asked_rule: Rule | None = None  # before `resolved` filled in its defaults
-    replicas: int = 0  # the N of `resolved`
+    asked_rule: Rule | None = None  # the rule before `resolved` filled in its defaults
+    replicas: int = 0  # the N for which `resolved` filled them in
     # If hyper-parameters follow the number of replicas: the user's rule, and that rule for the
     # largest number that may come.
     following_rule: Rule | None = None
@@ -94,8 +94,8 @@ class Settings:
     def resolved(self, num_replicas: int) -> Settings:
         """Returns these settings with the rule resolved for N replicas.
 
-        A user's own rule or average is tried out too, by TensorFlow where it uses that. So the
-        cluster must be known.
+        A rule or average of the user's own is also tried out. It may use TensorFlow, which must not
+        start before the cluster is known.
         """
         rule = self.rule.resolve(num_replicas)
         if _is_of_a_user(rule):
@@ -277,9 +277,9 @@ class Settings:
     def for_optimizers(self, given: Sequence[keras.optimizers.Optimizer]) -> Settings:
         """Returns these settings for a model with these local optimizers.
 
-        If all of them divide by the size of gradients, as Adam does, the default block momentum is
-        reached more slowly. That of "sqrt" is taken if one of them keeps an average of gradients
-        that is not shortened and so outlasts a block.
+        If all of these divide by the size of gradients, as Adam does, BMUF's default changes: the
+        block momentum rises more slowly to its full value. That value is the one of "sqrt" if one
+        of the optimizers keeps an average of gradients that is not fitted to the block.
         """
         rule = self.asked_rule
         if not isinstance(rule, algorithms.BMUF) or not given:
@@ -304,8 +304,8 @@ class Settings:
         """Returns whether an optimizer's momentum is fitted to the block: see `local_momentum`.
 
         That is so with local_state="auto" and a rule that has a momentum, for SGD with momentum,
-        Adam, Muon, and optimizers that take the step of one of them. A rule that filters Adam's
-        moments takes them as they are.
+        Adam, Muon, and optimizers that take the step of one of these. A rule that filters Adam's
+        moments needs them unfitted.
         """
         if self.local_state != "auto" or not self.has_momentum or not memory_can_change(optimizer):
             return False
@@ -316,7 +316,7 @@ class Settings:
 def warn_of_outlasting_momentum(
     settings: Settings, optimizer: keras.optimizers.Optimizer, steps: float
 ) -> None:
-    """Warns of a local momentum that outlasts a block, so that the rule's own momentum repeats it.
+    """Warns of a local momentum that outlasts a block, since the rule's momentum counts it again.
 
     `steps` is the number of the optimizer's steps in a block.
     """

@@ -84,7 +84,8 @@ def make_devices(count: int) -> None:
     """Divides the CPU into at least `count` logical devices.
 
     Raises:
-        RuntimeError: TensorFlow has made fewer already, or has one thread for more than 8.
+        RuntimeError: TensorFlow has made fewer already, or has started with a single thread, which
+            is not enough for more than 8.
     """
     cpu = tf.config.list_physical_devices("CPU")[0]
     there = tf.config.get_logical_device_configuration(cpu) or []

@@ -42,20 +42,20 @@ def start(
     startup_timeout_seconds: float,
     status_port: int | None,
 ) -> None:
-    """Joins the other workers, and initializes a strategy as one of theirs.
+    """Joins the other workers, and initializes the strategy of this worker.
 
     Args:
-        strategy: an instance whose constructor has not run yet.
+        strategy: the strategy, whose base classes are not initialized yet.
         settings: its settings.
         devices: this worker's devices; None: the default ones.
         elastic: the settings of an elastic run; None: the members do not change.
         startup_timeout_seconds: longest wait for the others.
-        status_port: of the live page, which the chief serves; None: there is none.
+        status_port: the port of the live page, which the chief serves; None: there is no page.
     """
     is_simulated = strategy._is_simulated
     checked_seconds("startup_timeout_seconds", startup_timeout_seconds)
     status_port = checked_port(status_port, elastic is not None)
-    # This comes first: once the processes know each other, TensorFlow lists the devices of all.
+    # This comes first: once the processes are connected, TensorFlow lists the devices of all.
     devices = default_devices() if devices is None else devices
     check_threads(len(devices))
     found, settings, starting = workers_of(
@@ -65,8 +65,8 @@ def start(
         if company.changes:
             links.prepare_for_changes(devices)
         extended = PeriodicSyncExtended(strategy, settings, devices, found, company)
-        # The constructor of MultiWorkerMirroredStrategy would build TensorFlow's extended class, so
-        # that of its base class is called.
+        # MultiWorkerMirroredStrategy's constructor would build TensorFlow's extended class, so the
+        # constructor of its base class is called.
         tf.distribute.Strategy.__init__(strategy, extended)
     failures.know(found, settings.timeout_seconds)
     extended.begin()
@@ -117,9 +117,9 @@ def workers_of(
         devices: the number of this worker's devices.
 
     Returns:
-        The cluster, which is this worker alone in an elastic run; the settings, with those that
-        depend on the workers; and a context in which TensorFlow's server starts, which yields the
-        company.
+        The cluster, which in an elastic run is this worker alone; the settings, with those that
+        depend on the workers filled in; and a context in which to start TensorFlow's server, which
+        yields the company.
     """
     if elastic is not None:
         settings = _checked_elastic(settings, elastic)
@@ -134,7 +134,7 @@ def workers_of(
     found = _found(settings, is_simulated)
     chosen, why = choose(settings.collectives, found)
     if found.num_workers > 1 and found.is_chief and settings.collectives == "auto":
-        # A choice between several backends is worth a warning, which is shown by default.
+        # If "auto" had a choice of backends, the result is a warning, since those are shown.
         chose = found.rank_variable and (of_horovod(found) or not found.told)
         level = logging.WARNING if chose else logging.DEBUG
         _log.log(level, "tfpara: collectives=%s: %s", chosen, why)
@@ -146,7 +146,7 @@ def workers_of(
 
 @contextlib.contextmanager
 def _elastic_company(elastic: Elastic, startup_timeout_seconds: float) -> Iterator[Company]:
-    """A context in which TensorFlow's server starts, after a connection to the meeting point."""
+    """A context in which to start TensorFlow's server; it first connects to the meeting point."""
     with startup.elastic_run():
         company = ElasticCompany(elastic, startup_timeout_seconds)
         with quiet.starting():
@@ -157,7 +157,7 @@ def _elastic_company(elastic: Elastic, startup_timeout_seconds: float) -> Iterat
 def _fixed_company(
     found: cluster.Cluster, settings: Settings, startup_timeout_seconds: float
 ) -> Iterator[Company]:
-    """A context in which TensorFlow's server starts; Horovod's group is joined before, if used."""
+    """A context in which to start TensorFlow's server; if Horovod is used, it first joins that."""
     by_horovod = found.num_workers > 1 and settings.collectives == "horovod"
     starting: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
     if by_horovod:
@@ -194,8 +194,8 @@ def _checked_elastic(settings: Settings, elastic: object) -> Settings:
 
     Raises:
         TypeError: `elastic` is no `Elastic`.
-        ValueError: a setting contradicts it; or TF_CONFIG or an engine has started several workers
-            without a meeting point.
+        ValueError: a setting contradicts `elastic`; or there are several workers, by TF_CONFIG or
+            an engine, and no meeting point.
     """
     if not isinstance(elastic, Elastic):
         raise TypeError(f"elastic={elastic!r} must be a tfpara.Elastic(...), or None.")

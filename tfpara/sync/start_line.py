@@ -27,10 +27,10 @@ def start_line(
         rule: the rule, with defaults filled in.
         period: minibatches between two syncs; None: there are no syncs.
         averages: the averages of the global model, by name.
-        way: the connection between the workers; "" for one worker.
+        way: how the workers are connected, in words; "" for one worker.
         divided: whether batches are divided among the replicas of all workers.
         unlike: the number of devices of each worker, if they differ; else empty.
-        kinds: the kinds of all workers' devices, if they are known.
+        kinds: the kinds of all workers' devices, such as "CPU"; empty if they are not known.
 
     Example:
         >>> start_line(1, ["/device:GPU:0"], tfpara.BSP(), 20, {}, "")

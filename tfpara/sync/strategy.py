@@ -41,8 +41,8 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, ForCallbac
     sync. The metrics of the epoch's log, validation and callbacks come after that sync. Metrics are
     reduced over all replicas of all workers.
 
-    A weight's Keras constraint holds in the weights from which replicas continue, and in the global
-    model and the averages as they are shown and written; the state of the rule is without it.
+    Keras constraints are applied to the weights from which replicas continue, and to the global
+    model and the averages where they are shown or written; but not within the rule's state.
 
     Args:
         rule: `tfpara.BSP()`, `BMUF(...)`, `EASGD(...)`, `BMUFAdam(...)`, `DiLoCo(...)`,
@@ -52,53 +52,53 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, ForCallbac
             not change the training.
         local_state: the effect of a sync on the optimizer's slots (momentum …): "keep", "reset" to
             their initial value, or "average" over the replicas. "auto" keeps them. If the rule has
-            a momentum of its own (BMUF, DiLoCo, SlowMo), "auto" also shortens that of local SGD,
-            and β₁ of Adam, to fit into the block, since two in a row are unstable.
+            a momentum of its own (BMUF, DiLoCo, SlowMo), "auto" also shortens the momentum of local
+            SGD, and β₁ of Adam, to fit into the block: two long momenta together are unstable.
         aggregation: "replicated": every worker keeps the whole global model and averages.
             "sharded": every replica keeps 1/N of them (paper 000, section 3.2). "auto": sharded
             with `compression`, and if there are several replicas and the model has 16 MB or more.
-            Between three workers and more without NCCL, and between two of Horovod over Gloo, a
-            sharded sync takes longer on a slow link: there "auto" shards from 1 GiB on.
+            For three or more workers without NCCL, and for two with Horovod over Gloo, a sharded
+            sync takes longer on a slow link: there "auto" shards only models from 1 GiB on.
         devices: this worker's devices, e.g. `["CPU:0", "CPU:1"]`; others may have more, fewer, or
             another kind, but not with `elastic`. None: all GPUs that this process sees, or CPU:0.
         overlap: False: training stops for a sync. True: a sync runs while the next block trains,
-            and is merged at that block's end. A number d ≤ τ: it is merged d minibatches after its
-            start.
-        fragments: number of fragments of the model, which are synchronised in turn: one at each
-            sync point, and so each at every `fragments`-th. 1: the whole model at each.
+            and is merged at that block's end. A number d ≤ τ: the sync is merged d minibatches
+            after its start.
+        fragments: number of fragments of the model, which are synchronised in turn: one every τ
+            minibatches, so each every `fragments`·τ. 1: the whole model every τ minibatches.
         compression: format of the bytes between workers. "none": float32. "bf16" and "fp16": half
             the bytes. "int8": a quarter. "int4": a seventh. The next sync makes up for rounding.
         device_sync_period: number of minibatches after which a worker's devices also average their
-            weights among themselves; τ must be a multiple. None: only syncs of all replicas.
+            weights among themselves; τ must be a multiple. None: only syncs average weights.
         data_plan: facts about the data that must be equal on all workers (numbers and strings by
             name); compared before the first step.
         timeout_seconds: longest wait for other workers inside a sync. It must exceed the time by
             which the slowest worker can be late, first-step compilation included.
         startup_timeout_seconds: longest wait for all workers to appear.
         communication: how TensorFlow's collectives carry the weights between workers; the same on
-            all of them. "RING": a ring over gRPC. "NCCL": NVIDIA's library, where each worker's
-            first device is a GPU of its own. "AUTO": NCCL if CUDA's driver tells that it is, and
-            `elastic` is None; else the ring.
+            all of them. "RING": a ring over gRPC. "NCCL": NVIDIA's library, which needs a GPU of
+            its own as each worker's first device. "AUTO": NCCL if CUDA's driver confirms such GPUs,
+            and `elastic` is None; else the ring.
         collectives: the backend that connects the workers: "tensorflow", "horovod", or "auto":
             Horovod if horovodrun, mpirun or `tfpara-launch --collectives=horovod` has started the
             process, else TensorFlow.
         elastic: a `tfpara.Elastic`: training goes on while workers die, leave and come.
             None: the loss of a worker ends the run.
-        balance: True: in each block worker i of W takes a number τ_i of steps by its speed, with
-            Σ τ_i = W·τ, so that all end the block together: the τ_i, 1 ≤ τ_i ≤ 4τ, for which
-            max_i s_i·τ_i is least, about τ_i = W·τ·(1/s_i) / Σ_j (1/s_j), where s_i are the seconds
-            of a step in the blocks before. The mean of the replicas weighs by samples, as always,
-            and `fit` deals the minibatches of an epoch out by the τ_i, each to one replica. Workers
-            have one device each. Not with `overlap`, `fragments` or BMUFAdam. A record, which is
-            `strategy.balance_record` of another run: its τ_i again, block by block (then τ for
-            all); not with `elastic`. False: τ_i = τ.
+        balance: True: in each block worker i of W takes a number τ_i of steps by its speed, so that
+            all workers end the block together. The τ_i, 1 ≤ τ_i ≤ 4τ, have the sum W·τ and make
+            max_i s_i·τ_i least, with s_i the seconds of a step in the blocks before; that is about
+            τ_i = W·τ·(1/s_i) / Σ_j (1/s_j). The mean of the replicas weighs by samples, as always.
+            `fit` deals each minibatch of an epoch to one replica, by the τ_i. Workers must have one
+            device each. Not with `overlap`, `fragments` or BMUFAdam. A record, which is
+            `strategy.balance_record` of another run: uses its τ_i block by block, and after its end
+            τ for all; not with `elastic`. False: τ_i = τ.
         nonfinite: "raise": a weight with NaN or Inf ends the run at the next sync. "skip": a
             minibatch whose loss or gradient has NaN or Inf changes nothing on its replica and has
-            weight 0 in the next sync. It is counted, and named where the epoch ends.
-        nonfinite_share: with "skip", the share of an epoch's minibatches, in [0, 1], above which
-            the run ends; looked at where the epoch ends, and before that once ten were left out.
+            weight 0 in the next sync. Such minibatches are counted, and named when the epoch ends.
+        nonfinite_share: with "skip", the run ends if more than this share, in [0, 1], of an epoch's
+            minibatches was left out; checked when the epoch ends, and earlier once ten were.
         status_port: port of a live page of all workers, which the chief serves to its own machine;
-            0: a free one. None: no page. `tfpara-launch` has such a flag, which needs no script.
+            0: any free port. None: no page. `tfpara-launch --status_port` needs no such argument.
 
     Raises:
         TypeError: `rule` is not a rule object, or an average is not one.
@@ -109,7 +109,7 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, ForCallbac
         tfpara.StartupError: some workers did not come, or have another cluster.
     """
 
-    _is_simulated = False  # whether one process stands for all, whatever the environment says
+    _is_simulated = False  # whether this process stands for all workers, as in `simulate`
 
     def __init__(
         self,
@@ -171,7 +171,7 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, ForCallbac
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """N, the replicas of all workers; 1 inside a replica, whose steps are its own.
+        """N, the replicas of all workers; 1 inside a replica, since its steps are its own.
 
         Inside a replica Keras divides the loss by this number.
         """
@@ -199,8 +199,8 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, ForCallbac
     def is_chief(self) -> bool:
         """Whether this worker writes the files of which the run needs one copy.
 
-        In an elastic run another is the chief once all of a lower rank are lost: in `fit` from the
-        next exchange on, elsewhere at once.
+        In an elastic run another worker becomes the chief once all of a lower rank are lost: in
+        `fit` at the next exchange, elsewhere at once.
         """
         return self.extended.worker.company.is_chief
 
@@ -221,11 +221,11 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, ForCallbac
         return [] if balance is None else [list(shares) for shares in balance.record]
 
     def set_sync_period(self, sync_period: int | None) -> None:
-        """Sets τ from here on. Every worker must call it between blocks: where an epoch begins.
+        """Sets τ from here on. Every worker must call it between blocks, as when an epoch begins.
 
         Args:
-            sync_period: minibatches of each replica between two syncs, at least 1. None: the
-                replicas are independent until it is set again, and the end of an epoch averages
+            sync_period: minibatches of each replica between two syncs, at least 1. None: until
+                a period is set again the replicas are independent, and the end of an epoch averages
                 nothing.
 
         Raises:
@@ -245,7 +245,7 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, ForCallbac
         extended.momentum.set_period(sync_period)
 
     def broadcast_replica(self, model: keras.Model, replica: int = 0) -> None:
-        """Sets all replicas to the weights of one; momentum and averages restart there.
+        """Sets all replicas to the weights of one, from which momentum and averages restart.
 
         Closes the open block first, so every worker must call it. The optimizers' slots of each
         replica stay as they are.
@@ -263,7 +263,7 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, ForCallbac
     def rule(self) -> Rule:
         """The synchronisation rule, with defaults filled in for N replicas.
 
-        Once a model trains, they are also those for its local optimizer.
+        Once a model trains, the defaults are those for its local optimizer, too.
         """
         return self.extended.models.rule
 
@@ -293,9 +293,9 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, ForCallbac
     ) -> Nest:
         """Returns the sum or mean of a value over the replicas of all workers.
 
-        Every worker must call it, as often as the others, and outside of a `tf.function` where
-        there are several workers. It closes no block. A replica that took no step, since its part
-        of the batch was empty, has zeros.
+        Every worker must call it, as often as the others, and outside of a `tf.function` if there
+        are several workers. It closes no block. A replica that took no step, since its part of the
+        batch was empty, counts with zeros.
 
         Args:
             reduce_op: "SUM" or "MEAN".
@@ -317,12 +317,12 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, ForCallbac
             dataset_fn: called on each worker as `dataset_fn(epoch, first)`. It returns this
                 worker's minibatches of that epoch (from 0), those of its replicas in turn: a
                 minibatch for each of `local_replica_ids`, then the next for each, and so on.
-                `first` minibatches, counted over all replicas, have been trained already, and it
-                must leave them out. `first` is 0 except in the epoch in which a run is resumed. All
+                It must leave out the first `first` minibatches, counted over all replicas, which
+                have been trained already: 0 except in the epoch in which a run is resumed. All
                 datasets must have the same element spec.
 
         Returns:
-            Data for `fit`, whose epochs they have: `fit(initial_epoch=2)` begins with epoch 2. In a
+            Data that follow the epochs of `fit`: `fit(initial_epoch=2)` begins with epoch 2. In a
             loop of your own every pass that follows training steps is the next epoch's. In a
             resumed run `tfpara.callbacks.Checkpoint` sets the epoch and `first`.
         """
@@ -331,11 +331,11 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, ForCallbac
     def minibatches_by_epoch(
         self, dataset_fn: Callable[[int], tf.data.Dataset]
     ) -> tf.distribute.DistributedDataset:
-        """Returns data for `fit` that are another dataset in every epoch; this deals them out.
+        """Returns data for `fit` that are another dataset in every epoch, dealt out to replicas.
 
-        As `datasets_by_epoch`, where workers need not know which minibatches are theirs: minibatch
-        k of an epoch is that of replica k mod N. Every worker reads all of them and keeps its own,
-        so reading should be cheap beside training.
+        Like `datasets_by_epoch`, but the function need not know which minibatches are this
+        worker's: minibatch k of an epoch belongs to replica k mod N. Every worker reads all
+        minibatches and keeps its own, so reading should be cheap beside training.
 
         Args:
             dataset_fn: called on each worker as `dataset_fn(epoch)`, from 0. It returns all
@@ -344,7 +344,7 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, ForCallbac
                 `dataset.shuffle(1000, seed=epoch)`.
 
         Raises:
-            TypeError: it returns no dataset.
+            TypeError: the function returns no dataset.
             ValueError: a dataset has no end, or an order that cannot be repeated.
         """
         return by_epoch(self, dataset_fn)
@@ -398,8 +398,8 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, ForCallbac
 
         That is its global model, momentum and averages, which are in memory until then, or until
         all workers have deleted the model and begin to train another one. The open block is closed
-        first. The model keeps its weights, on all replicas those of the global model where these
-        stand apart. It may be trained again, and so may another model that shares weights with it,
+        first. The model keeps its weights; where those of replicas differ, all take the global
+        ones. It may be trained again, and so may another model that shares weights with it,
         such as one with a new head: both begin as models that were never trained. If an average is
         still wanted, write it before (`tfpara.export`).
 
@@ -407,8 +407,8 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, ForCallbac
         and make a new `tf.function`, since the old one has the syncs of the model.
 
         Args:
-            model: the model that was trained. One of those that are tracked together, or that is
-                part of one that was trained, stands for all.
+            model: the model that was trained; or a part of it, or one of several models that are
+                tracked together, which stands for all of them.
 
         Raises:
             ValueError: inside `fit` or `strategy.weights(...)`, or in an elastic run.
@@ -438,7 +438,7 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, ForCallbac
     def barrier(self) -> None:
         """Waits until every worker has called this.
 
-        So files that the chief wrote before can be read by all workers after it.
+        After it, all workers can read files that the chief wrote before it.
         """
         self.extended.control.together(call("strategy.barrier()"))
 
@@ -447,11 +447,11 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, ForCallbac
         """Puts the "global" model, the "local" ones or a named average into `model` for a while.
 
         Every worker must enter, since the open block is closed first. Leaving the context puts the
-        former weights back, bit for bit, on every device. Weights with a Keras constraint are shown
-        within it. Statistics such as those of batch normalisation are those of the last sync in
-        each case. A model that has not been trained yet has the same weights under every name.
-        Models that are tracked together all get these weights, and so does the whole of which a
-        part is given. Contexts may be nested: the inner one holds.
+        former weights back, bit for bit, on every device. Keras constraints are applied to what is
+        shown. Statistics such as those of batch normalisation are those of the last sync in each
+        case. A model that has not been trained yet has the same weights under every name. Models
+        that are tracked together all get these weights, and so does the whole trained model if a
+        part of it is given. Contexts may be nested: the inner one holds.
 
         Args:
             model: a model that was made in the scope, or a part of one that was trained, such as
@@ -461,7 +461,7 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, ForCallbac
         Raises:
             ValueError: an unknown name; the message lists those there are. Weights that are set, or
                 trained by `fit`, inside the context. Or a model of another strategy, or one that
-                shares some weights with a model that was trained, and has others.
+                shares only some of its weights with a model that was trained.
         """
         known = self.weight_names
         if which not in known:
@@ -493,14 +493,14 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, ForCallbac
     ) -> Nest:
         """Returns what `model.predict` does; worker r of W computes rows n·r/W to n·(r + 1)/W of n.
 
-        Of other data than arrays these are batches. Every worker must call it, with the same data.
-        If an elastic run loses a worker meanwhile, those that are left begin anew.
+        For other data than arrays n counts batches, not rows. Every worker must call it, with the
+        same data. If an elastic run loses a worker meanwhile, the others begin anew.
 
         Args:
             model: a model that was made in the scope.
             x: arrays or a structure of them, a `keras.utils.PyDataset`, or a `tf.data.Dataset` of
                 batches in an order that all workers have.
-            batch_size: rows of a batch, of arrays; None: 32.
+            batch_size: rows of a batch, if x are arrays; None: 32.
             which: the weights: "global", "local" or a name among `averages`. None: those that
                 `strategy.weights` shows, else "global".
             only_chief: whether the chief alone keeps the rows; the others return None.

@@ -1,19 +1,21 @@
-"""TensorFlow's private names, which no other file imports. `keras/replacing` has Keras'."""
+"""TensorFlow's private names, imported only here. Keras' private names are in `keras/replacing`."""
 
-# The batch size of a dataset, as TensorFlow finds it to divide batches between replicas.
+# Finds a dataset's batch size, as TensorFlow does before it divides batches between replicas.
 from tensorflow.python.data.experimental.ops.distribute import compute_batch_size
 
-# The module whose functions make the datasets of single devices, which are replaced for a while.
+# The module whose functions make the datasets of single devices; tfpara replaces these functions
+# for a while.
 from tensorflow.python.data.ops import multi_device_iterator_ops as multi_device
 
 # The extended class that MultiWorkerMirroredStrategy builds.
 from tensorflow.python.distribute import collective_all_reduce_strategy as mwms
 
-# The classes of distributed datasets. Keras accepts no others, and calls __iter__ for each pass.
-# The value types that reductions see, and the number of the replica that is being traced.
+# `input_lib` has the classes of distributed datasets: Keras accepts no others, and calls __iter__
+# for each pass. `values` has the types of values that reductions see, and the number of the replica
+# that is being traced.
 from tensorflow.python.distribute import input_lib, values
 
-# The context, whose private methods start the server anew and end collectives.
+# TensorFlow's context, whose private methods start the server anew and end collectives.
 from tensorflow.python.eager import context
 
 # The class of plain variables. In a strategy's scope tf.Variable would create a mirrored one.

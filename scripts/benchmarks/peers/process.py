@@ -26,7 +26,7 @@ def run(figures: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
 
 
 def wait_for_the_others() -> None:
-    """Tells the starter that this process is ready, and waits until all are."""
+    """Tells the program that started this process that it is ready; waits until all are."""
     print("READY", flush=True)
     sys.stdin.readline()
 

@@ -1,7 +1,7 @@
 """TensorFlow's peers: MultiWorkerMirroredStrategy and Horovod, averaging gradients at every step.
 
 Keras 3's `fit` fails under MultiWorkerMirroredStrategy, and Horovod's optimizer for Keras averages
-nothing under Keras 3: both are custom loops around a Keras 3 model and optimizer.
+nothing under Keras 3. So both peers run in custom loops around a Keras 3 model and optimizer.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def main(options: dict[str, Any]) -> dict[str, Any]:
 def mirrored(options: dict[str, Any]) -> dict[str, Any]:
     """Measures MultiWorkerMirroredStrategy.
 
-    The optimizer sums the gradients of the workers; each computes its share of the mean loss.
+    The optimizer sums the workers' gradients, so each worker divides its mean loss by their number.
     """
     strategy = tf.distribute.MultiWorkerMirroredStrategy()
     with strategy.scope():

@@ -1,6 +1,6 @@
 """PyTorch's peers: one process, DDP, two periodic averagers, torchft's LocalSGD and DiLoCo.
 
-It runs in an environment that has PyTorch. The processes are connected by Gloo.
+This program runs in an environment that has PyTorch. Gloo connects the processes.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def _averager(model: nn.Module, options: dict[str, Any]) -> _Setup:
 
 
 def _post_local(model: nn.Module, options: dict[str, Any]) -> _Setup:
-    """Sets up post-local SGD; it is local from the first step on, as the other periodic systems."""
+    """Sets up post-local SGD, local from the first step on, as the other periodic systems are."""
     from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as hook
     from torch.distributed.optim import PostLocalSGDOptimizer
 

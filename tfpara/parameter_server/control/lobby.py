@@ -2,13 +2,13 @@
 
 TensorFlow waits forever for a process that does not start or stops answering, and it does not tell
 a parameter server that the run is over. So every worker and parameter server keeps a TCP connection
-to the chief's address of TF_CONFIG during the whole run (`member.py` is the other end). By its
-state machine, `membership.py` decides which process is lost and when the run ends. TensorFlow's
-server in the chief listens on another port.
+to the chief's address of TF_CONFIG during the whole run (`member.py` is the other end). The state
+machine in `membership.py` decides which process is lost and when the run ends. TensorFlow's server
+in the chief listens on another port.
 
 Messages are signed with the run's secret (`tfpara/cluster/messages.py`). Workers and parameter
 servers send `hello` (job, index, addresses and version), `serving` (TensorFlow's server listens),
-`problem` (the cause why it cannot listen) and `leaving` (the signal that asked the process to end).
+`problem` (why that server cannot listen) and `leaving` (the signal that asked the process to end).
 The chief sends `welcome`, `end` (exit code and a sentence), `finishing` (the same, to be obeyed
 when the chief is gone) and `leave` (the exit code of a worker that has sent `leaving`, or null).
 Empty messages, from both sides, are signs of life.
@@ -34,7 +34,7 @@ from tfpara.parameter_server.control.member import PURPOSE, beat_seconds
 from tfpara.typing import Json
 
 _TICK_SECONDS = 0.1
-_CUT_SECONDS = 5.0  # longest pause between two cuts; TensorFlow prints some lines at each
+_CUT_SECONDS = 5.0  # longest pause between two cuts of a lost task's connections
 _ANSWER_SECONDS = 10.0  # longest wait for the other processes to end, or to be reached
 _FIRST_FREE_PORT = 1024
 _log = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ class ParameterServerError(RuntimeError):
 class Lobby:
     """Gathers the workers and parameter servers, and watches them until the run is over.
 
-    It listens on the chief's address as soon as it is made.
+    A `Lobby` listens on the chief's address as soon as it is made.
 
     Args:
         cluster: the chief's view of the cluster.
@@ -82,7 +82,7 @@ class Lobby:
             beat_seconds(timeout_seconds),
             time.monotonic(),
         )
-        self._hosts: dict[membership.Task, str] = {}  # the IP addresses from which tasks came
+        self._hosts: dict[membership.Task, str] = {}  # the IP address from which each task came
         self._closing = False
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="tfpara-lobby", daemon=True)
@@ -126,7 +126,7 @@ class Lobby:
     def end_with_process(self, code: int = 0, sentence: str = "") -> None:
         """Tells all processes to end as soon as this process is gone; arguments as for `fail`.
 
-        The chief's program calls it at its exit: until then TensorFlow still needs the others.
+        The chief's program calls this at its exit, since until then TensorFlow needs the others.
         """
         with self._changed:
             self._do(self.state.end(code, sentence, "finishing"))
@@ -200,12 +200,13 @@ class Lobby:
                     _leave(sentence)
 
     def _drop(self, task: membership.Task) -> None:
-        """Closes the connection of a task, and keeps TensorFlow from waiting for it."""
+        """Closes the connection of a task, and keeps TensorFlow from waiting for the task."""
         self._door.drop(self._door.guests[task])
         job, index = task
         address = self._cluster.spec()[job][index]
-        # Its name may lead to another machine by now, or nowhere. It is cut at once, because a
-        # process that takes its place may be let in next.
+        # Connections are cut by IP address, because the task's host name may lead to another
+        # machine by now, or nowhere. They are cut at once, because the task's new process may be
+        # let in next.
         lost = {(self._hosts[task], int(ports.split(address)[1]))}
         ports.cut(lost)
         # In a thread of its own, because the look-up of a name may take long.
@@ -214,13 +215,13 @@ class Lobby:
     def _keep_cut(self, task: membership.Task, address: str, lost: set[tuple[str, int]]) -> None:
         """Ends all connections to a task that is lost, until it is back.
 
-        A task that is stopped does not answer TensorFlow's calls, which have no time limit, and
-        its machine accepts each new connection.
+        A suspended process does not answer TensorFlow's calls, which have no time limit, and its
+        machine still accepts each new connection. So one cut is not enough.
         """
         pause = _TICK_SECONDS
         while True:
             lost |= ports.places(address)
-            with self._changed:  # so that the task is not let in between the check and the cut
+            with self._changed:  # the task cannot be let in between check and cut
                 if task in self._door.guests or self._closing:
                     return
                 ports.cut(lost)

@@ -25,12 +25,12 @@ _LEAVING_SECONDS = 3.0
 
 
 def beat_seconds(timeout_seconds: float) -> float:
-    """Returns the seconds between signs of life; after `timeout_seconds` of silence one is lost."""
+    """Returns the seconds between signs of life; `timeout_seconds` is the longest silence."""
     return min(2.0, timeout_seconds / 5.0)
 
 
 class _Over(Exception):
-    """This process has to end, with an exit code and a cause, empty if the run was finished."""
+    """This process has to end. Arguments: exit code, and cause (empty if the run is finished)."""
 
 
 def serve(
@@ -64,7 +64,8 @@ def serve(
                 signal.signal(number, signal.SIG_DFL)
     with quiet.starting():  # until the end, since the chief may connect again
         code, sentence = attend(cluster, start_server, startup_timeout_seconds, received)
-    # TensorFlow's threads would keep the process alive, and its exit waits for other processes.
+    # Without `os._exit`, TensorFlow's threads would keep this process alive, or TensorFlow's exit
+    # handlers would wait for other processes.
     with contextlib.suppress(OSError):
         if sentence:
             print(f"tfpara: {sentence}", file=sys.stderr)
@@ -91,7 +92,7 @@ def attend(
     Args:
         cluster, start_server, startup_timeout_seconds: as for `serve`.
         received: a list to which a signal handler appends signals that ask this process to end.
-        shared: the secret of the run; that of the environment if None.
+        shared: the secret of the run. None: the secret of the environment.
 
     Raises:
         tfpara.cluster.secret.SecretError: the secret of the environment is not valid.
@@ -191,7 +192,7 @@ def _stay(
                 leave_at = leave_at if message["leave"] else 0.0
         now, before = time.monotonic(), looked_at
         looked_at = now
-        if now - before > timeout_seconds / 2:  # this process itself was suspended
+        if now - before > timeout_seconds / 2:  # this process itself was suspended, not the chief
             channel.heard = now
         lost = ""
         if channel.closed:

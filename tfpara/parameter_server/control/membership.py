@@ -48,8 +48,8 @@ from tfpara.cluster.asynchronous import AsyncCluster
 from tfpara.typing import Json
 
 _LOG_SECONDS = 30.0
-# Seconds that the chief's program has to end by itself after the run has failed. A TensorFlow call
-# may block it.
+# Seconds that the chief's program has to end by itself after the run has failed. After these it is
+# ended (`Exit`), because a TensorFlow call may block it.
 _LAST_SECONDS = 60.0
 
 Task: TypeAlias = tuple[str, int]
@@ -106,15 +106,15 @@ class Membership:
         tensorflow_address: "host:port" of TensorFlow's server in the chief.
         startup_seconds, timeout_seconds: as in the tables.
         beat_seconds: seconds between two signs of life.
-        now: the time in seconds, of any clock; so in all methods.
+        now: the time in seconds, of any clock. All methods take the time of the same clock.
 
     Attributes:
         phase: the phase of the run.
         problem: the cause why the tasks cannot connect, or None.
         failure: the cause why training cannot continue, or None.
-        lost: indices of workers that were lost while training continues; the reader removes them.
+        lost: indices of workers that were lost while training continues; `Lobby.lost` removes them.
         asked_to_end: a sentence that names the process that got a signal and waits for the end of
-            the run, or None. The chief's program sets it for the chief.
+            the run, or None. If it is the chief, the chief's program sets it.
         restart_code: the exit code that asks for a restart, while the chief's program writes
             checkpoints; else None.
     """
@@ -175,7 +175,7 @@ class Membership:
             self._have(problem)
             return [Send(None, {"end": self._end or {"code": 1, "sentence": problem}})]
         self._present[task] = _Present(now)
-        # the former process's machine may have died
+        # The machine of the former process may have died without closing the connection.
         drop: list[Action] = [Drop(task)] if former else []
         return [*drop, Admit(task), Send(task, self._welcome)]
 
@@ -231,7 +231,7 @@ class Membership:
             heard: the time of each present task's last message.
             turned_away: a sentence that names the refused processes; empty if there are none.
         """
-        suspended = now - self._looked_at > self._timeout / 2  # this process itself was suspended
+        suspended = now - self._looked_at > self._timeout / 2  # the chief itself was suspended
         self._looked_at = now
         for task, its in self._present.items():
             its.heard = now if suspended else max(its.heard, heard.get(task, its.heard))
@@ -259,7 +259,7 @@ class Membership:
 
     def reached(self, problem: str | None) -> None:
         """Event: all addresses were tried; `problem` names those that do not answer."""
-        if not self.missing:  # a task that has just died may come back
+        if not self.missing:  # else a task has died during the tries; it may come back
             self._have(problem)
             if self.phase == "gathering" and not self.problem:
                 self.phase = "training"

@@ -1,7 +1,8 @@
-"""Blocks by speed: the number and choice of the minibatches that each worker trains in a block.
+"""Blocks by speed: how many minibatches each worker trains in a block, and which ones.
 
-Each report has the time of a minibatch, and all workers have the same reports. So each worker
-knows without a further message how many minibatches every worker takes until the next sync.
+At a sync each worker reports the time of its minibatches, and all workers receive all reports. So
+each worker knows, without a further message, how many minibatches every worker takes until the
+next sync.
 """
 
 from __future__ import annotations
@@ -26,13 +27,14 @@ from tfpara.sync.workers.worker import Worker
 from tfpara.typing import Array, Json
 
 CEILING = 4  # largest number of minibatches of one worker in a block, as a multiple of τ
-# Weight of the last block in a worker's smoothed time of a minibatch: the larger one if the block's
-# time differs by the factor `_LARGE`, or by `_NOISE` twice in the same direction. Otherwise shares
-# would follow the noise of every block, and workers of equal speed would wait for each other.
+# Weight of the last block in a worker's smoothed time of a minibatch. It is `_TRUST` if the block's
+# time differs by the factor `_LARGE`, or twice in the same direction by the factor `_NOISE`; else
+# it is `_TRUST_IN_NOISE`. If it always were `_TRUST`, shares would follow the noise of every block,
+# and workers of equal speed would wait for each other.
 _TRUST, _TRUST_IN_NOISE = 0.75, 0.25
 _LARGE, _NOISE = 1.4, 1.1
-_LARGEST_CHANGE = 2.0  # factor by which one block may change that time
-_GAIN = 0.03  # smallest gain of time for which the shares change
+_LARGEST_CHANGE = 2.0  # factor by which one block may change the smoothed time
+_GAIN = 0.03  # smallest gain of time, as a part of a block's, for which the shares change
 
 
 def shares_of(seconds: Array, period: int, former: Array) -> Array:
@@ -42,9 +44,9 @@ def shares_of(seconds: Array, period: int, former: Array) -> Array:
     s_i are the seconds of a minibatch. So τ_i is about W·τ·(1/s_i) / Σ_j (1/s_j).
 
     Args:
-        seconds: s_i; 0 if unknown, which counts as the slowest that is known.
+        seconds: s_i of each worker; 0: unknown, so the worker counts as the slowest known one.
         period: τ.
-        former: the previous shares; they are returned if others would gain less than 3 %.
+        former: the previous shares. If new ones would gain less than 3 %, these are returned.
     """
     workers = len(seconds)
     total = workers * period
@@ -67,9 +69,9 @@ def shares_of(seconds: Array, period: int, former: Array) -> Array:
 def dealing_order(shares: Array) -> Array:
     """Returns for each minibatch of a block, in the order of the data, the worker that trains it.
 
-    Minibatch c of worker i, from 0, is ordered by c / τ_i. So the workers reach the end of an epoch
-    together, at whatever point of a block that is. With equal shares worker k mod W has minibatch
-    k, as without balance.
+    Each worker i counts its minibatches c from 0, and all are sorted by c / τ_i. So the workers
+    reach the end of an epoch together, also in the middle of a block. With equal shares worker
+    k mod W has minibatch k, as without balance.
     """
     workers = np.repeat(np.arange(len(shares)), shares)
     places = np.concatenate([np.arange(share) / max(share, 1) for share in shares])
@@ -77,27 +79,28 @@ def dealing_order(shares: Array) -> Array:
 
 
 class Balance(EpochUnits):
-    """The shares of the workers in the present block, the same on all of them.
+    """The shares of the workers, in minibatches, of the present block; all workers have the same.
 
     Args:
         settings: settings of the strategy.
         worker: this worker.
-        momentum: momentum of the models' optimizers, which is fitted to the block.
+        momentum: the sync period, and the optimizers' momentum, which is fitted to the block.
         make: makes a plain variable, `make(value, name)`.
-        simulates: whether this worker's replicas stand for the workers of a record. They step
-            together, and those with a smaller share get empty minibatches at the block's end.
+        simulates: whether this worker's replicas stand for the workers of a record. The replicas
+            step together, and those with a smaller share get empty minibatches at the block's end.
 
     Attributes:
-        plan: the minibatches of the present pass as they are divided since the last sync:
-            `carried` has those of each worker in the present block, trained or not. None outside of
-            a pass.
-        due: the steps of this worker in the present block, a variable; 0: those of the sync period.
-        since: the time when the present block began on this worker, a variable; 0: unknown.
-        open_steps: returns this worker's steps since the last sync.
-        reported: of each worker in the present sync: the steps in the block, and the seconds in
-            which it has trained them, below 0 if unknown.
-        steps_of_epoch: steps of each replica, if all took equally many; None: unknown.
-        record: the shares in all blocks of this process so far.
+        plan: the division of the present pass's minibatches since the last sync; None outside of a
+            pass. Its `carried` has each worker's minibatches of the present block, trained or not.
+        due: a variable: this worker's number of steps in the present block; 0: the sync period.
+        since: a variable: when the present block began on this worker, on the monotonic clock; 0:
+            unknown.
+        open_steps: returns the number of this worker's steps since the last sync.
+        reported: what each worker has reported at the present sync: its steps in the block, and the
+            seconds that they took, below 0 if unknown.
+        steps_of_epoch: the steps that each replica would take in an epoch if all took equally many;
+            None: unknown.
+        record: the workers' shares in each block of this process so far.
     """
 
     def __init__(
@@ -137,39 +140,40 @@ class Balance(EpochUnits):
         self.steps_of_epoch: int | None = None
         self.record: list[list[int]] = []
         self._blocks = 0  # number of trained blocks, with those before a resume
-        self._seconds = np.zeros(workers)  # seconds of a minibatch, smoothed
-        self._changes = np.zeros(workers)  # logarithms of the last block's over those
+        self._seconds = np.zeros(workers)  # smoothed seconds of a minibatch of each worker
+        self._changes = np.zeros(workers)  # log(the last block's seconds / smoothed ones before it)
         self._shares = np.zeros(workers, int)  # shares by speed, of the last block
-        self._unmeasured = 0  # number of the next blocks whose time tells nothing
-        # Whether a block of the present pass was whole. Then a shorter one, as at the end of an
-        # epoch, is not measured, since a few steps tell little.
+        self._unmeasured = 0  # how many of the next blocks are not measured
+        # Whether the present pass had a complete block. After one, shorter blocks, as at the end of
+        # an epoch, are not measured, since a few steps tell little.
         self._had_whole = False
-        self._resumed: tuple[int, int, Sequence[int]] = (0, 0, ())  # epoch, first, and what it owes
-        self._rank = 0  # of this worker in the plan
-        self._queue: tf.queue.QueueBase | None = None
+        # The checkpoint's position: its epoch, the number of trained minibatches, and those owed.
+        self._resumed: tuple[int, int, Sequence[int]] = (0, 0, ())
+        self._rank = 0  # this worker's rank in the plan
+        self._queue: tf.queue.QueueBase | None = None  # the numbers of this worker's minibatches
 
     @property
     def _workers(self) -> int:
         return self._worker.replicas if self.simulates else self._worker.num_workers
 
     def begin_epoch(self, epoch: int, first: int, warm: bool) -> Dealt | None:
-        """Begins a pass over an epoch of fixed workers, of which `first` minibatches are trained.
+        """Begins a pass over an epoch in a run whose workers do not change.
 
-        Returns what `begin` does.
+        `first` minibatches of the epoch are trained already. Returns what `begin` returns.
         """
         owed = self._resumed[2] if self._resumed[:2] == (epoch, first) else ()
         plan = plan_of_epoch(epoch, range(self._workers), first=first, owed=owed)
         return self.begin(plan, self._worker.rank, warm)
 
     def begin(self, plan: Plan, rank: int, warm: bool) -> Dealt | None:
-        """Begins a pass over an epoch; returns this worker's minibatches; None: there are no syncs.
+        """Begins a pass over an epoch; returns this worker's minibatches, or None without syncs.
 
         Args:
-            plan: the minibatches that are not trained yet. If workers carry some, all of them sync
-                as soon as possible.
+            plan: the division of the minibatches that are not in the model yet. If workers carry
+                some that they have trained, all workers sync as soon as possible.
             rank: this worker's rank in the plan.
-            warm: whether this process has trained before. If not, the first block compiles, and
-                its time tells nothing.
+            warm: whether this process has trained before. If not, the first block's time includes
+                compilation, and is not measured.
         """
         self.end()
         if self._momentum.sync_period is None:
@@ -189,7 +193,7 @@ class Balance(EpochUnits):
         return dealt
 
     def end(self) -> None:
-        """Ends the present pass, also for readers that wait for its minibatches."""
+        """Ends the present pass; readers that wait for its minibatches stop waiting."""
         if self._queue is not None:
             self._queue.close(cancel_pending_enqueues=True)
         self.plan = self._queue = None
@@ -206,9 +210,9 @@ class Balance(EpochUnits):
         return 0 if self.plan is None else sum(map(len, self.plan.carried))
 
     def close(self) -> int:
-        """Ends the `reported` block at a sync that is done, and assigns the next one's minibatches.
+        """Ends the block of `reported`, after its sync, and assigns the next block's minibatches.
 
-        Returns `due` of the next block.
+        Returns the next block's `due`.
         """
         (steps, seconds), plan = self.reported, self.plan
         if plan is None or not steps.any():
@@ -228,19 +232,19 @@ class Balance(EpochUnits):
         return self._deal()
 
     def _measure(self, steps: Array, seconds: Array, known: Array) -> None:
-        """Smooths the times of a minibatch by those of a block, where they are known."""
+        """Updates the workers' smoothed times of a minibatch by those of a block, where `known`."""
         measured = np.divide(seconds, steps, out=np.zeros(len(steps)), where=known)
         former = np.where(self._seconds > 0.0, self._seconds, measured)
         within = np.clip(measured, former / _LARGEST_CHANGE, former * _LARGEST_CHANGE)
         changes = np.log(np.divide(within, former, out=np.ones(len(steps)), where=known))
-        both = np.sort([changes, self._changes], 0)  # the smaller and the larger, with their signs
+        both = np.sort([changes, self._changes], 0)  # each worker's last two changes, sorted
         again = (both[0] > np.log(_NOISE)) | (both[1] < -np.log(_NOISE))
         is_real = again | (np.abs(changes) > np.log(_LARGE))
         smoothed = former + np.where(is_real, _TRUST, _TRUST_IN_NOISE) * (within - former)
         self._seconds, self._changes = np.where(known, smoothed, former), changes
 
     def _deal(self) -> int:
-        """Assigns a block's minibatches, after those that workers still have; returns `due`."""
+        """Assigns a block's minibatches, added to those that workers still have; returns `due`."""
         plan, period = self.plan, self._momentum.sync_period
         assert plan is not None and self._queue is not None
         if period is None:
@@ -283,15 +287,18 @@ class Balance(EpochUnits):
         return steps if plan is None else round(self.minibatches(plan) / plan.size)
 
     def minibatches(self, plan: Plan) -> float:
-        """Returns `plan`'s trained minibatches if all are as far in the block as this worker."""
+        """Returns how many of `plan`'s minibatches are trained, estimated by this worker.
+
+        It takes all workers to be as far in the block as itself.
+        """
         of_block = min(1.0, self.open_steps() / max(int(self.due), 1))
         return plan.in_the_model([0] * plan.size) + of_block * self._dealt
 
     def position(self) -> dict[str, Json]:
         """Returns the position at a sync, for a checkpoint.
 
-        `minibatches` are done, except those that are `owed`: after `strategy.synchronize()` has
-        closed a block before its end, some workers still have minibatches of it.
+        The minibatches with numbers below `minibatches` are trained, except those in `owed`: if
+        `strategy.synchronize()` closes a block early, workers have not trained all of its own.
         """
         return {} if self.plan is None else position_of(self.plan)
 
@@ -299,7 +306,7 @@ class Balance(EpochUnits):
         """Continues from a checkpoint's position, in an epoch that begins.
 
         Raises:
-            ValueError: the checkpoint owes steps of workers with several devices.
+            ValueError: steps are owed of workers that had several devices each.
         """
         owed = position.get("owed", ())
         if owed and position["devices"] != 1:
@@ -311,7 +318,7 @@ class Balance(EpochUnits):
         self._resumed = epoch, position["minibatches"], owed
 
     def get_state(self) -> Json:
-        """Returns the basis of the next shares; at a sync it is the same on all workers."""
+        """Returns what the next shares depend on; at a sync it is the same on all workers."""
         return {
             "blocks": self._blocks,
             "seconds": self._seconds.tolist(),
@@ -320,7 +327,7 @@ class Balance(EpochUnits):
         }
 
     def set_state(self, state: Json) -> None:
-        """Continues from a state; a state of another number of workers is not used."""
+        """Continues from a state of `get_state`, unless it is of another number of workers."""
         assert isinstance(state, Mapping)
         workers = self._workers
         if len(state["seconds"]) == workers:
@@ -329,14 +336,14 @@ class Balance(EpochUnits):
             self._changes = np.array(state.get("changes", [0.0] * workers))
 
     def regroup(self, state: Mapping[str, Any], former: Sequence[int], plan: Plan) -> None:
-        """Continues from a former member's state, with the workers of a plan.
+        """Continues from the state of a former member, after members have changed.
 
         A worker that is new counts as the slowest until it is measured. The block that is under
         way, and the first one of the plan, are not measured: their time includes the change.
 
         Args:
-            state: the state that `get_state` has returned on that member.
-            former: the tasks of that state, by rank.
+            state: the state that `get_state` has returned on the former member.
+            former: the task numbers of the workers in that state, by rank.
             plan: the plan with which the workers continue.
         """
         places = {task: rank for rank, task in enumerate(former)}
@@ -351,7 +358,7 @@ class Balance(EpochUnits):
 
 
 def position_of(plan: Plan) -> dict[str, Json]:
-    """Returns the position of a plan at a sync, when no minibatch of the open block is trained."""
+    """Returns the position of a plan right after a sync, when no carried minibatch is trained."""
     owed = sorted((*plan.owed, *itertools.chain(*plan.carried)))
     first = plan.first
     while owed and owed[-1] == first - 1:

@@ -1,4 +1,4 @@
-"""Selects this worker's minibatches of a pass. Their indices become known block by block."""
+"""Selection of this worker's minibatches of a pass, whose numbers become known block by block."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ import tensorflow as tf
 from tfpara.sync.workers.data_place import DataPlace, dealt, making
 from tfpara.typing import Array
 
-EMPTY = -1  # stands for the number of a minibatch without rows
+EMPTY = -1  # in place of a minibatch's number: the minibatch has no rows
 
 
 class Dealt:
     """The minibatches of a pass that belong to this worker, by a queue of their rising numbers.
 
-    Reading waits until the numbers of the next block are known. This wait occupies no thread of
-    TensorFlow, as one in a Python function would, and ends with the iterator.
+    Reading waits until the numbers of the next block are known. This wait ends with the iterator.
+    Unlike a wait in a Python function, it occupies no thread of TensorFlow.
 
     Args:
-        queue: the numbers; None: this worker has no minibatches.
-        first: no number is below it.
+        queue: the numbers of the minibatches; None: this worker has none.
+        first: no minibatch has a number below this.
     """
 
     def __init__(self, queue: tf.queue.QueueBase | None, first: int = 0) -> None:
@@ -31,14 +31,14 @@ class Dealt:
         return self.rows().take_while(lambda number: number < end)
 
     def rows(self) -> tf.data.Dataset:
-        """Returns all numbers; those of a simulation are vectors, a number for each replica."""
+        """Returns a dataset of all numbers; in a simulation, of vectors: one for each replica."""
         queue = self._queue
         if queue is None:
             return tf.data.Dataset.range(0)
         return tf.data.Dataset.counter().map(lambda _: queue.dequeue())
 
     def among(self, numbered: tf.data.Dataset) -> tf.data.Dataset:
-        """Returns this worker's minibatches among pairs of a rising number and a minibatch."""
+        """Returns this worker's minibatches from a dataset of pairs (rising number, minibatch)."""
         queue = self._queue
         if queue is None:
             return numbered.take(0).map(lambda number, element: element)
@@ -55,7 +55,7 @@ class Dealt:
 
 
 class _All:
-    """All minibatches of a pass from number `first` on; used like `Dealt`."""
+    """All minibatches of a pass from number `first` on, with the methods of `Dealt`."""
 
     def __init__(self, first: int) -> None:
         self.first = first
@@ -70,10 +70,11 @@ class _All:
 def to_replicas(
     minibatches: Callable[[int, int], tf.data.Dataset],
 ) -> Callable[[int, int], tf.data.Dataset]:
-    """Converts a function of a worker's minibatches into one of those of simulated workers.
+    """Converts a function that returns one worker's minibatches, for use with simulated workers.
 
-    Each of these is a replica of this process. The dataset has a minibatch for each of them, then
-    the next for each, and so on; `EMPTY` ones have no rows.
+    Each replica of this process simulates a worker. The converted function's dataset has a
+    minibatch for each replica, then the next for each, and so on. Where a replica's number is
+    `EMPTY`, its minibatch has no rows.
     """
 
     def made(epoch: int, first: int) -> tf.data.Dataset:
@@ -99,7 +100,7 @@ def to_replicas(
 
 
 class _Kept:
-    """The minibatches of a dataset, which are read in order, and taken nearly in order."""
+    """The minibatches of a dataset, by number: read in order, and taken nearly in order."""
 
     def __init__(self, whole: tf.data.Dataset, first: int) -> None:
         self._iterator, self._next = iter(whole), first
@@ -107,7 +108,7 @@ class _Kept:
         self._empty: Any = None
 
     def exists(self, row: Array) -> bool:
-        """Returns whether a row has a minibatch that exists. Later rows then have some as well."""
+        """Returns whether any number of a row has a minibatch; reads up to the row's largest."""
         while self._next <= row.max():
             minibatch = next(self._iterator, None)
             if minibatch is None:
@@ -118,7 +119,7 @@ class _Kept:
         return any(number in self._kept for number in row.tolist())
 
     def take(self, row: Array) -> Iterator[Any]:
-        """Yields the minibatches of a row; those that do not exist are empty."""
+        """Yields the minibatches with the numbers of a row; an empty one where there is none."""
         for number in row.tolist():
             yield self._kept.pop(number, self._empty)
 
@@ -126,24 +127,24 @@ class _Kept:
 def open_spec(spec: Any) -> Any:
     """Returns the spec of minibatches that may be empty."""
     if not isinstance(spec, tf.TensorSpec) or not spec.shape.rank:
-        return spec  # that of ragged or sparse tensors is open
+        return spec  # ragged and sparse specs already allow any number of rows
     return tf.TensorSpec([None, *spec.shape[1:]], spec.dtype)
 
 
 def emptied(leaf: Any) -> Any:
-    """Returns no rows of a batch; a scalar stays."""
+    """Returns a tensor of a batch with its rows left out; a scalar stays."""
     return slice_of(leaf, 0, 0) if leaf.shape.rank else leaf
 
 
 def rows_of(leaf: Any) -> tf.Tensor:
-    """Returns the number of rows of a batch, int64."""
+    """Returns the number of rows of a tensor, an int64 scalar."""
     if isinstance(leaf, tf.SparseTensor):
         return leaf.dense_shape[0]
     return leaf.nrows() if isinstance(leaf, tf.RaggedTensor) else tf.shape(leaf, tf.int64)[0]
 
 
 def rows_of_all(element: Any) -> tf.Tensor:
-    """Returns the number of rows of a batch, int64, which fails if its tensors differ in it."""
+    """Returns the number of rows of a batch, an int64 scalar; fails if its tensors' rows differ."""
     rows, *others = map(rows_of, tf.nest.flatten(element))
     words = "the tensors of a batch differ in rows"
     with tf.control_dependencies([tf.debugging.assert_equal(n, rows, words) for n in others]):
@@ -151,7 +152,7 @@ def rows_of_all(element: Any) -> tf.Tensor:
 
 
 def slice_of(leaf: Any, begin: int | tf.Tensor, end: int | tf.Tensor) -> Any:
-    """Returns the existing rows of a batch from `begin` to before `end`."""
+    """Returns the rows of a tensor from `begin` to before `end`, as far as they exist."""
     if not isinstance(leaf, tf.SparseTensor):
         return leaf[begin:end]
     begin, end = tf.cast(begin, tf.int64), tf.cast(end, tf.int64)

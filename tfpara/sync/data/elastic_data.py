@@ -1,8 +1,8 @@
 """Data of `fit` as numbered minibatches, which can be assigned to any worker.
 
-A replica's minibatch is a part of a batch, which is cut for the N replicas with which the run
-began. The minibatches of an epoch are numbered from 0, and any worker can read any of them. So
-others train those that a lost worker has left, and faster workers get more.
+A batch is cut into a minibatch for each of the N replicas with which the run began. The minibatches
+of an epoch are numbered from 0, and any worker can read any of them. So other workers can train
+what a lost worker has left, and faster workers can get more.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _BATCH_SIZE = 32  # Keras' default
 
 
 class Began(NamedTuple):
-    """The number of replicas at the start of a run, in all and of each worker.
+    """The number of replicas with which a run began: of all workers, and of each worker.
 
     option: the strategy's argument that requires numbered data, for messages.
     """
@@ -60,8 +60,8 @@ def deal_out_arrays(strategy: Any, began: Began, given: dict[str, Any]) -> None:
     A replica's minibatch has `batch_size` / N rows, rounded up, for the N replicas with which the
     run begins, as without `elastic=`. The size stays when replicas are lost or join. Each row of an
     epoch is trained once. With `shuffle` (the default) each epoch has another order. With
-    `steps_per_epoch` an epoch has as many minibatches as N replicas train in so many steps. The
-    next epoch continues in the arrays where it ends. Data that are no arrays stay.
+    `steps_per_epoch` an epoch has as many minibatches as N replicas train in so many steps, and the
+    next epoch continues at the row where it ended. Data that are no arrays stay as they are.
 
     Raises:
         ValueError: arrays of different lengths.
@@ -115,14 +115,15 @@ def deal_out_arrays(strategy: Any, began: Began, given: dict[str, Any]) -> None:
 
 
 def deal_out_dataset(strategy: Any, began: Began, given: dict[str, Any]) -> None:
-    """Replaces a `tf.data.Dataset` of batches among the arguments of `fit`, as arrays are.
+    """Replaces a `tf.data.Dataset` of batches among the arguments of `fit`, in place.
 
-    Each batch is cut into N minibatches, for the N replicas with which the run begins. Their rows
-    differ by one at most. Every worker reads the whole dataset, and keeps its own parts.
+    Each batch is cut into N minibatches, for the N replicas with which the run begins. Their
+    numbers of rows differ by one at most. Every worker reads the whole dataset, and keeps its own
+    minibatches.
 
     Raises:
-        ValueError: the dataset has no batches, or no end, or another order in each pass; or each
-            worker has a different part; or workers have different data.
+        ValueError: the dataset's elements are no batches; or it has no end, or another order in
+            each pass; or auto-sharding is off; or workers have different data.
     """
     dataset: tf.data.Dataset = given["x"]
     same_data.check_batched(dataset.element_spec)
@@ -153,8 +154,8 @@ class Batches(NamedTuple):
         number: number of batches.
         signature: the spec of a batch.
         values: some of the first batches' values, by which workers' data are compared.
-        standard: makes a batch of an item of the dataset.
-        part_of: returns part k of n of a batch.
+        standard: turns an item of the dataset into a batch of the standard form (x, y, …).
+        part_of: `part_of(batch, k, n)` returns part k, from 0, of the n parts of a batch.
     """
 
     number: int
@@ -167,16 +168,15 @@ class Batches(NamedTuple):
 def deal_out_py_dataset(
     strategy: Any, began: Began, given: dict[str, Any], batches: Batches
 ) -> None:
-    """Replaces a `keras.utils.PyDataset` among the arguments of `fit`, as arrays are.
+    """Replaces a `keras.utils.PyDataset` among the arguments of `fit`, in place.
 
-    Each batch is cut into N minibatches, for the N replicas with which the run begins. Their rows
-    differ by one at most. A worker reads every W-th batch, as without `elastic=`, while the W
-    workers of the beginning are there. After a change of members it reads each batch of which it
-    needs a part.
+    Each batch is cut into N minibatches, for the N replicas with which the run begins. Their
+    numbers of rows differ by one at most. Until members change, each of the W workers reads every
+    W-th batch, as without `elastic=`. After that, it reads each batch of which it needs a part.
 
     Raises:
-        ValueError: the dataset changes between epochs, or reads in processes; or workers have
-            different data.
+        ValueError: the dataset has hooks that change it between epochs, or reads in processes; or
+            workers have different data.
     """
     data: keras.utils.PyDataset = given["x"]
     for hook in ("on_epoch_begin", "on_epoch_end"):
@@ -201,7 +201,8 @@ def deal_out_py_dataset(
         in_order = shuffled(count, seed, epoch) if shuffle else range(count)
         dealt = data_place.dealt()
         if dealt is not None:
-            # The parts of a batch follow each other, so that a worker reads few batches twice.
+            # Minibatches are numbered batch by batch here. So a worker's minibatches of one batch
+            # follow each other, and keeping the last batch saves most repeated reads.
             standard, recent = batches.standard, functools.lru_cache(1)(data.__getitem__)
 
             def one(number: int) -> Iterator[Any]:
@@ -248,8 +249,8 @@ def by_epoch(strategy: Any, dataset_fn: Callable[[int], tf.data.Dataset]) -> Any
         same_data.check_batched(dataset.element_spec)
         _check_order(dataset, "Give a seed to all that is drawn.", made_anew=True)
         if not facts:
-            # If only the program has a seed, an operation gets another seed at each call. So the
-            # function is called twice, and the seeds are compared.
+            # If only the program has a seed (tf.random.set_seed), each new operation gets another
+            # seed. So the function is called twice, and the seeds of both datasets are compared.
             facts.update(same_data.facts_of_dataset(dataset))
             if same_data.difference([facts, same_data.facts_of_dataset(dataset_fn(epoch))]):
                 raise ValueError(
@@ -268,10 +269,10 @@ def check_dealt(given: Mapping[str, Any], option: str, steps: str, data: str) ->
     """Raises ValueError if the data given to `fit` are not numbered, or a number of steps is given.
 
     Args:
-        given: the arguments of `fit`, after data that can be numbered were replaced.
+        given: the arguments of `fit`, in which data that can be numbered have been replaced.
         option: the strategy's argument that requires numbered data, for the message.
         steps: the reason why no number of steps can be given, as the end of a sentence.
-        data: the message about other data.
+        data: the whole message for data that are not numbered.
     """
     if given.get("steps_per_epoch") is not None:
         raise ValueError(
@@ -283,10 +284,10 @@ def check_dealt(given: Mapping[str, Any], option: str, steps: str, data: str) ->
 
 
 def of_one_reader(dataset_fn: Callable[[int, int], tf.data.Dataset]) -> Callable[..., Any]:
-    """Converts a function of a worker's minibatches, by its place, for `datasets_by_number`.
+    """Converts a user's function that returns one worker's minibatches, for `datasets_by_number`.
 
-    If minibatches are assigned by number, the function is called as for a run of one worker, so it
-    returns those of all.
+    If minibatches are assigned by number, the user's function is called as for the only worker of a
+    run, so that it returns all minibatches, from which this worker's are taken.
     """
 
     def minibatches(epoch: int, first: int) -> tf.data.Dataset:
@@ -317,7 +318,7 @@ def _check_order(dataset: tf.data.Dataset, fix: str, made_anew: bool = False) ->
 
 
 def _without_values(facts: Facts) -> Facts:
-    """Returns the facts without values, whose last digits differ between machines."""
+    """Returns facts without the values, whose last digits may differ between machines."""
     return {name: fact for name, fact in facts.items() if name != "values"}
 
 
@@ -344,14 +345,18 @@ def _agree(strategy: Any, began: Began, facts: Facts) -> Order:
 
 
 def _numbers(strategy: Any, first: int, count: int) -> list[int]:
-    """Returns the numbers of this worker's minibatches, of `count` in an epoch, from `first` on."""
+    """Returns the numbers of this worker's minibatches, those from `first` to before `count`."""
     starts = range(first, count, strategy.num_replicas)
     numbers = [start + own for start in starts for own in strategy.local_replica_ids]
     return [number for number in numbers if number < count]
 
 
 class _Own:
-    """This worker's minibatches from `first` on, by its replicas' numbers; used like `Dealt`."""
+    """This worker's minibatches from `first` on, by its replicas' numbers, like a `Dealt`.
+
+    Minibatch `first` belongs to the first replica of the run, `first` + 1 to the second, and so on
+    in turn.
+    """
 
     def __init__(self, strategy: Any, first: int) -> None:
         self.first, self._strategy = first, strategy
@@ -367,13 +372,13 @@ class _Own:
         return tf.data.Dataset.from_tensor_slices(own)
 
     def among(self, numbered: tf.data.Dataset) -> tf.data.Dataset:
-        """Returns this worker's minibatches among pairs of a number and a minibatch."""
+        """Returns this worker's minibatches from a dataset of pairs (number, minibatch)."""
         found = numbered.filter(lambda number, element: self.has(number))
         return found.map(lambda number, element: element)
 
 
 def _own(strategy: Any, first: int) -> Any:
-    """Returns this worker's minibatches from `first` on: a `Dealt` if speeds decide."""
+    """Returns this worker's minibatches from `first` on: a `Dealt` if there is one, else `_Own`."""
     return data_place.dealt() or _Own(strategy, first)
 
 
@@ -401,10 +406,17 @@ def _parts_of(dataset: tf.data.Dataset, parts: int, own: _Own) -> tf.data.Datase
 
 
 def _place(number: int, count: int, parts: int, devices: int) -> tuple[int, int]:
-    """Returns a minibatch's batch, by its place in the epoch's order, and the part of the batch.
+    """Returns the batch of a minibatch, by its place in the epoch's order, and which part it is.
 
-    With W = parts / devices workers, W batches at a time are W steps: each worker's steps are the
-    parts of one batch. The last batches, fewer than W, are a step each.
+    The W = parts / devices workers read W batches at a time, one each, and each worker takes W
+    steps on the parts of its batch. The last batches, fewer than W, are divided among all workers,
+    which take one step on each.
+
+    Args:
+        number: the minibatch's number in the epoch.
+        count: the number of batches in the epoch.
+        parts: the number of parts of a batch.
+        devices: the number of devices of each worker.
     """
     workers = parts // devices
     step, device = divmod(number, devices)

@@ -12,9 +12,9 @@ class Pass:
     """A pass over the data that an earlier process has begun; it may last several epochs.
 
     Attributes:
-        epoch: the epoch in which it began.
-        first: number of its trained minibatches, over all replicas.
-        steps: number of its trained minibatches of each replica.
+        epoch: the epoch in which the pass began.
+        first: number of the pass's trained minibatches, over all replicas.
+        steps: number of the pass's trained minibatches of each replica.
     """
 
     epoch: int
@@ -28,9 +28,10 @@ class Position:
 
     Attributes:
         epoch: number of the epoch, from 0.
-        first: minibatches of the epoch that an earlier process has trained, over all replicas.
-        steps: minibatches of each replica that must still be skipped.
-        begun: the pass that continues, if `fit` has `steps_per_epoch`; None: a new one begins.
+        first: number of the epoch's minibatches that an earlier process has trained, over all
+            replicas.
+        steps: number of minibatches of each replica that must still be skipped.
+        begun: the pass that continues, if `fit` has `steps_per_epoch`; None: a new pass begins.
     """
 
     epoch: int = 0
@@ -47,9 +48,10 @@ class Position:
         steps: int = 0,
         begun: Pass | None = None,
     ) -> None:
-        """Sets the position to an epoch; for the arguments see the attributes.
+        """Sets the position to an epoch.
 
-        `steps_seen` is the number of training steps of this process so far.
+        `steps_seen` is the number of training steps of this process so far; for the other arguments
+        see the attributes.
         """
         self.epoch, self.first, self.steps, self._steps_seen = epoch, first, steps, steps_seen
         self.begun = begun
@@ -57,7 +59,7 @@ class Position:
     def enter(self, epoch: int, steps_seen: int) -> None:
         """Notes that `fit` begins an epoch, after `steps_seen` training steps of this process.
 
-        Minibatches that must be skipped are kept.
+        If the position is in this epoch already, as after a resume, it stays.
         """
         if epoch != self.epoch or steps_seen > self._steps_seen:
             self.move(epoch, steps_seen)
@@ -65,8 +67,8 @@ class Position:
     def begin(self, steps_seen: int) -> tuple[int, int]:
         """Notes that a pass over the data begins; returns its epoch and `first`.
 
-        The pass is of the next epoch if training steps were taken since the last `begin` or `move`.
-        So a pass in which Keras only inspects the first batch does not count.
+        The pass belongs to the next epoch if training steps were taken since the last `begin` or
+        `move`. So a pass in which Keras only inspects the first batch does not count.
         """
         if steps_seen > self._steps_seen:
             self.move(self.epoch + 1, steps_seen)
@@ -74,23 +76,23 @@ class Position:
 
     @contextlib.contextmanager
     def aside(self, steps_seen: Callable[[], int]) -> Iterator[None]:
-        """Keeps the position while a callback calls another `fit` inside, which has its own."""
+        """A context for a `fit` that a callback of `fit` calls; keeps the outer one's position."""
         former, taken = vars(self).copy(), steps_seen() - self._steps_seen
         yield
         vars(self).update(former)
         self._steps_seen = steps_seen() - taken
 
     def take_steps(self) -> int:
-        """Returns how many minibatches of each replica to skip; 0 at the next call.
+        """Returns how many minibatches of each replica to skip now; the next call returns 0.
 
-        It serves data that are the same dataset in every epoch.
+        This is for data that are the same dataset in every epoch.
         """
         steps, self.steps, self.begun = self.steps, 0, None
         return steps
 
     @contextlib.contextmanager
     def within(self, begun: Pass) -> Iterator[None]:
-        """A context in which the position is within a pass, for a pass that begins inside."""
+        """A context in which an iterator is made that continues the pass `begun`."""
         former = self.epoch, self.first
         self.epoch, self.first, self.steps = begun.epoch, begun.first, begun.steps
         try:

@@ -1,6 +1,6 @@
 """The division of Python data among the workers, and reading ahead in threads or processes.
 
-This module does not import TensorFlow, since processes that read import it.
+This module does not import TensorFlow, since the processes that read data import this module.
 """
 
 from __future__ import annotations
@@ -24,19 +24,22 @@ if TYPE_CHECKING:
 
 
 class Read(NamedTuple):
-    """A batch that a worker reads. Each of `parts`, of all that it is cut into, is a step."""
+    """The number of a batch that a worker reads, and those parts of it that the worker trains.
+
+    The worker takes a step on each of these parts.
+    """
 
     batch: int
     parts: range
 
 
 def reads(order: Iterable[int], worker: int, workers: int) -> list[Read]:
-    """Returns the batches that a worker reads in one pass; each part of each batch has one reader.
+    """Returns the batches that a worker reads in one pass, with the parts that it trains.
 
-    The workers read the batches, whose numbers are in `order`, in turn. A batch is `workers` steps
-    of its reader. If the number of batches is no multiple of `workers`, all workers read each of
-    the last ones, and take one step on a part of it. So every worker takes as many steps as there
-    are batches.
+    The workers take turns at the batches, whose numbers are in `order`. Each batch is cut into
+    `workers` parts, and its reader takes a step on each part. If the number of batches is no
+    multiple of `workers`, all workers read each of the batches that are left over, and each worker
+    takes one step on its part. So every worker takes as many steps as there are batches.
     """
     order = list(order)
     whole = len(order) // workers * workers
@@ -45,7 +48,7 @@ def reads(order: Iterable[int], worker: int, workers: int) -> list[Read]:
 
 
 def endless_reads(worker: int, workers: int) -> Iterator[Read]:
-    """Yields the batches that a worker reads of data without an end; see `reads`."""
+    """Yields the batches that a worker reads if the data have no end; see `reads`."""
     for batch in itertools.count(worker, workers):
         yield Read(batch, range(workers))
 
@@ -60,10 +63,10 @@ def shuffled(count: int, seed: int, epoch: int) -> list[int]:
 def shuffled_rows(
     rows: int, seed: int, epoch: int, batch_size: int | None = None
 ) -> NDArray[np.int64]:
-    """Returns 0 … rows − 1 in the order of an epoch, the same for the same seed, 0 … 2⁴⁸ − 1.
+    """Returns 0 … rows − 1 in the order of an epoch, the same for the same seed.
 
-    With a batch size, rows are shuffled only within each batch. It is fast enough for millions of
-    rows; `shuffled` is not.
+    Seeds are 0 … 2⁴⁸ − 1. With a batch size, rows are shuffled only within each batch. This
+    function is fast enough for millions of rows; `shuffled` is not.
     """
     # All versions of NumPy draw the same numbers from this generator.
     drawn = np.random.RandomState([seed % 2**32, seed >> 32, epoch])
@@ -79,10 +82,12 @@ class Order:
     """The seed and the division of data, which checkpoints keep; None: not known or not needed.
 
     Attributes:
-        seed: the seed of the orders of shuffled Python data; each plain call of `fit` draws one.
-        parts: the parts of each batch in an elastic run, one for each replica at its first start.
-        devices: the devices of each worker at that start.
-        workers: the workers among which the batches of a `PyDataset` were divided.
+        seed: the seed of the orders of shuffled Python data; each `fit` that does not resume draws
+            one.
+        parts: where minibatches are dealt out, the number of parts of each batch: one for each
+            replica at the first start of the run.
+        devices: the number of devices of each worker at that start.
+        workers: the number of workers among which the batches of a `PyDataset` were divided.
     """
 
     seed: int | None = None
@@ -115,7 +120,7 @@ def random_states() -> dict[str, list[Json]]:
 
 
 def set_random_states(states: Mapping[str, list[Json]]) -> None:
-    """Sets the generators to the states that `random_states` returned."""
+    """Sets Python's and NumPy's generators to the states that `random_states` returned."""
     version, internal, gauss = states["python"]
     random.setstate((version, tuple(internal), gauss))
     kind, keys, *rest = states["numpy"]
@@ -124,7 +129,7 @@ def set_random_states(states: Mapping[str, list[Json]]) -> None:
 
 @contextlib.contextmanager
 def common_randomness(seed: str) -> Iterator[None]:
-    """A context in which Python's and NumPy's global generators are seeded anew."""
+    """A context in which Python's and NumPy's global generators draw by `seed`."""
     states = random_states()
     random.seed(seed)
     np.random.seed(random.getrandbits(32))
@@ -142,14 +147,14 @@ def bounds(rows: int, part: int, of: int) -> slice:
 def ahead(
     dataset: keras.utils.PyDataset, numbers: Iterable[int], processes: bool = False
 ) -> Generator[Data, None, None]:
-    """Yields `dataset[number]` for each number in turn, read ahead as the dataset says.
+    """Yields `dataset[number]` for each number in turn, read ahead as the dataset's settings say.
 
-    Its threads read up to `max_queue_size` batches ahead; with fewer than 2 threads nothing is.
-    With `processes`, processes started by Python's chosen method read copies of the dataset
-    instead.
+    `dataset.workers` threads read up to `max_queue_size` batches ahead; fewer than 2 threads read
+    none ahead. With `processes` there are processes instead, started by Python's chosen method,
+    which read copies of the dataset.
 
     Raises:
-        RuntimeError: a process ended.
+        RuntimeError: a process that reads has ended.
     """
     workers, size = dataset.workers, dataset.max_queue_size
     if workers < 2 and not processes:
@@ -183,7 +188,7 @@ def ahead(
         executor.shutdown(wait=False, cancel_futures=True)
 
 
-_dataset: Any = None  # set in a process that reads
+_dataset: Any = None  # in a process that reads: its copy of the dataset
 
 
 def _keep(dataset: keras.utils.PyDataset) -> None:

@@ -1,7 +1,7 @@
 """The check that all workers have the same data, which `fit` divides among them.
 
-Each worker takes its part of the data. If the workers' data differed, rows would be left out. So
-before the first step the workers compare a few facts and numbers of their data.
+Each worker takes its part of the data. If the workers' data differed, some rows would not be
+trained. So before the first step the workers compare a few facts and numbers about their data.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tfpara.sync.tensorflow_private import compute_batch_size
 from tfpara.sync.workers.settings_check import differences
 from tfpara.typing import Json, Nest
 
-_ROWS = 16  # rows of each array that are compared
+_ROWS = 16  # the number of rows of each array that are compared
 OWN = "each worker its own"  # the "kind" of data that are not divided
 
 _REMEDY = (
@@ -34,7 +34,7 @@ _REMEDY = (
 
 
 def difference(facts: Sequence[Mapping[str, Json]], remedy: str = _REMEDY) -> str:
-    """Returns a text on a difference between the workers' data, with the fix; "" if all are equal.
+    """Returns a text about a difference between workers' data, with the fix; "" if there is none.
 
     Args:
         facts: facts about each worker's data, by rank. The floats in "values" may differ by 1e-3 of
@@ -72,7 +72,7 @@ def _close(a: Sequence[Json], b: Sequence[Json]) -> bool:
 
 
 def values_of(structure: Nest) -> list[Json]:
-    """Returns some values, to compare the rows of arrays and their order between workers."""
+    """Returns some values of arrays, by which workers compare the rows and their order."""
     values: list[Json] = []
     for leaf in keras.tree.flatten(structure):
         rows = getattr(leaf, "shape", None)
@@ -94,26 +94,27 @@ def _value(leaf: Nest, row: int) -> Json:
             return hashlib.blake2b(repr(array.tolist()).encode(), digest_size=8).hexdigest()
     except (TypeError, ValueError, IndexError, NotImplementedError):
         pass
-    return None  # sparse and ragged arrays, and those that Python cannot index
+    return None  # for sparse and ragged arrays, and those that Python cannot index
 
 
 def divided_between_workers(dataset: tf.data.Dataset) -> bool:
     """Returns whether a dataset must be divided among the workers.
 
-    A dataset whose options disable auto-sharding must not: each worker has a different part.
+    If its options disable auto-sharding it must not be divided: each worker has a part of its own.
     """
     policy = dataset.options().experimental_distribute.auto_shard_policy
     return policy != tf.data.experimental.AutoShardPolicy.OFF
 
 
 def facts_of_dataset(dataset: tf.data.Dataset) -> dict[str, Json]:
-    """Returns facts that workers compare between their datasets, without reading the data."""
+    """Returns facts by which workers compare their datasets, without reading the data."""
     if not divided_between_workers(dataset):
         return {"kind": OWN}
     shards, values = [], []
     for part in _parts(dataset):
-        # Nothing public lists the parts of a dataset, so tf.data's private classes and attributes
-        # are read here and below. If a TensorFlow version lacks a name, there is one fact less.
+        # No public function lists the datasets of which a dataset is made, so this module reads
+        # tf.data's private classes and attributes. If a TensorFlow version lacks one of these
+        # names, there is one fact less.
         name = type(part).__name__
         if "Shard" in name:
             shards.append([_number(part, "_num_shards"), _number(part, "_index")])
@@ -134,7 +135,7 @@ def _parts(dataset: tf.data.Dataset) -> Iterator[tf.data.Dataset]:
     while waiting:
         part = waiting.pop()
         yield part
-        # Datasets of files have an input dataset in `_dataset` or `_filenames`.
+        # Datasets that read files have another input dataset, in `_dataset` or `_filenames`.
         wrapped = [getattr(part, name, None) for name in ("_dataset", "_filenames")]
         waiting += [*part._inputs(), *(p for p in wrapped if isinstance(p, tf.data.Dataset))]
 
@@ -153,9 +154,9 @@ def batch_size(dataset: tf.data.Dataset) -> int | None:
 
 
 def why_order_differs(dataset: tf.data.Dataset, made_anew: bool = False) -> str:
-    """Returns the reason why a dataset may have another order in each pass; "" if it has one order.
+    """Returns why a dataset may have another order in each pass, or on each worker; else "".
 
-    If each pass makes the dataset anew, a seed fixes the order.
+    `made_anew`: whether each pass makes the dataset anew, so that a seed is enough for one order.
     """
     if dataset.options().deterministic is False:
         return "has the option deterministic=False, which lets it reorder what is ready first"
@@ -174,14 +175,14 @@ def why_order_differs(dataset: tf.data.Dataset, made_anew: bool = False) -> str:
     return ""
 
 
-# Attributes of datasets that are drawn again in each pass.
+# Attributes by which a dataset says that it draws anew in each pass.
 _EACH_ITERATION = ("_reshuffle_each_iteration", "_rerandomize_each_iteration", "_rerandomize")
-# Methods whose functions decide which rows exist.
+# Methods of datasets whose functions decide which rows there are.
 _CHOOSING = ("Filter", "FlatMap", "Interleave", "TakeWhile")
 
 
 def _why_function_differs(function: Any, name: str, made_anew: bool) -> str:
-    """Returns the reason why a dataset's function may choose other rows in each pass, or ""."""
+    """Returns why the function of a dataset may give other rows, or another order, in each pass."""
     where = f"inside the function of {_method(name)}"
     graph = function.graph.as_graph_def()
     called = {node.op for node in all_nodes(graph)}
@@ -201,7 +202,7 @@ def _why_function_differs(function: Any, name: str, made_anew: bool) -> str:
 
 
 def _is_drawn(part: tf.data.Dataset) -> bool:
-    """Returns whether the order of a part is random."""
+    """Returns whether a dataset shuffles or draws, by the name of its class."""
     return "Shuffle" in type(part).__name__ or "Random" in type(part).__name__
 
 
@@ -210,7 +211,7 @@ def _seeds(part: tf.data.Dataset) -> list[int | None]:
 
 
 def _method(name: str) -> str:
-    """Returns the name of the method that makes such a dataset, as "map" for MapDatasetV2."""
+    """Returns the name of the method that makes datasets of a class: "map" for MapDatasetV2."""
     words = re.findall("[A-Z][a-z]+", name.replace("Dataset", "").replace("Parallel", ""))
     return "_".join(words).lower() or name
 
@@ -225,9 +226,9 @@ def files_are_divided(dataset: tf.data.Dataset) -> bool:
 
 
 def check_files(dataset: tf.data.Dataset, parts: int, of: str = "workers") -> None:
-    """Raises ValueError if a dataset reads fewer files than there are parts to be made of them.
+    """Raises ValueError if a dataset reads fewer files than `parts`, among which they are divided.
 
-    `of`: whose parts these are.
+    `of`: the plural name of what gets the parts, for the message.
     """
     policy = dataset.options().experimental_distribute.auto_shard_policy
     policies = tf.data.experimental.AutoShardPolicy
@@ -256,7 +257,7 @@ _READERS = {
 def files_of(dataset: tf.data.Dataset) -> int | None:
     """Returns how many files a dataset reads by tf.data's readers; None if unknown.
 
-    If it has several lists of files, each is divided, so the length of the shortest counts.
+    Each list of files is divided. So if a dataset has several, the shortest one counts.
     """
     counts = []
     for part in _parts(dataset):
@@ -271,7 +272,7 @@ def files_of(dataset: tf.data.Dataset) -> int | None:
 
 
 def check_batched(spec: Nest, several: bool = True) -> None:
-    """Raises ValueError if the elements of a dataset, by their spec, cannot be batches.
+    """Raises ValueError if the elements of a dataset, which have this spec, cannot be batches.
 
     `several`: whether the elements are divided among several replicas.
     """

@@ -1,4 +1,4 @@
-"""Adapters of Python data and of shuffled arrays, from which each worker takes its own steps."""
+"""Data adapters for Python data and for shuffled arrays, which give each worker its own part."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from tfpara.typing import Data, Json, Nest
 
 
 class ShuffledArrays(data_adapters.ArrayDataAdapter):
-    """Keras' adapter of arrays that `fit` shuffles, in an order that the run keeps by epoch."""
+    """Keras' adapter of arrays that `fit` shuffles, in an order that the run's seed determines."""
 
     _extended: PeriodicSyncExtended
     _order: tf.Variable  # the rows' numbers, in the order of the present pass
-    _spec: Nest  # of a batch
+    _spec: Nest  # the spec of a batch
 
     @classmethod
     def of(cls, adapter: Any, extended: PeriodicSyncExtended) -> ShuffledArrays:
-        """Makes one of these of Keras' adapter, which it changes in place."""
+        """Turns an adapter of Keras into one of this class, in place, and returns it."""
         adapter.__class__, adapter._extended = cls, extended
         numbers = np.arange(adapter._num_samples, dtype=np.int64)
         with tf.device("CPU:0"), tf.init_scope():
@@ -48,7 +48,8 @@ class ShuffledArrays(data_adapters.ArrayDataAdapter):
         self._order.assign(self._extended.data.next_order_of_rows(self._num_samples, within))
 
     def get_tf_dataset(self) -> tf.data.Dataset:
-        # Keras calls tf.random.shuffle for an order of all rows or (shuffle="batch") of each batch.
+        # Keras shuffles all rows, or each batch with shuffle="batch", by tf.random.shuffle. While
+        # it builds the dataset, a lookup in `_order` stands in for that function.
         draw, calls = tf.random.shuffle, []
 
         def ordered(numbers: tf.Tensor) -> tf.Tensor:
@@ -80,7 +81,7 @@ class ShuffledArrays(data_adapters.ArrayDataAdapter):
 
 
 class Steps(data_adapters.data_adapter.DataAdapter):
-    """An adapter of Python data as this worker's steps, which its own devices share."""
+    """An adapter that yields this worker's part of Python data, for its own devices."""
 
     def __init__(self, batches: list[Data], extended: PeriodicSyncExtended) -> None:
         if not batches:
@@ -95,8 +96,10 @@ class Steps(data_adapters.data_adapter.DataAdapter):
         """Begins the next pass over the data."""
 
     def _cuts(self) -> Iterator[tuple[Data, int]]:
-        """Yields a batch and the number of its part that is this worker's, for each of its shares
-        of each step."""
+        """Yields pairs of a batch and the number of the part of it that this worker trains.
+
+        A step takes one pair; or one for each device, if workers have unlike numbers of devices.
+        """
         raise NotImplementedError
 
     def _steps(self) -> Iterator[Nest]:
@@ -162,7 +165,7 @@ class PyDatasetSteps(Steps):
             self.order = self._extended.data.next_order(count) if shuffle else range(count)
 
     def _note_workers(self) -> None:
-        """Prints a note if a resumed run continues a pass of another number of workers."""
+        """Prints a note if a resumed pass was divided among another number of workers before."""
         data = self._extended.data
         former, data.order.workers = data.order.workers, self._parts
         if data.position.steps and former not in (None, self._parts):
@@ -179,7 +182,7 @@ class PyDatasetSteps(Steps):
         else:
             plans = [reading.reads(self.order, *share) for share in self._shares]
         together, numbers = itertools.tee(zip(*plans, strict=True))
-        # At the end of a pass the shares are of one batch, which is read once.
+        # Each of the last batches of a pass is in all of this worker's shares, but read only once.
         wanted = (k for reads in numbers for k in dict.fromkeys(read.batch for read in reads))
         batches = reading.ahead(self._dataset, wanted, self._processes)
         with contextlib.closing(batches):
@@ -202,9 +205,9 @@ class PyDatasetSteps(Steps):
             self._adapter.on_epoch_end()
 
     def _agreed(self) -> Any:
-        """Returns a context for the dataset's hooks, which may shuffle the dataset.
+        """Returns a context in which all workers draw the same random numbers.
 
-        All workers draw the same random numbers inside.
+        The dataset's hooks run in it, since they may shuffle the dataset.
         """
         self._hooks_called += 1
         seed = self._extended.data.order.seed
@@ -214,7 +217,7 @@ class PyDatasetSteps(Steps):
 
 
 class GeneratorSteps(Steps):
-    """A Python generator, which every worker reads whole, once; it uses a part of each batch."""
+    """A Python generator. Every worker reads all its batches once, and uses a part of each."""
 
     def __init__(self, adapter: Any, extended: PeriodicSyncExtended) -> None:
         super().__init__(adapter._first_batches, extended)
@@ -230,17 +233,17 @@ class GeneratorSteps(Steps):
 
 
 def shown_values(batches: list[Data]) -> list[Json]:
-    """Returns values by which batches are compared.
+    """Returns values by which the batches of workers are compared.
 
     Inputs may differ between workers, for example by noise. So the labels are compared, if there
-    are any; they show the order too.
+    are any; labels also show the order of the rows.
     """
     labels = [each[1] if isinstance(each, tuple) and len(each) > 1 else each for each in batches]
     return same_data.values_of(labels)
 
 
 def without_none(batch: Nest) -> Nest:
-    """Returns a batch without trailing elements that are None, which cannot be divided."""
+    """Returns a batch without the Nones at its end, since None cannot be divided."""
     if isinstance(batch, list):
         batch = tuple(batch)
     while isinstance(batch, tuple) and len(batch) > 1 and batch[-1] is None:
@@ -249,7 +252,10 @@ def without_none(batch: Nest) -> Nest:
 
 
 def part_of(batch: Nest, part: int, of: int, at_least: int = 0) -> Nest:
-    """Returns the rows of part number `part` of a batch, which is cut into `of` parts."""
+    """Returns the rows of part number `part` of a batch, which is cut into `of` parts.
+
+    If the part has fewer than `at_least` rows, the first `at_least` rows of the batch are returned.
+    """
 
     def rows_of(leaf: Nest) -> Nest:
         if data_adapter_utils.is_scipy_sparse(leaf):

@@ -29,7 +29,7 @@ def looking(
         else:
             built = build(model, iterator=iterator, data_batch=data_batch)
     if iterator is not None:
-        # The dataset over which `fit` iterates has no public name.
+        # A private attribute: the dataset over which `fit` iterates has no public name.
         element_specs[model] = iterator._distributed_dataset.element_spec
     return built
 
@@ -45,13 +45,14 @@ def of_a_row(
 ) -> object:
     """Builds a model from a batch's shapes, with one row at least.
 
-    A worker may have no row of a small first batch, and Keras divides by their number. A model with
-    steps of its own, such as a GAN, may not be callable. Without a strategy Keras does not call it.
+    A worker may have no row of a small first batch, and Keras divides by the number of rows. A
+    model with a step of its own, such as a GAN, may not be callable. Keras would not call it here
+    without a strategy, so an error of the call is ignored.
     """
     if data_batch is not None:
         data_batch = keras.tree.map_structure(_with_a_row, data_batch)
     own = has_own(model, ("train_step", "test_step"))
-    # An error in such a model shows again in its step.
+    # An error that matters is raised again by the model's own step.
     with contextlib.suppress(*([Exception] if own else [])):
         return build(model, iterator=iterator, data_batch=data_batch, **kwargs)
     return None

@@ -1,4 +1,4 @@
-"""Lists of callbacks, which choose a worker's callbacks and note its place in `fit`."""
+"""Replacements in Keras' `CallbackList`: they choose callbacks, and note epochs and steps."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from tfpara.sync.keras import chiefs_callbacks, left_out
 from tfpara.sync.keras.measured_fit import MeasuredFit
 from tfpara.sync.keras.replacing import Method, strategy_of_ours
 
-# The attribute by which a list of callbacks keeps the `PeriodicSyncExtended` of its model.
+# The attribute of a list of callbacks that holds the `PeriodicSyncExtended` of its model.
 _EXTENDED = "tfpara_extended"
-# That by which it keeps the training steps of this process before the present epoch.
+# The attribute that holds the number of this process's training steps before the present epoch.
 _STEPS_BEFORE = "tfpara_steps_before"
 
 
 def with_files_of_the_chief(make: Callable[..., None]) -> Callable[..., None]:
     """Replaces the constructor of `CallbackList`, which `fit`, `evaluate` and `predict` call.
 
-    Callbacks are arranged by their order, and those of other workers than the chief write to
-    temporary folders.
+    The replacement sorts the callbacks by their `order`. On workers other than the chief it makes
+    them write to temporary folders.
     """
     signature = inspect.signature(make)
 
@@ -54,7 +54,7 @@ def with_files_of_the_chief(make: Callable[..., None]) -> Callable[..., None]:
 
 
 def _in_place(name: str) -> Callable[[Method], Method]:
-    """Returns a replacement for a hook of `CallbackList`, which notes the place of `fit`."""
+    """Returns a replacement for a hook of `CallbackList` that notes which epoch and step it is."""
 
     def make(hook: Method) -> Method:
         @functools.wraps(hook)
@@ -77,10 +77,11 @@ def _in_place(name: str) -> Callable[[Method], Method]:
 
 
 def _counted(name: str, extended: Any, callbacks: CallbackList, batch: int) -> int:
-    """Returns the number, from 0, of the epoch's minibatch with which a call begins or has ended.
+    """Returns the number in the epoch, from 0, of a minibatch of a call of the train function.
 
-    For Keras each call takes `steps_per_execution` of them. If blocks are by speed, a call ends
-    with its block.
+    It is the call's first minibatch for "on_train_batch_begin", else the last. Keras counts
+    `steps_per_execution` minibatches for each call. With `balance=` a call may take fewer, since it
+    ends with its block.
     """
     if extended.balance is None or callbacks._model.steps_per_execution == 1:
         return batch

@@ -1,7 +1,7 @@
-"""Callbacks of Keras on several workers, of which the chief alone writes and draws.
+"""Keras' callbacks on several workers: only those of the chief write files and draw progress bars.
 
-In an elastic run another worker may become the chief from one step to the next. It continues the
-files and the progress bar of the former chief.
+In an elastic run another worker may become the chief between two steps. The new chief continues
+the files and the progress bar of the former one.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tfpara.typing import Json
 
 _CALLBACKS = keras.callbacks
 Hook = Callable[..., None]
-# The attributes with the paths to which callbacks write.
+# For each kind of callback the attribute with the path to which it writes.
 _PATHS = {
     _CALLBACKS.ModelCheckpoint: "filepath",
     _CALLBACKS.CSVLogger: "filename",
@@ -29,7 +29,7 @@ _PATHS = {
 
 
 def prepared(callback: keras.callbacks.Callback, strategy: Any) -> Any:
-    """Returns the callback that this worker runs in place of a given one; None: it runs none.
+    """Returns the callback that this worker runs in place of a given one, or None for no callback.
 
     Raises:
         ValueError: the callback cannot work under the strategy.
@@ -41,7 +41,7 @@ def prepared(callback: keras.callbacks.Callback, strategy: Any) -> Any:
             return callback if strategy.is_chief else None
         return callback if attribute is None else _Elsewhere(callback, attribute, strategy)
     if isinstance(callback, _CALLBACKS.CSVLogger):
-        # Other callbacks make their own folders.
+        # The other kinds of callbacks make the folder of their files themselves.
         os.makedirs(os.path.dirname(callback.filename) or ".", exist_ok=True)
     return callback
 
@@ -66,16 +66,17 @@ def _refuse(callback: keras.callbacks.Callback, strategy: Any) -> None:
 
 
 class _Elsewhere(keras.callbacks.Callback):
-    """A wrapper of a callback, which writes to a temporary folder and prints nothing.
+    """A wrapper that lets a callback write to a temporary folder, and print nothing.
 
-    Between its methods the callback has its own path. If its worker becomes the chief of an elastic
-    run, the callback begins anew at that path, and appends to the files of the former chief.
+    The callback has the folder's path only while one of its methods runs, else the user's path. If
+    this worker becomes the chief of an elastic run, the callback begins anew at the user's path,
+    and appends to the files of the former chief.
     """
 
     def __init__(self, callback: keras.callbacks.Callback, attribute: str, strategy: Any) -> None:
         super().__init__()
         self._callback, self._attribute, self._strategy = callback, attribute, strategy
-        self._elsewhere = False  # whether the callback has written to the folder
+        self._elsewhere = False  # whether the callback's present files are in the folder
         self._trains = False
         self._folder = tempfile.mkdtemp(prefix="tfpara-")
         weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
@@ -100,7 +101,7 @@ class _Elsewhere(keras.callbacks.Callback):
         self._trains = method == "on_train_begin" or (self._trains and method != "on_train_end")
 
     def _begin_anew(self) -> None:
-        """Ends the callback's files in the folder, and continues those of the former chief."""
+        """Lets the callback end its files in the folder, and continue those of the former chief."""
         if self._trains:
             self._call_elsewhere("on_train_end")
         if hasattr(self._callback, "append"):
@@ -123,7 +124,7 @@ class _Elsewhere(keras.callbacks.Callback):
             getattr(self._callback, method)(*args, **kwargs)
         finally:
             for name, value in own.items():
-                # If the callback has set another value meanwhile, that stays.
+                # A value that the callback itself has set during the call stays.
                 if getattr(self._callback, name) == meanwhile[name]:
                     setattr(self._callback, name, value)
 
@@ -147,7 +148,7 @@ def _of_the_chief(hook: Hook) -> Hook:
     @functools.wraps(hook)
     def calling(bar: ChiefsBar, *args: object, **kwargs: object) -> None:
         if bar._strategy.is_chief:
-            bar._maybe_init_progbar()  # a worker may become the chief within an epoch
+            bar._maybe_init_progbar()  # not done yet if this worker became chief within the epoch
             hook(bar, *args, **kwargs)
 
     return calling

@@ -17,7 +17,7 @@ from tfpara.typing import Nest
 
 @for_ours
 def compiled_by_default(resolve: Method, strategy: Any, model: keras.Model) -> bool:
-    """Decides `jit_compile="auto"` by the strategy's devices, as Keras does without a strategy."""
+    """Decides whether `jit_compile="auto"` compiles: on GPUs if Keras would without a strategy."""
     if not any("GPU" in device.upper() for device in strategy.extended.worker_devices):
         return False
     with _holding(model, "_distribute_strategy", None):
@@ -28,11 +28,15 @@ def compiled_by_default(resolve: Method, strategy: Any, model: keras.Model) -> b
 def compiled_by_replica(
     make: Method, strategy: Any, model: keras.Model, step: Callable[..., Nest]
 ) -> object:
-    """Makes a function of `fit` or `evaluate`; XLA compiles each replica's step, not the sync."""
+    """Makes the function that `fit` or `evaluate` calls; in it XLA compiles the replicas' steps.
+
+    XLA does not compile the sync.
+    """
     compiles = model.jit_compile and not model.run_eagerly
-    guarded = strategy.extended.steps.guard is not None  # by values before the step
+    guarded = strategy.extended.steps.guard is not None  # the NaN guard reads slots before a step
     trains = step.__name__ == "train_step" and model.trainable_variables
-    # XLA makes no variables. All workers must make them here, and those on CPUs may not use XLA.
+    # XLA cannot create the optimizers' slots in a step, so they are made here. If some workers are
+    # on GPUs, those on CPUs make them here too, although they may not use XLA.
     if trains and (compiles or guarded or len(strategy.extended.worker.kinds) > 1):
         build_optimizers(model)
     if not compiles:
@@ -50,7 +54,7 @@ def _made(make: Method, model: keras.Model, step: Callable[..., Nest]) -> Callab
 
 @contextlib.contextmanager
 def _holding(model: keras.Model, attribute: str, value: object) -> Iterator[None]:
-    """Gives an attribute of a model another value for a while, past the checks of its property."""
+    """A context in which a private attribute of a model has another value, unchecked by Keras."""
     former = getattr(model, attribute)
     setattr(model, attribute, value)
     try:

@@ -1,4 +1,4 @@
-"""Passes over data of `fit` and `evaluate`, which are compared and divided among the workers."""
+"""Passes over the data of `fit` and `evaluate`, which workers compare and divide."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tfpara.typing import Json, Nest
 
 
 def with_divided_data(make: Any) -> Method:
-    """Replaces the class of passes over data: workers compare their data and divide them."""
+    """Replaces Keras' class of passes over data, so that workers compare and divide their data."""
 
     @functools.wraps(make, updated=())
     def making(distribute_strategy: Any = None, **kwargs: Any) -> Any:
@@ -33,7 +33,7 @@ def with_divided_data(make: Any) -> Method:
         dataset = data if isinstance(data, tf.data.Dataset) else None
         _compare(adapter, dataset, extended)
         if dataset is not None and not same_data.divided_between_workers(dataset):
-            # Keras counts the steps of an epoch by the distributed dataset's cardinality.
+            # Distributed here, since Keras counts an epoch's steps by the distributed dataset.
             data = distribute_strategy.experimental_distribute_dataset(dataset)
             adapter = data_adapters.TFDatasetAdapter(data)
         kind = Epochs if isinstance(adapter, (Steps, ShuffledArrays)) else Passes
@@ -52,7 +52,8 @@ def with_divided_data(make: Any) -> Method:
 def _adapter_of(given: dict[str, Any], extended: PeriodicSyncExtended) -> Any:
     """Returns an adapter of the data among the arguments of `fit`.
 
-    Keras chooses its kind, and raises its own errors. If the data are an adapter, Keras uses it.
+    Keras chooses the kind of adapter, and raises its own errors. Data that are an adapter already
+    stay as they are.
     """
     adapter = data_adapters.get_data_adapter(**given)
     if isinstance(adapter, data_adapters.PyDatasetAdapter):
@@ -65,9 +66,9 @@ def _adapter_of(given: dict[str, Any], extended: PeriodicSyncExtended) -> Any:
 
 
 def _compare(adapter: Any, dataset: tf.data.Dataset | None, extended: PeriodicSyncExtended) -> None:
-    """Compares data with the other workers', and notes batches that are too small.
+    """Compares data with the other workers', and prints a note on batches that are too small.
 
-    `dataset` are the data, if they are a dataset that may be divided.
+    `dataset`: the data, if they are a `tf.data.Dataset`; else None.
 
     Raises:
         ValueError: the data cannot be divided, or differ.
@@ -82,7 +83,7 @@ def _compare(adapter: Any, dataset: tf.data.Dataset | None, extended: PeriodicSy
             "minibatches, and give them `data`."
         )
     place = extended.call_site
-    # Within an epoch nothing is exchanged, since the workers may be at different steps.
+    # Data that a callback uses within `fit` are not compared: workers may be at different steps.
     if not (place.fits and place.calls):
         drawn = isinstance(adapter, (PyDatasetSteps, ShuffledArrays))
         extended.data.check(_facts(adapter, dataset) if divided else {}, drawn)
@@ -112,30 +113,30 @@ def _facts(adapter: Any, dataset: tf.data.Dataset | None) -> dict[str, Json]:
 class Passes(trainer.TFEpochIterator):
     """Keras' passes over data; with `steps_per_epoch` one of them may last several epochs.
 
-    A resumed run continues the pass of the former process.
+    A resumed run continues the pass that the former process had begun.
     """
 
     extended: PeriodicSyncExtended
-    dataset: tf.data.Dataset | None = None  # the data, if they are a dataset that may be divided
+    dataset: tf.data.Dataset | None = None  # the data, if they are a `tf.data.Dataset`
     steps_per_epoch: int | None
     _num_batches: int | None  # None: not known
     _current_iterator: Iterator[Nest] | None
     _began = 0  # the epoch in which the present pass began
 
     def present(self) -> Pass | None:
-        """Returns the pass that the next step continues; None if that step begins one."""
+        """Returns the pass that the next step continues; None if that step begins a new pass."""
         steps = 0 if self._current_iterator is None else self._steps_seen
         first = steps * self.extended.worker.replicas
         return Pass(self._began, first, steps) if steps else None
 
     def _interrupted_warning(self) -> None:
-        """Warns of an end before `steps_per_epoch`; without that, data may end anywhere."""
+        """Warns of data that end before `steps_per_epoch`; without it they may end anywhere."""
         if self.steps_per_epoch and self.extended.worker.rank == 0:
             super()._interrupted_warning()
 
     @contextlib.contextmanager
     def catch_stop_iteration(self) -> Iterator[None]:
-        """Ends an epoch with its data; Keras would cut all later epochs to its length."""
+        """Ends an epoch where its data end. Keras would also shorten all later epochs to that."""
         length = self._num_batches
         with super().catch_stop_iteration():
             yield
@@ -165,7 +166,7 @@ class Passes(trainer.TFEpochIterator):
         yield from self._of_epoch(left)
 
     def _of_epoch(self, steps: int) -> Iterator[Nest]:
-        """Yields the elements that Keras would, for the last `steps` steps of an epoch."""
+        """Yields the elements that Keras' method yields, for the last `steps` steps of an epoch."""
         if steps > 0:
             whole, self.steps_per_epoch = self.steps_per_epoch, steps
             try:
@@ -179,9 +180,9 @@ class Passes(trainer.TFEpochIterator):
         self.data_adapter.on_epoch_end()
 
     def _note_order(self, epoch: int) -> None:
-        """Prints a note if data that continue within a pass may be in another order.
+        """Prints a note if the rest of a resumed pass may have another order than before.
 
-        In the first epoch a seed gives the order that it gave in the former process.
+        In the first epoch a shuffle with a seed has the order that it had in the former process.
         """
         if self.dataset is None:
             return
@@ -195,11 +196,12 @@ class Passes(trainer.TFEpochIterator):
 
 
 class Epochs(Passes):
-    """Keras' passes over Python data or shuffled arrays, which begin when a batch is used."""
+    """Keras' passes over Python data or shuffled arrays; each begins when a batch is first used."""
 
     def _get_iterator(self) -> Iterable[Nest]:
         if self._current_iterator is not None:
-            # At the end of a pass Keras makes the next one, before the dataset's on_epoch_end.
+            # At the end of a pass Keras asks for the next one, but the dataset's on_epoch_end,
+            # which may change the data, still follows. So Keras gets an empty pass for now.
             return ()
         self.data_adapter.begin_pass()
         return super()._get_iterator()

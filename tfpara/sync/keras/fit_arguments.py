@@ -1,4 +1,4 @@
-"""Checks of the arguments of `fit`, and their replacement by data that are dealt out."""
+"""Checks of the arguments of `fit`, and replacement of its data by numbered minibatches."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ def refuse_spent(given: dict[str, Json]) -> None:
 
 
 def deal_out(strategy: Any, began: Began, given: dict[str, Any]) -> None:
-    """Replaces data among the arguments of `fit`, in place, by data that can be dealt out anew."""
+    """Replaces the data among the arguments of `fit`, in place, by numbered minibatches."""
     if given.get("steps_per_epoch") is not None and not are_arrays(given):
-        return  # `check_dealt` refuses them
+        return  # `check_dealt`, which follows, refuses such data
     data, class_weight = given.get("x"), given.get("class_weight")
     if class_weight and isinstance(data, (tf.data.Dataset, tf.distribute.DistributedDataset)):
         weighted = data_adapters.TFDatasetAdapter(data, class_weight=class_weight)
@@ -59,10 +59,11 @@ def deal_out(strategy: Any, began: Began, given: dict[str, Any]) -> None:
 
 
 def deal_out_by_speed(strategy: Any, given: dict[str, Any]) -> None:
-    """Replaces data among the arguments of `fit`, in place, by data that speeds deal out.
+    """Replaces the data among the arguments of `fit`, in place, by minibatches dealt out by speed.
 
     Raises:
-        ValueError: minibatches of such data have no numbers; or `fit` runs in a callback of `fit`.
+        ValueError: minibatches of such data cannot be numbered; or this `fit` runs in a callback of
+            another `fit`.
     """
     if strategy.extended.call_site.fits > 1:
         raise ValueError(
@@ -83,7 +84,12 @@ def deal_out_by_speed(strategy: Any, given: dict[str, Any]) -> None:
 
 
 def _batches_of(data: keras.utils.PyDataset, given: dict[str, Any]) -> Batches:
-    """Returns the batches of a dataset that `fit` was given."""
+    """Returns the batches of a PyDataset, which must have the labels and weights, too.
+
+    Raises:
+        ValueError: `fit` was given labels, weights or a split apart; or there is no end, or no
+            batch.
+    """
     for name in ("y", "sample_weight", "validation_split"):
         value = given.get(name)
         if value is not None and (name != "validation_split" or value):

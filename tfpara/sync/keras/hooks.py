@@ -1,7 +1,7 @@
 """The list of Keras' functions that are replaced, since Keras 3 does not know of other workers.
 
 The replacements act on models of a `PeriodicSyncStrategy`; docs/design.md ("Keras and data") has
-the reasons. The file of each one describes it.
+the reasons. Each replacement is described where it is defined.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ from tfpara.sync.keras.saving import (
 def install() -> None:
     """Replaces Keras' functions; a second call changes nothing.
 
-    Of several replacements of one function the last one is the outermost.
+    If one function is replaced several times, the last replacement is the outermost.
     """
     replace(saving_lib, "save_model", by_the_chief)
     replace(saving_lib, "save_weights_only", by_the_chief)
     replace(legacy_h5_format, "save_model_to_hdf5", by_the_chief)
-    # ModelCheckpoint looks for the folder that it writes to.
+    # ModelCheckpoint calls these two for the folder that it writes to.
     replace(file_utils, "exists", also_in_stores)
     replace(file_utils, "makedirs", not_of_stores)
     replace(keras.Model, "export", for_any_task)
@@ -68,9 +68,9 @@ def install() -> None:
     replace(keras.Model, "evaluate", _placed)
     replace(keras.Model, "train_on_batch", _looked_at)
     replace(keras.Model, "predict", _of_all_rows)
-    # `fit` and `evaluate` make their log by this method from the outputs of a step.
+    # By this method `fit` and `evaluate` turn the outputs of a step into their log.
     replace(keras.Model, "_get_metrics_result_or_logs", of_all_workers)
-    # The optimizers of a custom loop are known by their steps alone.
+    # The optimizers of a custom loop become known only when they take steps.
     for kind in (keras.optimizers.Optimizer, keras.optimizers.LossScaleOptimizer):
         replace(kind, "apply", step_noted)
         replace(kind, "scale_loss", loss_looked_at)
@@ -115,7 +115,7 @@ def _shown_by_the_chief(
 ) -> object:
     """Runs a method with a progress bar, which workers other than the chief do not show."""
     given = inspect.signature(method).bind(model, *args, **kwargs)
-    # If members change, another worker may become the chief.
+    # If members change, any worker may become the chief; `ChiefsBar` then decides who draws.
     if not (strategy.is_chief or strategy.members_change):
         given.arguments["verbose"] = 0
     try:
@@ -130,7 +130,7 @@ def _shown_by_the_chief(
 def _together(
     fit: Method, strategy: Any, model: keras.Model, *args: object, **kwargs: object
 ) -> object:
-    """Runs `fit`; returns when every worker has come to its end, so that all can read its files."""
+    """Runs `fit`; returns once all workers have ended it, so that all can read its files."""
     given = dict(inspect.signature(fit).bind(model, *args, **kwargs).arguments)
     given.pop("self")
     refuse_spent(given)
@@ -173,7 +173,7 @@ def _with_data(name: str, strategy: Any) -> Iterator[None]:
 
 
 def _looked_at(train: Method) -> Method:
-    """Replaces a method that trains any model: it first checks that the model can be trained."""
+    """Replaces a method that trains any model by one that first checks the model."""
 
     @functools.wraps(train)
     def training(model: keras.Model, *args: object, **kwargs: object) -> object:

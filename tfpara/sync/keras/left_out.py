@@ -28,16 +28,16 @@ def _of(extended: PeriodicSyncExtended, model: keras.Model) -> LeftOut | None:
 
 
 def begin_epoch(extended: PeriodicSyncExtended, model: keras.Model) -> None:
-    """Begins to count an epoch; a checkpoint within it sets the counts later."""
+    """Begins an epoch's counts at 0; if the epoch is resumed, a checkpoint sets them afterwards."""
     left_out = _of(extended, model)
     if left_out is not None:
         left_out.begin_epoch()
 
 
 def tell(extended: PeriodicSyncExtended, model: keras.Model, epoch: int, logs: Logs | None) -> None:
-    """Adds the number of left-out minibatches, of all replicas, to a log; the chief names them.
+    """Adds the number of minibatches that all replicas left out to a log; the chief prints which.
 
-    Every worker must call it at the end of the epoch with this number, from 0.
+    Every worker must call it at the end of each epoch. `epoch`: its number, from 0.
     """
     left_out = _of(extended, model)
     if left_out is None:
@@ -67,8 +67,12 @@ def tell(extended: PeriodicSyncExtended, model: keras.Model, epoch: int, logs: L
 def _inside(extended: PeriodicSyncExtended, replica: int, numbers: Sequence[int]) -> Sequence[str]:
     """Returns a text for each of some minibatches: its rows, if the data are arrays, or its batch.
 
-    A text is "" if that is not known. `numbers` are those of the local replica's minibatches in the
-    epoch, from 1, rising.
+    The text is "" where neither is known.
+
+    Args:
+        replica: the index of a replica on this worker.
+        numbers: the numbers of minibatches among those of this replica in the epoch, from 1, in
+            rising order.
     """
     passes = extended.data.last
     unknown = [""] * len(numbers)
@@ -82,13 +86,13 @@ def _inside(extended: PeriodicSyncExtended, replica: int, numbers: Sequence[int]
         return [f" (of batch {batches[number - 1]})" for number in numbers]
     if not isinstance(adapter, data_adapters.ArrayDataAdapter):
         return unknown
-    # The numbers of the rows are divided as the rows were.
+    # A dataset of the rows' numbers is divided just as the rows were.
     rows = range(adapter._num_samples)
     order = adapter.order if isinstance(adapter, ShuffledArrays) else list(rows)
     dataset = tf.data.Dataset.from_tensor_slices(order).batch(adapter.batch_size)
     strategy = extended._container_strategy()
     found, wanted = [], iter([*numbers, 0])
-    with extended.call_site.in_call(EVALUATE):  # an evaluation skips no trained minibatch
+    with extended.call_site.in_call(EVALUATE):  # so that a resumed run skips no minibatch here
         awaited = next(wanted)
         options = adapter.get_tf_dataset().options()
         divided = strategy.experimental_distribute_dataset(dataset.with_options(options))

@@ -19,20 +19,20 @@ def of_all_workers(
     """Returns the log of an epoch, the same on all workers.
 
     Keras uses the metrics' values only if the last step returned exactly the metrics; otherwise its
-    log is what that step returned on this worker. This log has the metrics of all replicas. Other
-    values are averaged over the workers, from the last step of each.
+    log is what that step returned on this worker. The log returned here has the metrics of all
+    replicas. Other values that the workers' last steps returned are averaged over the workers.
     """
     if not isinstance(logs, dict):
         return read(model, logs)
     extended = strategy.extended
     with extended.metrics.reading(model):
         metrics = model.get_metrics_result()
-    # Only a user's own step may return values that are no metrics. That is so on all workers or on
-    # none, so all of them exchange values, or none does.
+    # Only a step of the user's own may return values that are no metrics. All workers have the same
+    # model, so either all exchange such values or none does.
     if not has_own(model, ("train_step", "test_step", "compute_metrics")):
-        return metrics  # `logs` may be empty, as without a step in a resumed epoch
+        return metrics  # `logs` may be empty, as in a resumed epoch that has no step left
     purpose = extended.call_site.of_metric()
-    # Others may still have data: without metrics this worker has not waited for them yet.
+    # Others may still have data: if the model has no metrics, this worker has not waited for them.
     extended.models.finish_blocks(purpose)
     returned = strategy.everyones(_plain(logs), purpose)
     if not any(returned):
@@ -78,6 +78,6 @@ def _counted_nothing(model: keras.Model, name: str, metrics: dict[str, Nest]) ->
     if np.any(metrics[name]):
         return False
     of_name = [metric for metric in model.metrics if metric.name == name]
-    # The metrics given to `compile` are parts of one, whose own name is not in the log.
+    # The metrics given to `compile` are inside one container metric, which the log does not name.
     of_name = of_name or [metric for metric in model.metrics if metric.name not in metrics]
     return not any(np.any(v) for metric in of_name for v in metric.variables)

@@ -1,4 +1,4 @@
-"""A `fit` that is measured for `tfpara-plan --measure`, and ends the program."""
+"""A callback that measures a `fit` for `tfpara-plan --measure`, and then ends the program."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from tfpara.sync.one_sync.statistics import NO_SYNCS, SyncStatistics
 from tfpara.typing import Logs
 
 _LONGEST_PERIOD = 10  # a longer one would only measure more minibatches, which are alike
-_WARM_BLOCKS, _STEPS, _BLOCKS = 4, 40, 6  # blocks left out first; the least steps and blocks
-_REDUCES = 9
+_WARM_BLOCKS, _STEPS, _BLOCKS = 4, 40, 6  # blocks before the measurement; its least steps, blocks
+_REDUCES = 9  # all-reduces of each size, whose median counts
 _REDUCED_BYTES = 4 << 20  # fewer bytes would show the link's delay alone
 
 
 class MeasuredFit(keras.callbacks.Callback):
-    """Measures some blocks of a `fit` in place of its callbacks, prints them, and ends the program.
+    """Measures blocks of a `fit` in place of its callbacks, prints the times, and ends the program.
 
     The callbacks are left out, so that no checkpoint is read and nothing is written. Steps that
     follow each other in an epoch are measured: the time from the end of one to the end of the next,
@@ -43,7 +43,7 @@ class MeasuredFit(keras.callbacks.Callback):
         self._blocks = 0  # the number of blocks after which the measurement ends
         self._seconds = 0.0
         self._counted = self._former = NO_SYNCS
-        self._left: float | None = None  # the end of the last step's hook; None if none precedes
+        self._left: float | None = None  # when this epoch's last hook ended; None: no step yet
         self._told = 0  # the last block that was printed
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
@@ -86,7 +86,7 @@ class MeasuredFit(keras.callbacks.Callback):
                 f"the script's fit is too short to measure, with {steps} minibatches of each "
                 "worker: give it more epochs, or longer ones"
             )
-        with strategy.weights(self.model, "global"):  # merges what overlaps, on all workers
+        with strategy.weights(self.model, "global"):  # ends, on all workers, a sync under way
             pass
         steps, syncs = max(counted.steps, 1), max(counted.syncs, 1)
         nbytes = 4 * sum(
@@ -110,7 +110,7 @@ class MeasuredFit(keras.callbacks.Callback):
         _leave()
 
     def _reduce_ms(self, nbytes: int) -> float:
-        """Returns the time of an all-reduce of the workers, in pieces as a sync sends them."""
+        """Returns the milliseconds of an all-reduce of so many bytes, in buckets as in a sync."""
         layout = Layout([tf.TensorShape([nbytes // 4])], BUCKET_BYTES)
         buffers = [tf.ones([size]) for size in layout.bucket_sizes]
         collectives = self._strategy.extended.links.collectives

@@ -15,8 +15,8 @@ from tfpara.sync.tensorflow.extended import PeriodicSyncExtended
 from tfpara.sync.tensorflow.variables import in_replica, local_replica
 from tfpara.typing import Nest, Variable
 
-# The weights that each optimizer without slots trains, by its id, while `build_optimizers` traces a
-# step; None until its `apply` is called.
+# While `build_optimizers` traces a step: for each optimizer without slots, by its id, the weights
+# that it trains; None until its `apply` is called.
 _unbuilt: dict[int, Sequence[Variable] | None] = {}
 # During the step of an optimizer, by its id: the momentum (or Adam's β₁) and the factor of SGD's
 # learning rate that are fitted to the block.
@@ -26,7 +26,7 @@ element_specs: weakref.WeakKeyDictionary[keras.Model, Nest] = weakref.WeakKeyDic
 
 
 def step_noted(apply: Method) -> Method:
-    """Replaces an optimizer's step, which the strategy notes if a replica takes it."""
+    """Replaces an optimizer's `apply`, so that the strategy knows of each step in a replica."""
 
     @functools.wraps(apply)
     def applying(
@@ -41,7 +41,7 @@ def step_noted(apply: Method) -> Method:
         if not isinstance(extended, PeriodicSyncExtended) or not in_replica():
             return apply(optimizer, grads, trainable_variables)
         guard, scaling = extended.steps.guard, keras.optimizers.LossScaleOptimizer
-        # Loss scaling handles the NaN and Inf that it makes.
+        # A LossScaleOptimizer itself handles the NaN and Inf that its scaling makes.
         if guard and not extended.steps.trace.applying and not isinstance(optimizer, scaling):
             guard.look(grads)
         fitted = extended.momentum.of_step(optimizer, local_replica())
@@ -57,7 +57,7 @@ def step_noted(apply: Method) -> Method:
 
 
 def loss_looked_at(scale_loss: Method) -> Method:
-    """Replaces an optimizer's `scale_loss`, which training steps call with their loss."""
+    """Replaces an optimizer's `scale_loss`, so that the NaN guard sees the loss of each step."""
 
     @functools.wraps(scale_loss)
     def scaling(optimizer: keras.optimizers.Optimizer, loss: tf.Tensor) -> tf.Tensor:
@@ -73,8 +73,8 @@ def loss_looked_at(scale_loss: Method) -> Method:
 def _where_fitted(step: Callable[..., None]) -> Callable[[Method], Method]:
     """Replaces an optimizer's `update_step` by `step` if its momentum is fitted to the block.
 
-    `step(update_step, optimizer, gradient, variable, rate, momentum, factor)` gets the last two as
-    `local_momentum` returns them for a block.
+    The call is `step(update_step, optimizer, gradient, variable, rate, momentum, factor)`. The last
+    two arguments are what `local_momentum.in_a_block` returns for the block.
     """
 
     def replacing(update_step: Method) -> Method:
@@ -107,9 +107,9 @@ def with_fitted_momentum(
     momentum: tf.Tensor,
     factor: tf.Tensor,
 ) -> None:
-    """Takes a step of SGD: m ← m'm − rate'·g."""
+    """Takes a step of SGD: velocity ← m'·velocity − rate'·g, with fitted m' and rate'."""
     # Keras' own step asks whether the momentum is 0, which a tensor of a graph cannot answer.
-    # `keras.ops` also takes gradients that have some rows only.
+    # `keras.ops` also takes sparse gradients, which have only some rows.
     ops = keras.ops
     rate = ops.cast(learning_rate, variable.dtype) * factor
     step = ops.multiply(ops.cast(gradient, variable.dtype), rate)
@@ -130,7 +130,7 @@ def with_fitted_average(
     momentum: tf.Tensor,
     factor: tf.Tensor,
 ) -> None:
-    """Takes a step of Adam with another β₁, or of Muon with another β₁ and momentum."""
+    """Takes a step of Adam with a fitted β₁, or of Muon with a fitted β₁ and momentum."""
     names = [name for name in ("beta_1", "adam_beta_1", "momentum") if hasattr(optimizer, name)]
     given = {name: getattr(optimizer, name) for name in names}
     try:
@@ -149,14 +149,15 @@ def build_optimizers(model: keras.Model) -> None:
     So the step is traced for the data of the present `fit`, without being run.
 
     Raises:
-        ValueError: an optimizer has no slots even so; the message has the line that makes them.
+        ValueError: an optimizer still has no slots; the message has the line that makes them.
     """
     build_optimizer(model)
     spec = element_specs.get(model)
     unbuilt = [getattr(model, name) for name in unbuilt_optimizers(model)]
     if unbuilt and spec is not None and not model.run_eagerly:
         strategy = model.distribute_strategy
-        # `strategy.run` would make a synchronizer, which needs the slots. TensorFlow's does not.
+        # `strategy.run` would make a synchronizer, which needs the slots. TensorFlow's `run` only
+        # traces the step.
         run = tf.distribute.MultiWorkerMirroredStrategy.run
         step = tf.autograph.experimental.do_not_convert(
             lambda minibatch: run(strategy, model.train_step, args=(minibatch,))

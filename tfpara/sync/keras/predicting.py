@@ -17,16 +17,16 @@ from tfpara.sync.workers.worker import Worker
 from tfpara.typing import Array, Data, Json, Nest
 
 _PREDICT = call("strategy.predict()")
-# The largest piece of a worker's rows that is sent at a time. A worker that keeps no rows needs no
-# more memory than for one piece of each worker.
+# The most bytes that a worker sends of its rows at a time. So a worker that keeps no rows needs
+# memory for one such piece of each worker only.
 _PIECE_BYTES = 64 << 20
 _REMEDY = "Give the same data on every worker: strategy.predict divides them."
 
 
 class _Whole(NamedTuple):
-    """Data of which a worker takes a part.
+    """All the data of a prediction, of which each worker takes a part.
 
-    length: rows of arrays, or batches of other data.
+    length: the number of rows of arrays, or of batches of other data.
     part: returns the rows or batches from one number to before another, for `model.predict`.
     facts: facts by which the data are compared with those of other workers.
     """
@@ -46,7 +46,7 @@ def predict(
 ) -> Nest | None:
     """Returns the predictions of all rows; see `PeriodicSyncStrategy.predict`.
 
-    A worker with replicas i … j of N has the rows, or batches, from n·i // N to before
+    Of n rows or batches, a worker with replicas i … j of N predicts those from n·i // N to before
     n·(j + 1) // N.
     """
     worker = strategy.extended.worker
@@ -72,7 +72,8 @@ def predict(
         kept = None if stop > start else 0
         rows = [_gathered(leaf[:kept], worker, keeps) for leaf in keras.tree.flatten(outputs)]
         if worker.changes:
-            # A worker that passes this knows that all have the rows, even if one is lost.
+            # A worker that has passed this barrier knows that all have the rows, even if a worker
+            # is lost now.
             worker.control.collectives.barrier("predictions")
         found = keras.tree.pack_sequence_as(outputs, rows) if keeps else None
 
@@ -81,7 +82,10 @@ def predict(
 
 
 def _gathered(mine: Array, worker: Worker, keeps: bool) -> Array | None:
-    """Returns the rows of all workers, by rank, in pieces that are sent in turn."""
+    """Returns the rows of all workers, by rank, or None unless `keeps`.
+
+    Workers send their rows in pieces of `_PIECE_BYTES` at most.
+    """
     if not isinstance(mine, np.ndarray):
         raise ValueError(
             f"strategy.predict: an output is a {type(mine).__name__}, whose rows cannot be "
@@ -101,10 +105,10 @@ def _gathered(mine: Array, worker: Worker, keeps: bool) -> Array | None:
 
 
 def _whole(x: Data) -> _Whole:
-    """Returns data that can be divided.
+    """Returns data as a `_Whole`, which can be divided.
 
     Raises:
-        ValueError: they have no known end, no known order, or no rows.
+        ValueError: the data have no known end, no known order, or no rows.
     """
     if isinstance(x, tf.data.Dataset):
         whole = _of_dataset(x)
@@ -140,7 +144,7 @@ def _of_dataset(dataset: tf.data.Dataset) -> _Whole:
     count = int(dataset.cardinality())
     if count == tf.data.INFINITE_CARDINALITY:
         raise ValueError("strategy.predict: the dataset has no end. Give dataset.take(batches).")
-    if count < 0:  # not known: read once, without the model
+    if count < 0:  # not known, so the dataset is read once, to count
         count = sum(1 for _ in dataset)
     facts = same_data.facts_of_dataset(dataset) | {"batches": count}
     return _Whole(count, lambda first, end: dataset.skip(first).take(end - first), facts)

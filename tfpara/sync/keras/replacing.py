@@ -8,11 +8,13 @@ from typing import Any, TypeAlias
 
 import keras
 
-# `fit`, `evaluate` and `predict` make datasets of their arguments by functions of this module.
+# Keras' trainer for TensorFlow, which has the class by whose objects `fit` and `evaluate` pass over
+# their data.
 from keras.src.backend.tensorflow import trainer as trainer
 
-# All public functions that save call functions of these modules: Model.save, Model.save_weights,
-# and those of keras.saving and keras.models, even if a script imported them by name.
+# `legacy_h5_format` and `saving_lib` have the functions that all public functions for saving call:
+# Model.save, Model.save_weights, and those of keras.saving and keras.models, even if a script
+# imported these by name.
 from keras.src.legacy.saving import legacy_h5_format as legacy_h5_format
 from keras.src.saving import saving_lib as saving_lib
 from keras.src.trainers import data_adapters as data_adapters
@@ -36,9 +38,9 @@ def replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
 
 
 def for_ours(replacement: Method) -> Callable[[Method], Method]:
-    """Makes a replacement for models of a `PeriodicSyncStrategy`; others keep Keras' function.
+    """Limits a replacement to models of a `PeriodicSyncStrategy`; others keep Keras' function.
 
-    It is called as `replacement(original, strategy, model, …)`.
+    `replacement` is called as `replacement(original, strategy, model, …)`.
     """
 
     def make(original: Method) -> Method:
@@ -55,6 +57,6 @@ def for_ours(replacement: Method) -> Callable[[Method], Method]:
 
 
 def strategy_of_ours(model: keras.Model) -> Any:
-    """Returns the `PeriodicSyncStrategy` of a model; None if it has another or none."""
+    """Returns the `PeriodicSyncStrategy` of a model; None if it has another strategy, or none."""
     strategy = strategy_of(model)
     return strategy if isinstance(strategy.extended, PeriodicSyncExtended) else None

@@ -1,4 +1,4 @@
-"""Saving a model: the global one, written by the chief alone, whole or not at all."""
+"""Saving a model: the chief alone writes the global model, completely or not at all."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def by_the_chief(
     *args: object,
     **kwargs: object,
 ) -> object:
-    """Writes a model on the chief alone, all or nothing.
+    """Writes a model on the chief alone, completely or not at all.
 
-    It writes the global model, unless the model shows other weights (`strategy.weights`).
+    The file has the global weights, unless `strategy.weights` shows others.
     """
     models = strategy.extended.models
-    # While it saves, Keras creates optimizers and layers to compare them with the model's. The
-    # other workers do not create their variables, so no initial values may be exchanged.
+    # While Keras saves, it creates optimizers and layers to compare them with the model's. Other
+    # workers than the chief create no such variables, so initial values may not be exchanged.
     with strategy.extended.initial_values.alone():
         if not isinstance(filepath, (str, os.PathLike)):
             with models.writing(model):
@@ -62,14 +62,14 @@ def for_any_task(
 def is_of_keras(path: str) -> bool:
     """Returns whether a path is a URL to which Keras itself can write.
 
-    A process that has imported tensorflow-io could write to more, but with other settings of the
-    store. Whether it has must not decide how a model is written.
+    With tensorflow-io imported Keras could write to more kinds of URLs, but with other settings of
+    the store. Whether that is imported must not decide how a model is written.
     """
     return path.partition("://")[0] in {"hf", "gs", "ram", "file"} and "://" in path
 
 
 def not_of_stores(function: Method) -> Method:
-    """Replaces Keras' `makedirs`: stores of objects have no folders that must be made."""
+    """Replaces Keras' `makedirs`: in object stores no folders need to be made."""
 
     @functools.wraps(function)
     def making(path: str | os.PathLike[str]) -> object:
@@ -94,7 +94,7 @@ def also_in_stores(function: Method) -> Method:
 
 @contextlib.contextmanager
 def _scratch(path: str) -> Iterator[str]:
-    """Yields the path to which a model is written, so that it appears whole at `path`."""
+    """Yields the path to write a model to, which appears at `path` only once it is complete."""
     if is_of_keras(path) or (os.path.isdir(path) and not files.holds_a_model_alone(Path(path))):
         yield path  # a folder with other files must not be replaced
         return
@@ -104,7 +104,7 @@ def _scratch(path: str) -> Iterator[str]:
 
 @contextlib.contextmanager
 def _printing(former: str, path: str) -> Iterator[None]:
-    """Replaces the path `former` by `path` in all that is printed inside."""
+    """A context that replaces the path `former` by `path` in all that is printed in it."""
     printed = io.StringIO()
     try:
         with contextlib.redirect_stdout(printed):

@@ -1,7 +1,8 @@
 """The check that the model which `fit` trains was made in the strategy's scope.
 
-A model made outside of it has one plain variable in place of one for each replica. Keras trains it
-nevertheless, in this process alone. If metrics were made outside, each worker counts its own.
+A weight of a model made outside of the scope is one plain variable, without a copy for each
+replica. Keras trains such a model nevertheless, in this process alone. A metric made outside counts
+the samples of this worker alone.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _warned: weakref.WeakSet[keras.Model] = weakref.WeakSet()
 
 
 def watch(strategy: tf.distribute.Strategy) -> None:
-    """Registers a strategy, with the property `has_trained`, for `look`."""
+    """Registers a strategy, which must have the property `has_trained`, for `look`."""
     _strategies.add(strategy)
 
 
@@ -57,9 +58,9 @@ def check(model: keras.Model, strategy: tf.distribute.Strategy) -> None:
 
 
 def _look_at_stranger(model: keras.Model) -> None:
-    """Refuses a model that is partly in a strategy's scope; else warns, once, that it is outside.
+    """Refuses a model that is partly in a strategy's scope; warns, once, of one wholly outside.
 
-    It does not warn if another model was trained under a strategy.
+    There is no warning if another model was trained under a strategy.
     """
     for strategy in _strategies:
         if any(_is_of(v, strategy) for _, variables in _parts(model) for v in variables):
@@ -77,7 +78,7 @@ def _look_at_stranger(model: keras.Model) -> None:
 
 
 def _parts(model: keras.Model) -> Iterator[tuple[str, list[Variable]]]:
-    """Yields names for messages, each with variables that `fit` writes."""
+    """Yields the parts of a model that `fit` writes: a name for messages, and the variables."""
     for weight in model.weights:
         yield f"its weight {weight.path!r}", [weight]
     optimizer = getattr(model, "optimizer", None)

@@ -1,4 +1,4 @@
-"""The loop over the minibatches of one call, if `steps_per_execution` is larger than 1."""
+"""The loop over the minibatches of a call of the train function, if `steps_per_execution` > 1."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def several_steps(
     """Returns a function that takes `steps_per_execution` minibatches of an iterator.
 
     It does what Keras' own function does, but the host decides whether the loop goes on. In Keras'
-    loop a GPU combines the two conditions, so before each minibatch the host waits until the GPU
-    has finished the one before. `single` is Keras' function, for iterators that are not
-    TensorFlow's.
+    loop the GPU computes that condition: data are left, and `steps_per_execution` is not reached.
+    So before each minibatch the host waits until the GPU has finished the one before. `single` is
+    Keras' own function, for iterators that are not TensorFlow's.
     """
     strategy, most = model.distribute_strategy, model.steps_per_execution
 
@@ -50,18 +50,18 @@ def several_steps(
 def _loop(
     one: Callable[[Nest], Nest], steps: RunSteps, most: int, by_speed: bool
 ) -> Callable[[Any], Any]:
-    """Returns a graph function that takes up to `most` minibatches of an iterator, by `one` each.
+    """Returns a graph function that calls `one` for each of up to `most` minibatches.
 
-    It returns an optional with the outputs of the last one; without a value if there was none. The
-    steps leave their syncs to this loop. If blocks are `by_speed`, a sync ends the loop: workers
-    have come to it after unlike numbers of minibatches, and must all act on what they agree on
-    there before one of them comes to the next.
+    It returns an optional with the outputs of the last minibatch; without a value if there was
+    none. The steps leave their syncs to this loop. If blocks are `by_speed`, a sync ends the loop:
+    workers come to it after unlike numbers of minibatches, and all of them must act on what they
+    agree on there before any worker comes to the next sync.
     """
 
     @functools.partial(tf.function, reduce_retracing=True)
     @tf.autograph.experimental.do_not_convert
     def several(iterator: Any) -> Any:
-        traced: list[tuple[Any, list[Any]]] = []  # a minibatch's outputs, and the syncs it left
+        traced: list[tuple[Any, list[Any]]] = []  # a step's outputs, and the syncs it left over
 
         def goes_on(number: tf.Tensor, outputs: tf.Tensor, data: Any) -> tf.Tensor:
             del outputs
@@ -94,7 +94,7 @@ def _loop(
             due, number, outputs, data = tf.while_loop(within, minibatch, (due, *state))
             for _, act in traced[-1][1]:
                 where(due, act)
-            # The next minibatch is read after the sync, which may decide which one it is.
+            # The next minibatch is read after the sync, which may decide which minibatch that is.
             with tf.device("CPU:0"):
                 number = tf.where(due & by_speed, most, number)
                 more = (number < most) & due

@@ -13,7 +13,7 @@ import keras
 def stepping(
     model: keras.Model, step: Callable[[Callable[..., Any], Iterator[Any]], Any]
 ) -> Iterator[None]:
-    """Makes `fit` call `step(function, iterator)` inside, with the function that Keras would call.
+    """A context in which `fit` calls `step(function, iterator)` in place of Keras' own `function`.
 
     Keras makes that function in `fit`, unless an earlier `fit` has made it.
     """

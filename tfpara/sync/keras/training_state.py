@@ -1,4 +1,4 @@
-"""Copies of all that training changes, except learning rates, to go back to within a run."""
+"""Copies of all that training changes, except learning rates, so that a run can go back to them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ class TrainingState:
             build_optimizers(model)
         if hasattr(strategy, "synchronize"):
             strategy.synchronize()  # closes the block, in a run without parameter servers
-        # TensorFlow copies a tensor that is kept here when its variable is next written.
+        # A value that is kept here takes no copy now: TensorFlow makes one when its variable is
+        # next written.
         changing = _changing(model, _shared_slots(model))
         self._kept = [(variable, variable.read_value()) for variable in changing]
 
@@ -47,7 +48,7 @@ class TrainingState:
         for variable, value in self._kept:
             variable.assign(value)
         self._go_back()
-        models = getattr(self._strategy.extended, "models", None)  # not of AsyncStrategy
+        models = getattr(self._strategy.extended, "models", None)  # AsyncStrategy has none
         for synchronizer in models.synchronizers if models else ():
             synchronizer.was_put_back()
 
@@ -59,8 +60,8 @@ class TrainingState:
 class EpochStart:
     """The training state at the begin of an epoch, also on workers that join within it.
 
-    A joiner takes the state over from another worker, without the replicas' own variables: its
-    replicas begin as those of any joiner.
+    A joiner receives the state from another worker, without variables that each replica has for
+    itself. Its replicas begin with these as replicas of any joiner do.
     """
 
     def __init__(self, model: keras.Model) -> None:
@@ -103,7 +104,7 @@ class EpochStart:
 
     @property
     def weights(self) -> Sequence[np.ndarray]:
-        """The arrays that joiners receive; if no state was noted, others of their shapes."""
+        """The arrays that joiners receive; if no state was noted, the present values instead."""
         if self._taken is not None:
             return self._taken
         noted = {} if self._state is None else self._state.by_variable()
@@ -111,7 +112,7 @@ class EpochStart:
 
     @weights.setter
     def weights(self, weights: Sequence[np.ndarray]) -> None:
-        if self._strategy.joining:  # a worker that is behind has noted its own state
+        if self._strategy.joining:  # a worker that only lags behind has noted its own state
             self._taken = weights
 
     def _travelling(self) -> list[tf.Variable]:
@@ -120,7 +121,7 @@ class EpochStart:
 
 
 def _shared_slots(model: keras.Model) -> list[Slot]:
-    """Returns the slots of a checkpoint, and the rule's values that depend on N."""
+    """Returns the slots that a checkpoint has, and those of the rule's values that depend on N."""
     slots = slots_of(model)
     strategy: Any = model.distribute_strategy
     if hasattr(strategy, "synchronizer_of"):

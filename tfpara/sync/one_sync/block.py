@@ -1,4 +1,4 @@
-"""The open block: counts of the local replicas' minibatches since the last sync, by parts.
+"""The open block: counts of the local replicas' minibatches since the last sync of each part.
 
 A *part* of the model is what one exchange averages. Without fragments and without overlap there is
 one part: the whole model. Otherwise each fragment of the weights is a part, and the last part is
@@ -22,18 +22,20 @@ class Block:
     """The counters of an open block.
 
     Args:
-        whole: whether each sync is of the whole model, so that there is one part.
+        whole: whether each sync exchanges the whole model, so that there is one part.
 
     Attributes:
         parts: number of parts.
-        period: τ, or `NEVER`.
-        steps: minibatches of each replica since the last sync point; the sync is due at `period`.
-            In an elastic run minibatches of the block that this worker has missed count too.
+        period: a variable with τ, or with `NEVER` while there are no syncs.
+        steps: minibatches of each replica since the last sync of any part; when they reach
+            `period`, a sync is due. In an elastic run they include the minibatches of the block
+            that this worker has missed.
         part_steps: minibatches of each replica since the last sync of each part, shape [parts].
         samples: for each local replica the sum of its minibatches' weights since the last sync of
-            each part, shape [parts]. A minibatch weighs its samples unless the user says otherwise.
-        taken: minibatches of each replica, of all blocks.
-        seen: samples of all local replicas, of all blocks.
+            each part, shape [parts]. The weight of a minibatch is its number of samples, unless
+            the user has set another one.
+        taken: minibatches that each replica has trained in all blocks.
+        seen: samples that all local replicas together have trained in all blocks.
         turn: number of the fragment that is synced next.
     """
 
@@ -43,7 +45,8 @@ class Block:
         self._whole = whole
         self.parts = settings.fragments + (0 if whole else 1)
         self.period, self._balance = site.period, site.balance
-        # A step writes one variable. float64 is exact for whole numbers up to 2^53.
+        # All counters are in one variable, so that a step writes only one. float64 is exact for
+        # whole numbers up to 2^53.
         parts, replicas = self.parts, range(len(site.devices))
         counts = make(tf.zeros([3 + parts * (1 + len(replicas))], tf.float64), "counts")
         self._counts = counts
@@ -52,10 +55,11 @@ class Block:
         self.steps = Counter(counts, 2, [], tf.int64)
         self.part_steps = Counter(counts, 3, [parts])
         self.samples = [Counter(counts, 3 + (1 + r) * parts, [parts]) for r in replicas]
-        # For each element the term that a step adds to it: see `count`.
+        # For each element of `counts` the index of the term that a step adds to it: see `count`.
         self._terms = [0, 1, 0, *[0] * parts, *(2 + r for r in replicas for _ in range(parts))]
         self.turn = make(tf.zeros([], tf.int32), "turn")
-        # Steps of each replica since the last sync, if they differ. The part is the whole model.
+        # If replicas may take different numbers of steps: those of each one since the last sync,
+        # shape [local replicas, 1]. The whole model is then one part.
         self._stepped: tf.Variable | None = None
         if self._balance is not None and self._balance.simulates:
             self._stepped = make(tf.zeros([len(site.devices), 1], tf.float64), "stepped")
@@ -68,7 +72,7 @@ class Block:
 
     @property
     def trained(self) -> int:
-        """Minibatches of each replica since the last sync, of a block of the whole model."""
+        """Minibatches of each replica since the last sync, if the whole model is one part."""
         return int(self.part_steps.read_value()[0])
 
     def due(self) -> tf.Tensor:
@@ -81,28 +85,31 @@ class Block:
 
     @property
     def is_open(self) -> bool:
-        """Whether a part of the model was trained since its last sync."""
+        """Whether any part of the model was trained since its last sync."""
         return bool(tf.reduce_max(self.part_steps.read_value()) > 0.0)
 
     def count(
         self, samples: tf.Tensor, weights: Sequence[tf.Tensor], each: Sequence[Scalar]
     ) -> tf.Tensor:
-        """Counts a minibatch of each local replica; returns `steps`.
+        """Counts a minibatch of each local replica; returns the new value of `steps`.
 
-        `samples` are those of all these minibatches, `weights` their weights in the mean; float64.
-        A replica has taken a step if it had samples, the number in `each`.
+        Args:
+            samples: number of samples of all these minibatches together, float64.
+            weights: weight of each minibatch in the mean of the replicas, float64.
+            each: number of samples of each minibatch. A replica without samples takes no step.
         """
         if self._stepped is not None:
             stepped = tf.stack([tf.cast(own, tf.int64) > 0 for own in each])
             self._stepped.assign_add(tf.cast(stepped, tf.float64)[:, tf.newaxis])
-        # `steps` is read before the sum, so that it does not wait for weights from a device.
+        # `steps` is read before `assign_add`, so that the read does not wait for `weights`, which
+        # devices compute.
         steps = self.steps.read_value() + 1
         terms = tf.stack([tf.ones([], tf.float64), samples, *weights])
         self._counts.assign_add(tf.gather(terms, self._terms))
         return steps
 
     def close(self, done: tf.Tensor, is_last: tf.Tensor) -> None:
-        """Resets the counters after a sync of fragment `done`, or of all parts if it `is_last`."""
+        """Resets the counters of fragment `done` after its sync, or of all parts if `is_last`."""
         if self._whole:
             self._forget()
             return
@@ -117,30 +124,31 @@ class Block:
     def reopen(self, fragment: tf.Tensor, steps: tf.Tensor, samples: tf.Tensor) -> None:
         """Restores the counters of a fragment whose sync was started and has failed.
 
-        `steps` and `samples`, [local replicas, parts], are `part_steps` and `samples` at that
-        start.
+        `steps`, shape [parts], and `samples`, shape [local replicas, parts], are the values of
+        `part_steps` and `samples` when the sync was started.
         """
         carried = tf.one_hot(fragment, self.parts, dtype=tf.float64)
         self.turn.assign(fragment)
-        # The part that was synced last has the least steps: those since the last sync point.
+        # The smallest of `steps` is that of the part which was synced last. So it is the number of
+        # steps since the last sync of any part.
         self.steps.assign_add(tf.cast(tf.reduce_min(steps), tf.int64))
         self.part_steps.assign_add(carried * steps)
         for replica, pending in enumerate(self.samples):
             pending.assign_add(carried * samples[replica])
 
     def give_up(self) -> None:
-        """Sets all counters to 0, since a checkpoint replaces the work of the open block."""
+        """Sets the counters of the open block to 0, since a checkpoint replaces its work."""
         self._forget()
         self.turn.assign(0)
 
     def _forget(self) -> None:
-        """Sets the counters since the last sync to 0."""
+        """Sets all counters except `taken` and `seen` to 0."""
         self._counts[2:].assign(tf.zeros([self._counts.shape[0] - 2], tf.float64))
         if self._stepped is not None:
             self._stepped.assign(tf.zeros_like(self._stepped))
 
     def slots(self) -> Iterator[Slot]:
-        """Yields the counters that are not 0 after a sync of one of several parts."""
+        """Yields the counters that may be above 0 after a sync; none if the model is one part."""
         if not self._whole:
             yield Slot("open/turn", Kind.BLOCK, self.turn)
             yield Slot("open/block_steps", Kind.BLOCK, self.part_steps, absent=0.0)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-# A variable with at least 1/4 of the largest bucket's elements has buckets of its own.
+# A variable with at least 1/4 of the elements that fit into a bucket has buckets of its own.
 _OWN_BUCKET = 4
 # Large variables are cut at multiples of this many elements. So the parts of buckets that replicas
 # hold are aligned in memory, and need no copy.
@@ -17,7 +17,7 @@ _ALIGNED = 4096
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """Elements `start` … `stop` of variable number `variable`, flattened."""
+    """Elements `start` … `stop` of the flattened variable number `variable`."""
 
     variable: int
     start: int
@@ -27,10 +27,10 @@ class Piece:
 class Layout:
     """The layout of a list of variables in buckets.
 
-    A large variable, flattened, has buckets of its own. If it fits one, it is sent and received
-    without a copy. Small variables share buckets. A bucket has at most `bucket_bytes` of float32.
-    Fragments, not more than variables, divide the list of variables into runs of about equal size;
-    no bucket belongs to two fragments.
+    A large variable, flattened, has buckets of its own. If it fits into one bucket, it is sent and
+    received without a copy. Small variables share buckets. A bucket has at most `bucket_bytes`
+    bytes of float32. A fragment is a run of consecutive variables, at least one; all fragments have
+    about equal size. No bucket belongs to two fragments.
 
     Attributes:
         sizes: number of elements of each variable.
@@ -62,7 +62,7 @@ class Layout:
         return [sum(p.stop - p.start for p in bucket) for bucket in self._buckets]
 
     def places(self, variable: int) -> list[tuple[int, int, Piece]]:
-        """Returns where a variable's pieces lie: (bucket, first element in it, piece)."""
+        """Returns for each piece of a variable: its bucket's number, its start there, the piece."""
         found = []
         for number, bucket in enumerate(self._buckets):
             at = 0
@@ -75,7 +75,7 @@ class Layout:
     def pack(self, tensors: Sequence[tf.Tensor], fragment: int | None = None) -> list[tf.Tensor]:
         """Packs tensors of any float type, one for each variable, into flat float32 buckets.
 
-        With a fragment's number the tensors and the buckets are that fragment's alone.
+        If `fragment` is given, the tensors and the buckets are those of this fragment alone.
         """
         flat = [tf.reshape(tf.cast(tensor, tf.float32), [-1]) for tensor in tensors]
         first = self.variables[fragment].start if fragment is not None else 0
@@ -108,7 +108,7 @@ class Layout:
 
 
 def _divide(sizes: Sequence[int], count: int) -> list[slice]:
-    """Divides the variables into runs of about equal size, of one variable at least."""
+    """Returns `count` slices of the variables, each not empty, of about equal size in elements."""
     if count > max(1, len(sizes)):
         raise ValueError(
             f"fragments={count}: the model has {len(sizes)} trainable variables, and a fragment is "
@@ -118,7 +118,7 @@ def _divide(sizes: Sequence[int], count: int) -> list[slice]:
     runs = []
     for number in range(1, count + 1):
         stop = start
-        last = len(sizes) - (count - number)  # leaves one variable for each further run
+        last = len(sizes) - (count - number)  # leaves one variable for each later run
         while stop < last and (
             number == count or stop == start or before + sizes[stop] / 2 < total * number / count
         ):
@@ -130,7 +130,7 @@ def _divide(sizes: Sequence[int], count: int) -> list[slice]:
 
 
 def _fill(sizes: Sequence[int], part: slice, capacity: int) -> list[list[Piece]]:
-    """Divides a run of variables into buckets of at most `capacity` elements."""
+    """Divides the variables in the slice `part` into buckets of at most `capacity` elements."""
     numbers = list(range(len(sizes)))[part]
     threshold = max(1, capacity // _OWN_BUCKET)
     large = [[number] for number in numbers if sizes[number] >= threshold]

@@ -1,19 +1,20 @@
 """Compressed exchange of weights: rounded differences, with error feedback.
 
-Differences are rounded, never the weights themselves. With B̂ the point that all replicas have
-received, w_i the local models, n_i their shares, and Q the rounding of a format:
+Differences are rounded, never the weights themselves. Let B̂ be the weights that all replicas have
+received, w_i the local models, n_i their shares in the mean, and Q the rounding of a format:
 
     x = Σ n_i (w_i − B̂) + e;  q = Q(x);  e ← x − q        on each worker, i over its replicas
     w̄ = B + Σ q                                          by each owner of a part, over the workers
     B̂ ← B̂ + Q(B' − B̂)                                    everywhere, from the owner of each part
 
-where B is the point that the rule broadcast at the last sync, exact at its owner, and B' the new
-one. EASGD does not overwrite the replicas, and its equation needs their true mean, so there w̄ = B̂
-+ Σ q (`measured_from` of the rules). The sums are of decoded numbers, in float32.
+where B are the weights that the rule broadcast at the last sync, which the owner of each part has
+without rounding, and B' those that it broadcasts now. EASGD does not overwrite the replicas, and
+its equation needs their true mean, so for EASGD w̄ = B̂ + Σ q (`measured_from` of the rules). Sums
+are computed from decoded numbers, in float32.
 
-Both rounding errors are sent later. That of the first line is e, the *error feedback* of Seide et
-al., "1-bit stochastic gradient descent" (2014), and Karimireddy et al., "Error feedback fixes
-SignSGD" (2019). That of the third line is part of the next difference B' − B̂.
+Both rounding errors are sent later. The error in the first line is e, the *error feedback* of Seide
+et al., "1-bit stochastic gradient descent" (2014), and Karimireddy et al., "Error feedback fixes
+SignSGD" (2019). The error in the third line is part of the next difference B' − B̂.
 """
 
 from __future__ import annotations
@@ -32,10 +33,10 @@ from tfpara.sync.one_sync.weight_exchange import Shares
 
 
 class _Levels(NamedTuple):
-    """A format of whole numbers: x is sent as round(x / s), and s = max|x| / `highest`.
+    """A format of whole numbers: x is sent as round(x / s), where s = max|x| / `highest`.
 
     highest: the largest whole number; the smallest is −`highest`.
-    group: how many numbers have a scale s in common.
+    group: how many numbers x have one scale s in common, which is sent with them.
     per_byte: how many numbers a byte holds.
     """
 
@@ -55,7 +56,7 @@ def encode(rows: tf.Tensor, kind: str) -> tf.Tensor:
     """
     count, length = rows.shape
     if kind in _HALVES:
-        # The part beyond float16's range belongs to the error, which the next sync sends.
+        # What exceeds float16's range becomes rounding error, which the next sync sends.
         clipped = tf.clip_by_value(rows, -65504.0, 65504.0) if kind == "fp16" else rows
         halves = tf.cast(tf.pad(clipped, [[0, 0], [0, length % 2]]), _HALVES[kind])
         return tf.bitcast(tf.reshape(halves, [count, -1, 2]), tf.int32)
@@ -64,8 +65,9 @@ def encode(rows: tf.Tensor, kind: str) -> tf.Tensor:
     scales = tf.reduce_max(tf.abs(groups), 2, keepdims=True) / highest
     levels = tf.round(tf.math.divide_no_nan(groups, scales))
     levels = tf.reshape(tf.clip_by_value(levels, -highest, highest), [count, -1])
-    if per_byte == 2:  # those of the second half of the row are the sixteens
-        # NaN would reach the other half, too; its own group has it by its scale.
+    if per_byte == 2:  # a byte is one number of the row's first half plus 16 × one of the second
+        # A NaN would spoil the other number of its byte, too, so 0 takes its place. By the scale of
+        # its group it is decoded as NaN nevertheless.
         ones, sixteens = tf.split(tf.where(tf.math.is_nan(levels), 0.0, levels), 2, 1)
         levels = ones + 16.0 * sixteens
     words = tf.bitcast(tf.reshape(tf.cast(levels, tf.int8), [count, -1, 4]), tf.int32)
@@ -83,7 +85,7 @@ def decode(words: tf.Tensor, length: int, kind: str) -> tf.Tensor:
     levels = tf.reshape(tf.bitcast(words[:, :-groups], tf.int8), [count, -1])
     levels = tf.cast(levels, tf.float32)
     if per_byte == 2:
-        sixteens = tf.round(levels / 16.0)  # exact, as the ones are from -7 to 7
+        sixteens = tf.round(levels / 16.0)  # exact, since the ones are from -7 to 7
         levels = tf.concat([levels - 16.0 * sixteens, sixteens], 1)
     scales = tf.bitcast(words[:, -groups:], tf.float32)
     numbers = tf.reshape(levels, [count, groups, group]) * scales[:, :, tf.newaxis]
@@ -101,10 +103,10 @@ def words_of(length: int, kind: str) -> int:
 class CompressedWire:
     """The transport of weights as rounded differences: all-to-all, a local sum, and an all-gather.
 
-    In one process nothing is sent. The results are then those of workers with one device each.
+    In one process nothing is sent. The results are then as if each of its devices were a worker.
 
     Attributes:
-        points: the buckets of B̂.
+        points: the buckets of B̂ (see the top of this file).
     """
 
     def __init__(
@@ -118,7 +120,7 @@ class CompressedWire:
         self._name, make = replicas.site.name, replicas.site.make
         alone = self._collectives.size == 1
         self._sources = replicas.devices if alone else replicas.devices[:1]
-        self._rows = len(self._sources)  # rows of each worker in a message
+        self._rows = len(self._sources)  # rows that each worker has in a message
         buckets = replicas.weights(0)
         with tf.device(replicas.devices[0]):
             self.points = [make(b, f"point_{k}") for k, b in enumerate(buckets)]
@@ -131,7 +133,7 @@ class CompressedWire:
     def gather(
         self, local: Sequence[Buckets], shares: Shares, fragment: int
     ) -> tuple[list[list[tf.Tensor]], list[tuple[tf.Variable, tf.Tensor]]]:
-        """Returns as `Wire.gather`; the errors e are written on commit."""
+        """Returns what `Wire.gather` returns; the new errors e are written on commit."""
         buckets = self._replicas.layout.buckets[fragment]
         sent, kept = [], []
         for device, errors, moved in zip(
@@ -181,7 +183,7 @@ class CompressedWire:
     def _moved(
         self, local: Sequence[Buckets], shares: Shares, buckets: slice
     ) -> list[list[tf.Tensor]]:
-        """Returns for each source Σ n_i (w_i − B̂) over its replicas."""
+        """Returns for each device in `_sources` the sum of n_i (w_i − B̂) over its replicas."""
         weighted = []
         for replica, device in enumerate(self._replicas.devices):
             with tf.device(device):
@@ -200,7 +202,7 @@ class CompressedWire:
     def spread(
         self, broadcasts: Sequence[Buckets], fragment: int
     ) -> tuple[list[list[tf.Tensor]], list[tuple[tf.Variable, tf.Tensor]]]:
-        """Returns the new B̂ as `Wire.spread`; the points are written on commit."""
+        """Returns the new B̂, in the form of `Wire.spread`; `points` is written on commit."""
         buckets = self._replicas.layout.buckets[fragment]
         size, rank, kept = self._collectives.size, self._collectives.rank, []
         with tf.device(self._replicas.devices[0]):
@@ -224,7 +226,7 @@ class CompressedWire:
         return 4 * 2 * (size - 1) * words
 
     def set_part(self, bucket: int, at: int, values: tf.Tensor) -> None:
-        """Sets elements `at` … of B̂ to values that Python code has set on all workers alike."""
+        """Sets elements `at` … of a bucket of B̂ to weights that Python code set on all workers."""
         stop = at + int(values.shape[0])
         self.points[bucket][at:stop].assign(values)
         for errors in self._errors:
@@ -237,8 +239,8 @@ class CompressedWire:
     ) -> None:
         """Takes over the points and errors of the wire that the same model had before.
 
-        `of_weights` takes the former and the present buckets. It returns the present ones with the
-        former values of all weights that both have.
+        `of_weights` takes the former and the present buckets. It returns the present buckets, with
+        the former values of all weights that are in both.
         """
         self.set_points(of_weights(former.points, self.points))
         sizes = [int(point.shape[0]) for point in self.points]

@@ -31,8 +31,8 @@ from tfpara.sync.one_sync.weight_exchange import ALIGNED, Shares, phase
 from tfpara.sync.settings import NEVER, Settings
 from tfpara.typing import Array
 
-# A worker waits this long before it fails, since its end stops messages that are under way. So the
-# others receive the table that says why.
+# The end of a worker stops its messages that are under way. So a worker that fails first waits this
+# long, so that the others receive the table that says why.
 _GRACE_SECONDS = 1.0
 # This text stands for a sentence that the workers have yet to exchange.
 _APART = "the workers are apart"
@@ -50,7 +50,7 @@ class Part(NamedTuple):
 class Verdict(NamedTuple):
     """The decision of all workers, as tensors: see `Decision`.
 
-    at: the time of the decision, as by `now`.
+    at: the time of the decision, on the clock of `now`.
     allowed: whether there is no problem.
     """
 
@@ -70,13 +70,15 @@ class Consensus:
     Attributes:
         columns: the columns of a report that depend on the model.
         signatures: for each weight a number that must be equal on all replicas.
-        other_signatures: such numbers of the state, from its first value or the last one that was
-            set, and of the frozen weights.
+        other_signatures: such numbers for the state and the frozen weights. The number of a state
+            variable is that of its first value, or of the value that Python code has set last.
         request: the request of this worker (see `Request`), a float64 variable.
-        began: the time since which the sync waits for other workers, as by `now`; 0 if it does not.
-        weights_seen: for each replica a number, 0 until a sync counts a minibatch of it.
-        carried: the number of weights that travel with each report, a multiple of `ALIGNED`; 0:
-            they follow in an exchange of their own.
+        began: the time, on the clock of `now`, since which the sync waits for other workers; 0 if
+            it does not wait.
+        weights_seen: an array with a number for each replica, 0 until a sync counts a minibatch of
+            that replica.
+        carried: how many float32 numbers, the weights and padding, travel with each worker's
+            report, a multiple of `ALIGNED`; 0: the weights follow in an exchange of their own.
     """
 
     def __init__(
@@ -104,11 +106,12 @@ class Consensus:
         Args:
             running: whether this worker has data left.
             anchors: buckets of the replicas' state as the last sync wrote it.
-            carried: what travels with this worker's report, `self.carried` float32 in all.
+            carried: vectors that travel with this worker's report, `self.carried` float32 numbers
+                in all.
 
         Returns:
-            When this worker came to the sync, as by `now`; the decision; and what has travelled
-            with the report of each worker, by rank.
+            The time, on the clock of `now`, when this worker came to the sync; the decision; and
+            for each worker, by rank, the vector that has travelled with its report.
         """
         if self._site.is_alone:
             began, read = self._read(running, anchors)
@@ -120,16 +123,17 @@ class Consensus:
     def met(self, number: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         """Exchanges one number of each worker.
 
-        The number travels in a report, by the same collective as before a sync. So a worker that
-        runs a sync at this point is noticed.
+        The number travels in a report, by the collective that gathers the reports before a sync. So
+        if another worker runs a sync meanwhile, all workers notice.
 
         Returns:
-            The numbers by rank; and the error if workers came to different exchanges, else "".
+            The numbers by rank; and the error's text if workers came to different exchanges, else
+            "".
         """
         columns, devices = self.columns, len(self._site.devices)
 
         def rows_of(number: Array) -> list[Array]:
-            row = np.zeros(columns.width)  # no data
+            row = np.zeros(columns.width)  # in which RUNNING is 0: no data left
             row[NONFINITE] = -1.0
             row[MET:SAMPLES] = self._site.call_site.mark()
             row[SAMPLES] = number
@@ -159,7 +163,7 @@ class Consensus:
         return tf.TensorSpec([len(self._site.devices), self.columns.width], tf.float64)
 
     def _read(self, running: tf.Tensor | bool, anchors: Buckets) -> tuple[tf.Tensor, list[Any]]:
-        """Returns when this worker came to the sync, as by `now`, and the arguments of `_rows`."""
+        """Returns the time when this worker came to the sync, and the arguments of `_rows`."""
         block, balance, replicas = self._block, self._site.balance, self._replicas
         left_out, each = self._left_out, range(len(self._site.devices))
         began = now()
@@ -198,8 +202,8 @@ class Consensus:
         """Returns the reports of the local replicas, [local replicas, columns]; see `report_of`.
 
         Args:
-            began: the time at which this worker came to the sync, as by `now`.
-            since: the time at which the block began on it, 0 if that is not known.
+            began: the time, on the clock of `now`, when this worker came to the sync.
+            since: the time when the block began on this worker, 0 if that is not known.
             others: the signatures of the state and the frozen weights.
             steps: minibatches since the last sync, [local replicas, parts].
             pending: minibatches of each replica since the last sync point.
@@ -239,7 +243,7 @@ class Consensus:
     def gather_with(
         self, rows: tf.Tensor, began: tf.Tensor, carried: Buckets = ()
     ) -> tuple[tf.Tensor, list[tf.Tensor]]:
-        """Gathers reports as `gather` does, and float32 vectors that travel with them.
+        """Gathers reports as `gather` does, and the float32 vectors `carried` with them.
 
         Returns:
             The table of reports, and each worker's `carried` as one vector, by rank.
@@ -250,7 +254,7 @@ class Consensus:
         width, arrived = self.columns.width, []
         of_workers = self._site.company.unlike_devices
         if of_workers:
-            # Rows of workers with fewer devices are filled up, since all must send equally many.
+            # All must send equally many rows, so workers with fewer devices append empty ones.
             rows = tf.pad(rows, [[0, max(of_workers) - rows.shape[0]], [0, 0]])
         with phase("wait"):
             # The bits travel as whole numbers, so that nothing is rounded.
@@ -277,7 +281,7 @@ class Consensus:
         return not self._site.is_alone and are_apart(table, self._site.company.changes)
 
     def _told(self, patient: bool) -> tf.Tensor:
-        """Returns the sentence that says which worker is where; all workers exchange it."""
+        """Returns a sentence with each worker's place in its script; all exchange their places."""
         site = self._site
         mine = tf.numpy_function(
             lambda: np.array(site.call_site.told(), np.int32), [], tf.int32, stateful=True
@@ -297,8 +301,8 @@ class Consensus:
     ) -> Verdict:
         """Returns the decision of all workers from the table of reports.
 
-        It runs as Python. As operations it would be a third of those of a sync, and all of them
-        have to be made and optimised before the first step.
+        The decision is Python code. As graph operations it would be a third of a sync's operations,
+        which TensorFlow has to make and optimise before the first step.
 
         Args:
             known: the sentence of an earlier decision from the same table, or "".
@@ -313,7 +317,7 @@ class Consensus:
         known: tf.Tensor | str = "",
         patient: bool = True,
     ) -> Verdict:
-        """Returns the decision from the table that `table_of` returns, in Python, from `given`."""
+        """Returns the decision; `table_of`, a Python function, makes the table from `given`."""
         own = len(self._site.devices)
 
         def decided(
@@ -358,7 +362,7 @@ class Consensus:
         return Verdict(at, allowed, problem, is_last, agreed, counts, trained, made)
 
     def _problem_of(self, table: Array) -> str:
-        """Returns the problem that forbids the sync, or ""; without one, updates `weights_seen`."""
+        """Returns the problem that forbids the sync, or ""; if "", adds to `weights_seen`."""
         names, firsts = self._replicas.averaged_names, self._site.first_replicas(len(table))
         text = problem_of(table, self.columns, names, firsts, self._share)
         if not text and len(table) == len(self.weights_seen):
@@ -368,7 +372,7 @@ class Consensus:
     def _decision(
         self, table: Array, text: str, replicas: int, first: int, period: int
     ) -> Decision:
-        """Returns the decision from the table; `text` is what forbids the sync, or ""."""
+        """Returns the decision from the table; `text` is the problem that forbids it, or ""."""
         own, balance = len(self._site.devices), self._site.balance
         share = None if balance is None else balance.mean_steps()
         found = decide(
@@ -383,7 +387,8 @@ class Consensus:
             by_speed=share is not None,
         )
         if balance is not None and not text:
-            # Each row is a worker, also if a replica stands for one.
+            # Blocks by speed need one replica for each worker, so each row is that of a worker. In
+            # a simulation each replica stands for a worker.
             steps, seconds = table[:, self.columns.steps], table[:, self.columns.seconds]
             balance.reported = steps[:, 0].astype(int), seconds[:, 0]
         return found

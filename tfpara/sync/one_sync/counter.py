@@ -1,4 +1,4 @@
-"""Numbers that each training step counts, in one variable, so that a step writes one."""
+"""Counters that every training step changes, all in one variable, so that a step writes one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Counter:
 
     Args:
         whole: the variable, a float64 vector, exact for whole numbers up to 2^53.
-        start: the first element.
+        start: the index of the counter's first element.
         shape: [] for one element, [n] for n of them.
         dtype: the type of `read_value`.
     """

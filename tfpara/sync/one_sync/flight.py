@@ -2,11 +2,11 @@
 
 A flight *starts* at a sync point: the replicas' weights and reports are copied (by TensorFlow, when
 the next step writes to them), and a thread exchanges these copies. A flight *lands* when its
-results are there; the training thread reads them only after that. If training has to wait for a
+results have arrived; the training thread reads them only after that. If training has to wait for a
 landing, it waits in a TensorFlow queue, which blocks no thread that the flight may need.
 
-Each wait begins by putting the known end into the queue again: see docs/design.md, "How a flight
-ended is remembered until the next flight".
+Each wait first puts the flight's end, if it is known, into the queue again: see docs/design.md,
+"How a flight ended is remembered until the next flight".
 """
 
 from __future__ import annotations
@@ -26,9 +26,11 @@ from tfpara.typing import Array
 
 # Values of `Flight.state`.
 NONE, FLYING, LANDED = range(3)
-# The longest wait for a flight's thread when the program ends. A lost worker ends a flight at once.
+# The longest wait for a flight's thread when the program ends. If a worker is lost, its loss ends
+# the thread at once.
 _PATIENCE_SECONDS = 5.0
-# The errors of a failed collective of any backend, and words in their messages (`_WORDS`).
+# The types of the errors that a failed collective of any backend raises. Their messages match
+# `_WORDS`.
 _OF_COLLECTIVES = (
     tf.errors.UnavailableError,
     tf.errors.DeadlineExceededError,
@@ -38,7 +40,8 @@ _OF_COLLECTIVES = (
     tf.errors.UnknownError,
 )
 _WORDS = re.compile("ollective|RecvBuf|Horovod has")
-# The end of a flight is an error, "" if there is none, and whether a collective raised it.
+# The end of a flight is a pair: the text of its error, "" if it had none, and whether a collective
+# raised that error.
 _WELL = ("", False)
 _NOT_STARTED = ("a sync was to run beside the training, and the step failed that starts it", False)
 
@@ -59,7 +62,7 @@ class Flight:
         table: the reports of all replicas, [N, columns].
         problem: the sentence that forbids the sync; "" if none does.
         committed: 1 if the sync was committed, else 0.
-        snapshots: for each local replica its buckets at the start.
+        snapshots: for each local replica the buckets of its weights when the flight started.
         arrived: for each local device the buckets that the rule broadcast.
     """
 
@@ -110,7 +113,8 @@ class Flight:
     ) -> tf.Tensor:
         """Copies what the exchange needs, and starts the thread.
 
-        `local` are each local replica's buckets of a fragment, and `buckets` the slice of these.
+        `local` are each local replica's buckets of the fragment; `buckets` is the slice of the list
+        of all buckets that they are.
         The returned tensor is computed once the thread has started.
         """
         with tf.control_dependencies([tf.numpy_function(self._prepare, [], tf.int64)]):
@@ -125,7 +129,7 @@ class Flight:
             return tf.numpy_function(self._launch, [], tf.int64)
 
     def landing(self) -> tuple[tf.Tensor, tf.Tensor]:
-        """Waits for the end of the flight; returns it: see `_WELL`."""
+        """Waits for the end of the flight; returns it, a pair as described at `_WELL`."""
         with tf.control_dependencies([tf.numpy_function(self._remind, [], tf.int64)]):
             message, of_collective = self._ends.dequeue()
         return message, of_collective
@@ -138,7 +142,7 @@ class Flight:
     def set_part(self, bucket: int, at: int, values: tf.Tensor) -> None:
         """Overwrites elements `at` … of a bucket in all copies, after Python code set the weights.
 
-        So a later merge does not change them.
+        So a later merge leaves these weights as they were set.
         """
         for buckets in (*self.snapshots, *self.arrived):
             buckets[bucket][at : at + int(values.shape[0])].assign(values)
@@ -154,7 +158,7 @@ class Flight:
             for k, (snapshot, value) in enumerate(zip(snapshots, arrived, strict=True)):
                 name = f"sync/flight/snapshot/{k}"
                 yield Slot(name, Kind.BLOCK, snapshot, replica, **options)
-                # The value is equal on all devices, so the name is that of one.
+                # The value is equal on all devices, so the slots of all devices have one name.
                 yield Slot(f"open/arrived/{k}", Kind.BLOCK, value, **options)
 
     def _prepare(self) -> int:
@@ -201,6 +205,6 @@ _flights: weakref.WeakSet[Flight] = weakref.WeakSet()
 
 @atexit.register
 def _wait_for_flights() -> None:
-    """Waits at exit, since no thread may be in TensorFlow while the interpreter is taken down."""
+    """Waits for flights: no thread may be in TensorFlow while the interpreter is taken down."""
     for flight in list(_flights):
         flight.wait(_PATIENCE_SECONDS)

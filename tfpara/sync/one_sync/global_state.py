@@ -1,6 +1,7 @@
 """The state of the rule and of the averages, in the parts that this worker keeps.
 
-Its variables are created here and nowhere else. A *field* is one array of the state, such as
+The variables of this state are created here and nowhere else. A *holder* is a local device that
+keeps a part of each bucket (see `placement`). A *field* is one array of the state, such as
 "rule/global_model", "rule/delta" or "averages/ema/average". A scalar field has one variable for
 each part.
 """
@@ -27,7 +28,7 @@ MakeVariable = Callable[[Array, str], tf.Variable]
 
 
 class Cell(NamedTuple):
-    """One variable of the state: a part of one field, or a scalar field of that part."""
+    """One variable of the state: what a field has for one part of a bucket, array or number."""
 
     field: str
     holder: int
@@ -43,9 +44,9 @@ class Cell(NamedTuple):
 class Update(NamedTuple):
     """A global step that is not written yet.
 
-    buckets: the buckets that it updates.
+    buckets: the slice of the list of buckets that the step updates.
     broadcasts: for each holder the tensors that the rule broadcasts, one for each bucket.
-    states: the new states, by label, holder and bucket.
+    states: the new states, by label ("rule" or "averages/NAME"), holder and bucket.
     """
 
     buckets: slice
@@ -56,16 +57,16 @@ class Update(NamedTuple):
 class GlobalState:
     """The state of the rule and of the averages.
 
-    The replicas' weights, and their moments if the rule filters these, must be equal on all workers
-    when it is made.
+    When this object is made, the replicas' weights must be equal on all workers, and so must their
+    moments, if the rule filters these.
 
     Attributes:
-        is_new: whether the rule has taken no step since its state was made.
-        rule: the rule, which may follow the number of replicas.
+        is_new: whether the rule has taken no step since its state was made or has restarted.
+        rule: the rule, whose hyper-parameters may follow the number of replicas.
     """
 
     def __init__(self, aggregation: Aggregation, settings: Settings, replicas: Replicas) -> None:
-        rule: Any = settings.rule  # BMUFAdam has methods for moments, too
+        rule: Any = settings.rule  # Any: BMUFAdam has methods that Rule lacks
         self.rule = SizedRule(rule, settings.following_rule, replicas.site.make)
         averages, make = settings.averages, replicas.site.make
         self._absent = rule.absent
@@ -77,7 +78,7 @@ class GlobalState:
         buckets = replicas.weights(0)
         moments = replicas.moments(0) if replicas.variables.moments else None
         self.bucket_sizes = [int(b.shape[0]) for b in buckets]
-        # The variables of "rule", "averages/LABEL" or "moments": for each holder, for each part.
+        # By label ("rule", "averages/NAME", "moments"): for each holder, each part's variables.
         self._states: dict[str, list[list[State]]] = {}
         for holder, device in enumerate(aggregation.holders):
             with tf.device(device):
@@ -110,8 +111,9 @@ class GlobalState:
     ) -> list[list[State]]:
         """Returns the moments for the next block, for each holder; nothing is written.
 
-        `first` and `second` are its parts of the mean of the replicas' moments. The block has
-        `steps` minibatches, and is `share` of a whole one, 0 < share ≤ 1.
+        `first` and `second` have, for each holder, its parts of the means of the replicas' first
+        and second moments. The block that ends has `steps` minibatches, which are the fraction
+        `share` of a whole block, 0 < share ≤ 1. `iterations` is the local optimizers' step count.
         """
         updated = []
         for holder, device in enumerate(self.aggregation.holders):
@@ -145,8 +147,8 @@ class GlobalState:
     ) -> Update:
         """Takes the rule's and the averages' steps on every local holder; nothing is written.
 
-        `means` are each holder's parts, in these buckets, of the mean of the replicas' models. The
-        block is `share` of a whole one, 0 < share ≤ 1.
+        `means` has, for each holder, its parts of the mean of the replicas' models, in the slice
+        `buckets` of all buckets. The block is the fraction `share` of a whole one, 0 < share ≤ 1.
         """
         labels = [f"averages/{label}" for label in self._averages]
         update = Update(buckets, [], {label: [] for label in ("rule", *labels)})
@@ -158,12 +160,13 @@ class GlobalState:
             with tf.device(device):
                 before: list[tuple[State, list[State], tf.Tensor]] = []
                 for mean, (kept, *of_averages) in zip(means[holder], of_holder, strict=True):
-                    # An earlier read, before the bucket's mean has arrived, would slow down the
-                    # sending.
+                    # The state is read once the bucket's mean has arrived. An earlier read would
+                    # slow down the sending.
                     (state,) = self.rule.carried([_read(kept, after=mean)])
                     before.append((state, [_read(each, after=mean) for each in of_averages], mean))
                 steps = self._fused(functools.partial(self._steps, rule), rule, device)
-                # If nothing is sent, all means are there at once, and one function takes all steps.
+                # With one replica nothing is sent, so one function can take the steps of all
+                # buckets. Otherwise each bucket's step is taken when its mean arrives.
                 together = [before] if self._site.has_one_replica else [[each] for each in before]
                 after = [one for some in together for one in steps(some, replicas, share)]
             update.broadcasts.append([broadcast for _, broadcast in after])
@@ -189,17 +192,17 @@ class GlobalState:
         replicas: int | tf.Tensor,
         share: tf.Tensor,
     ) -> tuple[list[State], tf.Tensor]:
-        """Takes a bucket's step; returns the states of rule and averages, and the broadcast."""
+        """Takes one bucket's step; returns the rule's and averages' states, and the broadcast."""
         if isinstance(replicas, tf.Tensor):
             replicas = tf.cast(replicas, mean.dtype)
-        # Most blocks are whole, and need fewer passes over the weights.
+        # Most blocks are whole. Without `share` the update needs fewer passes over the weights.
         after = tf.cond(
             share < 1.0,
             lambda: rule.update(state, mean, replicas, share),
             lambda: rule.update(state, mean, replicas),
         )
         broadcast = rule.broadcast(state, after)
-        with tf.control_dependencies([broadcast]):  # it is sent while the averages are updated
+        with tf.control_dependencies([broadcast]):  # which is sent while averages are updated
             new = [
                 average.update(before, after.global_model, share)
                 for average, before in zip(self._averages.values(), averaged, strict=True)
@@ -207,7 +210,7 @@ class GlobalState:
         return [after, *new], broadcast
 
     def _fused(self, steps: Callable[..., Nest], rule: Any, device: str) -> Callable[..., Nest]:
-        """Returns `steps`, fused unless a rule or average is a user's, which XLA may not take."""
+        """Returns `steps`, fused unless a rule or average is a user's: XLA may not compile it."""
         ours = all(
             type(r).__module__.startswith("tfpara.") for r in (rule, *self._averages.values())
         )
@@ -248,7 +251,10 @@ class GlobalState:
         return self.aggregation.spread(per_holder, f"{self._name}/value of {which}")[0]
 
     def share_of_start(self, which: str) -> float:
-        """Returns the weight, 0 … 1, of the model before the first sync in an average; else 0."""
+        """Returns how much, 0 to 1, the model before the first sync weighs in average `which`.
+
+        It is 0 for an average that corrects for that model, and if `which` is no average.
+        """
         if which not in self._averages or getattr(self._averages[which], "zero_debias", False):
             return 0.0
         states = [s for of_holder in self._states[f"averages/{which}"] for s in of_holder]
@@ -257,9 +263,10 @@ class GlobalState:
     def set_part(self, bucket: int, at: int, values: tf.Tensor) -> None:
         """Sets elements `at` … of a bucket: they lose their momentum, and averages restart there.
 
-        Some rules count: an outer optimizer its steps, BMUFAdam the steps that Δ is worth. Such a
-        rule cannot restart in some elements alone, unless the count is `Rule.lasting`. It restarts
-        in all elements, from the weights that it would broadcast.
+        Some rules keep a count for all elements together: an outer optimizer counts its steps, and
+        BMUFAdam the steps that Δ is worth. Such a rule cannot restart in some elements alone,
+        unless its count is in `Rule.lasting`. So it restarts in all elements, from the weights that
+        it would broadcast.
         """
         if self.restarts_whole:
             self._start_anew()
@@ -273,10 +280,10 @@ class GlobalState:
                 _assign_at(own, self.rule.last().init(piece), start - part.start)
             for label, average in self._averages.items():
                 state = self._states[f"averages/{label}"][holder][part.bucket]
-                # A user's average may have no count; a second restart does no harm.
+                # If a user's average has no count, it may restart twice, which does no harm.
                 restarted = "count" in state._fields and float(state.count) == 0.0
                 if not inside and restarted:
-                    continue  # it has restarted when another weight was set
+                    continue  # it has already restarted, when another weight was set
                 value = average.value(_read(state))
                 if inside:
                     before, after = value[: start - part.start], value[end - part.start :]
@@ -285,7 +292,7 @@ class GlobalState:
 
     @property
     def restarts_whole(self) -> bool:
-        """Whether the next `set_part` has the rule restart in all elements."""
+        """Whether the next `set_part` makes the rule restart in all elements."""
         return self._counts and not bool(self.is_new)
 
     def _start_anew(self) -> None:
@@ -308,7 +315,7 @@ class GlobalState:
                     yield Cell(f"{label}/{name}", holder, part, variable)
 
     def slots(self) -> Iterator[Slot]:
-        """Yields all cells, and `is_new`."""
+        """Yields the slots of all cells, and of `is_new`."""
         for cell in self.cells():
             name = f"global/{cell.field}/{cell.part.bucket}/{cell.part.start}"
             owner, _, field = cell.field.rpartition("/")
@@ -327,7 +334,7 @@ class GlobalState:
             cell.variable.assign(tf.cast(value, cell.variable.dtype))
 
     def carry(self, former: Rule) -> None:
-        """Lets the rule continue from the state of an earlier one of its kind, at its point."""
+        """Converts the state that the rule `former`, of the same kind, has left, for `rule`."""
         rule = self.rule.last()
         if rule is former:
             return
@@ -338,10 +345,10 @@ class GlobalState:
     def measured_from(
         self, received: Sequence[Sequence[tf.Tensor]], buckets: slice
     ) -> list[list[tf.Tensor]]:
-        """Returns for each holder its parts of the point to which the replicas' mean move is added.
+        """Returns for each holder its parts of the point to which the mean difference is added.
 
-        `received` are its parts, in these buckets, of the point from which replicas measure their
-        moves.
+        `received` has, for each holder, its parts of the point from which replicas measure their
+        differences (see `Rule.measured_from`). `buckets` is the slice of all buckets that is meant.
         """
         per_holder, rule = [], self.rule.last()
         for holder, device in enumerate(self.aggregation.holders):
@@ -354,9 +361,9 @@ class GlobalState:
         """Returns for each device the buckets from which its replica continues after a sync.
 
         Args:
-            *of_devices: two or three lists of buckets for each device: the replica's present ones;
-                those with which the sync began, if the replica has trained since; and those that
-                the rule broadcast.
+            *of_devices: two or three lists, each with buckets for every device: the replicas'
+                present weights; if the replicas have trained since the sync began, their weights at
+                its begin; and the weights that the rule broadcast.
         """
         rule = self.rule.present()
         restart = rule.restart if len(of_devices) == 2 else rule.restart_delayed
@@ -367,7 +374,7 @@ class GlobalState:
         return restarted
 
     def broadcast_point(self) -> list[tf.Tensor]:
-        """Returns the buckets from which a replica continues that took no part in the last sync.
+        """Returns the buckets from which replicas that took no part in the last sync continue.
 
         Every worker must call it.
         """
@@ -380,12 +387,12 @@ class GlobalState:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether each replica keeps its own part, rather than every worker the whole."""
+        """Whether each replica keeps a part of the state; else every worker keeps the whole."""
         return isinstance(self.aggregation, Sharded)
 
     @property
     def is_broadcast(self) -> bool:
-        """Whether all replicas continue from the global model itself."""
+        """Whether all replicas continue from the global model itself after a sync."""
         rule = self.rule.last()
         state = rule.init(np.zeros(1, np.float32))
         return rule.overwrites and rule.broadcast(state, state) is state.global_model

@@ -5,8 +5,8 @@ whether its weights are finite, its worker's request). All workers decide from t
 reports: stop with an error, skip, or commit. Then they exchange the weights; those of a small model
 have come with the reports. No replica's weights change before every buffer has arrived.
 
-If the model is divided into fragments, each sync is of one fragment, in turn. When no replica has
-data left, a sync is of all fragments.
+If the model is divided into fragments, each sync exchanges one fragment, and the fragments take
+turns. When no replica has data left, a sync exchanges all fragments.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ class SyncGraph:
     """The variables that syncs of one model need, and the operations of a sync.
 
     Attributes:
-        whole: whether each sync in the training thread is of the whole model: the weights, and the
-            state that no rule updates. Otherwise that state is averaged when a block is closed.
-        left_out: the minibatches that were left out for NaN or Inf; None: none are.
+        whole: whether each sync in the training thread exchanges the whole model: the weights, and
+            the state that no rule updates. Otherwise that state is averaged when a block is closed.
+        left_out: the minibatches that were left out for NaN or Inf; None if none ever are.
         compressed: the wire that compresses; None if weights are sent as they are.
-        dealt: steps of each worker that are in the model since the data were dealt out.
+        dealt: for each worker, the steps since the data were dealt out that syncs have averaged.
     """
 
     def __init__(self, variables: ReplicaVariables, settings: Settings, site: Site) -> None:
@@ -69,8 +69,8 @@ class SyncGraph:
             if self._with_reports is not None:
                 self.consensus.carried = self._with_reports.elements
             self._make_counters()
-        # Inlined in a while loop, collectives of workers at different iterations would not meet:
-        # see docs/design.md, "The function of a sync is not inlined".
+        # If these functions were inlined in a while loop, collectives of workers at different
+        # iterations would not meet: see docs/design.md, "The function of a sync is not inlined".
         self._sync = not_inlined(self._sync_step, tf.TensorSpec([], tf.bool))
         self._meet = not_inlined(self.consensus.met, tf.TensorSpec([], tf.float64))
 
@@ -93,7 +93,7 @@ class SyncGraph:
 
     def _make_counters(self) -> None:
         make = self._site.make
-        self._agreed = make(tf.zeros([3], tf.float64), "agreed")  # request, replicas running, all
+        self._agreed = make(tf.zeros([3], tf.float64), "agreed")  # request, running replicas, N
         self._syncs = make(tf.zeros([], tf.int64), "syncs")
         self._seconds = make(tf.zeros([2], tf.float64), "seconds")
         self._distance = make(tf.zeros([]), "distance")
@@ -109,7 +109,7 @@ class SyncGraph:
             return tf.identity(is_last)
 
     def meet(self, number: tf.Tensor) -> tf.Tensor:
-        """Exchanges one number of each worker as a sync exchanges reports; returns all by rank."""
+        """Exchanges a number of each worker as if it were a report; returns all by rank."""
         numbers, problem = self._meet(number)
         with tf.control_dependencies([stop_if(problem)]):
             return tf.identity(numbers)
@@ -118,8 +118,8 @@ class SyncGraph:
         """Runs one sync.
 
         Returns:
-            Whether no replica has data left; and the sentence that forbids the sync, "" if none
-            does.
+            Whether no replica has data left; and the sentence that says why the sync is forbidden,
+            "" if it is allowed.
         """
         own, sent = [], []
         if self._with_reports is not None:
@@ -168,7 +168,7 @@ class SyncGraph:
             where(verdict.allowed, closed)
 
     def of_fragment(self, number: tf.Tensor, function: Callable[[int], tf.Tensor]) -> tf.Tensor:
-        """Returns `function` of the fragment with this number, a tensor."""
+        """Returns `function(number)`, where the fragment's number is a tensor."""
         if self._fragments == 1:
             return function(0)
         branches = [lambda fragment=f: function(fragment) for f in range(self._fragments)]
@@ -183,7 +183,7 @@ class SyncGraph:
         shares: Shares,
         means: list[list[tf.Tensor]] | None = None,
     ) -> tuple[Arrival, tf.Tensor]:
-        """Exchanges a fragment, for the arguments see `Averaging.exchange`.
+        """Exchanges a fragment. For the arguments see `Averaging.exchange`.
 
         Returns:
             The result, not written yet; and the replicas' distance.
@@ -206,8 +206,8 @@ class SyncGraph:
     ) -> tf.Tensor:
         """Averages a fragment, applies the rule and writes the result; returns 1.
 
-        If the weights have travelled with the reports, `carried` has the buckets of this worker and
-        the weights of all; else nothing.
+        `carried` is a pair: the buckets of this worker's weights, and for each worker the vector of
+        its weights. Both are empty unless the weights have travelled with the reports.
         """
         _, block_steps, shares, of_all = verdict.parts[fragment]
         # The wait is noted first, so that the watchdog sees it.
@@ -224,7 +224,7 @@ class SyncGraph:
         if self._variables.moments:
             steps = tf.maximum(block_steps, 1.0)
             (counted,) = tf.unstack(verdict.counts, num=1)
-            # Loss scaling skips steps of the optimizer, which the rule still counts in the block.
+            # With loss scaling the optimizer may skip steps. The rule counts the skipped ones, too.
             counted = tf.maximum(tf.cast(counted, tf.float32), steps)
             moments = self.averaging.exchange_moments(shares, steps, counted)
             arrived += tf.nest.flatten(moments.spread)
@@ -264,30 +264,30 @@ class SyncGraph:
     def note(self, verdict: Verdict, committed: tf.Tensor, seconds: tf.Tensor) -> None:
         """Updates the counters after a sync.
 
-        `committed` is 1 or 0, and `seconds` the time for which training stood still, and the part
-        of it spent waiting.
+        `committed` is 1 if the sync was committed, else 0. `seconds` has two numbers: the time for
+        which training stood still, and the part of that time spent waiting.
         """
         self._agreed.assign(verdict.agreed)
         self.dealt.assign_add(verdict.trained)
         self._syncs.assign_add(committed)
-        # A worker that is alone waits for nobody: what passes there is its own work.
+        # A worker that is alone waits for nobody, so what was measured as waiting is its own work.
         self._seconds.assign_add([seconds[0], 0.0] if self._site.is_alone else seconds)
 
     def stood_still(self, began: tf.Tensor) -> None:
-        """Counts the time since `began`, when training stood still for a sync without waiting."""
+        """Counts the time since `began` as one that a sync has cost, but not as a wait."""
         self._seconds.assign_add(tf.stack([now() - began, 0.0]))
 
     def begin_waiting(self, verdict: Verdict) -> tf.Tensor:
-        """Notes that after a decision a collective begins, which may wait for other workers."""
+        """Notes that since the decision a collective may wait for other workers."""
         return self.consensus.began.assign(verdict.at)
 
     def forget_waiting(self) -> None:
-        """Notes that the sync no longer waits: all has arrived, or it has failed."""
+        """Notes that the sync no longer waits, since all has arrived or the sync has failed."""
         self.consensus.began.assign(0.0)
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """Notes that this process waits inside, in an exchange of this model from Python."""
+        """A context in which this process counts as waiting, in an exchange from Python code."""
         self.consensus.began.assign(time.monotonic())
         try:
             yield
@@ -295,21 +295,21 @@ class SyncGraph:
             self.forget_waiting()
 
     def waiting_since(self) -> float:
-        """Returns when the wait of a sync began, on the monotonic clock; 0 if none waits."""
+        """Returns when the present wait began, on the monotonic clock; 0 if no sync waits."""
         return float(self.consensus.began.numpy())
 
     def request(self, request: Request) -> None:
-        """Makes a request to all workers; at the next sync they agree on the largest one."""
+        """Makes a request to all workers; at the next sync they agree on the largest request."""
         asked = self.consensus.request
         asked.assign(tf.maximum(asked, float(request)))
 
     def agreed(self) -> tuple[Request, bool]:
-        """Returns the request of the last sync, and whether all replicas, or none, had data."""
+        """Returns the last sync's agreed request, and whether all replicas, or none, had data."""
         request, running, replicas = self._agreed.numpy()
         return Request(int(request)), int(running) in (0, int(replicas))
 
     def answered(self, *requests: Request) -> None:
-        """Forgets this worker's request, and the one agreed on, if it is one of these."""
+        """Forgets this worker's request and the agreed one, each if it is among `requests`."""
         if int(self.consensus.request) in requests:
             self.consensus.request.assign(0.0)
         agreed = self._agreed.numpy()
@@ -317,7 +317,7 @@ class SyncGraph:
             self._agreed.assign([0.0, *agreed[1:]])
 
     def set_statistics(self, past: SyncStatistics) -> None:
-        """Sets the counts and times of this worker to those of the past."""
+        """Sets the counts and times of this worker to `past`."""
         self.block.taken.assign(past.steps)
         self.block.seen.assign(past.samples)
         self._syncs.assign(past.syncs)
@@ -371,15 +371,15 @@ class SyncGraph:
         ]
 
     def adopt(self, old: SyncGraph) -> None:
-        """Takes over the state of the syncs that the same model had before.
+        """Takes over the state of `old`, the syncs that the same model had before.
 
-        Weights that both have keep their global model, momentum, averages and compression errors.
+        Weights that are in both keep their global model, momentum, averages and compression errors.
         Other weights start from their present values. Every worker must call it.
         """
         places = old._variables.places()
 
         def adopted(kind: str, theirs: Buckets, mine: Buckets) -> list[tf.Tensor]:
-            """Returns `mine` with the values of `theirs` for all variables that both have."""
+            """Returns `mine` with the values of `theirs` for all variables that are in both."""
             weights = kind == "weight"
             from_layout, layout = (
                 graph.replicas.layout if weights else graph.replicas.state_layout
@@ -402,11 +402,13 @@ class SyncGraph:
             if cell.is_scalar
         }
         pairs = zip(old.replicas.layout.buckets, self.replicas.layout.buckets, strict=True)
-        # Each fragment has its own counts of syncs. Scalars come from the fragment's first bucket.
+        # For each new bucket, the number of the former bucket from which it takes its scalars: the
+        # first one of its fragment, since all buckets of a fragment have equal scalars, such as
+        # counts of syncs.
         counting = [theirs.start for theirs, mine in pairs for _ in range(mine.start, mine.stop)]
         for cell in {cell.field: cell for cell in self.global_state.cells()}.values():
             if cell.field in ("moments/momentum", "moments/velocity"):
-                continue  # The optimizer's present slots keep their moments.
+                continue  # they come from the optimizer's present slots
             if cell.is_scalar:
                 values = [scalars[cell.field, bucket] for bucket in counting]
             else:
@@ -422,8 +424,8 @@ class SyncGraph:
             anchor.assign(value)
         for slot, theirs in zip(self.counted(), old.counted(), strict=True):
             slot.variable.assign(theirs.variable.read_value())
-        # Weights that replicas have trained may differ, so their signatures become 0 everywhere.
-        # Those of variables that the former synchronizer lacked stay, and will be compared.
+        # Weights that replicas have trained may differ, so all workers set their signatures to 0.
+        # Signatures of variables that the former synchronizer lacked stay, and will be compared.
         variables = self._variables
         for signatures, of_kind in (
             (self.consensus.signatures, variables.weights),
@@ -434,5 +436,5 @@ class SyncGraph:
 
 
 def if_any(part: Part, function: Callable[[], tf.Tensor]) -> tf.Tensor:
-    """Returns `function()` if the part is averaged, else 0."""
+    """Returns `function()` if all workers have decided to average this part, else 0."""
     return tf.cond(part.committed, function, lambda: tf.constant(0, tf.int64))

@@ -16,11 +16,10 @@ from tfpara.typing import Nest
 def in_python(
     function: Callable[..., Sequence[Any]], arguments: Sequence[Any], *specs: tf.TensorSpec
 ) -> list[tf.Tensor]:
-    """Calls a Python function with NumPy arrays from a graph.
+    """Calls a Python function from a graph, with `arguments` as NumPy arrays.
 
-    It returns the function's results as tensors of the `specs`.
-
-    `arguments` are tensors, or values that become tensors.
+    The arguments are tensors, or values that become tensors. The results of the function are
+    returned as tensors of the `specs`.
     """
 
     def called(*values: np.ndarray) -> list[np.ndarray]:
@@ -46,8 +45,9 @@ def where(condition: tf.Tensor, function: Callable[[], object]) -> tf.Tensor:
 def not_inlined(function: Callable[..., Nest], *specs: tf.TensorSpec) -> Callable[..., Nest]:
     """Returns `function` as a graph function that TensorFlow does not inline, traced once.
 
-    A tf.function would be traced twice, which takes half a second or more: in a training step's
-    graph, and for the first call from Python, which is outside of the strategy's scope.
+    A tf.function would be traced twice, at a cost of half a second or more: once in the graph of a
+    training step, and once for the first call from Python, which is outside of the strategy's
+    scope.
     """
     attributes = {"_noinline": True}
     in_graph = tf.function(function, specs, autograph=False, experimental_attributes=attributes)
@@ -58,8 +58,8 @@ def not_inlined(function: Callable[..., Nest], *specs: tf.TensorSpec) -> Callabl
 def on_host(function: Callable[..., Nest], *arguments: Any) -> Nest:
     """Calls a graph function with the CPU as the device of all operations that name none.
 
-    TensorFlow would place them on a GPU. Whenever the host needs one of their results for a
-    decision, it would wait until the GPU has finished all earlier work.
+    Otherwise TensorFlow would place these operations on a GPU. Whenever the host then needs one of
+    their results for a decision, it would wait until the GPU has finished all earlier work.
     """
     with tf.device("CPU:0"):
         return function(*arguments)
@@ -73,7 +73,8 @@ def compiles_on(device: str) -> bool:
 def fused(function: Callable[..., Nest], device: str) -> Callable[..., Nest]:
     """Returns `function`, compiled by XLA into a few kernels on a GPU.
 
-    A GPU waits for the launch of each small operation. On CPUs XLA rounds otherwise than NumPy.
+    Otherwise a GPU would wait for the launch of each small operation. For a CPU `function` stays as
+    it is, since XLA rounds otherwise than NumPy there.
     """
     if not compiles_on(device):
         return function

@@ -1,4 +1,4 @@
-"""Counts and numbers of the minibatches that replicas have left out for NaN or Inf."""
+"""The minibatches that replicas have left out for NaN or Inf: how many, and their numbers."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ from tfpara.sync.one_sync.replicas import Site
 from tfpara.sync.one_sync.state_vars import Kind, Slot
 from tfpara.typing import Json
 
-NAMED = 32  # for each replica, the first minibatches left out in an epoch whose numbers are kept
+NAMED = 32  # of how many minibatches that a replica leaves out in an epoch the numbers are kept
 
 
 class LeftOut:
-    """The minibatches that the local replicas have left out, of the present epoch and of all.
+    """The minibatches that the local replicas leave out, in the present epoch and in the run.
 
     Attributes:
         total: minibatches that the local replicas have left out in the whole run.
     """
 
     def __init__(self, site: Site) -> None:
-        # For each replica: minibatches of the epoch, the count of those left out, their numbers.
+        # A vector for each replica: minibatches of the epoch, the count of those left out, and the
+        # numbers of those left out.
         self._of_epoch = [
             site.make(tf.zeros([2 + NAMED], tf.float64), f"left_out_{replica}")
             for replica in range(len(site.devices))
@@ -32,7 +33,7 @@ class LeftOut:
     def count(self, nonfinite: Sequence[tf.Tensor]) -> None:
         """Counts a minibatch of each local replica, and notes whether it was left out.
 
-        The host does not wait for `nonfinite`.
+        `nonfinite` tells this by a scalar for each replica, for which the host does not wait.
         """
         for kept, bad in zip(self._of_epoch, nonfinite, strict=True):
             value, one = kept.read_value(), tf.cast(bad, tf.float64)
@@ -50,26 +51,27 @@ class LeftOut:
     def go_on(self, steps: int) -> None:
         """Continues an epoch after `steps` minibatches of each replica.
 
-        Their number is not in a checkpoint of other replicas, or of a run that left none out.
+        The caller gives this number, since it is not read from a checkpoint of another number of
+        replicas, or of a run that leaves no minibatches out.
         """
         for kept in self._of_epoch:
             kept[0].assign(tf.maximum(kept[0], float(steps)))
 
     def of_epoch(self, replica: int) -> tf.Tensor:
-        """Returns a local replica's minibatches in the epoch, and how many of them it left out."""
+        """Returns a local replica's count of minibatches in the epoch, and of those left out."""
         return self._of_epoch[replica].read_value()[:2]
 
     def told(self) -> list[Json]:
         """Returns for each local replica how many it has left out in the epoch, and their numbers.
 
-        Numbers count the minibatches of a replica in the epoch, from 1. Only the first `NAMED` are
-        there.
+        A number counts the replica's minibatches in the epoch, from 1. At most `NAMED` numbers are
+        returned, the first ones.
         """
         values = [kept.numpy() for kept in self._of_epoch]
         return [[int(v[1]), v[2:][v[2:] > 0.0].astype(np.int64).tolist()] for v in values]
 
     def slots(self) -> Iterator[Slot]:
-        """Yields the counts of the epoch, which continue with it after a resume."""
+        """Yields the counts of the epoch, which go on when a resumed run continues the epoch."""
         for replica, kept in enumerate(self._of_epoch):
             yield Slot("counter/left_out_of_epoch", Kind.BLOCK, kept, replica, absent=0.0)
 

@@ -1,9 +1,9 @@
 """Overlapped syncs, as graph operations: start beside the training, wait, and merge.
 
-Both phases of such a sync run in a thread (see `flight`), with copies of weights and reports. Its
-results are merged a fixed number of steps later. When a block is closed (an epoch ends, or weights
-are read), a sync in flight is merged first. Then a last sync, of all fragments, runs in the
-training thread.
+Both phases of such a sync (reports, then weights) run in a thread (see `flight`), with copies of
+weights and reports. The results of the sync are merged a fixed number of steps later. When a block
+is closed (an epoch ends, or weights are read), a sync in flight is merged first. Then a last sync,
+of all fragments, runs in the training thread.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from tfpara.sync.one_sync.weight_exchange import phase
 class Overlap:
     """The overlapped syncs of one model.
 
-    A sync is merged `overlap` steps after its start; True: when the next one begins.
+    A sync is merged `overlap` steps after its start, or, if `overlap` is True, when the next sync
+    begins.
 
     Attributes:
         flight: the thread of these syncs, and its variables.
@@ -46,12 +47,12 @@ class Overlap:
         self._start = not_inlined(self._start_step)
 
     def is_due(self, steps: tf.Tensor) -> tf.Tensor:
-        """Returns whether `act` has something to do, after so many steps since a sync point."""
+        """Returns whether `act` has something to do, `steps` steps after the last sync began."""
         arrives, begins = self._due(steps)
         return arrives | begins
 
     def act(self) -> None:
-        """Merges and starts syncs, each where it is due."""
+        """Merges a sync if that is due, then starts the next sync if that is due."""
         arrives, begins = self._due(self._graph.block.steps.read_value())
         where(arrives, self.merge)
         where(begins, self._start)
@@ -101,7 +102,7 @@ class Overlap:
         reports = graph.consensus.gather(flight.rows.read_value(), now())
         with tf.control_dependencies([reports]):
             flight.table.assign(reports)
-        # If the reports forbid the sync, `_touch_down` passes the reason on to the training.
+        # If the reports forbid the sync, `_touch_down` passes the reason on to the training thread.
         verdict = graph.consensus.decide(reports, patient=False)
         flight.problem.assign(verdict.problem)
         committed = graph.of_fragment(
@@ -124,10 +125,10 @@ class Overlap:
         return tf.constant(1, tf.int64)
 
     def _stop_if(self, problem: tf.Tensor, of_collective: tf.Tensor) -> None:
-        """Raises in the training thread the error that ended the flight.
+        """Raises the error that ended the flight, in the training thread.
 
-        If a collective has failed, all that follow fail with the same error. So another one is run
-        here, which raises that error with its own type.
+        If a collective has failed, all later collectives fail with the same error. So another one
+        is run here, which raises that error with its original type.
         """
 
         def again() -> None:
@@ -140,7 +141,8 @@ class Overlap:
         """Waits for the flight, if one is in the air; returns its end, as `Flight.landing` does.
 
         A flight that failed never lands, so a second call returns the same error. If the reports
-        forbid the sync, which they do on all workers, the flight is over and its block open again.
+        forbid the sync, they do so on all workers: the flight is then over, and its block is open
+        again.
         """
         return tf.cond(
             self.flight.state == FLYING,

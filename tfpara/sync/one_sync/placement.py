@@ -20,7 +20,7 @@ ALL = slice(None)  # all buckets
 
 
 class Part(NamedTuple):
-    """Elements `start` … `stop` of a bucket, by its number; `stop` may exceed the bucket's end."""
+    """Elements `start` … `stop` of bucket number `bucket`; `stop` may exceed the bucket's end."""
 
     bucket: int
     start: int
@@ -45,7 +45,7 @@ class Aggregation(Protocol):
         """Returns the parts that a local holder keeps, one of each bucket, in order."""
 
     def gather(self, per_device: Sequence[Sequence[tf.Tensor]], name: str) -> list[list[tf.Tensor]]:
-        """Sums each bucket over all replicas; returns for each local holder its parts."""
+        """Sums each bucket over all replicas; returns each local holder's parts of the sums."""
 
     def spread(
         self, per_holder: Sequence[Sequence[tf.Tensor]], name: str, buckets: slice = ALL
@@ -83,10 +83,10 @@ class Sharded:
     """Every replica keeps 1/N of each bucket, on its own device: paper 000, section 3.2.
 
     A sync is a reduce-scatter, the rule applied to the local parts, and an all-gather. Buckets are
-    padded with zeros to N equal parts. If workers have unlike numbers of devices, the workers have
-    equal parts, and the devices of each worker have equal parts of that of the worker.
+    padded with zeros to N equal parts. If the workers' numbers of devices differ, all workers have
+    equal parts, and each worker divides its part equally among its devices.
 
-    `unlike` is the number of devices of each worker, if they differ.
+    `unlike` are the workers' numbers of devices, if they differ; else it is empty.
     """
 
     def __init__(
@@ -100,9 +100,10 @@ class Sharded:
         self._sizes = list(bucket_sizes)
         self._collectives = collectives
         of_worker = math.lcm(len(devices), *unlike)
-        self._units = collectives.size * of_worker  # equal pieces of which parts are made
+        self._units = collectives.size * of_worker  # pieces of a bucket; a part is `each` of them
         each = of_worker // len(devices)
-        self._lengths = [-(-size // self._units) * each for size in self._sizes]  # of one part
+        # For each bucket the length of a part.
+        self._lengths = [-(-size // self._units) * each for size in self._sizes]
 
     def parts(self, holder: int) -> list[Part]:
         number = self._collectives.rank * len(self.holders) + holder
@@ -161,7 +162,7 @@ def choose(
     devices: Sequence[str],
     unlike: Sequence[int] = (),
 ) -> Aggregation:
-    """Returns the aggregation of this name: "replicated", "sharded" or "auto"; see `Sharded`.
+    """Returns the aggregation "replicated", "sharded" or "auto"; for `unlike` see `Sharded`.
 
     "auto" shards if there are several replicas and the model has `SHARDED_FROM_BYTES` or more, or
     `ALWAYS_SHARDED_FROM_BYTES` where a sharded sync takes longer on slow links.

@@ -26,19 +26,19 @@ BUCKET_BYTES = 8 << 20  # the largest buffer sent in one piece
 
 
 class Site(NamedTuple):
-    """The place of this worker among all that train a model, and its links to them.
+    """The place of this worker among all workers that train a model, and its links to them.
 
     name: prefix of the names of the model's exchanges; unique in a run, the same on every worker.
-    num_replicas: N, over all workers, at the start.
-    company: the workers.
+    num_replicas: N, over all workers, at the start of the run.
+    company: the workers that take part in the run.
     devices: one for each local replica, the lead device first.
     collectives: between the workers' lead devices, for the weights.
     reports: collectives between the workers' hosts, for the reports.
     call_site: the place of this process in its script.
     make: creates a plain variable, `make(initial_value, name)`, or `make(value, name, shape)` for
         one whose shape may change.
-    period: the sync period in minibatches, of all models of the strategy.
-    balance: the lengths of the workers' blocks; None: all have the sync period.
+    period: a variable with the sync period in minibatches, for all models of the strategy.
+    balance: the lengths of the workers' blocks; None: all blocks are as long as the sync period.
     """
 
     name: str
@@ -60,7 +60,7 @@ class Site(NamedTuple):
         return self.company.replicas_now(len(self.devices))
 
     def first_replicas(self, replicas: int) -> Sequence[int]:
-        """Returns the number of each worker's first replica among so many."""
+        """Returns for each worker the number of its first replica, among `replicas` in all."""
         unlike = self.company.unlike_devices
         workers = len(unlike) or replicas // len(self.devices)
         return [first_replica_of(each, len(self.devices), unlike) for each in range(workers)]
@@ -81,7 +81,7 @@ class ReplicaVariables:
     """The variables that a sync reads and writes: for each, its component on each local device.
 
     weights: trainable variables, to which the rule is applied.
-    constraints: for each of these its Keras constraint, or None; empty if none has one.
+    constraints: the Keras constraint of each weight, or None; empty if no weight has one.
     state: other float variables, such as batch-norm statistics, which are averaged without a rule.
     slots: the optimizers' slots that a sync resets or averages.
     slot_resets: values of the slots after a reset.
@@ -109,7 +109,7 @@ class ReplicaVariables:
     constraints: Sequence[Callable[[tf.Tensor], tf.Tensor] | None] = ()
 
     def places(self) -> dict[int, tuple[str, int]]:
-        """Returns kind and number of each variable, by the id of its first device's component."""
+        """Returns (kind, number in its kind) by the `id` of each variable's first component."""
         kinds = {"weight": self.weights, "state": self.state, "frozen": self.frozen}
         return {id(v[0]): (kind, i) for kind, of in kinds.items() for i, v in enumerate(of)}
 
@@ -133,10 +133,11 @@ class Replicas:
     def summary(self, replica: int, anchors: Buckets) -> tf.Tensor:
         """Returns the numbers of a replica's report that its device computes, one float64 vector.
 
-        First come the sums of the elements of each of `averaged_names`. A sum is finite only if all
-        its terms are, and takes one pass and no memory. State may have huge numbers, such as those
-        of a mask. Its number is 0 if its changes since the last sync, from the anchors, are finite,
-        else NaN. Then come the step counts that all share, and the learning rates.
+        First comes one number for each of `averaged_names`. For a weight or a slot it is the sum of
+        its elements: a sum is finite only if all its terms are, and takes one pass and no memory.
+        State may have huge numbers, such as those of a mask, so its number is 0 if its changes
+        since the last sync (since `anchors`) are finite, else NaN. Then come the step counts in
+        `shared_counts`, and the learning rates.
         """
         device = self.devices[replica]
         with tf.device(device):
@@ -155,7 +156,7 @@ class Replicas:
         return tf.concat([tf.cast(sums, tf.float64), *exact], 0)
 
     def weights(self, replica: int, fragment: int | None = None) -> list[tf.Tensor]:
-        """Returns the buckets of a replica's weights, of all or of one fragment."""
+        """Returns the buckets of a replica's weights: of one fragment, or, if None, of all."""
         run = slice(None) if fragment is None else self.layout.variables[fragment]
         own = self.variables.weights[run]
         with tf.device(self.devices[replica]):
@@ -179,17 +180,17 @@ class Replicas:
         return [] if self._local_state == "reset" else self.variables.counts
 
     def write_counts(self, furthest: tf.Tensor) -> None:
-        """Sets the `shared_counts` of replicas whose slots are now the same to these values."""
+        """Sets `shared_counts` to `furthest`, since the slots of all replicas are equal now."""
         for k, count in enumerate(self.shared_counts):
             cycle = self.variables.cycles[k]
             for component in count:
                 with tf.device(component.device):
                     newest = tf.cast(furthest[k], component.dtype)
-                    # The remainder counts the gradients that this replica has accumulated.
+                    # The remainder stays: it counts the gradients that this replica accumulates.
                     component.assign(newest - newest % cycle + component % cycle)
 
     def others(self, replica: int, anchors: Buckets) -> list[tf.Tensor]:
-        """Returns the buckets of a replica's state minus `anchors`, and of its averaged slots."""
+        """Returns a replica's buckets of state minus `anchors`, then those of averaged slots."""
         with tf.device(self.devices[replica]):
             # The changes since the last sync are averaged, so that unchanged values stay exact.
             moved = self._moved(replica, anchors)
@@ -201,7 +202,7 @@ class Replicas:
         return [_difference(s, a) for s, a in zip(state, anchors, strict=True)]
 
     def write_weights(self, per_device: Sequence[Buckets], fragment: int) -> None:
-        """Writes a fragment's weights from the buckets of each device, by their constraints."""
+        """Applies the constraints to a fragment's weights, and writes them on each device."""
         for replica, buckets in enumerate(per_device):
             device = self.devices[replica]
             write = functools.partial(self._write_weights, replica, fragment)
@@ -218,11 +219,11 @@ class Replicas:
     def constrained(
         self, weights: Sequence[tf.Tensor], run: slice = slice(None)
     ) -> list[tf.Tensor]:
-        """Returns weights, a slice `run` of the list of all, as their Keras constraints make them.
+        """Applies the Keras constraints to weights and returns them.
 
-        This applies to all weights from which replicas continue, or that are shown. The state of
-        the rule and the averages is without constraints, since a part of a flat vector has no whole
-        weight.
+        It must be called for all weights from which replicas continue, or that are shown. No
+        constraint is applied to the state of the rule and the averages, since a part of a flat
+        vector may have only a piece of a weight. `run`: the slice of all weights that they are.
         """
         constraints = self.variables.constraints[run]
         if not any(constraints):
@@ -267,8 +268,8 @@ class Replicas:
 
             w_i ← w_0 + Σ_j (n_j / Σ_k n_k) (w_j − w_0),  then the weight's constraint
 
-        n are the samples that each replica has processed since they were last equal. If all are 0,
-        nothing changes.
+        n_i, in `samples`, is what replica i has trained since the replicas were last equal: the sum
+        of its minibatches' weights. If all n_i are 0, nothing changes.
         """
         total = tf.reduce_sum(samples)
         shares = tf.unstack(tf.cast(samples / tf.maximum(total, 1.0), tf.float32))
@@ -279,7 +280,7 @@ class Replicas:
         for variable, minus, constraint in kinds:
             with tf.device(self.devices[0]):
                 values = [tf.cast(component, tf.float32) for component in variable]
-                # By differences from the first replica, equal values stay exact.
+                # Differences from the first replica are averaged, so that equal values stay exact.
                 moved = [
                     s * minus(v, values[0]) for s, v in zip(shares[1:], values[1:], strict=True)
                 ]
@@ -292,7 +293,7 @@ class Replicas:
 
 
 def _difference(values: tf.Tensor, former: tf.Tensor) -> tf.Tensor:
-    """Returns `values - former`, and 0 where they are equal, also if both are the same infinity."""
+    """Returns `values - former`, but 0 where the two are equal, even if they are infinite."""
     return tf.where(values == former, tf.zeros_like(values), values - former)
 
 

@@ -5,20 +5,20 @@ a vector of float64 with these columns:
 
 - 1 while the replica has data left, else 0;
 - the index of the first weight with a NaN or Inf, or −1;
-- the signature of the weights, by which workers that start from different weights are found;
+- the signature of the weights, which shows whether workers start from different weights;
 - the request of its worker (see `Request`);
-- the mark of its worker (see `tfpara.cluster.call_site`), three columns: exchanges from Python so
-  far, purpose of this exchange, epoch;
+- the mark of its worker (see `tfpara.cluster.call_site`), three columns: number of exchanges from
+  Python so far, purpose of this exchange, epoch;
 - the samples since the last sync, one column for each part of the model (see
   `tfpara.sync.one_sync.block`);
 - the minibatches since the last sync, one column for each part;
 - the step counts of the optimizers whose slots are the same on all replicas after the sync;
 - all minibatches that the replica has taken;
-- the signature of the state and of the frozen weights, as `signature`;
+- the signature of the state and of the frozen weights, computed like that of the weights;
 - the seconds in which the worker has trained the block, 0 or less if that is not known;
-- if minibatches with NaN or Inf are left out, the minibatches of the epoch and those left out of
-  them, two columns;
-- the learning rate of each optimizer, NaN where nothing was trained with it.
+- if minibatches with NaN or Inf are left out, two columns: the number of minibatches in the epoch,
+  and how many of them were left out;
+- the learning rate of each optimizer, NaN if nothing was trained with it.
 """
 
 from __future__ import annotations
@@ -36,12 +36,13 @@ from tfpara.cluster.call_site import EPOCH_END
 from tfpara.sync.settings import NEVER
 from tfpara.typing import Array
 
-# The first columns of a report. The samples begin at column SAMPLES; `Columns` has all that follow.
+# The numbers of a report's first columns. The samples begin at SAMPLES; `Columns` has the places of
+# the samples and of all later columns, which depend on the model.
 RUNNING, NONFINITE, SIGNATURE, REQUEST, MET, PURPOSE, EPOCH, SAMPLES = range(8)
 
 
-# Learning rates count as equal if they differ by less than this, relatively, since two kinds of
-# machines may round them differently.
+# Learning rates count as equal if they differ by at most this fraction of the larger one, since two
+# kinds of machines may round them differently.
 
 _ROUNDING = 1e-6
 
@@ -50,7 +51,7 @@ class Columns(NamedTuple):
     """The columns of a report that depend on the model, in their order: see the top of this file.
 
     samples, steps: since the last sync, one column for each part.
-    left_out: no column if no minibatches are left out.
+    left_out: an empty slice if no minibatches are ever left out.
     """
 
     samples: slice
@@ -64,7 +65,7 @@ class Columns(NamedTuple):
 
     @classmethod
     def of(cls, parts: int, counts: int, rates: int, left_out: bool = False) -> Columns:
-        """Returns the columns for so many parts, shared step counts and learning rates."""
+        """Returns the columns for these numbers of parts, shared step counts and learning rates."""
         ends = np.cumsum([SAMPLES, parts, parts, counts, 1, 1, 1, 2 * left_out, rates]).tolist()
         return cls(*map(slice, ends[:-1], ends[1:]))
 
@@ -78,7 +79,7 @@ class Request(enum.IntEnum):
     """The request of a worker to all others; at a sync they agree on the largest number."""
 
     NOTHING = 0
-    MEET = 1  # in an elastic run: somebody wants in or out
+    MEET = 1  # in an elastic run: a worker wants to join or to leave
     CHECKPOINT = 2
     STOP = 3  # end the training
     LEAVE = 4  # write a checkpoint and end the program, to be started again
@@ -105,12 +106,13 @@ def report_of(
     """Returns a replica's report, a row of the table; arguments and result are NumPy's.
 
     Args:
-        weights: a number for each weight, NaN or Inf if one of its elements is.
+        weights: a number for each averaged variable, NaN or Inf if one of its elements is.
         running: whether the replica has data left.
-        seconds: the time of the block on this worker; 0 or less if it is not known.
+        seconds: how long this worker has trained the block; 0 or less if that is not known.
         idle: whether the replica has trained nothing since the last sync.
         never: whether the replicas are independent, so that nothing is averaged.
-        left_out: minibatches of the epoch, and those left out of them; empty: none are left out.
+        left_out: how many minibatches the epoch has had, and how many of them were left out; empty
+            if none are ever left out.
     """
     bad = np.flatnonzero(~np.isfinite(weights))
     if never:
@@ -122,27 +124,30 @@ def report_of(
 
 
 def signature_of(value: tf.Tensor) -> tf.Tensor:
-    """Returns a number by which tensors are compared, float64 below 2^40.
+    """Returns a whole number below 2^40, as float64, by which tensors are compared.
 
-    Equal tensors have the same number; different ones almost surely have different numbers. It is
-    the sum of the elements' bits as integers, which no order of addition changes.
+    Equal tensors have the same number; different ones almost surely have different numbers. The
+    number is a weighted sum of the elements' bits as integers, so the order of addition does not
+    matter.
     """
     bits = tf.cast(tf.bitcast(tf.reshape(tf.cast(value, tf.float32), [-1]), tf.int32), tf.int64)
-    factors = 1 + tf.range(tf.size(bits, tf.int64)) % 251  # a permutation has another sum
+    factors = 1 + tf.range(tf.size(bits, tf.int64)) % 251  # so that a permutation has another sum
     return tf.cast(tf.reduce_sum(bits * factors) % (1 << 40), tf.float64)
 
 
 def are_apart(reports: Array, elastic: bool = False) -> bool:
     """Returns whether the workers have come to different exchanges, by the table of reports.
 
-    Collectives pair the workers' exchanges by their order alone. They belong together if
+    Collectives pair the workers' exchanges by their order alone. The paired exchanges belong
+    together if
 
     - all workers have had the same number of exchanges from Python;
     - all workers that do not train have come for the same purpose;
-    - no worker trains in a later epoch of `fit` than a worker that waits; a purpose for which no
-      other worker may still train has epoch −1;
-    - no worker trains outside of `fit` (epoch 0) while another one waits inside of it;
-    - in an elastic run, which deals out one epoch at a time, all that train are in the same one.
+    - no worker trains in a later epoch of `fit` than a worker that waits (a worker gives −1 as its
+      epoch if, by its purpose, nobody may train while it waits);
+    - no worker trains outside of `fit` (epoch 0) while another one waits inside `fit`;
+    - in an elastic run, which deals out one epoch at a time, all workers that train are in the same
+      epoch.
     """
     running = reports[:, RUNNING] > 0.0
     met, purpose, epoch = reports[:, MET], reports[:, PURPOSE], reports[:, EPOCH]
@@ -163,12 +168,13 @@ def problem_of(
 ) -> str:
     """Returns the sentence that says why the table of reports forbids a sync, or "".
 
-    It is the same on every worker. If workers have come to different exchanges, the sentence is
-    `tfpara.cluster.call_site.sentence` instead.
+    The sentence is the same on every worker. Workers that have come to different exchanges are not
+    checked here: `tfpara.cluster.call_site.sentence` returns the sentence for these.
 
     Args:
-        weight_names: names of the weights, by the index that a report gives; None: the index.
-        first_replicas: the number of each worker's first replica; None: each has one.
+        weight_names: names of the weights, by the index that a report gives; None: the sentence
+            has the index.
+        first_replicas: the number of each worker's first replica; None: each worker has one.
         share: the share of an epoch's minibatches that may be left out for NaN or Inf.
     """
 
@@ -235,7 +241,7 @@ def problem_of(
 def _leaves_out_too_many(reports: Array, columns: Columns, share: float) -> bool:
     """Returns whether the replicas have left out more than a share of the epoch's minibatches.
 
-    This is checked at the end of an epoch, and before that once some have been left out.
+    This is checked at the end of an epoch, and earlier only once a certain number was left out.
     """
     if columns.left_out.start == columns.left_out.stop:
         return False
@@ -245,24 +251,25 @@ def _leaves_out_too_many(reports: Array, columns: Columns, share: float) -> bool
 
 
 def _differing_rates(reports: Array, columns: Columns) -> Array:
-    """Returns the pairs of replicas that wrongly differ in an optimizer's rate, [N, N, K] or empty.
+    """Returns which pairs of replicas wrongly differ in which optimizer's rate, for K optimizers.
 
-    Two replicas must have the same rate if both have taken as many minibatches, in the open block
-    and in all: a callback may set the rate before every minibatch.
+    The result is bool [N, N, K], or empty. Two replicas must have the same rate only if they have
+    taken equally many minibatches, both in the open block and in all, since a callback may set the
+    rate before every minibatch.
     """
     rates = reports[:, columns.rates]
     if (rates == rates[0]).all():
         return np.zeros([0, 0, 0], bool)  # as in most syncs, so no pairs are compared
     alike = _alike(reports, columns)[:, :, np.newaxis]
     larger = np.maximum(np.abs(rates[:, np.newaxis]), np.abs(rates))
-    with np.errstate(invalid="ignore"):  # two rates may be infinite
+    with np.errstate(invalid="ignore"):  # two infinite rates have no difference
         return alike & (np.abs(rates[:, np.newaxis] - rates) > _ROUNDING * larger)
 
 
 def _differing_others(reports: Array, columns: Columns) -> Array:
-    """Returns the pairs of replicas that wrongly differ in what is not trained, [N, N] or empty.
+    """Returns which pairs of replicas wrongly differ in state or frozen weights, [N, N] or empty.
 
-    A callback may set that before every minibatch, like a rate.
+    As with rates, these must be equal only after equally many minibatches.
     """
     others = reports[:, columns.others]
     if (others == others[0]).all():
@@ -271,26 +278,27 @@ def _differing_others(reports: Array, columns: Columns) -> Array:
 
 
 def _alike(reports: Array, columns: Columns) -> Array:
-    """Returns the pairs of replicas that have taken as many minibatches, [N, N]."""
+    """Returns which pairs of replicas have taken equally many minibatches, bool [N, N]."""
     taken = np.concatenate([reports[:, columns.steps], reports[:, columns.taken]], 1)
     return (taken[:, np.newaxis] == taken).all(2)
 
 
 class Decision(NamedTuple):
-    """The decision of all workers from the table of reports; `portions` are this worker's.
+    """The decision of all workers from the table of reports; only `portions` differ by worker.
 
     problem: the sentence that says why the reports forbid the sync, "" if nothing does.
     is_last: whether no replica has data left.
-    agreed: the largest request; the number of replicas with data left, and of all.
-    counts: for each of the shared step counts the largest value over all replicas, or the mean.
-    trained: by worker, the minibatches of a replica since the last sync.
-    committed: by part, whether it is averaged, as any replica has trained it and no problem forbids
-        it.
-    steps: by part, the minibatches of the replica that has most; if blocks are by speed, the mean.
-    portions: by part, n_i / Σ_j n_j for the n_i samples of each local replica.
+    agreed: the largest request; the number of replicas with data left; the number of replicas.
+    counts: for each of the shared step counts the largest value over all replicas; if blocks are by
+        speed, the mean.
+    trained: for each worker, the minibatches of its first replica since the last sync.
+    committed: by part, whether it is averaged: a replica has trained it, and there is no problem.
+    steps: by part, the largest number of minibatches that a replica has trained; if blocks are by
+        speed, the mean.
+    portions: by part, n_i / Σ_j n_j for each local replica i, where n_i are its samples.
     of_all: such portions of all replicas.
     divisor: by part, N if all replicas have equal shares, else 1.
-    of_block: by part, its block's length as a fraction of a whole one, 0 < f ≤ 1.
+    of_block: by part, the length of its block as a fraction of a whole block, 0 < f ≤ 1.
     """
 
     problem: str
@@ -322,10 +330,10 @@ def decide(
     Args:
         problem: the sentence that forbids the sync, "" if nothing does.
         local: the rows of this worker's replicas.
-        replicas: N. The table may have rows of idle replicas beyond it.
+        replicas: N. The table may have more than N rows, the later ones of idle replicas.
         block: minibatches of a whole block.
-        by_speed: whether replicas have unlike numbers of minibatches in a whole block, of which
-            `block` is the mean. Then the mean of their steps counts, for learning rates too.
+        by_speed: whether replicas have different numbers of minibatches in a whole block; `block`
+            is their mean. Then `steps` and `counts` are means over the replicas.
         first_replicas: the rows of the workers' first replicas; empty: all workers have as many
             replicas as this one.
     """
@@ -355,8 +363,8 @@ def decide(
 def _counted(reports: Array, columns: Columns, replicas: int, block: float) -> Array:
     """Returns the samples of each replica by part, [replicas, parts], as the mean counts them.
 
-    If all sample weights of a part's block are 0, every replica that has taken steps counts the
-    same, since its momentum and its decay have moved it.
+    If all samples of a part have weight 0, every replica that has taken steps counts the same:
+    momentum and weight decay have still moved its weights.
     """
     samples, steps = reports[:, columns.samples], reports[:, columns.steps]
     if block >= NEVER:

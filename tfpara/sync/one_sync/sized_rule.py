@@ -1,4 +1,4 @@
-"""The rule in graphs that stay while the number of replicas changes."""
+"""The rule in graphs that are not made anew when the number of replicas changes."""
 
 from __future__ import annotations
 
@@ -21,15 +21,16 @@ _LARGE = [*range(1, 33), 64, 128, 256, 512, 1024]
 class SizedRule:
     """A rule whose hyper-parameters are those for the present number of replicas.
 
-    If they follow that number (`Elastic.rule_follows`), the values that `Rule.resolve` gives for N
-    are variables, in two versions. Those for the *present* N are for the next global step. Those of
-    the *last* step give the point from which the replicas started. A sync that commits makes the
-    present ones the last ones, so a state is never apart from the values that belong to it. If they
-    do not follow, both versions are the rule itself.
+    If hyper-parameters follow that number (`Elastic.rule_follows`), the values that `Rule.resolve`
+    gives for N are variables, in two versions. The *present* values, for the present N, are used in
+    the next global step. The *last* values were used in the last global step, and give the point
+    from which the replicas started the block. When a sync commits, it copies the present values to
+    the last ones, so a state always has the values that belong to it. If hyper-parameters do not
+    follow N, both versions are the rule itself.
 
     Args:
-        rule: the result of `resolve` for the number of replicas that begin.
-        asked: the user's rule, if its hyper-parameters follow; else None.
+        rule: the result of `resolve` for the number of replicas at the start.
+        asked: the user's rule, if its hyper-parameters follow N; else None.
         make: creates a plain variable, `make(initial_value, name)`.
     """
 
@@ -58,12 +59,12 @@ class SizedRule:
             return self._rule
         rule = copy.copy(self._rule)
         for name, variable in variables.items():
-            # The class is frozen, and the checks of its constructor are for numbers.
+            # The class is frozen, and its constructor would check values, which are tensors here.
             object.__setattr__(rule, name, variable.read_value())
         return rule
 
     def carried(self, states: Sequence[State]) -> list[State]:
-        """Returns states after the last step in the form from which `present` continues."""
+        """Returns the states after the last step, converted for the rule `present`."""
         if not self._present:
             return list(states)
         present, last = self.present(), self.last()
@@ -91,7 +92,7 @@ def sized_fields(rule: Rule) -> list[str]:
     """Returns the names of the hyper-parameters that `resolve` changes with N.
 
     Raises:
-        ValueError: one of them is no number.
+        ValueError: a hyper-parameter that changes with N is no number.
     """
     if not dataclasses.is_dataclass(rule):
         return []
@@ -99,7 +100,7 @@ def sized_fields(rule: Rule) -> list[str]:
     for number in _SIZES:
         try:
             rules.append(rule.resolve(number))
-        except ValueError:  # unstable for so many
+        except ValueError:  # the rule is unstable for this number
             continue
     names = []
     for field in dataclasses.fields(rule):
@@ -121,6 +122,7 @@ def check_sizes(rule: Rule, max_workers: int | None, devices: int) -> Rule:
 
     Args:
         max_workers: largest number of workers; None: any number.
+        devices: number of devices of each worker.
 
     Raises:
         ValueError: the rule is unstable for one of these numbers.

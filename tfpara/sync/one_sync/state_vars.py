@@ -24,22 +24,22 @@ class Kind(enum.Enum):
 
     SHARED: the value is the same on all workers.
     HOLDER: a part of a field of the global state. It is cut anew from the whole field.
-    MODEL: a replica's variable of the Keras model. Replica i takes the value of replica i mod the
-        former number.
+    MODEL: a replica's variable of the Keras model. Replica i takes the value of replica (i mod the
+        former number of replicas).
     RANDOM: a state of a seed generator. It is taken like MODEL, but a replica beyond the former
-        number keeps its own.
-    REPLICA: a replica's own value. It is dropped if the number of replicas has changed, or how
-        they are divided among workers.
-    BLOCK: belongs to the open block, of one replica or the same on all workers. It is restored when
-        `fit` continues the epoch, and dropped if the number of replicas has changed.
+        number of replicas keeps its own state.
+    REPLICA: a replica's own value. It is dropped if the number of replicas has changed, or their
+        division among workers.
+    BLOCK: a value of the open block, either of one replica or the same on all workers. It is
+        restored when `fit` continues the epoch, and dropped if the number of replicas has changed.
     WORKER: a counter of one worker. A return to an earlier epoch does not change it.
-    SUM: a term of a sum over replicas or workers. The terms are divided anew, so that the sum stays
-        the same. It is restored again when `fit` continues the epoch. A return to an earlier epoch
-        does not change it.
-    MEAN: like SUM, for a term of a mean. If the number of replicas has changed, each takes the
-        mean.
-    FIRST: like SUM, if only the first replica's value counts. Replica i takes the value of replica
-        i mod the former number.
+    SUM: a term of a sum over replicas or workers. The sum is divided anew among them, so that it
+        stays the same. A term is restored again when `fit` continues the epoch. A return to an
+        earlier epoch does not change it.
+    MEAN: like SUM, for a term of a mean. If the number of replicas has changed, each replica takes
+        the mean.
+    FIRST: like SUM, but only the first replica's value counts. Replica i takes the value of replica
+        (i mod the former number of replicas).
     """
 
     SHARED = "shared"
@@ -55,12 +55,12 @@ class Kind(enum.Enum):
 
     @property
     def is_of_epoch(self) -> bool:
-        """Whether it begins anew with each epoch, and is restored again when one is continued."""
+        """Whether slots of this kind are restored again when `fit` continues an epoch."""
         return self is Kind.BLOCK or self.is_aggregated
 
     @property
     def is_aggregated(self) -> bool:
-        """Whether it is read as one number of all replicas or workers."""
+        """Whether one number is made of the values of all replicas or workers."""
         return self in (Kind.SUM, Kind.MEAN, Kind.FIRST)
 
 
@@ -68,7 +68,7 @@ class Kind(enum.Enum):
 _OF_METRIC = {"mean": Kind.MEAN, "only_first_replica": Kind.FIRST, "none": Kind.FIRST}
 
 
-# The kinds that a worker which is behind, or new, takes over from another one.
+# The kinds of slots that a worker takes over from another one if it is behind, or new.
 
 TRAVELLING = (Kind.SHARED, Kind.HOLDER, Kind.MODEL)
 
@@ -80,7 +80,7 @@ class Slot(NamedTuple):
     variable: the TensorFlow variable, or a counter that is a part of one.
     replica: the local replica that owns it; None if it belongs to the whole worker.
     empty: whether its value has no meaning now, so that a checkpoint leaves it out.
-    absent: its value where a checkpoint of an earlier version lacks it; None if every version
+    absent: its value if it is missing in a checkpoint of an earlier version; None if every version
         writes it.
     """
 

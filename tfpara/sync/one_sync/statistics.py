@@ -21,8 +21,8 @@ class SyncStatistics(NamedTuple):
             overlapped sync to arrive; 0 with one worker. It includes the exchange of a small
             model's weights, which travel with the reports.
         distance: relative distance ‖w_i − w̄‖ / ‖w̄‖ of the local replicas before a sync, root mean
-            square. If the global state is sharded, only the parts of the weights that the replicas
-            hold count. It is measured at the first 16 syncs and then at every 16th.
+            square. If the global state is sharded, it is computed from the part of the weights that
+            each replica keeps. It is measured at the first 16 syncs and then at every 16th.
         bytes_sent: bytes sent to other workers in syncs, without headers.
         left_out: minibatches of all local replicas that were left out for NaN or Inf.
     """
@@ -37,20 +37,21 @@ class SyncStatistics(NamedTuple):
     left_out: int = 0
 
     def and_then(self, later: SyncStatistics) -> SyncStatistics:
-        """Returns the sums of these and later ones; the distance is that of the later ones."""
+        """Returns the sums of these statistics and `later` ones; the distance is the later one."""
         sums = (one + other for one, other in zip(self, later, strict=True))
         return SyncStatistics._make(sums)._replace(distance=later.distance)
 
     def of_epoch(
         self, begin: SyncStatistics, first: SyncStatistics, seconds: float, times: float
     ) -> dict[str, float]:
-        """Returns TensorBoard's values of an epoch at whose end these are the statistics.
+        """Returns TensorBoard's values of an epoch; these are the statistics at its end.
 
         Args:
-            begin: the statistics at the begin of the epoch.
-            first: those after its first step.
-            seconds: the time since that step.
-            times: all replicas over those of this worker, whose samples are counted.
+            begin: the statistics at the beginning of the epoch.
+            first: the statistics after the epoch's first step.
+            seconds: the time since the epoch's first step.
+            times: the number of all replicas divided by that of this worker's, since statistics
+                count the samples of this worker alone.
         """
         waited = self.sync_seconds - first.sync_seconds
         return {
@@ -70,8 +71,8 @@ class Agreement(NamedTuple):
     """The agreement of all workers after a sync.
 
     request: the largest request of any worker.
-    all_running: whether every replica still had data; also true if none had, as when Python code on
-        all workers has closed the block.
+    all_running: whether every replica still had data; also true if none had data, as when Python
+        code on all workers has closed the block.
     syncs: committed syncs, plus one that is in flight.
     block_open: whether this worker has taken steps since the last sync.
     in_flight: whether another sync has begun, whose results are not known yet.

@@ -30,11 +30,11 @@ class Synchronizer:
         self.name = site.name
         self._variables = variables
         self._site = site
-        # The replicas' own weights, by device, while the model's variables hold other weights.
+        # The replicas' own weights, by device, while the model's variables hold others; else None.
         self._own: list[list[tf.Tensor]] | None = None
         self._shown: str | None = None  # the name given to `showing`, inside its context
-        # If workers have parts of the global model: the chief's copy of its buckets, in the host's
-        # memory, and the number of syncs at which they were gathered.
+        # If each worker has only a part of the global model: the chief's copy of the whole, in
+        # buckets in the host's memory, and how many syncs were committed when it was gathered.
         self._gathered: list[tf.Tensor] = []
         self._gathered_at = -1
         self._places = variables.places()
@@ -60,8 +60,8 @@ class Synchronizer:
 
         Args:
             samples: number of samples that each local replica has just processed.
-            weights: weight of these minibatches in the mean of the replicas.
-            nonfinite: whether they were left out for NaN or Inf; empty: none can be.
+            weights: weight of each of these minibatches in the mean of the replicas.
+            nonfinite: whether each was left out for NaN or Inf; empty: none is ever left out.
         """
         with tf.device("CPU:0"):  # on a GPU the host would wait for the result
             of_each = [tf.cast(n, tf.float64) for n in samples]
@@ -137,11 +137,11 @@ class Synchronizer:
     def meet(self, number: float) -> list[float]:
         """Exchanges a number between all workers; returns the numbers by rank.
 
-        Every worker must call it. It first waits for a sync in flight.
+        Every worker must call it. The call first waits for a sync in flight.
 
         Raises:
-            tf.errors.InvalidArgumentError: on every worker, if one has come to another exchange,
-                such as a sync.
+            tf.errors.InvalidArgumentError: on every worker, if some worker has come to a different
+                exchange, such as a sync.
         """
         self.land()
         with self._watched():
@@ -171,7 +171,7 @@ class Synchronizer:
 
     @contextlib.contextmanager
     def _watched(self) -> Iterator[None]:
-        """Runs a sync from Python; if it fails, the watchdog no longer sees a wait."""
+        """A context for a sync from Python code; if that fails, the watchdog sees no wait."""
         try:
             yield
         except BaseException:
@@ -179,7 +179,7 @@ class Synchronizer:
             raise
 
     def step_is_over(self) -> None:
-        """Notes that no training step runs, so a sync in which a step waited has failed."""
+        """Notes that no training step runs, so any wait still noted is of a sync that failed."""
         if not self._in_the_air:
             self.graph.forget_waiting()
 
@@ -215,16 +215,16 @@ class Synchronizer:
     # -- weights -----------------------------------------------------------------------------
 
     def has_any_of(self, components: Sequence[tf.Variable]) -> bool:
-        """Returns whether any of these is the component of a weight on the first device."""
+        """Returns whether any of these is the first device's component of a weight of the model."""
         mine = {id(v[0]) for v in self._variables.weights}
         return any(id(component) in mine for component in components)
 
     def was_set(self, component: tf.Variable) -> None:
         """Takes over the value of a variable that Python code has set, equally on all devices.
 
-        A weight's new value becomes that of the global model. Its momentum becomes zero, and its
-        averages restart from it. A variable that is not the model's is ignored. `component` is the
-        variable's component on the first device.
+        The new value of a weight also becomes its value in the global model. The weight's momentum
+        becomes zero, and its averages restart from the new value. A variable that is not the
+        model's is ignored. `component` is the variable's component on the first device.
         """
         kind, index = self._places.get(id(component), ("", 0))
         if kind == "weight" and self.shows_others:
@@ -256,10 +256,9 @@ class Synchronizer:
             graph.consensus.other_signatures[others].assign(signature_of(value))
 
     def _set_gathered(self, index: int, value: tf.Tensor, anew: bool) -> None:
-        """Takes over the value, flat, of weight number `index` into the gathered global model.
+        """Puts `value`, the flat new value of weight `index`, into the gathered global model.
 
-        `anew`: whether the rule restarts with all weights, from the point at which the replicas
-        are.
+        `anew`: whether the rule restarts in all weights, from the weights that it would broadcast.
         """
         graph = self.graph
         if anew and not graph.global_state.rule.last().overwrites:
@@ -287,7 +286,7 @@ class Synchronizer:
 
     @property
     def shows_others(self) -> bool:
-        """Whether the model's variables hold other weights than the replicas' own (`showing`)."""
+        """Whether `showing` has put other weights than the replicas' own into the variables."""
         return self._own is not None
 
     @contextlib.contextmanager
@@ -312,7 +311,7 @@ class Synchronizer:
 
     @contextlib.contextmanager
     def _holding(self, per_device: Sequence[Sequence[tf.Tensor]]) -> Iterator[None]:
-        """Puts weights into the variables for a while, from one list for each device."""
+        """Puts weights into the variables for a while; `per_device` has a list for each device."""
         held, outer = self.local_weights(), self._own
         try:
             self._own = held if outer is None else outer
@@ -328,11 +327,11 @@ class Synchronizer:
     def writing(self, note: Callable[[str], None]) -> Iterator[None]:
         """Puts the global model into the variables while a file is written.
 
-        Nothing is exchanged, since the chief may write alone. The variables stay as they are if
-        `showing` determines what they hold, and if there are no syncs. Within a block the global
-        model is that of the last sync, and `note` prints a note. If workers have parts of the
-        model, the chief has the whole only as of the last block that was closed; if there was a
-        sync since, the variables stay, too.
+        Nothing is exchanged, since the chief may write alone. The variables stay as they are inside
+        `showing`, or if there are no syncs. Within a block the global model is that of the last
+        sync, and `note` prints a note. If each worker has only a part of the model, the chief has
+        the whole as of the last block that was closed. If there was a sync after that, the
+        variables stay as they are, too.
         """
         if self._shown is not None or self.sync_period is None:
             yield
@@ -377,8 +376,8 @@ class Synchronizer:
     def _gather(self) -> None:
         """Gathers the global model for the chief, if it is in parts and has changed.
 
-        No worker holds more than a bucket of it on a device. Every worker must call it, while the
-        block is closed.
+        The buckets are gathered one by one, so that no device has to hold more than one of them.
+        Every worker must call it, while the block is closed.
         """
         if not self._is_in_parts or self._replicas_have_it or self._is_gathered:
             return
@@ -391,7 +390,7 @@ class Synchronizer:
         self._gathered_at = self.graph.statistics().syncs
 
     def was_put_back(self) -> None:
-        """Notes that the state of an earlier point of the run was put back.
+        """Notes that the state of an earlier point of the run was restored.
 
         Every worker must call it, while the block is closed.
         """
@@ -410,7 +409,7 @@ class Synchronizer:
         assign(self._variables.weights, per_device)
 
     def restart(self, tensors: Sequence[tf.Tensor], state: Sequence[tf.Tensor]) -> None:
-        """Sets all replicas to these weights and state; momentum and averages restart there.
+        """Sets all replicas to these weights and state; momentum and averages restart from them.
 
         Every worker must call it, with equal tensors, right after a sync.
         """
@@ -422,7 +421,7 @@ class Synchronizer:
         if self._variables.moments:
             self.graph.averaging.restart_moments()
             counts = [[tf.cast(c, tf.float64) for c in own] for own in self._variables.counts]
-            largest = tf.reduce_max(tf.stack(counts), 1)  # of this worker
+            largest = tf.reduce_max(tf.stack(counts), 1)  # on this worker
             table = self._site.reports.all_gather(largest, f"{self.name}/counts")
             self.graph.replicas.write_counts(tf.reduce_max(table, 0))
 
@@ -440,23 +439,24 @@ class Synchronizer:
             yield from self._overlap.flight.slots()
 
     def broadcast_point(self) -> list[tf.Tensor]:
-        """Returns the weights from which a replica continues that took no part in the last sync.
+        """Returns the weights from which replicas that took no part in the last sync continue.
 
-        They are without their constraints. Every worker must call it.
+        Their constraints are not applied. Every worker must call it.
         """
         return self.graph.replicas.layout.unpack(self.graph.global_state.broadcast_point())
 
     def start_from(self, weights: Sequence[tf.Tensor]) -> None:
-        """Makes all replicas begin the block anew at these weights, with the moments of that point.
+        """Makes all replicas begin the block anew from these weights.
 
-        This is for replicas that took no part in the last sync, and for a run that is resumed on
-        another number of replicas. Every worker must call it.
+        Their moments become those with which the block began. This is for replicas that took no
+        part in the last sync, and for a run that is resumed on another number of replicas. Every
+        worker must call it.
         """
         graph, count = self.graph, len(self._site.devices)
         self.set_weights([graph.replicas.constrained(weights)] * count)
         graph.averaging.start_moments()
         if graph.compressed is not None:
-            # The next sync sends the differences of the weights from that point.
+            # The next sync sends how the weights differ from the broadcast point.
             graph.compressed.set_points(graph.global_state.broadcast_point())
 
     def open_fragments(self, pending_samples: Sequence[tf.Tensor]) -> list[bool]:
@@ -476,11 +476,12 @@ class Synchronizer:
         kept: Sequence[Sequence[tf.Variable]],
         from_chief: Callable[[tf.Tensor], tf.Tensor],
     ) -> None:
-        """Gives all replicas the same values of the weights that are not among `kept` any more.
+        """Gives all replicas the same values of the model's weights that are not among `kept`.
 
-        These are the values of the global model if the rule leaves the replicas apart, and those of
-        the chief's first replica, by `from_chief`, if there were no syncs. Every worker must call
-        it, while the block is closed.
+        If there are no syncs, these are the values of the chief's first replica: `from_chief` takes
+        each worker's own tensor and returns the chief's. If the rule leaves the replicas apart,
+        they are the values of the global model. Every worker must call it, while the block is
+        closed.
         """
         first = {id(variable[0]) for variable in kept}
         left = [i for i, v in enumerate(self._variables.weights) if id(v[0]) not in first]
@@ -492,6 +493,6 @@ class Synchronizer:
         elif not graph.global_state.rule.last().overwrites:
             values = self.global_weights("global")
         else:
-            return  # they are equal
+            return  # all replicas have equal weights already
         variables = [self._variables.weights[i] for i in left]
         assign(variables, [[values[i] for i in left]] * len(self._site.devices))

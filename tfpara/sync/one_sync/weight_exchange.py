@@ -1,7 +1,7 @@
 """The second phase of a sync: workers exchange weights and apply the rule and the averages.
 
-Nothing is written before everything has arrived: `exchange` returns an `Arrival`, `commit` writes
-it.
+Nothing is written before everything has arrived: `exchange` returns an `Arrival`, which `commit`
+then writes.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from tfpara.sync.one_sync.replicas import Buckets, Replicas
 from tfpara.sync.one_sync.state_vars import Kind, Slot
 from tfpara.typing import State
 
-# The weights of all workers together that may travel with their reports; and what a worker may send
-# more than in an all-reduce, which takes 5 ms at 100 Mbit/s. An exchange less saves about as much.
+# Limits for weights that travel with the reports: the bytes of all workers' weights together, and
+# the bytes that a worker may send beyond those of an all-reduce. Sending `MORE_BYTES` takes 5 ms at
+# 100 Mbit/s, about as long as the exchange that is saved.
 WITH_REPORTS_BYTES = 2 << 20
 MORE_BYTES = 1 << 16
 # TensorFlow takes a part of a vector without a copy if the part begins and ends at a multiple of
@@ -78,8 +79,8 @@ class Arrival(NamedTuple):
 class Moments(NamedTuple):
     """New moments of the local optimizers.
 
-    kept: the states of its parts, for each holder.
-    spread: by field, the buckets of each device.
+    kept: for each holder the new states of its parts.
+    spread: by field, "momentum" or "velocity", the buckets of each device.
     """
 
     kept: list[list[State]]
@@ -168,7 +169,8 @@ class Averaging:
     def exchange_moments(self, shares: Shares, steps: tf.Tensor, iterations: tf.Tensor) -> Moments:
         """Computes the local optimizers' moments for the next block; nothing is written.
 
-        The block's `steps` are at least 1, since an empty block has no mean gradient.
+        `steps`, the length of the block, must be at least 1: an empty block has no mean gradient.
+        `iterations` is the local optimizers' step count.
         """
         first, second = self.mean_moments(shares.portions)
         kept = self._global.update_moments(
@@ -193,7 +195,7 @@ class Averaging:
             self._replicas.write_moments(field, spread)
 
     def mean_moments(self, portions: tf.Tensor) -> list[list[list[tf.Tensor]]]:
-        """Returns, for each of the two moments and each holder, its parts of the replicas' mean."""
+        """Returns for each of the two moments, for each holder, its parts of the replicas' mean."""
         weighted: list[list[list[tf.Tensor]]] = [[], []]
         for replica, device in enumerate(self._replicas.devices):
             with tf.device(device):
@@ -292,14 +294,14 @@ class PlainWire:
 
 
 class WithReports:
-    """The transport of a small model's weights, in float32, with the reports: in one exchange.
+    """The transport of a small model's weights, in float32, together with the reports.
 
-    Every worker gets the weights of all. The mean is the same as by `PlainWire`, except that
-    all-reduces of three workers and more may add in another order.
+    Every worker gets the weights of all workers. The mean is the same as with `PlainWire`, except
+    that all-reduces of three workers and more may add in another order.
 
     Attributes:
-        sizes: the lengths of the buckets, and of the zeros that follow them.
-        elements: the number of all of these.
+        sizes: the lengths of the buckets, and of the zeros that are sent after them.
+        elements: the sum of `sizes`.
     """
 
     def __init__(self, replicas: Replicas) -> None:
@@ -309,11 +311,12 @@ class WithReports:
 
     @classmethod
     def of(cls, aggregation: Aggregation, replicas: Replicas, whole: bool) -> WithReports | None:
-        """Returns the transport for a model whose weights may travel so; else None.
+        """Returns the transport if the model's weights may travel with the reports, else None.
 
         They may if each worker keeps a whole global model and has one replica, on a CPU, if each
-        sync is of the `whole` model, if the workers do not change, and if the weights are few. Each
-        worker sends its own N − 1 times; in an all-reduce it would be 2(N − 1)/N times.
+        sync exchanges the `whole` model, if the workers do not change, and if the weights are few.
+        Each of N workers sends its weights N − 1 times. In an all-reduce it would send only as much
+        as 2(N − 1)/N times its weights.
         """
         site = replicas.site
         fits = (

@@ -24,7 +24,7 @@ _replaced: list[Any] = []
 
 
 def install() -> None:
-    """Replaces TensorFlow's functions; a second call changes nothing."""
+    """Replaces both functions of TensorFlow; a second call changes nothing."""
     if _replaced:
         return
     average, scale = tf.nn.compute_average_loss, tf.nn.scale_regularization_loss
@@ -51,7 +51,7 @@ def _averaging(average: Callable[..., tf.Tensor]) -> Callable[..., tf.Tensor]:
                 "steps of its own: its loss is the mean over its own samples, not over those of "
                 "all replicas. Leave out global_batch_size=; strategy.reduce gives the same sum."
             )
-        # In a replica `num_replicas_in_sync` is 1, so this is the mean over its own samples.
+        # In a replica `num_replicas_in_sync` is 1, so `average` is the mean over its own samples.
         return _share(average(per_example_loss, sample_weight), replicas)
 
     return averaging

@@ -1,4 +1,4 @@
-"""A replica's step as a function of its own, which XLA compiles; the sync stays outside of it."""
+"""A replica's step as a function of its own, which XLA compiles; it does not include the sync."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from tfpara.typing import Nest
 class CompiledStep:
     """The `train_step` or `test_step` of a model with `jit_compile`, compiled by XLA.
 
-    Keras compiles the steps of all replicas as one function. XLA cannot compile that if replicas
-    exchange something inside, so Keras' "auto" is off under every strategy. The replicas of a
-    `PeriodicSyncStrategy` exchange nothing between syncs, so each one's step is compiled for its
-    device.
+    Keras compiles the steps of all replicas as one function. XLA cannot compile this function if
+    replicas exchange something in it, so Keras' "auto" is off under every strategy. The replicas of
+    a `PeriodicSyncStrategy` exchange nothing between syncs, so the step of each replica is compiled
+    by itself, for the replica's device.
 
-    XLA compiles once for each shape of a minibatch, so a smaller last one is compiled again, once.
-    The object has the name and the model of the bound method `step`.
+    XLA compiles once for each shape of a minibatch, so once more for a smaller last minibatch. The
+    object has the name and the model (`__self__`) of the bound method `step`.
     """
 
     def __init__(self, step: Callable[..., Nest]) -> None:
@@ -31,7 +31,7 @@ class CompiledStep:
         self._step = step
 
     def around(self, wrap: Callable[[Callable[..., Nest]], Callable[..., Nest]]) -> CompiledStep:
-        """Returns this step with its method replaced by `wrap` of it, compiled as well."""
+        """Returns a compiled step of the method that `wrap` makes from this step's method."""
         wrapped = CompiledStep(self)
         wrapped._step = wrap(self._step)
         return wrapped
@@ -48,8 +48,9 @@ class CompiledStep:
             step_args, step_kwargs = tf.nest.pack_sequence_as((args, kwargs), tensors)
             return self._step(*step_args, **step_kwargs)
 
-        # TensorFlow keeps int32 arguments of a function in the host's memory. The host would fetch
-        # labels from a GPU, and wait for the step before. So they travel as float32.
+        # TensorFlow keeps int32 arguments of a function in the host's memory. So the host would
+        # fetch labels from a GPU, for which it would have to wait until the last step is done. To
+        # avoid that, int32 arguments travel as float32.
         leaves = tf.nest.flatten((args, kwargs))
         int32 = [isinstance(leaf, tf.Tensor) and leaf.dtype == tf.int32 for leaf in leaves]
         carried = [
@@ -60,14 +61,15 @@ class CompiledStep:
         return tf.function(restored, jit_compile=True, autograph=False)(carried)
 
 
-# XLA's messages about an operation without code, and about one whose shape depends on data.
+# These match XLA's messages about an operation for which it has no code, and about an operation
+# whose shape depends on data.
 _NO_CODE = re.compile(r"trying to compile graph .*?: (\w+) \(No registered", re.DOTALL)
 _NO_SHAPE = re.compile(r"must be a compile-time constant")
 _NODE = re.compile(r"\{\{node ([^}]+)\}\}")
 
 
 def explained(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns Keras' function of a compiled step, with errors that name what XLA cannot take."""
+    """Returns Keras' function of a compiled step, with errors that name what XLA cannot compile."""
 
     @functools.wraps(function)
     def calling(*args: object, **kwargs: object) -> Any:
@@ -83,7 +85,7 @@ def explained(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _problem(message: str) -> str:
-    """Returns the sentence for an error of XLA, "" for another one."""
+    """Returns a sentence on what XLA could not compile, or "" for any other error."""
     no_code, node = _NO_CODE.search(message), _NODE.search(message)
     if not (no_code or _NO_SHAPE.search(message)):
         return ""

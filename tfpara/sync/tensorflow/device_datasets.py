@@ -1,4 +1,4 @@
-"""The datasets of single devices, which TensorFlow makes from one dataset for all of them."""
+"""The datasets of single devices, which TensorFlow makes from one dataset for all devices."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ from tfpara.typing import Nest
 def iterator_over(data: Any, begin: Callable[[], Iterator[Nest]]) -> Iterator[Nest]:
     """Returns an iterator over a distributed dataset of this worker; `begin` returns TensorFlow's.
 
-    If the host is the only device, it gets a plain iterator. TensorFlow's iterator over devices
-    calls functions for each element, and asks each time whether some devices have none. That would
-    be a fifth of the step of a small network. A GPU keeps it, since it brings data while a step is
-    computed: 0.5 of 2.3 ms for a minibatch of 5 MB on an H200.
+    If the host is the only device, the result is a plain iterator. TensorFlow's iterator over
+    devices calls functions for each element, and asks each time whether some devices have none. On
+    the host this would be a fifth of the step of a small network. For a GPU TensorFlow's iterator
+    stays, since it copies data while a step is computed: 0.5 of 2.3 ms for a minibatch of 5 MB on
+    an H200.
     """
     devices = data._input_workers.compute_devices_for_worker(0)
     if len(devices) > 1 or "CPU" not in devices[0].upper():
@@ -41,11 +42,11 @@ def iterator_over(data: Any, begin: Callable[[], Iterator[Nest]]) -> Iterator[Ne
 
 @contextlib.contextmanager
 def _own_iterators() -> Iterator[None]:
-    """Replaces iterators over devices by ones that own their dataset, without tf.data's tuner.
+    """A context in which iterators over devices own their datasets, and do without tf.data's tuner.
 
-    TensorFlow makes a dataset for each device, and no public name reaches its options. When such an
-    iterator is deleted, every device in turn waits for the tuner's thread; see `without_tuner`.
-    `_Shared` is about the functions of these datasets.
+    TensorFlow makes a dataset for each device, and no public name reaches the options of that
+    dataset. With the tuner, the deletion of an iterator would wait for the tuner's thread, for each
+    device in turn; see `without_tuner`. For the functions of these datasets see `_Shared`.
     """
     replaced = {
         "_create_device_dataset": lambda *args: without_tuner(_make_device_dataset(*args)),
@@ -64,8 +65,8 @@ def _own_iterators() -> Iterator[None]:
 _make_device_dataset = _multi_device._create_device_dataset
 _Generator = _multi_device._PerDeviceGenerator
 _Reincarnated = _multi_device._ReincarnatedPerDeviceGenerator
-_PARTS = ("init", "next", "finalize")  # the functions of such a dataset
-# The functions of a device's dataset, each with the names of the tensors that it captures.
+_PARTS = ("init", "next", "finalize")  # the functions of a device's dataset
+# The functions of a device's dataset, by part, each with the names of the tensors that it captures.
 _Traced = dict[str, tuple[Any, list[str | None]]]
 _traced: dict[tuple[object, ...], _Traced] = {}
 
@@ -74,7 +75,8 @@ class _Shared(tf.data.Dataset):
     """The dataset of one device, with functions that were traced for an earlier one.
 
     TensorFlow traces seven functions for each device whenever a pass over data begins, which takes
-    longer than the steps of a small epoch. They differ only in the tensors that they capture.
+    longer than the steps of a small epoch. The functions of two passes differ only in the tensors
+    that they capture.
     """
 
     def __init__(self, traced: _Traced, spec: Nest, tensors: Mapping[str | None, tf.Tensor]):
@@ -104,7 +106,7 @@ def _shared(
     """Replaces `_PerDeviceGenerator`; returns the dataset of one device."""
 
     def make() -> Any:
-        _multi_device._PerDeviceGenerator = _Generator  # its constructor looks up this name
+        _multi_device._PerDeviceGenerator = _Generator  # the constructor looks it up
         try:
             return _Generator(
                 shard_num,
@@ -134,7 +136,8 @@ def _shared(
         for part in _PARTS:
             captured = getattr(made, f"_{part}_captured_args")
             found[part] = getattr(made, f"_{part}_func"), [names.get(id(t)) for t in captured]
-        # The first function captures the resource's handle, too. Other tensors are not known.
+        # The first function also captures the resource's handle, which has no name here. If other
+        # tensors without a name are captured, the functions cannot be used again.
         if [found[part][1].count(None) for part in _PARTS] != [1, 0, 0]:
             return made
         _traced[key] = found
@@ -143,16 +146,16 @@ def _shared(
 
 
 def _once_more(dataset: tf.data.Dataset, incarnation_id: tf.Tensor) -> tf.data.Dataset:
-    """Replaces `_ReincarnatedPerDeviceGenerator`; returns a dataset that is read once more."""
+    """Replaces `_ReincarnatedPerDeviceGenerator`; returns a dataset that can be read once more."""
     return dataset if isinstance(dataset, _Shared) else _Reincarnated(dataset, incarnation_id)
 
 
 class _OwningIterator(_multi_device.OwnedMultiDeviceIterator):
     """An iterator over devices that keeps the dataset it reads alive.
 
-    TensorFlow's own class makes that dataset and drops it, but its thread that reads ahead has a
-    bare pointer to it. Since 2.21 the thread reads each element's types there, from memory that may
-    be freed.
+    TensorFlow's own class makes that dataset and drops it, but the thread that reads ahead has a
+    bare pointer to the dataset. Since TensorFlow 2.21 the thread reads each element's types through
+    this pointer, from memory that may be freed.
     """
 
     def __init__(self, dataset: Any = None, *args: Any, **kwargs: Any) -> None:
@@ -166,7 +169,7 @@ class _OwningIterator(_multi_device.OwnedMultiDeviceIterator):
     def end(self) -> None:
         """Ends the thread that reads ahead, by giving the iterator a dataset without elements."""
         if self._kept is None or self._process != os.getpid():
-            return  # a fork has no such thread
+            return  # a forked process has no such thread
         with tf.device(self._source_device):
             tf.raw_ops.MultiDeviceIteratorInit(
                 dataset=self._kept.with_its_options.take(0)._variant_tensor,
@@ -184,9 +187,9 @@ _plain_iterators = weakref.WeakKeyDictionary()
 def _end_iterators() -> None:
     """Ends the reading of data while Python can still run generators.
 
-    A failed `fit` leaves its error, and with it the iterator, until the interpreter ends. By then
-    the thread that reads ahead can call no generator any more, and the iterator waits for that
-    thread.
+    After a failed `fit` its error lives until the interpreter ends, and so does the iterator. By
+    then the thread that reads ahead can call no generator any more, but the end of the iterator
+    waits for this thread.
     """
     for iterator in list(_open_iterators):
         with contextlib.suppress(tf.errors.OpError):
@@ -211,7 +214,7 @@ program.on_leaving(_forget_iterators)
 
 
 class _Remembering:
-    """A stand-in for a dataset that keeps the copy which an iterator makes by `with_options`."""
+    """A stand-in for a dataset. It keeps the copy that an iterator makes by `with_options`."""
 
     def __init__(self, dataset: tf.data.Dataset) -> None:
         self._dataset = dataset

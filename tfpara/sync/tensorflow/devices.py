@@ -15,13 +15,14 @@ _TASK = re.compile(r"/job:(\w+)(?:/replica:\d+)?/task:(\d+)")
 def default_devices() -> list[str]:
     """Returns all logical GPUs of this process, else its first CPU device.
 
-    It works before TensorFlow has started, and whatever TensorFlow knows of other processes.
+    The function works before TensorFlow has started, too. The devices of other processes, which
+    TensorFlow may list, make no difference.
     """
     return [f"GPU:{number}" for number in range(len(cards_of_gpus()))] or ["CPU:0"]
 
 
 def cards_of_gpus() -> list[int]:
-    """Returns for each logical GPU of this process the number of its card, as CUDA counts them."""
+    """Returns for each logical GPU of this process the number that its card has in CUDA."""
     found = []
     for card in tf.config.get_visible_devices("GPU"):
         logical = tf.config.get_logical_device_configuration(card) or [None]
@@ -38,7 +39,7 @@ def checked_devices(wanted: Sequence[str], listed: Sequence[str], worker: str) -
         worker: this worker's device name, such as "/job:worker/task:1"; "" if it is alone.
 
     Raises:
-        ValueError: `wanted` is empty, or this process lacks one of them.
+        ValueError: `wanted` is empty, or this process lacks one of these devices.
     """
     own = [name for name in listed if not worker or _task(name) == _task(worker)]
     available = [name.split("device:")[-1] for name in own]
@@ -58,6 +59,7 @@ def _task(device: str) -> tuple[str, ...]:
 def card_of(gpu: str) -> str | None:
     """Returns an identifier of a logical GPU's card, unique among all machines.
 
-    None if CUDA's driver does not tell it. The name of the device ends with "GPU:" and its number.
+    It is None if CUDA's driver does not tell the card. `gpu` is the name of a device, which ends
+    with "GPU:" and the number of the logical GPU.
     """
     return cuda.identifier(cards_of_gpus()[int(gpu.rpartition(":")[2])])

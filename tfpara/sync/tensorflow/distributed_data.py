@@ -35,7 +35,8 @@ from tfpara.sync.workers.json_exchange import everyones
 from tfpara.sync.workers.worker import Worker
 from tfpara.typing import Json, Nest
 
-# TensorFlow's functions that distribute a dataset, and a user's function that makes datasets.
+# The types of: TensorFlow's function that distributes a dataset, a user's function that makes
+# datasets, and TensorFlow's function that distributes the datasets of such a function.
 _Distribute = Callable[[tf.data.Dataset], tf.distribute.DistributedDataset]
 _DatasetFn = Callable[[tf.distribute.InputContext], tf.data.Dataset]
 _FromFunction = Callable[[_DatasetFn], Any]
@@ -48,7 +49,8 @@ class DistributedData:
     Attributes:
         position: the position in the data of `fit`.
         order: the order of data that the library shuffles.
-        passes: the passes over the data of the present `fit`, if it has `steps_per_epoch`.
+        passes: the passes over the data of the present `fit`, if it has `steps_per_epoch`; else
+            None.
         last: the passes over data by which the last epoch of the present `fit` was read.
     """
 
@@ -69,22 +71,23 @@ class DistributedData:
 
     @property
     def is_by_replica(self) -> bool:
-        """Whether each replica has a part of its own, as workers have unlike numbers of devices.
+        """Whether each replica has a part of its own, since workers have unlike numbers of devices.
 
-        This worker's data are then those of as many workers of one device, in turn.
+        The data are then divided as if each replica were a worker. This worker reads the parts of
+        all its replicas, in turn.
         """
         return self.worker.among_unlike and not self._undivided
 
     @property
     def shares(self) -> list[tuple[int, int]]:
-        """This worker's shares of each step's data: each as `share`, and for each replica if so."""
+        """This worker's shares of each step's data: `share`, or one such pair for each replica."""
         if not self.is_by_replica:
             return [self.share]
         return [(replica, self.worker.replicas) for replica in self.worker.replica_ids]
 
     @contextlib.contextmanager
     def undivided(self) -> Iterator[None]:
-        """Gives datasets that are distributed inside whole to this worker's replicas."""
+        """A context in which this worker's replicas get every distributed dataset whole."""
         self._undivided = True
         try:
             yield
@@ -92,9 +95,9 @@ class DistributedData:
             self._undivided = False
 
     def place_of(self, epoch: int, first: int, dealt: Dealt | None = None) -> DataPlace:
-        """Returns the place of this worker's data of an epoch, from minibatch `first` on."""
+        """Returns which part of an epoch's data this worker reads, from minibatch `first` on."""
         worker = self.worker
-        # Before a worker has joined an elastic run, its rank may be too large for the members.
+        # Before a worker has joined an elastic run, its rank may exceed those of the members.
         rank = worker.rank % worker.num_workers
         unlike = worker.company.unlike_devices if worker.among_unlike else ()
         return DataPlace(rank, worker.num_workers, len(worker.devices), epoch, first, dealt, unlike)
@@ -103,7 +106,7 @@ class DistributedData:
 
     @contextlib.contextmanager
     def in_fit(self, initial_epoch: int) -> Iterator[None]:
-        """Notes that a call of `fit` runs inside, which begins with that epoch."""
+        """A context in which a call of `fit` runs that begins with epoch `initial_epoch`."""
         passes, last, seed = self.passes, self.last, self.order.seed
         self.passes = None
         if not self.worker.changes:
@@ -122,13 +125,13 @@ class DistributedData:
             self.order.seed = seed
 
     def enter_epoch(self, epoch: int) -> None:
-        """Notes that `fit` is at the begin of an epoch."""
+        """Notes that `fit` is at the beginning of an epoch."""
         self.position.enter(epoch, self.models.steps_seen)
 
     def begin_pass(self) -> tuple[int, int]:
         """Notes that a pass over data begins; returns its epoch and `Position.first`.
 
-        An evaluation is no epoch, and reads its data whole.
+        An evaluation begins no epoch and reads its data whole, so for it `first` is 0.
         """
         if self.worker.call_site.calls:
             return self.position.epoch, 0
@@ -148,12 +151,12 @@ class DistributedData:
         return iterator
 
     def note_length(self, steps: int) -> None:
-        """Notes the steps with which a pass over `datasets_by_epoch` begins.
+        """Notes that a pass over `datasets_by_epoch` begins, which has this many steps.
 
-        They give the length of the epoch, if Keras does not know it.
+        From `steps` follows the length of the epoch, if Keras does not know it.
         """
         if self.worker.call_site.fits and not self.worker.call_site.calls:
-            done = self.position.first // self.worker.replicas  # before a resume
+            done = self.position.first // self.worker.replicas  # steps before a resume
             self.momentum.set_length(done + steps)
 
     def next_order(self, count: int) -> list[int]:
@@ -170,15 +173,15 @@ class DistributedData:
         return self.order.seed, epoch
 
     def check(self, facts: dict[str, Json], drawn: bool) -> None:
-        """Compares the data that the workers gave to `fit` or `evaluate`; all must call it.
+        """Compares the data of all workers in `fit` or `evaluate`; every worker must call it.
 
         Args:
             facts: facts about this worker's data; see `same_data.difference`.
-            drawn: whether the library draws the order of the data. Its seed comes from the chief's
-                Python generator, which `keras.utils.set_random_seed` seeds.
+            drawn: whether the library draws the order of the data. The seed of that order comes
+                from the chief's Python generator, which `keras.utils.set_random_seed` seeds.
 
         Raises:
-            ValueError: on every worker, if they have different data.
+            ValueError: on every worker, if the workers have different data.
         """
         if self.worker.changes or self._undivided:
             return
@@ -198,12 +201,13 @@ class DistributedData:
     def divided(self, dataset: tf.data.Dataset, distribute: _Distribute) -> Any:
         """Returns a dataset of batches, each divided among the replicas of all workers.
 
-        `distribute` is TensorFlow's function that does so.
+        `distribute` is TensorFlow's function that divides it.
         """
         check_batched(dataset.element_spec, self.worker.replicas > 1)
         dataset = without_tuner(_safe(dataset))
         if self._undivided or self.worker.changes:
-            # A worker that joins or leaves would change the others' parts, so each evaluates all.
+            # A worker that joins or leaves would change the others' parts, so in an elastic run
+            # each worker evaluates all data.
             with self.worker.alone():
                 whole = distribute(dataset)
             if isinstance(whole, _input_lib.DistributedDataset):
@@ -216,15 +220,15 @@ class DistributedData:
             distributed.data, distributed.given = self, dataset
             distributed.distribute = distribute
             if not divided_between_workers(dataset) and distributed._cardinality > 0:
-                # With W workers each one takes 1/W of its own batch per step, so its data take W
-                # times as many steps.
+                # Each worker has other data here. With W workers TensorFlow cuts its batches into W
+                # parts, one for each step, so there are W times as many steps as batches.
                 distributed._cardinality *= self.worker.num_workers
         return distributed
 
     def parts_of(self, dataset: tf.data.Dataset, distribute: _Distribute) -> tf.data.Dataset:
-        """Returns the minibatches of this worker's replicas, in turn, of a dataset of batches.
+        """Returns the minibatches of this worker's replicas, in turn, from a dataset of batches.
 
-        They are those of a run in which each replica is a worker; see `divided`.
+        Each replica gets what `divided` would give it in a run in which each replica is a worker.
         """
         own, parts = self.worker.replica_ids, self.worker.replicas
         check_batched(dataset.element_spec)
@@ -244,7 +248,7 @@ class DistributedData:
     def from_function(self, dataset_fn: _DatasetFn, make: _FromFunction) -> Any:
         """Returns the data of a user's function, which makes this worker's minibatches.
 
-        `make` is TensorFlow's function that distributes the datasets of another function.
+        `make` is TensorFlow's function that distributes the datasets which a function makes.
         """
 
         def prepared(context: tf.distribute.InputContext) -> tf.data.Dataset:
@@ -272,12 +276,12 @@ class DistributedData:
         return dataset
 
     def deal(self, epoch: int, first: int) -> Dealt | None:
-        """Deals out the minibatches of a pass by the workers' speeds; None: ranks decide."""
+        """Deals out a pass's minibatches by the workers' speeds; returns None if ranks decide."""
         place = self.worker.call_site
         if self.balance is None or place.calls:
             return None
         if self.worker.changes:
-            # In an epoch the plan of the members has the data.
+            # Within an epoch the members' plan deals out the data, so these datasets have none.
             return None if place.is_before_epochs else Dealt(None)
         return self.balance.begin_epoch(epoch, first, warm=self.models.steps_seen > 0)
 
@@ -311,7 +315,7 @@ class _Datasets(_input_lib.DistributedDatasetsFromFunction):
         return minibatches if minibatches < 0 else -(-minibatches // devices)
 
     def map(self, function: Callable[..., Nest]) -> _Datasets:
-        """Returns these data with a function of each element."""
+        """Returns these data with `function` applied to each element."""
         made = copy.copy(self)
         made._dataset_fn = lambda context: self._dataset_fn(context).map(function)
         made._built = False
@@ -325,7 +329,7 @@ class _Datasets(_input_lib.DistributedDatasetsFromFunction):
 class _EpochDatasets(_Datasets):
     """The datasets of `datasets_by_epoch`, made anew when a pass over another epoch begins."""
 
-    dataset_fn: _DatasetFn  # the user's
+    dataset_fn: _DatasetFn  # the user's function
     built_for: tuple[int, int, tuple[int, int]]  # epoch, `first`, and this worker's share
 
     @property
@@ -367,12 +371,12 @@ class _Dataset(_input_lib.DistributedDataset):
     """A dataset that is divided among all workers."""
 
     data: DistributedData
-    given: tf.data.Dataset  # undivided
+    given: tf.data.Dataset  # the whole, before it was divided
     distribute: _Distribute
     prefetch = _not_read_ahead
 
     def map(self, function: Callable[..., Nest]) -> Any:
-        """Returns these data with a function of each element."""
+        """Returns these data with `function` applied to each element."""
         return self.data.divided(self.given.map(function), self.distribute)
 
     def __iter__(self) -> Iterator[Nest]:
@@ -380,15 +384,15 @@ class _Dataset(_input_lib.DistributedDataset):
 
 
 def _cut(dataset: tf.data.Dataset, own: Sequence[int], parts: int) -> tf.data.Dataset:
-    """Cuts each batch into parts, as TensorFlow does for several workers; returns some of them.
+    """Cuts each batch into parts, as TensorFlow does for several workers; returns those in `own`.
 
-    Of B rows a part has B / `parts`, rounded up, as long as there are rows. `own` are the numbers
-    of the parts that are returned.
+    Of a batch of B rows each part has B / `parts` rows, rounded up, until no rows are left. `own`
+    are successive numbers of parts; the first part is 0.
     """
 
     @tf.autograph.experimental.do_not_convert
     def of_batch(*given: Nest) -> tf.data.Dataset:
-        # tf.data unpacks no NamedTuple.
+        # tf.data gives the elements of a tuple as single arguments, but a NamedTuple as one.
         batch = given if type(dataset.element_spec) is tuple else given[0]
         rows = rows_of_all(batch)
         size = (rows + parts - 1) // parts

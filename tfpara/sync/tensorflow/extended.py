@@ -1,4 +1,4 @@
-"""TensorFlow's overrides, by which replicas are independent between syncs."""
+"""The overrides of TensorFlow's methods by which replicas are independent between syncs."""
 
 from __future__ import annotations
 
@@ -43,18 +43,19 @@ _REDUCE = call("strategy.reduce()")
 class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
     """The extended strategy, with replicas that are independent between syncs.
 
-    It overrides the methods in which the parent makes replicas agree at every step or read.
+    It overrides the methods by which the parent class makes replicas agree at every step or read.
 
     Attributes:
         worker: this worker, its place in its script, and its exchanges with the others.
-        momentum: the sync period, and momentum that is fitted to a block.
-        steps: the steps of a `run`, as TensorFlow and Keras report them.
+        momentum: the sync period, and the optimizers' momentum, which is fitted to a block.
+        steps: the steps that calls of `run` take, as TensorFlow and Keras report them.
         states: objects whose state checkpoints keep, by name.
         progress: the `tfpara.sync.progress.Progress` of this worker, once it has begun.
         shown: the name given to `strategy.weights`, inside its context; else None.
     """
 
-    # The parent's thread that probes peers is off: collectives have errors and timeouts here.
+    # The parent's thread that probes other workers is off: here collectives end by errors and
+    # timeouts.
     _enable_check_health = False
 
     def __init__(
@@ -73,15 +74,16 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         self.worker = Worker(company)
         self.call_site = self.worker.call_site
         self._looking = False  # whether Keras is reducing a first batch, to see its shapes
-        # Threads of an elastic run ask for waits before models can be trained.
+        # `waits` is made early, since threads of an elastic run read it before models are trained.
         self.waits = Waits(found, self.worker, bool(settings.overlap))
         horovod = settings.collectives == "horovod" and found.num_workers > 1
         if company.changes:
             links.without_coordination()
         served = not horovod and found.num_workers > 1
         self._earlier = earlier = links.served[found] if served else 0
-        # For a second strategy the parent would start the server anew, and lose the requests of a
-        # faster worker. So the server stays, and each strategy has keys of its own.
+        # For a second strategy the parent would start the server anew, and requests that a faster
+        # worker has sent would be lost. So the server stays, and the collectives of each strategy
+        # have keys of their own.
         self._std_server_started = earlier > 0
         strategy._collective_key_base = earlier * BETWEEN_STRATEGIES
         super().__init__(
@@ -99,10 +101,10 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         company.attach(self)
 
     def begin(self) -> None:
-        """Makes the parts, once TensorFlow's server runs; every worker must call it.
+        """Makes the strategy's parts, once TensorFlow's server runs; every worker must call it.
 
-        Here a worker may wait for others. It does so outside of `startup.guard`, whose limit is
-        shorter than `timeout_seconds`.
+        In this method a worker may wait for others. So it is called outside of `startup.guard`,
+        whose limit is shorter than `timeout_seconds`.
         """
         found = self.waits.found
         if not self.worker.changes and found.num_workers > 1:
@@ -115,12 +117,12 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         self._make_parts()
 
     def _resolve(self) -> None:
-        """Resolves the rule for the replicas that begin the run."""
+        """Resolves the rule for the number of replicas with which the run begins."""
         replicas = self.worker.company.founding_replicas(len(self.worker_devices))
         self.settings = self.settings.resolved(replicas)
 
     def _make_parts(self) -> None:
-        """Makes the parts of the strategy; each gets those before it that it needs."""
+        """Makes the parts of the strategy; each part gets the earlier parts that it needs."""
         strategy, settings, worker = self._container_strategy(), self.settings, self.worker
         self.notes = Notes(settings, worker)
         self.momentum = MomentumFit(settings, worker, self.notes, plain_variable)
@@ -190,7 +192,7 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
 
     def _update_config_proto(self, config_proto: tf.compat.v1.ConfigProto) -> Any:
         # The parent starts TensorFlow's server with this configuration. By default TensorFlow ends
-        # all processes when a worker sends no heartbeat for 10 s, as while it is stopped.
+        # all processes when a worker sends no heartbeat for 10 s, as when its process is stopped.
         updated = super()._update_config_proto(config_proto)
         limit = math.ceil(1000 * (self._timeout_seconds + LATER_SECONDS))
         updated.experimental.coordination_config.heartbeat_timeout_in_ms = limit
@@ -217,7 +219,8 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
     def _replica_ctx_all_reduce(
         self, reduce_op: tf.distribute.ReduceOp, value: Nest, options: Any = None
     ) -> Any:
-        # Optimizers call this to sum gradients over the replicas. A local step has its own alone.
+        # Optimizers call this to sum gradients over the replicas. A local step uses only
+        # the gradients of its own replica.
         del reduce_op, options
         if not self.steps.trace.applying and self._num_replicas_in_sync > 1:
             self.notes.tell(
@@ -248,7 +251,7 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
 
     @contextlib.contextmanager
     def looking(self) -> Iterator[None]:
-        """Lets Keras inspect a first batch inside: reductions take the first replica's values."""
+        """A context for Keras' look at a first batch: reductions take the first replica's value."""
         former, self._looking = self._looking, True
         try:
             yield
@@ -275,14 +278,14 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         value_destination_pairs: Sequence[tuple[Nest, Any]],
         options: Any,
     ) -> list[Any]:
-        # The parent's method expects equally many devices of all workers.
+        # The parent's method expects equally many devices on all workers.
         return [
             self._reduce_to(reduce_op, value, destinations, options)
             for value, destinations in value_destination_pairs
         ]
 
     def _reduced(self, local: Sequence[Nest], mean: bool) -> tf.Tensor:
-        """Returns the sum or mean over all replicas, from the values of this worker's."""
+        """Returns the sum or mean over all replicas; `local` are this worker's replicas' values."""
         if self._num_workers > 1 and not tf.executing_eagerly():
             raise ValueError(
                 "strategy.reduce inside a tf.function would have the workers wait for each other "
@@ -297,7 +300,7 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
                 f"strategy.reduce: the replicas' values have the shapes {shapes}. Give the axis of "
                 "the samples too, as in strategy.reduce(op, value, axis=0)."
             )
-        # A plain value stands for equal values of all replicas, and counts once for each.
+        # A plain value stands for equal values of all replicas, and counts once for each of them.
         total = tf.add_n(parts) * (len(self.worker_devices) // len(parts))
         if self._num_workers > 1:
             total = tf.reduce_sum(joined(total[tf.newaxis], 0, self.control, _REDUCE), 0)
@@ -307,7 +310,7 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         self, value: Nest, destinations: object, axis: int, options: object
     ) -> tf.Tensor:
         # The parent's method has no timeout, does not know Horovod's workers, and orders values by
-        # the devices' names, 10 before 2.
+        # the devices' names as texts: 10 comes before 2.
         del destinations, options
         if self._num_workers > 1 and not tf.executing_eagerly():
             raise ValueError(
@@ -374,7 +377,7 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
 
     @contextlib.contextmanager
     def in_fit(self, model: keras.Model, initial_epoch: int) -> Iterator[None]:
-        """Notes that a model's `fit` runs inside, and that its first epoch is `initial_epoch`."""
+        """A context in which `fit` trains a model, from epoch `initial_epoch` on."""
         with self.models.in_fit(model), self.data.in_fit(initial_epoch), self.call_site.in_fit():
             try:
                 yield
@@ -382,7 +385,7 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
                 self.momentum.end_fit()
 
     def note_idle(self, model: keras.Model) -> None:
-        """Prints a note on replicas without a row, at the end of the first epoch of `fit`."""
+        """Prints a note on replicas that had no rows, at the end of the first epoch of `fit`."""
         trained = self.models.trained(model)
         if trained is not None and not self.worker.changes and not self.data.position.first:
             seen = trained.graph.consensus.weights_seen

@@ -28,11 +28,11 @@ START = Purpose("making a strategy", "make strategies and models on every worker
 # TensorFlow's timeouts are this many seconds longer than ours. So the watchdog ends a wait first,
 # and can name the silent worker.
 LATER_SECONDS = 10.0
-BETWEEN_STRATEGIES = 1024  # distance of the group keys of two strategies, each of which takes some
+BETWEEN_STRATEGIES = 1024  # distance of the group keys of two strategies, which use several each
 _SEED = 87654321  # TensorFlow's default seed
 # The number of strategies that this process has made on the server of a cluster.
 served: collections.Counter[cluster.Cluster] = collections.Counter()
-NO_PARTS = {"disable_meta_optimizer", "disable_model_pruning"}  # options that are always there
+NO_PARTS = {"disable_meta_optimizer", "disable_model_pruning"}  # TensorFlow always lists these
 
 
 class Links:
@@ -57,17 +57,18 @@ class Links:
         self._settings = settings
         self._worker = worker
         self._earlier = earlier
-        # TensorFlow connects devices of one kind. Between a GPU and a CPU the hosts are connected.
+        # TensorFlow connects only devices of one kind. So if some workers have GPUs and others have
+        # CPUs, their hosts are connected.
         lead = worker.host if len(worker.kinds) > 1 else worker.devices[0]
-        self.collectives = self._between(0, lead)  # or NCCL's: see `compare`
+        self.collectives = self._between(0, lead)  # `compare` may replace them by NCCL's
         self.reports = self._between(1, worker.host)
         self.connected_by = ""
 
     def for_control(self) -> Collectives:
         """Returns collectives between the hosts, for exchanges that Python code calls.
 
-        Their timeout ends waits in graphs. A wait in Python code ends earlier, by the watchdog or
-        the connection to the meeting point, which can name the silent worker.
+        The timeout of these collectives ends waits in graphs. A wait in Python code ends earlier:
+        the watchdog or the connection to the meeting point ends it, and can name the silent worker.
         """
         seconds = self._settings.timeout_seconds + LATER_SECONDS
         return self._between(2, self._worker.host, seconds, self._worker.call_site.waiting)
@@ -92,7 +93,10 @@ class Links:
         )
 
     def tell_devices(self) -> None:
-        """Tells the company which devices its fixed workers have; every worker must call it."""
+        """Gathers the number and kind of the workers' devices, in runs whose workers do not change.
+
+        Every worker must call it.
+        """
         worker, company = self._worker, self._worker.company
         control = Control(self.for_control(), worker.call_site, tuple, company)
         told = everyones([len(worker.devices), worker.kind], control, START)
@@ -105,7 +109,7 @@ class Links:
         terms = self._settings.fingerprint()
         terms["fast reduce-scatter"] = self.collectives.scatters_well
         if self._worker.changes:
-            # A joiner takes over another worker's replicas, one for each device.
+            # A worker that joins takes over another worker's replicas, one for each device.
             terms["devices per worker"] = len(self._worker.devices)
             terms["kind of devices"] = self._worker.kind
         agree(terms, self._worker.control, START)
@@ -123,9 +127,10 @@ class Links:
             )
         if self._settings.collectives == "tensorflow":
             self.connect_by(cards)
-        # Every worker shuffles data for itself. With different seeds of the program the orders
-        # would differ, even with `shuffle(1000, seed=1)`, and the workers' parts would overlap. A
-        # resumed run or a joiner needs the same seed too, so it is a fixed one.
+        # Every worker shuffles data for itself. With different global seeds the orders would
+        # differ, even with `shuffle(1000, seed=1)`, and the workers' parts of the data would
+        # overlap. A resumed run, or a worker that joins, needs the same seed, too. So if the
+        # program has set no seed, a fixed one is set.
         if _context.global_seed() is None:
             tf.random.set_seed(_SEED)
         # Scripts and PyDatasets draw from Python's and NumPy's generators.
@@ -153,27 +158,27 @@ class Links:
         if self._settings.collectives == "horovod":
             _horovod.abort(message)
         else:
-            # TensorFlow's own health check ends collectives this way.
+            # TensorFlow's own health check ends collectives in the same way.
             _context.context().abort_collective_ops(tf.errors.DEADLINE_EXCEEDED, message)
 
 
 def without_coordination() -> None:
     """Makes TensorFlow start no coordination service, which would end a run that loses a worker.
 
-    TensorFlow configures one only if there is no configuration.
+    TensorFlow configures this service only if nothing else has configured it before.
     """
     _context.context().configure_coordination_service(service_type="")
 
 
 def prepare_for_changes(devices: Sequence[str]) -> None:
-    """Makes changes of members cheap; before TensorFlow's server starts.
+    """Makes changes of members cheap; must be called before TensorFlow's server starts.
 
     gRPC gets one descriptor to watch all sockets. By default it keeps a pair of descriptors for
     each process that the server was connected to.
 
     On CPUs TensorFlow's graph optimiser is turned off, unless the program has chosen among its
-    parts. It optimises all functions again in each generation, which is half of what a change
-    costs, and steps were no slower without it.
+    parts. In each generation the optimiser would optimise all functions again, which takes half of
+    the time that a change costs. Steps were no slower without it.
     """
     os.environ.setdefault("GRPC_POLL_STRATEGY", "epoll1,poll")
     chosen = tf.config.optimizer.get_experimental_options().keys()
@@ -182,7 +187,7 @@ def prepare_for_changes(devices: Sequence[str]) -> None:
 
 
 def serve(addresses: Mapping[int, str], leader: str) -> None:
-    """Gives this process's server another list of workers; all that exists stays.
+    """Gives this process's server another list of workers; variables and functions stay.
 
     Args:
         addresses: the addresses of all workers, by task number, in the order of ranks.

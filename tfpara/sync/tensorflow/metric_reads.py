@@ -1,4 +1,4 @@
-"""Reading a metric's variable, as one number from the replicas of all workers."""
+"""Reading a metric's variable, as one value over the replicas of all workers."""
 
 from __future__ import annotations
 
@@ -15,15 +15,18 @@ from tfpara.sync.workers.worker import Worker
 
 @dataclasses.dataclass(eq=False)
 class MetricReads:
-    """The reading of metrics."""
+    """The reads of metrics' variables, in which all workers take part."""
 
     worker: Worker
-    # The sums of the metrics that are read now, by the variable's id.
+    # Inside `reading`: the sums of the metrics' variables over all workers, by the variable's id.
     _sums: dict[int, tf.Tensor] = dataclasses.field(default_factory=dict, init=False)
 
     @contextlib.contextmanager
     def reading(self, model: keras.Model) -> Iterator[None]:
-        """If members change, makes all metrics that are read inside sums over the same workers."""
+        """A context in which all reads of a model's metrics sum over the same workers.
+
+        If workers may change, all variables are summed at once, on entry.
+        """
         if not self.worker.changes:
             yield
             return
@@ -39,7 +42,7 @@ class MetricReads:
     def over_all(self, variable: Metric, mean: bool) -> tf.Tensor:
         """Returns the sum or mean of a variable over all replicas; every worker must call it.
 
-        A variable that is read as replica 0's gives that component.
+        If only replica 0's component of the variable counts, that component is returned.
         """
         replicas, eager = self.worker.replicas, tf.executing_eagerly()
         if not eager:
@@ -49,7 +52,7 @@ class MetricReads:
         else:
             (total,) = self._sums_of([variable])
         if eager and self.worker.changes and self.worker.call_site.calls:
-            replicas = len(self.worker.devices)  # each worker has evaluated all data
+            replicas = len(self.worker.devices)  # each worker alone has evaluated all data
         return total / replicas if mean else total
 
     def _part_of(self, variable: Metric) -> tf.Tensor:

@@ -36,7 +36,8 @@ def replica_variables(
 
     weights = model.trainable_variables
     others = [v for v in model.non_trainable_variables if v.value.dtype.is_floating]
-    # A frozen weight (trainable to TensorFlow, not to Keras) does not move: it is not state.
+    # A frozen weight (trainable for TensorFlow, but not for Keras) does not change, so it is not
+    # state.
     state = [v for v in others if not v.value.trainable]
     frozen = [v for v in others if v.value.trainable]
     local_state = settings.slots_at_sync
@@ -45,13 +46,15 @@ def replica_variables(
     moments: list[keras.Variable] = []
     counting = _counting(written, local_state)
     if settings.balance is not False:
-        # Replicas take unlike numbers of steps, and have one schedule of the learning rate.
+        # Replicas take different numbers of steps, but follow one schedule of the learning rate. So
+        # syncs also write the step counts from which a schedule is computed.
         counting += [o for o in optimizers(model) if _has_schedule(o) and o not in counting]
     rule = settings.rule
     if hasattr(rule, "check_optimizer"):
         (optimizer,) = _only_optimizer(model)
         rule.check_optimizer(optimizer)
-        # The optimizer may have moments of frozen weights too, so Keras' own index finds them.
+        # The optimizer may have moments of frozen weights too, so those of `weights` are found by
+        # Keras' own index.
         indices = [optimizer._get_variable_index(v) for v in weights]
         moments = [
             components([of_all[i] for i in indices])
@@ -150,6 +153,6 @@ def _slots(optimizer: keras.optimizers.Optimizer) -> list[tuple[keras.Variable, 
         for v in optimizer.variables
         if v.value.dtype.is_floating
         and (v.value.shape.rank or v is product)
-        and not v.path.endswith("gradient_accumulator")  # gradients under way are no momentum
+        and not v.path.endswith("gradient_accumulator")  # gradients of an open step are no momentum
         and not getattr(v, "of_one_replica", False)
     ]

@@ -18,15 +18,15 @@ from tfpara.typing import Nest
 class Guard:
     """Looks at the loss and the gradients of each step, and takes back a step that has NaN or Inf.
 
-    The variables of the model, its optimizers and its metrics then get their former values. This
-    covers all of them that a step may write: weights, slots, counts, statistics of batch
-    normalisation. States of seed generators go on.
+    To take a step back, it gives all variables that a step may write their former values: those of
+    the model, its optimizers and its metrics, such as weights, slots, counts, and statistics of
+    batch normalisation. Only states of seed generators keep their new values.
     """
 
     def __init__(self, strategy: tf.distribute.Strategy, devices: Sequence[str]) -> None:
         self._local_results = strategy.experimental_local_results
         self._devices = devices
-        self._found = []  # for each replica, whether its step has met NaN or Inf, as a number
+        self._found = []  # for each replica 1 if its step has met NaN or Inf, else 0
         for replica, device in enumerate(devices):
             with tf.device(device), tf.init_scope():
                 self._found.append(plain_variable(tf.zeros([]), f"nonfinite_{replica}"))
@@ -40,7 +40,7 @@ class Guard:
             found.assign(tf.where(tf.reduce_all(finite), found.read_value(), 1.0))
 
     def around(self, fn: Callable[..., Nest], model: keras.Model) -> Callable[..., Nest]:
-        """Returns a replica's step `fn` of a model, taken back if it has NaN or Inf."""
+        """Returns `fn`, a replica's step of a model; if it meets NaN or Inf, it is taken back."""
         if isinstance(fn, CompiledStep):
             return fn.around(lambda step: self.around(step, model))
 
@@ -54,7 +54,7 @@ class Guard:
         return guarded
 
     def taken(self) -> list[tf.Tensor]:
-        """Returns for each replica whether its last step was taken back, and forgets that."""
+        """Returns for each replica whether its last step was taken back, and resets these notes."""
         nonfinite = []
         for found in self._found:
             with tf.device(found.device):
@@ -64,7 +64,7 @@ class Guard:
 
     @tf.autograph.experimental.do_not_convert
     def _values(self, model: keras.Model) -> list[tuple[tf.Variable, tf.Tensor]]:
-        """Returns this replica's components that a step writes, with their values."""
+        """Returns this replica's components of variables that a step writes, with their values."""
         return [(component, component.read_value()) for component in self._own(model)]
 
     def _own(self, model: keras.Model) -> list[tf.Variable]:
@@ -82,7 +82,8 @@ class Guard:
     ) -> Nest:
         """Restores variables if the step has met NaN or Inf; returns the step's outputs.
 
-        Metrics in the outputs of a step of `fit` are then those without the minibatch.
+        If `fit` runs a step that is taken back, metrics in its outputs are those without the
+        minibatch.
         """
         replica = local_replica()
         bad = self._found[replica].read_value() > 0.0
@@ -92,7 +93,7 @@ class Guard:
                 variable.assign(value)
 
         if compiles_on(self._devices[replica]):
-            # A branch would make the host wait for the GPU before each next step.
+            # With a branch the host would wait for the GPU before each further step.
             for variable, value in before:
                 variable.assign(tf.where(bad, value, variable.read_value()))
         elif tf.executing_eagerly():

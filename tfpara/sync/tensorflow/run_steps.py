@@ -23,10 +23,10 @@ from tfpara.typing import Nest, Scalar, Variable
 
 @dataclasses.dataclass(eq=False)
 class StepTrace:
-    """The actions of replicas in one call of `run`, noted while it is traced or run from Python.
+    """The actions of replicas in one call of `run`, noted while the call is traced or runs eagerly.
 
     Attributes:
-        optimizers: those that take a step.
+        optimizers: the optimizers that take a step.
         written: variables that optimizers write.
         applying: whether the step of an optimizer is under way.
     """
@@ -37,7 +37,7 @@ class StepTrace:
 
     @contextlib.contextmanager
     def step_of(self, optimizer: keras.optimizers.Optimizer) -> Iterator[None]:
-        """Notes that an optimizer takes a step inside."""
+        """A context in which an optimizer takes a step."""
         self.optimizers.append(optimizer)
         former, self.applying = self.applying, True
         try:
@@ -51,7 +51,8 @@ class RunSteps:
 
     Attributes:
         guard: takes back steps with NaN or Inf; None: they stay.
-        minibatch_weight: a user's weight of a minibatch; None: from the compiled loss.
+        minibatch_weight: a user's function that gives the weight of a minibatch; None: the weight
+            follows from the compiled loss.
         trace: the trace of the present call of `run`, else of the last one.
     """
 
@@ -87,9 +88,11 @@ class RunSteps:
 
         Args:
             run: TensorFlow's method `run`.
-            args: its arguments, with a component for each local replica.
-            kwargs: its named arguments; None: there are none.
-            check: called with a model that was not known before its step, and the strategy.
+            fn: the function of a replica's step.
+            args: the arguments of `fn`, with a component for each local replica.
+            kwargs: the named arguments of `fn`; None: there are none.
+            check: called as `check(model, strategy)` if the model had no synchronizer before its
+                step.
         """
         models = self._models
         if tf.executing_eagerly() and models.for_step(fn) is None:
@@ -135,7 +138,7 @@ class RunSteps:
         return outputs
 
     def _guarded(self, fn: Callable[..., Nest]) -> Callable[..., Nest]:
-        """Returns `fn`; a guard takes it back if its loss or a gradient has NaN or Inf."""
+        """Returns `fn`, guarded against NaN and Inf if there is a guard and `fn` trains a model."""
         model = self._models.model_of(fn)
         trains = _is_train_step(fn) or not isinstance(getattr(fn, "__self__", None), keras.Model)
         if self.guard is None or model is None or not trains:
@@ -145,10 +148,10 @@ class RunSteps:
 
     @contextlib.contextmanager
     def leaving_syncs(self) -> Iterator[list[tuple[tf.Tensor, Callable[[], None]]]]:
-        """Leaves the syncs that are due after the steps inside to the caller.
+        """A context in which steps run no syncs, and the caller runs those that are due.
 
-        Yields a list to which each step appends whether something is due, and the function that the
-        caller must call if so, before the next step.
+        Yields a list to which each step appends a pair: whether something is due, and the function
+        that the caller must then call before the next step.
         """
         former, self._left = self._left, []
         try:
@@ -172,9 +175,9 @@ class RunSteps:
         return weight_of(args[0], samples, model.loss)
 
     def of_those_that_stepped(self, outputs: Nest, samples: Sequence[Scalar]) -> Nest:
-        """Replaces the outputs of replicas that had no samples by the mean of the others'.
+        """Replaces the outputs of replicas that had no samples by the mean of the other outputs.
 
-        Such replicas took no step and returned zeros, and Keras averages over all replicas.
+        Such replicas took no step and returned zeros, which Keras would include in its mean.
         """
         if len(samples) == 1 or not any(tf.is_tensor(number) or number == 0 for number in samples):
             return outputs
@@ -204,14 +207,14 @@ class RunSteps:
         return [(optimizer, count(optimizer)) for optimizer in list(self._stepping.values())]
 
     def have_stepped(self, counts: Sequence[tuple[keras.optimizers.Optimizer, int]]) -> bool:
-        """Returns whether an optimizer has taken a step since `step_counts` returned `counts`."""
+        """Returns whether any optimizer has taken a step since `step_counts` returned `counts`."""
         before = {id(optimizer): steps for optimizer, steps in counts}
         return any(before.get(id(each)) != steps for each, steps in self.step_counts())
 
     def check_optimizers(
         self, model: keras.Model | None, used: Sequence[keras.optimizers.Optimizer]
     ) -> None:
-        """Raises ValueError if a sync writes slots, and one of the optimizers used is not known."""
+        """Raises ValueError if syncs or the guard write slots, and an optimizer is not known."""
         settings = self._settings
         if model is None:
             return
@@ -222,8 +225,8 @@ class RunSteps:
         setting = (
             "" if settings.local_state == "keep" else f", local_state={settings.local_state!r}"
         )
-        # The message has the class name alone: an outer rule's repr reads an optimizer, which no
-        # graph can do.
+        # The message has the class name alone: an outer rule's repr reads an optimizer, which is
+        # not possible in a graph.
         check_optimizers_known(model, used, f"{type(settings.rule).__name__}{setting}")
 
     def check_written(self, synchronizer: Synchronizer, written: Sequence[Variable]) -> None:

@@ -42,14 +42,14 @@ _TRAIN = Purpose("beginning to train a model", "train the same models on every w
 class _Trained:
     """A model that was trained.
 
-    Workers collect a model at different times, so their common operations must not depend on
-    whether it still exists.
+    Python collects a model at different times on different workers, so the workers' common
+    operations must not depend on whether the model still exists.
 
     Attributes:
         model: returns the model; None once Python has collected it.
-        identity: the `_identity` that it had when its synchronizer was made.
+        identity: what `_identity` returned for the model when its synchronizer was made.
         synchronizer: its synchronizer.
-        weights: by id, the components on the first device of all its weights, frozen ones included.
+        weights: by `id`, the components on the first device of all weights, also of frozen ones.
     """
 
     model: Callable[[], keras.Model | None]
@@ -59,13 +59,13 @@ class _Trained:
 
 
 class TrainedModels:
-    """The models that were trained, in the order of their first steps, on all workers alike.
+    """The models that were trained, in the order of their first steps, the same on all workers.
 
     Attributes:
         company: the workers that train.
-        rule: the rule of the model that was made last.
-        tracked: the model, or group of models, of a custom loop; None: not named.
-        blocks_closed: number of times that Python code has closed the blocks, on all workers alike.
+        rule: the rule of the model whose synchronizer was made last.
+        tracked: the model, or group of models, that `track` has named for a custom loop; else None.
+        blocks_closed: how often Python code has closed the blocks; the same on all workers.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class TrainedModels:
         self.tracked: keras.Model | None = None
         self.blocks_closed = 0
         self._trained: list[_Trained] = []
-        self._recent: _Trained | None = None  # of the model that was trained last
+        self._recent: _Trained | None = None  # the entry of the model that was trained last
         self._dropped = NO_SYNCS  # the statistics of models that are not in `_trained` any more
         self._made = 0
 
@@ -107,7 +107,7 @@ class TrainedModels:
         return [trained.synchronizer for trained in list(self._trained)]
 
     def in_turn(self) -> list[Synchronizer]:
-        """Returns all synchronizers, first that of `_recent`, which others may still train."""
+        """Returns all synchronizers; the first is of the model that others may still train."""
         trained = sorted(self._trained, key=lambda each: each is not self._recent)
         return [each.synchronizer for each in trained]
 
@@ -143,7 +143,7 @@ class TrainedModels:
     def for_step(self, fn: Callable[..., Nest]) -> Synchronizer | None:
         """Returns the synchronizer of the model whose step `fn` is.
 
-        None if there is none, or if the model was compiled anew or changed since.
+        It is None if the model has none, or was compiled anew or changed since that was made.
         """
         model = self.model_of(fn)
         trained = self._entry(model)
@@ -152,7 +152,7 @@ class TrainedModels:
         return trained.synchronizer
 
     def synchronizer_of(self, model: keras.Model) -> Synchronizer:
-        """Returns the synchronizer of a built and compiled model; makes one if there is none."""
+        """Returns the synchronizer of a built and compiled model; makes it if need be."""
         model = self._owner(model)
         trained = self._entry(model)
         if trained is None or trained.identity != _identity(model):
@@ -160,7 +160,7 @@ class TrainedModels:
         return trained.synchronizer
 
     def trained(self, model: keras.Model) -> Synchronizer | None:
-        """Returns the synchronizer of a model, or of a trained whole that has it; else None."""
+        """Returns the synchronizer of a model, or of a trained one that contains it; else None."""
         trained = self._entry_of(model)
         return trained.synchronizer if trained else None
 
@@ -176,7 +176,7 @@ class TrainedModels:
         return [model for model in known if isinstance(model, Group)]
 
     def _owner(self, model: keras.Model) -> keras.Model:
-        """Returns the group of models that are synchronised with a model, else the model."""
+        """Returns the group in which a model is synchronised with others, or else the model."""
         if self._entry(model) is not None:
             return model
         groups = (g for g in self._groups() if any(member is model for member in g.members))
@@ -187,7 +187,7 @@ class TrainedModels:
         return None if model is None else next(found, None)
 
     def _entry_of(self, model: keras.Model) -> _Trained | None:
-        """Returns the entry of a model, or of the trained one that has all of its weights."""
+        """Returns a model's entry, or that of the trained model which has all of its weights."""
         own = self._entry(self._owner(model))
         if own is not None:
             return own
@@ -211,18 +211,18 @@ class TrainedModels:
 
     @contextlib.contextmanager
     def in_fit(self, model: keras.Model) -> Iterator[None]:
-        """Notes that a model's `fit` runs inside, maybe in a callback of another model's `fit`."""
+        """A context in which a model's `fit` runs, maybe in a callback of another model's `fit`."""
         former = self._recent
         self._recent = self._entry_of(model) or former
         yield
         if self._call_site.fits:
             self._recent = former
 
-    # Otherwise AutoGraph would convert this when a loop's tf.function is traced, and with it the
-    # syncs from Python that close other models' blocks.
+    # Otherwise AutoGraph would convert this method when a loop's tf.function is traced, and also
+    # the Python code of the syncs that close other models' blocks.
     @tf.autograph.experimental.do_not_convert
     def make(self, model: keras.Model | None) -> Synchronizer:
-        """Makes the sync state of a model from its present weights."""
+        """Makes a synchronizer for a model, which starts from the model's present weights."""
         if model is None:
             raise ValueError(
                 "run() was given a function that updates weights, but not whose. Call "
@@ -264,7 +264,7 @@ class TrainedModels:
     def _agreed_variables(self, model: keras.Model, settings: Settings) -> ReplicaVariables:
         """Returns a model's variables, once all workers have agreed on their shapes."""
         variables = replica_variables(model, self._strategy.experimental_local_results, settings)
-        # Layers' names are left out: their numbers count every model that a process has made.
+        # Layers' names are left out: the numbers in them count all layers that a process has made.
         shapes = [
             f"{n.split('/')[-1]} {tuple(v[0].shape)} {v[0].dtype.name}"
             for n, v in zip(variables.weight_names, variables.weights, strict=True)
@@ -296,10 +296,10 @@ class TrainedModels:
             )
 
     def _site(self) -> Site:
-        """Returns this worker's place among all that train the next model."""
+        """Returns this worker's place among the workers that train the next model."""
         site = Site(
-            # A joiner of an elastic run has made fewer synchronizers than the others, so the number
-            # would differ. Such a run has one model, and needs none.
+            # A worker that joins an elastic run has made fewer synchronizers than the others, so
+            # its number would differ. An elastic run trains one model, and needs no number.
             name="model" if self.company.changes else f"model{self._made}",
             num_replicas=self._worker.replicas,
             company=self.company,
@@ -344,7 +344,7 @@ class TrainedModels:
 
     def forget(self, model: keras.Model) -> None:
         """Gives up what is kept of a model; every worker must call it."""
-        # All blocks are closed, since others may still train another model.
+        # All blocks are closed, since other workers may still train another model.
         self.finish_blocks(_FORGET)
         entry = self._entry_of(model)
         if entry is None:
@@ -352,7 +352,7 @@ class TrainedModels:
         self._drop(entry, _FORGET)
         whole = entry.model()
         if whole is not None:
-            whole.train_function = None  # in which the syncs are
+            whole.train_function = None  # since it contains the syncs
         if self.tracked is whole:
             self.tracked = None
 
@@ -365,7 +365,10 @@ class TrainedModels:
 
     @contextlib.contextmanager
     def writing(self, model: keras.Model) -> Iterator[None]:
-        """Puts the global model into a model, and trained ones that share weights, for a file."""
+        """A context in which a model holds the global weights, for writing it to a file.
+
+        Trained models that share weights with it hold their global weights, too.
+        """
         weights = self._components(getattr(model, "weights", []))
         with contextlib.ExitStack() as stack:
             for trained in self._trained:
@@ -374,11 +377,11 @@ class TrainedModels:
             yield
 
     def broadcast_replica(self, model: keras.Model, replica: int) -> None:
-        """Sets all replicas to the weights of one; every worker must call it."""
+        """Sets all replicas to the weights and state of one; every worker must call it."""
         if not 0 <= replica < self._worker.replicas:
             raise ValueError(f"replica={replica} is not one of 0 … {self._worker.replicas - 1}.")
         synchronizer = self.synchronizer_of(model)
-        # The block is closed first, since that changes the weights.
+        # The block is closed before the weights are read, since closing it changes them.
         self.finish_blocks(call("strategy.broadcast_replica()"))
         own = self._worker.replica_ids
         has_it = replica in own
@@ -409,7 +412,7 @@ def _refuse(model: keras.Model) -> None:
 def _reference(model: keras.Model) -> Callable[[], keras.Model | None]:
     """Returns a function that gives the model as long as the program has it.
 
-    A group stays, since nothing else refers to it.
+    A group is never collected, since nothing else refers to it.
     """
     return (lambda: model) if isinstance(model, Group) else weakref.ref(model)
 

@@ -33,7 +33,7 @@ class _AsNumber:
 
 
 class Mirrored(_AsNumber, _values.MirroredVariable):
-    """A variable of each replica; a read outside of replicas gives this worker's first one."""
+    """A variable with a component on each replica; other code reads this worker's first one."""
 
 
 class Metric(_AsNumber, _values.SyncOnReadVariable):
@@ -44,7 +44,8 @@ class Metric(_AsNumber, _values.SyncOnReadVariable):
         """Whether a read gives replica 0's component."""
         return self._aggregation == tf.VariableAggregation.ONLY_FIRST_REPLICA
 
-    # The parent's two methods give each worker its own first replica's value, without an exchange.
+    # The parent's two methods give each worker the value of its own first replica, without an
+    # exchange between the workers.
     def _get_cross_replica(self) -> tf.Tensor:
         if self._aggregation == tf.VariableAggregation.NONE:
             raise ValueError(not_aggregated(self.name))
@@ -64,8 +65,9 @@ class Metric(_AsNumber, _values.SyncOnReadVariable):
         name: str | None = None,
         read_value: bool = True,
     ) -> Any:
-        # From Python the parent's method also reads the variable, which is an exchange of all
-        # workers. Keras resets all metrics at the begin of an epoch, and does not use the value.
+        # Called from Python code, the parent's method also reads the variable, which is an exchange
+        # of all workers. Keras calls it to reset all metrics at the beginning of an epoch, and does
+        # not use the value read.
         if not tf.executing_eagerly() or in_replica():
             return super().assign(value, use_locking, name, read_value)
         super().assign(value, use_locking, name, read_value=False)
@@ -73,7 +75,7 @@ class Metric(_AsNumber, _values.SyncOnReadVariable):
 
 
 def not_aggregated(name: str) -> str:
-    """Returns the error for a metric's variable of which a read has no meaning."""
+    """Returns the error's text for a metric's variable whose value over replicas is undefined."""
     return (
         f'the metric\'s variable {name!r} has aggregation="none", which does not say what it is of '
         'several replicas. Give add_variable aggregation="sum", "mean" or "only_first_replica".'
@@ -103,7 +105,8 @@ def plain_variable(
 ) -> tf.Variable:
     """Returns a variable of the present device alone, also in a strategy's scope.
 
-    `shape` covers the shapes of all values that it may have; None: that of the initial one.
+    `shape` must include the shapes of all values that the variable may get; None: the shape of
+    `value`.
     """
     return ResourceVariable(value, name=f"tfpara/{name}", trainable=False, shape=shape)
 
@@ -118,7 +121,7 @@ class InitialValues:
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
-        """Lets this worker create variables inside that other workers do not create."""
+        """A context in which this worker creates variables that other workers do not create."""
         former, self._alone = self._alone, True
         try:
             yield
@@ -132,7 +135,7 @@ class InitialValues:
 
         Args:
             replica_id: the local replica that has the component.
-            primary: the component of the first local replica; None if it is this one.
+            primary: the component of the first local replica; None if that is the one to be made.
             given: the arguments with which the variable is created.
         """
         name, dtype = given.get("name") or "Variable", given.get("dtype")

@@ -1,4 +1,4 @@
-"""Waits of this process for other workers: their begin, the awaited workers, and their end."""
+"""Waits of this process for other workers: since when, for which workers, and until when."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Waits:
         found: the cluster.
         worker: this worker.
         overlap: whether syncs run beside the training.
-        synchronizers: returns those of all trained models.
+        synchronizers: returns the synchronizers of all trained models.
         abort: ends the collectives under way, with a message; set before `watch`.
         progress: returns how far this process is, for the live page; set before `connect`.
     """

@@ -22,8 +22,9 @@ Fit: TypeAlias = Callable[[Mapping[str, Any]], keras.callbacks.History]
 class Company(abc.ABC):
     """The workers that take part in a run, and their common operations.
 
-    Other code calls these methods and never asks for the kind of company. Every worker must call
-    the methods marked "all". Methods that are not abstract do nothing if members do not change.
+    It has one subclass for runs whose workers do not change, and one for elastic runs. Other code
+    calls the methods without asking which one it is. Every worker must call the methods marked
+    "All". The methods here that are not abstract are right if members do not change.
 
     Attributes:
         changes: whether workers may join and leave.
@@ -31,7 +32,7 @@ class Company(abc.ABC):
             each sync after the step.
         epoch_units: the position in the epoch.
         unlike_devices: the number of devices of each worker, by rank, if they differ; else empty.
-        kinds: the kinds of all workers' devices, such as "CPU"; empty: not told yet.
+        kinds: the kinds of all workers' devices, such as "CPU"; empty: not exchanged yet.
     """
 
     changes = False
@@ -47,22 +48,22 @@ class Company(abc.ABC):
 
     @property
     def generation(self) -> int:
-        """The number of the present set of members."""
+        """The number of the present set of members, which rises with each change of members."""
         return 0
 
     @property
     def completed_in(self) -> int:
-        """The generation in which the last exchange of `together` has succeeded."""
+        """The generation in which the last call of `together` has succeeded."""
         return 0
 
     @property
     def members(self) -> Members | None:
-        """The members as collectives read them; None if they do not change."""
+        """The members, as an object that collectives read; None if members do not change."""
         return None
 
     @property
     def leader(self) -> str:
-        """TensorFlow's name of the task that coordinates collectives; "": TensorFlow's choice."""
+        """TensorFlow's name of the task that coordinates collectives; "": TensorFlow chooses."""
         return ""
 
     @property
@@ -72,34 +73,38 @@ class Company(abc.ABC):
 
     @abc.abstractmethod
     def replicas_now(self, devices: int) -> tuple[Scalar, Scalar]:
-        """Returns N, and the index of this worker's first replica, for its number of `devices`.
+        """Returns N, and the index of this worker's first replica, if it has so many `devices`.
 
-        In an elastic run both are tensors, which are read anew each time the graph runs.
+        In an elastic run both are tensors, whose values are read each time the graph runs.
         """
 
     @abc.abstractmethod
     def founding_replicas(self, devices: int) -> int:
-        """Returns N at the start of the run."""
+        """Returns N, the number of replicas, at the start of the run."""
 
     @abc.abstractmethod
     def resolver(self) -> tf.distribute.cluster_resolver.ClusterResolver:
-        """Returns the workers for TensorFlow's server, which starts now."""
+        """Returns the cluster for TensorFlow's server, which is about to start."""
 
     @abc.abstractmethod
     def attach(self, extended: Any) -> None:
-        """Stores the extended strategy, whose server runs; returns when all are connected."""
+        """Stores the extended strategy; returns when all workers are connected.
+
+        TensorFlow's server must have been started.
+        """
 
     @abc.abstractmethod
     def part(self) -> None:
         """All: waits for the others at the end of the program, if that is needed."""
 
     def program_ends(self) -> None:
-        """Tells the others that a program ends without `tfpara.run`."""
+        """Tells the others that this program, which has not called `tfpara.run`, ends."""
 
     def together(self, exchange: Callable[[], Json]) -> Any:
-        """All: runs an exchange, which returns the same JSON value on all, once on each worker.
+        """All: runs an exchange once on each worker, and returns its result.
 
-        If a member is lost, the others repeat the exchange.
+        The exchange must return the same JSON value on all workers. If a member is lost during the
+        exchange, the others repeat it.
         """
         return exchange()
 
@@ -108,11 +113,14 @@ class Company(abc.ABC):
 
     @abc.abstractmethod
     def by_the_chief(self, write: Callable[[], object], name: str) -> None:
-        """All: the chief writes a file in the function `name`; returns when the file exists."""
+        """All: the chief writes a file by `write`; returns when the file exists.
+
+        `name`: the function that the user has called, for messages.
+        """
 
     @abc.abstractmethod
     def finish_block(self, synchronizer: Any, purpose: Purpose) -> None:
-        """All: closes the open block of one model."""
+        """All: closes the open block of the model that `synchronizer` belongs to."""
 
     @abc.abstractmethod
     def finish_blocks(self, purpose: Purpose) -> None:
@@ -120,26 +128,30 @@ class Company(abc.ABC):
 
     @abc.abstractmethod
     def sums(self, parts: Sequence[tf.Tensor], evaluates: bool) -> list[tf.Tensor]:
-        """All: returns the sums of the workers' `parts` of metrics' variables.
+        """All: returns the sums over the workers of metrics' variables.
 
-        `evaluates`: whether the metrics are those of an evaluation.
+        `parts`: the variables' values on this worker. `evaluates`: whether the metrics are those of
+        an evaluation.
         """
 
     @abc.abstractmethod
     def fit(self, model: keras.Model, given: dict[str, Any], fit: Fit) -> keras.callbacks.History:
-        """All: makes a call of `fit` with arguments by name, which are changed in place."""
+        """All: calls `fit` with the arguments `given`, by name, which may be changed in place."""
 
     def fit_begins(self) -> None:
-        """Admits this worker, once `fit` has begun and its callbacks know that."""
+        """Admits this worker to a run under way, after the callbacks' `on_train_begin`."""
 
     def epoch_begins(self, epoch: int) -> None:
-        """Begins an epoch of `fit`, before its callbacks know that."""
+        """Begins an epoch of `fit`, before the callbacks' `on_epoch_begin`."""
 
     def check_step(self) -> None:
-        """Restarts a step that would read other workers' data, before it trains anything."""
+        """Restarts a step if members, and with them this worker's data, have changed meanwhile.
+
+        Called before the step has trained anything.
+        """
 
     def report(self, waits: float, place: str) -> None:
-        """Reports how many seconds this worker has waited, and its place in its script."""
+        """Reports for how many seconds this worker waits now, and its place in its script."""
 
     def leave(self) -> bool:
         """Makes this worker leave at the next sync; returns whether all must leave with it."""
@@ -149,7 +161,10 @@ class Company(abc.ABC):
         """Registers an object whose state joiners receive. See `Strategy.share_state`."""
 
     def keep_record(self, checkpoints: StateHolder, append: Callable[[str, str], None]) -> None:
-        """Keeps a record of changes beside checkpoints, whose callback is `checkpoints`."""
+        """Makes a record of changes of members, which `append` writes, beside the checkpoints.
+
+        `checkpoints`: the callback that writes the checkpoints.
+        """
 
     def write_record(self, syncs: int) -> None:
-        """Appends the present members to the record, after `syncs` syncs."""
+        """Appends the present members to the record, with the number of syncs so far."""

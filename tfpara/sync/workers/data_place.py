@@ -1,4 +1,4 @@
-"""The part of an epoch's data for which a user's function makes a dataset."""
+"""A worker's part of an epoch's data, as a user's function learns it when it makes a dataset."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def first_replica_of(worker: int, devices: int, unlike: Sequence[int] = ()) -> i
     Args:
         worker: number of the worker, from 0.
         devices: number of devices of each worker, if they have equally many.
-        unlike: number of devices of each worker, if they differ; else empty.
+        unlike: number of devices of each worker, by rank, if they differ; else empty.
     """
     return sum(unlike[:worker]) if unlike else worker * devices
 
@@ -35,8 +35,9 @@ class DataPlace:
         devices: number of devices of this worker, with a replica on each.
         epoch: number of the epoch, from 0.
         first: number of minibatches of the epoch, over all replicas, that are left out.
-        dealt: the `Dealt` of the worker's minibatches if speeds decide; None: its number decides.
-        unlike: number of devices of each worker, if they differ; else empty.
+        dealt: the worker's minibatches, a `Dealt`, if the workers' speeds decide which they are.
+            None: the number of the worker decides.
+        unlike: number of devices of each worker, by rank, if they differ; else empty.
     """
 
     worker: int
@@ -58,8 +59,8 @@ class DataPlace:
         return list(range(first, first + self.devices))
 
 
-# A context variable, set while a dataset is constructed. Threads of tf.data, which read it later,
-# do not inherit the variable; the dataset has used it by then.
+# The place for which a dataset is being constructed. Threads of tf.data, which read the dataset
+# later, do not inherit this context variable, and need not: only the construction uses it.
 _PLACE: contextvars.ContextVar[DataPlace | None] = contextvars.ContextVar(
     "tfpara_data_place", default=None
 )
@@ -67,7 +68,7 @@ _PLACE: contextvars.ContextVar[DataPlace | None] = contextvars.ContextVar(
 
 @contextlib.contextmanager
 def making(place: DataPlace) -> Iterator[None]:
-    """A context in which datasets are constructed for a place."""
+    """A context in which datasets are constructed for a worker's part of the data."""
     token = _PLACE.set(place)
     try:
         yield
@@ -81,6 +82,6 @@ def present() -> DataPlace | None:
 
 
 def dealt() -> Any:
-    """Returns the `Dealt` of the present place; None if there is none."""
+    """Returns `present().dealt`; None outside of `making`."""
     place = _PLACE.get()
     return None if place is None else place.dealt

@@ -40,9 +40,9 @@ class Host(Protocol):
 
 
 class Fixed(Company):
-    """The workers of a run that none leaves and none joins, or a single worker.
+    """The workers of a run which no worker leaves or joins, or a single worker.
 
-    If Horovod connects them, TensorFlow knows only this worker.
+    `by_horovod`: whether Horovod connects the workers; TensorFlow then knows only this worker.
     """
 
     _host: Host
@@ -67,7 +67,7 @@ class Fixed(Company):
         found = ALONE if self._by_horovod else self._found
         if found.num_workers == 1:
             return tf.distribute.cluster_resolver.SimpleClusterResolver(tf.train.ClusterSpec({}))
-        # The cluster is validated, so TF_CONFIG is not read again.
+        # TensorFlow gets the checked cluster, rather than read TF_CONFIG itself.
         return tf.distribute.cluster_resolver.SimpleClusterResolver(
             tf.train.ClusterSpec(json.loads(found.tf_config())["cluster"]),
             task_type=found.task_type,
@@ -81,8 +81,8 @@ class Fixed(Company):
             extended.take_place(self._found.num_workers, self._found.rank)
 
     def part(self) -> None:
-        # If this exchange succeeds, all others have finished their work. An error is ignored,
-        # since nothing follows.
+        # Once this exchange succeeds, all other workers have finished their work. Errors do not
+        # matter, since nothing follows.
         with contextlib.suppress(tf.errors.OpError, MismatchError):
             self._host.control.together(END)
 
@@ -104,7 +104,7 @@ class Fixed(Company):
 
     def sums(self, parts: Sequence[tf.Tensor], evaluates: bool) -> list[tf.Tensor]:
         del evaluates  # each worker has evaluated its part of the data
-        # All blocks are closed first, so that the data of all workers have ended.
+        # All blocks are closed first, so that no worker still has data that its metrics lack.
         purpose = self._host.call_site.of_metric()
         if self._host.models.synchronizers:
             self._host.models.finish_blocks(purpose)

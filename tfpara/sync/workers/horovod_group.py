@@ -1,7 +1,7 @@
 """Joining and leaving the group of processes that Horovod connects.
 
-Every process keeps a port open while it is in the group. Horovod's own errors do not name the lost
-process; its closed port does.
+Every process keeps a port open while it is in the group. Horovod's errors do not say which process
+was lost; the others find it by its closed port.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from tfpara.sync.workers.json_exchange import everyones
 from tfpara.sync.workers.meetings import Control
 
 _GLOO_TIMEOUT = "HOROVOD_GLOO_TIMEOUT_SECONDS"
-# Milliseconds between two looks of Horovod's thread for work. With Horovod's default of 1 it takes
-# some percent of a core all the time. With 5 a large sync is no slower.
+# Milliseconds after which Horovod's thread looks for work again. With Horovod's default of 1 the
+# thread takes some percent of a core all the time. With 5 a large sync is no slower.
 _CYCLE, _CYCLE_MS = "HOROVOD_CYCLE_TIME", "5"
-# No fusion: fused buckets arrive together, so the rule would wait for the last one.
+# No fusion: fused buckets all arrive together, so the rule could not begin with the first of them.
 _FUSION, _FUSION_BYTES = "HOROVOD_FUSION_THRESHOLD", "0"
 # The network interface on which Gloo listens, by default that of the host name's address.
 _INTERFACE = "HOROVOD_GLOO_IFACE"
-_LEAVING_SECONDS = 2.0
-_REACH_SECONDS = 5.0
+_LEAVING_SECONDS = 2.0  # longest wait, at an orderly end, for the others to leave
+_REACH_SECONDS = 5.0  # longest wait for the other processes' ports to accept a connection
 
 
 class _Joined(NamedTuple):
@@ -48,7 +48,7 @@ _joined: _Joined | None = None
 
 
 def join(found: Cluster, startup_timeout_seconds: float, timeout_seconds: float) -> None:
-    """Joins the group, unless this process is in it; every process must call it.
+    """Joins the group, unless this process is in it already. Every process must call this function.
 
     Args:
         found: this process's view of the cluster, of several processes.
@@ -57,7 +57,8 @@ def join(found: Cluster, startup_timeout_seconds: float, timeout_seconds: float)
 
     Raises:
         ValueError: Horovod is missing, or built for another TensorFlow, or without the MPI that
-            mpirun needs; its elastic mode is requested; or it sees other processes than these.
+            mpirun needs; or its elastic mode is requested; or its group has other processes than
+            `found`.
         startup.StartupError: some processes did not come.
         secret.SecretError: the environment's secret is not valid.
     """
@@ -72,7 +73,7 @@ def join(found: Cluster, startup_timeout_seconds: float, timeout_seconds: float)
             "tfpara-launch --max_restarts."
         )
     port = _meet(hvd, found, startup_timeout_seconds, secret.read())
-    # After the start only this variable limits Horovod's wait for a stopped process.
+    # Once Horovod has started, only this variable limits its wait for a stopped process.
     os.environ.setdefault(_GLOO_TIMEOUT, str(max(5, math.ceil(timeout_seconds))))
     os.environ.setdefault(_CYCLE, _CYCLE_MS)
     os.environ.setdefault(_FUSION, _FUSION_BYTES)
@@ -92,13 +93,13 @@ def join(found: Cluster, startup_timeout_seconds: float, timeout_seconds: float)
         listener.listen(128)
         port = ports.OpenPort(listener)
     _joined = _Joined(found, port)
-    # If an exception ends the program, the others stay, so this process does not wait for them.
+    # If an exception ends this program, the others do not leave, so it does not wait for them.
     program.on_leaving(leave)
     atexit.register(lambda: leave(orderly=not hasattr(sys, "last_value")))
 
 
 def leave(orderly: bool) -> None:
-    """Leaves the group, if this process is in it; the others' operations then fail.
+    """Leaves the group, if this process is in it. Operations of the others then fail.
 
     An `orderly` end waits up to 2 s until the others leave as well.
     """
@@ -126,7 +127,10 @@ def _source(found: Cluster) -> str:
 def _meet(
     hvd: Any, found: Cluster, timeout_seconds: float, shared: bytes
 ) -> rendezvous.Server | ports.OpenPort | None:
-    """Waits for all processes of the group; returns this process's open port, if it has one."""
+    """Waits for all processes of the group; returns the port that this process has opened for them.
+
+    None: horovodrun or mpirun connects the processes, so no port was opened.
+    """
     if not found.rank_variable:
         startup.meet(found, timeout_seconds, "horovod", shared)
         chief, _, chief_port = found.addresses[0].rpartition(":")
@@ -157,12 +161,13 @@ def _own_name(hvd: Any) -> str:
 def with_addresses(found: Cluster, control: Control) -> Cluster:
     """Returns the cluster with the addresses at which its processes can be probed.
 
-    If a process cannot be reached, the cluster stays without addresses. Every process must call it.
+    If one of them cannot be reached, the cluster stays as it is. Every process must call this
+    function.
     """
     if _joined is None or (found.addresses and not found.rank_variable):
         return found
     own = f"{_own_name(load())}:{_joined.port.port}"
     addresses = everyones(own, control, Purpose("telling its address"))
     whole = found._replace(addresses=tuple(addresses))
-    # Behind a firewall a live process looks dead, and its address is useless.
+    # A live process behind a firewall would look dead at its address, so the address is not used.
     return found if unreachable(whole, _REACH_SECONDS) else whole

@@ -11,7 +11,8 @@ from tfpara.cluster.call_site import Purpose
 from tfpara.sync.workers.meetings import Control
 from tfpara.typing import Json
 
-# Dtypes that the collectives send, and for others a dtype that carries them without loss.
+# The dtypes that the collectives send, and for some others a dtype of these that carries their
+# values without loss.
 _CARRIED = (tf.float16, tf.float32, tf.float64, tf.int32, tf.int64)
 _CARRIED_AS = {tf.bfloat16: tf.float32} | dict.fromkeys(
     (tf.bool, tf.int8, tf.uint8, tf.int16, tf.uint16), tf.int32
@@ -19,10 +20,10 @@ _CARRIED_AS = {tf.bfloat16: tf.float32} | dict.fromkeys(
 
 
 def everyones(value: Json, control: Control, purpose: Purpose) -> list[Json]:
-    """Sends this worker's value for JSON to all; returns the workers' values by rank.
+    """Sends this worker's JSON value to all workers; returns the values of all, by rank.
 
-    Every worker must call it for the same purpose. Objects that JSON lacks are sent as their
-    `repr`.
+    Every worker must call this for the same purpose. An object that JSON has no form for is sent as
+    its `repr`.
     """
     return control.whole(lambda: _everyones(value, control, purpose))
 
@@ -30,7 +31,8 @@ def everyones(value: Json, control: Control, purpose: Purpose) -> list[Json]:
 def _everyones(value: Json, control: Control, purpose: Purpose) -> list[Json]:
     text = json.dumps(value, default=repr, sort_keys=True).encode()
     lengths = control.together(purpose, len(text))
-    # The text is padded to a power of 2, since TensorFlow keeps memory for every shape it sent.
+    # The text is padded to a power of 2, since TensorFlow keeps memory for every shape that it has
+    # sent.
     padded = np.zeros(1 << max(lengths).bit_length(), np.int32)
     padded[: len(text)] = np.frombuffer(text, np.uint8)
     table = control.collectives.all_gather(tf.constant(padded), "text").numpy()
@@ -43,8 +45,8 @@ def _everyones(value: Json, control: Control, purpose: Purpose) -> list[Json]:
 def joined(tensor: tf.Tensor, axis: int, control: Control, purpose: Purpose) -> tf.Tensor:
     """Concatenates the workers' tensors along an axis, by rank.
 
-    Every worker must call it for the same purpose, with a tensor of the same dtype and of the same
-    shape except along `axis`.
+    Every worker must call this for the same purpose, with a tensor of the same dtype and, except
+    along `axis`, the same shape.
 
     Raises:
         ValueError: on every worker, if the tensors cannot be joined or sent.

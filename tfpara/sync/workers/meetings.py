@@ -1,4 +1,4 @@
-"""Exchanges from Python, which all workers must reach for the same purpose."""
+"""Exchanges that Python code starts, which all workers must reach for the same purpose."""
 
 from __future__ import annotations
 
@@ -18,16 +18,18 @@ _GRACE_SECONDS = 1.0
 
 
 class MismatchError(RuntimeError):
-    """Workers have reached different exchanges. The message names each worker's place."""
+    """Workers have reached different exchanges. The message says where each is in its script."""
 
 
 class Control:
-    """Exchanges between workers that Python code calls.
+    """Exchanges between workers that Python code starts.
 
     Args:
         collectives: collectives between the workers' hosts, with a timeout. All workers may use
             them right after `together`.
-        synchronizers: returns those of the trained models, in the same order on all workers.
+        call_site: the place of this process in its script.
+        synchronizers: returns the trained models' synchronizers, in the same order on all workers.
+        company: the workers that take part.
     """
 
     def __init__(
@@ -47,11 +49,11 @@ class Control:
         return self.collectives.size
 
     def together(self, purpose: Purpose, number: int = 0) -> list[int]:
-        """Waits until every worker has called it for this purpose, and overlapped syncs have ended.
+        """Waits until every worker has called this for this purpose, and all syncs have ended.
 
         Args:
             purpose: the purpose, the same on every worker.
-            number: a number below 2^53 to send to the others.
+            number: a number to send to the others, below 2^53.
 
         Returns:
             Each worker's number, by rank.
@@ -72,14 +74,15 @@ class Control:
             nonlocal got
             got = self.collectives.broadcast(value, name)
             if self._company.changes:
-                # A worker that passes this knows that all have the tensor, even if one is lost.
+                # A worker that has passed this barrier knows that all have the tensor, even if a
+                # worker is lost now.
                 self.collectives.barrier(name)
 
         self._company.together(exchange)
         return got
 
     def whole(self, exchange: Callable[[], Json]) -> Any:
-        """Returns the result of an exchange of several steps, which is repeated as a whole."""
+        """Returns the result of an exchange of several steps, all repeated if a worker is lost."""
         return self._company.together(exchange)
 
     def _together(self, purpose: Purpose, number: int) -> list[int]:
@@ -92,7 +95,7 @@ class Control:
             return self._meet(number)
 
     def _meet(self, number: int) -> list[int]:
-        """Exchanges the numbers as `Synchronizer.meet` does, if no model was trained yet."""
+        """Exchanges the numbers like `Synchronizer.meet`, while no model has been trained yet."""
         met, purpose, _ = self._call_site.mark()
         mine = tf.constant([met, purpose, number], tf.float64)
         with self._call_site.waiting():

@@ -8,7 +8,7 @@ from tfpara.cluster.call_site import Purpose
 from tfpara.sync.workers.json_exchange import everyones
 from tfpara.sync.workers.meetings import Control
 
-# What to do where a setting differs that cannot be the same.
+# What to do about settings that differ, if the workers may not be able to make them equal.
 _FIXES = {
     "devices per worker": "Where numbers of devices differ, start a worker for each device, or "
     "leave elastic= out."
@@ -20,7 +20,7 @@ class FingerprintError(ValueError):
 
 
 def agree(settings: Mapping[str, object], control: Control, purpose: Purpose) -> None:
-    """Compares settings, by their JSON text; every worker must call it for the same purpose.
+    """Compares the workers' settings, as JSON; all must call this for the same purpose.
 
     Raises:
         FingerprintError: on every worker, naming the keys that differ and the workers' values.
@@ -37,7 +37,8 @@ def agree(settings: Mapping[str, object], control: Control, purpose: Purpose) ->
 def differences(settings: Mapping[str, Mapping[str, object]]) -> str:
     """Returns the keys whose values differ between owners, and these values; "" if none differ.
 
-    For example "tau: worker 0 has 1, worker 1 has 2; ...". The owners' names are the outer keys.
+    The keys of `settings` are the owners' names. An example of the result is
+    "tau: worker 0 has 1, worker 1 has 2; ...".
     """
     first = next(iter(settings.values()))
     return "; ".join(

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 
-# The first wait that is reported, in seconds. Later each doubling of the wait is reported.
+# The seconds of waiting after which the first report comes. A report follows at each doubling.
 _TELL_SECONDS = 10.0
 
 
@@ -18,7 +18,7 @@ class Watchdog:
         timeout_seconds: longest duration of a sync.
         waiting_since: returns the time when the present sync began, on the monotonic clock; 0 if
             there is none.
-        tell: reports for whom the sync waits; its argument is the seconds of waiting so far.
+        tell: reports for which workers the sync waits; its argument is the seconds so far.
         abort: makes the sync fail.
     """
 
@@ -44,8 +44,9 @@ class Watchdog:
         self._thread.join()
 
     def _watch(self) -> None:
-        ended = 0.0  # the begin of the last sync that was ended here
-        seen, tell_after = 0.0, _TELL_SECONDS  # the present sync's begin, and its next report
+        ended = 0.0  # when the last sync that was made to fail here had begun
+        # When the present sync began, and the seconds after which its next report comes.
+        seen, tell_after = 0.0, _TELL_SECONDS
         while not self._stop.wait(min(1.0, self._timeout / 10.0)):
             began = self._waiting_since()
             if began != seen:

@@ -14,7 +14,7 @@ from tfpara.sync.workers.meetings import Control
 
 @dataclasses.dataclass(eq=False)
 class Worker:
-    """This worker: its number, its devices, its place, and its exchanges with the others.
+    """This worker: its number, devices, place in its script, and exchanges with the others.
 
     Attributes:
         company: the workers that take part.
@@ -22,9 +22,9 @@ class Worker:
         rank: number of this worker, by which data and seeds are divided; 0 is the chief.
         devices: names of this worker's devices, the lead device first.
         kind: kind of these devices, "CPU" or "GPU".
-        host: the device for small exchanges.
+        host: the device, a CPU, on which small exchanges with other workers run.
         call_site: the place of this process in its script.
-        control: exchanges between the workers that Python code calls.
+        control: exchanges between the workers that Python code starts.
     """
 
     company: Company
@@ -35,7 +35,7 @@ class Worker:
     host: str = "CPU:0"
     call_site: CallSite = dataclasses.field(default_factory=CallSite)
     control: Control = dataclasses.field(init=False)
-    _place: Sequence[int] = ()  # the devices of each worker, inside of `as_one_of`
+    _place: Sequence[int] = ()  # within `as_one_of`: the number of devices of each worker
 
     @property
     def changes(self) -> bool:
@@ -53,7 +53,7 @@ class Worker:
 
     @property
     def kinds(self) -> frozenset[str]:
-        """The kinds of the devices of all workers, as far as they are known."""
+        """The kinds of all workers' devices; of this worker's alone until the others' are known."""
         return self.company.kinds or frozenset([self.kind])
 
     @property
@@ -63,7 +63,7 @@ class Worker:
 
     @property
     def among_unlike(self) -> bool:
-        """Whether workers have unlike numbers of devices."""
+        """Whether workers have unlike numbers of devices, except within `as_one_of`."""
         return bool(self.company.unlike_devices) and not self._place
 
     @property
@@ -73,10 +73,10 @@ class Worker:
 
     @contextlib.contextmanager
     def as_one_of(self, of_workers: Sequence[int], rank: int) -> Iterator[None]:
-        """A context in which new objects take this worker for another one.
+        """A context in which this worker seems to be one of other workers to objects made in it.
 
         Args:
-            of_workers: the number of devices of each worker.
+            of_workers: the number of devices of each of those workers.
             rank: the rank of this worker among them.
         """
         former = self.num_workers, self.rank, self._place
@@ -87,5 +87,5 @@ class Worker:
             self.num_workers, self.rank, self._place = former
 
     def alone(self) -> contextlib.AbstractContextManager[None]:
-        """A context in which new objects take this worker for the only one."""
+        """A context in which this worker seems to be the only one to objects made in it."""
         return self.as_one_of([len(self.devices)], 0)
