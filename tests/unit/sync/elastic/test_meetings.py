@@ -111,12 +111,15 @@ def test_a_step_is_over_with_a_sync_that_is_repeated(logs, fails):
         raise Lost
 
     assert fit._step_until_trained(step, iter(())) == (logs or {})
-    assert calls == {
-        "": ["sync"],
-        "step": ["step", "sync"],
-        "sync": ["sync", "sync"],
-        "none": ["step", "sync"],
-    }[fails]
+    assert (
+        calls
+        == {
+            "": ["sync"],
+            "step": ["step", "sync"],
+            "sync": ["sync", "sync"],
+            "none": ["step", "sync"],
+        }[fails]
+    )
 
 
 def test_a_step_that_fails_before_it_has_trained_is_taken_again():
