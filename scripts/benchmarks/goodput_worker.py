@@ -71,9 +71,11 @@ def main() -> None:
     def data(epoch: int, first: int) -> tf.data.Dataset:
         # A worker draws only its own minibatches, as it would read only these from files.
         own = range(first + strategy.local_replica_ids[0], count, strategy.num_replicas)
-        drawn = [_points(_BATCH, (options["seed"], epoch, number)) for number in own]
-        x, y = zip(*drawn, strict=True)
-        return tf.data.Dataset.from_tensor_slices((np.stack(x), np.stack(y)))
+        x = np.zeros([len(own), _BATCH, _FEATURES], np.float32)
+        y = np.zeros([len(own), _BATCH], np.int32)
+        for k, number in enumerate(own):
+            x[k], y[k] = _points(_BATCH, (options["seed"], epoch, number))
+        return tf.data.Dataset.from_tensor_slices((x, y))
 
     model.fit(
         strategy.datasets_by_epoch(data),

@@ -318,8 +318,8 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, ForCallbac
                 worker's minibatches of that epoch (from 0), those of its replicas in turn: a
                 minibatch for each of `local_replica_ids`, then the next for each, and so on.
                 It must leave out the first `first` minibatches, counted over all replicas, which
-                have been trained already: 0 except in the epoch in which a run is resumed. All
-                datasets must have the same element spec.
+                have been trained already: 0 where an epoch begins, and at most all minibatches. All
+                datasets, an empty one too, must have the same element spec.
 
         Returns:
             Data that follow the epochs of `fit`: `fit(initial_epoch=2)` begins with epoch 2. In a

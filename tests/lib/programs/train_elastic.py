@@ -3,12 +3,13 @@
 It writes what it does, in order, to the file `log` (`{pid}` is replaced), a line of JSON each:
 `["trained", id]` for each minibatch (its id is epoch * 1000 + its number), `["synced"]` where what
 it has trained since the last such line is in the global model, `["dropped"]` where it will never
-be; `["generation", number]`, `["epoch", number, log, workers]`, and at the end `["end", hash of the weights, ...]`.
+be; `["generation", number]`, `["epoch", number, log, workers]`, and at the end
+`["end", hash of the weights, ...]`.
 
 Options (JSON): log, minibatches (of an epoch), epochs, devices, rule, steps_per_execution,
 min_workers, grace_seconds, silence_seconds, max_workers, adam, norm (batch normalisation), dropout,
-checkpoints (a directory), period (τ), every_syncs, validate, step_seconds, paces (seconds of a step by the rank
-at the start, in place of step_seconds), balance, width, callbacks (names), follows,
+checkpoints (a directory), period (τ), every_syncs, validate, step_seconds, paces (seconds of a step
+by the rank at the start, in place of step_seconds), balance, width, callbacks (names), follows,
 scores (a CSV file: of three scores in each epoch),
 timeouts (of the strategy), arrays (`batch_size`: `fit` is given arrays, of a row each), kind (what
 `fit` is given in place of arrays: a dataset or py_dataset of the same rows), weights (a
