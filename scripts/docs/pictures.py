@@ -390,42 +390,35 @@ def elastic() -> Figure:
     """A worker is lost, the others regroup, and it comes back."""
     figure, axes = _canvas(3.9, 46, 11.2)
     _title(axes, 0.4, 0.5, "elastic=tfpara.Elastic(): worker 2 is killed, and started again")
-    regroup, join = 19.0, 36.0
+    regroup, join = 15.7, 36.0
     for worker in range(3):
         y = 2.0 + worker * 1.6
         axes.text(0.4, y + 0.5, f"worker {worker}", va="center", fontsize=SMALLEST)
-        at = 6.0
-        for length, colour in ((5, STEP), (1, SYNC), (5, STEP)):
-            if worker == 2 and at > 11.5:
-                length = 2.5
-            _box(axes, at, y, length, 1.0, colour)
-            at += length
+        _box(axes, 6.0, y, 5.0, 1.0, STEP)
+        _box(axes, 11.0, y, 1.0, 1.0, SYNC)
+        _box(axes, 12.0, y, 2.5 if worker == 2 else 2.7, 1.0, STEP)
         if worker == 2:
-            axes.text(at + 0.6, y + 0.45, "✗ killed", va="center", color=REPLICAS[2], fontsize=10)
+            axes.text(16.2, y + 0.45, "✗ killed", va="center", color=REPLICAS[2], fontsize=10)
             _box(axes, 22.0, y, 13.0, 1.0, WAIT, "starts, builds, traces")
-            _box(axes, join, y, 6.0, 1.0, STEP)
-            _box(axes, 42.0, y, 1.0, 1.0, SYNC)
-            continue
-        _box(axes, 17.0, y, 1.0, 1.0, SYNC, "✗")
-        _box(axes, 18.0, y, 1.0, 1.0, WAIT)
-        _box(axes, regroup, y, 1.0, 1.0, SYNC)
-        for start in (20.0, 28.0):
-            _box(axes, start, y, 7.0, 1.0, STEP)
-            _box(axes, start + 7.0, y, 1.0, 1.0, SYNC)
+        else:
+            _box(axes, 14.7, y, 1.0, 1.0, WAIT)
+            for start, length in ((regroup, 2.3), (19.0, 7.0), (27.0, 7.0)):
+                _box(axes, start, y, length, 1.0, STEP)
+                _box(axes, start + length, y, 1.0, 1.0, SYNC)
+        _box(axes, 35.0, y, 1.0, 1.0, WAIT)
         _box(axes, join, y, 6.0, 1.0, STEP)
         _box(axes, 42.0, y, 1.0, 1.0, SYNC)
     for x in (regroup, join):
         axes.plot([x, x], [1.2, 7.0], ls=(0, (4, 3)), color=INK, lw=1)
     for x, text in (
         (6.0, "generation 1: three workers"),
-        (19.4, "generation 2: two"),
+        (16.1, "generation 2: two workers"),
         (36.3, "generation 3"),
     ):
         axes.text(x, 1.45, text, va="center", fontsize=SMALLEST)
     note = (
-        "The sync with the lost worker fails as a whole; the others meet and repeat it. What\n"
-        "worker 2 had trained since its last sync is dealt out again. Later it takes the state\n"
-        "of another one."
+        "The others meet at their next step. They train what worker 2 had trained since its last\n"
+        "sync. Later worker 2 is started again, and takes over the state of another worker."
     )
     axes.text(0.4, 8.3, note, va="center", fontsize=SMALLEST, linespacing=1.4)
     _key(axes, 0.4, 10.5, [(STEP, "local steps"), (SYNC, "sync"), (WAIT, "meeting, start")], 9.0)

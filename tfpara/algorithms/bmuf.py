@@ -68,7 +68,7 @@ class BMUF(Rule):
     rule is BSP.
 
     In a long run, momentum multiplies each update by the gain 1/(1−η). At the beginning of a run,
-    the full momentum would repeat the first, noisy updates. So with `warmup` = k the gain rises by
+    the full momentum would repeat the first, large updates. So with `warmup` = k the gain rises by
     at most one in k blocks. After t blocks (a shorter block counts f) the momentum is
 
         η_t = min(η, 1 − 1/(t/k + 1)),   a gain of t/k + 1
