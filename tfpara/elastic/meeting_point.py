@@ -243,7 +243,7 @@ class Meeting:
         channel.send(enrolled=task, founding=founding, founders=self._founders)
         self._tell(missed)
         if founding:
-            # At once: a worker that comes after the last founder must learn that it joins.
+            # At once, so that a worker that comes after the last founder learns that it joins.
             _, said = self.state.register(address, {}, now, task, name)
             self._tell(said)
 

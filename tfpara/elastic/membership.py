@@ -375,8 +375,8 @@ class Membership:
             report: its position, for all members of the next generation.
             failed: whether one of its collectives has failed; otherwise all have agreed to meet.
             now: the time.
-            admits: whether others may join now. They may not while members are in an operation that
-                newcomers could not complete with them.
+            admits: whether others may join now. They may not while members are in an exchange
+                that newcomers could not complete with them.
         """
         if task not in self.members or generation != self.generation:
             return [(task, {"evicted": f"generation {generation} is over"})]
@@ -445,7 +445,7 @@ class Membership:
         return []
 
     def _conclude(self, now: float) -> list[Say]:
-        """Continues after all have met: a new generation, a wait for others, or the last one."""
+        """Continues after all have met: forms a generation, maybe the last, or waits for others."""
         leaving = [task for task in self.members if self._workers[task].leaves]
         if leaving and len(leaving) == len(self.members) and not self._finishing:
             # A checkpoint has to be written first.

@@ -55,7 +55,7 @@ class Connection:
         line: the line to the meeting point.
         form: the present generation.
         founders: number of workers with which the run began.
-        members: the generation, as collectives read it.
+        members: the present members, as collectives read them.
         joining: whether this worker waits to be admitted.
         in_fit: whether this worker is in a call of `fit`, so that it can rejoin.
         leaves: whether this worker is to leave after the next sync.

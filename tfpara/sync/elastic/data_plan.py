@@ -98,7 +98,7 @@ class DataPlan(EpochUnits):
         return self.iterator or of_fit
 
     def go_on(self, plan: Plan, has_data: bool, ahead: Mapping[str, Any]) -> None:
-        """Adopts a plan of a new generation, of which nothing is trained yet.
+        """Adopts the plan of a new generation, none of whose units is in the model yet.
 
         Args:
             plan: the plan.

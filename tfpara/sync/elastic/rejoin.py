@@ -51,7 +51,7 @@ class Progress:
         result: result of the last of these exchanges.
         completed_in: the generation in which the last of these exchanges has succeeded.
         sync_may_be_due: whether a sync may have failed, and must then be repeated.
-        in_step: whether a training step runs; newcomers are admitted only there.
+        in_step: whether a training step runs; only then are newcomers admitted.
     """
 
     fit: int = -1
@@ -106,8 +106,8 @@ class Rejoin:
             failed: whether an exchange failed or a member is lost; else all have agreed to meet.
         """
         while True:
-            # Newcomers are admitted only inside a step: they could not finish an operation that
-            # the others have begun.
+            # Newcomers are admitted only while all members are in steps: they could not complete
+            # an exchange that members have begun.
             admits = self.progress.in_step and not self.progress.epoch_is_closed
             form = self.connection.met(self.report(), failed, admits)
             failed = True
@@ -274,7 +274,7 @@ class Rejoin:
     def come_back(self, why: str) -> None:
         """Connects again as a joiner; the model and its traced step stay."""
         self.connection.come_back(why)
-        # This worker may have closed an epoch alone that the others still train.
+        # This worker may be the only one that has closed an epoch, which the others train on.
         self.progress.closed = (-1, -1)
         self.data.iterator = None
         self.data.forget_trained()
