@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-_WAIT_SECONDS = 2.0  # a worker with a shorter wait, as in each sync, may be the one that is awaited
-_SILENT_SECONDS = 5.0  # without a report, after which a worker no longer counts as waiting
-_TELL_SECONDS = 10.0  # the wait of which the first line tells
+# A worker with a shorter wait than this, as in each sync, counts as one for which others wait.
+_WAIT_SECONDS = 2.0
+_SILENT_SECONDS = 5.0  # after so long without a report a worker no longer counts as waiting
+_TELL_SECONDS = 10.0  # how long others have waited when the first line is printed
 
 
 class _Report(NamedTuple):
@@ -23,7 +24,7 @@ class LongWaits:
 
     def __init__(self) -> None:
         self._reports: dict[int, _Report] = {}
-        # Of each awaited worker, the seconds of waiting of which the next line tells.
+        # For each awaited worker, how many seconds others have waited when the next line is due.
         self._tell_after: dict[int, float] = {}
 
     def hear(self, task: int, waits: float, place: str, now: float) -> None:
@@ -33,7 +34,7 @@ class LongWaits:
     def line(self, members: Mapping[int, str], now: float) -> str:
         """Returns a line on the members for which the others have waited for 10 s; mostly "".
 
-        There is another line each time the wait for one of them has doubled.
+        There is another line each time the wait for one of these members has doubled.
 
         Args:
             members: the names of the present members, by task number.

@@ -89,7 +89,7 @@ class Line:
         address: "host:port" of the meeting point.
         secret: the secret of the run; may be empty.
         port: port at which the others will reach this worker.
-        settings: settings of the run: ``min_workers``, ``max_workers``, ``grace_seconds`` and
+        settings: the settings of the run: ``min_workers``, ``max_workers``, ``grace_seconds`` and
             ``silence_seconds``, and other values that must be the same for all workers.
         timeout_seconds: longest wait for the meeting point, now and whenever it is gone later.
         task: the earlier number of this process; None for a new process.
@@ -134,7 +134,7 @@ class Line:
         self._form: dict[str, Json] | None = None  # the latest generation that was formed
         self._terms: dict[str, Json] | None = None  # the last argument of `agreed`
         self._asked: dict[str, Json] | None = None  # the request without an answer so far
-        # The `fit` call that this worker is in as a member, and the results of earlier calls.
+        # The call of `fit` in which this worker is a member, and the results of earlier calls.
         self._fits: dict[str, Json] = {"fit": 0, "histories": []}
         self._leaves = self._over = False
         self._channel = self._connect()
@@ -212,7 +212,7 @@ class Line:
         self._asked = None
         if "fit" in answer:
             raise Passed(int(answer["fit"]), list(answer["histories"]))
-        # Sent again if a worker could not join.
+        # The meeting point sends `wanted` again if a worker could not join.
         self.generation, self.wanted = int(answer["form"]), False
         tasks, addresses = map(tuple, zip(*answer["members"], strict=True))
         reports, why, last = tuple(answer["reports"]), answer["why"], answer["last"]
@@ -318,7 +318,7 @@ class Line:
                 self._beat_at = now + self._silence / 5.0
                 self._channel.send()
             # Both ends send signs of life equally often. But a meeting point that has not answered
-            # yet may be stopped, and more connections would wait there in vain.
+            # on this connection may be stopped, and a further connection would wait in vain, too.
             answers = self._channel.known
             patience = self._silence if answers else max(self._silence, self._timeout)
             if now - self._channel.heard > patience:

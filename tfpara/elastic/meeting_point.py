@@ -1,9 +1,9 @@
 """The meeting point of an elastic run, which enrols workers, watches them, and lets them meet.
 
 `Meeting` is a thread of the launcher or of `tfpara-meet`. It passes messages between its
-connections and `membership.Membership`, and gives that the time. `meeting.Line` is a worker's
-connection. If it ends, the worker is lost at once. If it is silent for too long, the worker counts
-as lost, and learns that with its next message.
+connections and `membership.Membership`, and tells `Membership` the time. `meeting.Line` is a
+worker's connection. When the connection ends, the worker is lost at once. If the connection is
+silent for too long, the worker counts as lost, and learns that when it connects again.
 
 Messages are signed with the run's secret (`messages.py`). Workers send
 
@@ -17,7 +17,8 @@ Messages are signed with the run's secret (`messages.py`). Workers send
 - ``met``: a generation, with ``report``, ``failed`` and ``admits``.
 - ``ready``: a generation.
 - ``out``: a request to leave. ``done``: the worker's program ends.
-- ``waits``, each second: the seconds for which it has waited for others, and its ``place``.
+- ``waits``, each second: the seconds for which the worker has waited for others, and the ``place``
+  in its script.
 
 Empty messages, from both ends, are signs of life. `Membership` describes the messages to workers.
 Only the standard library is imported.
@@ -221,7 +222,7 @@ class Meeting:
             return
         guests = self._door.guests
         if isinstance(wanted, int) and self._addresses.get(wanted) == address and wanted in guests:
-            # The worker noticed the end of its former connection before this process did.
+            # The worker has noticed that its former connection ended before this process has.
             self._door.drop(guests[wanted])
             self._lose(wanted, "is lost")
         again, missed = _membership_of(message.get("again")), list[Say]()
@@ -242,7 +243,7 @@ class Meeting:
         channel.send(enrolled=task, founding=founding, founders=self._founders)
         self._tell(missed)
         if founding:
-            # At once: a worker that comes after the last founder must learn that it joins.
+            # At once, so that a worker that comes after the last founder learns that it joins.
             _, said = self.state.register(address, {}, now, task, name)
             self._tell(said)
 

@@ -2,7 +2,7 @@
 
 The members change in *generations*. A generation is a number and the list of its members, the same
 for all. Rank r is the r-th member, and members are ordered by their task numbers, so rank 0, the
-chief, is the worker that came first. Between two generations there are two rounds. In the *meeting*
+chief, is the member that came first. Between two generations there are two rounds. In the *meeting*
 all remaining members of the old one report their positions. In the *enabling* all members of the
 new one report that they are connected to it. Without the second round the first message of a fast
 member could reach a member that is still in the old generation.
@@ -18,9 +18,9 @@ member could reach a member that is still in the old generation.
 | | a member is lost, or comes to another meeting | `meeting` |
 | any | the last member's program has ended, or no member is left after `grace_seconds` | `ended` |
 
-Members come to a meeting because one was lost, so that the others' collectives are aborted; because
-a collective has failed by itself; or because a worker joins or leaves, and the members have agreed
-to meet after their next sync.
+Members come to a meeting because one was lost, which aborts the others' collectives; because a
+collective has failed by itself; or because a worker joins or leaves, and the members have agreed in
+a sync to meet after it.
 
 A member is *absent* if it cannot be heard but is probably alive: after a pause of the meeting point
 itself, and if no member at all can be heard. The others wait for absent members at most
@@ -142,7 +142,7 @@ class Membership:
         self.fit, self.histories = 0, list[Any]()
         self._since = now  # time when the phase began
         self._short_since: float | None = None  # time when the number of workers became too small
-        self._wanted = False  # whether members know that a worker joins or leaves
+        self._wanted = False  # whether members were told that a worker joins or leaves
         self._why: list[str] = []  # the reasons for the next generation
         self._lost: dict[int, _Worker] = {}  # members lost since the generation was formed
         self.absent: set[int] = set()
@@ -152,7 +152,7 @@ class Membership:
         # whether a member has reported the generation to this, new, meeting point
         self._resumed = False
         self._last = False  # whether all were asked to end, with something left to do
-        self._finishing = False  # whether a worker has completed, or all were asked to end
+        self._finishing = False  # whether a worker has completed its program, or all must end
         self._ended = ""  # the reason for the end of the run
         self.is_complete = False
 
@@ -179,10 +179,10 @@ class Membership:
         return self._next_task - 1
 
     def resume(self, generation: int, members: Mapping[int, str], now: float) -> list[Say]:
-        """Event: a member of a run whose meeting point is gone has come; all members are absent.
+        """Event: a run's member connects to a new meeting point; all members are absent.
 
-        `generation` is the latest that this member knows; `members` are the addresses by task
-        number, in rank order.
+        `generation` is the latest that this member knows; `members` are the addresses of that
+        generation's members by task number, in rank order.
         """
         if self.phase != "founding" and not (self._resumed and generation > self.generation):
             return []
@@ -204,8 +204,8 @@ class Membership:
     def stood_still(self, now: float) -> None:
         """Event: the meeting point has paused, so silent workers may well be alive.
 
-        A member whose connection ends within the next `grace_seconds` is absent until their end,
-        and not lost. All waits restart, since no worker could come in the meantime.
+        A member whose connection ends within the next `grace_seconds` is not lost, but absent until
+        these seconds are over. All waits restart, since no worker could come during the pause.
         """
         self._doubts_until = self._awaited_until = now + self.limits.grace_seconds
         self._since = now
@@ -215,7 +215,8 @@ class Membership:
         """Event: a member of a generation has connected again.
 
         Returns:
-            The messages that it may have missed; None if it was not absent, and has to join again.
+            The messages that the member may have missed; None if it was not absent, and must join
+            again.
         """
         if generation != self.generation or task not in self.absent:
             return None
@@ -281,7 +282,7 @@ class Membership:
         return {"fit": self.fit, "histories": self.histories}
 
     def begins(self, task: int, fit: int, histories: list[Any]) -> list[Say]:
-        """Event: a member begins a call of `fit`; no worker can join in an earlier one now."""
+        """Event: a member begins a call of `fit`; from now on no worker can join an earlier one."""
         if task not in self._members or fit <= self.fit:
             return []
         self.fit, self.histories, self.terms = fit, histories, {}  # terms may differ between calls
@@ -328,13 +329,13 @@ class Membership:
         del self._workers[task]
         said: list[Say] = []
         if is_member:
-            if task not in self.absent:  # do not wait for a member twice
+            if task not in self.absent:  # a member is awaited once only
                 self._lost[task] = worker
             self.absent.discard(task)
             if not worker.leaves:  # otherwise its wish to leave is noted already
                 self._why.append(f"{worker.name} {why}")
             said = self._to_members(lost=task)
-            # Also if members have agreed to meet: some may still wait in a collective.
+            # Aborts even if members have agreed to meet, since some may still wait in a collective.
             said += self._begin_meeting(now)
         return said + self._go_on(now)
 
@@ -374,16 +375,16 @@ class Membership:
             report: its position, for all members of the next generation.
             failed: whether one of its collectives has failed; otherwise all have agreed to meet.
             now: the time.
-            admits: whether others may join now. They may not while members are in an operation that
-                newcomers could not complete with them.
+            admits: whether others may join now. They may not while members are in an exchange
+                that newcomers could not complete with them.
         """
         if task not in self.members or generation != self.generation:
             return [(task, {"evicted": f"generation {generation} is over"})]
         first = self.phase != "meeting"
         worker = self._workers[task]
         worker.came, worker.report, worker.admits = True, report, admits
-        # Others may still wait in the collective that has failed. All members come to an agreed
-        # meeting by themselves.
+        # Others may still wait in the collective that has failed. To an agreed meeting all members
+        # come by themselves, without an abort.
         said = self._begin_meeting(now) if failed and first else []
         self._phase("meeting", now)
         return said + self._go_on(now)
@@ -444,7 +445,7 @@ class Membership:
         return []
 
     def _conclude(self, now: float) -> list[Say]:
-        """Continues after all have met: a new generation, a wait for others, or the last one."""
+        """Continues after all have met: forms a generation, maybe the last, or waits for others."""
         leaving = [task for task in self.members if self._workers[task].leaves]
         if leaving and len(leaving) == len(self.members) and not self._finishing:
             # A checkpoint has to be written first.
@@ -459,7 +460,7 @@ class Membership:
             # Workers that wait to join have no state from which to continue.
             return said + self._end(_NOBODY)
         if not self.members:
-            # Probably no member can be heard; it is less likely that all have died.
+            # It is likelier that no member can be heard than that all have died.
             lost, self._lost = self._lost, {}
             self._why.append("all were awaited")
             self._await(lost, now + self.limits.grace_seconds)

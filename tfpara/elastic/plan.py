@@ -12,8 +12,8 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-_WIDEST = 64  # units of the longest block whose repetition is searched
-_ENOUGH = 64  # repetitions of a block that end the search
+_WIDEST = 64  # units of the longest list U, see `_packed`, whose repetitions are searched
+_ENOUGH = 64  # after so many repetitions of a list U, longer ones are not tried
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,12 +78,13 @@ class Plan:
 
         Args:
             dealt: for each rank the number of its steps that are in the model.
-            open_steps: for each rank how many more it has trained and still has; 0 if it is lost.
+            open_steps: for each rank how many further steps are in its open block; 0 if it is lost.
             tasks: the workers of the next generation.
         """
         trained = [sum(pair) for pair in zip(dealt, open_steps, strict=True)]
         listed = [self.carried[rank] + self.owed_to(rank) for rank in range(self.size)]
-        # Untrained units below this row of the units from `first` on become owed.
+        # From `first` on, units form rows of one for each rank. Before this row, the untrained ones
+        # become owed.
         row = max(0, *(done - len(known) for done, known in zip(trained, listed, strict=True)))
         first = self.first + row * self.size
         owed, carried = [], {}
@@ -120,7 +121,7 @@ class Plan:
 def _packed(units: Sequence[int]) -> list[Any]:
     """Returns units as a short list for JSON.
 
-    An entry is a unit, or [U, d, n]: the list U of units, repeated n times, with d added each time.
+    An entry is a unit, or [U, d, n]: the list U of units, n times, each time with d more added.
     """
     found: list[Any] = []
     at = 0
@@ -153,5 +154,5 @@ def _unpacked(entries: Sequence[Any]) -> tuple[int, ...]:
 def begin(
     epoch: int, tasks: Sequence[int], fit: int = 0, first: int = 0, owed: Sequence[int] = ()
 ) -> Plan:
-    """Returns the plan of an epoch before its training; from `first` on, after those `owed`."""
+    """Returns the plan of an epoch that begins: the units `owed`, then those from `first` on."""
     return Plan(epoch, tuple(tasks), ((),) * len(tasks), tuple(owed), first, fit)

@@ -37,19 +37,19 @@ class Elastic(Company):
 
     Attributes:
         connection: connection to the meeting point.
-        epoch_units: this worker's data of the epoch, by the plan of all.
+        epoch_units: this worker's data of the present epoch, by the plan of all workers.
     """
 
     changes = True
-    # TensorFlow prepares all functions anew when the members change. A sync in the graph of a step
-    # would be prepared twice: there, and for calls from Python at the ends of epochs.
+    # When the members change, TensorFlow prepares all functions anew. If a step's graph had the
+    # sync, it would be prepared twice: in the step, and for Python's calls at ends of epochs.
     syncs_in_steps = False
     epoch_units: DataPlan
 
     def __init__(self, settings: Settings, timeout_seconds: float) -> None:
         self._settings = settings
         self.connection = Connection(settings, timeout_seconds)
-        self._inside = False  # whether an exchange is running
+        self._inside = False  # whether `together` runs an exchange
 
     def resolver(self) -> tf.distribute.cluster_resolver.ClusterResolver:
         return self.connection.resolver()
@@ -86,10 +86,10 @@ class Elastic(Company):
 
     @property
     def is_chief(self) -> bool:
-        """Whether no member of a lower rank is left.
+        """Whether this worker has the lowest rank of all members that are left.
 
-        Within `fit` the answer is of the present generation, so it changes when all meet. After
-        `fit` no exchange may follow, and workers that are already lost do not count.
+        Within `fit`, a lost member counts until the others have met without it. After `fit` there
+        may be no further meeting, so members that are known to be lost do not count.
         """
         connection = self.connection
         if connection.joining:
@@ -107,8 +107,8 @@ class Elastic(Company):
     def together(self, exchange: Callable[[], Json]) -> Any:
         """Runs an exchange of all members, which each member calls once.
 
-        If a member is lost meanwhile, the remaining members repeat the exchange. If it has
-        succeeded on one of them, that one sends its result to the others instead.
+        If a member is lost meanwhile, the remaining members repeat the exchange. But if the
+        exchange has already succeeded on one of them, the others take over its result instead.
         """
         if self._inside:
             return exchange()
@@ -122,7 +122,7 @@ class Elastic(Company):
             except LOST as error:
                 _log.info("tfpara: an exchange has failed: %s", in_short(error))
                 self._inside = False
-                place.met = met  # part of the exchange may have succeeded, on some members
+                place.met = met  # some members may have counted a part of the exchange
                 self._rejoin.meet(failed=True)
                 others = self._rejoin.others
                 if others["operations"] <= number:
@@ -143,7 +143,7 @@ class Elastic(Company):
             )
 
     def by_the_chief(self, write: Callable[[], object], name: str) -> None:
-        """The chief writes a file; if it is lost before all know that, the next chief does."""
+        """Lets the chief write a file; if the chief is lost meanwhile, the next chief writes it."""
         if self.joining:
             return
 
@@ -158,7 +158,7 @@ class Elastic(Company):
                 write()
 
     def finish_block(self, synchronizer: Synchronizer, purpose: Purpose) -> None:
-        # Without a mark of the purpose: others may come here because their data have ended.
+        # Not marked with the purpose: others may come to this sync because their data have ended.
         del purpose
         self.together(synchronizer.finish_block)
 
@@ -228,7 +228,7 @@ class Elastic(Company):
 
     @property
     def has_trained(self) -> bool:
-        """Whether the last call of `fit` has returned, or all were asked to end in it."""
+        """Whether the last call of `fit` has returned, or all workers were asked to end in it."""
         return self._rejoin.progress.fit >= 0 and not self._fit.gave_up
 
     def part(self) -> None:

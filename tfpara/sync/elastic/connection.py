@@ -30,16 +30,17 @@ LOST = (
     tf.errors.CancelledError,
     tf.errors.DeadlineExceededError,
 )
-# TensorFlow's list of tasks has no gaps; nothing listens at this address
+# The address for numbers that no worker has, since TensorFlow's list of tasks has no gaps. Nothing
+# listens there.
 _PLACEHOLDER = "127.0.0.1:1"
-_ALONE = 1 << 20  # first generation number of a lone worker; no run has so many generations
+_ALONE = 1 << 20  # added to a generation's number while a worker is out; no run reaches it
 _log = logging.getLogger(__name__)
 
 
 class GivenUp(BaseException):
     """The others train on without this worker, which joins them again by another call of `fit`.
 
-    It is not an `Exception`: a script that catches those would prevent the worker from joining.
+    It is not an `Exception`: a script that catches exceptions would keep it from joining.
     """
 
 
@@ -54,7 +55,7 @@ class Connection:
         line: the line to the meeting point.
         form: the present generation.
         founders: number of workers with which the run began.
-        members: the generation, as collectives read it.
+        members: the present members, as collectives read them.
         joining: whether this worker waits to be admitted.
         in_fit: whether this worker is in a call of `fit`, so that it can rejoin.
         leaves: whether this worker is to leave after the next sync.
@@ -121,7 +122,7 @@ class Connection:
         )
 
     def attach(self, extended: PeriodicSyncExtended) -> None:
-        """Stores the strategy, whose server runs; returns when all founders are connected."""
+        """Stores the strategy, whose server runs; founders return when they are all connected."""
         self._extended = extended
         self.members = Members(extended.worker.host, self.names, self.rank, self.form.number)
         self._listen()
@@ -137,7 +138,7 @@ class Connection:
             self.end(f"{self.form.last}, and none has trained.")
 
     def _take_place_of_joiner(self) -> None:
-        """Shows a joiner's program as many workers as founders' programs saw; it is no chief."""
+        """Gives a joiner the founders' number of workers, and a rank above 0: it is no chief."""
         self._extended.take_place(self.founders, self.line.task or self.founders)
 
     def become(self, form: Form) -> None:
@@ -154,13 +155,13 @@ class Connection:
         self.line.on_silence(self._end_long_wait)
 
     def _abort(self, generation: int, why: str) -> None:
-        """Ends the collectives of a generation. The line's thread calls it."""
+        """Ends the collectives of a generation. Called by the line's thread."""
         with self._lock:
             if generation == self.form.number:
                 links.end_collectives(f"tfpara: {why}")
 
     def _end_long_wait(self) -> None:
-        """Ends a wait for workers while the meeting point is silent. The line's thread calls it."""
+        """Ends a wait for workers if the meeting point is silent. Called by the line's thread."""
         began = self._extended.waits.since()
         if began and time.monotonic() - began > self._extended.settings.timeout_seconds:
             links.end_collectives("tfpara: no worker and no meeting point answers")
@@ -177,7 +178,10 @@ class Connection:
 
     @contextlib.contextmanager
     def refusals(self) -> Iterator[None]:
-        """Ends the program if the run continues without it; in `fit` raises `GivenUp` instead."""
+        """A context that ends the program if the meeting point says that the worker is out.
+
+        In `fit`, a worker that counted as lost raises `GivenUp` instead, so that it can rejoin.
+        """
         try:
             yield
         except Evicted as error:
@@ -216,7 +220,7 @@ class Connection:
         except MeetingError as error:
             self.end(str(error))
         if self.line.task != task or self.line.founding:
-            # TensorFlow's server cannot change its number, and another run cannot use the model.
+            # TensorFlow's server cannot change its task number, and no other run can use the model.
             self.end("the run that this worker belongs to is over.")
         self._listen()
         self.joining = True

@@ -23,11 +23,11 @@ class DataPlan(EpochUnits):
 
     Args:
         extended: the strategy's extended object.
-        connection: the connection, for whose generation the plan is.
+        connection: the connection, whose generation has the workers that share the data.
 
     Attributes:
-        iterator: iterator over this worker's data by the plan; None: `fit` has the iterator.
-        facts: facts about the data, beyond their element spec, compared with a joiner's.
+        iterator: iterator over this worker's data by the plan; None: Keras' own is read.
+        facts: facts about the data, beyond their element spec, that must equal a joiner's.
     """
 
     def __init__(self, extended: PeriodicSyncExtended, connection: Connection) -> None:
@@ -36,18 +36,18 @@ class DataPlan(EpochUnits):
         self._plan = begin(0, connection.form.tasks)
         self.iterator: Iterator[Any] | None = None
         self.facts: Mapping[str, Json] = {}
-        # function of the present `fit`
+        # makes the datasets of the present call of `fit`
         self._dataset_fn: Callable[..., tf.data.Dataset] | None = None
 
     @property
     def _dealing(self) -> Balance | None:
-        """The table of speeds, while it deals out the data of a pass."""
+        """The object that deals out data by the workers' speeds, while it does so; else None."""
         balance = self._extended.balance
         return None if balance is None or balance.plan is None else balance
 
     @property
     def plan(self) -> Plan:
-        """The division of the epoch's data among workers; if speeds decide, since the last sync."""
+        """The division of the epoch's data among workers; if by speed, as of the last sync."""
         balance = self._extended.balance
         return (balance and balance.plan) or self._plan
 
@@ -98,12 +98,12 @@ class DataPlan(EpochUnits):
         return self.iterator or of_fit
 
     def go_on(self, plan: Plan, has_data: bool, ahead: Mapping[str, Any]) -> None:
-        """Adopts a plan of a new generation, of which nothing is trained yet.
+        """Adopts the plan of a new generation, none of whose units is in the model yet.
 
         Args:
             plan: the plan.
             has_data: whether this worker has data of the plan's epoch, and the epoch is open.
-            ahead: the report of the worker that is furthest.
+            ahead: the report of the worker that is furthest in the run.
         """
         self.plan = plan
         if self._extended.balance is not None:
@@ -129,7 +129,7 @@ class DataPlan(EpochUnits):
         """Returns this worker's data from the beginning of the plan to the end of the epoch."""
         balance = self._extended.balance
         whole = self._by_rank() if balance is None else self._by_speed(balance)
-        # The plan omits the steps before a resume, so they must not be skipped again.
+        # The plan omits the steps before a checkpoint, so the data must not skip them again.
         self._extended.data.position.take_steps()
         return iter(self._extended._distribute_datasets_from_function(lambda context: whole, None))
 
@@ -173,7 +173,7 @@ class DataPlan(EpochUnits):
         return self.plan.in_the_model(self.trained_steps())
 
     def reached(self, steps: int = 0) -> int:
-        """Returns the number of trained units, if all workers are as far in the open block as this.
+        """Returns the number of trained units if all workers are as far in the block as this one.
 
         Workers that have taken equally many steps since the last sync return the same number.
         """
@@ -186,7 +186,8 @@ class DataPlan(EpochUnits):
     def total(self, steps: int | None) -> int:
         """Returns the number of units of the epoch; 0 if unknown.
 
-        For data of unknown length, `steps` is that of each founding replica in an epoch.
+        For data of unknown length, `steps` is the number of steps in an epoch of each replica with
+        which the run began.
         """
         minibatches = int(self.whole_epoch(self.plan.epoch).cardinality())
         if minibatches > 0:
@@ -197,7 +198,8 @@ class DataPlan(EpochUnits):
     def position(self) -> dict[str, Json]:
         """Returns the position at a sync, for a checkpoint.
 
-        `minibatches`, over all replicas, are done, except those of the units `owed`.
+        So many `minibatches` of the epoch, over all replicas, are done, except for the minibatches
+        of the units `owed`.
         """
         if self._dealing:
             return self._dealing.position()
@@ -214,7 +216,7 @@ class DataPlan(EpochUnits):
         """Continues from a checkpoint's position, in an epoch that begins.
 
         Raises:
-            ValueError: the rest cannot be divided among workers with this number of devices.
+            ValueError: workers with this number of devices cannot divide the rest of the epoch.
         """
         tasks, owed = self._connection.form.tasks, position.get("owed", ())
         first, rest = divmod(position["minibatches"], self._devices)

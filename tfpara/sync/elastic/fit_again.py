@@ -26,7 +26,7 @@ from tfpara.sync.one_sync.statistics import NO_SYNCS
 from tfpara.sync.one_sync.synchronizer import Synchronizer
 from tfpara.typing import Json
 
-_LONGEST_HISTORY = 1 << 16  # characters of a `History` that is kept with its values
+_LONGEST_HISTORY = 1 << 16  # most characters of a `History` that is kept with its values
 _log = logging.getLogger(__name__)
 
 
@@ -52,15 +52,15 @@ class FitAgain:
         self._histories: list[Json] = []  # results of earlier calls of `fit`
         self._logs: Any = None  # logs of the last step
         self._step_began_in = 0  # the generation in which the present step began
-        self._agreed = False  # whether this worker has reported the terms of all members
+        self._agreed = False  # whether this worker, as the chief, has reported the terms
         self._failed = False  # whether the last call has raised an error
         self._returns = False  # whether this worker has rejoined within the present call
-        self._passes_by = False  # whether it takes no part in the present call
+        self._passes_by = False  # whether this worker takes no part in the present call
         self._alone: Iterator[Any]  # data of the step that a joiner takes before it joins
 
     @property
     def gave_up(self) -> bool:
-        """Whether the last call has failed, although all were to continue."""
+        """Whether the last call has failed, and not because all workers were asked to end."""
         return self._failed and not self._rejoin.last
 
     @property
@@ -90,13 +90,13 @@ class FitAgain:
     ) -> keras.callbacks.History:
         """Makes a call of `fit`, and repeats it if this worker counted as lost and rejoins.
 
-        If the others are in a later call, it returns at once, with the History of this call.
+        If the others are in a later call, it returns at once, with their History of this call.
 
         Args:
             model: the model that is trained.
             fit: makes the call.
-            build: makes the model's variables, as the call would. A layer that is frozen before it
-                has variables has other variables than one that is frozen after `fit`.
+            build: makes the model's variables, as the call would. A layer that the script freezes
+                after `fit` would otherwise get other variables than on the other workers.
         """
         self._failed = True
         while True:
@@ -141,8 +141,8 @@ class FitAgain:
     def training(self, model: keras.Model) -> Iterator[None]:
         """A context for one call of `fit`.
 
-        In it this worker meets the others before or after a step, when members change. At its end
-        all members wait for each other; a worker that was not let in does not.
+        Inside, this worker meets the others before or after a step when members change. At the end
+        all members wait for each other; a worker that has not been admitted does not wait.
         """
         self._transfer.model = model
         progress, line = self._progress, self._connection.line
@@ -150,7 +150,7 @@ class FitAgain:
         self._agreed = self._returns = False
         self._transfer.holders.clear()  # holders of an earlier call's callbacks
         for synchronizer in self._extended.models.synchronizers:
-            # A worker that asked to join learns of this call, and asks again.
+            # Forgotten, since a worker that wants to join learns of this call, and asks again.
             synchronizer.graph.answered(Request.MEET)
         if not self._connection.joining and progress.fit:
             line.begins(progress.fit, self._histories)
@@ -161,7 +161,7 @@ class FitAgain:
             with stepping(model, self._step):
                 yield
             if not self._connection.joining:
-                # No worker ends its program while another waits for it in an exchange.
+                # So that no worker ends its program while another waits for it in an exchange.
                 self._extended.worker.company.together(
                     lambda: self._extended.control.collectives.barrier("fit")
                 )
@@ -181,7 +181,7 @@ class FitAgain:
             self._connection.line.give_up()
 
     def begin(self) -> None:
-        """Admits a joiner, once `fit` has begun and its callbacks know that."""
+        """Lets this worker join, if it is a joiner, after the callbacks' `on_train_begin`."""
         if not self._connection.joining or self._passes_by:
             return
         model = self._transfer.trained_model
@@ -198,8 +198,8 @@ class FitAgain:
     def _trace_alone(self, model: keras.Model) -> None:
         """Traces a step by taking it while the others train; the step is no part of the run.
 
-        A sync follows it. TensorFlow takes long for the first sync of a process, and in the run all
-        would wait for it.
+        A sync follows the step. TensorFlow takes long for a process's first sync, and in the run
+        all workers would wait for that.
         """
         balance = self._extended.balance
         before = [each.graph.statistics() for each in self._extended.models.synchronizers]
@@ -207,7 +207,7 @@ class FitAgain:
         step: Any = model.train_function
         with contextlib.suppress(tf.errors.OutOfRangeError, StopIteration):
             self._logs = step.inner(self._alone)
-            if balance is None and model.steps_per_execution > 1:  # syncs within calls are in them
+            if balance is None and model.steps_per_execution > 1:  # the function has its own sync
                 block = self._synchronizer.graph.block
                 block.steps.assign(block.period - 1)
                 step.inner(self._alone)
@@ -222,12 +222,12 @@ class FitAgain:
 
     def _step(self, function: Callable[..., Any], iterator: Iterator[Any]) -> Any:
         """Runs a training step of Keras, before or after which the members may change."""
-        if self._progress.epoch_is_closed:  # the others closed it while this worker was behind
+        if self._progress.epoch_is_closed:  # by the others, while this worker was behind
             raise StopIteration
         self._progress.in_step = True
         try:
             self._meet_if_needed()
-            # Not before the first step: until then a model that was compiled again is unknown.
+            # Only after the first step, which finds out whether the model was compiled again.
             if not self._agreed and self._connection.rank == 0 and self._logs is not None:
                 self._agreed = True
                 self._connection.line.agreed(self._rejoin.terms())
@@ -245,7 +245,7 @@ class FitAgain:
                     self._step_began_in = self._connection.form.number
                     self._logs = function(self._data.reader(iterator))
                 trained = True
-                # Callbacks react to syncs at the end of a step: on all workers after the same step.
+                # Synced here, so that callbacks of all workers see the sync after the same step.
                 if self._sync_is_due():
                     self._synchronizer.graph.sync(tf.constant(True))
                 return {} if self._logs is None else self._logs
@@ -277,8 +277,9 @@ class FitAgain:
     def _meet_if_needed(self) -> None:
         """Meets the others if all have agreed to it in a sync, or if a member is lost.
 
-        A loss is not left to the next sync, which would fail: a spare worker would wait until then,
-        and TensorFlow would prepare the sync twice, in the step and for its repetition.
+        A loss is not left to the next sync, which would fail: a spare worker would wait until then.
+        And if a step's graph has syncs, TensorFlow would prepare a sync twice: there, and to repeat
+        the one that failed.
         """
         if not self._extended.models.synchronizers:
             return
@@ -289,7 +290,7 @@ class FitAgain:
         self._connection.say_leaving()
         graph = self._synchronizer.graph
         request, alike = graph.agreed()
-        # A worker without data waits in a sync, not for a meeting, until all data have ended.
+        # Only if all have data, or none: a worker without data waits in a sync, not for a meeting.
         if request == Request.MEET and alike:
             graph.answered(Request.MEET)
             self._rejoin.meet(failed=False)
@@ -299,7 +300,7 @@ class FitAgain:
             graph.request(Request.MEET)
 
     def _close_epoch(self) -> bool:
-        """Closes the last blocks; returns whether nothing of the epoch is left."""
+        """Closes the epoch's last block; returns whether nothing is left to train of the epoch."""
         progress = self._progress
         if progress.epoch_is_closed:
             return True
@@ -314,6 +315,6 @@ class FitAgain:
 
 
 def _shortened(history: str) -> Json:
-    """Returns a text of `told` as JSON; if it is long, only the epochs' numbers."""
+    """Returns a `History` as JSON, from its text by `told`; if that is long, without values."""
     kept = json.loads(history)
     return kept if len(history) <= _LONGEST_HISTORY else {**kept, "history": {}}

@@ -2,9 +2,10 @@
 
 TensorFlow's server accepts another list of workers in a running process, and its collectives read
 their sizes and keys from a variable (`collectives.members`), so graphs, variables and iterators
-stay. An exchange that is running when a worker is lost fails on all workers; each has written all
-of it, or nothing. So the workers meet, exchange reports, send the state of the worker that is
-furthest to those behind, divide the rest of the epoch, and continue in the same call of `fit`.
+stay. An exchange that is running when a worker is lost fails on all workers; each of them has
+written the whole result, or nothing. So the workers meet, exchange reports, send the state of the
+worker that is furthest to those that are behind, divide the rest of the epoch, and continue in the
+same call of `fit`.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from tfpara.typing import Json
 from tfpara.version import __version__
 
 # Generations from one collection of garbage to the next. The functions of earlier generations' data
-# refer to each other, and among TensorFlow's many objects Python by itself rarely looks for them.
+# are in reference cycles, and in a process with so many objects Python rarely looks for those.
 _COLLECTED = 16
 _log = logging.getLogger(__name__)
 
@@ -45,12 +46,12 @@ class Progress:
     Attributes:
         fit: the present or latest call of `fit` of this worker, from 0.
         epoch: the present epoch; −1 before the first of the call.
-        closed: the latest call of `fit`, and epoch, of which nothing is left to train.
+        closed: the latest epoch of which nothing is left to train: its call of `fit`, its number.
         operations: number of completed exchanges from Python.
-        result: result of the last of them.
-        completed_in: the generation in which the last of them has succeeded.
-        sync_may_be_due: whether a sync may have failed that has not been repeated.
-        in_step: whether a training step runs; newcomers are admitted only there.
+        result: result of the last of these exchanges.
+        completed_in: the generation in which the last of these exchanges has succeeded.
+        sync_may_be_due: whether a sync may have failed, and must then be repeated.
+        in_step: whether a training step runs; only then are newcomers admitted.
     """
 
     fit: int = -1
@@ -92,8 +93,8 @@ class Rejoin:
         self.others: Mapping[str, Any] = {}
         self.last = ""
         self.record: Callable[[str], None] | None = None
-        # For the record, of the last meeting: the task whose state was sent, the tasks that
-        # received it, and for each rank the steps of the open block that it has missed.
+        # For the record, about the last meeting: the task whose state was sent, the tasks that
+        # received that state, and for each rank the steps of the open block that it has missed.
         self._source: int | None = None
         self._taken: list[int] = []
         self._late = [0] * len(connection.form.tasks)
@@ -102,11 +103,11 @@ class Rejoin:
         """Meets the others until a generation is complete and agrees on the state.
 
         Args:
-            failed: whether an exchange has failed; else all have agreed to meet.
+            failed: whether an exchange failed or a member is lost; else all have agreed to meet.
         """
         while True:
-            # Newcomers are admitted only inside a step: they could not finish an operation that
-            # the others have begun.
+            # Newcomers are admitted only while all members are in steps: they could not complete
+            # an exchange that members have begun.
             admits = self.progress.in_step and not self.progress.epoch_is_closed
             form = self.connection.met(self.report(), failed, admits)
             failed = True
@@ -196,7 +197,7 @@ class Rejoin:
             self.progress.result = self.others["result"]
             self.transfer.take_states(ahead["states"])
         plan = _next_plan(form, reports, behind, ahead)
-        # This worker has no data of another call of `fit` yet: that call's epoch brings them.
+        # If the plan is of a later call of `fit`, this worker gets its data when it begins that.
         has_data = plan.fit == self.progress.fit and plan.at > self.progress.closed
         self.data.go_on(plan, has_data, ahead)
         self._taken = [task for task, own in zip(form.tasks, behind, strict=True) if own]
@@ -211,18 +212,18 @@ class Rejoin:
     def _shorten_block(self, reports: list[Any], behind: list[bool], syncs: int) -> list[int]:
         """Sets the step counters of workers that are behind, so that all close the block together.
 
-        Returns for each rank the steps of the open block that count there but were not taken.
+        Returns for each rank the steps of the open block that it counts but has not taken.
         """
         furthest = [own for own in reports if own and own["syncs"] == syncs]
-        if self.extended.balance is None:  # all wait for the worker that is least far in the block
+        if self.extended.balance is None:  # to close it with the worker least far in it
             missed = min(own["counted"] for own in furthest)
         else:  # nobody trains more of the block
             missed = max(own["open"] for own in furthest)
         for synchronizer in self.extended.models.synchronizers:
             block = synchronizer.graph.block
             missed = min(missed, int(block.period))
-            # If speeds decide, no minibatches are dealt out for the rest of the block: all sync.
-            # `steps` may still be of an earlier meeting at which the block was shortened.
+            # If minibatches are dealt out by speed, none are for the rest of this block, so all
+            # sync next. `steps` may be of an earlier meeting, at which the block was shortened.
             by_speed = self.extended.balance is not None and block.trained == 0
             if behind[self.connection.rank] or by_speed:
                 block.steps.assign(missed)
@@ -273,16 +274,17 @@ class Rejoin:
     def come_back(self, why: str) -> None:
         """Connects again as a joiner; the model and its traced step stay."""
         self.connection.come_back(why)
-        # This worker may have closed an epoch alone that the others still train.
+        # This worker may be the only one that has closed an epoch, which the others train on.
         self.progress.closed = (-1, -1)
         self.data.iterator = None
         self.data.forget_trained()
 
 
 def _how_far(report: Mapping[str, Any]) -> tuple[int, ...]:
-    """Returns a worker's progress in a form that can be compared."""
+    """Returns a worker's progress; that of the worker which is furthest is the largest."""
     place, operations = Plan.place(report["plan"]), report["operations"]
-    # Where speeds decide, a worker that has begun to read an epoch knows who has which minibatches.
+    # If minibatches are dealt out by speed, only a worker that has begun to read the epoch knows
+    # which worker has which minibatches.
     return report["syncs"], *place, *report["closed"], operations, any(report["plan"]["carried"])
 
 
@@ -291,7 +293,7 @@ def _next_plan(
 ) -> Plan:
     """Returns the plan of a generation, from the reports of its members by rank (None: a newcomer).
 
-    `behind` tells which workers receive another one's state; `ahead` is the furthest report.
+    `behind` tells which workers receive another one's state; `ahead` is the sender's report.
     """
     plan = Plan.of(ahead["plan"])
     here = dict(zip(form.tasks, zip(reports, behind, strict=True), strict=True))

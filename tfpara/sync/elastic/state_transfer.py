@@ -46,7 +46,7 @@ class StateTransfer:
 
         Args:
             name: name of the state; a number is added if another object has the same name.
-            holder: the object. If its state says `HAS_WEIGHTS`, the arrays in its attribute
+            holder: the object. If `HAS_WEIGHTS` is true in its state, the arrays in its attribute
                 `weights`, of the same shapes on all workers, are sent as well.
         """
         if holder not in self.holders.values():
@@ -57,7 +57,7 @@ class StateTransfer:
         return {name: holder.get_state() for name, holder in self._all_holders().items()}
 
     def take_states(self, states: Mapping[str, Json]) -> None:
-        """Sets the states of all objects that the sender has, too."""
+        """Sets the states of those objects that the sender has as well."""
         for name, holder in self._all_holders().items():
             if name in states:
                 holder.set_state(states[name])
@@ -66,7 +66,7 @@ class StateTransfer:
         return self._extended.states | self.holders
 
     def note_history(self) -> int:
-        """Keeps the log of earlier epochs, as it is now, for joiners; returns its bytes."""
+        """Keeps the present log of earlier epochs for joiners; returns its length in bytes."""
         history = getattr(self.model, "history", None)
         self._history = (told(history) if history else "{}").encode()
         return len(self._history)
@@ -86,7 +86,7 @@ class StateTransfer:
         Args:
             source: rank of the sender.
             receives: whether this worker receives the state.
-            joins: whether this worker is new, and so also receives the log of earlier epochs.
+            joins: whether this worker is new, so that it also receives the log of earlier epochs.
             ahead: the sender's report.
         """
         (synchronizer,) = self._extended.models.synchronizers
@@ -94,7 +94,7 @@ class StateTransfer:
         assert isinstance(hosts, TensorFlowCollectives)  # Horovod's groups cannot change
         # Padded to a power of 2, since TensorFlow keeps some memory for every shape that was sent.
         size = 1 << (ahead["history"] - 1).bit_length()
-        note = self._history.ljust(size)[:size]  # other workers' own has any length
+        note = self._history.ljust(size)[:size]  # a receiver's own may have another length
         values, history = hand_over(self.slots(), hosts, source, receives, note)
         kept: list[tuple[Any, list[np.ndarray]]] = []
         for name, state in sorted(ahead["states"].items()):
@@ -104,7 +104,7 @@ class StateTransfer:
                 kept.append((holder, hand_over_arrays(own, hosts, source)))
         if not receives:
             return
-        # Everything has arrived; otherwise nothing would be written.
+        # Nothing is written before all has arrived, so no state is mixed if a worker is lost.
         for variable, value in values:
             variable.assign(value)
         for holder, weights in kept:
@@ -120,7 +120,7 @@ class StateTransfer:
 
 def told(history: keras.callbacks.History) -> str:
     """Returns a `History` as JSON text."""
-    # Keras makes `epoch` when `History` learns that `fit` has begun: after all other callbacks.
+    # Keras makes `epoch` in `History.on_train_begin`, which it calls after all other callbacks'.
     state = {"epoch": getattr(history, "epoch", []), "history": history.history}
     return json.dumps(state, default=lambda value: getattr(value, "tolist", value.__repr__)())
 
@@ -146,8 +146,8 @@ def hand_over(
         note: the source's bytes, which travel with the first pack; equally many on all workers.
 
     Returns:
-        The slots' variables with their new values; empty if this worker does not receive. And the
-        source's `note`.
+        A pair: the slots' variables with their new values, empty if this worker does not receive;
+        and the source's `note`.
     """
     received: list[tuple[tf.Variable, np.ndarray | tf.Tensor]] = []
     sends = hosts.rank == source
@@ -176,7 +176,7 @@ def _hand_over_together(
     source: int,
     note: bytes,
 ) -> tuple[list[np.ndarray | tf.Tensor], bytes]:
-    """Returns the source's values, of any dtypes, and its note, whose bytes are sent at once."""
+    """Returns the source's values, of any dtypes, and its note, sent as bytes in one broadcast."""
     sizes = [each.shape.num_elements() * each.dtype.size for each in variables]
     own = bytes(sum(sizes))
     if hosts.rank == source:
