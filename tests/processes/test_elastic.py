@@ -94,7 +94,7 @@ def test_a_spare_comes_in_within_a_block(options, tmp_path):
 
     The period is longer than an epoch, so blocks end with the epochs.
     """
-    options = {**options, "period": 50, "max_workers": 2, "step_seconds": 0.1}
+    options = {**options, "period": 50, "max_workers": 2, "step_seconds": 0.1, "validate": True}
     options["holds"] = {"1": f"exists({str(tmp_path / 'go')!r})"}
     steps = 60 // (2 * options.get("devices", 1))  # of a worker in an epoch
     with elastic_runs.Run(tmp_path, 2, {1: ["step", steps + 5, "SIGKILL"]}, **options) as run:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -195,6 +195,7 @@ class Elastic(Company):
                 model,
                 lambda: fit(given),
                 lambda: fit({"x": given["x"], "epochs": 0, "verbose": 0}),
+                lambda: _validate_once(model, given),
             )
             if len(self.connection.form.tasks) > 1:
                 self._extended.models.finish_blocks(FIT_END)
@@ -237,3 +238,11 @@ class Elastic(Company):
     def program_ends(self) -> None:
         if self.has_trained:
             self.part()
+
+
+def _validate_once(model: keras.Model, given: Mapping[str, Any]) -> None:
+    """Evaluates a minibatch of the validation data given to `fit`, unless it would be used up."""
+    x, y, weights = keras.utils.unpack_x_y_sample_weight(given.get("validation_data"))
+    if x is not None and not hasattr(x, "__next__"):
+        size = given.get("validation_batch_size") or given.get("batch_size")
+        model.evaluate(x, y, size, verbose=0, sample_weight=weights, steps=1)

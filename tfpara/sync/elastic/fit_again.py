@@ -56,6 +56,7 @@ class FitAgain:
         self._failed = False  # whether the last call has raised an error
         self._returns = False  # whether this worker has rejoined within the present call
         self._passes_by = False  # whether this worker takes no part in the present call
+        self._validate: Callable[[], object]
         self._alone: Iterator[Any]  # data of the step that a joiner takes before it joins
 
     @property
@@ -87,6 +88,7 @@ class FitAgain:
         model: keras.Model,
         fit: Callable[[], keras.callbacks.History],
         build: Callable[[], object],
+        validate: Callable[[], object],
     ) -> keras.callbacks.History:
         """Makes a call of `fit`, and repeats it if this worker counted as lost and rejoins.
 
@@ -97,7 +99,9 @@ class FitAgain:
             fit: makes the call.
             build: makes the model's variables, as the call would. A layer that the script freezes
                 after `fit` would otherwise get other variables than on the other workers.
+            validate: evaluates a minibatch of the call's validation data, if it has them.
         """
+        self._validate = validate
         self._failed = True
         while True:
             self._connection.in_fit = True
@@ -198,8 +202,8 @@ class FitAgain:
     def _trace_alone(self, model: keras.Model) -> None:
         """Traces a step by taking it while the others train; the step is no part of the run.
 
-        A sync follows the step. TensorFlow takes long for a process's first sync, and in the run
-        all workers would wait for that.
+        A sync and a step of validation follow. TensorFlow takes long for the first ones of a
+        process, and in the run all workers would wait for that.
         """
         balance = self._extended.balance
         before = [each.graph.statistics() for each in self._extended.models.synchronizers]
@@ -212,6 +216,7 @@ class FitAgain:
                 block.steps.assign(block.period - 1)
                 step.inner(self._alone)
         self._synchronizer.finish_block()
+        self._validate()
         self._synchronizer.graph.set_statistics(*before or [NO_SYNCS])
         if balance is not None:
             balance.record.clear()

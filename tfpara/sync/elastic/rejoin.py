@@ -50,6 +50,7 @@ class Progress:
         operations: number of completed exchanges from Python.
         result: result of the last of these exchanges.
         completed_in: the generation in which the last of these exchanges has succeeded.
+        planned_in: the generation in which this worker has last adopted a plan of the data.
         sync_may_be_due: whether a sync may have failed, and must then be repeated.
         in_step: whether a training step runs; only then are newcomers admitted.
     """
@@ -60,6 +61,7 @@ class Progress:
     operations: int = 0
     result: Json = None
     completed_in: int = 0
+    planned_in: int = 0
     sync_may_be_due: bool = False
     in_step: bool = False
 
@@ -161,6 +163,7 @@ class Rejoin:
             "counted": sum(int(graph.block.steps) for graph in graphs),
             "dealt": self.data.trained_steps(),
             "plan": self.data.plan.state(),
+            "planned_in": progress.planned_in,
             "closed": progress.closed,
             "operations": progress.operations,
             "met": self.extended.call_site.met,
@@ -188,6 +191,8 @@ class Rejoin:
         if any(behind):
             self.transfer.hand_over(source, receives, joins, ahead)
         self._late = self._shorten_block(reports, behind, syncs)
+        for synchronizer in self.extended.models.synchronizers:
+            synchronizer.graph.answered(Request.MEET)  # maybe some had agreed to it, or were about
         self.progress.sync_may_be_due = True
         self.progress.closed = max(self.progress.closed, tuple(ahead["closed"]))
         self.others = max(known, key=lambda report: report["operations"])
@@ -200,6 +205,7 @@ class Rejoin:
         # If the plan is of a later call of `fit`, this worker gets its data when it begins that.
         has_data = plan.fit == self.progress.fit and plan.at > self.progress.closed
         self.data.go_on(plan, has_data, ahead)
+        self.progress.planned_in = form.number
         self._taken = [task for task, own in zip(form.tasks, behind, strict=True) if own]
         self._source = form.tasks[source]
         if self.connection.rank == 0:
@@ -282,10 +288,20 @@ class Rejoin:
 
 def _how_far(report: Mapping[str, Any]) -> tuple[int, ...]:
     """Returns a worker's progress; that of the worker which is furthest is the largest."""
-    place, operations = Plan.place(report["plan"]), report["operations"]
-    # If minibatches are dealt out by speed, only a worker that has begun to read the epoch knows
-    # which worker has which minibatches.
-    return report["syncs"], *place, *report["closed"], operations, any(report["plan"]["carried"])
+    return (
+        report["syncs"],
+        *Plan.place(report["plan"]),
+        # If a member was lost while a plan was adopted, some have this plan and some the former.
+        report["planned_in"],
+        *report["closed"],
+        report["operations"],
+        # If minibatches are dealt out by speed, only a worker that has begun to read the epoch
+        # knows which worker has which minibatches.
+        any(report["plan"]["carried"]),
+        # A worker that takes over the state takes over the optimizer's step count, and closes the
+        # block with the worker that is least far in it.
+        -report["counted"],
+    )
 
 
 def _next_plan(

@@ -13,7 +13,6 @@ import tensorflow as tf
 from tfpara.collectives import TensorFlowCollectives
 from tfpara.strategy import HAS_WEIGHTS, StateHolder
 from tfpara.sync.one_sync.replicas import BUCKET_BYTES
-from tfpara.sync.one_sync.reports import Request
 from tfpara.sync.one_sync.state_vars import TRAVELLING, Slot, slots_of
 from tfpara.sync.tensorflow.extended import PeriodicSyncExtended
 from tfpara.typing import Json
@@ -113,9 +112,8 @@ class StateTransfer:
         if joins:
             vars(self.trained_model.history).update(json.loads(history))
         synchronizer.start_from(synchronizer.broadcast_point())
-        synchronizer.graph.block.give_up()
+        synchronizer.give_up_block()
         synchronizer.graph._agreed.assign(ahead["agreed"])
-        synchronizer.graph.answered(Request.MEET)
 
 
 def told(history: keras.callbacks.History) -> str:

@@ -88,7 +88,7 @@ class Synchronizer:
 
     def act_if(self, due: tf.Tensor) -> None:
         """Calls `act` if something is due; where Python code calls the syncs, without the sync."""
-        if self._site.company.syncs_in_steps:
+        if self._site.company.syncs_in_steps or tf.executing_eagerly():
             where(due, self.act)
         elif self._device_period is not None:
             where(due, self._average_devices_if_due)

@@ -17,7 +17,6 @@ from tfpara.sync.elastic.state_transfer import (
     hand_over_arrays,
 )
 from tfpara.sync.one_sync.replicas import BUCKET_BYTES
-from tfpara.sync.one_sync.reports import Request
 from tfpara.sync.one_sync.state_vars import Kind, Slot
 
 pytestmark = pytest.mark.latest
@@ -158,10 +157,11 @@ def test_who_takes_over_has_all_or_nothing(breaks_at):
         [],
     )
     history.epoch = []
-    block = types.SimpleNamespace(give_up=lambda: done.append("block"))
-    graph = types.SimpleNamespace(block=block, _agreed=tf.Variable([0.0]), answered=done.append)
     synchronizer = types.SimpleNamespace(
-        graph=graph, broadcast_point=list, start_from=lambda weights: done.append("start")
+        graph=types.SimpleNamespace(_agreed=tf.Variable([0.0])),
+        broadcast_point=list,
+        start_from=lambda weights: done.append("start"),
+        give_up_block=lambda: done.append("block"),
     )
     control = types.SimpleNamespace(collectives=Breaking(breaks_at))
     models = types.SimpleNamespace(synchronizers=[synchronizer])
@@ -179,4 +179,4 @@ def test_who_takes_over_has_all_or_nothing(breaks_at):
     assert [v.numpy().tolist() for v in variables] == [[float(whole)]] * 2
     assert holder.weights[0].tolist() == [float(whole)] * 2
     assert history.epoch == ([0, 1] if whole else [])
-    assert done == (["start", "block", Request.MEET] if whole else [])
+    assert done == (["start", "block"] if whole else [])

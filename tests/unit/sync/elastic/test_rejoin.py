@@ -4,9 +4,11 @@ import types
 
 import pytest
 
+from tests.lib.record import unit_of
 from tfpara.elastic.meeting import Form
+from tfpara.elastic.plan import begin
 from tfpara.sync.elastic.connection import Connection
-from tfpara.sync.elastic.rejoin import Progress, Rejoin
+from tfpara.sync.elastic.rejoin import Progress, Rejoin, _how_far, _next_plan
 
 pytestmark = pytest.mark.latest
 
@@ -25,6 +27,29 @@ def test_a_joiner_ends_where_all_others_are_lost():
     connection = types.SimpleNamespace(end=end, form=form)
     with pytest.raises(SystemExit, match="those that had the state of the run are lost"):
         Rejoin(EXTENDED, connection).reconcile(form)
+
+
+def test_the_newest_plan_counts_if_a_worker_is_lost_while_it_is_adopted():
+    """Rank 1 has adopted the plan with a third worker, and trained by it; rank 0 has not."""
+    former = begin(0, (0, 1))
+    newest = former.after([10, 10], [0, 0], (0, 1, 2))
+    common = {"syncs": 5, "closed": (-1, -1), "operations": 3}
+    old = {"plan": former.state(), "planned_in": 1, "dealt": [10, 10], "open": 0, "counted": 0}
+    new = {"plan": newest.state(), "planned_in": 2, "dealt": [0, 0, 0], "open": 3, "counted": 3}
+    reports = [{**common, **old}, {**common, **new}]
+    form = Form(3, (0, 1), ("a:1", "b:1"), tuple(reports), "worker 2 is lost")
+    plan = _next_plan(form, reports, [False, False], max(reports, key=_how_far))
+    assert plan.carried == ((), tuple(unit_of(newest, 1, step) for step in range(3)))
+    units = [unit_of(plan, rank, step) for rank in range(2) for step in range(40)]
+    assert len(units) == len(set(units)) and set(range(20, 80)) <= set(units)
+
+
+def test_the_state_is_that_of_the_worker_least_far_in_the_block():
+    """With it goes the optimizer's step count, and the receiver closes the block from there."""
+    common = {"syncs": 5, "plan": begin(0, (0, 1)).state(), "planned_in": 1}
+    common |= {"closed": (-1, -1), "operations": 3}
+    reports = [{**common, "counted": counted} for counted in (9, 3, 7)]
+    assert max(reports, key=_how_far) is reports[1]
 
 
 def test_a_worker_that_comes_back_trains_an_epoch_that_it_had_closed_alone():
