@@ -10,16 +10,17 @@ from scripts.benchmarks.systems import HOROVOD_REDUCE, HOROVOD_SYNC, ONE_WORKER,
 _SPEED = "samples_per_second"
 
 
-def headlines(rows: Iterable[dict[str, Any]]) -> list[str]:
-    """Returns sentences on scaling, syncs and limited links, as far as they were measured."""
+def headlines(rows: Iterable[dict[str, Any]], syncs: bool = True) -> list[str]:
+    """Returns sentences on scaling, `syncs` and limited links, as far as they were measured."""
     by_link: dict[str, dict[str, dict[str, Any]]] = {}
     for row in rows:
         by_link.setdefault(row["link"], {})[row["system"]] = row
     loopback = by_link.get("loopback", {})
-    said = [*_scaling(loopback), *_syncs("", loopback)]
+    said = [*_scaling(loopback), *(_syncs("", loopback) if syncs else [])]
     for link, found in by_link.items():
         if link != "loopback":
-            said += [*_syncs(f" at {link}", found), *_limited(link, found, loopback)]
+            said += _syncs(f" at {link}", found) if syncs else []
+            said += _limited(link, found, loopback)
     return said
 
 
@@ -69,8 +70,8 @@ def _limited(
         if per_step:
             best = max(per_step, key=lambda r: r[_SPEED])
             text += (
-                f", and {ours[_SPEED] / best[_SPEED]:.1f} times the speed of the best system that "
-                f"averages at every step ({best['system']}, {best[_SPEED]:.0f})"
+                f", and {ours[_SPEED] / best[_SPEED]:.1f} times the speed of the fastest system "
+                f"that averages at every step ({best['system']}, {best[_SPEED]:.0f})"
             )
         said.append(text + ".")
     return said

@@ -65,7 +65,7 @@ def section(content: dict[str, Any]) -> str:
     parts = [
         _conditions(content),
         f"![samples per second of all systems]({_PLOT})",
-        "\n".join(f"* {sentence}" for sentence in headlines(content["rows"])),
+        "\n".join(f"* {sentence}" for sentence in headlines(content["rows"], syncs=False)),
         _table([row for row in trained if row["link"] == "loopback"], columns),
         _by_link(
             "Milliseconds of a whole sync, and of a bare exchange of as many bytes",
@@ -87,9 +87,9 @@ def _conditions(content: dict[str, Any]) -> str:
     return (
         f"Machine: {machine['cpu']}, {machine['cores']} cores, {machine['system']}. Versions: "
         f"{versions}. Network: {sizes['inputs']}-{sizes['layers']}x{sizes['width']}-"
-        f"{sizes['classes']}, with minibatches of {sizes['batch']} and one thread for each worker. "
-        f"Figures on loopback are medians of {content['rounds']} round(s); the smallest and the "
-        "largest value are in brackets."
+        f"{sizes['classes']}. Minibatches have {sizes['batch']} samples, and each worker has one "
+        f"thread. Figures on loopback are medians of {content['rounds']} round(s), with the "
+        "smallest and the largest value in brackets."
     )
 
 
@@ -122,7 +122,7 @@ def _predicted(predictions: list[dict[str, Any]]) -> str:
         "measured": lambda r: _shown(r, _SPEED, ".0f"),
         "measured / predicted": lambda r: _shown(r, "measured_over_predicted", ".2f"),
     }
-    title = "Speeds that the cost model (`tfpara.planner`) predicts, and the measured ones:"
+    title = "Speeds of two workers: predicted by the cost model (`tfpara.planner`), and measured:"
     return f"{title}\n\n{_table(predictions, columns)}"
 
 
