@@ -5,8 +5,8 @@ the next step writes to them), and a thread exchanges these copies. A flight *la
 results are there; the training thread reads them only after that. If training has to wait for a
 landing, it waits in a TensorFlow queue, which blocks no thread that the flight may need.
 
-Each wait begins by putting the known end into the queue again: see docs/design.md, "How a flight
-ended is remembered until the next flight".
+Each wait begins by putting the known end into the queue again: see docs/design.md, "The result of a
+flight is kept until the next flight begins".
 """
 
 from __future__ import annotations
