@@ -1,12 +1,12 @@
-"""Checkpoints that are complete or not visible, in any kind of storage.
+"""Checkpoints in any kind of storage. A checkpoint is visible only if it is complete.
 
-DIRECTORY/lock                          held by the run that writes here
+DIRECTORY/lock                          locked by the run that writes here
 DIRECTORY/checkpoint-00000012/          the twelfth checkpoint
-    manifest.json                       facts about the run; sizes and SHA-256 of files, and its own
+    manifest.json                       facts about the run; size and SHA-256 of files, and its own
     part-00000.index, part-00000.data-00000-of-00001     worker 0's part, in TensorFlow's format
 
-A checkpoint becomes visible by one rename (`LocalStore`), or when its manifest is written, which
-comes last (`RemoteStore`).
+In a directory, a checkpoint becomes visible by one rename (`LocalStore`). On S3 and other stores it
+becomes visible when its manifest is written, as the last file (`RemoteStore`).
 """
 
 from __future__ import annotations
