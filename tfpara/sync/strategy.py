@@ -29,20 +29,20 @@ from tfpara.typing import Data, Json, Nest, Scalar
 
 
 class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, ForCallbacks):
-    """Local optimizer steps on every replica, and a synchronisation every τ minibatches.
+    """Every replica trains by itself, and all replicas are synchronised every τ minibatches.
 
     Keras' `compile`, `fit`, `evaluate`, `predict` and callbacks work as usual on a model that is
-    made and compiled in the strategy's scope. A replica is one device of one worker; the workers
+    made and compiled in the strategy's scope. A replica is one device of one worker. The workers
     are those of TF_CONFIG, or those that srun, mpirun, horovodrun, torchrun or another engine has
-    started; without them, this process trains alone. Only every `sync_period`-th
-    training step exchanges anything.
+    started. Without these, the process trains alone. Workers exchange data only in every
+    `sync_period`-th training step.
 
-    The end of an epoch closes the open block: all workers, however much data each had, join a last
-    sync. The metrics of the epoch's log, validation and callbacks come after that sync. Metrics are
-    reduced over all replicas of all workers.
+    At the end of an epoch all workers take part in a last sync, even if they had different amounts
+    of data. Validation, callbacks and the metrics of the epoch's log come after this sync. The
+    metrics cover all replicas of all workers.
 
-    A weight's Keras constraint holds in the weights from which replicas continue, and in the global
-    model and the averages as they are shown and written; the state of the rule is without it.
+    The weights from which replicas continue satisfy the Keras constraints of their layers. So do
+    the global model and the averages when they are read or saved.
 
     Args:
         rule: `tfpara.BSP()`, `BMUF(...)`, `EASGD(...)`, `BMUFAdam(...)`, `DiLoCo(...)`,
@@ -50,60 +50,65 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, ForCallbac
         sync_period: τ ≥ 1, the minibatches of each replica between two syncs.
         averages: averages of the global model by name, e.g. `{"ema": tfpara.EMA(0.99)}`; they do
             not change the training.
-        local_state: the effect of a sync on the optimizer's slots (momentum …): "keep", "reset" to
-            their initial value, or "average" over the replicas. "auto" keeps them. If the rule has
-            a momentum of its own (BMUF, DiLoCo, SlowMo), "auto" also shortens that of local SGD,
-            and β₁ of Adam, to fit into the block, since two in a row are unstable.
-        aggregation: "replicated": every worker keeps the whole global model and averages.
-            "sharded": every replica keeps 1/N of them (paper 000, section 3.2). "auto": sharded
-            with `compression`, and if there are several replicas and the model has 16 MB or more.
-            Between three workers and more without NCCL, and between two of Horovod over Gloo, a
-            sharded sync takes longer on a slow link: there "auto" shards from 1 GiB on.
-        devices: this worker's devices, e.g. `["CPU:0", "CPU:1"]`; others may have more, fewer, or
-            another kind, but not with `elastic`. None: all GPUs that this process sees, or CPU:0.
+        local_state: what a sync does with the optimizer's slots (momentum …). "keep": nothing.
+            "reset": sets them to their initial values. "average": averages them over the replicas.
+            "auto": keeps them, and if the rule has momentum (BMUF, DiLoCo, SlowMo), also lowers the
+            momentum of local SGD, or β₁ of Adam, in short blocks, since the two momenta together
+            make training unstable.
+        aggregation: where the global model and the averages are. "replicated": every worker has all
+            of them. "sharded": every replica has 1/N of them (paper 000, section 3.2). "auto":
+            "sharded" with `compression`. Without: "sharded" if there are several replicas and the
+            model has at least 16 MB; or 1 GiB, if there are three or more workers without NCCL, or
+            two workers of Horovod over Gloo, because there a sharded sync takes longer on a slow
+            link.
+        devices: this worker's devices, e.g. `["CPU:0", "CPU:1"]`. None: all GPUs that this process
+            sees, or CPU:0. Other workers may have more, fewer or other devices, but not with
+            `elastic`.
         overlap: False: training stops for a sync. True: a sync runs while the next block trains,
-            and is merged at that block's end. A number d ≤ τ: it is merged d minibatches after its
-            start.
-        fragments: number of fragments of the model, which are synchronised in turn: one at each
-            sync point, and so each at every `fragments`-th. 1: the whole model at each.
+            and its result is merged at the end of that block. A number d ≤ τ: the result is merged
+            d minibatches after the sync began.
+        fragments: number F of parts of the model. Each sync exchanges one part; the parts take
+            turns. 1: each sync exchanges the whole model.
         compression: format of the bytes between workers. "none": float32. "bf16" and "fp16": half
             the bytes. "int8": a quarter. "int4": a seventh. The next sync makes up for rounding.
-        device_sync_period: number of minibatches after which a worker's devices also average their
-            weights among themselves; τ must be a multiple. None: only syncs of all replicas.
+        device_sync_period: number of minibatches after which the devices of a worker average their
+            weights among themselves; τ must be a multiple of it. None: devices are only combined in
+            syncs of all replicas.
         data_plan: facts about the data that must be equal on all workers (numbers and strings by
-            name); compared before the first step.
-        timeout_seconds: longest wait for other workers inside a sync. It must exceed the time by
-            which the slowest worker can be late, first-step compilation included.
-        startup_timeout_seconds: longest wait for all workers to appear.
-        communication: how TensorFlow's collectives carry the weights between workers; the same on
-            all of them. "RING": a ring over gRPC. "NCCL": NVIDIA's library, where each worker's
-            first device is a GPU of its own. "AUTO": NCCL if CUDA's driver tells that it is, and
+            name). The workers compare them before the first step.
+        timeout_seconds: longest wait for other workers in a sync. It must be longer than the
+            slowest worker can be late, also by the compilation of the first step.
+        startup_timeout_seconds: longest wait at the start until all workers are there.
+        communication: how TensorFlow's collectives send the weights between workers; the same on
+            all workers. "RING": a ring over gRPC. "NCCL": NVIDIA's library; the first device of
+            each worker must be a GPU of its own. "AUTO": NCCL if all workers have such GPUs and
             `elastic` is None; else the ring.
         collectives: the backend that connects the workers: "tensorflow", "horovod", or "auto":
             Horovod if horovodrun, mpirun or `tfpara-launch --collectives=horovod` has started the
             process, else TensorFlow.
-        elastic: a `tfpara.Elastic`: training goes on while workers die, leave and come.
+        elastic: a `tfpara.Elastic`: training continues while workers are lost, leave and join.
             None: the loss of a worker ends the run.
-        balance: True: in each block worker i of W takes a number τ_i of steps by its speed, with
-            Σ τ_i = W·τ, so that all end the block together: the τ_i, 1 ≤ τ_i ≤ 4τ, for which
-            max_i s_i·τ_i is least, about τ_i = W·τ·(1/s_i) / Σ_j (1/s_j), where s_i are the seconds
-            of a step in the blocks before. The mean of the replicas weighs by samples, as always,
-            and `fit` deals the minibatches of an epoch out by the τ_i, each to one replica. Workers
-            have one device each. Not with `overlap`, `fragments` or BMUFAdam. A record, which is
-            `strategy.balance_record` of another run: its τ_i again, block by block (then τ for
-            all); not with `elastic`. False: τ_i = τ.
+        balance: False: each worker takes τ steps in a block. True: a slower worker takes fewer
+            steps, so that all workers finish a block together. Worker i of W takes τ_i steps, with
+            Σ τ_i = W·τ and 1 ≤ τ_i ≤ 4τ, about τ_i = W·τ·(1/s_i) / Σ_j (1/s_j), where s_i are the
+            seconds of its steps in earlier blocks. Each minibatch of an epoch goes to one replica.
+            Each worker has one device. Not with `overlap`, `fragments` or BMUFAdam. A record
+            (`strategy.balance_record` of another run): takes the τ_i of that run again, and τ after
+            its last block; not with `elastic`.
         nonfinite: "raise": a weight with NaN or Inf ends the run at the next sync. "skip": a
-            minibatch whose loss or gradient has NaN or Inf changes nothing on its replica and has
-            weight 0 in the next sync. It is counted, and named where the epoch ends.
-        nonfinite_share: with "skip", the share of an epoch's minibatches, in [0, 1], above which
-            the run ends; looked at where the epoch ends, and before that once ten were left out.
-        status_port: port of a live page of all workers, which the chief serves to its own machine;
-            0: a free one. None: no page. `tfpara-launch` has such a flag, which needs no script.
+            minibatch whose loss or gradient has NaN or Inf is left out: it changes nothing on its
+            replica, and does not count in the next sync. The end of the epoch reports it.
+        nonfinite_share: with "skip", the largest share of an epoch's minibatches, in [0, 1], that
+            may be left out. With more, the run ends: at the end of the epoch, or earlier if at
+            least ten were left out.
+        status_port: port at which the chief serves a live page of all workers to its own machine;
+            0: any free port. None: no page. `tfpara-launch --status_port` does the same without a
+            change of the script.
 
     Raises:
         TypeError: `rule` is not a rule object, or an average is not one.
         ValueError: a value is outside its range; or TFPARA_MEETING is set, and `elastic` is not;
-            or `communication="NCCL"` connects CPUs, or two workers on one card; or a port is taken.
+            or `communication="NCCL"` connects CPUs, or two workers on one GPU; or a port is taken.
         tfpara.FingerprintError: the workers were started with different settings.
         tfpara.cluster.ClusterError: TF_CONFIG, or an engine's variables, are wrong.
         tfpara.StartupError: some workers did not come, or have another cluster.
@@ -197,10 +202,10 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, ForCallbac
 
     @property
     def is_chief(self) -> bool:
-        """Whether this worker writes the files of which the run needs one copy.
+        """Whether this worker writes the files of which the run needs only one copy.
 
-        In an elastic run another is the chief once all of a lower rank are lost: in `fit` from the
-        next exchange on, elsewhere at once.
+        In an elastic run another worker becomes the chief when all workers of lower rank are lost:
+        in `fit` from the next exchange on, elsewhere at once.
         """
         return self.extended.worker.company.is_chief
 
@@ -211,7 +216,7 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, ForCallbac
 
     @property
     def sync_period(self) -> int | None:
-        """τ, minibatches of each replica between two syncs; None while there are none."""
+        """τ, the minibatches of each replica between two syncs; None while no syncs happen."""
         return self.extended.momentum.sync_period
 
     @property
@@ -221,12 +226,11 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, ForCallbac
         return [] if balance is None else [list(shares) for shares in balance.record]
 
     def set_sync_period(self, sync_period: int | None) -> None:
-        """Sets τ from here on. Every worker must call it between blocks: where an epoch begins.
+        """Sets τ from here on. Every worker must call it, at the beginning of an epoch.
 
         Args:
-            sync_period: minibatches of each replica between two syncs, at least 1. None: the
-                replicas are independent until it is set again, and the end of an epoch averages
-                nothing.
+            sync_period: minibatches of each replica between two syncs, at least 1. None: no syncs,
+                also at the end of an epoch, until a number is set again.
 
         Raises:
             ValueError: `sync_period` is not a whole number of at least 1, or does not go with
@@ -245,14 +249,14 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, ForCallbac
         extended.momentum.set_period(sync_period)
 
     def broadcast_replica(self, model: keras.Model, replica: int = 0) -> None:
-        """Sets all replicas to the weights of one; momentum and averages restart there.
+        """Sets all replicas to the weights of one; momentum and averages restart from these.
 
-        Closes the open block first, so every worker must call it. The optimizers' slots of each
-        replica stay as they are.
+        This closes the open block first, so every worker must call it. Each replica keeps the slots
+        of its optimizer.
 
         Args:
             model: the model that is trained.
-            replica: 0 … N − 1; its local weights and batch-norm statistics are taken.
+            replica: 0 … N − 1, the replica whose local weights and batch-norm statistics are taken.
 
         Raises:
             ValueError: there is no such replica.
@@ -261,9 +265,9 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, ForCallbac
 
     @property
     def rule(self) -> Rule:
-        """The synchronisation rule, with defaults filled in for N replicas.
+        """The synchronisation rule, with the defaults for N replicas filled in.
 
-        Once a model trains, they are also those for its local optimizer.
+        Once a model trains, the defaults for its local optimizer are filled in, too.
         """
         return self.extended.models.rule
 
@@ -280,10 +284,10 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, ForCallbac
     def run(
         self, fn: Callable[..., Nest], args: Nest = (), kwargs: Nest = None, options: object = None
     ) -> Nest:
-        """Runs `fn` on every local replica; counts a step if `fn` takes an optimizer step.
+        """Runs `fn` on every replica of this worker.
 
-        A replica whose part of the batch is empty takes no step. If `fn` updates the weights of a
-        model, every `sync_period`-th call includes a sync.
+        If `fn` takes an optimizer step, the call counts as a step, and every `sync_period`-th such
+        call includes a sync. A replica whose part of the batch is empty takes no step.
         """
         with self.scope():
             return self.extended.steps.run(super().run, fn, args, kwargs, options, scope.check)
@@ -293,14 +297,13 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, ForCallbac
     ) -> Nest:
         """Returns the sum or mean of a value over the replicas of all workers.
 
-        Every worker must call it, as often as the others, and outside of a `tf.function` where
-        there are several workers. It closes no block. A replica that took no step, since its part
-        of the batch was empty, has zeros.
+        Every worker must call it equally often. With several workers, call it outside of a
+        `tf.function`. It closes no block. A replica whose part of the batch was empty has zeros.
 
         Args:
             reduce_op: "SUM" or "MEAN".
             value: the result of `run`, or a structure of such results.
-            axis: the axis of the samples, over which the values are summed, or averaged, too.
+            axis: the axis of the samples; the values are also summed or averaged over this axis.
 
         Raises:
             ValueError: inside a `tf.function`, if there are several workers; or values of different
@@ -311,37 +314,37 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, ForCallbac
     def datasets_by_epoch(
         self, dataset_fn: Callable[[int, int], tf.data.Dataset]
     ) -> tf.distribute.DistributedDataset:
-        """Returns data for `fit` that are another dataset in every epoch, and can be resumed.
+        """Returns data for `fit` with a new dataset for every epoch; runs can be resumed.
 
         Args:
-            dataset_fn: called on each worker as `dataset_fn(epoch, first)`. It returns this
-                worker's minibatches of that epoch (from 0), those of its replicas in turn: a
-                minibatch for each of `local_replica_ids`, then the next for each, and so on.
-                `first` minibatches, counted over all replicas, have been trained already, and it
-                must leave them out. `first` is 0 except in the epoch in which a run is resumed. All
-                datasets must have the same element spec.
+            dataset_fn: called on each worker as `dataset_fn(epoch, first)`, with the epoch from 0.
+                It returns this worker's minibatches of that epoch in turn for its replicas: a
+                minibatch for each of `local_replica_ids`, then the next one for each, and so on.
+                `first` is the number of minibatches, counted over all replicas, that were trained
+                before the run was resumed; `dataset_fn` must leave them out. In all other epochs
+                `first` is 0. All datasets must have the same element spec.
 
         Returns:
-            Data for `fit`, whose epochs they have: `fit(initial_epoch=2)` begins with epoch 2. In a
-            loop of your own every pass that follows training steps is the next epoch's. In a
-            resumed run `tfpara.callbacks.Checkpoint` sets the epoch and `first`.
+            Data for `fit`. The epochs are numbered as in `fit`: `fit(initial_epoch=2)` begins with
+            epoch 2. In a loop of your own, each pass over the data after training steps is the next
+            epoch. In a resumed run `tfpara.callbacks.Checkpoint` sets the epoch and `first`.
         """
         return self.datasets_by_number(of_one_reader(dataset_fn))
 
     def minibatches_by_epoch(
         self, dataset_fn: Callable[[int], tf.data.Dataset]
     ) -> tf.distribute.DistributedDataset:
-        """Returns data for `fit` that are another dataset in every epoch; this deals them out.
+        """Returns data for `fit` with a new dataset for every epoch, divided among the replicas.
 
-        As `datasets_by_epoch`, where workers need not know which minibatches are theirs: minibatch
-        k of an epoch is that of replica k mod N. Every worker reads all of them and keeps its own,
-        so reading should be cheap beside training.
+        As `datasets_by_epoch`, but tfpara divides the minibatches: replica k mod N gets minibatch k
+        of an epoch. Every worker reads all minibatches and keeps its own, so reading should be
+        cheap compared to training.
 
         Args:
-            dataset_fn: called on each worker as `dataset_fn(epoch)`, from 0. It returns all
-                minibatches of that epoch, each for one replica, in the same order on all workers
-                and whenever it is called: every shuffle or random draw needs a seed, as in
-                `dataset.shuffle(1000, seed=epoch)`.
+            dataset_fn: called on each worker as `dataset_fn(epoch)`, with the epoch from 0. It
+                returns all minibatches of that epoch; each is for one replica. Their order must be
+                the same on all workers and in each call: every shuffle or random draw needs a seed,
+                as in `dataset.shuffle(1000, seed=epoch)`.
 
         Raises:
             TypeError: it returns no dataset.
@@ -352,11 +355,11 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, ForCallbac
     def weigh_minibatches(self, weight: Callable[..., Scalar]) -> None:
         """Sets the weight of a minibatch in the mean of the replicas, before the first step.
 
-        By default the weight is the number by which Keras divides the compiled loss of a minibatch:
-        the number of its samples, also of those with sample weight 0; or the sum of the sample
+        By default the weight is the number by which Keras divides the compiled loss of a minibatch.
+        This is the number of its samples, including samples with weight 0; or the sum of the sample
         weights if the loss has reduction="mean_with_sample_weight". A loss of a custom loop, or one
-        with Keras' masks, may divide by another number. Give that number here, so that every frame
-        has the same weight in the model.
+        with Keras' masks, may divide by another number, such as a number of frames. Give that
+        number here, so that every frame has the same weight in the model.
 
         Args:
             weight: called with the arguments of a replica's step (Keras gives it one, the
@@ -377,15 +380,15 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, ForCallbac
         model: keras.Model | Sequence[keras.Model],
         optimizers: keras.optimizers.Optimizer | Sequence[keras.optimizers.Optimizer] = (),
     ) -> None:
-        """Names the models that a custom loop trains through `run`; Keras' `fit` does not need it.
+        """Names the models that a custom loop trains through `run`; `fit` does not need it.
 
         Several models are synchronised as one: a call of `run` that trains any of them is a step of
-        all. `weights`, `broadcast_replica` and `state_bytes`, called with one of them, act on all.
+        all. `weights`, `broadcast_replica` and `state_bytes` act on all of them, too.
 
         Args:
             model: the model, or a list of all models that the loop trains.
-            optimizers: the loop's optimizer, or a list, beside those that the models are compiled
-                with. It is needed for `local_state` "reset" and "average" and for BMUFAdam.
+            optimizers: the optimizer of the loop, or a list, in addition to those with which the
+                models are compiled. `local_state` "reset" and "average" and BMUFAdam need it.
 
         Raises:
             TypeError: an argument is no model, or no optimizer.
@@ -394,21 +397,21 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, ForCallbac
         self.extended.models.track(as_list(model), as_list(optimizers))
 
     def forget(self, model: keras.Model) -> None:
-        """Gives up what the strategy keeps of a model that was trained; every worker must call it.
+        """Frees what the strategy stores for a trained model; every worker must call it.
 
-        That is its global model, momentum and averages, which are in memory until then, or until
-        all workers have deleted the model and begin to train another one. The open block is closed
-        first. The model keeps its weights, on all replicas those of the global model where these
-        stand apart. It may be trained again, and so may another model that shares weights with it,
-        such as one with a new head: both begin as models that were never trained. If an average is
-        still wanted, write it before (`tfpara.export`).
+        This is the global model, its momentum and its averages. Without this call they stay in
+        memory until all workers have deleted the model and begin to train another one. The open
+        block is closed first. The model keeps its weights; where replicas have different weights,
+        all get those of the global model. You may train the model again, or another model that
+        shares weights with it, such as one with a new head: both begin like new models. If you
+        still need an average, write it before (`tfpara.export`).
 
-        Nothing happens to a model that was not trained. A loop of your own must call `track` again,
-        and make a new `tf.function`, since the old one has the syncs of the model.
+        A model that was not trained stays as it is. A loop of your own must call `track` again, and
+        make a new `tf.function`, because the old one contains the syncs of the model.
 
         Args:
-            model: the model that was trained. One of those that are tracked together, or that is
-                part of one that was trained, stands for all.
+            model: the model that was trained. A part of it stands for the whole, and one of several
+                models that are tracked together stands for all of them.
 
         Raises:
             ValueError: inside `fit` or `strategy.weights(...)`, or in an elastic run.
@@ -438,20 +441,20 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, ForCallbac
     def barrier(self) -> None:
         """Waits until every worker has called this.
 
-        So files that the chief wrote before can be read by all workers after it.
+        For example, after the call all workers can read files that the chief wrote before it.
         """
         self.extended.control.together(call("strategy.barrier()"))
 
     @contextlib.contextmanager
     def weights(self, model: keras.Model, which: str) -> Iterator[None]:
-        """Puts the "global" model, the "local" ones or a named average into `model` for a while.
+        """Puts the "global", the "local" or an average's weights into `model` for a while.
 
-        Every worker must enter, since the open block is closed first. Leaving the context puts the
-        former weights back, bit for bit, on every device. Weights with a Keras constraint are shown
-        within it. Statistics such as those of batch normalisation are those of the last sync in
-        each case. A model that has not been trained yet has the same weights under every name.
-        Models that are tracked together all get these weights, and so does the whole of which a
-        part is given. Contexts may be nested: the inner one holds.
+        Every worker must enter the context, because this closes the open block first. Leaving the
+        context restores the former weights, bit for bit, on every device. The weights satisfy their
+        Keras constraints. Statistics, as of batch normalisation, are always those of the last sync.
+        A model that has not been trained yet has the same weights under every name. Models that are
+        tracked together all get these weights. If `model` is a part of a trained model, the whole
+        model gets them. Contexts may be nested; the inner one holds.
 
         Args:
             model: a model that was made in the scope, or a part of one that was trained, such as
@@ -459,9 +462,9 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, ForCallbac
             which: "global", "local" or a name among `averages`.
 
         Raises:
-            ValueError: an unknown name; the message lists those there are. Weights that are set, or
-                trained by `fit`, inside the context. Or a model of another strategy, or one that
-                shares some weights with a model that was trained, and has others.
+            ValueError: an unknown name; or weights that are set, or trained by `fit`, inside the
+                context; or a model of another strategy; or a model that shares only some of its
+                weights with a trained model.
         """
         known = self.weight_names
         if which not in known:
@@ -491,20 +494,21 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, ForCallbac
         only_chief: bool = False,
         verbose: str | int = "auto",
     ) -> Nest:
-        """Returns what `model.predict` does; worker r of W computes rows n·r/W to n·(r + 1)/W of n.
+        """Returns what `model.predict` returns; the workers divide the rows among themselves.
 
-        Of other data than arrays these are batches. Every worker must call it, with the same data.
-        If an elastic run loses a worker meanwhile, those that are left begin anew.
+        Worker r of W computes rows n·r/W to n·(r + 1)/W of n rows in arrays, or of n batches in
+        other data. Every worker must call it, with the same data. If an elastic run loses a worker
+        meanwhile, the workers that are left begin anew.
 
         Args:
             model: a model that was made in the scope.
             x: arrays or a structure of them, a `keras.utils.PyDataset`, or a `tf.data.Dataset` of
                 batches in an order that all workers have.
-            batch_size: rows of a batch, of arrays; None: 32.
+            batch_size: for arrays, the rows of a batch; None: 32.
             which: the weights: "global", "local" or a name among `averages`. None: those that
                 `strategy.weights` shows, else "global".
-            only_chief: whether the chief alone keeps the rows; the others return None.
-            verbose: as in Keras; the chief alone shows progress.
+            only_chief: whether only the chief returns the result; the others return None.
+            verbose: as in Keras; only the chief shows progress.
 
         Raises:
             ValueError: data without a known end or order, other data on another worker, or an
@@ -514,10 +518,10 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, ForCallbac
             return predict(self, model, x, batch_size, only_chief, verbose)
 
     def state_bytes(self, model: keras.Model) -> list[int]:
-        """Returns the bytes of global state (model, momentum, averages) that are kept here.
+        """Returns the bytes of global state (model, momentum, averages) that this worker stores.
 
-        It is one number if this worker keeps the whole state, and one for each local replica if the
-        state is sharded. Every worker must call it.
+        The list has one number if this worker stores the whole state, and one number for each of
+        its replicas if the state is sharded. Every worker must call it.
 
         Args:
             model: a model that is built and compiled in the scope.
