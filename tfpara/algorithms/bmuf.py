@@ -77,19 +77,18 @@ class BMUF(Rule):
     replica continues uses η_t of the present sync.
 
     Args:
-        block_momentum: η, 0 ≤ η < 1, or how the steady gain grows with the number N of replicas:
-            "linear", η = 1 − 1/N (with ζ = 1 that is C = 1 in ζ / (N(1−η)) = C), or "sqrt", η = 1 −
-            1/√N. With `warmup` both are at most 0.9, because for 16 replicas a gain of 10 was at
-            least as good as one of 16 at all rates and periods that were tried. None: "linear",
-            with one exception: if `warmup` is not False and the local optimizer divides by the size
-            of gradients, as Adam does, `warmup` is 5, and η is "sqrt" if the optimizer's average of
-            gradients cannot be fitted to the block.
+        block_momentum: η, 0 ≤ η < 1; or how η depends on the number N of replicas: "linear", η =
+            1 − 1/N, or "sqrt", η = 1 − 1/√N. With `warmup` both are at most 0.9, a gain of 10. (With 16
+            replicas a gain of 10 was at least as good as one of 16 at all rates and periods that
+            were tried.) None: "linear". But if the local optimizer divides by the size of
+            gradients, as Adam does, and `warmup` is not False, None has a `warmup` of 5; and it is
+            "sqrt" if tfpara cannot fit the optimizer's average of gradients to the block.
         block_learning_rate: ζ > 0.
         nesterov: which of the forms above.
         compat: None, "cntk" or "fairseq".
-        warmup: k > 0, the blocks in which the gain may rise by one. True: 1, and 20 with "sqrt".
-            False: η from the first sync on, for any N, as published. None: True if
-            `block_momentum` is not a number and `compat` is None, else False.
+        warmup: k > 0, the number of blocks in which the gain may rise by one. True: 1, or 20 with
+            "sqrt". False: η from the first sync on, for any N, as in the papers. None: False if
+            `block_momentum` is a number or `compat` is given, else True.
 
     Raises:
         TypeError: a value is not a number.

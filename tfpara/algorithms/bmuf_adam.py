@@ -34,29 +34,29 @@ class BMUFAdam(BMUF):
     """BMUF for replicas that train with Adam or AdamW.
 
     The weights follow `tfpara.BMUF`. Block momentum moves the replicas beyond their average w̄, to
-    a point where no replica has been. So neither the replicas' moments nor their average fit this
-    point. This rule estimates the moments that Adam would have there. With τ steps in the block, m
-    the moment at the start of the block and m̄ the average of the replicas' moments at its end,
+    a point where no replica has been. The replicas' moments do not fit this point, and neither does
+    the average of these moments. So this rule estimates the moments that Adam would have there.
+    The block has τ steps, m is the moment at its start, and m̄ is the average of the replicas'
+    moments at its end:
 
         g = (m̄ − β^τ m) / (1 − β^τ)                the block's mean gradient (squared, for v)
         ρ ← ηρ + ζτ                                 Δ in steps, as Δ ← ηΔ + ζG
         a = ηρ + (ζ − 1)τ  (Nesterov),  ρ − τ  (classical)     steps from w̄ to the broadcast point
         m ← β^a m̄ + (1 − β^a) g                     as if `a` more steps had seen g
 
-    for both moments, β being β₁ or β₂. With ζ = 1, as published, a = ηρ and
+    This holds for both moments; β is β₁ or β₂. With ζ = 1, as published, a = ηρ and
 
         m ← [(1 − β^(τ+a)) m̄ − (β^τ − β^(τ+a)) m] / (1 − β^τ).
 
-    Adam's bias correction divides by 1 − β^t for t steps. The authors raise t by `a` as well. A
-    Keras optimizer has one counter for that and for learning-rate schedules, so t stays, and the
-    new moment is multiplied by (1 − β^t) / (1 − β^(t+a)) instead: the corrected moments are the
-    same, and unbiased in all later steps.
+    Adam's bias correction divides by 1 − β^t for t steps. The authors also add `a` to t. But a
+    Keras optimizer has only one counter for the correction and for learning-rate schedules. So
+    here t stays, and the new moment is multiplied by (1 − β^t) / (1 − β^(t+a)). The corrected
+    moments are the same as the authors', also in all later steps.
 
-    With η = 0 and ζ = 1 the moments are simply averaged. In a shorter block, with a share f of the
-    minibatches of a whole block, ρ follows Δ of `tfpara.BMUF`, ρ' = (1 − f(1−η))ρ + ζτ, and so do
-    the steps from w̄ to the broadcast point, a = η'ρ' + (ζ − 1)τ − (1−f)ηρ (Nesterov), ρ' − τ −
-    (1−f)ρ (classical). If η is reached over the first blocks, η is the one before the block, and η'
-    the one after it.
+    With η = 0 and ζ = 1 the moments are simply averaged. A shorter block has a share f of the
+    minibatches of a whole block. Then ρ' = (1 − f(1−η))ρ + ζτ, as Δ' in `tfpara.BMUF`, and a =
+    η'ρ' + (ζ − 1)τ − (1−f)ηρ (Nesterov) or ρ' − τ − (1−f)ρ (classical). During a warm-up, η is the
+    value before the block, and η' the value after it.
 
     Args:
         block_momentum: η, as in `tfpara.BMUF`.

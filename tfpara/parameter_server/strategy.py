@@ -40,8 +40,9 @@ class AsyncStatistics(NamedTuple):
     Attributes:
         pushes: number of pushes, which are updates of the global model.
         samples: number of samples of these pushes.
-        staleness: int64 [256], pushes by staleness k; the last counts all higher ones too.
-        by_worker: int64 [workers], pushes of each worker in this process's lifetime.
+        staleness: int64 [256], the number of pushes of each staleness k; the last number also
+            counts all higher k.
+        by_worker: int64 [workers], pushes of each worker since this process started.
     """
 
     pushes: int
@@ -63,13 +64,13 @@ class AsyncStatistics(NamedTuple):
     def of_epoch(
         self, begin: AsyncStatistics, first: AsyncStatistics, seconds: float, times: float
     ) -> dict[str, float]:
-        """Returns what TensorBoard shows of an epoch at whose end these are the statistics.
+        """Returns TensorBoard's values for an epoch; these are the statistics at its end.
 
         Args:
-            begin: the statistics where the epoch began; workers push before the first batch hook.
-            first: those at the first batch hook.
-            seconds: since then.
-            times: of no use here; the samples are those of all.
+            begin: the statistics at the beginning of the epoch.
+            first: the statistics at the first batch hook, before which workers may push.
+            seconds: the time since that batch hook.
+            times: not used here; the samples are those of all workers.
         """
         del times
         epoch = self._replace(staleness=self.staleness - begin.staleness)
@@ -99,17 +100,18 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy, Strategy):
             `tfpara.AsyncBMUF(...)` or `tfpara.AsyncEASGD(...)`.
         sync_period: τ ≥ 1, minibatches between a worker's pull and its push.
         averages: averages of the global model by name, such as `{"ema": tfpara.EMA(0.999)}`. They
-            are updated after every push, and do not influence training. Beside EMA and MA there
-            is `tfpara.RunningThenMean(...)`; the callback `tfpara.StartMean` starts the mean of the
-            one named "average".
+            are updated after every push, and do not influence training. You may also give a
+            `tfpara.RunningThenMean(...)`; if its name is "average", the callback
+            `tfpara.StartMean` can start its mean.
         seed: seed ≥ 0 of the order of arrays and shuffled datasets, and of simulated workers.
         record: whether the first parameter server records each push, for the method `record`.
         nonfinite: "raise": a push that would make a weight NaN or Inf ends the run. "skip": a
             minibatch whose loss or gradient has NaN or Inf changes nothing.
-        nonfinite_share: with "skip", the share of an epoch's minibatches, in [0, 1], above which
-            the run ends; looked at where the epoch ends, and before that once ten were left out.
-        sparse_embeddings: whether of `Embedding` tables of 4 MB and more only the rows that a
-            push's minibatches use are pulled, pushed and stepped. False: whole tables.
+        nonfinite_share: with "skip", the largest share of an epoch's minibatches, in [0, 1], that
+            may be left out. With more, the run ends: at the end of the epoch, or earlier if at
+            least ten were left out.
+        sparse_embeddings: whether workers pull and push only the rows of an `Embedding` table that
+            their minibatches use, if the table has 4 MB or more. False: whole tables.
         timeout_seconds: silence after which a worker or parameter server counts as lost; also
             how long training waits for a worker when all are lost.
         startup_timeout_seconds: longest wait for all processes to start.

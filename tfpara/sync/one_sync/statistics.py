@@ -13,16 +13,15 @@ class SyncStatistics(NamedTuple):
     Attributes:
         steps: minibatches taken by each replica.
         samples: samples processed by all local replicas.
-        syncs: committed syncs.
-        sync_seconds: seconds for which training stood still for syncs, waiting included. It leaves
-            out the work of an overlapped sync beside the training, and the copying of its snapshot
-            in the next step.
-        wait_seconds: the part of `sync_seconds` spent waiting for the slowest worker, or for an
-            overlapped sync to arrive; 0 with one worker. It includes the exchange of a small
-            model's weights, which travel with the reports.
-        distance: relative distance ‖w_i − w̄‖ / ‖w̄‖ of the local replicas before a sync, root mean
-            square. If the global state is sharded, only the parts of the weights that the replicas
-            hold count. It is measured at the first 16 syncs and then at every 16th.
+        syncs: completed syncs.
+        sync_seconds: seconds for which training stood still for syncs, with the time of waiting.
+            The work of an overlapped sync during training does not count.
+        wait_seconds: the part of `sync_seconds` in which this worker waited for the slowest worker,
+            or for the result of an overlapped sync; 0 with one worker. For a small model it
+            includes the exchange of the weights.
+        distance: relative distance ‖w_i − w̄‖ / ‖w̄‖ of this worker's replicas before a sync, as a
+            root mean square. If the global state is sharded, only the parts of the weights that
+            the replicas store count. It is measured at the first 16 syncs and then at every 16th.
         bytes_sent: bytes sent to other workers in syncs, without headers.
         left_out: minibatches of all local replicas that were left out for NaN or Inf.
     """
@@ -44,13 +43,13 @@ class SyncStatistics(NamedTuple):
     def of_epoch(
         self, begin: SyncStatistics, first: SyncStatistics, seconds: float, times: float
     ) -> dict[str, float]:
-        """Returns TensorBoard's values of an epoch at whose end these are the statistics.
+        """Returns TensorBoard's values for an epoch; these are the statistics at its end.
 
         Args:
-            begin: the statistics at the begin of the epoch.
-            first: those after its first step.
+            begin: the statistics at the beginning of the epoch.
+            first: the statistics after the first step of the epoch.
             seconds: the time since that step.
-            times: all replicas over those of this worker, whose samples are counted.
+            times: the number of all replicas divided by that of this worker's replicas.
         """
         waited = self.sync_seconds - first.sync_seconds
         return {
