@@ -80,9 +80,9 @@ class BMUF(Rule):
         block_momentum: η, 0 ≤ η < 1; or how η depends on the number N of replicas: "linear", η =
             1 − 1/N, or "sqrt", η = 1 − 1/√N. With `warmup` both are at most 0.9, a gain of 10.
             (With 16 replicas a gain of 10 was at least as good as one of 16 at all rates and
-            periods that were tried.) None: "linear". But if the local optimizer divides by the size of
-            gradients, as Adam does, and `warmup` is not False, None has a `warmup` of 5; and it is
-            "sqrt" if tfpara cannot fit the optimizer's average of gradients to the block.
+            periods that were tried.) None: "linear". But if the local optimizer divides by the size
+            of gradients, as Adam does, and `warmup` is not False, None has a `warmup` of 5; and it
+            is "sqrt" if tfpara cannot fit the optimizer's average of gradients to the block.
         block_learning_rate: ζ > 0.
         nesterov: which of the forms above.
         compat: None, "cntk" or "fairseq".
