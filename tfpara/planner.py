@@ -80,13 +80,13 @@ class Link:
     def of_mbit(cls, mbit: float, delay_ms: float = 0.0) -> Link:
         """Returns a link of `mbit` Mbit/s (millions of bits) with a delay in milliseconds.
 
-        Of its speed 4.5 % are for the headers of packets.
+        The headers of packets take 4.5 % of this speed.
         """
         return cls(mbit * 1e6 / 8 / _WITH_HEADERS, delay_ms / 1e3)
 
     @property
     def mbit(self) -> float:
-        """The speed in Mbit/s, with the headers of packets: `of_mbit` takes it."""
+        """The speed in Mbit/s, including the headers of packets, as `of_mbit` takes it."""
         return self.bytes_per_second * 8 / 1e6 * _WITH_HEADERS
 
     def reduce_seconds(self, nbytes: float, num_workers: int) -> float:
@@ -104,12 +104,13 @@ class Costs:
     """The measured costs of one model on one kind of machine.
 
     Args:
-        step_seconds: t, the time of a minibatch on one replica that has its machine to itself.
-        model_bytes: bytes of the weights on the link: 4 for each without `compression`.
+        step_seconds: t, the time of a minibatch on one replica while its machine does nothing else.
+        model_bytes: bytes of all weights on the link; without `compression` 4 for each weight.
         link: the link between the workers.
-        local_seconds: the part of a sync that is not travel: packing, the rule, unpacking.
-        slowdown: α of equation 16, at least 1.
-        overlap: whether a sync travels while the next block trains.
+        local_seconds: time of a sync without the transfer: packing, the rule, unpacking.
+        slowdown: α of equation 16, at least 1: how many times as long a minibatch takes when all
+            replicas train at once.
+        overlap: whether a sync is sent while the next block trains.
 
     Raises:
         ValueError: a value outside its range.
@@ -142,8 +143,7 @@ class Costs:
     def block_seconds(self, num_workers: int, sync_period: int) -> float:
         """Returns the time from one sync to the next: τ minibatches, and what the sync adds.
 
-        With `overlap` the travel adds time only if it lasts longer than the next block's
-        minibatches.
+        With `overlap` the transfer adds time only if it takes longer than the next block.
         """
         checked_whole("sync_period", sync_period)
         slowdown = self.slowdown if num_workers > 1 else 1.0
@@ -202,21 +202,20 @@ class KnownError(NamedTuple):
 def known_error(
     num_workers: int, sync_period: int, overlap: bool = False, compression: str = "none"
 ) -> KnownError | None:
-    """Returns the measured error for N and τ, or one that is at least as large.
+    """Returns the measured error for N and τ, or the error of a similar case that is no better.
 
-    An N that was not measured has the error of the next larger one. A τ that was not measured has
-    the larger one of two errors: those of the next shorter and the next longer period.
+    If N was not measured, the error is that of the next larger N. If τ was not measured, it is the
+    larger error of two periods: the next shorter and the next longer one.
 
-    Returns None if only fewer replicas or shorter periods were measured, or not these options
-    together.
+    Returns None if all measured N or τ are smaller, or if these options were not measured together.
 
     Args:
         num_workers: N.
         sync_period: τ, minibatches.
-        overlap: whether syncs travel while the next block trains. The error that this adds was
-            measured in shorter runs, where errors differ more.
+        overlap: whether syncs are sent while the next block trains. The error that overlap adds was
+            measured in shorter runs, in which errors differ more.
         compression: format of the bytes between workers. The error that "int4" adds was measured in
-            such runs, too. Other formats count as "none".
+            shorter runs, too. All other formats have the error of "none".
     """
     adds: dict[int, dict[int, float]] = {}
     if compression == "int4":
@@ -241,18 +240,18 @@ def known_error(
 
 
 class Plan(NamedTuple):
-    """A period and options for a number of workers, with what they bring and cost.
+    """A period and options for a number of workers, with their speed and error.
 
     Attributes:
         workers: N.
         sync_period: τ, minibatches.
-        overlap: whether syncs travel while the next block trains.
+        overlap: whether syncs are sent while the next block trains.
         compression: format of the bytes between workers, as `PeriodicSyncStrategy` takes it.
-        aggregation: "sharded" or "replicated", which `aggregation="auto"` chooses by itself.
+        aggregation: "sharded" or "replicated", as `aggregation="auto"` chooses it.
         speedup: predicted speed-up over one worker.
         loss: share of the speed that the syncs cost.
-        error: as `known_error` returns it.
-        is_enough: whether neither the loss nor the error is above what was asked for.
+        error: the result of `known_error`.
+        is_enough: whether loss and error are both within the limits.
     """
 
     workers: int
@@ -275,12 +274,12 @@ def choose(
     overlaps: Sequence[bool] = (False, True),
     compressions: Sequence[str] = COMPRESSIONS,
 ) -> Plan:
-    """Returns the first options that are within both limits, with the shortest such period.
+    """Returns the first options within the limits of loss and error, with their shortest period.
 
-    Without overlap all `compressions` are tried, from left to right, and then with overlap: the
-    next sync makes rounding errors good, but not the errors of late syncs. No period is longer than
-    the longest whose error is known. If no options are within both limits, the result is the
-    fastest within the limit of the error, or the first of those that are slower by less than 1 %.
+    The function tries all `compressions` from left to right, first without and then with overlap.
+    (The next sync makes up for rounding errors, but not for late syncs.) It tries no period whose
+    error is not known. If no options are within both limits, the result is the fastest plan within
+    the limit of the error. Among plans that are less than 1 % slower than that, the first is taken.
 
     Args:
         costs: the costs with float32 on the link, and without overlap.

@@ -35,7 +35,7 @@ _LOCKS: dict[str, Store] = {}  # the stores that this process has locked, by the
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint cannot be written, or cannot be used. The message says which and why."""
+    """A checkpoint cannot be written or used. The message names the checkpoint and the reason."""
 
     of_all_workers = True  # all workers raise it, at the same place
 

@@ -161,11 +161,12 @@ def read(environ: Mapping[str, str] = os.environ) -> Cluster:
 
 
 def is_evaluator(environ: Mapping[str, str] = os.environ) -> bool:
-    """Returns whether this process is to score checkpoints, and takes no part in the training.
+    """Returns whether this process should score checkpoints, instead of training.
 
-    It is if the type of TF_CONFIG's task is "evaluator", as set by `tfpara-launch --evaluator`,
-    Kubernetes' TFJob and Vertex AI. Then call `tfpara.evaluate_checkpoints`. To start one by hand,
-    on any machine that sees the checkpoints:
+    This is so if the task in TF_CONFIG has the type "evaluator". `tfpara-launch --evaluator`,
+    Kubernetes' TFJob and Vertex AI set this type. Such a process should call
+    `tfpara.evaluate_checkpoints`. To start an evaluator by hand, on any machine that can read the
+    checkpoints:
 
         TF_CONFIG='{"task": {"type": "evaluator", "index": 0}}' python train.py
 

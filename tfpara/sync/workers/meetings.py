@@ -18,7 +18,7 @@ _GRACE_SECONDS = 1.0
 
 
 class MismatchError(RuntimeError):
-    """Workers have reached different exchanges. The message names each worker's place."""
+    """Workers made different calls. The message says where in the script each worker is."""
 
 
 class Control:
