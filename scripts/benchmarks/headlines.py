@@ -38,7 +38,7 @@ def _scaling(found: dict[str, dict[str, Any]]) -> list[str]:
         best = max(peers, key=lambda r: r["scaling"])
         said.append(
             f"Of the systems of other libraries, *{best['system']}* has the largest speed-up: two "
-            f"of its workers are {best['scaling']:.2f} times as fast as one."
+            f"workers are {best['scaling']:.2f} times as fast as one worker."
         )
     return said
 
