@@ -72,7 +72,7 @@ def _limited(
             best = max(per_step, key=lambda r: r[_SPEED])
             times.append(
                 f"{ours[_SPEED] / best[_SPEED]:.1f} times the speed of the fastest system that "
-                f"averages at every step ({best['system']}: {best[_SPEED]:.0f} samples/s)"
+                f"averages gradients at every step ({best['system']}: {best[_SPEED]:.0f} samples/s)"
             )
         said.append(text + (f" That is {', and '.join(times)}." if times else ""))
     return said

@@ -68,8 +68,8 @@ def section(content: dict[str, Any]) -> str:
         "\n".join(f"* {sentence}" for sentence in headlines(content["rows"], syncs=False)),
         _table([row for row in trained if row["link"] == "loopback"], columns),
         _by_link(
-            "The next table has the milliseconds of a whole sync, and of a bare exchange of as "
-            "many bytes",
+            "The next table has the times of whole syncs, and of bare exchanges of as many bytes, "
+            "in ms",
             exchanged,
             "sync_ms",
         ),
