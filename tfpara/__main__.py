@@ -36,15 +36,15 @@ VARIABLES = {
     "TFPARA_RANK": "this worker, 0 … TFPARA_SIZE − 1",
     "TFPARA_MEETING": "HOST:PORT of the meeting point of an elastic run (tfpara-meet)",
     "TFPARA_WORKER_NAME": "a name of this worker in the messages of an elastic run",
-    "TFPARA_SECRET": "the run's secret, with which its messages are signed",
-    "TFPARA_SECRET_FILE": "a file that has the secret, which only its owner may read",
-    "TFPARA_RESTART_EXIT_CODE": "exit code of a program that is to be started again (75)",
-    "TFPARA_LOST_WORKER_EXIT_CODE": "exit code where another worker was lost (1)",
-    "TFPARA_TRACEBACK": "1: an error that one sentence explains is shown with its traceback, too",
+    "TFPARA_SECRET": "the secret with which the messages of the run are signed",
+    "TFPARA_SECRET_FILE": "a file with the secret; only its owner may have the right to read it",
+    "TFPARA_RESTART_EXIT_CODE": "exit code of a program that should be started again (default: 75)",
+    "TFPARA_LOST_WORKER_EXIT_CODE": "exit code if another worker was lost (default: 1)",
+    "TFPARA_TRACEBACK": "1: errors that tfpara explains in one sentence also show their traceback",
     "TFPARA_TENSORBOARD": "0: TensorBoard shows no speed and no syncs, as under plain Keras",
-    "TFPARA_CHAOS_PROGRESS": "set by tfpara-chaos alone: the file of a script's progress",
-    "TFPARA_MEASURE": "set by tfpara-plan --measure alone: the first fit is measured, and the end",
-    "TFPARA_LAUNCHER": "set by tfpara-launch alone: how a program tells it why it ends",
+    "TFPARA_CHAOS_PROGRESS": "set only by tfpara-chaos: the file of a script's progress",
+    "TFPARA_MEASURE": "set only by tfpara-plan --measure: the program ends after its first fit",
+    "TFPARA_LAUNCHER": "set only by tfpara-launch: how a program tells the launcher why it ends",
 }
 
 

@@ -206,12 +206,12 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--step_ms",
         type=_number(lambda x: x > 0, f"{above_0}each minibatch takes some time"),
-        help="a minibatch on one worker, in milliseconds",
+        help="time of a minibatch on one worker, in milliseconds",
     )
     add(
         "--model_mb",
         type=_number(lambda x: x > 0, f"{above_0}a sync sends weights"),
-        help="the weights in float32, in megabytes (10^6 bytes)",
+        help="size of the weights in float32, in megabytes (10^6 bytes)",
     )
     add(
         "--link_mbit",
@@ -221,20 +221,20 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--batch",
         type=_number(lambda x: x >= 1, "a number of at least 1, since a minibatch has samples"),
-        help="samples in a minibatch of one worker; adds the samples/s of all workers",
+        help="samples in a minibatch of one worker; then the plan shows samples/s of all workers",
     )
-    add("--link_delay_ms", type=at_least_0, help="delay of the link (default: 0)")
+    add("--link_delay_ms", type=at_least_0, help="delay of the link in ms (default: 0)")
     add(
         "--sync_ms",
         type=at_least_0,
-        help="the part of a sync that is not travel: packing, rule, unpacking (default: 0)",
+        help="time of a sync without the transfer: packing, rule, unpacking (default: 0)",
     )
     add(
         "--slowdown",
         type=_number(
             lambda x: x >= 1, "a number of at least 1, since others at work make no worker faster"
         ),
-        help="how many times as long a minibatch takes where all work (default: 1)",
+        help="how many times as long a minibatch takes when all workers train (default: 1)",
     )
     add(
         "--workers",
@@ -256,7 +256,7 @@ def _parser() -> argparse.ArgumentParser:
         default=5.0,
         help="by how many %% the error may be above one replica's (default: 5)",
     )
-    add("--overlap", choices=("auto", "no", "yes"), default="auto", help="syncs beside training")
+    add("--overlap", choices=("auto", "no", "yes"), default="auto", help="syncs during training")
     add(
         "--compression",
         choices=("auto", *BITS),
@@ -268,17 +268,17 @@ def _parser() -> argparse.ArgumentParser:
         "--hosts",
         type=lambda text: text.split(","),
         default=[],
-        help="machines for --measure, with commas; ssh reaches them, and the script is at the same "
-        "path on each (default: two processes on this machine)",
+        help="machines for --measure, with commas. ssh must reach them, and the script must be at "
+        "the same path on each (default: two processes on this machine)",
     )
     add(
         "--measure",
         nargs=argparse.REMAINDER,
         metavar="SCRIPT",
-        help="the last flag: run this script for some syncs, with the arguments that follow, on "
-        "one worker and on two or --hosts, and measure all that is not given. Its callbacks are "
-        "left out, and what follows its first `fit` does not run. With --link_mbit each worker is "
-        "taken to have a machine of its own",
+        help="the last flag: measure all numbers that you do not give. The script runs for some "
+        "syncs, with the arguments that follow, on one worker and then on two, or on --hosts. Its "
+        "callbacks are left out, and the code after its first `fit` does not run. With --link_mbit "
+        "each worker is assumed to have a machine of its own",
     )
     return parser
 

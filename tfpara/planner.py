@@ -107,9 +107,10 @@ class Costs:
         step_seconds: t, the time of a minibatch on one replica that has its machine to itself.
         model_bytes: bytes of all weights as they are sent: 4 each without `compression`.
         link: the link between the workers.
-        local_seconds: the part of a sync that is not travel: packing, the rule, unpacking.
-        slowdown: α of equation 16, at least 1.
-        overlap: whether a sync travels while the next block trains.
+        local_seconds: time of a sync without the transfer: packing, the rule, unpacking.
+        slowdown: α of equation 16, at least 1: how many times as long a minibatch takes when all
+            replicas train at once.
+        overlap: whether a sync is sent while the next block trains.
 
     Raises:
         ValueError: a value outside its range.
@@ -142,8 +143,7 @@ class Costs:
     def block_seconds(self, num_workers: int, sync_period: int) -> float:
         """Returns the time from one sync to the next: τ minibatches, and what the sync adds.
 
-        With `overlap` the travel adds time only if it lasts longer than the next block's
-        minibatches.
+        With `overlap` the transfer adds time only if it takes longer than the next block.
         """
         checked_whole("sync_period", sync_period)
         slowdown = self.slowdown if num_workers > 1 else 1.0
@@ -202,10 +202,10 @@ class KnownError(NamedTuple):
 def known_error(
     num_workers: int, sync_period: int, overlap: bool = False, compression: str = "none"
 ) -> KnownError | None:
-    """Returns the measured error for N and τ, or one that is at least as large.
+    """Returns the measured error for N and τ, or the error of a similar case that is no better.
 
-    An N that was not measured has the error of the next larger one. A τ that was not measured has
-    the larger one of two errors: those of the next shorter and the next longer period.
+    If N was not measured, the error is that of the next larger N. If τ was not measured, it is the
+    larger error of two periods: the next shorter and the next longer one.
 
     Returns None if only fewer replicas or shorter periods were measured, or if these options were
     not measured together.
@@ -213,8 +213,8 @@ def known_error(
     Args:
         num_workers: N.
         sync_period: τ, minibatches.
-        overlap: whether syncs travel while the next block trains. The error that this adds was
-            measured in shorter runs, where errors differ more.
+        overlap: whether syncs are sent while the next block trains. The error that overlap adds was
+            measured in shorter runs, in which errors differ more.
         compression: format of the bytes between workers. The error that "int4" adds was measured in
             shorter runs, too. Other formats count as "none".
     """
@@ -241,18 +241,18 @@ def known_error(
 
 
 class Plan(NamedTuple):
-    """A period and options for a number of workers, with what they bring and cost.
+    """A period and options for a number of workers, with their speed and error.
 
     Attributes:
         workers: N.
         sync_period: τ, minibatches.
-        overlap: whether syncs travel while the next block trains.
+        overlap: whether syncs are sent while the next block trains.
         compression: format of the bytes between workers, as `PeriodicSyncStrategy` takes it.
-        aggregation: "sharded" or "replicated", which `aggregation="auto"` chooses by itself.
+        aggregation: "sharded" or "replicated", as `aggregation="auto"` chooses it.
         speedup: predicted speed-up over one worker.
         loss: share of the speed that the syncs cost.
-        error: as `known_error` returns it.
-        is_enough: whether neither the loss nor the error is above what was asked for.
+        error: the result of `known_error`.
+        is_enough: whether loss and error are both within the limits.
     """
 
     workers: int

@@ -98,7 +98,7 @@ def measured(
         with links.limited(mbit, DELAY.value) as place:
             made.append((label, mbit, place.delay_ms))
             if place.delay_ms != DELAY.value:
-                notes.append(f"{label}: without delay, since this kernel has no netem")
+                notes.append(f"The {label} link has no added delay, since the kernel lacks netem")
             rows += _measure_at(label, place, limited, _LINK_ROUNDS.value, speeds)
         yield {"rows": rows, "links": made, "notes": notes}
 

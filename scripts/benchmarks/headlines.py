@@ -10,16 +10,17 @@ from scripts.benchmarks.systems import HOROVOD_REDUCE, HOROVOD_SYNC, ONE_WORKER,
 _SPEED = "samples_per_second"
 
 
-def headlines(rows: Iterable[dict[str, Any]]) -> list[str]:
-    """Returns sentences on scaling, syncs and limited links, as far as they were measured."""
+def headlines(rows: Iterable[dict[str, Any]], syncs: bool = True) -> list[str]:
+    """Returns sentences on scaling, `syncs` and limited links, as far as they were measured."""
     by_link: dict[str, dict[str, dict[str, Any]]] = {}
     for row in rows:
         by_link.setdefault(row["link"], {})[row["system"]] = row
     loopback = by_link.get("loopback", {})
-    said = [*_scaling(loopback), *_syncs("", loopback)]
+    said = [*_scaling(loopback), *(_syncs("", loopback) if syncs else [])]
     for link, found in by_link.items():
         if link != "loopback":
-            said += [*_syncs(f" at {link}", found), *_limited(link, found, loopback)]
+            said += _syncs(f" at {link}", found) if syncs else []
+            said += _limited(link, found, loopback)
     return said
 
 
@@ -36,8 +37,8 @@ def _scaling(found: dict[str, dict[str, Any]]) -> list[str]:
     if peers:
         best = max(peers, key=lambda r: r["scaling"])
         said.append(
-            f"Of the other libraries, *{best['system']}* scales best: its two workers are "
-            f"{best['scaling']:.2f} times as fast as one."
+            f"Of the systems of other libraries, *{best['system']}* has the largest speed-up: two "
+            f"workers are {best['scaling']:.2f} times as fast as one worker."
         )
     return said
 
@@ -63,16 +64,17 @@ def _limited(
         ours, free = _longest(found, strategy), _longest(loopback, strategy)
         if ours is None:
             continue
-        text = f"At {link} two workers of *{ours['system']}* train {ours[_SPEED]:.0f} samples/s"
+        text = f"At {link} two workers of *{ours['system']}* train {ours[_SPEED]:.0f} samples/s."
+        times = []
         if free is not None:
-            text += f": {ours[_SPEED] / free[_SPEED]:.2f} of their speed on loopback"
+            times.append(f"{ours[_SPEED] / free[_SPEED]:.2f} times their speed on loopback")
         if per_step:
             best = max(per_step, key=lambda r: r[_SPEED])
-            text += (
-                f", and {ours[_SPEED] / best[_SPEED]:.1f} times the speed of the best system that "
-                f"averages at every step ({best['system']}, {best[_SPEED]:.0f})"
+            times.append(
+                f"{ours[_SPEED] / best[_SPEED]:.1f} times the speed of the fastest system that "
+                f"averages gradients at every step ({best['system']}: {best[_SPEED]:.0f} samples/s)"
             )
-        said.append(text + ".")
+        said.append(text + (f" That is {', and '.join(times)}." if times else ""))
     return said
 
 

@@ -65,14 +65,19 @@ def section(content: dict[str, Any]) -> str:
     parts = [
         _conditions(content),
         f"![samples per second of all systems]({_PLOT})",
-        "\n".join(f"* {sentence}" for sentence in headlines(content["rows"])),
+        "\n".join(f"* {sentence}" for sentence in headlines(content["rows"], syncs=False)),
         _table([row for row in trained if row["link"] == "loopback"], columns),
         _by_link(
-            "Milliseconds of a whole sync, and of a bare exchange of as many bytes",
+            "The next table has the times, in ms, of a whole sync of the weights, and of a bare "
+            "exchange of the same number of bytes",
             exchanged,
             "sync_ms",
         ),
-        _by_link("Samples/s of two workers on limited links", _limited(trained), _SPEED),
+        _by_link(
+            "The next table has the samples/s of two workers, on loopback and on limited links",
+            _limited(trained),
+            _SPEED,
+        ),
         _predicted(content["predictions"]),
         _absent(content["rows"]),
         " ".join(f"{note}." for note in content["notes"]),
@@ -85,11 +90,11 @@ def _conditions(content: dict[str, Any]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in content["versions"].items())
     sizes = content["sizes"]
     return (
-        f"Machine: {machine['cpu']}, {machine['cores']} cores, {machine['system']}. Versions: "
-        f"{versions}. Network: {sizes['inputs']}-{sizes['layers']}x{sizes['width']}-"
-        f"{sizes['classes']}, with minibatches of {sizes['batch']} and one thread for each worker. "
-        f"Figures on loopback are medians of {content['rounds']} round(s); the smallest and the "
-        "largest value are in brackets."
+        f"The machine had {machine['cores']} cores ({machine['cpu']}, {machine['system']}). The "
+        f"versions were {versions}. The network was {sizes['inputs']}-{sizes['layers']}x"
+        f"{sizes['width']}-{sizes['classes']}. Minibatches had {sizes['batch']} samples, and each "
+        f"worker had one thread. Figures on loopback are medians of {content['rounds']} round(s), "
+        "with the smallest and the largest value in brackets."
     )
 
 
@@ -122,7 +127,10 @@ def _predicted(predictions: list[dict[str, Any]]) -> str:
         "measured": lambda r: _shown(r, _SPEED, ".0f"),
         "measured / predicted": lambda r: _shown(r, "measured_over_predicted", ".2f"),
     }
-    title = "Speeds that the cost model (`tfpara.planner`) predicts, and the measured ones:"
+    title = (
+        "The next table has the speeds of two workers, as predicted by the cost model "
+        "(`tfpara.planner`) and as measured:"
+    )
     return f"{title}\n\n{_table(predictions, columns)}"
 
 
@@ -132,7 +140,7 @@ def _absent(rows: list[dict[str, Any]]) -> str:
         for row in rows
         if "missing" in row or "failed" in row
     ]
-    return "\n".join(["Systems that were left out or failed:", "", *lines]) if lines else ""
+    return "\n".join(["These systems were left out or failed:", "", *lines]) if lines else ""
 
 
 def _table(rows: list[dict[str, Any]], columns: dict[str, Any]) -> str:

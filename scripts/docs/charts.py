@@ -74,7 +74,7 @@ def speeds() -> dict[str, list[tuple[float, float]]]:
     header = "| system | loopback | 1000 Mbit/s | 100 Mbit/s |"
     text = (ROOT / "docs" / "benchmarks.md").read_text()
     table = (
-        text.split("Samples/s of two workers on limited links:")[1]
+        text.split("samples/s of two workers, on loopback and on limited links:")[1]
         .split(header)[1]
         .split("\n\n")[0]
     )

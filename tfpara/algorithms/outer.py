@@ -43,18 +43,18 @@ class Outer(Rule):
 
         G = W − w̄;  W ← optimizer step with the gradient G;  every replica continues from W
 
-    with w̄ the (sample-weighted) mean of the local models. Many rules are of this form:
-    SGD(1.0) is model averaging; SGD(ζ, momentum=η) classical block momentum; SGD(ζ, momentum=η,
-    nesterov=True) Nesterov block momentum, with W the point that is broadcast. For a constant rate,
-    Keras' SGD with Nesterov momentum, m ← ηm − ζG, W ← W + ηm − ζG, is torch's b ← ηb + G,
-    W ← W − ζ(G + ηb), by m = −ζb.
+    w̄ is the (sample-weighted) mean of the local models. Many rules have this form: SGD(1.0) is
+    model averaging, and SGD(ζ, momentum=η) is classical block momentum. SGD(ζ, momentum=η,
+    nesterov=True) is Nesterov block momentum, where W is the point that is broadcast. For a
+    constant rate, Keras' SGD with Nesterov momentum, m ← ηm − ζG, W ← W + ηm − ζG, equals torch's
+    b ← ηb + G, W ← W − ζ(G + ηb), with m = −ζb.
 
-    A block that ends after a share f of its minibatches takes the step with the gradient G/f, and
-    applies a share f of the changes of weights, slots and count (see `tfpara.algorithms`). So SGD
-    equals BMUF in shorter blocks too.
+    If a block ends after a share f of its minibatches, the optimizer computes a step with the
+    gradient G/f. Weights, slots and count then change by the share f of this step. So SGD equals
+    BMUF in shorter blocks, too.
 
-    A LearningRateSchedule gets the number of blocks so far, rounded to a whole number; a shorter
-    block counts f. `weight_decay` moves all weights, including biases, towards 0 at each sync.
+    A LearningRateSchedule gets the number of blocks so far, rounded to a whole number (a shorter
+    block counts f). `weight_decay` moves all weights, including biases, towards 0 at each sync.
 
     Args:
         keras_optimizer: a new Keras optimizer whose step treats every weight by itself; the rule

@@ -1,12 +1,12 @@
 """Checkpoints that become visible only when they are complete, in any kind of storage.
 
-DIRECTORY/lock                          held by the run that writes here
+DIRECTORY/lock                          locked by the run that writes here
 DIRECTORY/checkpoint-00000012/          the twelfth checkpoint
     manifest.json                       facts about the run; SHA-256 of files and of itself; sizes
     part-00000.index, part-00000.data-00000-of-00001     worker 0's part, in TensorFlow's format
 
-A checkpoint becomes visible by one rename (`LocalStore`), or when its manifest is written, which
-comes last (`RemoteStore`).
+In a directory, a checkpoint becomes visible by one rename (`LocalStore`). On S3 and other stores it
+becomes visible when its manifest is written, as the last file (`RemoteStore`).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _LOCKS: dict[str, Store] = {}  # the stores that this process has locked, by the
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint cannot be written, or cannot be used. The message says which and why."""
+    """A checkpoint cannot be written or used. The message names the checkpoint and the reason."""
 
     of_all_workers = True  # all workers raise it, at the same place
 

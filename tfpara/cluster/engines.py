@@ -113,10 +113,10 @@ def find(environ: Mapping[str, str] = os.environ) -> Told | None:
 
 
 def left_alone(environ: Mapping[str, str] = os.environ) -> str:
-    """Returns a warning if this process trains alone, though several seem to be meant; else "".
+    """Returns a warning if this process trains alone but should perhaps be one of several; else "".
 
-    The text is empty if TFPARA_SIZE, TF_CONFIG or an engine states that one process is meant, or
-    nothing indicates several processes.
+    The text is empty if TFPARA_SIZE, TF_CONFIG or an engine says that there is one process, or if
+    nothing points to several processes.
 
     Args:
         environ: the environment.

@@ -17,16 +17,16 @@ _RESTART, _LOST = 75, 1
 INTERRUPTED = 130  # the code that shells use for Ctrl-C
 # What each code means, for the reference. Users can set other codes for _RESTART and _LOST.
 MEANINGS = {
-    0: "the program is done",
+    0: "the program has finished",
     1: "an error of the program or of the library",
-    2: "`tfpara-launch`, `tfpara-meet` or `tfpara-plan` was started with wrong arguments, or could "
-    "not start anything",
+    2: "`tfpara-launch`, `tfpara-meet` or `tfpara-plan` had wrong arguments, or could not start "
+    "its work",
     INTERRUPTED: "Ctrl-C",
-    "128 + N": "signal N ended the process: 137 is SIGKILL (by the kernel, if memory ran out), 143 "
-    "SIGTERM",
+    "128 + N": "signal N ended the process: 137 is SIGKILL (by the kernel, if memory ran out), "
+    "143 is SIGTERM",
     f"{_RESTART}, or {RESTART_VARIABLE}": "the program was asked to end (SIGTERM) and has written "
     "a checkpoint: start it again",
-    f"{_LOST}, or {LOST_VARIABLE}": "another worker was lost, or was silent for too long",
+    f"{_LOST}, or {LOST_VARIABLE}": "another worker was lost, or sent nothing for too long",
 }
 
 

@@ -54,7 +54,7 @@ _log = logging.getLogger(__name__)
 
 
 class StartupError(RuntimeError):
-    """The workers did not all meet. The message names the missing or differing workers."""
+    """Not all workers came, or they differ. The message names the missing or differing workers."""
 
 
 @contextlib.contextmanager

@@ -161,7 +161,7 @@ def read(environ: Mapping[str, str] = os.environ) -> Cluster:
 
 
 def is_evaluator(environ: Mapping[str, str] = os.environ) -> bool:
-    """Returns whether this process is to score checkpoints, and takes no part in the training.
+    """Returns whether this process should score checkpoints, instead of training.
 
     This is so if the type of TF_CONFIG's task is "evaluator"; `tfpara-launch --evaluator`,
     Kubernetes' TFJob and Vertex AI set it. Then call `tfpara.evaluate_checkpoints`. To start an

@@ -40,45 +40,48 @@ _LOG_LEVEL = "TF_CPP_MIN_LOG_LEVEL"
 _ELASTIC_RESTARTS = 100  # restarts of each worker, unless --restart_workers is given
 _START_SECONDS = 300.0  # longest wait for the first workers of an elastic run
 _EPILOG = f"""
-The first worker is the chief. TF_CONFIG and the rank variables of engines are replaced.
-stdin is empty. {_LOG_LEVEL} is 3 unless it is set: TensorFlow's errors reach Python as exceptions.
-COMMAND: a program and its arguments, or a .py file; `python` is the one that runs the launcher.
+COMMAND is a program with its arguments, or a .py file. `python` is the Python that runs the
+launcher. The first worker is the chief. The launcher replaces TF_CONFIG and the rank variables of
+engines. Workers have an empty stdin. {_LOG_LEVEL} is 3 unless you set it: TensorFlow's
+errors reach Python as exceptions anyway.
 
-When a worker fails, the others have {SETTLE_SECONDS:g} s to report errors of their
-own. Then they get SIGTERM, and SIGKILL after --grace. SIGINT, SIGTERM and SIGHUP are passed on;
-SIGKILL follows after --grace, or at once on a second signal. A worker that was asked to end and
-writes a checkpoint (tfpara.callbacks.Checkpoint) has {SAVING_SECONDS:g} s, unless
---grace is given.
+When a worker fails, the others have {SETTLE_SECONDS:g} s to report errors of their own. Then they
+get SIGTERM, and SIGKILL after --grace. When the launcher gets SIGINT, SIGTERM or SIGHUP, it passes
+the signal on to the workers, and sends SIGKILL after --grace, or at once on a second signal.
+Without --grace, a worker that is writing a checkpoint (tfpara.callbacks.Checkpoint) has
+{SAVING_SECONDS:g} s.
 
-Each start has a fresh secret, by which its processes know each other, in TFPARA_SECRET, unless that
-or TFPARA_SECRET_FILE is set. They listen on --host alone. But TensorFlow listens on all
-interfaces, and asks nobody for a password: on a shared network keep others from its ports.
+Unless you set TFPARA_SECRET or TFPARA_SECRET_FILE, the launcher gives each start a new secret, by
+which the processes of the run know each other. tfpara's connections are on --host only. But
+TensorFlow listens on all interfaces, and asks nobody for a password. On a shared network, keep
+others from its ports.
 
-With --max_restarts=K all workers are started again, at most K times, after one has failed: with
-any exit code but 0, or by a signal. That is for programs that go on from checkpoints
-(tfpara.callbacks.Checkpoint). It is not done once the launcher itself got a signal.
+With --max_restarts=K the launcher starts all workers again when one has failed (an exit code other
+than 0, or a signal), at most K times. This is for programs that continue from checkpoints
+(tfpara.callbacks.Checkpoint). After a signal to the launcher itself, nothing is started again.
 
-With --elastic training goes on while workers are lost, for programs whose strategy has
-elastic=tfpara.Elastic(...). A worker that fails is started again by itself, after 2 s, or up to
-30 s where it fails within a minute each time, and joins the others. Workers that are started by
-hand, on other machines too, join where they are given TFPARA_MEETING=HOST:PORT. SIGUSR1 to the
-launcher adds a worker, and SIGUSR2 has the last one leave at its next sync: kill -USR1 PID.
+With --elastic training continues while workers are lost. This is for programs whose strategy has
+elastic=tfpara.Elastic(...). A failed worker is started again after 2 s and joins the others. If it
+fails within a minute each time, the wait grows to 30 s. You may start more workers by hand, also on
+other machines: give them TFPARA_MEETING=HOST:PORT. SIGUSR1 to the launcher adds a worker. SIGUSR2
+makes the worker that was added last leave at its next sync. To send it: kill -USR1 PID.
 
-With --evaluator one more process scores the checkpoints while others train, for programs that call
-tfpara.evaluate_checkpoints where tfpara.is_evaluator() is true; others end there at once. It has no
-GPU. Training goes on without it where it fails, and the launcher waits for its last score.
+With --evaluator one more process scores checkpoints while the others train. This is for programs
+that call tfpara.evaluate_checkpoints where tfpara.is_evaluator() is true; in other programs this
+process ends at once. It has no GPU. If it fails, training continues. The launcher waits for its
+last score.
 
-With --ps=P there are P parameter servers and N workers besides the chief, for programs with
-tfpara.AsyncStrategy. The failure of a worker does not end the run as long as there is another, or
---restart_workers=R allows to start it again; that of the chief or a parameter server does.
+With --ps=P there are P parameter servers, and N workers besides the chief. This is for programs
+with tfpara.AsyncStrategy. If a worker fails, the run continues as long as another worker is left,
+or --restart_workers=R allows a restart. If the chief or a parameter server fails, the run ends.
 
-Exit code: 0 if all workers returned 0, but for those that others went on without (--elastic, --ps);
-else that of the worker that failed first, or 128 + N if signal N ended it; 2 if workers could not
-be started. 75 means that a program was asked to end, by SIGTERM, wrote a checkpoint, and is to be
+Exit code: 0 if all workers returned 0 (with --elastic and --ps some workers may have failed). Else
+it is that of the worker that failed first, or 128 + N if signal N ended this worker. 2 if the
+workers could not be started. 75 means that a program got SIGTERM, wrote a checkpoint, and should be
 started again: on Slurm by `sbatch --requeue` and `scontrol requeue`, on Kubernetes by a Job's
 podFailurePolicy.
 
-Examples (the first is there to be run):
+Examples (the first runs as it is):
   tfpara-launch -n 2 -- python -m tfpara.examples.classify
   tfpara-launch -n 2 script.py
   tfpara-launch -n 4 --threads 1 script.py --epochs=3
@@ -90,33 +93,34 @@ Examples (the first is there to be run):
 """
 
 _HELP = {
-    "workers": "number of workers, the chief included (default: 1); with --ps it is one more",
+    "workers": "number of workers, with the chief (default: 1); with --ps, without the chief",
     "ps": "number of parameter servers, for programs with tfpara.AsyncStrategy (default: 0)",
-    "restart_workers": "with --ps or --elastic: start each worker again after a failure, at most R "
-    f"times, while the others go on (default: 0; with --elastic {_ELASTIC_RESTARTS})",
-    "elastic": "for programs with PeriodicSyncStrategy(elastic=...): serve their meeting point, at "
-    "--port; training goes on while workers fail, and those started again join it",
-    "spares": "with --elastic: start K workers more, which wait, built and traced, until one is "
-    "lost; give Elastic(max_workers=N) (default: 0)",
-    "evaluator": "start a process more, which scores the checkpoints beside the training",
+    "restart_workers": "with --ps or --elastic: restart each worker after a failure, at most R "
+    f"times, while the others train (default: 0; with --elastic {_ELASTIC_RESTARTS})",
+    "elastic": "for programs with PeriodicSyncStrategy(elastic=...): serve their meeting point at "
+    "--port; training continues while workers fail, and restarted workers join it",
+    "spares": "with --elastic: start K more workers, which build their model and wait until "
+    "another worker is lost; give Elastic(max_workers=N) (default: 0)",
+    "evaluator": "start one more process, which scores the checkpoints during training",
     "host": "address of this machine on which the workers listen (default: 127.0.0.1)",
-    "port": "port of the chief; workers use the next ones (default: 0, any free ports). With "
-    "--collectives=horovod: where its processes find each other",
+    "port": "port of the chief; workers use the next ports (default: 0, any free ports). With "
+    "--collectives=horovod: the port at which the processes find each other",
     "collectives": "what connects the workers: TensorFlow, by TF_CONFIG, or Horovod over Gloo, by "
     "its HOROVOD_ variables (default: tensorflow)",
     "threads": "CPU threads per worker, in OMP_NUM_THREADS, TF_NUM_INTRAOP_THREADS and "
-    "TF_NUM_INTEROP_THREADS (default: what these say, else cores / N, at least 1)",
-    "gpus_per_worker": "GPUs of each worker, in CUDA_VISIBLE_DEVICES; 0 for none (default: those "
-    "of this machine, divided by the workers; where there are fewer, workers share one, and take "
-    "its memory as they need it). With --ps the chief and the servers have none",
+    "TF_NUM_INTEROP_THREADS (default: your values of these, else cores / N, at least 1)",
+    "gpus_per_worker": "GPUs of each worker, in CUDA_VISIBLE_DEVICES; 0 for none (default: the "
+    "GPUs of this machine, divided by the workers; if there are fewer GPUs than workers, workers "
+    "share a GPU and take its memory as they need it). With --ps the chief and the servers have "
+    "none",
     "grace": "time between asking workers to end and SIGKILL (default: 10, and up to "
-    f"{SAVING_SECONDS:g} while one writes a checkpoint)",
-    "max_restarts": "start all workers again after a failure, at most K times (default: 0)",
+    f"{SAVING_SECONDS:g} while a worker writes a checkpoint)",
+    "max_restarts": "restart all workers after a failure, at most K times (default: 0)",
     "prefix": "start each line of output with [chief], [worker 1], ... (default: yes)",
-    "status_port": "serve a live page of the run at this port, to programs of this machine that "
-    "have the token in its address, which is printed; 0 for any free port (default: no page)",
+    "status_port": "serve a live page of the run at this port; 0 for any free port. Programs of "
+    "this machine can read it at the printed address, which has a token (default: no page)",
     "log_dir": "also write each worker's output to DIR/chief.log, DIR/worker-1.log, ..., with "
-    "the start notes of TensorFlow that the terminal leaves out; restarts append to them",
+    "TensorFlow's notes at the start, which the terminal does not show; restarts append",
 }
 
 

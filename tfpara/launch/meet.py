@@ -15,17 +15,17 @@ from tfpara.elastic.meeting import ADDRESS
 from tfpara.elastic.meeting_point import Meeting
 
 _EPILOG = f"""
-Workers of an elastic run (tfpara.PeriodicSyncStrategy with elastic=...) enrol here, are watched,
-and meet where one is lost or comes. Give each of them {ADDRESS}=HOST:PORT. tfpara-launch --elastic
-serves a meeting point by itself.
+The workers of an elastic run (tfpara.PeriodicSyncStrategy with elastic=...) connect to this
+program. It notices when a worker is lost or joins, and tells the others. Give each worker
+{ADDRESS}=HOST:PORT. tfpara-launch --elastic serves a meeting point itself.
 
-Give it and all workers one secret, in {secret.VARIABLE} or {secret.FILE_VARIABLE}: without one
-whoever reaches the port can take part in the run, and end it. So no other --host than one on
-loopback is taken without a secret, unless you say --without_secret.
+Give this program and all workers the same secret, in {secret.VARIABLE} or
+{secret.FILE_VARIABLE}. Without a secret, everybody who reaches the port can take part in the run
+and end it. So without a secret --host must be a loopback address, unless you give --without_secret.
 
-It ends when the run is over, or on SIGINT or SIGTERM. Exit code: 0 if the run is complete; 75 if it
-is to go on from a checkpoint, once this program and the workers are started again; 1 if it has not
-begun; 2 if this program cannot listen.
+The program ends when the run is over, or on SIGINT or SIGTERM. Exit code: 0 if the run is
+complete; 75 if the run continues from a checkpoint once you start this program and the workers
+again; 1 if the run has not begun; 2 if this program cannot listen.
 """
 
 
@@ -86,13 +86,12 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
         "--start_seconds",
         type=float,
         default=300.0,
-        help="longest wait for the first workers, in seconds, once one of them has come "
-        "(default: 300)",
+        help="longest wait for all --workers in seconds, from the first of them on (default: 300)",
     )
     add(
         "--without_secret",
         action="store_true",
-        help="listen without a secret on a network, too, of which you trust everybody",
+        help="listen without a secret, also on a network; only where you trust everybody",
     )
     options = parser.parse_args(argv)
     if options.workers < 1:

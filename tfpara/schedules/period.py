@@ -16,10 +16,10 @@ class Quadratic:
 
         τ(p) = max(τ₀, ⌊(α / rate(p))²⌋)
 
-    at position p in epochs. Short periods early in training keep the replicas together. Long
+    p is the position in epochs. Short periods early in training keep the replicas together. Long
     periods late, when the rate is small, need less communication and find solutions that generalise
-    better. The end of an epoch is a sync too, so a period longer than an epoch means one sync in
-    each epoch.
+    better. An epoch also ends with a sync. So with a period longer than an epoch, each epoch has
+    one sync.
 
     Args:
         rate: position in epochs → learning rate, such as `Exponential` or a cosine; the same
@@ -83,13 +83,12 @@ class AdaCommState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class AdaComm:
-    """Sync periods that fall with the training loss: rare syncs at first, for speed, frequent ones
-    later.
+    """Sync periods that fall with the training loss: syncs are rare at first, and frequent later.
 
         τ ← ⌈√(F / F₀) τ₀⌉, or ⌈τ / 2⌉ if the former is not below the last τ
 
-    after each epoch, with F its mean training loss and F₀ that of the first epoch. The period
-    eventually falls to 1 minibatch.
+    This happens after each epoch. F is the mean training loss of the epoch, and F₀ that of the
+    first epoch. In the end the period falls to 1 minibatch.
 
     Args:
         first: τ₀ ≥ 1, minibatches, the period of the first two epochs.

@@ -35,20 +35,20 @@ def simulate(
 ) -> PeriodicSyncStrategy:
     """Returns a strategy of N replicas on logical CPU devices of this process.
 
-    They take the same steps, with the same rule and the same division of the data, as N workers
-    would; only the order of additions differs. Everything that works on a cluster works here:
+    The replicas take the same steps as N workers would, with the same rule and the same division of
+    the data. Only the order of additions differs. Everything that works on a cluster works here:
     `fit`, callbacks, averages, checkpoints. Speed and waiting are not simulated. The replicas share
-    this machine's cores and its memory, in which each has its own weights, gradients and slots.
+    this machine's cores and memory; each has its own weights, gradients and slots.
 
-    Call it before anything else of TensorFlow.
+    Call this function before anything else of TensorFlow.
 
     Args:
         num_replicas: N ≥ 1.
         rule: as `PeriodicSyncStrategy` takes it.
         sync_period: τ, minibatches of each replica between two syncs.
-        **options: the other arguments of `PeriodicSyncStrategy`, but for `devices` and
-            `device_sync_period`, since each replica stands for a worker. `balance` can be the
-            record of a run of N workers, whose blocks the replicas then have.
+        **options: the other arguments of `PeriodicSyncStrategy`, except `devices` and
+            `device_sync_period`, because each replica stands for a worker with one device.
+            `balance` can be the record of a run of N workers; the replicas then repeat its blocks.
 
     Returns:
         A `PeriodicSyncStrategy`.

@@ -29,17 +29,17 @@ from tfpara.typing import Data, Json, Nest, Scalar
 
 
 class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, ForCallbacks):
-    """Local optimizer steps on every replica, and a synchronisation every τ minibatches.
+    """Every replica trains by itself, and all replicas are synchronised every τ minibatches.
 
     Keras' `compile`, `fit`, `evaluate`, `predict` and callbacks work as usual on a model that is
-    made and compiled in the strategy's scope. A replica is one device of one worker; the workers
+    made and compiled in the strategy's scope. A replica is one device of one worker. The workers
     are those of TF_CONFIG, or those that srun, mpirun, horovodrun, torchrun or another engine has
-    started; without them, this process trains alone. Only every `sync_period`-th
-    training step exchanges anything.
+    started. Without these, the process trains alone. Workers exchange data only in every
+    `sync_period`-th training step.
 
-    The end of an epoch closes the open block: all workers, however much data each had, join a last
-    sync. The metrics of the epoch's log, validation and callbacks come after that sync. Metrics are
-    reduced over all replicas of all workers.
+    At the end of an epoch all workers take part in a last sync, even if they had different amounts
+    of data. Validation, callbacks and the metrics of the epoch's log come after this sync. The
+    metrics cover all replicas of all workers.
 
     Keras constraints are applied to the weights from which replicas continue, and to the global
     model and the averages where they are shown or written; but not within the rule's state.
@@ -82,7 +82,7 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, ForCallbac
         collectives: the backend that connects the workers: "tensorflow", "horovod", or "auto":
             Horovod if horovodrun, mpirun or `tfpara-launch --collectives=horovod` has started the
             process, else TensorFlow.
-        elastic: a `tfpara.Elastic`: training goes on while workers die, leave and come.
+        elastic: a `tfpara.Elastic`: training continues while workers are lost, leave and join.
             None: the loss of a worker ends the run.
         balance: True: in each block worker i of W takes a number τ_i of steps by its speed, so that
             all workers end the block together. The τ_i, 1 ≤ τ_i ≤ 4τ, have the sum W·τ and make
@@ -103,7 +103,7 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, ForCallbac
     Raises:
         TypeError: `rule` is not a rule object, or an average is not one.
         ValueError: a value is outside its range; or TFPARA_MEETING is set, and `elastic` is not;
-            or `communication="NCCL"` connects CPUs, or two workers on one card; or a port is taken.
+            or `communication="NCCL"` connects CPUs, or two workers on one GPU; or a port is taken.
         tfpara.FingerprintError: the workers were started with different settings.
         tfpara.cluster.ClusterError: TF_CONFIG, or an engine's variables, are wrong.
         tfpara.StartupError: some workers did not come, or have another cluster.
@@ -197,7 +197,7 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, ForCallbac
 
     @property
     def is_chief(self) -> bool:
-        """Whether this worker writes the files of which the run needs one copy.
+        """Whether this worker writes the files of which the run needs only one copy.
 
         In an elastic run another worker becomes the chief once all of a lower rank are lost: in
         `fit` at the next exchange, elsewhere at once.
@@ -211,7 +211,7 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, ForCallbac
 
     @property
     def sync_period(self) -> int | None:
-        """τ, minibatches of each replica between two syncs; None while there are none."""
+        """τ, the minibatches of each replica between two syncs; None while no syncs happen."""
         return self.extended.momentum.sync_period
 
     @property
@@ -247,12 +247,12 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, ForCallbac
     def broadcast_replica(self, model: keras.Model, replica: int = 0) -> None:
         """Sets all replicas to the weights of one, from which momentum and averages restart.
 
-        Closes the open block first, so every worker must call it. The optimizers' slots of each
-        replica stay as they are.
+        This closes the open block first, so every worker must call it. Each replica keeps the slots
+        of its optimizer.
 
         Args:
             model: the model that is trained.
-            replica: 0 … N − 1; its local weights and batch-norm statistics are taken.
+            replica: 0 … N − 1, the replica whose local weights and batch-norm statistics are taken.
 
         Raises:
             ValueError: there is no such replica.
@@ -261,7 +261,7 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, ForCallbac
 
     @property
     def rule(self) -> Rule:
-        """The synchronisation rule, with defaults filled in for N replicas.
+        """The synchronisation rule, with the defaults for N replicas filled in.
 
         Once a model trains, the defaults are those for its local optimizer, too.
         """
@@ -280,10 +280,10 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, ForCallbac
     def run(
         self, fn: Callable[..., Nest], args: Nest = (), kwargs: Nest = None, options: object = None
     ) -> Nest:
-        """Runs `fn` on every local replica; counts a step if `fn` takes an optimizer step.
+        """Runs `fn` on every replica of this worker.
 
-        A replica whose part of the batch is empty takes no step. If `fn` updates the weights of a
-        model, every `sync_period`-th call includes a sync.
+        If `fn` takes an optimizer step, the call counts as a step, and every `sync_period`-th such
+        call includes a sync. A replica whose part of the batch is empty takes no step.
         """
         with self.scope():
             return self.extended.steps.run(super().run, fn, args, kwargs, options, scope.check)
@@ -300,7 +300,7 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, ForCallbac
         Args:
             reduce_op: "SUM" or "MEAN".
             value: the result of `run`, or a structure of such results.
-            axis: the axis of the samples, over which the values are summed, or averaged, too.
+            axis: the axis of the samples; the values are also summed or averaged over this axis.
 
         Raises:
             ValueError: inside a `tf.function`, if there are several workers; or values of different
@@ -311,7 +311,7 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, ForCallbac
     def datasets_by_epoch(
         self, dataset_fn: Callable[[int, int], tf.data.Dataset]
     ) -> tf.distribute.DistributedDataset:
-        """Returns data for `fit` that are another dataset in every epoch, and can be resumed.
+        """Returns data for `fit` with a new dataset for every epoch; runs can be resumed.
 
         Args:
             dataset_fn: called on each worker as `dataset_fn(epoch, first)`. It returns this
@@ -338,10 +338,10 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, ForCallbac
         minibatches and keeps its own, so reading should be cheap beside training.
 
         Args:
-            dataset_fn: called on each worker as `dataset_fn(epoch)`, from 0. It returns all
-                minibatches of that epoch, each for one replica, in the same order on all workers
-                and whenever it is called: every shuffle or random draw needs a seed, as in
-                `dataset.shuffle(1000, seed=epoch)`.
+            dataset_fn: called on each worker as `dataset_fn(epoch)`, with the epoch from 0. It
+                returns all minibatches of that epoch; each is for one replica. Their order must be
+                the same on all workers and in each call: every shuffle or random draw needs a seed,
+                as in `dataset.shuffle(1000, seed=epoch)`.
 
         Raises:
             TypeError: the function returns no dataset.
@@ -352,11 +352,11 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, ForCallbac
     def weigh_minibatches(self, weight: Callable[..., Scalar]) -> None:
         """Sets the weight of a minibatch in the mean of the replicas, before the first step.
 
-        By default the weight is the number by which Keras divides the compiled loss of a minibatch:
-        the number of its samples, also of those with sample weight 0; or the sum of the sample
+        By default the weight is the number by which Keras divides the compiled loss of a minibatch.
+        This is the number of its samples, including samples with weight 0; or the sum of the sample
         weights if the loss has reduction="mean_with_sample_weight". A loss of a custom loop, or one
-        with Keras' masks, may divide by another number. Give that number here, so that every frame
-        has the same weight in the model.
+        with Keras' masks, may divide by another number, such as a number of frames. Give that
+        number here, so that every frame has the same weight in the model.
 
         Args:
             weight: called with the arguments of a replica's step (Keras gives it one, the
@@ -377,15 +377,15 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, ForCallbac
         model: keras.Model | Sequence[keras.Model],
         optimizers: keras.optimizers.Optimizer | Sequence[keras.optimizers.Optimizer] = (),
     ) -> None:
-        """Names the models that a custom loop trains through `run`; Keras' `fit` does not need it.
+        """Names the models that a custom loop trains through `run`; `fit` does not need it.
 
         Several models are synchronised as one: a call of `run` that trains any of them is a step of
-        all. `weights`, `broadcast_replica` and `state_bytes`, called with one of them, act on all.
+        all. `weights`, `broadcast_replica` and `state_bytes` act on all of them, too.
 
         Args:
             model: the model, or a list of all models that the loop trains.
-            optimizers: the loop's optimizer, or a list, beside those that the models are compiled
-                with. It is needed for `local_state` "reset" and "average" and for BMUFAdam.
+            optimizers: the optimizer of the loop, or a list, in addition to those with which the
+                models are compiled. `local_state` "reset" and "average" and BMUFAdam need it.
 
         Raises:
             TypeError: an argument is no model, or no optimizer.
@@ -394,7 +394,7 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, ForCallbac
         self.extended.models.track(as_list(model), as_list(optimizers))
 
     def forget(self, model: keras.Model) -> None:
-        """Gives up what the strategy keeps of a model that was trained; every worker must call it.
+        """Frees what the strategy stores for a trained model; every worker must call it.
 
         That is its global model, momentum and averages, which are in memory until then, or until
         all workers have deleted the model and begin to train another one. The open block is closed
@@ -403,8 +403,8 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, ForCallbac
         such as one with a new head: both begin as models that were never trained. If an average is
         still wanted, write it before (`tfpara.export`).
 
-        Nothing happens to a model that was not trained. A loop of your own must call `track` again,
-        and make a new `tf.function`, since the old one has the syncs of the model.
+        A model that was not trained stays as it is. A loop of your own must call `track` again, and
+        make a new `tf.function`, because the old one contains the syncs of the model.
 
         Args:
             model: the model that was trained; or a part of it, or one of several models that are
@@ -444,7 +444,7 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, ForCallbac
 
     @contextlib.contextmanager
     def weights(self, model: keras.Model, which: str) -> Iterator[None]:
-        """Puts the "global" model, the "local" ones or a named average into `model` for a while.
+        """Puts the "global", the "local" or an average's weights into `model` for a while.
 
         Every worker must enter, since the open block is closed first. Leaving the context puts the
         former weights back, bit for bit, on every device. Keras constraints are applied to what is
@@ -491,7 +491,7 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, ForCallbac
         only_chief: bool = False,
         verbose: str | int = "auto",
     ) -> Nest:
-        """Returns what `model.predict` does; worker r of W computes rows n·r/W to n·(r + 1)/W of n.
+        """Returns what `model.predict` returns; the workers divide the rows among themselves.
 
         For other data than arrays n counts batches, not rows. Every worker must call it, with the
         same data. If an elastic run loses a worker meanwhile, the others begin anew.
@@ -503,8 +503,8 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, ForCallbac
             batch_size: rows of a batch, if x are arrays; None: 32.
             which: the weights: "global", "local" or a name among `averages`. None: those that
                 `strategy.weights` shows, else "global".
-            only_chief: whether the chief alone keeps the rows; the others return None.
-            verbose: as in Keras; the chief alone shows progress.
+            only_chief: whether only the chief returns the result; the others return None.
+            verbose: as in Keras; only the chief shows progress.
 
         Raises:
             ValueError: data without a known end or order, other data on another worker, or an
@@ -514,10 +514,10 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, ForCallbac
             return predict(self, model, x, batch_size, only_chief, verbose)
 
     def state_bytes(self, model: keras.Model) -> list[int]:
-        """Returns the bytes of global state (model, momentum, averages) that are kept here.
+        """Returns the bytes of global state (model, momentum, averages) that this worker stores.
 
-        It is one number if this worker keeps the whole state, and one for each local replica if the
-        state is sharded. Every worker must call it.
+        The list has one number if this worker stores the whole state, and one number for each of
+        its replicas if the state is sharded. Every worker must call it.
 
         Args:
             model: a model that is built and compiled in the scope.

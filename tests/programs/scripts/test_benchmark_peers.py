@@ -181,11 +181,11 @@ def test_headlines_compare_what_was_measured():
     ]
     scaling, peers, sync, limited_sync, limited = headlines(rows)
     assert "of *tfpara, period 80* are 0.99 times as fast as two independent" in scaling
-    assert "*averager* scales best: its two workers are 1.80 times" in peers
+    assert "*averager* has the largest speed-up: two workers are 1.80 times" in peers
     assert "takes 60 ms. That is 1.20 times as long as the *bare Horovod all-reduce*" in sync
     assert "takes 440 ms at 1000 Mbit/s. That is 1.10 times as long" in limited_sync
-    assert "80 samples/s: 0.80 of their speed on loopback, and 10.0 times" in limited
-    assert "(DDP, 8)" in limited
+    assert "80 samples/s. That is 0.80 times their speed on loopback, and 10.0 times" in limited
+    assert "(DDP: 8 samples/s)" in limited
     assert headlines([]) == []
 
 
