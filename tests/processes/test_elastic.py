@@ -341,7 +341,7 @@ def test_epochs_are_rejected_and_scored_within_where_workers_come_and_go(tmp_pat
         run.wait_until(run.of_rank(0), "epoch", 0)
         number = run.start()
         last = run.check([KILLED], epochs=4)
-        assert len(last) == 3 and all(each[3] == 3 for each in last)
+        assert len(last) == 3 and all(each[3] == 2 for each in last)
         begins = [[e[1:] for e in run.events(n) if e[0] == "begins"] for n in range(4)]
         rates = [e[1] for e in run.events(run.of_rank(0)) if e[0] in ("rate", "epoch")]
     assert begins[number][0][0] == 1, "it came too late"
