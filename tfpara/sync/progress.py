@@ -83,31 +83,33 @@ class Progress:
             return
         unread, company = parent.unread(), self._company
         tells = unread is not None and (last or not unread)
-        if not (tells or company.changes):
-            return
-        told = self.told()
         if tells:
-            parent.tell(progress=told)
-        company.report(told["waits"], told["place"])
+            parent.tell(progress=self.told())
+        if company.changes:
+            company.report(self._waits(), self._strategy.extended.waits.where())
 
     def told(self) -> dict[str, Any]:
         """Returns the progress, as `tfpara.status.run` describes it."""
         extended = self._strategy.extended
-        place, since = extended.call_site, extended.waits.since()
-        with tf.device("CPU:0"):
+        place = extended.call_site
+        with self._company.steady(), tf.device("CPU:0"):
             counts = extended.models.statistics()._asdict()
-        now = time.monotonic()
         return {
-            "at": now,
+            "at": time.monotonic(),
             "rank": extended.worker.rank,
             "devices": [name.split("device:")[-1] for name in extended.worker_devices],
             "place": extended.waits.where(),
             "trains": counts["steps"] > 0 and not place.is_before_epochs,
             "joins": self._strategy.joining,
-            "waits": now - since if since else 0.0,
+            "waits": self._waits(),
             **counts,
             "scores": self._scores,
         }
+
+    def _waits(self) -> float:
+        """Returns for how many seconds this worker has waited for others."""
+        since = self._strategy.extended.waits.since()
+        return time.monotonic() - since if since else 0.0
 
     def _report(self) -> None:
         while not self._stop.wait(_EVERY_SECONDS):

@@ -99,7 +99,9 @@ def test_the_page_has_limited_links_beside_loopback(results):
         content["rows"].append({**rows[name], key: value, f"{key}_range": [value, value]})
     text = section(content)
     assert text.count("| system | loopback | 100 Mbit/s |") == 2
-    by_link = text.split("| system | loopback | 100 Mbit/s |", 1)[1].split("predicted by the cost model")[0]
+    by_link = text.split("| system | loopback | 100 Mbit/s |", 1)[1].split(
+        "predicted by the cost model"
+    )[0]
     (trained,) = [line for line in by_link.splitlines() if line.startswith("| tfpara, period 1 |")]
     (exchanged,) = [line for line in by_link.splitlines() if line.startswith("| bare all-reduce |")]
     assert trained.endswith("| 7 |") and exchanged.endswith("| 4321 |")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import keras
@@ -209,6 +210,9 @@ class Elastic(Company):
 
     def check_step(self) -> None:
         self._fit.check_step()
+
+    def steady(self) -> AbstractContextManager[Any]:
+        return self.connection.steady
 
     def report(self, waits: float, place: str) -> None:
         self.connection.line.report(waits, place)

@@ -60,6 +60,7 @@ class Connection:
         in_fit: whether this worker is in a call of `fit`, so that it can rejoin.
         leaves: whether this worker is to leave after the next sync.
         out: whether this worker is no longer a member.
+        steady: a lock; the generation does not change while it is held.
     """
 
     members: Members
@@ -82,7 +83,8 @@ class Connection:
         self.founders = self.line.founders
         self.joining = not self.line.founding
         self.in_fit = self.leaves = self.out = self._said_leaving = False
-        self._lock = threading.Lock()  # guards the generation, which the line's thread may abort
+        # guards the generation, which the line's thread may abort; see `Company.steady`
+        self.steady = threading.Lock()
 
     def _begin(self) -> tuple[Line, Form]:
         """Connects; returns the line and the first generation."""
@@ -143,7 +145,7 @@ class Connection:
 
     def become(self, form: Form) -> None:
         """Puts TensorFlow's server into a generation."""
-        with self._lock:
+        with self.steady:
             self.form = form
             addresses = dict(zip(form.tasks, form.addresses, strict=True))
             links.serve(addresses, self.names[0])
@@ -156,7 +158,7 @@ class Connection:
 
     def _abort(self, generation: int, why: str) -> None:
         """Ends the collectives of a generation. Called by the line's thread."""
-        with self._lock:
+        with self.steady:
             if generation == self.form.number:
                 links.end_collectives(f"tfpara: {why}")
 

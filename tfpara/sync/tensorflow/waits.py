@@ -56,11 +56,9 @@ class Waits:
 
     def since(self) -> float:
         """Returns when the present wait began, on the monotonic clock; 0 if there is none."""
-        return max(
-            self.worker.call_site.began,
-            *(s.graph.waiting_since() for s in self.synchronizers()),
-            0.0,
-        )
+        with self.worker.company.steady():
+            syncs = [synchronizer.graph.waiting_since() for synchronizer in self.synchronizers()]
+        return max(self.worker.call_site.began, *syncs, 0.0)
 
     def where(self) -> str:
         """Returns the place of this process in its script, in words."""

@@ -5,7 +5,9 @@
 from __future__ import annotations
 
 import abc
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, TypeAlias
 
 import keras
@@ -149,6 +151,14 @@ class Company(abc.ABC):
 
         Called before the step has trained anything.
         """
+
+    def steady(self) -> AbstractContextManager[Any]:
+        """Returns a context in which members do not change.
+
+        Operations that a thread beside the main one calls need it: TensorFlow keeps what it has
+        prepared for an operation, and a change of members while it does so leaves it invalid.
+        """
+        return contextlib.nullcontext()
 
     def report(self, waits: float, place: str) -> None:
         """Reports for how many seconds this worker waits now, and its place in its script."""
