@@ -18,7 +18,7 @@ from input import alignment, kaldi
 from input.features import FRAME_LENGTH, FRAME_SHIFT
 from input.records import CorpusError
 
-_FEW_CLASSES = 1000  # up to so many classes, there may be fewer frames than classes
+_FEW_CLASSES = 1000  # with more classes, data with fewer frames than classes are damaged
 _LONGEST = 1e7  # seconds of an utterance, so that a number of frames is below 2^31
 
 # A function that is called after each utterance, with the stage and the number of all utterances

@@ -146,7 +146,8 @@ def train(
         lengths: factors of a run's epochs, rising.
 
     Returns:
-        The error to be reached, by task; the curve, by way to train (a cell of length 1).
+        The error to be reached, by task; and the curve of each way to train, by its cell of length
+        1.
     """
     ways = study_grid.ways(out, each, [_RULE, ALL_REDUCE])
     curves: dict[Cell, Curve] = {way: {} for way in ways}

@@ -104,7 +104,10 @@ def _functions(node: tf.compat.v1.NodeDef) -> Iterator[str]:
 
 
 class Scope:
-    """The nodes of a graph or of a function's body, which name the inputs of nodes differently."""
+    """The nodes of a graph or of a function's body.
+
+    An input is "node:output:0" in a function's body, and "node" or "node:0" in a graph.
+    """
 
     def __init__(self, nodes: Any, is_function: bool) -> None:
         self.nodes = nodes

@@ -126,7 +126,7 @@ class _Memory:
 
 def _number(value: Any) -> float | None:
     """Returns a score as Python's number; None if there is none yet, or it is something else."""
-    with contextlib.suppress(TypeError, ValueError):  # a subclass may store any object
+    with contextlib.suppress(TypeError, ValueError):  # a user's callback may store any object
         number = np.asarray(value).item()
         return number if isinstance(number, int | float) else None
     return None
@@ -157,7 +157,7 @@ _calls = _Calls()
 
 @contextlib.contextmanager
 def under_way() -> Iterator[None]:
-    """A context for a call of `fit`; its end, well or not, calls the functions of `at_end`."""
+    """A context for a call of `fit`. It ends by calling the functions given to `at_end`."""
     with contextlib.ExitStack() as end:
         _calls.ends.append(end)
         end.callback(_calls.ends.remove, end)

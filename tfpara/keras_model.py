@@ -180,8 +180,8 @@ def carried_states(model: keras.Model) -> list[keras.Variable]:
 def lookups(model: keras.Model) -> list[keras.layers.Embedding]:
     """Returns the Embedding layers, nested anywhere, whose call only takes rows of a table.
 
-    Subclasses of Embedding with a `call` of their own, such as one that is the output layer, too,
-    are left out.
+    Subclasses of Embedding that override `call` are left out, such as one that also serves as the
+    output layer.
     """
     embedding = keras.layers.Embedding
     layers = [layer for layer in model._flatten_layers() if isinstance(layer, embedding)]

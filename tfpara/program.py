@@ -1,4 +1,4 @@
-"""The end of a program of several workers: together, at once, and with one sentence on failure."""
+"""Ends the programs of several workers together; one sentence explains a failure."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-_POOLED_WEIGHT = 10.0  # the distribution of all phones' moves counts as so many moves of a phone
+_POOLED_WEIGHT = 10.0  # of the distribution over all phones, in moves between states of one phone
 _MOVE_FLOOR = 0.5  # added to the count of every possible move of all phones together
 # Log-likelihood, approximately, of a class without a training frame. It is beyond the beam of a
 # decoder even at an acoustic scale of 0.01. Its magnitude is so small that sums of float32 keep

@@ -234,7 +234,7 @@ class BMUF(Rule):
 
     @property
     def _blocks_for_one(self) -> float:
-        """Returns k, in how many blocks the gain may rise by one; 0 if there is no warm-up."""
+        """Returns k, the number of blocks in which the gain may rise by one; 0 without warm-up."""
         given = self.warmup
         if given is None:
             given = self._is_default and self.compat is None

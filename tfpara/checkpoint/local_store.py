@@ -61,7 +61,8 @@ class LocalStore(Store):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             raise self._not_locked(error, holder or "an unknown process") from error
-        if holder and not holder.startswith(_HOLDER):  # it may be a hard link to another file
+        # Another text is not ours: the file may be a hard link to some file, which must stay.
+        if holder and not holder.startswith(_HOLDER):
             raise no_lock(self.directory / "lock", holder)
         os.ftruncate(lock, 0)
         os.pwrite(lock, f"{_HOLDER}{os.getpid()} on {socket.gethostname()}".encode(), 0)

@@ -84,7 +84,7 @@ class CallSite:
         self.began = 0.0
         self.calls: list[Purpose] = []
         self._epoch = 0  # the epoch of fit, from 1 as Keras prints it; 0 before the first
-        self._step = 0  # the last step of the epoch that has begun, from 1; 0 before the first
+        self._step = 0  # the step of the epoch that began last, from 1; 0 before the first
         self._callbacks = 0
         self._purpose: Purpose | None = None
 

@@ -267,7 +267,7 @@ class _Places(NamedTuple):
         self._ask("PUT", rank, json.dumps(value).encode())
 
     def get(self, rank: int) -> int | None:
-        """Returns the HOROVOD_SIZE of a rank's process; None if it has not come, or `_FORGED`."""
+        """Returns a rank's HOROVOD_SIZE; None: there is none yet; `_FORGED`: it is not signed."""
         value = self._ask("GET", rank)
         if value is None:
             return None

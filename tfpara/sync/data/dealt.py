@@ -119,7 +119,7 @@ class _Kept:
         return any(number in self._kept for number in row.tolist())
 
     def take(self, row: Array) -> Iterator[Any]:
-        """Yields the minibatches with the numbers of a row; an empty one where there is none."""
+        """Yields, for each number in a row, the minibatch of that number, or an empty one."""
         for number in row.tolist():
             yield self._kept.pop(number, self._empty)
 

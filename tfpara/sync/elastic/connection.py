@@ -98,7 +98,7 @@ class Connection:
                 line.close()  # the others have begun without this worker, which joins them
 
     def _alone(self, number: int, task: int) -> Form:
-        """Returns a generation of this worker alone, until it has joined the others."""
+        """Returns a generation with this worker alone, for the time until it joins the others."""
         return Form(number, (task,), (self._own_address,), (None,), "")
 
     @property

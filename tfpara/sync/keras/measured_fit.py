@@ -32,7 +32,7 @@ class MeasuredFit(keras.callbacks.Callback):
     The callbacks are left out, so that no checkpoint is read and nothing is written. Steps that
     follow each other in an epoch are measured: the time from the end of one to the end of the next,
     with their syncs and their data. The time of Keras' callbacks and of this one is not in it.
-    Periods above 10 minibatches or half an epoch are shortened to that.
+    Longer periods are shortened to 10 minibatches or half an epoch, whichever is less.
     """
 
     async_safe = False
