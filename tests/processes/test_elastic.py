@@ -654,3 +654,24 @@ def test_the_record_is_replayed_in_one_process(options, tmp_path):
     replayed = np.load(tmp_path / "replayed.npz")
     for name in replayed.files:
         np.testing.assert_allclose(trained[0][name], replayed[name], rtol=2e-4, atol=2e-5)
+
+
+@pytest.mark.nightly
+def test_each_worker_evaluates_all_validation_data_of_any_kind(tmp_path):
+    found = []
+    for kind in (True, "py_dataset"):
+        (directory := tmp_path / str(kind)).mkdir()
+        with elastic_runs.Run(directory, 2, validate=kind) as run:
+            run.check([])
+            logs = [e[2] for n in range(2) for e in run.events(n) if e[:2] == ["epoch", 1]]
+        assert logs[0] == logs[1]
+        found.append(logs[0]["val_loss"])
+    assert found[0] == pytest.approx(found[1], rel=1e-5)
+
+
+def test_a_worker_is_lost_where_a_rate_falls_with_the_position_in_the_epoch(tmp_path):
+    """One waits at the end of the block, and the others are some steps behind."""
+    options = {"callbacks": ["rate"], "period": 10, "epochs": 2}
+    options["paces"] = {"0": 0.02, "1": 0.2, "2": 0.2}
+    with elastic_runs.Run(tmp_path, 3, {2: ["step", 5, "SIGKILL"]}, **options) as run:
+        assert len(run.check([KILLED])) == 2

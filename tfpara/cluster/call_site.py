@@ -93,6 +93,11 @@ class CallSite:
         """True from the beginning of `fit` to its first epoch; a checkpoint may be read then."""
         return self.fits > 0 and not self._epoch
 
+    @property
+    def is_in_callbacks(self) -> bool:
+        """Whether callbacks of `fit` run."""
+        return self._callbacks > 0
+
     def in_fit(self) -> contextlib.AbstractContextManager[None]:
         """A context in which `fit` runs."""
         return self._with(

@@ -330,6 +330,20 @@ class Batches(keras.utils.PyDataset):
         return x, self.given["y"][rows]
 
 
+class Rows(keras.utils.PyDataset):
+    def __init__(self, dataset):
+        super().__init__(workers=2)
+        self.rows = list(dataset)
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, number):
+        return keras.tree.map_structure(np.asarray, self.rows[number])
+
+
+# What `validation_data` are made of, by the option `validate`.
+HELD_OUT = {False: lambda dataset: None, True: lambda dataset: dataset, "py_dataset": Rows}
 KINDS = {
     "arrays": dict,
     "dataset": lambda given: {
@@ -482,7 +496,7 @@ def main():
         history = model.fit(
             **given,
             epochs=options["epochs"],
-            validation_data=held_out if options["validate"] else None,
+            validation_data=HELD_OUT[options["validate"]](held_out),
             verbose=0,
             callbacks=found(number),
         )

@@ -136,11 +136,11 @@ class Elastic(Company):
             return result
 
     def check_in_fit(self) -> None:
-        if not self.connection.in_fit:
+        if not self.connection.in_fit or self._extended.call_site.is_in_callbacks:
             raise ValueError(
-                "a model is trained outside of fit, and elastic= needs fit: a loop of your own, or "
-                "train_on_batch, would not repeat the sync in which a worker is lost. Call "
-                "model.fit, or leave elastic= out."
+                "a model is trained outside of the steps of fit, and elastic= needs these: a loop "
+                "of your own, or train_on_batch, would not repeat the sync in which a worker is "
+                "lost. Call model.fit, or leave elastic= out."
             )
 
     def by_the_chief(self, write: Callable[[], object], name: str) -> None:

@@ -192,7 +192,9 @@ class Rejoin:
             self.transfer.hand_over(source, receives, joins, ahead)
         self._late = self._shorten_block(reports, behind, syncs)
         for synchronizer in self.extended.models.synchronizers:
-            synchronizer.graph.answered(Request.MEET)  # maybe some had agreed to it, or were about
+            graph = synchronizer.graph
+            graph.answered(Request.MEET)  # some may have agreed to this meeting, or asked for it
+            graph.consensus.divided_in = int(graph.block.taken) - graph.block.trained
         self.progress.sync_may_be_due = True
         self.progress.closed = max(self.progress.closed, tuple(ahead["closed"]))
         self.others = max(known, key=lambda report: report["operations"])

@@ -88,7 +88,8 @@ class Steps(data_adapters.data_adapter.DataAdapter):
             raise ValueError("the data have no batch: their length is 0.")
         self._first = [without_none(batch) for batch in batches]
         self._extended = extended
-        self._shares = extended.data.shares
+        # In an elastic run these are data of an evaluation, of which each worker takes all.
+        self._shares = [(0, 1)] if extended.worker.changes else extended.data.shares
         self._by_replica, self._parts = extended.data.is_by_replica, self._shares[0][1]
         self._signature = data_adapter_utils.get_tensor_spec(self._first)
 

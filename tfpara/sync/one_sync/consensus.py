@@ -77,6 +77,9 @@ class Consensus:
             it does not wait.
         weights_seen: an array with a number for each replica, 0 until a sync counts a minibatch of
             that replica.
+        divided_in: the minibatches that this worker had taken before the block within which the
+            data were divided anew; −1: none. In this block rates may differ: a schedule by the
+            position in the epoch got other positions before and after that.
         carried: how many float32 numbers, the weights and padding, travel with each worker's
             report, a multiple of `ALIGNED`; 0: the weights follow in an exchange of their own.
     """
@@ -88,6 +91,7 @@ class Consensus:
         self._replicas, self._block, self._site = replicas, block, site
         self._fragments, self._left_out = settings.fragments, left_out
         self._share = settings.nonfinite_share
+        self.divided_in = -1
         shared, rates = len(replicas.shared_counts), len(variables.rates)
         self.columns = Columns.of(block.parts, shared, rates, left_out is not None)
         self.weights_seen = np.zeros(site.num_replicas)
@@ -230,7 +234,7 @@ class Consensus:
                     steps=of_parts,
                     taken=int(taken),
                     idle=bool(pending == 0),
-                    never=bool(period >= NEVER),
+                    never=bool(period >= NEVER) or int(taken - of_parts[0]) == self.divided_in,
                     left_out=left_out,
                 )
             )
