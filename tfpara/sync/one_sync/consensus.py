@@ -234,7 +234,7 @@ class Consensus:
                     steps=of_parts,
                     taken=int(taken),
                     idle=bool(pending == 0),
-                    never=bool(period >= NEVER) or int(taken - of_parts[0]) == self.divided_in,
+                    never=bool(period >= NEVER) or 0 <= self.divided_in == int(taken - of_parts[0]),
                     left_out=left_out,
                 )
             )
