@@ -71,8 +71,7 @@ def test_a_worker_dies_and_another_comes():
         for own in lines[1:]:
             own.on_abort(lambda generation, why, own=own: aborted.append((own.task, generation)))
         lines[0].close()
-        while len(aborted) < 2:
-            time.sleep(0.01)
+        wait_until(lambda: len(aborted) == 2)
         assert sorted(aborted) == [(1, 1), (2, 1)]
         assert [own.lost for own in lines[1:]] == [{0}, {0}]
         form, _ = meet(lines[1:], 1, True)
@@ -82,8 +81,7 @@ def test_a_worker_dies_and_another_comes():
         late = line(service)
         assert (late.task, late.founding) == (3, False)
         late.register(TERMS, 0)
-        while not all(own.wanted for own in lines[1:]):
-            time.sleep(0.01)
+        wait_until(lambda: all(own.wanted for own in lines[1:]))
         with concurrent.futures.ThreadPoolExecutor() as pool:
             new = pool.submit(late.formed)
             ready = pool.submit(lambda: late.ready(new.result().number))
@@ -100,8 +98,7 @@ def test_who_is_awaited_for_long_is_named(caplog):
         # Only the last is long enough, so the order in which they arrive does not matter.
         for own, waits in zip(lines, (3.0, 0.0, 12.0), strict=True):
             own.report(waits, f"in fit\n[x.py, line {own.task}]")
-        while "waited" not in caplog.text:
-            time.sleep(0.01)
+        wait_until(lambda: "waited" in caplog.text)
         who = "worker 1 (in fit[x.py, line 1])"
         assert f"tfpara: the other workers have waited for {who} for 12 s." in caplog.text
 
@@ -169,14 +166,12 @@ def test_who_waits_in_a_call_of_fit_that_others_have_left_is_told():
         found([first])
         assert joins.where() == (0, [])
         joins.register({}, 0)
-        while not first.wanted:
-            time.sleep(0.01)
+        wait_until(lambda: first.wanted)
         first.begins(1, [{"epoch": [0]}])
         with pytest.raises(Passed) as passed:
             joins.formed()
         assert (passed.value.fit, passed.value.histories) == (1, [{"epoch": [0]}])
-        while first.wanted:
-            time.sleep(0.01)
+        wait_until(lambda: not first.wanted)
         first.done()
         with pytest.raises(Ended):
             joins.where()
@@ -196,8 +191,7 @@ def test_who_is_silent_is_given_up_and_may_come_again_under_its_number():
         again = line(service, task=1)
         assert again.task == 1 and not again.founding
         again.register(TERMS, 0)
-        while not lines[0].wanted:
-            time.sleep(0.01)
+        wait_until(lambda: lines[0].wanted)
         with concurrent.futures.ThreadPoolExecutor() as pool:
             new = pool.submit(again.formed)
             form = lines[0].met(2, {}, False)
@@ -209,8 +203,7 @@ def test_who_leaves_is_told_that_it_has():
         lines = [line(service) for _ in range(2)]
         found(lines)
         lines[1].leave()
-        while not all(own.wanted for own in lines):
-            time.sleep(0.01)
+        wait_until(lambda: all(own.wanted for own in lines))
         with concurrent.futures.ThreadPoolExecutor() as pool:
             stays = pool.submit(lines[0].met, 1, {}, False)
             with pytest.raises(Left, match="has left"):
@@ -236,8 +229,7 @@ def test_who_is_not_let_in():
         with pytest.raises(MeetingError, match="the run has elastic=.*min_workers.: 1.* 7"):
             line(service, min_workers=7)
         other = line(service)
-        while "rule" not in service.state.terms:
-            time.sleep(0.01)
+        wait_until(lambda: "rule" in service.state.terms)
         other.register({"rule": "EASGD()"}, 0)
         with pytest.raises(MeetingError, match="rule: the run has 'BSP..', this worker has"):
             other.formed()
