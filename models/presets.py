@@ -56,7 +56,7 @@ class Preset:
 
     @property
     def recurrent(self) -> bool:
-        """Whether the model takes sequences of frames, for truncated BPTT, not single frames."""
+        """True if the model takes sequences of frames, for truncated BPTT, not single frames."""
         return self.kind != "dnn"
 
     def input_dim(self, frame_dim: int | None = None) -> int:

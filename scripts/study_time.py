@@ -73,7 +73,7 @@ class Best(NamedTuple):
 
 
 class Row(NamedTuple):
-    """How much sooner N replicas reach the error of a task, with one speed of links.
+    """The results for N replicas on a task, with one speed of links.
 
     Attributes:
         task: the task.

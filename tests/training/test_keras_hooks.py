@@ -357,3 +357,17 @@ def test_ctrl_c_is_that_also_where_an_operation_fails_at_the_same_moment(strateg
     other = K.LambdaCallback(on_train_batch_end=lambda *_, **__: [].remove(1))
     with pytest.raises(ValueError, match="not in list"):
         make_model(strategy).fit(X, Y, callbacks=[other], verbose=0)
+
+
+def test_the_company_may_refuse_to_train_a_batch_outside_of_fit(strategy, monkeypatch):
+    """Also by the function of an earlier `fit`, which is not traced again."""
+    model = make_model(strategy)
+    model.fit(X, Y, verbose=0)
+    model.train_on_batch(X, Y)
+
+    def refuse():
+        raise ValueError("outside of fit")
+
+    monkeypatch.setattr(strategy.extended.worker.company, "check_in_fit", refuse)
+    with pytest.raises(ValueError, match="outside of fit"):
+        model.train_on_batch(X, Y)

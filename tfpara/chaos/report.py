@@ -36,7 +36,7 @@ class Made(NamedTuple):
 
 
 class Step(NamedTuple):
-    """How many minibatches are in the model at a time (seconds), as the script reported."""
+    """Number of minibatches in the model at a time (seconds), as the script reported."""
 
     time: float
     done: float

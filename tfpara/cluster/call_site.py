@@ -95,7 +95,7 @@ class CallSite:
 
     @property
     def is_in_callbacks(self) -> bool:
-        """Whether callbacks of `fit` run."""
+        """True while callbacks of `fit` run."""
         return self._callbacks > 0
 
     def in_fit(self) -> contextlib.AbstractContextManager[None]:

@@ -243,7 +243,7 @@ class _Guest(NamedTuple):
 
 
 class _Terms(NamedTuple):
-    """What differs between a meeting of TF_CONFIG's workers and one of an engine's."""
+    """Differences between a meeting of TF_CONFIG's workers and one of an engine's."""
 
     size: int  # number of workers
     chief: str  # "host:port" at which the chief listens

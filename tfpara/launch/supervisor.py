@@ -137,7 +137,7 @@ class Exit(NamedTuple):
 
     @property
     def is_killed(self) -> bool:
-        """Whether SIGKILL ended the process, which no program sends to itself."""
+        """True if SIGKILL ended the process. No program sends this signal to itself."""
         return self.by_signal and self.code == 128 + signal.SIGKILL
 
     @property

@@ -40,7 +40,7 @@ class ChiefModel:
 
     @property
     def shows(self) -> bool:
-        """Whether the context of `showing` is active now."""
+        """True inside the context of `showing`."""
         return self._shown is not None
 
     def read(self) -> None:

@@ -67,6 +67,7 @@ def install() -> None:
     replace(keras.Model, "fit", _looked_at)
     replace(keras.Model, "evaluate", _placed)
     replace(keras.Model, "train_on_batch", _looked_at)
+    replace(keras.Model, "train_on_batch", _refused_beside_fit)
     replace(keras.Model, "predict", _of_all_rows)
     # By this method `fit` and `evaluate` turn the outputs of a step into their log.
     replace(keras.Model, "_get_metrics_result_or_logs", of_all_workers)
@@ -143,6 +144,15 @@ def _together(
 
 
 @for_ours
+def _refused_beside_fit(
+    method: Method, strategy: Any, model: keras.Model, *args: object, **kwargs: object
+) -> object:
+    """Runs a method that trains a model outside of `fit`, if the company of workers allows it."""
+    strategy.extended.worker.company.check_in_fit()
+    return method(model, *args, **kwargs)
+
+
+@for_ours
 def _placed(
     evaluate: Method, strategy: Any, model: keras.Model, *args: object, **kwargs: object
 ) -> object:
@@ -180,8 +190,6 @@ def _looked_at(train: Method) -> Method:
         scope.look(model)
         strategy = strategy_of_ours(model)
         trained = strategy.extended.models.trained(model) if strategy is not None else None
-        if strategy is not None and train.__name__ == "train_on_batch":
-            strategy.extended.worker.company.check_in_fit()
         if trained is not None and trained.shows_others:
             raise ValueError(
                 "the model is trained while strategy.weights(...) shows others than the replicas' "

@@ -7,6 +7,7 @@ import pytest
 from tests.lib.record import unit_of
 from tfpara.elastic.meeting import Form
 from tfpara.elastic.plan import begin
+from tfpara.sync.elastic.company import Elastic
 from tfpara.sync.elastic.connection import Connection
 from tfpara.sync.elastic.rejoin import Progress, Rejoin, _how_far, _next_plan
 
@@ -68,3 +69,16 @@ def test_a_worker_that_comes_back_trains_an_epoch_that_it_had_closed_alone():
     assert worker.progress.epoch_is_closed
     worker.come_back("it was silent.")
     assert connection.joining and not worker.progress.epoch_is_closed and data.iterator is None
+
+
+@pytest.mark.parametrize("in_fit,in_callbacks", [(False, False), (True, True), (True, False)])
+def test_a_model_is_trained_in_the_steps_of_fit_alone(in_fit, in_callbacks):
+    company = Elastic.__new__(Elastic)
+    company.connection = types.SimpleNamespace(in_fit=in_fit)
+    call_site = types.SimpleNamespace(is_in_callbacks=in_callbacks)
+    company._extended = types.SimpleNamespace(call_site=call_site)
+    if in_fit and not in_callbacks:
+        company.check_in_fit()
+    else:
+        with pytest.raises(ValueError, match="outside of the steps of fit"):
+            company.check_in_fit()
