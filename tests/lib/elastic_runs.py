@@ -120,18 +120,21 @@ class Run:
 
     def wait_until(self, number, *event, count=1):
         """Waits until a worker has logged so many events that begin so."""
-        until = time.monotonic() + DEADLINE
-        while sum(each[: len(event)] == list(event) for each in self.events(number)) < count:
+
+        def logged():
+            if sum(each[: len(event)] == list(event) for each in self.events(number)) >= count:
+                return True
             process = self.processes[number]
             assert process.poll() is None, (number, process.communicate()[0])
-            assert time.monotonic() < until, (number, event, self.events(number)[-3:])
-            time.sleep(0.02)
+            return False
 
-    def until(self, condition):
-        """Waits until a function returns something true."""
+        self.until(logged, lambda: (number, event, self.events(number)[-3:]))
+
+    def until(self, condition, told=lambda: None):
+        """Waits until a function returns something true; `told` returns the message otherwise."""
         until = time.monotonic() + DEADLINE
         while not condition():
-            assert time.monotonic() < until
+            assert time.monotonic() < until, told()
             time.sleep(0.02)
 
     def ends(self):
