@@ -23,13 +23,17 @@ from input.records import CorpusError
 from tfpara.files import regular
 
 DECODERS = ("soundfile", "tensorflow-io")
-_SCALE = 32768.0  # Kaldi's samples have the scale of 16-bit integers
-_LOUDEST = 1e9  # limit in files of floats, times full scale; above, energies are Inf in float32
-_RATES = (1000, 1_000_000)  # Hz; a header with a rate outside of this counts as damaged
-_BLOCK = 1 << 16  # samples that are decoded at once
-# The most samples per byte: FLAC's shortest frame has 10 bytes, and at most 65,535 samples.
+_SCALE = 32768.0  # full scale of Kaldi's samples, which are those of 16-bit integers
+# The loudest sample that a file of floats may have, as a multiple of full scale. Louder samples
+# would have an energy of Inf in float32.
+_LOUDEST = 1e9
+_RATES = (1000, 1_000_000)  # Hz; a header with a rate outside this range counts as damaged
+_BLOCK = 1 << 16  # number of samples that are decoded at once
+# No file has more samples per byte: a frame of FLAC has at least 10 bytes and at most 65,535
+# samples.
 _PER_BYTE = 6554
-# Bytes; the header of a streamed WAV file, whose length is unknown, states this length or more.
+# In bytes. The header of a streamed WAV file was written before the length was known; it states
+# this length or more.
 _UNKNOWN = 0x7FFFF000
 
 
@@ -45,11 +49,12 @@ class Options:
       ValueError: a value is out of range, or the decoder's package does not load.
     """
 
-    sample_rate: int = 16000  # Hz, of the result
-    resample: bool = False  # whether a file at another rate is resampled, not refused
+    sample_rate: int = 16000  # rate of the result, in Hz
+    resample: bool = False  # whether files at another rate are resampled; if not, they are refused
     decoder: str = "soundfile"
     parallel: int = 2  # number of files that are decoded at once
-    # The channel to read if a `Location` names none. None: such recordings must have a single one.
+    # The channel that is read where a `Location` names none. If this is None, too, the recording
+    # must have a single channel.
     channel: int | None = None
 
     def __post_init__(self) -> None:
@@ -81,7 +86,9 @@ def decoded(
       at `options.sample_rate`; or its number with an `AudioError` that names the file.
     """
     first = 0
-    while first < len(recordings):  # an error ends the dataset's iterator, so a new one is made
+    # An error ends the iteration over a dataset. So after each error, a new dataset begins with the
+    # next recording.
+    while first < len(recordings):
         number = first
         try:
             for samples in dataset(recordings[first:], options):
@@ -146,7 +153,8 @@ def _read_whole(file: BinaryIO, size: int, recording: Location) -> tuple[np.ndar
         with soundfile.SoundFile(file) as sound:
             channel = _channel(sound.channels, recording)
             _check_rate(sound.samplerate, recording)
-            # Read in blocks, since a damaged header may state any number of samples.
+            # The file is read in blocks. A single read would allocate memory for as many samples as
+            # the header states, and a damaged header may state any number.
             parts = []
             while len(part := sound.read(_BLOCK, dtype="float32", always_2d=True)[:, channel]):
                 parts.append(part)
@@ -169,7 +177,8 @@ def _check_length(file: BinaryIO, size: int, recording: Location) -> bool:
     if head[:4] != b"RIFF" or len(head) < 8:
         return False
     length = struct.unpack("<I", head[4:])[0] + 8
-    if 8 < length < _UNKNOWN and length > size:  # libsndfile and kaldiio do not report this
+    # libsndfile and kaldiio do not report that a file is cut short.
+    if 8 < length < _UNKNOWN and length > size:
         raise _error(recording, f"is cut short: {size} of {length} bytes")
     return True
 
@@ -218,7 +227,7 @@ def _check_rate(rate: int, recording: Location) -> None:
 
 
 def _finish(samples: np.ndarray, rate: int, recording: Location, options: Options) -> np.ndarray:
-    if len(samples) and not np.abs(samples).max() < _LOUDEST:  # true for NaN, too
+    if len(samples) and not np.abs(samples).max() < _LOUDEST:  # also true if a sample is NaN
         raise _error(
             recording, f"has samples that are NaN, Inf or beyond {_LOUDEST:g} times the full scale"
         )
@@ -242,14 +251,15 @@ def _tfio_dataset(recordings: Sequence[Location], options: Options) -> tf.data.D
     for recording in recordings:
         if recording.pipe or recording.offset:
             raise _error(recording, "is no file of its own; read it with --decoder=soundfile")
-        # TensorFlow would wait for the end of a FIFO. An empty path fails, and `_explain` finds
-        # why.
+        # TensorFlow would wait without an end for the data of a FIFO. So a path that is no
+        # regular file is replaced by "". Reading "" fails, and `_explain` then finds the reason.
         paths.append(recording.path if os.path.isfile(recording.path) else "")
 
     def check(number: int) -> bytes:
         path = paths[int(number)]
         size = os.path.getsize(path)
-        # tensorflow-io allocates memory for as many samples as the header states.
+        # tensorflow-io allocates memory for as many samples as the header states. So a header that
+        # states more samples than the file can hold is refused.
         if _soundfile().info(path).frames > _PER_BYTE * size:
             raise _error(
                 recordings[int(number)], "is damaged: it has fewer bytes than samples take"
@@ -287,7 +297,7 @@ def _as_encoded(samples: np.ndarray, path: str) -> bool:
     """
     with open(path, "rb") as file:
         head = file.read(42)
-    if head[:4] != b"fLaC" or not any(head[26:]):  # an encoder may leave the sum out
+    if head[:4] != b"fLaC" or not any(head[26:]):  # zeros: the encoder left the sum out
         return True
     return hashlib.md5(samples.astype("<i2").tobytes()).digest() == head[26:]
 
@@ -318,7 +328,7 @@ def _soundfile() -> Any:
 def _tfio() -> Any:
     try:
         import tensorflow_io
-    except Exception as error:  # a wheel for another TensorFlow fails in several ways
+    except Exception as error:  # a wheel that was built for another TensorFlow may raise any error
         raise ValueError(
             f"tensorflow-io does not load on TensorFlow {tf.__version__}. Take --decoder=soundfile"
         ) from error

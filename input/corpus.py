@@ -22,10 +22,10 @@ from input import alignment, audio, features, index, shards, speakers, synthesis
 from input.index import SPLITS, CorpusIndex
 from input.speakers import Speaker
 
-# Parts of the names of voice variants that are no usual human voices.
+# A voice variant with one of these words in its name does not sound like a usual human voice.
 _NOT_HUMAN = ("whisper", "robo", "Robot", "Demonic", "croak")
 
-Progress = Callable[[str, float], None]  # (stage, seconds of speech done since the last call)
+Progress = Callable[[str, float], None]  # (stage, seconds of speech made since the last call)
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,9 @@ FRAME_SHIFT = 0.010  # seconds
 FRAME_LENGTH = 0.025  # seconds
 NUM_MEL = 40
 NUM_CEPS = 13
-FEATURE_DIM = 3 * NUM_MEL  # static, delta, delta-delta
-DELTA_WINDOW = 2  # frames on each side
-_MFCC_MEL = 23  # Kaldi's number of mel filters from which it computes cepstra
+FEATURE_DIM = 3 * NUM_MEL  # static features, deltas, and deltas of the deltas
+DELTA_WINDOW = 2  # number of frames on each side
+_MFCC_MEL = 23  # number of mel filters from which Kaldi computes MFCC
 
 
 def log_mel(

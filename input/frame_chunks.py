@@ -131,7 +131,8 @@ class _Windows:
         origin = tf.gather(self._ends - self._chosen.frames, first)
         positions = tf.range(begin - origin, stop - origin)
         if self._seed is not None:
-            # The seeds of a chunk's windows differ in one word, and those of chunks in both words.
+            # Each window has its own seed. Seeds of windows of one chunk differ in the second of
+            # the two words; seeds of different chunks differ in both.
             seed = tf.stack([self._seed[0], self._seed[1] + number])
             positions = tf.random.experimental.stateless_shuffle(positions, seed)
         ends = tf.cumsum(chosen.frames)

@@ -23,7 +23,7 @@ class Utterances(NamedTuple):
     """Utterances to be read, as columns of equal length; arrays or tensors."""
 
     shard: Any  # int64: number of the shard in the split
-    offset: Any  # int64, bytes
+    offset: Any  # int64: bytes from the start of the shard
     frames: Any  # int64: number of frames
     id: Any  # string
 
@@ -53,15 +53,15 @@ class GraphReader:
             record = tf.raw_ops.TFRecordDatasetV2(
                 filenames=tf.gather(paths, shard)[None],
                 compression_type="",
-                buffer_size=tf.zeros([], tf.int64),  # none: a record is read once, and whole
+                buffer_size=tf.zeros([], tf.int64),  # no buffer: a record is read once, as a whole
                 byte_offsets=offset[None],
             )
             spec = tf.TensorSpec([], tf.string)
             return tf.data.experimental.from_variant(record, spec).take(1).get_single_element()
 
         def record_or_nothing(shard: tf.Tensor, offset: tf.Tensor) -> tf.data.Dataset:
-            # TensorFlow's errors do not name the file, so they are only logged. `decode` raises an
-            # error that names it.
+            # TensorFlow's errors do not name the file, so they are only logged, and the record is
+            # "". For that record, `decode` raises an error that names the file.
             place = tf.data.Dataset.from_tensors((shard, offset))
             found = place.map(read).ignore_errors(log_warning=True)
             return found.concatenate(tf.data.Dataset.from_tensors("")).take(1)

@@ -24,7 +24,7 @@ VERSION = 1
 FILE_NAME = "index.json"
 SPLITS = ("train", "validation", "test")
 COLUMNS = ("shard", "offset", "length", "crc32", "frames", "id", "speaker")
-# Errors that Python and NumPy raise for values of a wrong type or size.
+# Python and NumPy raise these errors for values of a wrong type or size.
 _DAMAGE = (ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError)
 _REMEDY = "Prepare the corpus again with the program that made it, such as scripts.prepare_speech"
 
@@ -33,12 +33,12 @@ _REMEDY = "Prepare the corpus again with the program that made it, such as scrip
 class Split:
     """The utterances of one split, as columns of equal length."""
 
-    shards: tuple[str, ...]  # paths
-    shard: np.ndarray  # int64: index in `shards`
-    offset: np.ndarray  # int64, bytes from the start of the shard
-    length: np.ndarray  # int64, bytes of the record
-    crc32: np.ndarray  # int64, checksum of the record
-    frames: np.ndarray  # int64, number of frames
+    shards: tuple[str, ...]  # paths of the shards
+    shard: np.ndarray  # int64: the shard of each utterance, as an index in `shards`
+    offset: np.ndarray  # int64: bytes from the start of the shard to the record
+    length: np.ndarray  # int64: bytes of the record
+    crc32: np.ndarray  # int64: checksum of the record
+    frames: np.ndarray  # int64: number of frames
     id: tuple[str, ...]
     speaker: tuple[str, ...]
 
@@ -64,11 +64,11 @@ class CorpusIndex:
     directory: str
     feature_dim: int
     class_names: tuple[str, ...]
-    mean: np.ndarray  # float32 [feature_dim], of the training frames
-    stddev: np.ndarray  # float32 [feature_dim], of the training frames; positive
-    options: dict[str, Any]  # options that the corpus was made with
+    mean: np.ndarray  # float32 [feature_dim]: mean of the training frames
+    stddev: np.ndarray  # float32 [feature_dim]: standard deviation of those frames; positive
+    options: dict[str, Any]  # the options with which the corpus was made
     splits: dict[str, Split]
-    fingerprint: str  # equal for corpora of equal content
+    fingerprint: str  # corpora with equal content have equal fingerprints
 
     @property
     def num_classes(self) -> int:

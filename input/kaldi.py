@@ -25,13 +25,14 @@ from input.kaldi_tables import Location
 from input.records import CorpusError
 from tfpara.files import regular
 
-_MAX_KEY = 1000  # bytes; a longer word is no key
+_MAX_KEY = 1000  # bytes; a longer word does not count as a key
 _BINARY = b"\0B"
-_FLOATS = (b"FM ", b"FV ", b"DM ", b"DV ", b"CM ", b"CM2 ", b"CM3 ")  # types that kaldiio reads
-_INTEGERS = np.dtype([("size", "u1"), ("value", "<i4")])  # an element of a vector of int32
-_MAX_LINE = 1 << 26  # bytes; a longer line is no text
+# A binary object begins with the name of its type. kaldiio reads these types.
+_FLOATS = (b"FM ", b"FV ", b"DM ", b"DV ", b"CM ", b"CM2 ", b"CM3 ")
+_INTEGERS = np.dtype([("size", "u1"), ("value", "<i4")])  # one element of a vector of int32
+_MAX_LINE = 1 << 26  # bytes; a longer line counts as damaged
 _WHITE = b" \t\r\n"
-_OVERSHOOT = 3  # rows by which a range may exceed the matrix: Kaldi's length_tolerance
+_OVERSHOOT = 3  # a range may exceed the matrix by this many rows: Kaldi's length_tolerance
 _DAMAGE = (ValueError, AssertionError, struct.error, IndexError, TypeError, UnicodeDecodeError)
 
 
@@ -39,7 +40,8 @@ class Item(NamedTuple):
     """An object of an archive."""
 
     key: str
-    offset: int  # bytes of the file before the object, its key included, as in an scp file
+    # Bytes from the start of the file to the object, which begins after its key; as in an scp file.
+    offset: int
     value: np.ndarray
 
 
@@ -58,7 +60,7 @@ def read_matrix(location: Location, dtype: type = np.float32) -> np.ndarray:
         raise CorpusError(f"{location}: a vector where a matrix is expected")
     _check_range(location, "rows", location.rows, len(value), _OVERSHOOT)
     _check_range(location, "columns", location.columns, value.shape[1], 0)
-    with np.errstate(all="ignore"):  # numbers too large for float32 become Inf
+    with np.errstate(all="ignore"):  # no warning: numbers too large for float32 become Inf
         return value[location.rows, location.columns].astype(dtype)
 
 
@@ -198,7 +200,7 @@ def _read_value(file: BinaryIO, where: str) -> np.ndarray:
     start = file.tell()
     head = file.read(8)
     file.seek(start)
-    if head.removeprefix(_BINARY).startswith(b"<Nnet3"):  # <Nnet3Eg>, <Nnet3ChainEg>, ...
+    if head.removeprefix(_BINARY).startswith(b"<Nnet3"):  # such as <Nnet3Eg> or <Nnet3ChainEg>
         raise CorpusError(
             f"{where}: these are examples for nnet3 (egs), which are not read. Give the features"
             " and alignments that they were made of"
@@ -210,7 +212,7 @@ def _read_value(file: BinaryIO, where: str) -> np.ndarray:
             return _read_integers(_Whole(file))
         if not head[2:].startswith(_FLOATS):
             raise ValueError(f"unknown type {head[2:6]!r}")
-        with np.errstate(all="ignore"):  # a damaged header gives NaN or Inf
+        with np.errstate(all="ignore"):  # no warning: a damaged header can give NaN or Inf
             value = matio.read_matrix_or_vector(_Whole(file))
         if len(value) and not value.size:
             raise ValueError(f"a matrix of {value.shape[0]} rows and {value.shape[1]} columns")
@@ -245,20 +247,21 @@ def _read_text(file: BinaryIO) -> np.ndarray:
     lines = [text.replace(b"[", b" ", 1)]
     while b"]" not in lines[-1]:
         lines.append(file.readline(_MAX_LINE))
-        if not lines[-1] or b"[" in lines[-1]:  # the end of the file, or the next object
+        if not lines[-1] or b"[" in lines[-1]:  # the file ends, or the next object begins
             raise ValueError("no closing bracket")
     lines[-1] = lines[-1].replace(b"]", b" ", 1)
     is_vector = len(lines) == 1
     rows = [_numbers(line) for line in lines if line.strip()]
     if not rows:
         return np.zeros((0, 0))
-    numbers = np.array(rows)  # ValueError if rows differ in length
+    numbers = np.array(rows)  # raises ValueError if rows differ in length
     return numbers[0] if is_vector else numbers
 
 
 def _numbers(line: bytes) -> list[float]:
-    # Python parses the words: NumPy's array of words would take the bytes of the longest for each.
-    if b"_" in line:  # Python allows it in numbers, Kaldi does not
+    # Python parses the words, not NumPy. In a NumPy array of them, each word would take as many
+    # bytes as the longest.
+    if b"_" in line:  # float() allows _ in numbers, Kaldi does not
         raise ValueError("a number with _")
     return [float(word) for word in line.split()]
 

@@ -16,19 +16,19 @@ from input.records import CorpusError
 _RANGE = re.compile(r"([0-9]*):([0-9]*)(?:,([0-9]*):([0-9]*))?")
 _CHANNEL = re.compile(r"[0-9]{1,4}")
 _OFFSET = re.compile(r":([0-9]+)$")
-_MAX_DIGITS = 18  # a number with more digits is no offset: offsets are below 2^63
+_MAX_DIGITS = 18  # offsets are below 2^63, so a number with more digits is no offset
 _NOT_IN_KEYS = re.compile(r"[\0-\x20\x7f]")  # white space and control characters of ASCII
 
 
 class Location(NamedTuple):
     """The data that a line of an scp file names: in a file, or the output of a command."""
 
-    path: str  # of the file; the command, if `pipe` is true
-    offset: int  # bytes
+    path: str  # path of the file, or the command if `pipe` is true
+    offset: int  # bytes from the start of the file to the data
     rows: slice
     columns: slice
     pipe: bool
-    where: str  # file, line and key, for messages
+    where: str  # where the scp file names it: file, line and key, for messages
     channel: int | None = None  # channel of a recording, from 0; None if the line names none
 
     def __str__(self) -> str:
@@ -40,7 +40,7 @@ class Segment(NamedTuple):
 
     recording: str
     start: float  # seconds
-    end: float | None  # seconds; None for the end of the recording
+    end: float | None  # seconds; None: the end of the recording
     channel: int | None = None  # channel of the recording, from 0; None if the line names none
 
 
@@ -90,7 +90,7 @@ def words(text: str) -> list[str]:
 
 def check_order(where: str, key: str, last: str | None) -> None:
     """Raises CorpusError unless `key` comes after `last` in the order of `LC_ALL=C sort`."""
-    if last is None or key > last:  # code points have the same order as their UTF-8 bytes
+    if last is None or key > last:  # strings have the order of their UTF-8 bytes
         return
     if key == last:
         raise CorpusError(f"{where}: key {key} is there twice. Remove one of the two")
@@ -212,7 +212,7 @@ def run_pipe(location: Location) -> bytes:
     """
     try:
         done = subprocess.run(location.path, shell=True, capture_output=True, check=False)
-    except OSError as error:  # such as a command that is too long
+    except OSError as error:  # for example, the command is too long
         raise CorpusError(
             f"{location.where}: the command {location.path[:80]!r} cannot be run ({error.strerror})"
         ) from error

@@ -10,7 +10,7 @@ import numpy as np
 from input import kaldi_tables, packages
 from input.records import CorpusError
 
-_AUTOMATIC = 1  # Kaldi's kAutomaticMethod
+_AUTOMATIC = 1  # kAutomaticMethod among Kaldi's methods of compression
 
 
 def prepare(path_prefix: str | os.PathLike[str]) -> tuple[Path, Path]:
@@ -66,7 +66,9 @@ def write_matrices(
             for key in sorted(offsets):
                 file.write(f"{key} {archive}:{offsets[key]}\n".encode())
             _sync(file)
-        table.unlink(missing_ok=True)  # an old table must not name the new archive
+        # An old table is removed before the archive is replaced: its offsets are wrong for the new
+        # archive.
+        table.unlink(missing_ok=True)
         partial[0].replace(archive)
         partial[1].replace(table)
     finally:

@@ -18,11 +18,13 @@ from input import alignment, kaldi
 from input.features import FRAME_LENGTH, FRAME_SHIFT
 from input.records import CorpusError
 
-_FEW_CLASSES = 1000  # with more classes, data with fewer frames than classes are damaged
-_LONGEST = 1e7  # seconds of an utterance, so that a number of frames is below 2^31
+# Data may have this many classes even if they have fewer frames. Data with more classes count as
+# damaged if they have fewer frames than classes.
+_FEW_CLASSES = 1000
+_LONGEST = 1e7  # limit of an utterance in seconds; it keeps the number of frames below 2^31
 
-# A function that is called after each utterance, with the stage and the number of all utterances
-# (None if it is not known).
+# A function that is called after each utterance. Its arguments are the stage, and the total number
+# of utterances (None if that is not known).
 Progress = Callable[[str, int | None], None]
 
 
@@ -30,9 +32,9 @@ class Labels(Protocol):
     """The classes of the frames of some utterances."""
 
     class_names: list[str]
-    digest: str  # SHA-256 of the files of the labels
-    subsampling: int  # frames per label; see `of_frames`
-    silence: str | None  # the phone in the gaps between others; None if it is not known
+    digest: str  # SHA-256 of the files that hold the labels
+    subsampling: int  # number of frames per label; see `of_frames`
+    silence: str | None  # the phone that fills gaps between other phones; None if not known
 
     def ids(self) -> list[str]:
         """Returns the utterances that have at least one label."""
@@ -52,8 +54,8 @@ class Labels(Protocol):
 
 class _Place(NamedTuple):
     archive: int
-    offset: int  # bytes
-    length: float  # of the utterance: in labels for an alignment, in seconds for phones
+    offset: int  # bytes from the start of the archive
+    length: float  # length of the utterance: labels of an alignment, or seconds of phones
 
 
 _Opened = TypeVar("_Opened", bound="_OfFiles")
@@ -242,8 +244,9 @@ class PhoneTimes(_OfFiles):
         super().__init__(patterns)
 
     def count(self, utterance: str, num_frames: int) -> int:
-        # An aligner's last phone ends with the last frame's shift (Kaldi), with its window, or with
-        # the signal. If the end fits none of these, the phones' length gives the number of labels.
+        # The last phone may end with the shift of the last frame (as in Kaldi), with the window of
+        # that frame, or with the signal; this depends on the aligner. In all these cases there is
+        # one label for each frame. In others, the length of the phones gives the number of labels.
         frames = self._places[utterance].length / FRAME_SHIFT
         tail = FRAME_LENGTH / FRAME_SHIFT
         if num_frames - 0.5 <= frames <= num_frames + tail:

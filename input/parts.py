@@ -13,7 +13,7 @@ from input.sources import Source
 class Stats(Protocol):
     """Statistics of speakers that are given, not computed, such as `sources.SpeakerStats`."""
 
-    digest: str  # SHA-256 of the names, sizes and parts of their files
+    digest: str  # SHA-256 of the names, sizes and parts of the files with the statistics
 
     def __call__(self, utterance: str, speaker: str) -> np.ndarray:
         """Returns the statistics, [2, dim + 1], in the form of `features.cmvn_stats`."""
@@ -24,7 +24,7 @@ class Part(NamedTuple):
 
     source: Source
     utterances: list[str]
-    stats: Stats | None  # statistics of the source's cmvn.scp
+    stats: Stats | None  # statistics from the source's cmvn.scp; None if they are not given
 
 
 def divide(

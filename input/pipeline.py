@@ -16,7 +16,7 @@ from input import blocks, features, index
 from input.blocks import Partition
 from input.index import CorpusIndex
 
-SHUFFLE_FRAMES = 65536  # number of frames that are shuffled together; 11 minutes of speech
+SHUFFLE_FRAMES = 65536  # number of frames that are shuffled together: 11 minutes of speech
 
 
 def minibatches(

@@ -4,10 +4,10 @@ import numpy as np
 
 from input import features
 
-ORDER = 12  # poles of the all-pole model
+ORDER = 12  # number of poles of the all-pole model
 NUM_CEPS = 13
 _MEL = 23  # number of mel filters
-_LOWEST = 20.0  # Hz, lower edge of the filters
+_LOWEST = 20.0  # Hz; the lower edge of the lowest filter
 _COMPRESSION = 0.33333
 _LIFTER = 22.0
 

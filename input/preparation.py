@@ -36,11 +36,14 @@ class Options:
       ValueError: a value is out of range.
     """
 
-    cmvn: str = "none"  # the mean to subtract: "none", of "utterance" or "speaker", or "given"
-    norm_vars: bool = False  # whether cmvn divides by the standard deviation
-    deltas: int = 2  # number of orders of deltas that are appended
-    max_length_mismatch: int = 0  # number of labels that an utterance may have too many or too few
-    skip: tuple[str, ...] = ()  # kinds of problems, of `SKIP`, that are left out and counted
+    # The mean that is subtracted: "none", that of each "utterance" or "speaker", or a "given" one.
+    cmvn: str = "none"
+    norm_vars: bool = False  # whether features are also divided by their standard deviation
+    deltas: int = 2  # highest order of the deltas that are appended; 0 for none
+    # By how much the number of an utterance's labels may differ from that of its frames.
+    max_length_mismatch: int = 0
+    # Kinds of problems, from `SKIP`. Utterances with these problems are left out and counted.
+    skip: tuple[str, ...] = ()
     validation_share: float = 0.05
     test_share: float = 0.05
     shard_megabytes: float = 64.0

@@ -14,7 +14,9 @@ import numpy as np
 import tensorflow as tf
 from google.protobuf.message import DecodeError
 
-_HEADER, _FOOTER = 12, 4  # bytes of the length with its checksum, and of the data's checksum
+# A record has 12 bytes before its data: the length of the data, and a checksum of the length. It
+# has 4 bytes after its data: a checksum of the data.
+_HEADER, _FOOTER = 12, 4
 
 
 class CorpusError(ValueError):

@@ -65,8 +65,10 @@ class CorpusWriter:
         self._class_names = class_names
         self._splits: dict[str, dict[str, Any]] = {}
         self._split: dict[str, Any] = {}
-        self._starts: list[int] | None = None  # first utterances of the shards, if known
-        self._sums: list[Any] = [0.0, 0.0, 0.0]  # count, sum, sum of squares of training frames
+        # Number of the first utterance of each shard; None if the length of the split is not known.
+        self._starts: list[int] | None = None
+        # Of the training frames: their number, their sum, and the sum of their squares.
+        self._sums: list[Any] = [0.0, 0.0, 0.0]
         self._file: tf.io.TFRecordWriter | None = None
 
     def __enter__(self) -> "CorpusWriter":
@@ -192,9 +194,10 @@ class CorpusWriter:
             json.dump(content, file, ensure_ascii=False, allow_nan=False)
             file.flush()
             os.fsync(file.fileno())
-        self._hidden.chmod(0o755)  # mkdtemp gives access to the owner alone
+        self._hidden.chmod(0o755)  # mkdtemp made a directory for its owner alone
         try:
             os.rename(self._hidden, self._directory)
         except OSError:
-            if not exists(str(self._directory), self._options):  # another process was faster
+            # If the same corpus is there by now, another process has made it; that is no error.
+            if not exists(str(self._directory), self._options):
                 raise

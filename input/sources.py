@@ -17,10 +17,10 @@ from input import audio_files, features, kaldi, kaldi_tables, pitch, plp
 from input.kaldi_tables import Location
 from input.records import CorpusError
 
-OVERSHOOT = 0.5  # seconds by which a segment may exceed its recording, as in extract-segments
+OVERSHOOT = 0.5  # seconds; a segment may exceed its recording by this, as in extract-segments
 KINDS = ("fbank", "mfcc", "plp")
-_BLOCK = 4096  # bytes
-_BLOCKS = 8  # number of blocks of a large file that its digest covers
+_BLOCK = 4096  # bytes of a block
+_BLOCKS = 8  # the digest of a large file covers this many of its blocks
 
 
 class Problem(NamedTuple):
@@ -37,7 +37,8 @@ class Source(Protocol):
     """A set of utterances with features."""
 
     speakers: Mapping[str, str]  # the speaker of each utterance, in order
-    digest: str  # SHA-256 of the tables, and of names, sizes and parts of the files that they list
+    # SHA-256 of the tables, and of the names, sizes and parts of the files that the tables list.
+    digest: str
 
     def read(self, utterances: Collection[str]) -> Iterator[tuple[str, Features]]:
         """Yields the static features of these utterances, float32 [num_frames, dim], in order."""
@@ -136,7 +137,8 @@ class Audio:
         self._extraction = extraction
 
     def read(self, utterances: Collection[str]) -> Iterator[tuple[str, Features]]:
-        # Successive utterances of one recording's channel are a run; it is decoded once for them.
+        # Successive utterances of the same channel of a recording form a run. The recording is
+        # decoded once for the whole run.
         runs: list[tuple[Location, list[str]]] = []
         for utterance in utterances:
             segment = self._segments[utterance]

@@ -23,10 +23,10 @@ from input.index import CorpusIndex
 from input.stream_plan import StreamPlan
 
 STREAMS = 100
-TRUNCATION = 20  # frames
+TRUNCATION = 20  # number of frames of a step
 NORMALISATIONS = ("global", "utterance", "none")
 _LEAST = {"streams": 1, "truncation": 1, "context": 0, "stack": 1, "label_delay": 0}
-MIN_STDDEV = 1e-5  # smallest divisor where an utterance is normalised by its own deviation
+MIN_STDDEV = 1e-5  # utterances are divided by their standard deviation, but by no less than this
 
 
 @dataclass(frozen=True)
@@ -205,7 +205,8 @@ def minibatches(
             for step in range(first_step, max(division.steps(i) for i in ids)):
                 yield from (replica.minibatch(step) for replica in replicas)
 
-    # A replica that is alone in its worker gets no minibatches of 0 rows.
+    # Of several replicas in a worker, those that end early get minibatches of 0 rows. A single
+    # replica gets none, so its number of rows is fixed.
     rows = options.streams if len(ids) == 1 else None
     shape = [rows, options.truncation]
     signature = (
@@ -274,12 +275,13 @@ class _Replica:
         self._reader = reader
         self._plan = division
         self._steps = division.steps(replica)
-        # The utterances that each stream has not yet begun; the next one is the last in the list.
+        # For each stream, the utterances that it has not begun yet, in reverse order.
         self._waiting = [
             row[division.end_step[row] > first_step][::-1].tolist()
             for row in division.rows(replica)
         ]
-        self._begun: list[int | None] = [None] * division.streams  # positions in the plan
+        # For each stream, the utterance that it has begun, as a position in the plan.
+        self._begun: list[int | None] = [None] * division.streams
         self._utterance: list[Any] = [None] * division.streams
 
     def minibatch(self, step: int) -> Any:

@@ -20,14 +20,19 @@ from typing import NamedTuple
 import numpy as np
 
 SILENCE = "_"
-MIN_RATE, MAX_RATE = 80, 450  # words per minute: espeakRATE_MINIMUM, espeakRATE_MAXIMUM
+MIN_RATE, MAX_RATE = 80, 450  # words per minute; espeakRATE_MINIMUM and espeakRATE_MAXIMUM
 
-_SYNCHRONOUS = 2  # AUDIO_OUTPUT_SYNCHRONOUS: audio goes to the callback before espeak_Synth returns
-_PHONEME_EVENTS = 0x0003  # espeakINITIALIZE_PHONEME_EVENTS, named by espeakINITIALIZE_PHONEME_IPA
-_DONT_EXIT = 0x8000  # espeakINITIALIZE_DONT_EXIT: an unreadable data path is a return code
+# AUDIO_OUTPUT_SYNCHRONOUS: espeak_Synth gives all audio to the callback before it returns.
+_SYNCHRONOUS = 2
+# espeakINITIALIZE_PHONEME_EVENTS and espeakINITIALIZE_PHONEME_IPA: there are events for phones, and
+# they name the phones in IPA.
+_PHONEME_EVENTS = 0x0003
+# espeakINITIALIZE_DONT_EXIT: if the data cannot be read, espeak_Initialize returns a code. Without
+# this flag it would end the process.
+_DONT_EXIT = 0x8000
 _RATE, _PITCH = 1, 3  # espeakRATE, espeakPITCH
 _UTF8 = 1  # espeakCHARS_UTF8
-_LIST_TERMINATED, _PHONEME = 0, 7  # espeak_EVENT_TYPE
+_LIST_TERMINATED, _PHONEME = 0, 7  # types of events, from espeak_EVENT_TYPE
 _MARKS = "ˈˌ',%="
 
 
@@ -40,7 +45,7 @@ class Speech(NamedTuple):
 
     samples: np.ndarray  # int16 [num_samples], mono
     sample_rate: int  # Hz
-    phones: list[tuple[float, str]]  # (start in seconds, name), ascending
+    phones: list[tuple[float, str]]  # (start in seconds, name), in the order of time
 
 
 class _Id(ctypes.Union):
@@ -93,7 +98,8 @@ class Synthesiser:
                 " pip install --force-reinstall espeakng-loader"
             )
         self.sample_rate: int = rate
-        self._callback = _Callback(self._receive)  # kept here: the library holds only a pointer
+        # The attribute keeps the callback alive: the library only has a pointer to it.
+        self._callback = _Callback(self._receive)
         self._library.espeak_SetSynthCallback(self._callback)
 
     def __enter__(self) -> "Synthesiser":
@@ -141,7 +147,7 @@ class Synthesiser:
         return Speech(samples, self.sample_rate, self._timed_phones(len(samples)))
 
     def _set_voice(self, voice: str, variant: str, rate: int, pitch: int) -> None:
-        if variant and variant not in variants():  # eSpeak itself ignores unknown ones
+        if variant and variant not in variants():  # eSpeak NG would ignore an unknown variant
             raise SynthesisError(
                 f"variant must be one of eSpeak NG's voice variants, such as 'f3' or 'm1'."
                 f" Received: {variant!r}"
@@ -178,7 +184,7 @@ class Synthesiser:
             name = phone_name(symbol)
             if sample >= num_samples:
                 break
-            if sample == phones[-1][0]:  # the phone before it has no length
+            if sample == phones[-1][0]:  # the phone before this one has no length
                 phones.pop()
             if not phones or name != SILENCE or phones[-1][1] != SILENCE:
                 phones.append((sample, name))
@@ -207,7 +213,8 @@ def variants() -> tuple[str, ...]:
 
 def _paths() -> tuple[str, str]:
     try:
-        import espeakng_loader  # optional, GPL-3
+        # Imported here, since this package is optional: it contains eSpeak NG, which is GPL-3.
+        import espeakng_loader
     except ImportError as error:
         raise SynthesisError(
             "speech synthesis needs eSpeak NG, which is not installed."

@@ -36,7 +36,7 @@ def read(path: str) -> str:
 
 def default() -> str:
     """Returns about half a megabyte of English: `pydoc_data.topics`, in a fixed order."""
-    from pydoc_data import topics  # large, and only needed here
+    from pydoc_data import topics  # imported here, since it is large and not needed elsewhere
 
     return "\n\n".join(topics.topics[name] for name in sorted(topics.topics))
 

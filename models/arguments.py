@@ -14,7 +14,8 @@ def check_sizes(least: int = 1, **sizes: int) -> None:
 
 def kernel(activation: str, seed: int | None) -> keras.initializers.Initializer:
     """Returns the initialiser of the kernel of a layer with this activation."""
-    # He's scaling keeps the variance through ReLU layers; Glorot's suits saturating activations.
+    # He's scaling keeps the variance the same through layers of ReLU and its relatives. Glorot's
+    # scaling suits activations that saturate.
     kind = keras.initializers.HeNormal if "elu" in activation else keras.initializers.GlorotUniform
     return kind(seed)
 
@@ -37,6 +38,6 @@ def logits(num_classes: int, seed: int | None) -> keras.layers.Layer:
     return keras.layers.Dense(
         num_classes,
         kernel_initializer=keras.initializers.GlorotUniform(seed),
-        dtype="float32",  # also under mixed precision, since the loss needs the range of float32
+        dtype="float32",  # even under mixed precision: the loss needs the range of float32
         name="logits",
     )

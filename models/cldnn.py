@@ -79,7 +79,7 @@ def cldnn(
     _check_bands(input_dim, bands, band_filter, band_pool)
     seeds = Seeds(seed)
     taken, frames, reset = inputs(input_dim, streams)
-    # The shape becomes [batch, frames, bands, spliced frames and derivatives].
+    # The next two layers make the shape [batch, frames, bands, spliced frames and derivatives].
     hidden = keras.layers.Reshape((-1, input_dim // bands, bands), name="blocks")(frames)
     hidden = keras.layers.Permute((1, 3, 2), name="bands")(hidden)
     hidden = keras.layers.Conv2D(

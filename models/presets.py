@@ -28,7 +28,7 @@ from models.lstm import lstm
 BUILDERS: Mapping[str, Callable[..., keras.Model]] = MappingProxyType(
     {"dnn": dnn, "lstm": lstm, "cldnn": cldnn}
 )
-# The arguments of the builders that `scale` multiplies.
+# Of the arguments of the builders, `scale` multiplies these.
 WIDTHS = ("width", "cells", "projection", "output_projection", "maps", "reduction")
 
 

@@ -15,8 +15,8 @@ from tfpara import algorithms
 
 RULES = ("asgd", "aasgd", "downpour", "bmuf_async", "easgd_async")
 
-_LONGEST = 60.0  # minutes of speech in a chunk, as in paper 002, section 4.2
-_FOR_A_WORKER = 4  # chunks for each worker in an epoch, as in `AsyncStrategy.fit` with arrays
+_LONGEST = 60.0  # limit of a chunk in minutes of speech; as in section 4.2 of paper 002
+_FOR_A_WORKER = 4  # chunks of a worker in an epoch, as in `AsyncStrategy.fit` with arrays
 
 _CHUNK = flags.DEFINE_float(
     "chunk_minutes",
@@ -67,9 +67,9 @@ _SLOW = flags.DEFINE_float(
     "slow_worker", 1.0, "simulated workers: how many times slower than the others worker 0 is"
 )
 
-_PULLING = ("asgd", "aasgd", "downpour", "bmuf_async")  # blocks begin with the servers' model
-_BY_PUSH = ("asgd", "aasgd", "downpour")  # a push can be scaled by its staleness
-_OF_GRADIENTS = ("asgd", "aasgd")  # the servers have the optimizer
+_PULLING = ("asgd", "aasgd", "downpour", "bmuf_async")  # each block begins with the servers' model
+_BY_PUSH = ("asgd", "aasgd", "downpour")  # pushes can be scaled by their staleness
+_OF_GRADIENTS = ("asgd", "aasgd")  # the optimizer runs on the servers
 
 
 def check(name: str, simulated: int) -> None:
@@ -146,7 +146,8 @@ def chunk_minutes(total: float, most: int, workers: int) -> float:
     if _CHUNK.value is not None:
         return _CHUNK.value
     count = min(max(math.ceil(total / _LONGEST), _FOR_A_WORKER * workers), most)
-    # The length is rounded up. If it were rounded down, there could be one chunk more.
+    # The length of a chunk is rounded up to four decimals. Rounded down, it could give one chunk
+    # more than `count`.
     return min(_LONGEST, (math.floor(1e4 * total / count) + 1) / 1e4)
 
 

@@ -53,7 +53,8 @@ class ChunkedData:
             streams = stream_options(description)
             utterances //= streams.streams
             minibatch = streams.streams * streams.truncation * streams.stack
-        # A chunk must have enough minibatches for a push, and an utterance for each stream.
+        # Each chunk must have enough minibatches for one push, and one utterance for each stream.
+        # Both limit the number of chunks.
         period = next(iter(schedule_flags.sync_periods().values()))
         pushes = self.num_frames // (minibatch * period)
         workers = strategy.num_workers
@@ -69,7 +70,8 @@ class ChunkedData:
             shuffle_frames=shuffle_frames,
         )
         self.num_steps = self.chunks.num_minibatches
-        # If minibatches have several sizes, their number is not known before the run.
+        # `num_steps` is None if minibatches have several sizes. Their number is then not known
+        # before the run.
         smallest = None if self.num_steps is None else max(1, self.num_steps // self.chunks.count)
         if smallest is not None and period > smallest:
             raise ValueError(

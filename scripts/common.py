@@ -18,7 +18,8 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # no log: errors reach Python as exceptions
+# TensorFlow logs nothing at this level. Its errors still reach Python, as exceptions.
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 warnings.filterwarnings("ignore", category=UserWarning, module="keras")
 
 from absl import app, flags
@@ -30,7 +31,7 @@ import tfpara.cluster.failures
 from tfpara import files
 from tfpara.cluster.startup import StartupError
 
-_LONGEST_LINE = 4000  # characters of an error message
+_LONGEST_LINE = 4000  # characters; longer error messages are shortened
 _THREADS = flags.DEFINE_integer(
     "threads",
     0,
@@ -46,7 +47,7 @@ _DEVICES = flags.DEFINE_integer(
 )
 
 
-_calls: set[subprocess.Popen[bytes]] = set()  # processes of `call` that are running
+_calls: set[subprocess.Popen[bytes]] = set()  # running processes that `call` has started
 
 
 class Failure(Exception):
@@ -75,7 +76,9 @@ def run(main: Callable[[], None], evaluator: Callable[[], None] | None = None) -
         if evaluator is not None and tfpara.cluster.is_evaluator():
             evaluator()
             return
-        with bad_input():  # before TensorFlow starts, which would hang on a wrong cluster
+        # The cluster is checked before TensorFlow starts, since TensorFlow would hang on a wrong
+        # one.
+        with bad_input():
             asynchronous = tfpara.cluster.asynchronous
             meant = asynchronous.is_meant()
             tfpara.cluster.taking_part(asynchronous.read if meant else tfpara.cluster.read)
@@ -207,7 +210,7 @@ def pyplot(backend: str, what: str = "the plot") -> Any:
     except ImportError as error:
         raise Failure(f"{what} needs matplotlib. pip install matplotlib installs it.") from error
     matplotlib.use(backend)
-    matplotlib.rcParams["svg.hashsalt"] = "tfpara"  # equal results give equal files
+    matplotlib.rcParams["svg.hashsalt"] = "tfpara"  # a fixed salt: equal results give equal files
     from matplotlib import pyplot
 
     return pyplot
@@ -236,7 +239,7 @@ def _parse(argv: list[str]) -> list[str]:
     except flags.Error as error:
         _complain(_one_line(error))
         sys.exit(2)
-    except (ValueError, RecursionError) as error:  # from a flag file, which absl does not name
+    except (ValueError, RecursionError) as error:  # of a flag file; absl's message does not name it
         pairs = zip(["", *argv], argv, strict=False)
         flag = ("-flagfile", "--flagfile")
         files = [w for before, w in pairs if "flagfile=" in w or before in flag or w in flag]
@@ -277,7 +280,7 @@ def _cause(text: str) -> str:
 def _one_line(error: Exception) -> str:
     text = error.args[0] if isinstance(error, KeyError) and error.args else str(error)
     line = " ".join(str(text).split())
-    # A value or a flag from a damaged file may be of any length.
+    # A message may quote a value or flag from a damaged file, which may have any length.
     return line if len(line) <= _LONGEST_LINE else f"{line[: _LONGEST_LINE // 2]} …{line[-200:]}"
 
 

@@ -95,7 +95,9 @@ class TrainingData:
         replicas = self.strategy.num_replicas
         if self._changes_size or self._warm.replicas(self.strategy, 0)[0] != replicas:
             return None
-        if self._recurrent:  # The number depends little on the order of the utterances.
+        # With streams, the number of steps depends on the order of the utterances, but only a
+        # little. So the number of one epoch is given for all epochs.
+        if self._recurrent:
             return self._streams_plan().num_steps
         return math.ceil(math.ceil(self.num_frames / self._sizes_unit) / replicas)
 
@@ -182,7 +184,7 @@ class TrainingData:
     def _stretches(self, epoch: int, replicas: int) -> list[_Stretch]:
         """Returns the parts of an epoch that have one minibatch size each."""
         # After a multiple of `unit` frames, all replicas have done equally many minibatches,
-        # whatever their size.
+        # whatever the size of a minibatch.
         unit = self._sizes_unit * replicas
         starts: dict[int, int] = {}
         for segment in self._sizes.segments(epoch, self.num_frames):
@@ -279,7 +281,7 @@ def training_chunks(
         context=description["context"],
         shuffle_frames=shuffle_frames,
     )
-    if len(minibatch) > 1:  # the number of minibatches then differs between epochs
+    if len(minibatch) > 1:  # then the number of minibatches differs between epochs
         made = made._replace(num_minibatches=None)
     return tfpara.Chunks(*made)
 

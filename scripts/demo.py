@@ -23,7 +23,7 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from scripts import common  # isort: skip  # before TensorFlow
+from scripts import common  # isort: skip  # before TensorFlow, whose log level this sets
 
 from absl import flags
 from tqdm import tqdm
@@ -52,7 +52,7 @@ _LAYERS = flags.DEFINE_integer("layers", 4, "hidden layers", lower_bound=0)
 _WIDTH = flags.DEFINE_integer("width", 512, "units of a hidden layer", lower_bound=1)
 
 
-# The average spans about 10 syncs: half of an epoch of some 20 syncs.
+# With this decay, the average spans about 10 syncs. An epoch has some 20.
 _EMA_DECAY = 0.9
 
 
@@ -72,7 +72,7 @@ class _Row(NamedTuple):
     model: str
 
 
-_ALONE = ("--rule=none", "--sync_period=1000")  # without syncs, it only affects checkpoints
+_ALONE = ("--rule=none", "--sync_period=1000")  # no syncs: the period only matters to checkpoints
 _INITIAL = _Run("initial", "common first epoch, single SGD", _ALONE)
 _SINGLE = _Run("single", "single SGD", _ALONE)
 _RUNS = (
@@ -92,7 +92,7 @@ _AVERAGES = {"ma": "MA", f"ema-{_EMA_DECAY}": f"EMA({_EMA_DECAY})"}
 
 def main() -> None:
     started = time.monotonic()
-    # Without this, a running training would outlive the demo.
+    # Without this, a SIGTERM would end the demo, and the training that it has started would go on.
     common.exit_on_sigterm()
     out = Path(_OUT.value)
     with common.bad_input():
@@ -103,7 +103,7 @@ def main() -> None:
     with _Progress() as progress:
         _train_all(out, corpus, progress)
     results = _results(out, corpus)
-    # The validation set chooses the model; the test set is only for the table.
+    # The best model is chosen by the validation set. The test set only gives errors for the table.
     best = min(results, key=lambda result: result["validation_frame_error_rate"])
     export = out / "export"
     chosen = [f"--run_dir={out / best['name']}", f"--weights={best['weights']}"]
@@ -122,7 +122,7 @@ def main() -> None:
 def _plan() -> str:
     """Returns a sentence on what the demo will do, and how long that takes."""
     titles = ", ".join(run.title for run in _runs()[1:])
-    # About how long the parts of the demo take on two free cores, with the default network.
+    # An estimate of the time that the demo takes on two free cores, with the default network.
     speech = _TRAIN.value + 2 * _HELD_OUT.value
     seconds = 20 + 1.0 * speech
     for run in (_INITIAL, *_runs()):

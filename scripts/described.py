@@ -10,11 +10,11 @@ from typing import Any
 from input.streams import NORMALISATIONS
 from models.presets import BUILDERS
 
-# Arguments of builders that are not sizes, and their types.
+# The arguments of builders that are no sizes, and the types of their values.
 _OTHERS = {"activation": (str,), "dropout": (int, float), "cell_clip": (int, float, type(None))}
-_SEEDS = ("seed", "streams")  # given by the program that builds the model
-_LARGEST = 1 << 20  # limit of numbers that describe the data, and no size of the model
-_LAYER_BYTES = 100  # the fewest bytes of a layer in a file of weights
+_SEEDS = ("seed", "streams")  # set by the program that builds the model; no description has them
+_LARGEST = 1 << 20  # limit of numbers that describe the data; sizes of the model have other limits
+_LAYER_BYTES = 100  # a layer takes at least this many bytes in a file of weights
 
 
 def check(description: Any, room: int) -> None:

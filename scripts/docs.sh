@@ -27,7 +27,7 @@ done
 
 export PYTHONPATH=$PWD NO_MKDOCS_2_WARNING=1
 if ! "$venv/bin/python" -c 'import material, mkdocstrings_handlers.python' 2>/dev/null; then
-  # What builds the site needs no TensorFlow; so only the packages of the extra "docs" are installed.
+  # The site is built without TensorFlow, so only the packages of the extra "docs" are installed.
   python=$(find_python) || exit 1
   mapfile -t packages < <("$python" -c 'import tomllib
 with open("pyproject.toml", "rb") as file:

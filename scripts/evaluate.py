@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from scripts import common  # isort: skip  # before TensorFlow
+from scripts import common  # isort: skip  # before TensorFlow, whose log level this sets
 
 import tensorflow as tf
 from absl import flags
@@ -27,7 +27,7 @@ from scripts.data import held_out, is_recurrent, stream_options
 from tfpara.algorithms import BSP
 from tfpara.sync.strategy import PeriodicSyncStrategy
 
-_SILENCE = "_"  # eSpeak NG's name of silence, for corpora that do not name theirs
+_SILENCE = "_"  # eSpeak NG's name for silence; used if the corpus names none
 
 _RUN_DIR = flags.DEFINE_string(
     "run_dir", None, "directory of a run of scripts.train", required=True
@@ -78,7 +78,8 @@ def main() -> None:
     phones: dict[str, float] = {}
     with common.bad_input():
         if statistics is not None and is_recurrent(description):
-            model, _ = runs.load(Path(_RUN_DIR.value), _WEIGHTS.value)  # takes whole utterances
+            # Decoding needs a model that takes whole utterances, not streams.
+            model, _ = runs.load(Path(_RUN_DIR.value), _WEIGHTS.value)
         spoken = functools.partial(decoding.utterances, model, description, corpus, _SPLIT.value)
         if hmm is not None:
             phones = _decode(spoken(), hmm, _uncounted(corpus))

@@ -21,10 +21,10 @@ from functools import cached_property
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parents[1]
-LONG = 40  # lines; function bodies with more count as long
+LONG = 40  # lines; a function with more lines in its body counts as long
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _PRIVATE_MODULES = ("tensorflow.python", "tensorflow.core", "tensorflow.tsl", "keras.src")
-# Names that begin with an underscore and are public, since Python's documentation has them.
+# These names begin with an underscore, but are public: they are in Python's documentation.
 _OF_PYTHON = {"_asdict", "_replace", "_fields", "_make", "_exit", "_current_frames"}
 
 

@@ -39,7 +39,7 @@ tag=$("$python" -c 'import sys, platform; print("cp%d%d-" % sys.version_info[:2]
 cache=${XDG_CACHE_HOME:-$HOME/.cache}/tfpara
 kept=$cache/horovod-$version-tensorflow-$tensorflow-$tag-$transport
 
-# If a stack in constraints/ has this version of TensorFlow, its constraints are used.
+# If a file in constraints/ pins this version of TensorFlow, its constraints are used.
 constraints=()
 for stack in full latest; do
   if grep -qx "tensorflow==$tensorflow" "constraints/$stack.txt"; then

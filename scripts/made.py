@@ -26,7 +26,7 @@ class Bars:
                 desc=stage,
                 total=total,
                 unit=" utterances",
-                disable=None,  # None shows the bar on terminals only
+                disable=None,  # with None, tqdm shows the bar on terminals only
             )
         self._bar.update()
 

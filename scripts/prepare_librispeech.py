@@ -11,7 +11,7 @@ from Kaldi's recipe, and --phones takes the phones that any aligner found.
 
 from __future__ import annotations
 
-from scripts import common, preparing  # isort: skip  # before TensorFlow
+from scripts import common, preparing  # isort: skip  # before TensorFlow, whose log level this sets
 
 from absl import flags
 

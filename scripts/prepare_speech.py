@@ -7,7 +7,7 @@ import os
 import sys
 import time
 
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # before TensorFlow is imported
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # TensorFlow reads this when it is imported
 
 from absl import app, flags
 from tqdm import tqdm
@@ -68,7 +68,8 @@ class _Bars:
                 bar_format="{desc}: {percentage:3.0f}%|{bar}| {n:.0f}/{total:.0f} s of speech"
                 " [{elapsed}<{remaining}]",
             )
-        # The last utterance may be longer than the rest of the bar.
+        # The total is raised if the last utterance is longer than the speech that was still
+        # missing.
         self._bar.total = max(self._bar.total, self._bar.n + seconds)
         self._bar.update(seconds)
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from scripts import common  # isort: skip  # before TensorFlow
+from scripts import common  # isort: skip  # before TensorFlow, whose log level this sets
 
 from absl import flags
 

@@ -17,7 +17,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from scripts import common  # isort: skip  # before TensorFlow
+from scripts import common  # isort: skip  # before TensorFlow, whose log level this sets
 
 import keras
 from absl import flags
@@ -125,7 +125,7 @@ def _write(
         "arguments": description["arguments"],
         "layers": [layer._asdict() for layer in layers],
     }
-    with files.whole(out) as place:  # both files appear, or neither
+    with files.whole(out) as place:  # both files appear, or neither does
         model.save_weights(place)
         runs.beside(place).write_text(json.dumps(report, indent=1) + "\n")
 

@@ -22,12 +22,12 @@ _HEADER = "# Written here by the programs of a run: train --start_over removes t
 _CHECKPOINTS = "checkpoints"
 _CHECKPOINT_NAMES = f"{_CHECKPOINTS}/checkpoint-" + 8 * "[0-9]"
 _EVENTS = "tensorboard/events.out.tfevents.*"
-EVALUATOR = "evaluator"  # the directory of an evaluator's scores
+EVALUATOR = "evaluator"  # the directory with the scores of an evaluator
 _SCORES = f"{EVALUATOR}/scores.csv"
-# Files that a run writes before its first checkpoint; all others are results.
+# A run writes these files before its first checkpoint. All other files are results.
 _AT_START = ("flags.txt", "model.json", "held_out.csv", _EVENTS)
-_LONGEST_NAME = 1000  # characters; a long pattern would take long to match
-_BEING_WRITTEN = ".[0-9]*."  # what stands before the name of a weights file while it is written
+_LONGEST_NAME = 1000  # characters; a longer pattern would take long to match
+_BEING_WRITTEN = ".[0-9]*."  # prefix of the name of a weights file while it is being written
 
 
 def checkpoints(run_dir: Path) -> Path:

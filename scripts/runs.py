@@ -31,7 +31,7 @@ from scripts import described
 from scripts.data import is_recurrent
 from tfpara import files
 
-# The names of the options of a corpus that describe its features.
+# Of the options of a corpus, these describe its features.
 _MADE = (
     "features",
     "num_mel",
@@ -134,7 +134,7 @@ def check_activation(description: Mapping[str, Any], weights: Path) -> None:
             theirs = json.loads(file.read())["arguments"]["activation"]
         ours = description["arguments"]["activation"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return  # the activation is not known
+        return  # one of the two activations is not known
     if theirs != ours:
         raise ValueError(
             f"{weights} has the weights of {theirs} units, says {beside(weights).name} beside it, "
@@ -149,7 +149,8 @@ def metrics(description: Mapping[str, Any]) -> dict[str, Any]:
     accuracy = keras.metrics.SparseCategoricalAccuracy(name="frame_accuracy")
     if not is_recurrent(description):
         return {"loss": loss, "metrics": [accuracy]}
-    # The loss is a mean over all frames, padding included; a metric gives that of the real frames.
+    # The loss is a mean over all frames, including padding. The metric `entropy` is the mean over
+    # the real frames alone.
     entropy = keras.metrics.SparseCategoricalCrossentropy("cross_entropy", from_logits=True)
     return {"loss": loss, "weighted_metrics": [accuracy, entropy]}
 
@@ -163,8 +164,8 @@ class Frames(NamedTuple):
     """A description of the frames that a model was trained on, and therefore needs in use."""
 
     feature_dim: int
-    mean: np.ndarray  # float32 [feature_dim], of the training frames
-    stddev: np.ndarray  # float32 [feature_dim]
+    mean: np.ndarray  # float32 [feature_dim]: mean of the training frames
+    stddev: np.ndarray  # float32 [feature_dim]: their standard deviation
     options: dict[str, Any]  # options of the features
     classes: str  # a checksum of the names of the classes, in their order
 
@@ -233,7 +234,8 @@ def corpus_for(description: Mapping[str, Any], directory: str | None = None) -> 
     about = about_features(corpus, trained)
     if about is not None:
         print(about, flush=True)
-    # The corpus has statistics of its own training split; the run may have had another.
+    # The corpus may have another training split than the run had. The model needs frames that are
+    # normalised by the statistics of the run's training.
     return dataclasses.replace(corpus, mean=trained.mean, stddev=trained.stddev)
 
 
@@ -262,7 +264,8 @@ def _check_corpus(corpus: CorpusIndex, trained: Frames) -> None:
         what = f"other classes ({corpus.num_classes}) than those of the run, or in another order"
     else:
         theirs, ours = found["options"], trained.options
-        # A feats.scp does not tell the kind of its features, so that kind is not compared.
+        # A feats.scp does not say which kind of features it has. So if one of the two corpora comes
+        # from a feats.scp, the kinds are not compared.
         given = "given" in (theirs.get("features"), ours.get("features"))
         names = [name for name in _MADE if name in theirs and name in ours]
         differing = [n for n in names if theirs[n] != ours[n] and not (given and n == "features")]

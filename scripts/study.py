@@ -32,7 +32,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from scripts import common  # isort: skip  # before TensorFlow
+from scripts import common  # isort: skip  # before TensorFlow, whose log level this sets
 
 from absl import flags
 
@@ -130,7 +130,8 @@ def _time(out: Path) -> None:
 
 def _grid(out: Path) -> None:
     with common.bad_input():
-        common.pyplot("svg", "the page of the suite `replicas`")  # fails now, not after hours
+        # If Matplotlib is missing, this fails now and not after hours of training.
+        common.pyplot("svg", "the page of the suite `replicas`")
     _begin_grid(out)
     results = study_grid.train(out, _side_by_side)
     page = study_grid.page(results)
@@ -141,7 +142,8 @@ def _grid(out: Path) -> None:
 
 def _all(out: Path, chosen: list[Run]) -> list[dict[str, Any]]:
     """Carries out the runs, and returns their rows in the same order."""
-    # Recurrent models take longest. They come first, so that none of them runs alone at the end.
+    # Recurrent models take longest. They are started before the others, so that none of them runs
+    # alone at the end.
     order = sorted(chosen, key=lambda run: run.model == "DNN")
     found = _side_by_side([functools.partial(_train_and_score, out, run) for run in order])
     rows = dict(zip((run.name for run in order), found, strict=True))
@@ -150,7 +152,8 @@ def _all(out: Path, chosen: list[Run]) -> list[dict[str, Any]]:
 
 def _side_by_side(calls: Iterable[Callable[[], Any]]) -> list[Any]:
     """Calls functions, --jobs at a time; returns their results in order."""
-    # Without this, running trainings would outlive the study. They can be resumed.
+    # Without this, a SIGTERM would end the study, and the trainings that it has started would go
+    # on. The trainings that are ended can be resumed later.
     common.exit_on_sigterm()
     with concurrent.futures.ThreadPoolExecutor(_jobs()) as pool:
         futures = [pool.submit(call) for call in calls]

@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any, NamedTuple
 
-from scripts import common  # isort: skip  # before TensorFlow
+from scripts import common  # isort: skip  # before TensorFlow, whose log level this sets
 
 from absl import flags
 
@@ -35,7 +35,7 @@ _RULES = {
     "diloco": ("DiLoCo", ("--rule=diloco",)),
     "slowmo": ("SlowMo", ("--rule=slowmo",)),
     "downpour": ("Downpour", ("--rule=downpour",)),
-    # The servers add the average of the workers' blocks, not their sum.
+    # With ζ = 1/N, the servers add the mean of the workers' updates. With 1, they add the sum.
     "downpour-mean": ("Downpour, ζ = 1/N", ("--rule=downpour", "--block_learning_rate={share}")),
     "bmuf-async": ("asynchronous BMUF", ("--rule=bmuf_async",)),
     "easgd-async": ("asynchronous EASGD", ("--rule=easgd_async",)),
@@ -68,12 +68,12 @@ _CHOSEN = flags.DEFINE_list(
 )
 _SEEDS = flags.DEFINE_list("seeds", ["0", "1", "2"], "replicas and time: of weights and data order")
 _PASSES = flags.DEFINE_float("passes", 1.0, "replicas and time: factor of the tasks' epochs", 0.0)
-FLAGS = (_TASKS, _COUNTS, _PERIODS, _SEEDS, _PASSES)  # the suite `time` has these, too
+FLAGS = (_TASKS, _COUNTS, _PERIODS, _SEEDS, _PASSES)  # the suite `time` uses these flags, too
 OWN_FLAGS = (_CHOSEN,)
 
 _DECAY = "0.8"
 _WEIGHTS = {"global": "", f"ema-{_DECAY}": f", EMA({_DECAY})"}
-# The share by which the default rule's error may exceed one replica's, by number of replicas.
+# By number of replicas: the share by which the default rule's error may exceed that of one replica.
 _AIMS = {4: 0.01, 8: 0.03, 16: 0.05}
 
 

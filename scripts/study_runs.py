@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-RBM = "rbm"  # the run that pretrains the DNNs
-FIRST = "first-epoch"  # a run of one replica, from which other runs start
+RBM = "rbm"  # name of the run that pretrains the DNNs
+FIRST = "first-epoch"  # name of a run of one replica; other runs start from its weights
 
 
 class Run(NamedTuple):
@@ -37,7 +37,8 @@ class Run(NamedTuple):
 
 
 DNN = ("--flagfile=scripts/recipes/001.flags", "--minibatch=128")
-# The recipes of the recurrent models are for thousands of hours; these flags fit a small corpus.
+# The recipes of the recurrent models are made for thousands of hours of speech. These flags fit a
+# small corpus.
 STREAMS = (
     "--streams=8",
     "--truncation=20",
@@ -52,7 +53,7 @@ CLDNN = (
     "--final_learning_rate=0.002",
     *STREAMS,
 )
-# With some ten syncs in an epoch, the average spans half an epoch.
+# With this decay the average spans some five syncs. An epoch has about ten.
 BMUF = ("--rule=bmuf", "--ema_decay=0.8", "--ma")
 AVERAGED = ("global", "ma", "ema-0.8")
 
@@ -141,7 +142,8 @@ ASYNC = (
         ),
         start=FIRST,
     ),
-    # Chunks are long here, so that 20 % of one suffice to see if a learning rate is too high.
+    # Chunks are long in this run: 20 % of a chunk must suffice to see if a learning rate is too
+    # high.
     _one_pass(
         "aasgd-search",
         "averaged ASGD, one pass, rates searched",

@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from scripts import common  # isort: skip  # before TensorFlow
+from scripts import common  # isort: skip  # before TensorFlow, whose log level this sets
 
 import keras
 import numpy as np
@@ -70,9 +70,9 @@ _ALL_REDUCE = flags.DEFINE_integer(
 for _module in (common, rule_flags, async_flags):
     flags.adopt_module_key_flags(_module)
 
-_LOWEST = 0.04  # the last learning rate of the cosine schedule, as a share of the highest
-_CONTEXT = 5  # frames of speech that are spliced on each side of a frame
-_WINDOW = 64  # characters of one training sequence
+_LOWEST = 0.04  # last learning rate of the cosine schedule, as a share of the highest one
+_CONTEXT = 5  # number of frames that are spliced on each side of a frame of speech
+_WINDOW = 64  # number of characters of a training sequence
 _Arrays = tuple[np.ndarray, np.ndarray]
 
 
@@ -205,7 +205,8 @@ def main() -> None:
         common.only_for(rule_flags.rule_name() == "none", [_ALL_REDUCE], "--rule=none")
         common.only_for(not rule_flags.is_async(), [_FIRST_PERIOD], "synchronous rules")
         out.parent.mkdir(parents=True, exist_ok=True)
-        # The devices of simulated replicas must be made before any tensor.
+        # A synchronous strategy may simulate replicas on logical devices. These must be made before
+        # any tensor, so the strategy is made before the task.
         strategy = None if rule_flags.is_async() else _strategy(_PERIOD.value)
         task = _MAKE[_TASK.value]()
         replicas = max(_ALL_REDUCE.value, rule_flags.simulated())
@@ -218,7 +219,8 @@ def main() -> None:
                 f"{samples} samples are no minibatch of {task.minibatch} for each of "
                 f"{replicas} replicas. Give more data, or fewer replicas."
             )
-        # Neither a block of a synchronous rule nor a push is longer than an epoch.
+        # The period is at most an epoch: a synchronous rule's block ends with the epoch, and a push
+        # must not need more minibatches than a worker has in an epoch.
         period = min(_PERIOD.value, steps)
         strategy = strategy or _strategy(period)
     keras.utils.set_random_seed(_SEED.value)
@@ -234,7 +236,8 @@ def main() -> None:
         )
     which = [name for name in strategy.weight_names if name != "local"]
     scores, history = tfpara.callbacks.HeldOut(task.validation, which), keras.callbacks.History()
-    # Samples that fill no minibatch are left out, so that all replicas take equally many steps.
+    # The last samples are left out if they fill no minibatch of all replicas. So all replicas take
+    # equally many steps.
     x, y = (array[: steps * task.minibatch * replicas] for array in task.train)
     callbacks = [scores, history]
     if _FIRST_PERIOD.value:
@@ -282,7 +285,8 @@ def _updates_per_step(replicas: int, period: int) -> float:
     """Returns how many iterations the schedule's optimizer counts for one step of each replica."""
     if not rule_flags.is_async():
         return 1.0
-    # A worker's optimizer counts the minibatches of all workers; that of the servers, pushes.
+    # If the optimizer is on the servers, it counts pushes. If each worker has one, it counts the
+    # minibatches of all workers.
     return replicas / (period if async_flags.counts_pushes(rule_flags.rule_name()) else 1)
 
 

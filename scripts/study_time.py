@@ -26,7 +26,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any, NamedTuple
 
-from scripts import study_grid  # isort: skip  # before TensorFlow
+from scripts import study_grid  # isort: skip  # before TensorFlow, whose log level this sets
 
 from absl import flags
 
@@ -48,14 +48,16 @@ _SYNC = flags.DEFINE_float("sync_ms", 200.0, "time: the part of a sync that is n
 FLAGS = (_LENGTHS, _TOLERANCE, _LINKS, _STEP, _SIZE, _SYNC)
 
 _RULE = "bmuf"
-_COMPRESSIONS = ("none", "int8")  # the error of int4 is not known at each period
-# Of two settings whose times differ by less than this share, `soonest` takes the one with more
-# bytes and shorter blocks.
+_COMPRESSIONS = ("none", "int8")  # without int4, whose error was not measured for each period
+# If the times of two settings differ by less than this share, `soonest` takes the setting that
+# sends more bytes, and among those the one with shorter blocks.
 _ALIKE = 0.02
-# Speed-ups of an epoch in papers 003 (4 and 8 GPUs of one machine) and 001 (16 machines).
+# By number of replicas: the speed-up of an epoch in paper 003 (4 and 8 GPUs of one machine) or 001
+# (16 machines).
 PAPERS = {4: "2.7 to 3.8", 8: "4.6 to 7.5", 16: "9.3"}
 
-Curve = dict[float, tuple[float, float]]  # number of samples and error of runs, by their length
+# By the length of runs: their number of samples, and their error.
+Curve = dict[float, tuple[float, float]]
 
 
 class Best(NamedTuple):
@@ -152,9 +154,8 @@ def train(
     ways = study_grid.ways(out, each, [_RULE, ALL_REDUCE])
     curves: dict[Cell, Curve] = {way: {} for way in ways}
     targets: dict[str, float] = {}
-    more = {
-        way: 1.0 for way in ways if not way.rule
-    }  # one replica comes first: its error is aimed at
+    # The runs of one replica come before all others, since their error is the target of the others.
+    more = {way: 1.0 for way in ways if not way.rule}
     while more:
         cells = [
             way._replace(seed=seed, length=length)
@@ -268,7 +269,7 @@ def rows(
     found = []
     for task, count in dict.fromkeys((way.task, way.replicas) for way in needed if way.rule):
         alone = next(each for way, each in needed.items() if way.task == task and not way.rule)
-        assert alone is not None  # one replica's run of length 1 reaches the error
+        assert alone is not None  # the run of one replica of length 1 sets the target error
         mine = {w: each for w, each in needed.items() if (w.task, w.replicas) == (task, count)}
         periods = {way.period: each for way, each in mine.items() if way.rule == _RULE}
         reduced = next(each for way, each in mine.items() if way.rule == ALL_REDUCE)

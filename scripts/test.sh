@@ -73,7 +73,7 @@ pytest_arguments=(-c "$root/pyproject.toml" -o "cache_dir=$root/.pytest_cache" -
   --dist loadfile --no-loadscope-reorder --durations=30 --durations-min=1)
 if [ -z "$nightly" ]; then
   pytest_arguments+=(--hypothesis-profile=thorough)
-  export TFPARA_MUTANTS="${TFPARA_MUTANTS:-700}" # of each kind of input: above 20,000 in total
+  export TFPARA_MUTANTS="${TFPARA_MUTANTS:-700}" # mutants of each kind of input; above 20,000 in all
 fi
 if [ "$stack" = full ]; then
   if [ -n "$fast" ]; then
@@ -84,7 +84,8 @@ if [ "$stack" = full ]; then
   fi
   if [ -z "$fast" ]; then
     check "Horovod (scripts/install_horovod.sh)" scripts/install_horovod.sh --venv="$venv"
-    export TFPARA_TEST_HOROVOD=1  # if Horovod is missing, its tests then fail and are not skipped
+    # If Horovod is missing, this makes its tests fail instead of being skipped.
+    export TFPARA_TEST_HOROVOD=1
   fi
   # Trainings in the test process run without TensorFlow's graph optimiser, which takes a seventh of
   # their time. The programs that tests start use it, and so does the latest stack.
@@ -96,9 +97,9 @@ if [ "$stack" = full ]; then
   fi
   check_beside "Types (mypy)" "$venv/bin/mypy"
 else
-  # Another TensorFlow may break what uses its private names, its collectives, iterators, servers and
-  # checkpoints. Tests of these are marked "latest". Each of them runs its first case only, unless it
-  # is marked "all_cases".
+  # Another version of TensorFlow may break code that uses its private names, collectives, iterators,
+  # servers or checkpoints. The tests of that code are marked "latest". Each of these tests runs its
+  # first case only, unless it is marked "all_cases".
   pytest_arguments+=(-m "latest and not long and not one_version${nightly:+ and $nightly}" --first-cases)
 fi
 

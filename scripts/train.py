@@ -21,7 +21,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from scripts import common  # isort: skip  # before TensorFlow
+from scripts import common  # isort: skip  # before TensorFlow, whose log level this sets
 
 import keras
 from absl import flags
@@ -94,7 +94,7 @@ _TRACE = flags.DEFINE_string(
     "tracing page or TensorBoard; none if not set",
 )
 
-_BEST = "best"  # the name of the weights that the evaluator finds best
+_BEST = "best"  # the name of the weights with the evaluator's best score
 
 _PLANNED = (_SEED, _SHUFFLE, _STREAMS, _TRUNCATION, _DELAY, _COEFFICIENTS, _NORMALISATION)
 
@@ -110,7 +110,8 @@ def main() -> None:
         _check_held_out(corpus)
         description = _description(corpus)
         first_period = next(iter(schedule_flags.sync_periods().values()))
-        # With parameter servers, this call does not return in any process but the chief.
+        # With parameter servers, this call returns in the chief alone. Other processes work within
+        # it until they end.
         strategy = rule_flags.strategy(first_period, _data_plan(corpus))
         files = _files(strategy)
         run_files.check(run_dir, files, _START_OVER.value, _INIT.value)
@@ -184,7 +185,7 @@ class _History(keras.callbacks.Callback):
 
     def __init__(self) -> None:
         super().__init__()
-        # The dictionaries are not copied, since later callbacks may still add to the last one.
+        # The logs are kept as they are, not copied: later callbacks may still add to the last log.
         self._logs: list[dict[str, Any]] = []
 
     @property
@@ -290,7 +291,8 @@ def _start_run(run_dir: Path, files: list[str], description: dict[str, Any]) -> 
     if _START_OVER.value or not run_files.can_resume(run_dir):
         try:
             run_files.begin(run_dir, files, _START_OVER.value)
-        except CheckpointError as error:  # only the chief calls this function
+        # Another run is still writing to the directory. `main` must not advise --start_over here.
+        except CheckpointError as error:
             raise common.Failure(str(error)) from error
         common.write_text(run_dir / "flags.txt", common.resolved_flags())
         common.write_json(run_dir / "model.json", description)
@@ -332,7 +334,8 @@ def _checkpoint(run_dir: Path, data: Any, plan: dict[str, Any]) -> keras.callbac
 def _fit(
     model: keras.Model, strategy: Any, data: Any, callbacks: list[keras.callbacks.Callback]
 ) -> None:
-    # The list is made here to set the number of steps, and to show progress on the chief alone.
+    # `fit` would make such a list itself. It is made here to set the number of steps, and to show
+    # progress on the chief alone.
     chosen = keras.callbacks.CallbackList(
         callbacks,
         add_history=True,

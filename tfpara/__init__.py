@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from tfpara.version import __version__
 
-if TYPE_CHECKING:  # for type checkers and editors; the same names as below
+# Type checkers and editors read these imports. They give the same names as `_NAMES` below.
+if TYPE_CHECKING:
     from tfpara import callbacks as callbacks
     from tfpara import cluster as cluster
     from tfpara import launch as launch
@@ -63,7 +64,7 @@ if TYPE_CHECKING:  # for type checkers and editors; the same names as below
     from tfpara.sync.workers.meetings import MismatchError as MismatchError
     from tfpara.sync.workers.settings_check import FingerprintError as FingerprintError
 
-# The public names, by the modules that define them.
+# The public names, by the module that defines them.
 _NAMES = {
     "tfpara.algorithms": (
         "ASGD AsyncBMUF AsyncEASGD Average AveragedASGD BMUF BMUFAdam BSP DiLoCo Downpour EASGD"

@@ -28,8 +28,8 @@ In Python:
 Environment variables:
 {variables}"""
 
-# The environment variables of the library itself. docs/engines.md lists those of TensorFlow and of
-# engines.
+# The environment variables of tfpara itself. docs/engines.md lists those of TensorFlow and of
+# engines such as Horovod.
 VARIABLES = {
     "TFPARA_COORDINATOR": "HOST:PORT at which the worker of rank 0 listens for the others",
     "TFPARA_SIZE": "the number of workers",

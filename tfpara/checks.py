@@ -13,7 +13,7 @@ from tfpara.algorithms.asgd import AsyncAverage
 from tfpara.version import __version__
 from tfpara.whole_number import LARGEST_COUNT, checked_whole
 
-_FEW_LEFT_OUT = 10  # until an epoch ends, fewer left-out minibatches are always allowed
+_FEW_LEFT_OUT = 10  # within an epoch, fewer left-out minibatches than this are always allowed
 
 
 def versions() -> dict[str, str]:

@@ -32,7 +32,7 @@ class Clock(keras.callbacks.Callback):
     """
 
     order = fit_call.Order.CLOCK
-    # False, since Keras may call the batch hooks of `async_safe` callbacks later, in a thread.
+    # If this were True, Keras might call the batch hooks later, in another thread.
     async_safe = False
 
     def __init__(self, samples_per_epoch: int | None = None) -> None:
@@ -75,7 +75,8 @@ class Clock(keras.callbacks.Callback):
             if strategy.members_change:
                 measured["workers"] = float(strategy.num_workers)
         if self._samples_per_epoch is not None:
-            rest = (self._steps - first.step) / max(self._steps, 1)  # the measured part
+            # The measured part of the epoch: all steps but the first.
+            rest = (self._steps - first.step) / max(self._steps, 1)
             measured["samples_per_second"] = rest * self._samples_per_epoch / seconds
         if not measured.get("samples_per_second"):
             measured.pop("samples_per_second", None)
@@ -104,7 +105,7 @@ class BoardClock(Clock):
         own = "on_epoch_end" in vars(board)
 
         def on_epoch_end(epoch: int, logs: Logs | None = None) -> None:
-            # If the logs have a number of the same name, the logs' number is shown.
+            # If both have a number of the same name, TensorBoard shows that of the logs.
             hook(epoch, {**self.measured, **(logs or {})})
 
         board.on_epoch_end = on_epoch_end

@@ -10,8 +10,9 @@ from typing import Any
 
 import tensorflow as tf
 
-# Operations with seeds: the indices of their inputs "seed", "seed2" and "seed_generator" (None if
-# they have none). Copies that use the same generator would share the original dataset's state.
+# For each operation with seeds: the indices of its inputs "seed", "seed2" and "seed_generator"
+# (None if there is none). A copy of a dataset must not keep the generator of the original: both
+# would then draw numbers from one state.
 SEEDED = {
     "GlobalShuffleDataset": (1, 2, 3),
     "RandomDataset": (0, 1, None),
@@ -22,7 +23,7 @@ SEEDED = {
     "ShuffleDataset": (2, 3, None),
     "ShuffleDatasetV3": (2, 3, 4),
 }
-# Operations that draw different numbers each time that they run.
+# Operations that draw new random numbers each time they run.
 RANDOM = {
     "Multinomial",
     "ParameterizedTruncatedNormal",
@@ -89,7 +90,8 @@ def by_chance(graph: tf.compat.v1.GraphDef) -> tuple[str, str] | None:
 
 def _chooses(node: tf.compat.v1.NodeDef) -> bool:
     """Returns whether an operation may select or reorder elements by their values."""
-    # A map makes one element of each element. Other operations that call functions may choose.
+    # A map makes one element from each element, so it does not choose. Other operations that call
+    # functions may choose.
     is_map = "Map" in node.op.replace("FlatMap", "")
     calls = "Dataset" in node.op and not is_map and any(_functions(node))
     return calls or node.op == "DirectedInterleaveDataset"

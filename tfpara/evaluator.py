@@ -123,7 +123,7 @@ def evaluate_checkpoints(
     out = Path(out)
     path = out / "best" if best is None else best
     if save is None:
-        writer(model, path)  # raises ValueError now for a model that cannot be exported
+        writer(model, path)  # If the model cannot be exported, this raises ValueError at once.
     evaluator = _Evaluator(
         model, store_at(directory, keep=1), data, out, averages or {}, monitor, mode, path, save
     )
@@ -170,7 +170,7 @@ class _Evaluator:
                     position = self._look(number)
             except RefusedError as error:
                 refused = f"{self._store.directory} cannot be read ({error.strerror})"
-                if error.errno != errno.EIO:  # another try would fail again
+                if error.errno != errno.EIO:  # after other errors, later tries would fail, too
                     raise CheckpointError(f"{refused}.") from error
                 self._last, number = former, None
             if position is not None:
@@ -258,7 +258,7 @@ class _Evaluator:
         try:
             found = weights.read(self._store, number, manifest, self._model, averages)
         except RefusedError:
-            raise  # the store failed, and the checkpoint may be undamaged
+            raise  # The store has failed. The checkpoint itself may be good, so it is not left out.
         except (CheckpointError, OSError, tf.errors.OpError) as error:
             self._leave_out(number, error)
             return False
@@ -292,7 +292,8 @@ class _Evaluator:
         by_name = {f"{r['weights']}/{k}": r[k] for r in rows for k in r if k not in _PLACE}
         self._scalars.write(number, by_name)
         parent.tell(progress={"scores": {"checkpoint": number, **by_name}})
-        # The rows come last: if this process is killed earlier, the checkpoint is scored again.
+        # The table's rows are written last. So if this process is killed before, the next evaluator
+        # scores the checkpoint again.
         there, columns = self._rows(), list(rows[0])
         if there and list(there[0]) != columns:
             raise ValueError(
@@ -350,9 +351,10 @@ def _locked(out: Path) -> Iterator[None]:
     out.mkdir(parents=True, exist_ok=True)
     with open(out / "lock", "a+", opener=files.no_link) as file:
         try:
-            # This process alone has the lock, and not the processes that it forks to read data.
+            # Unlike a lock by `flock`, this lock does not pass to the processes that this one forks
+            # to read data.
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError):  # NFS raises the second
+        except (BlockingIOError, PermissionError):  # NFS raises PermissionError for a held lock
             file.seek(0)
             raise CheckpointError(
                 f"{out} is in use by another evaluator ({file.read(200) or 'an unknown process'}). "

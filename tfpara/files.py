@@ -17,16 +17,16 @@ import stat
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-# The files and folders that Keras and TensorFlow write for a saved model.
+# The names of files and folders that Keras and TensorFlow write for a saved model.
 _OF_A_MODEL = {
     *("saved_model.pb", "saved_model.pbtxt", "keras_metadata.pb", "fingerprint.pb"),
     *("variables", "assets", "assets.extra", "debug"),
     *("config.json", "metadata.json", "model.weights.h5"),
 }
-# Names in the scratch folder: of a former folder that a new one replaces, and of a folder with the
-# former files if several new files replace them.
+# Names inside the scratch folder, for what new content replaces: `_FORMER` is one former folder;
+# `_FORMERS` is a folder with all former files, if there are several new files.
 _FORMER, _FORMERS = ".former", ".formers"
-_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of Linux's renameat2
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # constants for Linux's system call renameat2
 
 
 @contextlib.contextmanager
@@ -52,7 +52,8 @@ def whole(path: str | os.PathLike[str]) -> Iterator[Path]:
     scratch.mkdir()
     try:
         yield scratch / path.name
-        # Other files go first, then .json files, which list them, then `path` itself.
+        # The other files are moved first, then the .json files, which list them, and last the file
+        # or folder for `path` itself.
         entries = sorted(
             scratch.iterdir(), key=lambda e: (e.name == path.name, e.suffix == ".json")
         )

@@ -25,7 +25,7 @@ from tfpara.remote_files import RemoteFolder, is_url
 from tfpara.strategy import HAS_WEIGHTS, Strategy
 from tfpara.typing import Json
 
-# Attributes of Keras' callbacks whose values last from epoch to epoch.
+# Attributes in which Keras' callbacks remember something from epoch to epoch.
 _REMEMBERED = {
     keras.callbacks.ModelCheckpoint: ("best",),
     keras.callbacks.EarlyStopping: ("wait", "best", "best_epoch", "stopped_epoch"),
@@ -39,14 +39,14 @@ class Order(enum.IntEnum):
     Callbacks run from the lowest place to the highest, since each needs the work of those before.
     """
 
-    CLOCK = 1  # measures what others do
+    CLOCK = 1  # measures times and counts before other callbacks work
     PERIOD = 2  # sets the sync period
-    START = 3  # prints what the replicas start from
+    START = 3  # lets the replicas train without syncs in the first epochs
     RATE = 4  # sets the learning rate
     SCORES = 5  # adds scores to the log
-    # Callbacks of Keras and of the user, and those of tfpara without an order, run here.
-    SAVES = 7  # saves the work of all callbacks before it
-    STOPS = 8  # checks whether another callback wants to stop
+    # 6: callbacks of Keras and of the user, and those of tfpara that have no `order`.
+    SAVES = 7  # saves the state, with the work of all callbacks before it
+    STOPS = 8  # checks whether another callback wants to stop the training
 
 
 def arranged(callbacks: Iterable[keras.callbacks.Callback]) -> list[keras.callbacks.Callback]:
@@ -83,7 +83,8 @@ def keep_memories(callbacks: Iterable[keras.callbacks.Callback], strategy: Strat
         if not attributes or not getattr(callback, "save_best_only", True):
             continue
         each: Any = callback
-        # In older versions of Keras ModelCheckpoint has no `mode`, but a function that compares.
+        # ModelCheckpoint has no attribute `mode` in older versions of Keras. There its function
+        # `monitor_op`, which compares two scores, tells the mode.
         name = f"{type(each).__name__}({each.monitor}, {getattr(each, 'mode', each.monitor_op)})"
         path = os.fspath(getattr(each, "filepath", ""))
         name += f" of {path}" if path else ""
@@ -118,7 +119,7 @@ class _Memory:
 
     def set_state(self, state: Mapping[str, Json]) -> None:
         if self._path and not _is_written(self._path):
-            return  # the best model's file is gone, so the next model counts as the best
+            return  # The file of the best model is gone, so the next model shall count as the best.
         for name in self._attributes:
             if name in state:
                 setattr(self.callback, name, state[name])
@@ -141,7 +142,9 @@ def _is_written(path: str) -> bool:
     try:
         names = RemoteFolder(folder).sizes()
     except (ImportError, OSError, ValueError):
-        return True  # unknown, since Keras writes there by other means
+        # tfpara cannot list the folder. But Keras writes to it by other means, so the file may be
+        # there.
+        return True
     return any(fnmatch.fnmatchcase(f"{folder}/{name}", pattern) for name in names)
 
 

@@ -7,7 +7,7 @@ import re
 
 import tensorflow as tf
 
-# The format of a SavedModel. TensorFlow has no public name for it.
+# The protocol buffer of a SavedModel file. TensorFlow has no public name for it.
 from tensorflow.core.protobuf import saved_model_pb2
 
 _TASK = re.compile(r"^/job:[^/]+/replica:\d+/task:\d+")
@@ -21,7 +21,7 @@ def without_tasks(folder: str | os.PathLike[str]) -> None:
     """
     path = os.path.join(folder, "saved_model.pb")
     if not tf.io.gfile.exists(path):
-        return  # a model in another format
+        return  # the model is saved in another format, which has no tasks
     with tf.io.gfile.GFile(path, "rb") as file:
         saved = saved_model_pb2.SavedModel.FromString(file.read())
     changed = False

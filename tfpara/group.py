@@ -31,7 +31,7 @@ class Group(keras.Model):
         super().__init__(name="_and_".join(model.name for model in models))
         self.members = list(models)
         self.optimizers = list(optimizers)
-        self.built = True  # its members are built
+        self.built = True  # The group has no weights of its own for Keras to build.
 
     def is_of(
         self, models: Sequence[keras.Model], optimizers: Sequence[keras.optimizers.Optimizer]

@@ -12,7 +12,7 @@ import tensorflow as tf
 from tfpara.group import Group
 from tfpara.typing import Json
 
-# Optimizers whose step does not grow with the gradient; some versions of Keras lack some.
+# Optimizers whose step does not grow with the gradient. Some versions of Keras lack a few of them.
 _NORMALISED = tuple(
     getattr(keras.optimizers, name)
     for name in (
@@ -26,7 +26,7 @@ _WITH_WORDS = (
     keras.layers.IntegerLookup,
     keras.layers.TextVectorization,
 )
-_PLAIN = (bool, int, float, str, type(None))  # types of settings that workers compare
+_PLAIN = (bool, int, float, str, type(None))  # types of the optimizers' settings that are compared
 
 
 def strategy_of(model: keras.Model) -> tf.distribute.Strategy:
@@ -35,7 +35,7 @@ def strategy_of(model: keras.Model) -> tf.distribute.Strategy:
     If no weight has a strategy, returns the model's own, or else the current one. The weights count
     first, since a model may be made outside of the scope from layers that were made in it.
     """
-    weights = getattr(model, "weights", [])  # Keras also saves objects that are no models.
+    weights = getattr(model, "weights", [])  # `model` may be another object that Keras saves
     of_weights = (getattr(weight.value, "distribute_strategy", None) for weight in weights)
     own = getattr(model, "distribute_strategy", None)
     return next(filter(None, of_weights), None) or own or tf.distribute.get_strategy()
@@ -84,9 +84,10 @@ def hyperparameters(model: keras.Model) -> dict[str, Json]:
         found[label] = type(optimizer).__name__
         try:
             config = optimizer.get_config()
-        except NotImplementedError:  # A user's own optimizer may have no `get_config`.
+        except NotImplementedError:  # an optimizer that the user wrote may lack `get_config`
             continue
-        # The property `learning_rate` gives a schedule's value; this attribute is the schedule.
+        # `_learning_rate` may be a schedule. The public property `learning_rate` would give only
+        # the schedule's present value.
         schedule = isinstance(
             optimizer._learning_rate, keras.optimizers.schedules.LearningRateSchedule
         )
@@ -127,7 +128,7 @@ def optimizers(model: keras.Model) -> list[keras.optimizers.Optimizer]:
     A LossScaleOptimizer or MultiOptimizer is replaced by the optimizers inside it.
     """
     inner = [getattr(o, "inner_optimizer", o) for o in _outer_optimizers(model)]
-    # Keras' MultiOptimizer keeps the optimizers inside it in this attribute.
+    # Keras' MultiOptimizer keeps the optimizers inside it in its attribute `_inner_optimizers`.
     inner = [one for o in inner for one in getattr(o, "_inner_optimizers", [o])]
     return list({id(o): o for o in inner}.values())
 
@@ -172,7 +173,7 @@ def carried_states(model: keras.Model) -> list[keras.Variable]:
 
     Keras does not count them among the variables of the model.
     """
-    # `_flatten_layers` also gives layers inside layers, which `layers` does not.
+    # `_flatten_layers` also yields layers inside other layers, which `model.layers` lacks.
     states = [getattr(layer, "states", None) or [] for layer in model._flatten_layers()]
     return [v for v in keras.tree.flatten(states) if isinstance(v, keras.Variable)]
 

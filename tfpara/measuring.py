@@ -25,9 +25,9 @@ from tfpara.planner import calibrated_link
 
 VARIABLE = "TFPARA_MEASURE"
 MARK = "tfpara measured: "
-_SHOWN_LINES = 15  # number of lines that are shown of a script that failed
-_WORKERS = 2  # number of workers on this machine, if no hosts are given
-_QUIET_SECONDS = 300.0  # longest time without a line of progress from the script
+_SHOWN_LINES = 15  # number of last lines that are shown if a script fails
+_WORKERS = 2  # number of workers, all on this machine, if no hosts are given
+_QUIET_SECONDS = 300.0  # longest time that the script may print no progress
 
 
 def is_asked() -> bool:
@@ -88,7 +88,7 @@ def found(
     sample = alone["step_ms"] / alone["batch"]
     together_sample = mean["step_ms"] / mean["batch"]
     slowdown = 1.0 if apart else max(1.0, together_sample / sample)
-    # The time, on a single worker, of a minibatch as large as those of several workers.
+    # The time that one worker alone would need for a minibatch of mean["batch"] samples.
     step_ms = sample * mean["batch"] if apart else mean["step_ms"] / slowdown
     nbytes = mean["bytes"]
     seconds = {name: mean[f"{name}_ms"] / 1e3 for name in ("reduce", "empty")}
@@ -113,7 +113,8 @@ def _local(command: Sequence[str], workers: int, threads: int) -> list[tuple[lis
 
 def _remote(command: Sequence[str], hosts: Sequence[str]) -> list[tuple[list[str], str]]:
     """Returns for each host a command, and its standard input: the run's secret."""
-    with bind("", 0) as listener:  # a port that is free here is likely free on hosts[0]
+    # The port is for hosts[0]. A port that is free on this machine is probably free there, too.
+    with bind("", 0) as listener:
         port = listener.getsockname()[1]
     secret = for_start({})
     started = []
@@ -126,7 +127,8 @@ def _remote(command: Sequence[str], hosts: Sequence[str]) -> list[tuple[list[str
             "TF_CPP_MIN_LOG_LEVEL": "3",
         }
         given = " ".join(f"{name}={shlex.quote(value)}" for name, value in variables.items())
-        # Other users of a machine can see the command, so the secret is not in it.
+        # Other users of the host can see the command, so it does not contain the secret: the
+        # command reads it from its standard input.
         reads = " ".join(f"read -r {name}; export {name};" for name in secret)
         program = shlex.join([sys.executable, *command])
         text = f"{reads} cd {shlex.quote(os.getcwd())} && {given} exec {program}"
@@ -144,7 +146,8 @@ def _run(
     printed: deque[str] = deque(maxlen=_SHOWN_LINES)
     with _Processes(started) as processes:
         for line in processes.lines():
-            before, *texts = line.split(MARK)  # two processes may write into one line
+            # Two processes may write into the same line, so it may contain several marks.
+            before, *texts = line.split(MARK)
             if not texts:
                 printed.append(before)
                 continue
@@ -196,7 +199,7 @@ class _Processes:
     def __exit__(self, *_: object) -> None:
         os.close(self._output)
         for popen in self._popens:
-            popen.terminate()  # a launcher ends its workers
+            popen.terminate()  # If the process is a launcher, it ends its workers, too.
             popen.wait()
 
     def is_alive(self) -> None:

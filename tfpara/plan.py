@@ -48,7 +48,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         _check_script(parser, options.measure)
         if options.batch is not None:
             parser.error("--batch is for a plan without --measure, which finds it in the script")
-        # A link that the user gives is one between machines, each with one worker.
+        # If the user gives the link's speed, it is a link between machines with one worker each. So
+        # the workers do not slow each other down as those on one machine do.
         apart = options.link_mbit is not None
         try:
             found = measure(options.measure, options.hosts, apart=apart)
@@ -56,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"{_PROGRAM}: {error}", file=sys.stderr)
             return 1
         if apart:
-            del found["link_delay_ms"]  # the measured delay is of another link
+            del found["link_delay_ms"]  # it was measured on another link than the user's
         print(f"Measured with {found['batch']:.0f} samples in a minibatch of a worker.")
         values = found | values
     _report(options, values)

@@ -29,29 +29,29 @@ __all__ = ["Costs", "KnownError", "Link", "Plan", "calibrated_link", "choose", "
 # The longest sync period that `Costs.smallest_period` tries.
 LONGEST_PERIOD = 10**6
 
-# The error of `BMUF()` in % above that of one replica, by number of replicas and sync period. It
-# was measured on 40 minutes of speech in eight epochs (docs/study.md).
+# By how many % the error of `BMUF()` was above that of one replica, by number of replicas and sync
+# period. The runs had 40 minutes of speech and eight epochs (docs/study.md).
 _ERRORS = {
     4: {5: 0.9, 20: 0.2, 80: 1.3},
     8: {5: 1.9, 20: 0.9, 80: 5.9},
     16: {5: 4.0, 20: 5.6, 80: 12.3},
 }
-# The part of one replica's error, in %, that `overlap=True` adds, on 20 minutes (docs/syncs.md).
+# What `overlap=True` adds to these numbers, measured on 20 minutes of speech (docs/syncs.md).
 _OVERLAP_ADDS = {4: {5: 0.0, 20: 3.2, 80: 2.2}, 8: {20: 7.3}}
-# The part that `compression="int4"` adds, in the same runs of 20 minutes (docs/study.md).
+# What `compression="int4"` adds, measured on the same 20 minutes of speech (docs/study.md).
 _INT4_ADDS = {4: {5: 0.0, 20: 0.0}, 8: {5: 0.3, 20: 0.0}}
 # The longest sync period whose error is known.
 LONGEST_KNOWN = 80
-# The sizes of a model, in bytes, from which `aggregation="auto"` shards the global state. In a
-# smaller model the whole state is small beside the activations, and its messages are too short to
-# be cut. The second size holds for three or more workers that have no reduce-scatter but an
-# all-to-all: there sharding makes syncs over slow links longer, and only from that size on does the
-# memory count more.
+# `aggregation="auto"` shards the global state of models of at least so many bytes. In a smaller
+# model the state needs little memory in comparison with the activations, and its messages are too
+# short to be divided. The second size holds where a reduce-scatter and an all-gather take longer
+# than an all-reduce, as among three or more workers without NCCL. Sharding makes their syncs slower
+# on slow links, so they shard only if the state needs very much memory.
 SHARDED_FROM_BYTES = 16 << 20
 ALWAYS_SHARDED_FROM_BYTES = 1 << 30
-# Bytes that a link carries for each byte of data: TCP packets of 1,500 bytes include headers.
+# The bytes that a link carries for each byte of data: each TCP packet of 1,500 bytes has headers.
 _WITH_HEADERS = 1.045
-# The bits of a weight in an exchange, by `compression`; those of "int4" with its scales.
+# The bits that are sent for a weight, by `compression`. Those of "int4" include its scales.
 BITS = {"none": 32, "bf16": 16, "fp16": 16, "int8": 8, "int4": 4.5}
 # The values of `compression` that `choose` tries by default.
 COMPRESSIONS = ("none", "int8", "int4")
@@ -176,7 +176,7 @@ class Costs:
         low, high = 1, LONGEST_PERIOD
         if self.loss(num_workers, high) >= loss:
             return None
-        while low < high:  # the loss falls as τ grows
+        while low < high:  # binary search: the loss falls as τ grows
             middle = (low + high) // 2
             if self.loss(num_workers, middle) < loss:
                 high = middle
@@ -295,7 +295,7 @@ def choose(
         ValueError: `loss` is not between 0 and 1.
     """
     tried: list[Plan] = []
-    within: list[Plan] = []  # those within the limit of the error
+    within: list[Plan] = []  # those of `tried` whose error is within `error_percent`
     for overlap in overlaps:
         for compression in compressions:
             nbytes = costs.model_bytes * BITS[compression] / 32
@@ -325,7 +325,8 @@ def choose(
             if fits:
                 within.append(found)
             tried.append(found)
-    if not within:  # of errors that are too large, or not known, the first option is the safest
+    # If all errors are too large or unknown, the options that were tried first are the safest.
+    if not within:
         return tried[0]
     fastest = max(each.speedup for each in within)
     return next(each for each in within if each.speedup > 0.99 * fastest)

@@ -23,14 +23,15 @@ from tfpara.cluster.failures import Explanation
 if TYPE_CHECKING:
     from tfpara.strategy import Strategy
 
-# If this environment variable is 1, the traceback is shown beside the sentence that explains it.
+# If this environment variable is set to 1, the traceback of an error is printed before the sentence
+# that explains it.
 FRAMES_VARIABLE = "TFPARA_TRACEBACK"
-# A worker whose exit code is not 0 waits at most this long for the others to end likewise.
+# A worker whose exit code is not 0 waits at most this long for the other workers to end, too.
 _PARTING_SECONDS = 10.0
-_RAISE = dis.opmap["RAISE_VARARGS"]  # the instruction of Python's statement `raise`
+_RAISE = dis.opmap["RAISE_VARARGS"]  # the bytecode instruction of the statement `raise`
 
 
-_explains = False  # whether `sys.excepthook` is the one of this module
+_explains = False  # whether this module has set `sys.excepthook`
 _strategy: Strategy | None = None  # the synchronous strategy that was made last
 _leaves: list[Callable[[bool], None]] = []
 _tells: list[Callable[[int, str], None]] = []
@@ -81,7 +82,8 @@ def run(
     asynchronous = async_cluster.is_meant()
     lost_code = exit_codes.lost_worker(lost_worker_exit_code)
     code, orderly, sentence = _ran(main, name, explain, lost_code)
-    if asynchronous and _strategy is None:  # a synchronous strategy leaves parameter servers out
+    # If there is a synchronous strategy, the cluster's parameter servers are not used.
+    if asynchronous and _strategy is None:
         if code:
             for tell in _tells:
                 tell(code if isinstance(code, int) else 1, sentence)
@@ -109,7 +111,8 @@ def _ran(
     except SystemExit as leaving:
         code, is_number = leaving.code, isinstance(leaving.code, int)
         if isinstance(code, int) and code and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
-            # Some schedulers repeat SIGTERM; the exit code must then still ask for a restart.
+            # Some schedulers send SIGTERM more than once. A later SIGTERM must not change the exit
+            # code, which may ask for a restart.
             signal.signal(signal.SIGTERM, lambda *_: os._exit(code))
         return code, is_number, "" if is_number else f"{of_chief}{leaving.code}"
     except KeyboardInterrupt:
@@ -122,7 +125,8 @@ def _ran(
         if found is None and explain is not None and (own := explain(error)) is not None:
             found, sentence = Explanation(own), f"{of_chief}{own}"
         if found is None:
-            # Python sets these for an error that is not caught; debuggers and loggers read them.
+            # Python sets these two attributes if an error is not caught. Debuggers and loggers read
+            # them.
             sys.last_value, sys.last_traceback = error, error.__traceback__
             sys.excepthook(type(error), error, error.__traceback__)
             first = str(error).strip().splitlines()[:1]
@@ -162,7 +166,7 @@ def watch(strategy: Strategy, found: Cluster, timeout_seconds: float) -> None:
         atexit.register(_part, os.getpid())
     _strategy = strategy
     failures.know(found, timeout_seconds)
-    exit_codes.lost_worker()  # raises ValueError for a bad setting now rather than at the end
+    exit_codes.lost_worker()  # If the variable is invalid, this raises ValueError at once.
 
 
 @contextlib.contextmanager
@@ -176,7 +180,7 @@ def noting() -> Iterator[None]:
     except Exception as error:
         if threading.current_thread() is not threading.main_thread() and not _is_ours(error):
             found = _explained(error)
-            if found is not None and hasattr(error, "add_note"):  # Python 3.11
+            if found is not None and hasattr(error, "add_note"):  # from Python 3.11 on
                 error.add_note(f"tfpara: {found.sentence}")
         raise
 
@@ -211,7 +215,8 @@ def _hook(previous: Callable[..., object]) -> Callable[..., None]:
         if found is not None:
             _say("tfpara" if failures.is_of_tensorflow(error) else kind.__name__, found)
             if found.is_loss and exit_codes.lost_worker() != 1:
-                raise SystemExit(exit_codes.lost_worker())  # Python then ends with this exit code.
+                # If a hook raises SystemExit, Python ends with its exit code.
+                raise SystemExit(exit_codes.lost_worker())
 
     return hook
 
@@ -224,7 +229,8 @@ def _explained(error: BaseException) -> Explanation | None:
     if _is_ours(error):
         return Explanation(" ".join(str(error).split()))
     if failures.is_of_tensorflow(error):
-        # In an elastic run TF_CONFIG and engines do not tell which processes are workers.
+        # `cluster.read` reads TF_CONFIG and the variables of engines. In an elastic run these do
+        # not tell which processes are workers.
         return failures.explain(error, cluster.ALONE if _members_change() else cluster.read())
     raised = _raised_here(error)
     if raised is None:
@@ -311,7 +317,7 @@ def _part(process: int) -> None:
     Args:
         process: id of the process that made the strategy; processes forked from it tell nothing.
     """
-    # Python sets `last_value` if an error ends the program. There is no such sign of sys.exit.
+    # Python sets `sys.last_value` if an error ends the program, but not if `sys.exit` ends it.
     if process == os.getpid() and _strategy is not None and not hasattr(sys, "last_value"):
         _strategy.program_ends()
 
@@ -327,7 +333,8 @@ def _leave(code: str | int | None, orderly: bool) -> NoReturn:
         print(code, file=sys.stderr)
     code = code if isinstance(code, int) else int(code is not None)
     if orderly and _strategy is not None:
-        # If a worker left at once, another could lose the rest of a message that it is reading.
+        # If this worker left at once, its connections would close, and another worker could miss
+        # the rest of a message from it.
         parting = threading.Thread(target=_strategy.part, daemon=True)
         parting.start()
         parting.join(None if code == 0 else _PARTING_SECONDS)
@@ -335,7 +342,7 @@ def _leave(code: str | int | None, orderly: bool) -> NoReturn:
     for leave in _leaves:
         leave(code == 0)
     with contextlib.suppress(Exception):
-        atexit._run_exitfuncs()  # Python has no public name for this.
+        atexit._run_exitfuncs()  # Python has no public function for this.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

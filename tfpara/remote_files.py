@@ -20,8 +20,10 @@ from typing import TypeVar
 
 from tfpara import files
 
-_WAITS = (1.0, 2.0, 4.0)  # seconds between tries; the libraries of most stores try again, too
-# Errors that would occur again if the action were repeated.
+# Seconds between the tries of an action. In each try the libraries of most stores repeat failed
+# requests by themselves.
+_WAITS = (1.0, 2.0, 4.0)
+# Errors after which an action is not repeated, since it would fail again in the same way.
 _FINAL = (
     *(FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError),
     *(ImportError, NotImplementedError, TypeError, ValueError),
@@ -87,7 +89,7 @@ class RemoteFolder:
         except ValueError as error:
             raise ValueError(f"{url!r} is no URL that fsspec knows: {error}.") from error
         self._root = root.rstrip("/")
-        self.creates_in_one_step = True  # False once the client has refused mode="create"
+        self.creates_in_one_step = True  # becomes False if fsspec refuses mode="create"
 
     def place(self, name: str) -> str:
         """Returns the URL of a file."""
@@ -154,7 +156,8 @@ class RemoteFolder:
                 self._fs.pipe_file(self._path(name), content)
             return True
 
-        # If not, an earlier try may still have written the file, and its answer was lost.
+        # `written` also returns False if an earlier try has written the file, but the store's
+        # answer was lost. So the content is compared.
         return self._tried(written, name, writes=True) or self.read(name) == content
 
     def upload(self, path: Path, name: str) -> None:
@@ -187,7 +190,7 @@ class RemoteFolder:
         for wait in (*_WAITS, None):
             try:
                 return action()
-            except Exception as error:  # libraries of stores have errors of their own
+            except Exception as error:  # each store's library may have its own kinds of errors
                 if wait is None or _is_final(error):
                     raise _explained(error, self.place(name), writes) from error
                 time.sleep(wait)
@@ -269,7 +272,9 @@ def temporary_folder() -> Iterator[Path]:
     handle = os.open(made, os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        made.rename(path)  # after it is locked, so that no other process removes it
+        # Other processes remove folders with the new name that are not locked. So the folder is
+        # locked before it gets this name.
+        made.rename(path)
         yield path
     finally:
         files.cleared(path)

@@ -20,7 +20,7 @@ from tfpara.strategy import Strategy
 from tfpara.sync.strategy import PeriodicSyncStrategy
 from tfpara.typing import Nest
 
-# The share of the initial weights in an average above which there is a warning.
+# A warning is given if the initial weights make up more than this share of an average.
 _YOUNG = 0.1
 
 
@@ -138,7 +138,9 @@ def writer(
         archive.track(model)
         archive.add_endpoint("serve", serve, input_signature=specs)
         if remote_files.is_url(path):
-            _check_place(path)  # only on the chief: other workers could see a half-written folder
+            # This is inside `write`, which only the chief calls. Another worker might see a folder
+            # that the chief has written in part.
+            _check_place(path)
         with remote_files.whole(path) as scratch:
             archive.write_out(os.fspath(scratch), verbose=False)
             without_tasks(scratch)

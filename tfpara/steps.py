@@ -18,7 +18,8 @@ def skip_empty(fn: Callable[..., Nest]) -> Callable[..., Nest]:
     If `fn` has not run before, it is traced, but not run, to find the shapes of its results.
     """
 
-    stepped: list[Nest] = []  # results of the replicas that ran before this one, in turn
+    # Eagerly the replicas run one after the other. These are the results of those that have run.
+    stepped: list[Nest] = []
 
     def guarded(*args: Nest, **kwargs: Nest) -> Nest:
         count = batch_size((args, kwargs))
@@ -36,7 +37,7 @@ def skip_empty(fn: Callable[..., Nest]) -> Callable[..., Nest]:
         if isinstance(count, int):
             count = tf.constant(count)
             args, kwargs = tf.nest.map_structure(_open_if_empty, (args, kwargs))
-        outputs = []  # AutoGraph, which converts this code, knows no annotations
+        outputs = []  # has no type annotation, which AutoGraph could not convert
 
         def step() -> Nest:
             outputs.append(tf.nest.map_structure(_tensor_or_none, fn(*args, **kwargs)))
@@ -142,7 +143,8 @@ def with_open_batches(dataset: tf.data.Dataset) -> tf.data.Dataset:
         return dataset
     if dataset.cardinality() == tf.data.INFINITE_CARDINALITY:
         return dataset
-    unpacked = type(dataset.element_spec) is tuple  # tf.data unpacks no NamedTuple
+    # `map` gives the parts of a plain tuple as separate arguments, but a NamedTuple as one.
+    unpacked = type(dataset.element_spec) is tuple
     return dataset.map(
         lambda *element: tf.nest.map_structure(_of_open_batch, element if unpacked else element[0])
     )

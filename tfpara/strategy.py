@@ -12,7 +12,8 @@ from tfpara.algorithms.rule import Average
 from tfpara.cluster.call_site import Purpose
 from tfpara.typing import Json
 
-# A key of states: whether arrays in the object's attribute `weights` belong to the state, too.
+# A key in the states that `get_state` returns. Its value tells whether the arrays in the object's
+# attribute `weights` belong to the state, too.
 HAS_WEIGHTS = "has weights"
 
 
@@ -203,7 +204,7 @@ class Strategy:
     def program_ends(self) -> None:
         """Tells the other workers that this program ends, if it ends without `tfpara.run`."""
 
-    # -- all together ----------------------------------------------------------------------------
+    # -- calls that all processes make together --------------------------------------------------
 
     def everyones(self, value: Json, purpose: Purpose) -> list[Json]:
         """Returns the values of all processes that run callbacks, by rank. All must call it.

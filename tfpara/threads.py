@@ -8,8 +8,8 @@ import os
 import tensorflow as tf
 
 _log = logging.getLogger(__name__)
-# TensorFlow prepares a function that spans more than this number of devices in its threads for
-# operations, not in the thread that calls the function.
+# If a function spans more devices than this, TensorFlow prepares it in its threads for operations,
+# and not in the thread that calls the function.
 _MANY_DEVICES = 8
 
 

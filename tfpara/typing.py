@@ -13,9 +13,10 @@ if TYPE_CHECKING:
     import tensorflow as tf
     from numpy.typing import NDArray
 
-# An array of weights, or of values for them: NumPy's in checks of a rule, TensorFlow's in a run.
+# An array of weights, or of one value for each weight: a tensor of TensorFlow in a run, an array of
+# NumPy in the checks of a rule.
 Array: TypeAlias = "NDArray[Any] | tf.Tensor"
-# A number that a graph may compute.
+# A number, or a scalar tensor that a graph computes.
 Scalar: TypeAlias = "float | NDArray[Any] | tf.Tensor"
 # State of a rule or an average: the NamedTuple of arrays and numbers that its `init` returns.
 State: TypeAlias = Any
@@ -23,7 +24,7 @@ State: TypeAlias = Any
 Variable: TypeAlias = "tf.Variable | keras.Variable"
 # Tensors in tuples, lists and dicts, as `tf.nest` takes them; also None, or a single tensor.
 Nest: TypeAlias = Any
-# Data for Keras' `fit`: arrays in structures as of `Nest`, datasets, `PyDataset`, generators.
+# Data that Keras' `fit` takes: nested structures of arrays, datasets, `PyDataset`s or generators.
 Data: TypeAlias = Any
 # A value that JSON can carry.
 Json: TypeAlias = Any

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numbers
 
-LARGEST_COUNT = 2**53  # the largest up to which a float64, in which counts are sent, is exact
+# Workers send counts as float64, which holds whole numbers exactly up to this one.
+LARGEST_COUNT = 2**53
 
 
 def checked_whole(

@@ -59,7 +59,8 @@ def count_errors(reference: Sequence[int], recognised: Sequence[int]) -> PhoneEr
         PhoneErrors(insertions=1, deletions=0, substitutions=2, reference=4)
     """
     hypothesis = np.asarray(recognised, np.int64)
-    # A cost holds two counts: an error costs `substitute`, and 1 more if it is no substitution.
+    # A cost holds two counts: it is `substitute` times the number of errors, plus the number of
+    # gaps, which are the insertions and deletions. There are always fewer gaps than `substitute`.
     substitute = len(reference) + len(hypothesis) + 1
     gap = substitute + 1
     ramp = gap * np.arange(len(hypothesis) + 1)
@@ -68,7 +69,8 @@ def count_errors(reference: Sequence[int], recognised: Sequence[int]) -> PhoneEr
         deleted = row + gap
         matched = row[:-1] + substitute * (hypothesis != phone)
         best = np.concatenate([deleted[:1], np.minimum(deleted[1:], matched)])
-        # Insertions go along the row: min over k <= j of best[k] + gap (j - k).
+        # Insertions move along the row: row[j] is the minimum, over k <= j, of
+        # best[k] + gap * (j - k).
         row = np.minimum.accumulate(best - ramp) + ramp
     errors, gaps = divmod(int(row[-1]), substitute)
     surplus = len(hypothesis) - len(reference)

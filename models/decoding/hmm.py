@@ -8,11 +8,13 @@ from typing import Any
 
 import numpy as np
 
-_POOLED_WEIGHT = 10.0  # of the distribution over all phones, in moves between states of one phone
-_MOVE_FLOOR = 0.5  # added to the count of every possible move of all phones together
-# Log-likelihood, approximately, of a class without a training frame. It is beyond the beam of a
-# decoder even at an acoustic scale of 0.01. Its magnitude is so small that sums of float32 keep
-# their hundredths.
+# The moves of one phone are smoothed by the common distribution of phones with as many states. That
+# distribution counts like this many moves.
+_POOLED_WEIGHT = 10.0
+_MOVE_FLOOR = 0.5  # added to each count from which the common distribution is computed
+# The approximate log-likelihood of a class that no training frame has. It is low enough to lie
+# outside a decoder's beam even at an acoustic scale of 0.01. It is near enough to 0 that sums in
+# float32 keep their hundredths.
 UNSEEN = -1e5
 
 
@@ -223,8 +225,8 @@ def _moves(counts: Counts) -> np.ndarray:
     result = np.zeros(counts.moves.shape)
     for size in np.unique(sizes):
         group = sizes == size
-        # Allowed moves: from a state to itself, a later one or the end; from the beginning to any
-        # state.
+        # Allowed moves: from a state to itself, to a later state or to the end of the phone; and
+        # from the beginning to any state.
         allowed = np.zeros([width + 1, width + 1])
         allowed[:size, :size] = np.triu(np.ones([size, size]))
         allowed[:size, -1] = 1
@@ -240,7 +242,7 @@ def _bigram(counts: np.ndarray) -> np.ndarray:
     unigram = (totals + 1) / (totals.sum() + len(totals))
     kinds = np.maximum((counts > 0).sum(1, keepdims=True), 1)
     smoothed = counts + kinds * unigram
-    smoothed[-1, -1] = 0  # no utterance is without phones
+    smoothed[-1, -1] = 0  # from the beginning to the end: every utterance has a phone
     return _normalised(smoothed)
 
 

@@ -12,8 +12,8 @@ from models.decoding.hmm import Hmm
 class Decoded(NamedTuple):
     """The best path: its phones, the class of every frame, and its log score."""
 
-    phones: np.ndarray  # int [num_phones], numbers of `PhoneStates.phones`
-    classes: np.ndarray  # int [num_frames]
+    phones: np.ndarray  # int [num_phones]: indices in `PhoneStates.phones`
+    classes: np.ndarray  # int [num_frames]: the class of each frame
     score: float
 
 
@@ -48,11 +48,13 @@ def decode(
     likelihoods = np.asarray(log_likelihoods, np.float64)
     _check(likelihoods, hmm, acoustic_scale, insertion_penalty)
     classes = hmm.states.classes
-    # Scores have the shape [T, P, S], with -inf if a phone has no such state.
+    # Scores have the shape [frames, phones, states of a phone]. They are -inf for states that a
+    # phone with fewer states lacks.
     scores = np.where(classes >= 0, acoustic_scale * likelihoods[:, classes], -np.inf)
     entry = hmm.entry - insertion_penalty
     frames, phones, width = scores.shape
-    # The origin of the best path to each state: a state of the same phone, or a phone's end.
+    # Where the best path to each state comes from at each frame: from a state of the same phone, or
+    # from the end of a phone.
     stayed_from = np.zeros([frames, phones, width], np.int16)
     entered = np.ones([frames, phones, width], bool)
     phone_before = np.zeros([frames, phones], np.int32)

@@ -140,7 +140,8 @@ _PLAIN = "plain Keras"
 
 def main() -> None:
     """Measures, prints the table and writes the JSON file."""
-    # On SIGTERM processes are ended, and the namespaces of limited links removed.
+    # With this, SIGTERM also ends the processes that this program has started, and removes the
+    # network namespaces that it has made for limited links.
     common.exit_on_sigterm()
     out = Path(_OUT.value)
     if not out.parent.is_dir():
@@ -182,7 +183,8 @@ def _peers(out: Path) -> None:
     conditions = _conditions()
     conditions["versions"] |= beside_peers.versions()
     model_bytes = 4 * elements_of(sizes)
-    # Results are written after each link, since the slow links take long.
+    # The file is written again after each link. Slow links take long, and an interruption must not
+    # lose the results of the links before.
     for found in beside_peers.measured(sizes, periods, steps, rounds, links):
         rows = found["rows"]
         costs = costs_of(rows, sizes["batch"], model_bytes, beside_peers.LOOPBACK)
@@ -303,7 +305,8 @@ def _gpu_systems() -> dict[str, tuple[int, dict[str, Any]]]:
     if small:
         print("No GPU is to be seen: the networks are tiny, and the figures say nothing.")
     with_torch = importlib.util.find_spec("torch") is not None
-    # A turn has whole blocks of all periods, and whole calls of 20 minibatches.
+    # The steps of a turn are a multiple of 80, which is a multiple of all periods and of
+    # `execution`. So a turn has only whole blocks, and whole calls of 20 minibatches.
     steps = 80 * max(1, round(_STEPS.value / 80))
     systems: dict[str, tuple[int, dict[str, Any]]] = {}
     for network in gpu_worker.NETWORKS:
@@ -425,7 +428,7 @@ def _row(
         none = f"{options['strategy']['aggregation']}, no averages"
         bases["ratio_to_none"] = ("sync_ms", none)
     for ratio, (key, base) in bases.items():
-        if key in values and base in rounds[0]:  # --only may leave out the base
+        if key in values and base in rounds[0]:  # with --only, the base may not be measured
             measured = [r[base][key] for r in rounds]
             values[ratio] = [a / b for a, b in zip(values[key], measured, strict=True)]
     words = {key: series[0] for key, series in values.items() if isinstance(series[0], str)}
@@ -447,7 +450,7 @@ def _short(figures: dict[str, Any]) -> str:
     return ", ".join(f"{key} {text}" for key, text in texts.items())
 
 
-_COLUMNS = {  # key: (title, width, format)
+_COLUMNS = {  # name of a figure: (title, width, format)
     "samples_per_second": ("samples/s", 10, ".0f"),
     "operations": ("operations", 10, ".0f"),
     "plain_operations": ("plain's", 7, ".0f"),

@@ -14,10 +14,10 @@ from scripts.benchmarks import processes, step_worker
 
 SYSTEMS = ("stock", "tfpara")
 WORKERS = (1, 2)
-# An embedding table of 1 M × 64, of which a minibatch uses some 2,000 rows.
+# An embedding table of 1 million rows and 64 columns. A minibatch uses some 2,000 of the rows.
 TABLE = {"ids": 1_000_000, "inputs": 8, "width": 64, "classes": 16, "batch": 256}
 TINY = {"inputs": 40, "layers": 1, "width": 64, "classes": 48, "batch": 32}
-# Rules and sync periods whose speed is compared with that of plain Keras.
+# Rules and sync periods. Their speed is compared with that of plain Keras.
 RULES = (("ASGD", 1), ("Downpour", 1), ("Downpour", 5), ("AsyncBMUF", 5))
 _PLAIN, _INDEPENDENT = "plain Keras", "plain Keras, two independent"
 _MARK = "FIGURES "

@@ -26,14 +26,17 @@ from tfpara.parameter_server import processes
 from tfpara.parameter_server.chunks import Chunks
 from tfpara.parameter_server.strategy import AsyncStrategy
 
-_CHUNKS = 4  # chunks for each worker, as in `fit`, so that no worker trains alone at the end
+# Number of chunks for each worker, as in `fit`. With several short chunks, all workers end at about
+# the same time.
+_CHUNKS = 4
 _STARTUP_SECONDS, _TIMEOUT_SECONDS = 300.0, 60.0
 
 
 def main() -> None:
     """Trains, and prints pushes/s; the first epoch is not counted."""
     options = json.loads(sys.argv[1])
-    of_chunk = _CHUNKS * options.get("sync_period", 1)  # chunks have whole blocks
+    # Steps are rounded down to a multiple of this, so that each chunk has whole blocks.
+    of_chunk = _CHUNKS * options.get("sync_period", 1)
     options["steps"] = max(1, options["steps"] // of_chunk) * of_chunk
     place = processes.join(_TIMEOUT_SECONDS, _STARTUP_SECONDS)
     seconds = (_stock if options["system"] == "stock" else _tfpara)(place, options)
@@ -47,7 +50,9 @@ def main() -> None:
 
 
 def _model(options: dict[str, Any]) -> keras.Model:
-    if "ids" in options:  # with plain SGD, an exchange of rows gives the same as one of the table
+    # With an embedding table the optimizer is plain SGD. Workers then get the same model whether
+    # they exchange only the rows they use, or the whole table.
+    if "ids" in options:
         x = keras.Input((options["inputs"],), dtype="int64")
         pooled = keras.layers.GlobalAveragePooling1D()(
             keras.layers.Embedding(options["ids"], options["width"])(x)

@@ -74,9 +74,9 @@ def _figures(options: dict[str, Any]) -> dict[str, float]:
         x, y = _points(options, blocks * period * batch, [options["seed"], blocks])
         model.fit(x, y, batch_size=batch, verbose=0, callbacks=[pace])
 
-    fit(2)  # compiles a step and a sync
+    fit(2)  # these blocks, which are not timed, compile the step and the sync
     wait_for_the_others()
-    fit(3)  # the strategy gets to know the speeds
+    fit(3)  # in these blocks the strategy measures the speeds of the workers
     half = blocks * period * len(seconds) / sum(1.0 / each for each in seconds) / 2
     pace.change = time.time() + half
     fit(blocks)

@@ -33,7 +33,7 @@ class _Watch(keras.callbacks.Callback):
         self.strategy, self.seconds = strategy, seconds
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        tell(pid=os.getpid())  # by now the run has admitted the worker
+        tell(pid=os.getpid())  # when an epoch begins, the run has admitted this worker
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         self.begun = time.monotonic()
@@ -69,7 +69,7 @@ def main() -> None:
     count = options["epoch_steps"] * workers
 
     def data(epoch: int, first: int) -> tf.data.Dataset:
-        # A worker draws only its own minibatches, as it would read only these from files.
+        # A worker makes only its own minibatches, just as it would read only its own from files.
         own = range(first + strategy.local_replica_ids[0], count, strategy.num_replicas)
         x = np.zeros([len(own), _BATCH, _FEATURES], np.float32)
         y = np.zeros([len(own), _BATCH], np.int32)

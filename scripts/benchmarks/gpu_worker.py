@@ -21,8 +21,8 @@ from typing import Any
 
 from scripts.benchmarks.peers.process import wait_for_the_others
 
-# For each network: the shape of an example, the number of classes, and the size of the minibatch;
-# then the same for a CPU.
+# Each network has two entries, for a GPU and for a CPU: the shape of an example, the number of
+# classes, and the size of the minibatch.
 NETWORKS: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
     "dnn": (((1320,), 5723, 1024), ((20,), 7, 4)),
     "dnn, float16": (((1320,), 5723, 4096), ((20,), 7, 4)),
@@ -31,7 +31,7 @@ NETWORKS: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
     "lstm": (((20, 240), 5723, 64), ((4, 12), 7, 4)),
     "cldnn": (((20, 440), 5723, 64), ((4, 66), 7, 4)),
 }
-TORCH = ("dnn", "dnn, float16", "cnn", "transformer", "lstm")  # networks that PyTorch's loop has
+TORCH = ("dnn", "dnn, float16", "cnn", "transformer", "lstm")  # networks that PyTorch trains, too
 _FRAMES = ("transformer", "lstm", "cldnn")  # networks with a label for each frame
 _NEVER = 1_000_000
 
@@ -57,7 +57,8 @@ def _keras(options: dict[str, Any]) -> dict[str, Any]:
 
     import tfpara
 
-    # The benchmark starts each process with one thread, for CPUs. A card needs more to stay busy.
+    # The benchmark starts each process with one thread, which is right for CPUs. To keep a GPU
+    # busy, TensorFlow needs more threads; with 0 it chooses the number itself.
     tf.config.threading.set_inter_op_parallelism_threads(0)
     tf.config.threading.set_intra_op_parallelism_threads(0)
     strategy = tfpara.PeriodicSyncStrategy(tfpara.BMUF(), sync_period=_NEVER)
@@ -71,7 +72,9 @@ def _keras(options: dict[str, Any]) -> dict[str, Any]:
         return {"step": seconds, "sync": synced / max(1, syncs)}
 
     for period in options["periods"]:
-        with_period(period)  # traces the syncs; the first ones also measure replicas' distances
+        # This is not timed: it traces the syncs, and the first syncs also measure the distances
+        # between the replicas.
+        with_period(period)
     wait_for_the_others()
     turns: dict[str, list[dict[str, float]]] = {}
     for _ in range(options["turns"]):
@@ -84,8 +87,8 @@ def _keras(options: dict[str, Any]) -> dict[str, Any]:
     for period in options["periods"]:
         name = f"period_{period}"
         figures[f"{name}_of_plain"] = steps["plain"] / steps[name]
-        # `sync_ms` is the time that a sync adds. `host_ms`, which the host measures, also includes
-        # waits for earlier steps.
+        # `sync_ms` is the time that a sync adds to the steps. `host_ms` is the time that the host
+        # spends in a sync; it includes waits for earlier steps on the GPU.
         figures[f"{name}_sync_ms"] = 1000 * period * (steps[name] - steps["never"])
         figures[f"{name}_host_ms"] = 1000 * statistics.median(turn["sync"] for turn in turns[name])
     batch = NETWORKS[options["network"]][bool(options["small"])][-1]
@@ -121,7 +124,7 @@ def _trainer(options: dict[str, Any], strategy: Any) -> Callable[[], float]:
     class Marks(keras.callbacks.Callback):
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
             if batch + 1 in (execution, execution + steps):
-                float(logs["loss"])  # waits for the card
+                float(logs["loss"])  # waits until the GPU has done the steps
                 marks.append(time.perf_counter())
 
     def train() -> float:
@@ -129,7 +132,7 @@ def _trainer(options: dict[str, Any], strategy: Any) -> Callable[[], float]:
         model.fit(data, epochs=1, steps_per_epoch=execution + steps, verbose=0, callbacks=[Marks()])
         return (marks[1] - marks[0]) / steps
 
-    train()  # compiles
+    train()  # compiles the step; this call is not timed
     return train
 
 
@@ -196,7 +199,7 @@ def _torch(options: dict[str, Any]) -> dict[str, Any]:
             scaler.scale(loss).backward()
             scaler.step(optimizer)
             scaler.update()
-        loss.item()  # waits for the card
+        loss.item()  # waits until the GPU has done the steps
 
     train(options["steps"])
     wait_for_the_others()

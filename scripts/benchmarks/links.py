@@ -22,7 +22,7 @@ from tfpara.cluster import Cluster
 from tfpara.launch.clusters import local_clusters
 
 _INTERFACE = "cable"
-_NETWORK = "10.77.0"  # seen in the namespaces only
+_NETWORK = "10.77.0"  # start of the addresses, which exist in the namespaces only
 _QUEUE_MS = 100
 _HOSTS = Path("/etc/netns")
 
@@ -31,7 +31,7 @@ class Loopback:
     """A place where all processes share this machine's loopback."""
 
     interface = "lo"
-    shared = True  # whether the interface counts the bytes of all processes together
+    shared = True  # whether the interface's byte counts are those of all processes together
     delay_ms = 0.0
 
     def prefix(self, rank: int) -> list[str]:
@@ -57,7 +57,7 @@ class Namespaces:
         self.names = [f"tfpara-{os.getpid()}-{end}" for end in range(ends)]
         self._switch = f"tfpara-{os.getpid()}-switch"
         self.delay_ms = 0.0
-        # Each cluster has new ports, so that it never meets processes of an earlier one.
+        # Each cluster has new ports, so that it never meets processes of an earlier cluster.
         self._ports = itertools.count(20000)
 
     def prefix(self, rank: int) -> list[str]:
@@ -78,8 +78,9 @@ class Namespaces:
         _run(*inside, "link", "set", "switch", "up")
         for end, name in enumerate(self.names):
             _run("ip", "netns", "add", name)
-            # `ip netns exec` shows this file as /etc/hosts. It maps this machine's name to the
-            # cable's end; Gloo listens at that name's address.
+            # Within the namespace, `ip netns exec` shows this file as /etc/hosts. The file gives
+            # the machine's name the address of the cable's end, since Gloo listens at the address
+            # of that name.
             (_HOSTS / name).mkdir(parents=True)
             lines = f"127.0.0.1 localhost\n{_address(end)} {socket.gethostname()}\n"
             (_HOSTS / name / "hosts").write_text(lines)
@@ -100,14 +101,14 @@ class Namespaces:
     def _limit(self, name: str, interface: str, mbit: float, delay_ms: float) -> None:
         """Limits what a namespace sends on an interface."""
         at = ["tc", "-n", name, "qdisc", "add", "dev", interface]
-        # The token bucket holds 1 ms of data, and at least one large packet. Packets wait for at
-        # most _QUEUE_MS, as in a switch with memory for that.
+        # The token bucket (tbf) holds the data of 1 ms, and at least one large packet. A packet
+        # waits in the queue for at most _QUEUE_MS, as it would in a switch.
         burst = max(128 * 1024, int(mbit * 1e6 / 8 * 0.001))
         speed = ["tbf", "rate", f"{mbit}mbit", "burst", str(burst), "latency", f"{_QUEUE_MS}ms"]
         _run(*at, "root", "handle", "1:", *speed)
         if delay_ms:
             delay = [*at, "parent", "1:1", "handle", "10:", "netem", "delay", f"{delay_ms}ms"]
-            # Not every kernel can delay packets.
+            # Not every kernel can delay packets, so `delay_ms` is set only if this one can.
             if subprocess.run(delay, capture_output=True).returncode == 0:
                 self.delay_ms = delay_ms
 
@@ -116,7 +117,8 @@ class Namespaces:
         for name in (*self.names, self._switch):
             subprocess.run(["ip", "netns", "delete", name], capture_output=True)
             shutil.rmtree(_HOSTS / name, ignore_errors=True)
-        # The directory may not exist, or have files of another benchmark.
+        # rmdir fails if the directory does not exist, or has files of another benchmark. Neither is
+        # an error.
         with contextlib.suppress(OSError):
             _HOSTS.rmdir()
 

@@ -94,7 +94,8 @@ def _running(
     with contextlib.ExitStack() as stack:
         try:
             for command, environment in zip(commands, environments, strict=True):
-                # A pipe could fill up, as it is read only at the end; a file cannot.
+                # Errors go to a file. They are read only at the end, and a pipe could fill up until
+                # then and block the process.
                 errors = stack.enter_context(tempfile.TemporaryFile("w+"))
                 popen = subprocess.Popen(
                     command,
@@ -126,7 +127,8 @@ def _environment(place: Loopback | Namespaces, cluster: Cluster | None) -> dict[
     }
     if cluster is None:
         return environment
-    # Without these, Gloo would use the interface that has the address of this machine's name.
+    # Without these variables, Gloo would use the interface with the address that this machine's
+    # name resolves to.
     interfaces = dict.fromkeys(("GLOO_SOCKET_IFNAME", "HOROVOD_GLOO_IFACE"), place.interface)
     return environment | interfaces | {"TF_CONFIG": cluster.tf_config()}
 

@@ -17,8 +17,8 @@ from typing import Any
 
 from scripts.benchmarks.peers.process import wait_for_the_others
 
-# Dense networks by their millions of weights: widths, and minibatches of a turn. The last network
-# is that of the papers.
+# Dense networks. The key is the number of weights in millions. The value has the widths of the
+# layers, and the number of minibatches of a turn. The last network is the one of the papers.
 NETWORKS: dict[str, tuple[tuple[int, ...], int]] = {
     "0.1": ((128, 256, 256, 50), 160),
     "1.6": ((440, 640, 640, 640, 800), 100),

@@ -85,7 +85,8 @@ def _tfpara(step: dict[str, Any], periods: list[int], steps: int) -> list[System
         options = {**step, "system": "tfpara", "sync_period": period}
         options["steps"] = _whole_blocks((period / longest) ** 0.5 * steps, period)
         if period == longest:
-            # A whole block before the timed one would take long, so it is cut to one minibatch.
+            # The run has one more block before the timed ones. A whole block of the longest period
+            # would take long, so that block is cut to one minibatch.
             options["first"] = 1
             found.insert(0, System(ONE_WORKER, 1, options, family="tfpara"))
         found.append(ours(f"tfpara, period {period}", 2, options))
@@ -96,7 +97,9 @@ def _tfpara(step: dict[str, Any], periods: list[int], steps: int) -> list[System
             name = f"tfpara, period {period}, {label}"
             of_variant = {**options, "strategy": strategy}
             if "overlap" in strategy:
-                of_variant.pop("first", None)  # the block before the timed one must be as long
+                # With overlap, the block before the timed ones must be as long as they are, so it
+                # is not cut.
+                of_variant.pop("first", None)
             found.append(ours(name, 2, of_variant, package=package))
     return found
 

@@ -177,7 +177,9 @@ def time() -> Figure:
             reduced = rule == "all-reduce"
             if not points:
                 continue
-            if not reduced:  # all-reduce has no step to show for one replica
+            # The curve of a rule begins at one replica, where the factor is 1 by definition.
+            # All-reduce is shown only for the numbers of replicas in the table.
+            if not reduced:
                 points = {1: 1.0} | points
             axes.plot(
                 *zip(*sorted(points.items()), strict=True),

@@ -27,8 +27,8 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 _BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-_SECONDS = 120  # longest time of a call of the browser
-# Words to search for, and the page that must be found.
+_SECONDS = 120  # time limit for one call of the browser
+# Words that are searched for, and the page that the search must find.
 SEARCHES = {
     "block_momentum": "reference/rules.html",
     "TFPARA_RESTART_EXIT_CODE": "reference/environment.html",

@@ -20,6 +20,6 @@ class Docstrings(griffe.Extension):
         """Changes the docstring of an object."""
         if obj.docstring:
             text = equations.docstring(obj.docstring.value)
-            # Griffe shows text under `Examples:` as code.
+            # Griffe shows the text under `Examples:` as code, but not that under `Example:`.
             text = re.sub(r"(?m)^Example:$", "Examples:", text)
             obj.docstring.value = re.sub(r"\bdocs/([\w/]+)\.md\b", r"[\1](../\1.md)", text)

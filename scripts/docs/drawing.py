@@ -6,14 +6,14 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 WIDTH = 7.2  # inches: 691 pixels, about the width of a page's text
-SMALLEST = 9.0  # points of text: 12 pixels if a page shows the picture in its own width
+SMALLEST = 9.0  # points of the smallest text: 12 pixels if a page does not scale the picture
 
-# The same colours for the same things, in all pictures.
+# In all pictures, the same thing has the same colour.
 STEP, SYNC, WAIT = "#7fb2e5", "#f28e2b", "#c8c8c8"
-NEAR = "#e3c21f"  # a sync of the devices of one worker
+NEAR = "#e3c21f"  # a sync among the devices of one worker
 GLOBAL, MEAN, INK = "#8e44ad", "#606060", "#222222"
 REPLICAS = ("#1f77b4", "#2ca02c", "#d62728", "#8c6d31")
-CURVES = ("#35b0a5", "#01665e", "#7a3b00", "#c2185b")  # lines of charts that show no replicas
+CURVES = ("#35b0a5", "#01665e", "#7a3b00", "#c2185b")  # lines in charts that do not use REPLICAS
 STYLE = {
     "font.family": "sans-serif",
     "font.sans-serif": ["DejaVu Sans", "Verdana", "Arial", "sans-serif"],

@@ -46,7 +46,7 @@ def _is_symbol(word: str, before: str, after: str) -> bool:
     letters = re.sub("[\u0300-\u036f]", "", word)
     if before.endswith("'") or (
         word == "a" and re.match(" [a-z]{2}", after)
-    ):  # the s of "block's"; the article "a"
+    ):  # no symbols: the s of "block's", and the article "a"
         return False
     return (len(letters) == 1 and letters.isalpha()) or any(
         "Α" <= c <= "ω" or c == "ᵀ" for c in letters
@@ -75,7 +75,7 @@ def docstring(text: str) -> str:
             in_list = False
         elif line and in_list:
             line = f"  {line}"
-        lines.append(("\0" if in_list else "") + line)  # a \0 marks lines of a list
+        lines.append(("\0" if in_list else "") + line)  # a \0 at its start marks a line of a list
     marked = "\n".join(lines) + "\n"
     for mark, depth in (("\0", 8), ("", 4)):
         within = rf"{mark} {{{depth}}}"

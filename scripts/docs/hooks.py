@@ -17,9 +17,9 @@ from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
-from scripts.docs import reference  # only now, since MkDocs does not put ROOT on the path
+from scripts.docs import reference  # after the line above: MkDocs does not put ROOT on the path
 
-# Pages outside of docs/, by their place in the site.
+# Pages that are not in docs/: the place in the site, and the file.
 _OUTSIDE = {
     "index.md": "README.md",
     "CONTRIBUTING.md": "CONTRIBUTING.md",

@@ -50,9 +50,10 @@ def draw(name: str, folder: Path) -> Path:
     with plt.rc_context(STYLE):
         figure = PICTURES[name]()
         path = folder / f"{name}.svg"
+        # Without a date and a version in it, the file is the same whenever it is drawn.
         figure.savefig(path, metadata={"Date": None, "Creator": None}, facecolor="white")
         plt.close(figure)
-    # The file must be the same on every machine; no line ends with spaces.
+    # Matplotlib ends some lines with spaces. These spaces are removed.
     path.write_text("".join(f"{line.rstrip()}\n" for line in path.read_text().splitlines()))
     return path
 
@@ -178,7 +179,8 @@ def lives(rule: Any, blocks: int = 3, period: int = 4) -> list[dict[str, Any]]:
 
 def rules() -> Figure:
     """The paths of two weights over three syncs, by each rule."""
-    from tfpara.algorithms import BMUF, BSP, EASGD, DiLoCo, SlowMo  # here: they load TensorFlow
+    # Imported here, since it loads TensorFlow, which the other pictures do not need.
+    from tfpara.algorithms import BMUF, BSP, EASGD, DiLoCo, SlowMo
 
     shown = {
         "BSP()": BSP(),
@@ -209,7 +211,7 @@ def _life(axes: Axes, title: str, blocks: list[dict[str, Any]]) -> None:
             axes.plot(
                 *points.T, "-", color=REPLICAS[replica], lw=1.4, marker=".", ms=4, label=label
             )
-            # The sync moves the replica from the block's end to the point where the next one
+            # The sync moves the replica from the end of its block to the point where its next block
             # begins.
             jump = np.array([points[-1], found["next"][replica]])
             label = "the sync moves a replica" if first and replica == 0 else None

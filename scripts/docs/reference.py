@@ -20,14 +20,14 @@ from tfpara.__main__ import VARIABLES
 from tfpara.cluster import exit_codes
 
 ROOT = Path(__file__).resolve().parents[2]
-_WORDS = 3  # a text with fewer words of small letters is no message
-# Names of functions that print. Names of exceptions end with one of _RAISES.
+_WORDS = 3  # a text with fewer words in lower case does not count as a message
+# Functions that print, with the kind of their messages. Names of exceptions end as in _RAISES.
 _PRINTS = {
     "print": "printed", "say": "printed", "tell": "note", "note": "note", "warn": "warning",
     "warning": "log", "error": "log", "info": "log", "add_note": "added to an error",
 }  # fmt: skip
 _RAISES = ("Error", "Exception", "Preempted", "Exit")
-_HELP = {"help", "description", "epilog", "usage"}  # these texts are in the programs' help
+_HELP = {"help", "description", "epilog", "usage"}  # arguments whose texts the programs' help has
 
 
 class Message(NamedTuple):
@@ -94,7 +94,7 @@ def messages() -> Iterator[Message]:
     """Yields every text of some words that users may see, with "…" for values."""
     for path in sorted((ROOT / "tfpara").rglob("*.py")):
         if path.name == "__main__.py":
-            continue  # its only texts are the program's help
+            continue  # all texts of this file are in the help of the program
         module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
         seen: set[str] = set()
         for kind, text in _texts(ast.parse(path.read_text()), ""):

@@ -15,9 +15,9 @@ from tfpara.whole_number import checked_whole
 class _Rule:
     """The common part of asynchronous rules."""
 
-    local_steps: ClassVar[bool] = True  # whether workers have optimizers of their own
-    local_models: ClassVar[bool] = False  # whether workers have models of their own
-    keeps_state: ClassVar[bool] = False  # whether a server keeps a state beside the weights
+    local_steps: ClassVar[bool] = True  # whether each worker has its own optimizer
+    local_models: ClassVar[bool] = False  # whether each worker keeps its own model
+    keeps_state: ClassVar[bool] = False  # whether servers keep a state besides the weights
 
     def difference(self, local: Array, pulled: Array) -> Array:
         """Returns what a worker pushes if it has its own optimizer, but no model of its own."""
@@ -151,8 +151,8 @@ class AveragedASGD(ASGD):
 class RunningState(NamedTuple):
     """State of RunningThenMean."""
 
-    average: Array  # W̄
-    weight: Scalar  # weight of the next model in W̄
+    average: Array  # W̄, the average so far
+    weight: Scalar  # the weight in W̄ that the next model will get
     mean: Scalar  # 0 while W̄ is the running average, 1 after `start_mean`
 
 
@@ -316,13 +316,13 @@ class AsyncEASGD(_Rule):
         return self.elasticity * (local - global_model)
 
 
-_LARGEST_BLOCK_MOMENTUM = 0.75  # the largest default; docs/study.md has figures
+_LARGEST_BLOCK_MOMENTUM = 0.75  # the largest default of η; docs/study.md has measurements
 
 
 class AsyncBMUFState(NamedTuple):
     """The state that a server keeps for each weight."""
 
-    delta: Array  # Δ, zero before the first round
+    delta: Array  # Δ; it is zero before the first round has ended
     gathered: Array  # the sum of the differences of this round so far
     pushes: Scalar  # number of pushes in this round so far, a float
     rounds: Scalar  # number of rounds so far, a float
@@ -382,7 +382,8 @@ class AsyncBMUF(_Rule):
     workers: int | None = None
 
     keeps_state: ClassVar[bool] = True
-    # Weights that a script sets lose their momentum, but the warm-up does not restart.
+    # If a script sets weights, their momentum becomes 0. But `rounds` keeps its value, so the
+    # warm-up does not restart.
     lasting: ClassVar[tuple[str, ...]] = ("rounds",)
 
     def __post_init__(self) -> None:
@@ -431,11 +432,11 @@ class AsyncBMUF(_Rule):
         if self.workers is None:
             raise ValueError("Call resolve(num_workers) first: workers is still None.")
         rule, zeta = self.filter, self.block_learning_rate
-        # 1 if the push ends a round, else 0; numbers of pushes are whole.
+        # 1 if the push ends a round, else 0. (`pushes` is always a whole number.)
         ends = minimum(1.0, positive_part(state.pushes + 2.0 - self.workers))
         gathered = state.gathered + difference
-        # The mean is over the pushes of the round. Their number is not always `workers`, which may
-        # have changed within the round.
+        # The round may have another number of pushes than `workers`, if that number has changed
+        # within the round.
         mean = gathered / (state.pushes + 1.0)
         filtered = rule.momentum_after(state.rounds) * state.delta + zeta * mean
         delta = ends * filtered + (1.0 - ends) * state.delta
@@ -451,7 +452,7 @@ class AsyncBMUF(_Rule):
 
 
 AsyncRule: TypeAlias = ASGD | Downpour | AsyncEASGD | AsyncBMUF
-# The kinds of averages that an asynchronous run can keep.
+# An average that an asynchronous run can keep.
 AsyncAverage: TypeAlias = Average | RunningThenMean
 
 

@@ -20,7 +20,7 @@ class AverageState(NamedTuple):
     """
 
     average: Array
-    count: Any  # a Scalar; declared Any, since tuples have a method `count`
+    count: Any  # A Scalar. It is declared Any because tuples have a method `count`.
     bias: Scalar
 
 

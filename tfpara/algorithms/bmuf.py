@@ -13,14 +13,17 @@ from tfpara.algorithms.rule import Rule
 from tfpara.typing import Array, Scalar
 
 _COMPAT = (None, "cntk", "fairseq")
-# For each name: the steady gain 1/(1 − η) as a function of N, the number of replicas; and the
-# number of blocks in which the warm-up raises the gain by one.
+# For each name there are two values: a function that gives the gain 1/(1 − η) after the warm-up
+# from N, the number of replicas; and the number of blocks in which the warm-up raises the gain by
+# one.
 _SCALINGS: Mapping[str, tuple[Callable[[int], float], float]] = {
     "linear": (float, 1.0),
     "sqrt": (math.sqrt, 20.0),
 }
-_ADAMS_WARMUP = 5.0  # blocks in which the gain over Adam rises by one; see docs/study.md
-_LARGEST_DEFAULT = 0.9  # the largest default η with a warm-up: a gain of 10
+# The number of blocks in which the gain rises by one if the local optimizer is like Adam. See
+# docs/study.md.
+_ADAMS_WARMUP = 5.0
+_LARGEST_DEFAULT = 0.9  # the largest default of η with a warm-up; the gain is then 10
 
 
 class BMUFState(NamedTuple):
@@ -114,9 +117,11 @@ class BMUF(Rule):
     compat: str | None = None
     warmup: bool | float | None = None
 
-    # Checkpoints of versions without a warm-up lack `blocks`; so many blocks end any warm-up.
+    # Checkpoints of early versions, which had no warm-up, lack `blocks`. They get so large a number
+    # of blocks that any warm-up is over.
     absent: ClassVar[Mapping[str, float]] = {"blocks": 1e9}
-    # Weights that a script sets lose their momentum, but the warm-up does not restart.
+    # If a script sets weights, their momentum becomes 0. But `blocks` keeps its value, so the
+    # warm-up does not restart.
     lasting: ClassVar[tuple[str, ...]] = ("blocks",)
 
     def __post_init__(self) -> None:
@@ -189,7 +194,8 @@ class BMUF(Rule):
             gain *= (1.0 - eta) * num_replicas
         rest = 1.0 - share
         delta = (eta + rest * (1.0 - eta)) * state.delta + gain * update
-        # Most blocks are whole. For these, `delta` itself saves two passes over the weights.
+        # Most blocks are whole, so `rest` is 0. Then the short form avoids two passes over the
+        # weights.
         step = delta if isinstance(rest, float) and rest == 0.0 else delta - rest * state.delta
         global_model = state.global_model + step
         if self.compat and self.nesterov:

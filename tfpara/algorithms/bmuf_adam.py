@@ -85,8 +85,8 @@ class BMUFAdam(BMUF):
     beta_1: float = 0.9
     beta_2: float = 0.999
 
-    # None: syncs cannot overlap training. The filtered moments are those of the broadcast point. A
-    # replica that keeps training has other moments, and no equation combines the two.
+    # None: syncs cannot overlap training. A sync computes Adam's moments for the broadcast point. A
+    # replica that has kept training has other moments, and no equation combines the two.
     restart_delayed: ClassVar[None] = None  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
@@ -171,7 +171,7 @@ class BMUFAdam(BMUF):
         blocks = state.blocks + share
         rest = (1.0 - share) * state.equivalent_steps
         equivalent = eta * state.equivalent_steps + (1.0 - eta) * rest + zeta * steps
-        # The steps from w̄ to B = W + ηΔ (Nesterov), or from w̄ to W (classical).
+        # The distance, in steps, from w̄ to B = W + ηΔ (Nesterov) or to W (classical momentum).
         if self.nesterov:
             ahead = self._momentum(num_replicas, blocks) * equivalent
             ahead += (zeta - 1.0) * steps - eta * rest
@@ -179,7 +179,7 @@ class BMUFAdam(BMUF):
             ahead = equivalent - rest - steps
         gradient = _block_mean(self.beta_1, state.momentum, momentum, steps)
         next_momentum = _go_on(self.beta_1, momentum, gradient, ahead, iterations)
-        # The mean is negative only by rounding, since v̄ is at least β^τ v.
+        # Without rounding errors this mean would not be negative, since v̄ is at least β^τ v.
         square = positive_part(_block_mean(self.beta_2, state.velocity, velocity, steps))
         next_velocity = _go_on(self.beta_2, velocity, square, ahead, iterations)
         return MomentState(next_momentum, positive_part(next_velocity), equivalent, blocks)

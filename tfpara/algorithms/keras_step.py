@@ -22,11 +22,11 @@ from tfpara.typing import Array, Scalar, State
 class _Value(keras.Variable):
     """A stand-in for a variable of a Keras optimizer: a tensor of any shape, without storage."""
 
-    # The constructor of keras.Variable calls this method, on every backend, to make storage.
+    # The constructor of keras.Variable calls this method to make the variable's storage.
     def _initialize(self, value: tf.Tensor) -> None:
         self._value = tf.convert_to_tensor(value() if callable(value) else value, self._dtype)
 
-    # The constructor calls this method instead if it is given an initializer.
+    # If the constructor is given an initializer, it calls this method instead.
     def _initialize_with_initializer(self, initializer: Any) -> None:
         self._initialize(initializer(self._shape, dtype=self._dtype))
 
@@ -35,7 +35,7 @@ class _Value(keras.Variable):
         self._dtype = tensor.dtype.name
         self._value = tensor
 
-    reference: _Value | None = None  # if this is a slot: the weight to which it belongs
+    reference: _Value | None = None  # the weight to which this value belongs, if it is a slot
 
     def release(self) -> None:
         """Drops the tensor, since a tensor of a graph must not outlive the graph."""
@@ -64,7 +64,7 @@ class _Functional(keras.optimizers.Optimizer):
     `tf.distribute`. In this class they do what Keras' base optimizer does.
     """
 
-    rate_factor = 1.0  # multiplies the learning rate of a step, but not of weight decay
+    rate_factor = 1.0  # multiplies the learning rate of the step, but not that of weight decay
 
     def add_variable(
         self, shape: Sequence[int], initializer: Any = "zeros", **kwargs: Any
@@ -72,7 +72,8 @@ class _Functional(keras.optimizers.Optimizer):
         make = keras.initializers.get(initializer)
         name = kwargs.get("name")
         value = _Value(make, shape=shape, dtype="float32", autocast=False, name=name)
-        if not hasattr(self, "_made"):  # Keras' constructor does not make `_made`.
+        # The constructor, which is Keras' own, does not make `_made`.
+        if not hasattr(self, "_made"):
             self._made = _Made()
         self._made.slots.append(value)
         return value
@@ -96,18 +97,18 @@ class _Functional(keras.optimizers.Optimizer):
     def assign_sub(self, variable: _Value, value: tf.Tensor) -> None:
         variable.assign_sub(value)
 
-    # Keras finds the slots of a variable by this key.
+    # Keras uses this key to find the slots of a variable.
     def _var_key(self, variable: _Value) -> int:
         return id(variable)
 
-    # `apply` calls this before the step, for every optimizer's decay: W ← W − lr·decay·W.
+    # Keras' method `apply` calls this before the step of any optimizer: W ← W − lr·decay·W.
     def _apply_weight_decay(self, variables: Sequence[_Value]) -> None:
         if self.weight_decay is not None:
             for variable in filter(self._use_weight_decay, variables):
                 rate = tf.cast(self.learning_rate, variable.dtype)
                 variable.assign_sub(variable * tf.cast(self.weight_decay, variable.dtype) * rate)
 
-    # `apply` calls this for the step; Nadam extends it.
+    # Keras' method `apply` calls this to take the step. Nadam overrides it and then calls this one.
     def _backend_update_step(
         self,
         grads: Sequence[tf.Tensor],
@@ -164,19 +165,20 @@ class KerasStep(_Step):
     """
 
     def __init__(self, optimizer: keras.optimizers.Optimizer) -> None:
-        # The weights are NaN here, to detect slots that start from them.
+        # The weights are NaN here. So a slot that starts from the weights starts as NaN, by which
+        # it is detected.
         unknown = _Value(np.full([1], np.nan, np.float32), autocast=False, name="weights")
         super().__init__(optimizer, optimizer.get_config(), [unknown])
         copy = self._optimizer
         copy.build(self._weights)
-        # Keras has variables for a constant rate and for the iterations, which schedules read as
-        # `_iterations`. A number and a stand-in replace them.
+        # Keras keeps the iterations and a constant learning rate in variables. Here a stand-in
+        # replaces the iterations, which schedules read, and a number replaces the rate.
         self._iterations = copy._iterations = _Value(0, dtype="int64", name="iterations")
         if isinstance(copy._learning_rate, keras.Variable):
             copy._learning_rate = shortest(copy._learning_rate.numpy())
         self._slots = self._find_slots()
         self.initial = {name: slot.numpy() for name, slot in self._slots.items()}
-        # Keras would save the variables in this list, but these need no saving.
+        # Keras saves the variables in this list. The variables of this copy need no saving.
         copy._variables.clear()
         fields = ("global_model", *self._slots, "iterations")
         self.State: Any = collections.namedtuple("OuterState", fields)  # type: ignore[misc]
@@ -237,7 +239,8 @@ class KerasSteps(_Step):
     ) -> None:
         check_plain(optimizer)
         config = optimizer.get_config()
-        # The property `learning_rate` gives a schedule's value; this attribute is the schedule.
+        # `_learning_rate` may be a schedule. The public property `learning_rate` would give only
+        # the schedule's present value.
         rate = optimizer._learning_rate
         scheduled = isinstance(rate, keras.optimizers.schedules.LearningRateSchedule)
         self.schedule = rate if told_rate and scheduled else None
@@ -249,9 +252,10 @@ class KerasSteps(_Step):
         values = [_Value(v.numpy(), dtype=v.dtype, autocast=False, name=v.name) for v in weights]
         super().__init__(optimizer, config, values)
         copy = self._optimizer
-        if is_function:  # from_config finds only functions that are registered with Keras
+        # `from_config` can restore only functions that are registered with Keras.
+        if is_function:
             copy._learning_rate = rate
-        # The config lacks what `exclude_from_weight_decay` has set, so this is copied.
+        # The config does not contain what `exclude_from_weight_decay` has set, so the copy is told.
         copy._exclude_from_weight_decay = {
             id(value)
             for value, variable in zip(values, weights, strict=True)
@@ -259,11 +263,13 @@ class KerasSteps(_Step):
         }
         for value, variable in zip(values, weights, strict=True):
             value.constraint = variable.constraint
-            value._path = variable.path  # Keras' attribute; Muon finds the layers' names in it
+            # Muon reads layers' names in the path. Keras keeps it in this private attribute.
+            value._path = variable.path
         copy.build(values)
         self._state = []
         for attribute, value in list(vars(copy).items()):
-            # Keras has variables for the iterations, a constant rate and Nadam's product.
+            # Keras keeps the iterations, a constant learning rate and Nadam's momentum product in
+            # variables. Stand-ins replace them.
             if isinstance(value, keras.Variable) and not isinstance(value, _Value):
                 stand_in = _Value(value.numpy(), dtype=value.dtype, autocast=False, name=attribute)
                 setattr(copy, attribute, stand_in)
@@ -275,7 +281,7 @@ class KerasSteps(_Step):
         self.initial = [value.numpy() for value in self._state]
         places = {id(value): k for k, value in enumerate(values)}
         self.owners = [places.get(id(value.reference)) for value in self._state]
-        copy._variables.clear()  # so that Keras saves none of these stand-ins
+        copy._variables.clear()  # Keras would save the stand-ins in this list.
 
     def limit_memory(self, most: float, rate_factor: float) -> None:
         """Limits momentum, or β₁, to `most`, and multiplies the steps by `rate_factor`.
@@ -322,16 +328,17 @@ def step_of_rows(optimizer: keras.optimizers.Optimizer, path: str) -> tuple[bool
     def trained(rows: slice) -> list[list[Any]]:
         """Returns the slots before the first step, and weight and slots after each step."""
         weight = keras.Variable(start[rows], name=path.split("/")[-1])
-        weight._path = path  # as in `KerasSteps`
-        # With `told_rate`, a number takes the place of a schedule.
+        weight._path = path  # `KerasSteps` passes it on to the optimizer.
+        # With `told_rate`, the state has a learning rate even if the optimizer has a schedule.
         steps = KerasSteps(optimizer, [weight], clip=False, told_rate=True)
-        if steps.rate_index is None:  # the rate is a function
+        if steps.rate_index is None:  # the learning rate is a function
             steps._optimizer._learning_rate = lambda: 0.5
         weights, state = [tf.constant(start[rows])], [tf.constant(v) for v in steps.initial]
         slots = [k for k, owner in enumerate(steps.owners) if owner == 0]
         found = [[np.asarray(state[k]) for k in slots]]
         for gradient in gradients:
-            if steps.rate_index is not None:  # a rate of 0, or near it, would show nothing
+            # With the optimizer's own rate, which may be near 0, the weights might not change.
+            if steps.rate_index is not None:
                 state[steps.rate_index] = tf.constant(0.5)
             weights, state = steps(weights, state, [tf.constant(gradient[rows], tf.float32)])
             found.append([v.numpy() for v in (*weights, *(state[k] for k in slots))])

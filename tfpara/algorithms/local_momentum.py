@@ -5,8 +5,10 @@ from __future__ import annotations
 from tfpara.algorithms.arithmetic import minimum, positive_part
 from tfpara.typing import Scalar
 
-_MEMORIES = 5.0  # the local momentum's memory (see below) may be a block divided by this
-_WHOLE = 20.0  # in blocks of this many steps or more, c = 1 (see below)
+# `in_a_block` explains both numbers. The memory of the local momentum is at most the block's steps
+# divided by `_MEMORIES`. In blocks of at least `_WHOLE` steps, c = 1.
+_MEMORIES = 5.0
+_WHOLE = 20.0
 
 
 def in_a_block(momentum: float, steps: Scalar, delayed: bool = False) -> tuple[Scalar, Scalar]:

@@ -102,7 +102,8 @@ class Outer(Rule):
 
     def __repr__(self) -> str:
         if self._is_function and "_optimizer" not in vars(self):
-            # Printing a rule must not start TensorFlow before it knows the cluster.
+            # A call of the function could start TensorFlow. This must not happen before TensorFlow
+            # has been told of the cluster.
             return "Outer(a function, called when the strategy is made)"
         return f"Outer({_settings(self._optimizer)})"
 
@@ -280,7 +281,8 @@ def _check_options(optimizer: keras.optimizers.Optimizer) -> None:
             f"{name} excludes variables from weight decay, but an outer optimizer sees one flat "
             "vector without names. Leave weight_decay to the local optimizer."
         )
-    rate = getattr(optimizer, "_learning_rate", None)  # `learning_rate` would call a schedule.
+    # The public property `learning_rate` would give a schedule's value, and not the schedule.
+    rate = getattr(optimizer, "_learning_rate", None)
     schedule = keras.optimizers.schedules.LearningRateSchedule
     if not isinstance(rate, keras.Variable | schedule):
         raise ValueError(

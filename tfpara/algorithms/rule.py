@@ -123,7 +123,8 @@ class Rule:
         """
         return self.broadcast(state, state) if self.overwrites else received
 
-    # A rule without such a method sets it to None; its syncs then cannot overlap training.
+    # A rule for which there is no such move sets `restart_delayed = None`. Then its syncs cannot
+    # overlap the training.
     def restart_delayed(self, local: Array, snapshot: Array, broadcast: Array) -> Array:
         """Returns what `restart` does, for a replica that has kept training since the sync began.
 
@@ -201,7 +202,7 @@ def check_rule(rule: Rule, num_replicas: int) -> None:
         found = []
         for mean, share in zip(_MEANS, _SHARES, strict=True):
             before = state
-            # For a whole block the argument is omitted, to test its default, too.
+            # For a whole block the argument `share` is omitted, to test its default value, too.
             shares = () if share == 1.0 else (np.float32(share),)
             after = rule.update(before, mean[part], num_replicas, *shares)
             state = _state(rule, "update", after, weights, before)

@@ -56,7 +56,7 @@ class AsyncCheckpoint(CheckpointBase):
             use or damaged; later: it cannot be written to (the earlier checkpoints are intact).
     """
 
-    _checkpoints: ServerCheckpoints  # checkpoints of the present `fit`
+    _checkpoints: ServerCheckpoints  # the checkpoints of the present call of `fit`
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class AsyncCheckpoint(CheckpointBase):
     ) -> None:
         super().__init__(directory, every_minutes, keep, if_damaged)
         self._plan = dict(data_plan or {})
-        # The epoch and the servers' generation of the last checkpoint.
+        # At the last checkpoint: the epoch, and `generation` of the servers.
         self._saved: tuple[int, int] = (0, 0)
         self._former_handler: Callable[..., object] | int | None = None
 
@@ -96,7 +96,8 @@ class AsyncCheckpoint(CheckpointBase):
                 self._leave_if_asked()
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
-        # The last epoch's checkpoint is written in on_train_end, after other callbacks' work there.
+        # The checkpoint after the last epoch is written in `on_train_end`, since other callbacks
+        # may change the state in their `on_train_end`.
         if not self._running.is_over:
             self._save(epoch + 1)
             self._leave_if_asked()
@@ -126,7 +127,8 @@ class AsyncCheckpoint(CheckpointBase):
         return self.model.distribute_strategy.asked_to_end is not None
 
     def _save(self, epoch: int, *, within: bool = False, finished: bool = False) -> None:
-        self.model.distribute_strategy.write(self.model)  # with what earlier callbacks have set
+        # Callbacks before this one may have changed the model, so it is written to the servers.
+        self.model.distribute_strategy.write(self.model)
         self._running.follow_rate()
         position = {"epoch": epoch, "within": within, "finished": finished}
         self._checkpoints.save(lambda: {**position, "order": self._running.order})

@@ -10,7 +10,7 @@ from tfpara.strategy import Strategy
 class Callback(keras.callbacks.Callback):
     """A callback that knows its model's strategy, and acts in the thread that trains."""
 
-    # Keras may call the batch hooks of `async_safe` callbacks later, in a separate thread.
+    # If this were True, Keras might call the batch hooks later, in another thread.
     async_safe = False
 
     @property

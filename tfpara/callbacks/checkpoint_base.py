@@ -45,7 +45,7 @@ class CheckpointBase(Callback):
         if if_damaged not in IF_DAMAGED:
             raise ValueError(f"if_damaged={if_damaged!r} is not one of {', '.join(IF_DAMAGED)}.")
         self._directory = directory
-        store_at(directory, keep)  # raises for a bad URL now rather than in `fit`
+        store_at(directory, keep)  # If the URL is invalid, this raises an error before `fit`.
         self._every_minutes = every_minutes
         self._if_damaged = if_damaged
         self._exit_code = exit_codes.restart(restart_exit_code)

@@ -21,7 +21,7 @@ from tfpara.typing import Json, Logs
 from tfpara.whole_number import checked_whole
 
 _LEAVING = of_callback("Checkpoint")
-# The requests that Checkpoint answers. StopTogether answers STOP.
+# The requests that Checkpoint answers. The request STOP is answered by StopTogether.
 _ANSWERED = (Request.CHECKPOINT, Request.LEAVE)
 
 
@@ -90,18 +90,19 @@ class Checkpoint(CheckpointBase):
         self._every_syncs = every_syncs
         self._may_change = tuple(may_change)
         self._checkpoints: SyncCheckpoints | None = None
-        # The position that was restored; None once its epoch has begun.
+        # The position that was restored; None as soon as its epoch has begun.
         self._resumed: dict[str, Json] | None = None
-        self._saved: tuple[int, int] | None = None  # epoch and steps of the last checkpoint
+        self._saved: tuple[int, int] | None = None  # epoch and steps at the last checkpoint
         self._saved_syncs = 0
         self._watch = SyncWatch()
         self._in_epoch = False
-        self._ended = False  # whether the previous `fit` with this callback has ended
+        self._ended = False  # whether the last call of `fit` with this callback has come to its end
         self._epoch = 0
-        # Minibatches of this epoch that an earlier process has trained.
-        self._first = 0  # of all replicas together
-        self._steps_before = 0  # of each replica
-        self._steps = 0  # minibatches of this epoch that each replica has trained so far
+        # The number of minibatches of this epoch that an earlier process has trained:
+        self._first = 0  # by all replicas together
+        self._steps_before = 0  # by each replica
+        # The number of minibatches of this epoch that each replica has trained so far.
+        self._steps = 0
         self._watcher = termination_watcher
         self._termination = Termination(self._exit_code, termination_watcher)
         self._asked = Request.NOTHING
@@ -114,19 +115,21 @@ class Checkpoint(CheckpointBase):
                 "model in its scope, or use keras.callbacks.BackupAndRestore, or in the fit of a "
                 "tfpara.AsyncStrategy tfpara.AsyncCheckpoint."
             )
-        self._stand_down()  # A custom training loop that has failed may have left state.
+        self._stand_down()  # clears the state that a failed custom training loop may have left
         fit_call.at_end(self._stand_down)
         strategy.keep_record(self, store_at(self._directory, self._keep).append)
         ended, self._ended = self._ended, False
         former = self._checkpoints
         if former is not None and former.is_of(self.model) and (ended or strategy.members_change):
-            if not strategy.joining:  # if it is, another worker locks, and `set_state` listens
+            # If this worker joins a run, another worker has the lock, and `set_state` calls
+            # `_listen`.
+            if not strategy.joining:
                 former.lock()
                 self._listen()
             return
         checkpoints = SyncCheckpoints(self.model, self._directory, self._keep, self._may_change)
         if strategy.joining:
-            # A joining worker takes over the others' state, and reads no checkpoint.
+            # A joining worker gets its state from the other workers, not from a checkpoint.
             self._checkpoints = checkpoints
             return
         position = self._restore(checkpoints)
@@ -139,7 +142,8 @@ class Checkpoint(CheckpointBase):
         self._saved = (position["epoch"], position["steps"])
         self._saved_syncs = checkpoints.synchronizer.agreement().syncs
         epochs = self.params.get("epochs", 1)
-        # `fit` begins at the epoch in this attribute, which Keras' BackupAndRestore sets, too.
+        # Keras' `fit` begins at the epoch in this private attribute. Keras' own BackupAndRestore
+        # sets it in the same way.
         self.model._initial_epoch = epochs if position["finished"] else position["epoch"]
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
@@ -148,7 +152,8 @@ class Checkpoint(CheckpointBase):
         first = steps = 0
         if resumed is not None and resumed["epoch"] == epoch:
             first, steps = resumed["minibatches"], resumed["steps"]
-        if steps:  # With 0 steps, the checkpoint's metrics are those of the epoch before.
+        # A checkpoint with 0 steps has the metrics of the epoch before, which are not restored.
+        if steps:
             self._at_sync.restore_epoch(steps)
         if self._saved is not None and epoch < self._saved[0]:
             raise ValueError(
@@ -168,7 +173,8 @@ class Checkpoint(CheckpointBase):
 
     def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
         self._steps = self._steps_before + batch + 1
-        # A worker whose replicas have no more data does not come here: it waits in a sync.
+        # A worker without data for the rest of the epoch does not come here, but waits in a sync.
+        # As long as one does, `after_batch` returns None, so the others write no checkpoint.
         agreement = self._watch.after_batch(self.model, batch, self._is_due)
         if agreement is not None:
             self._save()
@@ -235,7 +241,7 @@ class Checkpoint(CheckpointBase):
         late = strategy.is_chief and self._is_late
         wish = Request.CHECKPOINT if late else Request.NOTHING
         if self._termination.asked and strategy.leave():
-            wish = Request.LEAVE  # all workers leave
+            wish = Request.LEAVE  # asks all workers to leave
         if wish > self._asked:
             strategy.request(wish)
             self._asked = wish
@@ -261,13 +267,13 @@ class Checkpoint(CheckpointBase):
                 how = f"exit code {self._exit_code}" if ends else f"fit raises {Preempted.__name__}"
                 self._say_end(how)
             self._stand_down()
-            self._termination.asked = False  # the request is answered now
+            self._termination.asked = False  # The request is answered by the error below.
             raise Preempted(self._exit_code)
 
     def get_state(self) -> dict[str, Json]:
         """Returns the facts that a worker needs when it joins an elastic run."""
         if self._checkpoints is None:
-            return {}  # the run has not resumed from its checkpoint yet
+            return {}  # `on_train_begin` has not yet restored a checkpoint
         return {**self._checkpoints.state(), "saved": self._saved, "saved_syncs": self._saved_syncs}
 
     def set_state(self, state: Mapping[str, Json]) -> None:
@@ -279,5 +285,5 @@ class Checkpoint(CheckpointBase):
     def _listen(self) -> None:
         strategy = self.model.distribute_strategy
         if strategy.members_change and self._watcher is None:
-            return  # an elastic run itself handles SIGTERM: the worker leaves
+            return  # In an elastic run the strategy handles SIGTERM: the worker leaves the run.
         self._termination.start(strategy.settings.timeout_seconds)

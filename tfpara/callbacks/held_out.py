@@ -90,9 +90,12 @@ class HeldOut(Callback):
         self._scalars = Scalars(log_dir)
         self._epoch = 0
         self._steps_before = 0
-        self._done = 0  # number of scores of this epoch
-        self._length = 0  # steps (if elastic, units) of an epoch with several scores; 0: not known
-        self._taken: int | None = None  # scores that this epoch had before this worker joined
+        self._done = 0  # number of scores in this epoch so far
+        # The length of an epoch in steps (in an elastic run: in units). It is only computed if an
+        # epoch has several scores; until then it is 0.
+        self._length = 0
+        # If this worker joins a run within an epoch: how many scores the epoch had before.
+        self._taken: int | None = None
         self._watch = SyncWatch()
 
     def set_model(self, model: keras.Model) -> None:
@@ -106,7 +109,8 @@ class HeldOut(Callback):
                 f"HeldOut(which={unknown[0]!r}): there are no such weights. There are: "
                 f"{', '.join(known)}; or all."
             )
-        if "global" in self._which:  # It comes first, so that its results have the short names.
+        # "global" comes first, so that its results have the short names in the logs.
+        if "global" in self._which:
             self._which.sort(key=lambda which: which != "global")
 
         if self._times > 1:
@@ -140,7 +144,7 @@ class HeldOut(Callback):
         steps = self._steps_before + batch + 1
 
         def due() -> int:
-            part = self._part(steps)  # 1.0, the end of the epoch, is scored by `on_epoch_end`
+            part = self._part(steps)  # At 1.0, the end of the epoch, `on_epoch_end` scores.
             return int(self._times * part) if part < 1.0 else 0
 
         if self._all_at_a_sync(batch, lambda: due() > self._done):
@@ -163,7 +167,8 @@ class HeldOut(Callback):
         """
         strategy = self._strategy
         length = strategy.epoch_units.total(self._steps_per_epoch or self.params.get("steps"))
-        # In an elastic run a worker that joins within an epoch would be alone in an exchange.
+        # A worker that joins an elastic run within an epoch comes here without the others, so it
+        # must not exchange values with them. It need not: the length is the same for all.
         lengths = [length] if strategy.members_change else strategy.everyones(length, _LENGTH)
         if not all(lengths):
             raise ValueError(

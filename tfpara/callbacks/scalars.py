@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from tfpara.typing import Array, Scalar
 
-_LARGEST = 10_000  # a distribution is written as about this many values at most
+_LARGEST = 10_000  # about this many values are written for a distribution, at most
 
 
 class Scalars:
@@ -40,7 +40,8 @@ class Scalars:
         if self._directory is None:
             return
         writer = self._made()
-        # TensorBoard wants each value as often as it has occurred, so large counts are scaled down.
+        # `tf.summary.histogram` needs each value as often as it has occurred. So large counts are
+        # scaled down.
         shares = np.ceil(np.asarray(counts) * min(1.0, _LARGEST / max(1, np.sum(counts))))
         with writer.as_default(step=step):
             tf.summary.histogram(name, np.repeat(values, shares.astype(int)))
@@ -48,7 +49,8 @@ class Scalars:
 
     def _made(self) -> tf.summary.SummaryWriter:
         if self._writer is None:
-            # The writer must not become a variable of the strategy if `fit` runs in its scope.
+            # If `fit` runs in the strategy's scope, the writer must not become one of the
+            # strategy's variables.
             with tf.init_scope():
                 self._writer = tf.summary.create_file_writer(self._directory)
         return self._writer

@@ -108,8 +108,8 @@ class LearningRate(Schedule):
             )
         self._steps = steps_per_epoch
         self._epoch = -1
-        self._before = 0  # minibatches of this epoch that an earlier process has trained
-        self._done = 0  # all minibatches of this epoch so far
+        self._before = 0  # number of minibatches of this epoch that an earlier process has trained
+        self._done = 0  # number of minibatches of this epoch that are trained so far
         self._restored: tuple[int, int] | None = None
         self._rate: float | None = None
         self._units = 1  # length of this epoch, in units of `Strategy.epoch_units`
@@ -124,7 +124,8 @@ class LearningRate(Schedule):
         restored, self._restored = self._restored, None
         self._epoch = epoch
         self._done = restored[1] if restored and restored[0] == epoch else 0
-        # Keras counts batches from the resumed one, AsyncStrategy from the start of the epoch.
+        # In an epoch that is resumed, Keras counts batches from the first one after the resumption.
+        # AsyncStrategy counts them from the start of the epoch.
         is_async = self._strategy.running is not None
         self._before = 0 if is_async else self._done
         if self._steps:
@@ -143,7 +144,7 @@ class LearningRate(Schedule):
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         super().on_epoch_end(epoch, logs)
-        self._epoch = -1  # A checkpoint that is written from now on is between epochs.
+        self._epoch = -1  # tells later checkpoints that no epoch is under way
 
     def _share(self, done: int) -> float:
         """Returns which share of the epoch, in [0, 1], `done` minibatches of a replica are.

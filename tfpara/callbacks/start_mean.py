@@ -38,7 +38,7 @@ class StartMean(Callback):
         self._dataset = dataset
         self._every = every_chunks
         self._verbose = verbose
-        self._scored = 0  # number of chunks, over all epochs, at the last comparison
+        self._scored = 0  # number of chunks, over all epochs, up to the last comparison
 
     def get_state(self) -> dict[str, Json]:
         return {"scored": self._scored}
@@ -57,7 +57,7 @@ class StartMean(Callback):
         strategy.keep_state("start_mean", self)
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
-        self._scored = 0  # A checkpoint's state is restored after this.
+        self._scored = 0  # If a checkpoint has another value, it is restored after this.
 
     def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
         running = self.model.distribute_strategy.running

@@ -26,7 +26,7 @@ class StopTogether(Callback):
     def __init__(self) -> None:
         super().__init__()
         self._watch = SyncWatch()
-        self._asked = False  # whether this worker has requested a stop that is not answered yet
+        self._asked = False  # whether this worker has requested a stop and has no answer yet
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         if not isinstance(self.model.distribute_strategy, PeriodicSyncStrategy):

@@ -18,9 +18,9 @@ class SyncWatch:
     """
 
     def __init__(self) -> None:
-        self._anchor = 0  # steps of the epoch at the last sync
+        self._anchor = 0  # number of steps in this epoch up to the last sync
         self._closed = 0  # the strategy's `blocks_closed` at the last check
-        self._syncs = 0  # number of syncs at the last check; used if blocks differ in length
+        self._syncs = 0  # number of syncs at the last check; used only if blocks differ in length
 
     def begin(self, model: keras.Model) -> None:
         """Notes that an epoch begins, and with it a block."""
@@ -47,7 +47,8 @@ class SyncWatch:
             return self._after_any(strategy.synchronizer_of(model), needed)
         steps, period = batch + 1, strategy.sync_period
         if strategy.blocks_closed != self._closed:
-            # Python code on all workers has closed a block, here or after the previous batch.
+            # Python code, which runs alike on all workers, has closed a block after this batch or
+            # after the one before.
             self._closed = strategy.blocks_closed
             self._anchor = steps - 1
         elif period is None or steps - self._anchor < period:

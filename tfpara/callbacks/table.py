@@ -29,7 +29,8 @@ class Table:
     def add(self, rows: Sequence[dict[str, Json]]) -> None:
         """Appends rows, which must have the table's columns, by a single `write` system call."""
         kept, text = self._text(), io.StringIO()
-        if not _rows_of(kept):  # a header without rows is replaced by one with these rows' columns
+        # If the table has only a header, a new header with the columns of these rows replaces it.
+        if not _rows_of(kept):
             kept = ""
         writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
         if not kept:

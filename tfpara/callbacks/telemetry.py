@@ -49,14 +49,15 @@ class Telemetry(Clock):
         self._unwritten: tuple[int, Logs] | None = None
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
-        self._write()  # before the next line replaces the measurements of the last epoch
+        # The last epoch's measurements are written before the next line clears them.
+        self._write()
         super().on_epoch_begin(epoch, logs)
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         super().on_epoch_end(epoch, logs)
         if logs is not None and self.measured:
             logs.update(self.measured)
-            # The log is written later, when the callbacks after this one have added their entries.
+            # The logs are written later, since callbacks that run after this one add entries.
             self._unwritten = (epoch, logs)
 
     def on_train_end(self, logs: Logs | None = None) -> None:

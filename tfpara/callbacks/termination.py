@@ -17,7 +17,7 @@ from tfpara.cluster import parent
 
 _WATCH_SECONDS = 1.0
 _log = logging.getLogger(__name__)
-_LOOKS = 10  # number of checks of the main thread within `patience_seconds`, at least
+_LOOKS = 10  # the main thread is checked at least so often within `patience_seconds`
 
 
 class Termination:
@@ -64,8 +64,8 @@ class Termination:
                 )
             return
         self._former = signal.signal(signal.SIGTERM, self._note)
-        # Python calls a signal's handler only when the main thread has returned from TensorFlow.
-        # But it writes the signal's number to this socket at once.
+        # While the main thread is inside TensorFlow, Python does not call the signal's handler. But
+        # it writes the signal's number to this socket at once.
         reader, self._writer = socket.socketpair()
         self._writer.setblocking(False)
         self._former_fd = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
@@ -89,9 +89,10 @@ class Termination:
         if signal.getsignal(signal.SIGTERM) == self._note:
             signal.signal(signal.SIGTERM, self._former)
         present = signal.set_wakeup_fd(self._former_fd)
-        if present != self._writer.fileno():  # other code has set another one, which stays
+        # If other code has set another descriptor meanwhile, that one stays.
+        if present != self._writer.fileno():
             signal.set_wakeup_fd(present)
-        self._writer.close()  # ends the thread that runs `_watch`
+        self._writer.close()  # ends `_watch` and its thread, since `recv` now returns b""
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         del number, frame
@@ -128,7 +129,8 @@ def _end_if_stuck(stopped: threading.Event, patience: float, exit_code: int) -> 
     since = time.monotonic()
     while not stopped.wait(min(1.0, patience / _LOOKS)):
         frame = sys._current_frames().get(threading.main_thread().ident or 0)
-        # `seen` keeps the frame alive, so that Python cannot use the same object for another call.
+        # The same frame and instruction as at the last check mean that the main thread is stuck.
+        # `seen` keeps the frame object alive, so Python cannot use the object for another call.
         place = frame, frame.f_lasti if frame else 0
         if place != seen:
             seen, since = place, time.monotonic()

@@ -12,21 +12,21 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-# The profiler's own format. TensorFlow has no public name for it.
+# The protocol buffer of the profiler's recordings. TensorFlow has no public name for it.
 from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
 from tfpara.typing import Json
 
 STEP = "tfpara_step"
-# A worker's rows in the timeline: the phases, in the order in which they run.
+# The phases of training, in the order in which they run. Each is a row of a worker in the timeline.
 PHASES = ("step", "check", "wait", "pack", "reduce", "rule", "unpack")
-# An operation belongs to the phase of its innermost scope. Constants, sends and receives do not
-# count: their scope tells where the graph was built, not which phase needs them.
+# An operation belongs to the phase that its innermost scope names. Constants, sends and receives
+# are left out: their scopes tell where the graph was built, and not which phase needs them.
 _PHASE = re.compile(
     rf"(?:.*/)?sync/({'|'.join(PHASES[1:])})(?:_\d+)?/(?!.*:(?:Const|_Send|_Recv)$)"
 )
-# Operations after a collective may run on its thread, inside the collective's own event. The
-# collective itself ends when the event of this name begins.
+# TensorFlow may run later operations in a collective's thread, within the collective's event, which
+# then lasts too long. The collective itself ends when the event of this name begins.
 _OVER = "CollectiveExecutor::ExecuteAsync::Done"
 
 
@@ -61,8 +61,8 @@ def spans(recorded: xplane_pb2.XSpace) -> list[Span]:
             operations.append(Span(found[1], began, ended, 1))
         elif name == STEP:
             steps.append(Span("step", began, ended, int(notes["step"])))
-            # The machine's clock is read just before the profiler's. So all differences are a
-            # little too small, and the largest is the most exact one.
+            # For each step the machine's clock was read shortly before the profiler's. So each
+            # difference is a little too small, and the largest one is the most exact.
             shifts.append(int(notes["clock_ns"]) - began)
     if not steps:
         raise ValueError("the profiler recorded no training step, so there is no timeline.")
@@ -91,7 +91,7 @@ def chrome_trace(workers: Mapping[str, Iterable[Sequence[Json]]]) -> dict[str, J
                 {
                     "name": span.phase,
                     "ph": "X",
-                    "ts": (span.began - earliest) / 1e3,  # microseconds
+                    "ts": (span.began - earliest) / 1e3,  # in microseconds
                     "dur": (span.ended - span.began) / 1e3,
                     "pid": worker,
                     "tid": PHASES.index(span.phase),

@@ -19,7 +19,8 @@ from tfpara.sync.keras import hooks
 from tfpara.typing import Logs
 from tfpara.whole_number import checked_whole
 
-# Recorded steps before and after the end of the second sync. (The first sync compiles.)
+# The number of steps to record before and after the end of the second sync. (The first sync is not
+# typical, since it compiles.)
 _BEFORE, _AFTER = 20, 5
 
 
@@ -81,7 +82,8 @@ class Trace(Callback):
         if not self._recording and self._spans is None and step >= self._first:
             self._start()
         if self._recording:
-            # The profiler has a clock of its own; `clock_ns` relates it to the machine's clock.
+            # The profiler's clock differs from the machine's. From `clock_ns`, the machine's time,
+            # `timeline.spans` finds the difference.
             self._mark = tf.profiler.experimental.Trace(
                 timeline.STEP, step=step, clock_ns=time.time_ns()
             )

@@ -31,7 +31,7 @@ class WarmStart(Schedule):
 
         def minibatches(epoch, first):
             num_replicas, replica_ids = warm.replicas(strategy, epoch)
-            dataset = ...  # of replicas `replica_ids` among `num_replicas`
+            dataset = ...  # the data of the replicas `replica_ids` among `num_replicas`
             return warm.to_every_replica(strategy, epoch, dataset)
 
     Args:
@@ -50,9 +50,9 @@ class WarmStart(Schedule):
     def __init__(self, epochs: int = 1, verbose: int = 1) -> None:
         super().__init__("warm_start", verbose, sets_rate=False)
         self._epochs = checked_whole("epochs", epochs, at_least=0)
-        self._alone = False  # whether each replica trains alone now
-        self._asked = False  # whether `replicas` was called
-        self._period: int | None = None  # the strategy's sync period after these epochs
+        self._alone = False  # whether each replica trains alone at the moment
+        self._asked = False  # whether the method `replicas` was called
+        self._period: int | None = None  # the strategy's sync period after the first epochs
 
     def replicas(self, strategy: Strategy | None, epoch: int) -> tuple[int, list[int]]:
         """Returns how many replicas share an epoch's data, and for which of them this worker reads.
@@ -80,7 +80,7 @@ class WarmStart(Schedule):
 
         every = dataset.flat_map(repeated)
         length = int(dataset.cardinality())
-        if length < 0:  # unknown, or infinite
+        if length < 0:  # the cardinality is unknown or infinite
             return every
         return every.apply(tf.data.experimental.assert_cardinality(length * count))
 
@@ -88,8 +88,8 @@ class WarmStart(Schedule):
         return {"sync_period": self._period}
 
     def set_state(self, state: Mapping[str, Json]) -> None:
-        # A checkpoint of an epoch without syncs has no sync period. So this state keeps the period
-        # of the later epochs.
+        # In an epoch without syncs the strategy has no sync period, so a checkpoint has none,
+        # either. Therefore this callback's state keeps the period of the later epochs.
         self._period = state["sync_period"]
 
     def set_model(self, model: keras.Model) -> None:
@@ -142,7 +142,8 @@ class WarmStart(Schedule):
         if not self._alone:
             return
         strategy = self.model.distribute_strategy
-        # The broadcast comes first: at the end of a block the rule would change the weights.
+        # All replicas take over the first replica's weights before the block ends. Otherwise the
+        # rule would combine the different weights of the replicas at the end of the block.
         strategy.broadcast_replica(self.model, 0)
         strategy.set_sync_period(self._period)
         self._alone = False

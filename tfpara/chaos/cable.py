@@ -18,10 +18,11 @@ import subprocess
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-_PIDFD_GETFD = 438  # the number of the system call on all architectures
-_ATTACH, _DETACH = 26, 27  # SO_ATTACH_FILTER, SO_DETACH_FILTER
-_RETURN = 6  # BPF_RET | BPF_K: accepts 0 bytes
-_TCP_INFO, _RETRANSMITTED = 11, 8 + 4 * 23  # struct tcp_info: the offset of tcpi_total_retrans
+_PIDFD_GETFD = 438  # number of this system call on almost all architectures
+_ATTACH, _DETACH = 26, 27  # the socket options SO_ATTACH_FILTER and SO_DETACH_FILTER
+_RETURN = 6  # BPF_RET | BPF_K: the filter accepts a constant number of bytes, here 0
+# The socket option TCP_INFO, and the offset of tcpi_total_retrans in its struct tcp_info.
+_TCP_INFO, _RETRANSMITTED = 11, 8 + 4 * 23
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _Connection = tuple[str, str]
 
@@ -51,7 +52,7 @@ class Cut:
 
     def __init__(self, pid: int, others: Iterable[int]) -> None:
         self._pid, self._others = pid, [other for other in others if other != pid]
-        self._cut: dict[str, socket.socket] = {}  # copies of the sockets, by socket number
+        self._cut: dict[str, socket.socket] = {}  # copies of the cut sockets, by inode number
 
     @property
     def sockets(self) -> int:
@@ -62,7 +63,7 @@ class Cut:
         table = dict(_connections(self._pid))
         own = dict(_sockets(self._pid))
         within = {table[number] for number in own if number in table}
-        # Connections of the process to itself do not go through a cable.
+        # Connections of the process to itself would not go through a cable, so they are not cut.
         outward = {(here, there) for here, there in within if (there, here) not in within}
         for number, descriptor in own.items():
             if table.get(number) in outward:
@@ -127,6 +128,7 @@ def _connections(pid: int) -> Iterator[tuple[str, _Connection]]:
         with contextlib.suppress(OSError):
             for line in Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:]:
                 words = line.split()
-                # The last 13 characters are IPv4 address and port, also in an address of IPv6 form.
+                # An IPv4 address and its port are 13 characters, in hexadecimal. If the address is
+                # given in IPv6 form, they are the last 13.
                 here, there = (word[-13:] for word in words[1:3])
                 yield words[9], (here, there)

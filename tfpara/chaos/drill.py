@@ -19,8 +19,9 @@ from typing import Any, NamedTuple
 
 from tfpara.chaos import faults, processes, report
 
-PROGRESS = "TFPARA_CHAOS_PROGRESS"  # the variable that names the script's progress file
-# Names of points of a run, with words of the library's output that show the point.
+PROGRESS = "TFPARA_CHAOS_PROGRESS"  # environment variable: path of the script's progress file
+# The points of a run at which a fault may be injected, by name. Each has words that the library
+# prints when the run reaches it.
 POINTS = {
     "begin": " replicas",
     "join": "joins a run that is under way",
@@ -75,8 +76,9 @@ class Drill:
         self._made: list[report.Made] = []
         self._missed: list[report.Made] = []
         self._samples: list[report.Sample] = []
-        self._seen: queue.SimpleQueue[str] = queue.SimpleQueue()  # points that the output has shown
-        self._open = set(plan.points)  # points that get a fault when they are reached next
+        # The points that the run has reached, as its output shows.
+        self._seen: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._open = set(plan.points)  # points that get a fault when the run reaches them next
         self._begin = time.monotonic()
         self._due: float | None = None
         self._process: subprocess.Popen[str] | None = None
@@ -93,7 +95,7 @@ class Drill:
                     starts, before = starts + 1, len(self._made)
                     code = self._once(progress)
                     if code and len(self._made) == before:
-                        break  # no fault has caused the failure
+                        break  # no new fault was injected, so the failure has another cause
                     if code:
                         say(f"the command has ended with {code}; it is started again")
                         time.sleep(_AGAIN_SECONDS)
@@ -124,7 +126,8 @@ class Drill:
                 self._look(process.pid, progress)
             reader.join()
         finally:
-            if process.poll() is None:  # the launcher ends its workers
+            if process.poll() is None:
+                # On SIGTERM the launcher ends its workers, too.
                 process.send_signal(signal.SIGTERM)
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(30.0)

@@ -21,10 +21,10 @@ from tfpara.chaos import cable, processes
 from tfpara.chaos.processes import Worker
 
 _LOOK_SECONDS = 0.02
-_FIRED_SECONDS = 10.0  # longest wait for evidence of faults that the kernel makes at once
-_END_SECONDS = 120.0  # longest wait for the end of a worker that was asked to end
-_SLICE_SECONDS = 0.05  # length of a slice, of which a slow worker runs for a quarter
-_LARGEST_DISK = 4 << 30  # bytes; drills fill no larger disk
+_FIRED_SECONDS = 10.0  # longest wait for the effect of SIGKILL or SIGSTOP, which work at once
+_END_SECONDS = 120.0  # longest wait for the end of a worker after SIGTERM, or without memory
+_SLICE_SECONDS = 0.05  # a worker made slow runs for a quarter of each slice of this length
+_LARGEST_DISK = 4 << 30  # bytes; a larger disk is not filled
 _NAME = ".chaos"  # name of the file that fills a disk
 
 
@@ -144,7 +144,7 @@ def disk_full(scene: Scene) -> str:
                 except OSError as error:
                     refused += 1
                     told = os.strerror(error.errno or 0)
-                    block = block[: len(block) // 2] or b"\0"  # to fill the last bytes, too
+                    block = block[: len(block) // 2] or b"\0"  # small blocks fill the rest of it
                     time.sleep(_LOOK_SECONDS if len(block) == 1 else 0.0)
     finally:
         path.unlink(missing_ok=True)
@@ -170,7 +170,7 @@ def corrupt(scene: Scene) -> str:
         file.write(bytes([before[at] ^ 0x5A]))
     if path.read_bytes() == before:
         raise Missed(f"byte {at} of {path} is as it was")
-    os.kill(scene.launcher, signal.SIGKILL)  # the workers end with the launcher
+    os.kill(scene.launcher, signal.SIGKILL)  # its workers then end, too
     gone = [scene.launcher, *(worker.pid for worker in scene.workers)]
     _await(lambda: all(map(processes.has_ended, gone)), "the run has not ended", _FIRED_SECONDS)
     return f"byte {at} of {path} was changed, and all processes were killed"

@@ -48,7 +48,8 @@ def workers(root: int) -> list[Worker]:
         named = _name(pid)
         if named and not has_ended(pid):
             found.append(Worker(pid, named))
-    # A worker's children inherit its environment and so its name; the worker comes first.
+    # A worker's children inherit its environment, and with it the worker's name. Of the processes
+    # with the same name, the first is kept: a worker comes before its children.
     return list({worker.name: worker for worker in reversed(found)}.values())[::-1]
 
 
@@ -69,7 +70,7 @@ def size(pid: int) -> Size | None:
     """Returns the resources of a process now; None if it has ended."""
     try:
         pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-        if not pages:  # it has just ended
+        if not pages:  # the process has just ended
             return None
         descriptors = len(os.listdir(f"/proc/{pid}/fd"))
         return Size(pages * _PAGE, descriptors, len(os.listdir(f"/proc/{pid}/task")))

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from tfpara.chaos.processes import Size
 
-# Texts by which the library and its launcher report a fault, and texts that report recovery.
+# Texts by which the library and its launcher report a fault (_NOTICED) and recovery (_WHOLE).
 _NOTICED = re.compile(
     r"is lost|was silent|have gone on without|failed|has left|cannot write|damaged|too slow|"
     r"waits? for|did not come|asked to end|restart \d"

@@ -29,8 +29,9 @@ from tfpara.sync.workers.settings_check import differences
 from tfpara.typing import Array, Json
 
 IF_DAMAGED = ("refuse", "start")
-ARRAYS = "arrays of "  # prefix of the names of callbacks' (and other objects') arrays in a part
-# Errors of reading a part, or of setting a state from it.
+# A part also has arrays of callbacks and other objects. Their names begin with this prefix.
+ARRAYS = "arrays of "
+# Errors that may come when a part is read, or when a state is set from it.
 _UNREADABLE = (tf.errors.OpError, ValueError, TypeError, AttributeError, LookupError)
 _ADVICE = "give tfpara.callbacks.Checkpoint to fit on every worker"
 
@@ -43,7 +44,8 @@ class Checkpoints(abc.ABC):
         directory, keep: as for `Store`.
     """
 
-    _fields: ClassVar[Mapping[str, type]]  # keys that only this kind's manifests have
+    # Keys and types of entries that only manifests of this kind of strategy have.
+    _fields: ClassVar[Mapping[str, type]]
 
     def __init__(self, model: keras.Model, directory: str | os.PathLike[str], keep: int) -> None:
         self._model = model
@@ -80,7 +82,8 @@ class Checkpoints(abc.ABC):
             CheckpointError: on every worker, if the chief cannot lock it, or if workers see
                 different directories.
         """
-        # Each run has its own mark, since a worker of an earlier run may still write its part.
+        # Parts are written under the run's own mark, since a worker of an earlier run may still be
+        # writing its part.
         self.store.mark = self._everyones(secrets.token_hex(4), "mark")[0]
         self._together(self.store.lock, "lock", chief_only=True)
         seen = self._together(lambda: [socket.gethostname(), self.store.numbers()], "numbers")
@@ -281,14 +284,15 @@ def check_run(
         CheckpointError: settings differ; the message names them.
     """
     mine = json.loads(json.dumps(facts["run"], default=repr))
-    # Version 0.1 listed its version among the settings; it need not be the same.
+    # Version 0.1 listed tfpara's version among the settings. Versions need not be the same.
     theirs = {k: v for k, v in manifest["run"].items() if k != "tfpara version"}
     states = (theirs.get("local_state"), mine.get("local_state"))
     if "tfpara version" in manifest["run"] and states == ("keep", "auto"):
-        theirs["local_state"] = "auto"  # "keep" was the default before there was "auto"
+        theirs["local_state"] = "auto"  # Before there was "auto", the default was "keep".
     rule = theirs.get("rule")
     if isinstance(rule, str) and "warmup=" not in rule:
-        # The checkpoint's version had no `warmup`. Such a run may go on with None or False.
+        # The tfpara version that wrote the checkpoint had no `warmup`. Such a run may go on with
+        # `warmup` None or False.
         warmup = "False" if "warmup=False" in mine.get("rule", "") else "None"
         theirs["rule"] = re.sub(r"(^BMUF.*compat=[\w']+)", rf"\1, warmup={warmup}", rule)
     differing = differences({"the checkpoint": theirs, "this run": mine})

@@ -24,10 +24,11 @@ from tfpara.typing import Json
 
 LOCK = "lock"
 THREAD = "tfpara lease"  # name of the thread that renews a lease
-SECONDS = 30.0  # a lease that is not renewed for so long lapses
+SECONDS = 30.0  # a lease lapses if it is not renewed for so many seconds
 _EVERY = 3  # number of renewals in SECONDS
-_LOOK = 0.5  # seconds between two looks at another's lease
-_SETTLE = 2.0  # seconds until a lease is read again, if two runs may have written one
+_LOOK = 0.5  # seconds between two looks at the lease of another run
+# If two runs may have written a lease at the same time, it is read again after so many seconds.
+_SETTLE = 2.0
 
 
 class Lease:
@@ -44,7 +45,9 @@ class Lease:
         self._seconds = SECONDS
         self._process = os.getpid()
         self._ended = threading.Event()
-        self._one = threading.Lock()  # keeps thread and checkpoint from renewing at once
+        # A thread renews the lease, and so does each checkpoint. This lock keeps them from doing so
+        # at the same time.
+        self._one = threading.Lock()
 
     def take(self) -> None:
         """Takes the lease; a thread renews it until `give_back`.
@@ -60,7 +63,8 @@ class Lease:
         while not self._folder.create(LOCK, self._text()):
             taken_over = self._remove_stale() or taken_over
         self._beat += 1
-        # The lease exists now, so this is False, except in stores that ignore that, and overwrite.
+        # The lease exists now, so `create` returns False here. It returns True only if the store
+        # overwrites existing files in spite of mode="create".
         overwrites = self._folder.create(LOCK, self._text())
         if taken_over or overwrites or not self._folder.creates_in_one_step:
             time.sleep(_SETTLE)
@@ -100,8 +104,8 @@ class Lease:
 
     def _keep(self) -> None:
         while not self._ended.wait(self._seconds / _EVERY):
-            # An error may be temporary. Before each checkpoint the lease is renewed, too; an error
-            # is raised there.
+            # An error may be temporary, so it is ignored here. The lease is also renewed before
+            # each checkpoint, where an error is raised.
             with contextlib.suppress(OSError, CheckpointError):
                 self.renew()
 

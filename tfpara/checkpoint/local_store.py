@@ -27,8 +27,8 @@ from tfpara.files import append_line, cleared, no_link, regular, sync_to_disk
 from tfpara.typing import Json
 
 _PARTIAL = ".partial-"
-_HOLDER = "process "  # the beginning of a lock's content
-# Error numbers of flock where another process has the lock; EACCES and EAGAIN come from NFS.
+_HOLDER = "process "  # the beginning of a lock file's content
+# The error numbers of flock if another process has the lock. EACCES and EAGAIN come from NFS.
 _HELD = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
 _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP)
 
@@ -37,7 +37,7 @@ class LocalStore(Store):
     """A directory of this machine, or one that machines share."""
 
     directory: Path
-    _lock: int | None = None  # the open file of the lock
+    _lock: int | None = None  # descriptor of the open lock file; None: it is not locked
 
     def _key(self) -> str:
         return os.path.realpath(self.directory)
@@ -61,7 +61,8 @@ class LocalStore(Store):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             raise self._not_locked(error, holder or "an unknown process") from error
-        # Another text is not ours: the file may be a hard link to some file, which must stay.
+        # If the file has another text, tfpara has not written it. It may be a hard link to any
+        # file, whose content must not be overwritten.
         if holder and not holder.startswith(_HOLDER):
             raise no_lock(self.directory / "lock", holder)
         os.ftruncate(lock, 0)
@@ -141,11 +142,11 @@ class LocalStore(Store):
         return self.path(number) / name
 
     def drop_copies(self) -> None:
-        pass  # no copies are made
+        pass  # A local store makes no copies.
 
     def remove(self, number: int) -> None:
-        # The folder is renamed first. So if the process is killed in the middle, what is left does
-        # not look complete.
+        # The folder is renamed first. If the process is killed while it removes files, the rest
+        # then does not look like a complete checkpoint.
         dying = self.directory / f"{_PARTIAL}old-{number:08d}"
         with contextlib.suppress(OSError):
             self.path(number).rename(dying)

@@ -15,14 +15,15 @@ from typing import Any
 from tfpara.typing import Json
 
 FORMAT = 2
-_ENDINGS = (".index", ".data-00000-of-00001")  # endings of the two files of a part
+_ENDINGS = (".index", ".data-00000-of-00001")  # how the names of a part's two files end
 _SUM = "sha256"
-# The key whose value is the folder of the parts' files, within the checkpoint's folder. Without
-# this key they lie in the checkpoint's folder itself. In a store without `rename` each run writes
-# the parts into such a folder of its own.
+# The value of this key is the name of the folder, within the checkpoint's folder, that has the
+# parts' files. Without the key the files are in the checkpoint's folder itself. In a store that
+# cannot rename, each run has its own folder for parts.
 FOLDER = "folder"
 _FOLDER = re.compile("[0-9a-f]{1,32}")
-# The keys of every manifest, and their types; a dot leads to a key of an inner object.
+# The keys of every manifest, and the types of their values. A key with a dot is one of an inner
+# object.
 _FIELDS = {
     "files": dict,
     "workers": int,
@@ -42,7 +43,7 @@ class OtherKindError(ValueError):
 def text(content: Mapping[str, Json]) -> str:
     """Returns a manifest with this content; values that JSON cannot carry become their `repr`."""
     content = {**content, "format": FORMAT}
-    content.pop(_SUM, None)  # content that was read may have an old checksum
+    content.pop(_SUM, None)  # Content that was read from a manifest still has the old checksum.
     content = json.loads(json.dumps(content, default=repr))
     return json.dumps({**content, _SUM: _sum(content)}, indent=1, sort_keys=True)
 
@@ -113,7 +114,8 @@ def _check_strategy(content: Mapping[str, Json], is_async: bool) -> None:
 def _check_files(content: Mapping[str, Json]) -> None:
     """Raises ValueError unless the listed files are the parts of all workers."""
     files, workers = content["files"], content["workers"]
-    # The number is checked first: a wrong one may be too large for a list of all names.
+    # The number of workers is checked first. If it is wrong, it may be so large that a list of all
+    # names would not fit into memory.
     if not workers or len(files) != workers * len(_ENDINGS):
         raise ValueError(f"it lists {len(files)} files for the parts of {workers} workers")
     if not _FOLDER.fullmatch(str(content.get(FOLDER, "0"))):

@@ -59,7 +59,9 @@ class Parts:
             sources = range(former)
         values = [get(source, slot.name) for source in sources]
         if slot.kind is Kind.REPLICA and np.shape(values[0]) != tuple(slot.variable.shape):
-            return None  # the former workers had other numbers of devices
+            # The workers of the former run had another number of devices, so the slot keeps its own
+            # value.
+            return None
         if any(value is None for value in values):
             if slot.absent is None:
                 raise _lacks(slot.name)
@@ -96,10 +98,11 @@ class Parts:
         if not parts:
             return np.full(slot.variable.shape, slot.absent, slot.variable.dtype.as_numpy_dtype)
         shape, begin, size = slot.variable.shape, int(start), self._sizes[int(field.split("/")[-1])]
-        if not shape.rank:  # a scalar, which is the same in all pieces
+        if not shape.rank:  # a scalar, whose value is the same in all parts
             name, reader = parts[min(parts)]
             return reader.get_tensor(name)
-        value = np.zeros(shape, slot.variable.dtype.as_numpy_dtype)  # zeros past the bucket's end
+        # The slot may reach beyond the end of the bucket. It has zeros there.
+        value = np.zeros(shape, slot.variable.dtype.as_numpy_dtype)
         for at, (name, reader) in parts.items():
             (length,) = reader.get_variable_to_shape_map()[name]
             first, last = max(at, begin), min(at + length, begin + shape[0], size)

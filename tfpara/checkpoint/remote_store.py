@@ -33,7 +33,7 @@ class RemoteStore(Store):
         self._folder = RemoteFolder(directory)
         self._lease: Lease | None = None
         self._copies = contextlib.ExitStack()
-        self._copied: Path | None = None  # the folder of the copies
+        self._copied: Path | None = None  # the folder of the local copies of files
 
     def _key(self) -> str:
         return self._folder.url
@@ -104,7 +104,8 @@ class RemoteStore(Store):
             )
 
     def abandon(self, number: int) -> None:
-        # Parts of other runs stay: if this run has stood still, another may hold the lease now.
+        # Only this run's own parts are removed. If this run has stood still, another run may hold
+        # the lease now, and write a checkpoint of the same number.
         with contextlib.suppress(OSError):
             names = self._folder.sizes(folder_of(number))
             if f"{folder_of(number)}/{MANIFEST}" not in names:
@@ -130,8 +131,8 @@ class RemoteStore(Store):
         self._copied = None
 
     def remove(self, number: int) -> None:
-        # The manifest goes first. So if the process is killed in the middle, what is left does not
-        # look complete.
+        # The manifest is removed first. If the process is killed before it has removed the other
+        # files, they then do not look like a complete checkpoint.
         with contextlib.suppress(OSError):
             self._folder.remove([f"{folder_of(number)}/{MANIFEST}"])
             self._folder.remove(self._folder.sizes(folder_of(number)))

@@ -66,10 +66,10 @@ class SyncCheckpoints(Checkpoints):
         build_optimizers(model)
         super().__init__(model, directory, keep)
         self._may_change = may_change
-        # The elastic run's generation when the present checkpoint was begun; else None.
+        # While an elastic run writes a checkpoint: the generation in which it was begun; else None.
         self._began_in: int | None = None
         self._told_of_lock = False
-        # The variables that `restore_epoch` sets, and their values.
+        # The variables that `restore_epoch` is to set, and their values.
         self._of_epoch: list[tuple[tf.Variable, tf.Tensor]] = []
 
     def is_of(self, model: keras.Model) -> bool:
@@ -131,15 +131,16 @@ class SyncCheckpoints(Checkpoints):
         try:
             self.store.lock()
         except CheckpointError as error:
-            # A former chief that stands still may hold the lock. The run has gone on without that
-            # process, so its next exchange will fail, and it will write nothing.
+            # A former chief that stands still may hold the lock. That does no harm: the run has
+            # gone on without this former chief, so its next exchange fails before it can write.
             if not self._told_of_lock:
                 self._told_of_lock = True
                 warnings.warn(f"{error} A former chief may hold it; goes on.", stacklevel=2)
 
     def _everyones(self, value: Json, name: str) -> list[Json]:
         everyone = super()._everyones([value, self._began_in], name)
-        # All workers compare the same values, so all write the checkpoint anew, or none does.
+        # All workers compare the same values. So either all raise the error and write the
+        # checkpoint anew, or none does.
         began_in = {generation for _, generation in everyone}
         if began_in != {None} and began_in != {self._strategy.completed_in}:
             raise _ChangedError
@@ -151,7 +152,8 @@ class SyncCheckpoints(Checkpoints):
         settings = self._strategy.settings
         run = settings.of_a_run()
         compiled = {}
-        if self._strategy.is_chief:  # the chief's alone: "auto" depends on the device
+        # Only the chief's value is kept, since workers may differ: "auto" depends on the device.
+        if self._strategy.is_chief:
             compiled["jit_compile"] = str(bool(getattr(self._model, "jit_compile", False)))
         return {
             "run": {
@@ -166,7 +168,8 @@ class SyncCheckpoints(Checkpoints):
 
     def _tensors(self) -> dict[str, Array]:
         ids = self._strategy.local_replica_ids
-        # A global state that is not sharded is the same on all workers, so the chief writes it.
+        # If the global state is not sharded, it is the same on all workers. Then only the chief
+        # writes it.
         cells = self._strategy.is_chief or self.synchronizer.graph.global_state.is_sharded
         tensors = {
             slot.key(ids): slot.variable.read_value()

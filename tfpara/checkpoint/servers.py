@@ -19,7 +19,7 @@ from tfpara.checkpoint.store import CheckpointError
 from tfpara.checks import versions
 from tfpara.typing import Array, Json
 
-# Older checkpoints lack these variables, and frozen weights, too.
+# Checkpoints of older versions lack these variables; they also lack the frozen weights.
 _LATER = ("books/minibatches", "books/left_out", "local_rate")
 _FROZEN = "frozen/"
 
@@ -75,7 +75,8 @@ class ServerCheckpoints(Checkpoints):
     def _check_run(self, number: int, manifest: Mapping[str, Json]) -> None:
         """Refuses a checkpoint of another run or, if taken in an epoch, of other minibatches."""
         theirs, mine = dict(manifest), self._facts()
-        if manifest["position"]["within"] and "data" in manifest:  # older checkpoints lack "data"
+        # Checkpoints of older versions lack "data".
+        if manifest["position"]["within"] and "data" in manifest:
             for facts in (theirs, mine):
                 facts["run"] = {**facts["run"], **facts["data"]}
         check_run(self.store.path(number), theirs, mine)
@@ -94,7 +95,8 @@ class ServerCheckpoints(Checkpoints):
         self._give_states(manifest["states"], reader)
         if manifest["learning_rate"] is not None:
             self._model.optimizer.learning_rate = manifest["learning_rate"]
-        # Older checkpoints lack the order of the chunks, which followed from the seed alone.
+        # Checkpoints of older versions lack "order", the order of the chunks. In those versions it
+        # depended on the seed alone.
         self._running.resume(**{"order": [self._strategy.seed], **manifest["position"]})
 
     def _check_shapes(
@@ -115,7 +117,8 @@ class ServerCheckpoints(Checkpoints):
         """Returns the value of a variable that older checkpoints lack."""
         if name == "books/left_out":
             return 0
-        if name == "local_rate":  # workers had the servers' learning rate
+        if name == "local_rate":  # In older versions workers had the servers' learning rate.
             return manifest["learning_rate"]
-        # The largest possible number of minibatches: the last push of a chunk may have fewer.
+        # The number of trained minibatches is not known. This is the largest possible one, as if
+        # each push had `sync_period` minibatches; the last push of a chunk may have fewer.
         return self._running.server.first.version * self._strategy.sync_period

@@ -31,13 +31,13 @@ from tfpara.typing import Array, Json
 
 MANIFEST = "manifest.json"
 NAME = re.compile(r"checkpoint-(\d{8})")  # the name of a checkpoint's folder
-_LOCKS: dict[str, Store] = {}  # the stores that this process has locked, by their keys
+_LOCKS: dict[str, Store] = {}  # the stores that this process has locked, by `_key()`
 
 
 class CheckpointError(RuntimeError):
     """A checkpoint cannot be written or used. The message names the checkpoint and the reason."""
 
-    of_all_workers = True  # all workers raise it, at the same place
+    of_all_workers = True  # All workers raise this error at the same place of the program.
 
 
 def folder_of(number: int) -> str:
@@ -162,7 +162,7 @@ class Store(abc.ABC):
     def drop_copies(self) -> None:
         """Removes the local copies of files; call it when their readers are no longer used."""
 
-    # -- the same for each kind -------------------------------------------------------------------
+    # -- the same for each kind of storage --------------------------------------------------------
 
     def lock(self) -> None:
         """Locks the directory for this process, until the process ends.
@@ -173,7 +173,8 @@ class Store(abc.ABC):
         if self._is_locked:
             return
         former = _LOCKS.pop(self._key(), None)
-        if former is not None:  # left by a fit of this process that ended with an error
+        # A call of `fit` in this process may have failed before it released its lock.
+        if former is not None:
             former.release()
         try:
             self._take()
@@ -251,7 +252,7 @@ class Store(abc.ABC):
         try:
             return manifests.parsed(self._manifest(number), self._fields)
         except RefusedError:
-            raise  # the store failed, and the manifest may be undamaged
+            raise  # The store has failed. The manifest itself may be good.
         except (OSError, ValueError) as error:
             raise CheckpointError(
                 f"{self.path(number)}/{MANIFEST} cannot be used ({_first_line(error)})"
@@ -267,7 +268,7 @@ class Store(abc.ABC):
             inside = manifests.inside(manifest, name)
             path = f"{self.path(number)}/{inside}"
             try:
-                # A file of another size may be huge, so it is not read.
+                # A file of the wrong size is not read, since it may be huge.
                 same_size = self._size(number, inside) == expected["bytes"]
                 found = _mark(self._copy(number, inside)) if same_size else None
             except RefusedError:
@@ -291,8 +292,9 @@ def _release_all() -> None:
         store.release()
 
 
-# A lock is held until the last process has closed its file. A forked process, such as one that
-# reads data, may outlive this one; its copy of the file would keep the next run out.
+# A lock lasts until all processes that have its file open have closed it. A forked process, such as
+# one that reads data, may outlive this one. So it closes its copy of the file at once; otherwise
+# the next run could not take the lock.
 os.register_at_fork(after_in_child=_release_all)
 
 

@@ -61,7 +61,8 @@ def check(
         )
     kept = run.get("averages", {})
     for name, average in averages.items():
-        # A synchronous run writes all averages as one text, an asynchronous run one by one.
+        # In the manifest of a synchronous run all averages are one text. In that of an asynchronous
+        # run there is a text for each average.
         said = f"{name!r}: {average!r}"
         same = said in kept if isinstance(kept, str) else kept.get(name) == repr(average)
         if not same:
@@ -120,7 +121,8 @@ class _Tensors:
         if not starts:
             raise CheckpointError(f"the checkpoint lacks {begin}, which this model has")
         parts = [self[f"{begin}{start}"] for start in starts]
-        # A scalar is the same in each part. An array's last part may pass the bucket's end.
+        # A scalar has the same value in each part. The last part of an array may reach beyond the
+        # end of the bucket.
         return tf.constant(np.concatenate(parts)[:size] if np.ndim(parts[0]) else parts[0])
 
 
@@ -175,7 +177,7 @@ def _of_chief(tensors: _Tensors, model: keras.Model) -> Iterator[tuple[keras.Var
     """Yields the moving statistics and the frozen weights."""
     frozen, statistics, _ = parts_not_trained(model)
     yield from ((v, tensors[f"state/{k}"]) for k, v in enumerate(statistics))
-    # Older checkpoints lack frozen weights: then the model's stay as they were built.
+    # Checkpoints of older versions lack frozen weights. Then the model keeps those that it has.
     yield from (
         (v, tensors[f"frozen/{k}"]) for k, v in enumerate(frozen) if f"frozen/{k}" in tensors
     )

@@ -14,7 +14,7 @@ import zlib
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-TEXT_BYTES = 512  # length of `CallSite.told`
+TEXT_BYTES = 512  # length in bytes of the result of `CallSite.told`
 
 
 class Purpose(NamedTuple):
@@ -83,8 +83,8 @@ class CallSite:
         self.in_first_epoch = False
         self.began = 0.0
         self.calls: list[Purpose] = []
-        self._epoch = 0  # the epoch of fit, from 1 as Keras prints it; 0 before the first
-        self._step = 0  # the step of the epoch that began last, from 1; 0 before the first
+        self._epoch = 0  # number of the epoch of fit, from 1 as Keras prints it; 0 before the first
+        self._step = 0  # number of the step in this epoch, from 1; 0 before the first step
         self._callbacks = 0
         self._purpose: Purpose | None = None
 

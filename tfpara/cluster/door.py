@@ -18,10 +18,11 @@ from tfpara.cluster.messages import Channel
 from tfpara.typing import Json
 
 _PAUSE_SECONDS = 0.1
-_STRANGER_SECONDS = 10.0  # a stranger must be admitted within this time
-_STRANGERS = 64  # most strangers at a time, in addition to one for each process of the run
-_SHARE = 4  # strangers may use 1/4 of the files that this process may have open
-_NAMED = 8  # most hosts with another secret that the log names
+# A new connection is a "stranger" until it is admitted, which must happen within this time.
+_STRANGER_SECONDS = 10.0
+_STRANGERS = 64  # limit of strangers at a time; one more is allowed for each process of the run
+_SHARE = 4  # strangers may use 1/4 of the file descriptors that this process may have
+_NAMED = 8  # limit of the hosts that the log names for having another secret
 Key = TypeVar("Key", bound=Hashable)
 _log = logging.getLogger(__name__)
 
@@ -50,8 +51,8 @@ class Door(Generic[Key]):
         self.turned_away = ""
         self._listener, self._secret, self._purpose = listener, secret, purpose
         self._most = min(_STRANGERS + guests, _open_files() // _SHARE)
-        self._keys: dict[Channel, Key] = {}  # the keys of guests
-        self._strangers: dict[Channel, tuple[str, float]] = {}  # host, time of arrival; by time
+        self._keys: dict[Channel, Key] = {}  # the key of each guest
+        self._strangers: dict[Channel, tuple[str, float]] = {}  # (host, time it came), oldest first
         self._named: set[str] = set()
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ)

@@ -25,7 +25,8 @@ _INDEX = "JOB_COMPLETION_INDEX"
 _SET_COORDINATOR = (
     f"Set {COORDINATOR}=host:port to rank 0's host and a free port there, the same in all processes"
 )
-_LONGEST_LIST = 1 << 16  # characters of a list of hosts; also numbers of a range in it
+# Limit of the characters in a list of hosts, and of the numbers in each range of the list.
+_LONGEST_LIST = 1 << 16
 _SAGEMAKER_PORT = 23456
 _RANGES = r"\[[0-9]{1,9}(?:-[0-9]{1,9})?(?:,[0-9]{1,9}(?:-[0-9]{1,9})?)*\]"
 _PART = re.compile(rf"[A-Za-z0-9_.-]+|{_RANGES}")
@@ -70,15 +71,16 @@ class _Engine(NamedTuple):
     name: str  # the engine's name in messages
     rank: str  # the name of the variable that has the rank
     size: str  # the name of the variable that has the number of processes
-    starter: str  # the program that sets both variables, for messages
-    # From the environment and the number of processes, this returns the "host:port" of rank 0 and
-    # its source in words, or two empty texts if they are unknown.
+    starter: str  # name, for messages, of the program that sets both variables
+    # A function of the environment and the number of processes. It returns the address of rank 0
+    # ("host:port") and, in words, the source of that; two empty texts if the address is unknown.
     coordinator: Callable[[Mapping[str, str], int], tuple[str, str]]
-    # Whether the engine starts machines, pods or steps, in which another engine may start
-    # processes. The processes inherit the outer engine's variables, so it is no contradiction if
-    # these have another rank or size.
+    # Whether the engine starts machines, pods or job steps, in which another engine may start
+    # processes. Such a process inherits the variables of this outer engine, too. Their rank and
+    # size may differ from those of the inner engine, which take precedence.
     outer: bool = False
-    # variables that this engine also sets; if they are missing, another program has set the rank
+    # Names of variables that this engine also sets. If one is missing, another program has set the
+    # rank.
     also: tuple[str, ...] = ()
 
 
@@ -100,7 +102,8 @@ def find(environ: Mapping[str, str] = os.environ) -> Told | None:
             continue
         (engine, first), *others = several or told
         for other, theirs in others:
-            if engine.rank != RANK or first.size > 1:  # TFPARA_SIZE=1 means to train alone
+            # TFPARA_SIZE=1 makes a process train alone, whatever other engines say.
+            if engine.rank != RANK or first.size > 1:
                 _check_agree(first, theirs, other)
         return first if first.size == 1 else _with_coordinator(first, engine, environ)
     if environ.get(COORDINATOR, "").strip():
@@ -221,7 +224,7 @@ def _read(engine: _Engine, environ: Mapping[str, str]) -> Told | None:
         given[0] = "0"  # a single process needs no TFPARA_RANK
     if engine.rank == RANK and _index(environ):
         given[0], rank_name = _index(environ), _INDEX
-    # isdecimal also accepts digits of other scripts, but so does int().
+    # isdecimal() also accepts digits that are not ASCII, but int() can read those, too.
     whole = all(value.isdecimal() and len(value) < 10 for value in given)
     if not whole or int(given[0]) >= int(given[1]):
         text = ", ".join(
@@ -302,7 +305,7 @@ def _on_slurm(environ: Mapping[str, str], _size: int) -> tuple[str, str]:
             f"as in node[01-03,7],x5. {_SET_COORDINATOR}."
         ) from None
     job, step = environ.get("SLURM_JOB_ID", ""), environ.get("SLURM_STEP_ID", "")
-    # Tasks of one machine need neither the network nor the resolution of its name.
+    # If all tasks are on one machine, they need neither the network nor the machine's name.
     host = first if more else "127.0.0.1"
     source = f"SLURM_STEP_NODELIST={shown(nodes)} and the numbers of job {job} and step {step}"
     return f"{host}:{_port('slurm', job, step)}", source
@@ -404,7 +407,7 @@ _ENGINES = (
     ),
     _Engine("JAX", "JAX_PROCESS_ID", "JAX_NUM_PROCESSES", "Kubeflow", _of_jax, outer=True),
     _Engine("SageMaker", "SM_CURRENT_HOST", "SM_HOSTS", "SageMaker", _of_sagemaker, outer=True),
-    # A batch script has SLURM_PROCID and SLURM_NTASKS too. Only a task of srun has SLURM_STEP_ID.
+    # Slurm also sets SLURM_PROCID in a batch script, but SLURM_STEP_ID only in a task of srun.
     _Engine(
         "Slurm",
         "SLURM_PROCID",

@@ -14,8 +14,9 @@ from tfpara.cluster.tf_config import shown
 RESTART_VARIABLE, LOST_VARIABLE = "TFPARA_RESTART_EXIT_CODE", "TFPARA_LOST_WORKER_EXIT_CODE"
 # 75 is EX_TEMPFAIL of sysexits.h: another attempt may succeed.
 _RESTART, _LOST = 75, 1
-INTERRUPTED = 130  # the code that shells use for Ctrl-C
-# What each code means, for the reference. Users can set other codes for _RESTART and _LOST.
+INTERRUPTED = 130  # the exit code that shells use for Ctrl-C
+# What each code means; the reference in the documentation shows this table. Users can set other
+# codes in place of _RESTART and _LOST.
 MEANINGS = {
     0: "the program has finished",
     1: "an error of the program or of the library",

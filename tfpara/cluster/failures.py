@@ -12,28 +12,31 @@ from tfpara.cluster import Cluster, label, parent
 from tfpara.cluster.reach import unreachable
 
 _PROBE_SECONDS = 3.0
-_HEAR_SECONDS = 1.0  # longest wait for the last message of a worker that is gone
-# The cluster with its addresses, from `know`; the environment may not have the addresses.
+_HEAR_SECONDS = 1.0  # wait for the last message of a worker that is gone
+# The cluster with its addresses, as given to `know`. The environment may lack the addresses.
 _known: Cluster | None = None
 _timeout: float | None = None  # timeout_seconds of the strategy that was made last
-# The names of the silent workers because of which this process has ended a sync: None if it has
-# ended none, "" if the names are unknown.
+# The names of the workers whose silence made this process end a sync; "" if the names are unknown,
+# None if this process has ended no sync.
 _silence: str | None = None
 _who_is_mute: Callable[[], str] = str  # returns the names of silent workers; "" if unknown
-_advice: Callable[[], str] = str  # returns the fix for this process's exchange that failed, or ""
-# Where all workers were in their scripts, in words, if this process has ended an exchange because
-# workers were in different exchanges; else "".
+# Returns the fix for the exchange that failed in this process; "" if there is none.
+_advice: Callable[[], str] = str
+# Set if this process has ended an exchange because workers waited in different exchanges: the place
+# of each worker in its script, in words; else "".
 _apart = ""
-_ended: dict[int, str] = {}  # by rank, the errors of workers that have reported their end, or ""
-# The error that ends this process, to be sent to the other workers; "" if there is none, None if
-# the others fail with the same error anyway.
+# The error of each worker that has reported its end, by rank; "" if it ended without an error.
+_ended: dict[int, str] = {}
+# The error that ends this process, to be sent to the other workers: "" if there is none; None if
+# the others fail with the same error anyway, so that they need not be told.
 _last_words: str | None = ""
 _APART = re.compile(r"apart: (.*?) \(apart\)")
 _WHO_WAS_SILENT = re.compile(r"; (.*?) was silent \(timeout_seconds\)")
 _ASSERTED = re.compile(
     r"assertion failed: \[((?:replicas?|workers?) .*?)\](\n| \[Op:|$)", re.DOTALL
 )
-# TensorFlow may report no more than this if a function on several devices calls one that fails.
+# If a function runs on several devices and another function that it calls fails, this may be all
+# that TensorFlow reports.
 _CANCELLED = "RecvAsync is cancelled"
 _NAMES = re.compile(r"(?:^|and )(chief|worker \d+)\b")
 _OF_A_SYNC = re.compile(f"ollective|RecvBuf|Horovod has|{_CANCELLED}")
@@ -73,17 +76,19 @@ def explain(error: BaseException, cluster: Cluster) -> Explanation | None:
         return Explanation(re.sub(r"\\(.)", r"\1", asserted[1]))
     if cluster.num_workers == 1 or not _OF_A_SYNC.search(text):
         return None
-    apart = _APART.search(text)  # another worker found that workers wait in different exchanges
+    # A match if another worker has found that workers wait in different exchanges.
+    apart = _APART.search(text)
     if _apart or apart:
         return Explanation(f"{_apart or (apart[1] if apart else '')}.")
     gone = _gone(cluster)
     if gone:
         return gone
-    # Horovod's error states no cause. All workers' ports are still open, so none has ended: one
-    # must be silent.
+    # Horovod's error states no cause. As `_gone` has found, all workers' ports are still open, so
+    # no worker has ended: one must be silent.
     silent = "Horovod has" in text and bool(cluster.addresses)
-    told = _WHO_WAS_SILENT.search(text)  # another worker ended the sync, and named it
-    heard_nothing = "heartbeat timeout" in text  # of TensorFlow's coordination service
+    # A match if another worker has ended the sync, and has named the silent worker.
+    told = _WHO_WAS_SILENT.search(text)
+    heard_nothing = "heartbeat timeout" in text  # an error of TensorFlow's coordination service
     ended_here = _silence is not None or isinstance(error, tf.errors.DeadlineExceededError)
     if silent or told or ended_here or heard_nothing:
         who = _silence or (told[1] if told else _who_is_mute() or "a worker")
@@ -155,7 +160,8 @@ def _gone(cluster: Cluster) -> Explanation | None:
         time.sleep(_HEAR_SECONDS)
     failed = {rank: f"{names[rank]} has failed ({why})" for rank, why in _ended.items() if why}
     gone = {r: f"{name} is gone" for r, name in names.items() if name in closed and r not in _ended}
-    # A worker that has failed or died makes the others end, so the latter are not named.
+    # Workers that have failed are the cause; if there are none, those that are gone without a
+    # report. All others ended because of them, and are not named.
     lost = failed or gone
     sentence = f"a sync failed because {' and '.join(lost.values())}; start all workers again."
     if not lost:

@@ -26,11 +26,11 @@ from tfpara.cluster import secret as run_secret
 from tfpara.typing import Json
 
 _LONGEST_MESSAGE = 1 << 20  # bytes
-_LONGEST_OF_RUN = 1 << 24  # bytes, if the sender has shown that it knows the run's secret
+_LONGEST_OF_RUN = 1 << 24  # bytes, if the sender has proved that it knows the run's secret
 _LONGEST_GREETING = 64  # bytes
 _DEEPEST = 64  # levels of nested objects and lists; Python's json fails at about a thousand
-_LONGEST_NUMBER = 100  # digits of a whole number; with many more it has no float and no text
-_READ = 1 << 16  # bytes
+_LONGEST_NUMBER = 100  # digits of a whole number; float() and str() fail for numbers with many more
+_READ = 1 << 16  # bytes that are read at a time
 _GREETING = re.compile(rb"tfpara ([0-9a-f]{32})")
 _FRAME = re.compile(rb"([0-9a-f]{64}) (.*)", re.DOTALL)
 _REFUSAL = b"tfpara: another secret"
@@ -236,7 +236,7 @@ class Channel:
                 self._leaving = self._leaving[self._connection.send(self._leaving) :]
         except BlockingIOError:
             # All unsent messages of a run fit into this limit, unless the other end is stopped and
-            # has not read for hours. Then the connection is closed.
+            # has not read for hours. In that case the connection is closed.
             if len(self._leaving) > 4 * self._longest:
                 self._give_up()
         except OSError:  # the next read finds that the connection has ended

@@ -62,7 +62,8 @@ def _pipe(environ: Mapping[str, str]) -> int:
         OSError, ValueError, OverflowError: this process has no launcher.
     """
     descriptor, _, pipe = environ.get(_VARIABLE, "").partition(":")
-    # A child of this process inherits the variable, but may have another file under this number.
+    # A child of this process inherits the variable, but its descriptor with this number may be
+    # another file.
     found = os.fstat(int(descriptor))
     if not stat.S_ISFIFO(found.st_mode) or found.st_ino != int(pipe):
         raise ValueError("another file")

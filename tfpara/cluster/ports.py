@@ -16,7 +16,7 @@ import time
 from collections.abc import Collection, Iterable
 
 # The range from which this module chooses ports. Linux takes ports of outgoing connections from a
-# higher range, so no connection takes a chosen port before it is used.
+# higher range, so no such connection takes a chosen port before a process listens on the port.
 CHOSEN = range(10000, 32768)
 _PAUSE_SECONDS = 0.1
 _SIOCGIFADDR = 0x8915  # Linux: the address of an interface
@@ -41,7 +41,7 @@ def connect(address: str, timeout_seconds: float) -> socket.socket:
     """
     host, port = split(address)
     connection = socket.create_connection((host, int(port)), timeout_seconds)
-    # By chance a loopback connection to a free port can connect to itself.
+    # A loopback connection to a port where nobody listens can by chance connect to itself.
     if connection.getsockname() == connection.getpeername():
         connection.close()
         raise ConnectionRefusedError("nobody listens")
@@ -70,7 +70,8 @@ def cut(peers: Collection[tuple[str, int]]) -> None:
     for name in os.listdir("/dev/fd"):
         with contextlib.suppress(OSError):
             number = int(name)
-            # Files are left alone: closing even a copy would end this process's locks on them.
+            # Files are skipped: closing even a copy of a descriptor would end this process's locks
+            # on its file.
             if not stat.S_ISSOCK(os.fstat(number).st_mode):
                 continue
             with socket.socket(fileno=os.dup(number)) as own:
@@ -98,7 +99,7 @@ class OpenPort:
     def close(self) -> None:
         self._open = False
         with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread, which waits in accept()
         self._thread.join()
         self._listener.close()
 
@@ -106,7 +107,7 @@ class OpenPort:
         while self._open:
             try:
                 self._listener.accept()[0].close()
-            except OSError:  # closed, or there are no more file descriptors
+            except OSError:  # the listener is closed, or no file descriptor is left
                 time.sleep(_PAUSE_SECONDS)
 
 
@@ -172,7 +173,7 @@ def reserve() -> socket.socket:
     """
     for port in random.sample(CHOSEN, len(CHOSEN)):
         with contextlib.suppress(OSError):
-            # With `reuse` two processes that do not listen yet could get the same port.
+            # With reuse=True, two processes that do not listen yet could get the same port.
             return bind("", port, reuse=False)
     raise OSError(errno.EADDRINUSE, "no port is free")
 

@@ -16,25 +16,25 @@ import warnings
 from collections.abc import Iterator
 
 _LEVEL = "TF_CPP_MIN_LOG_LEVEL"
-# Notes (not warnings) of TensorFlow's server, its search for CUDA, and oneDNN on fast processors.
-# The library that writes them ignores TF_CPP_MIN_LOG_LEVEL.
+# Lines to be suppressed. The first are notes, not warnings: of TensorFlow's server, of its search
+# for CUDA, and of oneDNN. The library that writes them ignores TF_CPP_MIN_LOG_LEVEL.
 _CHATTER = (
     r"WARNING: All log messages before absl::InitializeLog\(\) is called"
     r"|I0000 [\d:. ]+ "
     r"(grpc_server_lib|eager_service_impl|coordination_service\w*|cudart_stub|port)\.cc:\d+\] "
-    # TensorFlow's import registers these libraries twice, with and without GPUs.
+    # The import of TensorFlow registers these libraries twice, whether there are GPUs or not.
     r"|([EW]0000 [\d:. ]+ |[\d:. -]*[EW] [\w/]+/)"
     r"(cuda_(fft|dnn|blas)|computation_placer)\.cc:\d+\] .*(Unable to|already) register"
-    # TensorFlow logs these when an elastic run ends a sync because a worker is lost.
+    # TensorFlow logs these lines when an elastic run ends a sync because a worker is lost.
     r"|[\d:. -]+E [\w/]+/(base_collective_executor|ring_alg)\.cc:\d+\] .*(ABORTED|aborted): tfpara"
 )
 _IS_CHATTER = re.compile(_CHATTER.encode())
-# A parameter server and its workers print the options of their sessions, one a line, with an empty
-# line at the end.
+# A parameter server and its workers print the options of their sessions: one option a line, and an
+# empty line at the end.
 _BEGINS_OPTIONS = re.compile(rb"I0000 .*\] SessionOptions: ")
 _IS_OPTION = re.compile(rb" *(\w+( \{|: .*)|\}|)\r?\n?$")
-# Lines of MultiWorkerMirroredStrategy: its cluster and devices, its health check, which is turned
-# off on purpose, and collective operations, which are configured when the strategy is made.
+# Lines about MultiWorkerMirroredStrategy: its cluster and devices, its health check (turned off on
+# purpose), and its collective operations (configured when the strategy is made).
 _ABOUT_TENSORFLOW = re.compile(
     "MultiWorkerMirroredStrategy with cluster_spec|Check health not enabled"
     "|Single-worker MultiWorkerMirroredStrategy|Collective ops is not configured"
@@ -47,9 +47,11 @@ def install() -> None:
     """Suppresses warnings that come in every run; a second call changes nothing."""
     if _shows_all():
         return
-    # `fit` has shuffle=True by default; for each dataset Keras warns that it ignores this.
+    # `fit` has shuffle=True by default. If its data are a dataset, Keras warns that it ignores
+    # this.
     warnings.filterwarnings("ignore", message=r"`shuffle=True` was passed, but will be ignored")
-    # With parameter servers workers read data in a graph; tf.data then warns about options.
+    # With parameter servers, workers read their datasets inside a graph. For each of these, tf.data
+    # warns about its options.
     warnings.filterwarnings("ignore", message="To make it possible to preserve tf.data options")
 
 
@@ -59,7 +61,9 @@ def starting() -> Iterator[None]:
     if _shows_all():
         yield
         return
-    from tfpara.cluster import parent  # not above, since this file is also a program: see below
+    # Imported here, because this file also runs as a program (`_pass_on`), which cannot import
+    # tfpara.
+    from tfpara.cluster import parent
 
     with regrouping(), contextlib.nullcontext() if parent.is_there() else _without_chatter():
         yield
@@ -112,7 +116,7 @@ def _without_chatter() -> Iterator[None]:
     """
     try:
         real = os.dup(2)
-    except OSError:  # closed
+    except OSError:  # stderr is closed
         yield
         return
     sys.stderr.flush()
@@ -121,7 +125,7 @@ def _without_chatter() -> Iterator[None]:
             [sys.executable, "-I", "-S", __file__],
             stdin=subprocess.PIPE,
             stdout=real,
-            start_new_session=True,  # Ctrl-C must reach only this process
+            start_new_session=True,  # so that Ctrl-C does not reach the new process
         )
         os.dup2(passing.stdin.fileno(), 2)  # type: ignore[union-attr]
         passing.stdin.close()  # type: ignore[union-attr]

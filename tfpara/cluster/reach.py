@@ -38,7 +38,8 @@ def accepting(addresses: Sequence[str], timeout_seconds: float) -> frozenset[str
             ports.connect(address, timeout_seconds).close()
             found.add(address)
 
-    # Daemon threads: a name look-up cannot be cut short, and must not keep the process alive.
+    # The threads are daemons, because a name look-up cannot be cut short, and must not keep the
+    # process alive.
     threads = [threading.Thread(target=probe, args=(each,), daemon=True) for each in addresses]
     deadline = time.monotonic() + timeout_seconds
     for thread in threads:

@@ -31,10 +31,10 @@ from tfpara.cluster.waiting import tried, until
 ADDRESS, PORT = "HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT"
 _ANSWER_SECONDS = 10.0
 _REFUSED_SECONDS = 1.0
-_LONGEST_VALUE = 1 << 20  # bytes; Gloo's values are some hundred bytes for each process
+_LONGEST_VALUE = 1 << 20  # bytes; Gloo's values have a few hundred bytes for each process
 _LONGEST_KEY = 1 << 10
 _MOST_BYTES = 1 << 28  # bytes of all values together
-_CLIENTS = 256  # most clients at a time
+_CLIENTS = 256  # largest number of clients at a time
 _PURPOSE = b"store"
 _FORGED = -1
 
@@ -67,7 +67,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self._refuse(413)
         else:
             value = self.rfile.read(int(length))
-            if len(value) == int(length):  # otherwise the client has closed the connection
+            if len(value) == int(length):  # if it is shorter, the client has closed the connection
                 self.server.values[self.path] = value
                 self._answer(200)
 
@@ -86,7 +86,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.close_connection = True
         self._answer(status)
         with contextlib.suppress(OSError):
-            # Read what has arrived; otherwise the client gets a reset in place of the answer.
+            # What has arrived must be read. Otherwise the client would get a reset in place of the
+            # answer.
             self.connection.shutdown(socket.SHUT_WR)
             self.connection.settimeout(_REFUSED_SECONDS)
             self.connection.recv(_LONGEST_VALUE)
@@ -112,7 +113,7 @@ class Server(http.server.ThreadingHTTPServer):
 
     def __init__(self, port: int = 0, host: str = "", shared: bytes = b"") -> None:
         self.values: dict[str, bytes] = {}
-        self._clients: dict[socket.socket, float] = {}  # time of connection, oldest first
+        self._clients: dict[socket.socket, float] = {}  # time when each has connected; oldest first
         self._lock = threading.Lock()
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         super().__init__((host, port), _Handler)
@@ -161,7 +162,7 @@ class Server(http.server.ThreadingHTTPServer):
 
 def _cut(clients: list[socket.socket]) -> None:
     for client in clients:
-        with contextlib.suppress(OSError):  # it may be closed already
+        with contextlib.suppress(OSError):  # the client's socket may be closed already
             client.shutdown(socket.SHUT_RDWR)
 
 
@@ -180,7 +181,7 @@ def variables(found: cluster.Cluster, host: str, port: int, shared: bytes = b"")
     own = hosts[found.rank]
     beside = [rank for rank, other in enumerate(hosts) if other == own]
     local_rank = beside.index(found.rank)
-    # The hosts with enough processes that one of them has this local rank.
+    # The hosts that have a process with this local rank.
     across = [name for name in dict.fromkeys(hosts) if hosts.count(name) > local_rank]
     return {
         "HOROVOD_RANK": str(found.rank),
@@ -192,7 +193,8 @@ def variables(found: cluster.Cluster, host: str, port: int, shared: bytes = b"")
         "HOROVOD_HOSTNAME": own,
         "HOROVOD_CONTROLLER": "gloo",
         "HOROVOD_CPU_OPERATIONS": "gloo",
-        # Gloo requests http://ADDRESS:PORT/…, so ADDRESS holds host, port and token before ":PORT".
+        # Gloo requests http://ADDRESS:PORT/…, without a token. If ADDRESS is "host:port/token",
+        # that is http://host:port/token:PORT/…, so the path of the request begins with the token.
         ADDRESS: f"{host}:{port}/{token}" if token else host,
         PORT: str(port),
     }
@@ -285,7 +287,7 @@ class _Places(NamedTuple):
 
     def _ask(self, method: str, rank: int, body: bytes | None = None) -> bytes | None:
         errors = (OSError, http.client.HTTPException)
-        try:  # the store may not be served yet
+        try:  # repeated by `tried`, since the store may not be served yet
             return tried(
                 lambda: _request(self.address, self.port, method, rank, body),
                 self.deadline,

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping
 from tfpara.cluster import ports
 
 VARIABLE, FILE_VARIABLE = "TFPARA_SECRET", "TFPARA_SECRET_FILE"
-_SHORTEST, _LONGEST = 16, 4096  # bytes
+_SHORTEST, _LONGEST = 16, 4096  # limits of a secret's length in bytes
 MAKE_ONE = "(umask 077; python -c 'import secrets; print(secrets.token_hex())' > FILE)"
 _log = logging.getLogger(__name__)
 

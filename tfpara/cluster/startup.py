@@ -42,14 +42,16 @@ from tfpara.cluster.reach import unreachable
 from tfpara.cluster.waiting import RETRY_SECONDS, tried, until
 from tfpara.typing import Json
 
-_ANSWER_SECONDS = 10.0  # longest exchange between two running processes
-# Longest start of TensorFlow after the meeting. It takes seconds, unless a worker dies meanwhile.
+_ANSWER_SECONDS = 10.0  # longest wait for the answer of a process that runs
+# Longest start of TensorFlow after all workers have met. The start takes seconds; it hangs if a
+# worker dies meanwhile.
 _CONNECT_SECONDS = 120.0
 _PURPOSE = "start"
 
 _met: set[Cluster] = set()  # the clusters in which this process has started TensorFlow
 _in_elastic_run = False
-_found: dict[Cluster, Cluster] = {}  # clusters without addresses, mapped to the same with them
+# Clusters that were read without addresses; each is mapped to the same cluster with addresses.
+_found: dict[Cluster, Cluster] = {}
 _log = logging.getLogger(__name__)
 
 
@@ -75,7 +77,7 @@ def guard(cluster: Cluster, timeout_seconds: float) -> Iterator[None]:
         return
     _refuse_another()
     meet(cluster, timeout_seconds)
-    # Python threads do not run during TensorFlow's start. This timer is a thread in C.
+    # Python threads do not run during TensorFlow's start, so this timer is a thread in C.
     faulthandler.dump_traceback_later(_CONNECT_SECONDS, exit=True, file=sys.__stderr__ or 2)
     try:
         with quiet.starting(), _sigterm_kept():
@@ -120,7 +122,7 @@ def _sigterm_kept() -> Iterator[None]:
     in any thread.
     """
     libc = ctypes.CDLL(None)
-    former = ctypes.create_string_buffer(1024)  # more than a struct sigaction
+    former = ctypes.create_string_buffer(1024)  # larger than a struct sigaction
     libc.sigaction(signal.SIGTERM, None, former)
     try:
         yield
@@ -188,7 +190,8 @@ def find_each_other(
         return _found[cluster]
     if not told.coordinator:
         raise workers.ClusterError(engines.no_coordinator(told))
-    level = logging.INFO if told.rank else logging.WARNING  # a warning is shown by default
+    # Rank 0 logs this as a warning, because Python shows warnings, but not INFO, by default.
+    level = logging.INFO if told.rank else logging.WARNING
     _log.log(level, "tfpara: %s.", told.described())
     terms = _terms_of(told, collectives, secret.read(), timeout_seconds)
     with contextlib.closing(ports.reserve()) as own:
@@ -238,7 +241,7 @@ def _addresses(port: int, guests: Mapping[int, _Guest]) -> list[str]:
 class _Guest(NamedTuple):
     """A worker that has connected to the chief."""
 
-    reaches: str  # the chief's IP address, as this worker has reached it
+    reaches: str  # the IP address at which this worker has reached the chief
     hello: Mapping[str, Json]
 
 
@@ -247,15 +250,16 @@ class _Terms(NamedTuple):
 
     size: int  # number of workers
     chief: str  # "host:port" at which the chief listens
-    describe: Callable[[int], str]  # returns the name in messages of the worker with a rank
-    check: Callable[[int, Mapping[str, Json]], str | None]  # returns the problem of a rank's hello
+    describe: Callable[[int], str]  # returns the name, for messages, of the worker with a rank
+    # From a rank and its first message ("hello"), returns what is wrong with the hello, or None.
+    check: Callable[[int, Mapping[str, Json]], str | None]
     known: Callable[[Mapping[str, Json]], bool]  # returns whether a hello has the right form
-    twice: Callable[[int], str]  # returns the sentence that two workers have the same rank
-    absent: str  # the fix if workers do not come
+    twice: Callable[[int], str]  # returns the error text for two workers with the given rank
+    absent: str  # the fix if workers do not come to the meeting
     chief_where: str  # the place where the chief must be started, in words
     shared: bytes  # the secret of the run
     timeout_seconds: float
-    deadline: float  # of the meeting, in seconds of `time.monotonic()`
+    deadline: float  # the end of the meeting, in seconds of `time.monotonic()`
 
 
 def _terms(cluster: Cluster, collectives: str, shared: bytes, timeout_seconds: float) -> _Terms:
@@ -367,10 +371,11 @@ def _gather(terms: _Terms, door: Door[int]) -> dict[int, _Guest]:
         if known_as is not None:
             return
         if not isinstance(rank, int) or not 0 < rank < terms.size or not terms.known(hello):
-            door.drop(channel)  # not a worker
+            door.drop(channel)  # the message is not from a worker
             return
         is_twin = rank in guests
-        door.let_in(channel, -rank if is_twin else rank)  # both processes of the rank get an answer
+        # A second process with the same rank has the key −rank, so that both get an answer.
+        door.let_in(channel, -rank if is_twin else rank)
         problem = terms.check(rank, hello) or (terms.twice(rank) if is_twin else "")
         problems.extend([problem] if problem else [])
         guests[rank] = _Guest(channel.own_host, hello)
@@ -380,8 +385,8 @@ def _gather(terms: _Terms, door: Door[int]) -> dict[int, _Guest]:
             terms.describe(rank) for rank in range(1, terms.size) if rank not in guests
         )
 
-    # When all have come, this waits a moment longer for a second process with the same task. Under
-    # a launcher there is none.
+    # After all workers have come, the loop waits a moment longer: a second process with the same
+    # task may come. A launcher starts no such process.
     patience = 0.0 if parent.is_there() else RETRY_SECONDS
     complete_since = float("inf")
     for _ in until(terms.deadline, missing, pause=door.wait):
@@ -405,8 +410,9 @@ def _check_reachable(cluster: Cluster, deadline: float) -> None:
     """Raises StartupError if the chief cannot reach workers that have reached it."""
     astray: list[str] = []
     for _ in until(deadline, str):
-        # A pod's name may become known only some time after its start. Names are looked up before
-        # the probe, since a name may become known during it.
+        # A pod's name may be unknown until some time after the pod's start. While a name is
+        # unknown, the probe is repeated. Names are looked up before the probe, since one may become
+        # known during it.
         unknown = ports.unknown(cluster.addresses)
         astray = unreachable(cluster, _ANSWER_SECONDS)
         if not astray or not unknown:
@@ -438,7 +444,8 @@ def _report_to_chief(
 def _ask_chief(terms: _Terms, hello: Callable[[Channel], Mapping[str, Json]]) -> dict[str, Json]:
     """Sends hello to the chief; returns its answer, or raises OSError."""
     wait = max(RETRY_SECONDS, min(_ANSWER_SECONDS, terms.deadline - time.monotonic()))
-    # The chief may have started last, and then waits up to timeout_seconds for the others.
+    # If the chief has started last, it waits up to timeout_seconds for the others before it
+    # answers.
     patience = terms.timeout_seconds + 2 * _ANSWER_SECONDS
     with contextlib.closing(messages.connect(terms.chief, terms.shared, _PURPOSE, wait)) as chief:
         chief.send(**hello(chief))
@@ -463,7 +470,8 @@ def listen(address: str, name: str, guests: int = 0) -> socket.socket:
     """
     given, port = ports.split(address)
     try:
-        # TensorFlow's server binds the port on all interfaces, so it must be free on all.
+        # TensorFlow's server binds the port on all interfaces, so the port must be free on all of
+        # them.
         ports.bind("", int(port)).close()
         return ports.listen(ports.own_host(given), int(port), guests)
     except OSError as error:

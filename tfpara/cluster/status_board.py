@@ -32,8 +32,8 @@ _PURPOSE = "where"
 _TICK_SECONDS = 0.2
 _CONNECT_SECONDS = 10.0
 _ANSWER_SECONDS = 1.5  # longest wait of the chief for the workers' answers
-_TABLE_SECONDS = 3.0  # longest wait of a worker for the chief's table
-_BYE_SECONDS = 1.0  # longest wait until the last message is sent
+_TABLE_SECONDS = 3.0  # longest wait of a worker for the table that the chief sends
+_BYE_SECONDS = 1.0  # longest wait, at the end, until the last message is sent
 _LIBRARIES = tuple(
     sorted({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
 ) + (str(Path(__file__).parents[1]),)
@@ -143,7 +143,7 @@ class StatusBoard:
         port: int = 0,
     ) -> None:
         self._cluster, self._here = found, here
-        self._asked = threading.Event()  # whether this process wants a table
+        self._asked = threading.Event()  # set while this process wants a table
         self._table: list[Row] | None = None
         self._has_table = threading.Event()
         self._asking = threading.Lock()
@@ -170,8 +170,8 @@ class StatusBoard:
             self._asked.set()
             if self._has_table.wait(_TABLE_SECONDS) or self._door or not self._thread.is_alive():
                 return self._table
-        # The chief does not answer, and no other worker knows all places. So only the chief is
-        # shown as silent.
+        # The chief does not answer, and only the chief can ask the other workers for their rows. So
+        # the chief is shown as silent, and each other worker as waiting.
         return [_SILENT] + [Row("", [""])] * (self._cluster.num_workers - 1)
 
     def end(self) -> None:
@@ -220,7 +220,7 @@ class StatusBoard:
         door = self._door
         assert door is not None
         rows: dict[int, Row] = {}
-        askers: list[Channel | None] = []  # channels that wait for a table; None: this process
+        askers: list[Channel | None] = []  # channels that wait for a table; None is this process
         until = 0.0
 
         def hear(channel: Channel, rank: int | None, message: dict[str, Json]) -> None:

@@ -19,15 +19,15 @@ _PORT = re.compile(r"[0-9]{1,5}")
 
 _repr = reprlib.Repr()
 _repr.maxstring = _repr.maxother = _repr.maxlong = 120
-shown = _repr.repr  # a value in messages, of limited length
+shown = _repr.repr  # returns a value as text of limited length, for messages
 
 ADDRESSES = "Write host:port, such as '10.0.0.1:4000', 'node1:4000' or '[::1]:4000'"
-# Former names of jobs, and the present ones.
+# Former names of jobs, mapped to the present ones.
 _FORMER = {"master": "chief"}
-# Names of jobs in Vertex AI's CLUSTER_SPEC.
+# Names of jobs in Vertex AI's CLUSTER_SPEC, mapped to those of TF_CONFIG.
 _POOLS = {"workerpool0": "chief", "workerpool1": "worker", "workerpool2": "ps"}
 _POOLS["workerpool3"] = "evaluator"
-# Top-level keys that TensorFlow, or an engine that starts its processes, writes.
+# Known top-level keys of TF_CONFIG: TensorFlow's own, and those of engines that start processes.
 _KEYS = {"cluster", "task", "environment", "job", "rpc_layer", "session_master", "trial"}
 
 

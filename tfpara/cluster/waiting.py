@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 RETRY_SECONDS = 0.1
-_FIRST_PAUSE_SECONDS = 0.01  # pauses begin with this, and double up to RETRY_SECONDS
+_FIRST_PAUSE_SECONDS = 0.01  # length of the first pause; pauses then double up to RETRY_SECONDS
 _Result = TypeVar("_Result")
 _LOG_SECONDS = 30.0
 _log = logging.getLogger(__name__)

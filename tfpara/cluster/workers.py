@@ -176,7 +176,7 @@ def is_evaluator(environ: Mapping[str, str] = os.environ) -> bool:
         tf_config.read(environ, _KIND)
     except tf_config.NoPart as task:
         return task.job == "evaluator"
-    except ClusterError:  # the strategy says what is wrong
+    except ClusterError:  # ignored here: the strategy reports what is wrong
         return False
     return False
 

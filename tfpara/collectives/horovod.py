@@ -24,7 +24,7 @@ from tfpara.typing import Nest
 # The longest wait for Horovod's shutdown in `abort`. The shutdown returns at once, unless Horovod
 # itself waits for a stopped process.
 _GRACE_SECONDS = 5.0
-# Dtypes that Horovod cannot send, each with a dtype of the same size that it can.
+# Dtypes that Horovod cannot send, each mapped to a dtype of the same size that it can send.
 _SAME_BITS = {tf.uint32: tf.int32, tf.uint64: tf.int64, tf.bfloat16: tf.uint16}
 
 
@@ -34,7 +34,8 @@ def problem() -> str | None:
     command = f"run scripts/install_horovod.sh --venv={sys.prefix}"
     if spec is None or not spec.submodule_search_locations:
         return f"Horovod is not installed in {sys.prefix}. To build it, {command}"
-    # Horovod's build writes into this file for which version of TensorFlow it was made.
+    # Horovod's build has written this file. It has the version of TensorFlow for which Horovod was
+    # built.
     record = Path(spec.submodule_search_locations[0]) / "metadata.json"
     built_for = json.loads(record.read_text()).get("tensorflow") if record.exists() else None
     if built_for != tf.__version__:
@@ -141,8 +142,10 @@ class HorovodCollectives:
         self._by_nccl = on_gpu and self._hvd.nccl_built()
         # Without NCCL all of Horovod's operations run on CPUs.
         self._device = "CPU:0" if on_gpu and not self._by_nccl else device
-        # Gloo's all-to-all and all-gather post the send before the receive, and two workers share
-        # one connection. So a worker's request for data waits until its own data are sent.
+        # `longest` is the largest number of workers with which a reduce-scatter is fast. With Gloo
+        # that is 1: Gloo's all-to-all and all-gather send before they receive, and two workers
+        # share one connection. So a worker's request for data waits until the worker's own data are
+        # sent.
         longest = 1 if self._hvd.gloo_enabled() else 2
         self.scatters_well = self._by_nccl or size <= longest
         self._timeout = float(timeout_seconds)
@@ -161,8 +164,8 @@ class HorovodCollectives:
     def reduce_scatter(self, buffers: Sequence[tf.Tensor], name: str) -> list[tf.Tensor]:
         self._check(buffers, name)
         if not self._by_nccl:
-            # An all-to-all and a local sum send the same bytes as Gloo's reduce-scatter, in a third
-            # of the time.
+            # An all-to-all and a local sum send as many bytes as Gloo's reduce-scatter, but take a
+            # third of its time.
             received = [
                 self.all_to_all(tf.reshape(buffer, [self.size, -1]), f"{name}/{k}")
                 for k, buffer in enumerate(buffers)
@@ -197,8 +200,8 @@ class HorovodCollectives:
         return _from_bits(sent, buffer.dtype)
 
     def barrier(self, name: str) -> None:
-        # The assertion keeps TensorFlow from removing the operation. `rank_op`, which has a value
-        # only when the graph runs, keeps TensorFlow from computing the result once in advance.
+        # The assertion keeps TensorFlow from removing the all-gather. `rank_op` has a value only
+        # when the graph runs, and so keeps TensorFlow from computing the result once in advance.
         ranks = self.all_gather(self._hvd.rank_op(), f"barrier/{name}")
         tf.debugging.assert_equal(ranks, tf.range(self.size))
 

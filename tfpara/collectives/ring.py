@@ -14,7 +14,7 @@ from tfpara.collectives.members import Members, order_of
 # Larger than the group keys of TensorFlow's own strategies, which count up from small numbers.
 _GROUP_KEY = 0x74660000
 
-# For each dtype that TensorFlow does not broadcast, one that carries its values without loss.
+# Dtypes that TensorFlow cannot broadcast, each mapped to one that carries its values without loss.
 _CARRIED_AS = {
     tf.bfloat16: tf.float32,
     **dict.fromkeys((tf.int8, tf.uint8, tf.int16, tf.uint16), tf.int32),
@@ -63,9 +63,9 @@ class TensorFlowCollectives:
         self._communication = communication.lower()
         self._group_key = _GROUP_KEY + group
         self._names: dict[int, str] = {}  # names of the operations so far, by key
-        # TensorFlow runs operations that have the same ordering token, or none, one after the
-        # other. NCCL needs the same order on every worker, so its operations share a token. On the
-        # ring each operation has its own, so that buckets are sent in parallel.
+        # TensorFlow runs operations with the same ordering token (or without any token) one after
+        # the other. NCCL needs the same order on every worker, so its operations share a token. On
+        # the ring each operation has a token of its own, so that buckets are sent in parallel.
         self._by_nccl = communication == "NCCL"
         self._shared_token = None
         if self._by_nccl:
@@ -117,8 +117,8 @@ class TensorFlowCollectives:
                 **self._attributes(name, rows),
             )
             return tf.reshape(part, [-1])
-        # TensorFlow has a reduce-scatter for NCCL alone. An all-to-all with a local sum sends as
-        # many bytes.
+        # TensorFlow has a reduce-scatter for NCCL alone. An all-to-all with a local sum does the
+        # same, and sends as many bytes.
         return tf.add_n(tf.unstack(self._all_to_all(rows, name), num=self.size))
 
     def all_to_all(self, rows: tf.Tensor, name: str) -> tf.Tensor:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-# A worker with a shorter wait than this, as in each sync, counts as one for which others wait.
+# Every sync has short waits. So a worker that has waited for less than this counts as one for which
+# the others wait.
 _WAIT_SECONDS = 2.0
-_SILENT_SECONDS = 5.0  # after so long without a report a worker no longer counts as waiting
-_TELL_SECONDS = 10.0  # how long others have waited when the first line is printed
+_SILENT_SECONDS = 5.0  # a worker without a report for so long no longer counts as waiting
+_TELL_SECONDS = 10.0  # the first line is printed when others have waited for so long
 
 
 class _Report(NamedTuple):
@@ -24,7 +25,8 @@ class LongWaits:
 
     def __init__(self) -> None:
         self._reports: dict[int, _Report] = {}
-        # For each awaited worker, how many seconds others have waited when the next line is due.
+        # For each worker that others wait for: the next line is due when they have waited for so
+        # many seconds.
         self._tell_after: dict[int, float] = {}
 
     def hear(self, task: int, waits: float, place: str, now: float) -> None:

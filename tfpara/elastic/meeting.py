@@ -21,8 +21,9 @@ from tfpara.cluster.waiting import RETRY_SECONDS, tried, until
 from tfpara.elastic.membership import BEGUN
 from tfpara.typing import Json
 
-ADDRESS = "TFPARA_MEETING"  # the variable that gives workers the address of the meeting point
-NAME = "TFPARA_WORKER_NAME"  # the variable by which a launcher gives a worker its name
+# Environment variables: the address of the meeting point, and the name of this worker.
+ADDRESS = "TFPARA_MEETING"
+NAME = "TFPARA_WORKER_NAME"
 PURPOSE = "meeting"
 TICK_SECONDS = 0.05
 _ANSWER_SECONDS = 10.0
@@ -130,11 +131,11 @@ class Line:
         self._port = port
         self._silence = float(settings["silence_seconds"])
         self._beat_at = 0.0
-        # The state of this worker, for a new meeting point.
-        self._form: dict[str, Json] | None = None  # the latest generation that was formed
-        self._terms: dict[str, Json] | None = None  # the last argument of `agreed`
-        self._asked: dict[str, Json] | None = None  # the request without an answer so far
-        # The call of `fit` in which this worker is a member, and the results of earlier calls.
+        # What a new meeting point must learn from this worker, if the present one is gone:
+        self._form: dict[str, Json] | None = None  # the latest generation that this worker knows
+        self._terms: dict[str, Json] | None = None  # the terms last given to `agreed`
+        self._asked: dict[str, Json] | None = None  # the last request, if it is not answered yet
+        # The number of the call of `fit` that this worker is in, and the results of earlier calls.
         self._fits: dict[str, Json] = {"fit": 0, "histories": []}
         self._leaves = self._over = False
         self._channel = self._connect()
@@ -212,7 +213,7 @@ class Line:
         self._asked = None
         if "fit" in answer:
             raise Passed(int(answer["fit"]), list(answer["histories"]))
-        # The meeting point sends `wanted` again if a worker could not join.
+        # `wanted` is reset. If a worker still waits to join, the meeting point sends it again.
         self.generation, self.wanted = int(answer["form"]), False
         tasks, addresses = map(tuple, zip(*answer["members"], strict=True))
         reports, why, last = tuple(answer["reports"]), answer["why"], answer["last"]
@@ -227,7 +228,8 @@ class Line:
         self._ask(ready=generation)
         while True:
             answer = self._answer("go", "abort")
-            if generation in answer.values():  # otherwise the answer is of an earlier generation
+            # Answers for earlier generations are skipped.
+            if generation in answer.values():
                 self._asked = None
                 return "go" in answer
 
@@ -310,15 +312,16 @@ class Line:
 
     def _listen(self) -> tuple[list[dict[str, Json]], bool]:
         """Returns the messages that have arrived, and whether the connection has ended."""
-        self._channel.wait_for(TICK_SECONDS)  # without the lock, since senders need it
+        self._channel.wait_for(TICK_SECONDS)  # not under the lock, which senders need meanwhile
         with self._lock:
             said = self._channel.receive()
             now = time.monotonic()
             if now >= self._beat_at:
                 self._beat_at = now + self._silence / 5.0
                 self._channel.send()
-            # Both ends send signs of life equally often. But a meeting point that has not answered
-            # on this connection may be stopped, and a further connection would wait in vain, too.
+            # Both ends send signs of life equally often, so a silent connection is given up. But if
+            # the meeting point has not answered on this connection yet, its process may be stopped.
+            # Then a new connection would not help, so this one is kept for longer.
             answers = self._channel.known
             patience = self._silence if answers else max(self._silence, self._timeout)
             if now - self._channel.heard > patience:
@@ -334,7 +337,7 @@ class Line:
         elif "lost" in message:
             self.lost |= {int(message["lost"])}
         elif "enrolled" in message:
-            self.task = int(message["enrolled"])  # changes only while the run begins
+            self.task = int(message["enrolled"])  # The number changes only while the run begins.
             if self._awaits_founding and not message["founding"]:
                 self._heard.put({"evicted": BEGUN})
         elif message:
@@ -342,7 +345,8 @@ class Line:
             if "form" in message:
                 self._form = {"form": message["form"], "members": message["members"]}
                 self.lost = frozenset()
-            # Abort first: a worker that waits in a collective does not read messages.
+            # The abort comes before the message is queued. The main thread may be waiting in a
+            # collective, and reads the queue only when that has been aborted.
             if "abort" in message:
                 self._on_abort(int(message["abort"]), "a worker is lost")
             elif "evicted" in message:

@@ -42,7 +42,7 @@ from tfpara.typing import Json
 
 _GUESTS = 1024
 _LONGEST_NAME, _LONGEST_PLACE = 80, 200
-_MEETING_SECONDS = 300.0  # longest wait for a connected member that does not come
+_MEETING_SECONDS = 300.0  # longest wait for a connected member that does not come to a meeting
 _log = logging.getLogger(__name__)
 
 
@@ -70,16 +70,18 @@ class Meeting:
         listener = ports.listen(host, port)
         self.port = int(listener.getsockname()[1])
         self._founders, self._start_seconds = founders, start_seconds
-        # The first worker brings the limits, and then a new state replaces this one.
+        # This state is provisional. The first worker sends the limits of the run; then a state with
+        # these limits replaces it.
         now = time.monotonic()
         self.state = Membership(Limits(founders, 1, None, math.inf, math.inf, math.inf), now)
         self._settings: dict[str, Json] | None = None  # the first worker's settings
         self._silence = math.inf
-        self._door = Door[int](listener, secret, PURPOSE, _GUESTS)  # guests by task
+        # The connections of enrolled workers are the door's `guests`, by task number.
+        self._door = Door[int](listener, secret, PURPOSE, _GUESTS)
         self._addresses: dict[int, str] = {}
         self._names: dict[int, str] = {}
         self._waits = LongWaits()
-        self._ended: set[int] = set()  # workers whose processes have ended
+        self._ended: set[int] = set()  # task numbers of workers whose processes have ended
         self._beat_at = 0.0
         self._looked_at = now
         self._open = True
@@ -119,7 +121,8 @@ class Meeting:
             while self._open:
                 self._listen()
         finally:
-            self._door.close()  # also after an error, so that no worker waits for an answer
+            # This happens after an error, too: otherwise workers would wait for answers in vain.
+            self._door.close()
 
     def _listen(self) -> None:
         self._door.wait(TICK_SECONDS)
@@ -128,7 +131,8 @@ class Meeting:
         now = time.monotonic()
         for task, channel in list(self._door.guests.items()):
             if now - channel.heard > self._silence:
-                # It reconnects when it can, and then learns whether the others have continued.
+                # The worker reconnects when it can. Then it learns whether the others have gone on
+                # without it.
                 self._door.drop(channel)
                 self._lose(task, f"was silent for {self._silence:g} s")
         for task in self._ended & self.state.absent:
@@ -163,11 +167,12 @@ class Meeting:
                 ):
                     self._enrol(channel, ports.joined(host, port), settings, message, now)
                 case _:
-                    self._door.drop(channel)  # it is no worker
+                    self._door.drop(channel)  # the other end is no worker
             return
         match message:
             case {"register": _} | {"where": _} if state.phase == "founding":
-                # The worker wants to join a run that this meeting point does not know yet.
+                # This meeting point is new and does not know the run yet that the worker wants to
+                # join.
                 channel.send(evicted="no member of its run is here")
             case {"where": _}:
                 channel.send(**state.where())
@@ -222,7 +227,8 @@ class Meeting:
             return
         guests = self._door.guests
         if isinstance(wanted, int) and self._addresses.get(wanted) == address and wanted in guests:
-            # The worker has noticed that its former connection ended before this process has.
+            # The worker has connected again, but this process has not noticed yet that the former
+            # connection has ended.
             self._door.drop(guests[wanted])
             self._lose(wanted, "is lost")
         again, missed = _membership_of(message.get("again")), list[Say]()
@@ -243,7 +249,8 @@ class Meeting:
         channel.send(enrolled=task, founding=founding, founders=self._founders)
         self._tell(missed)
         if founding:
-            # At once, so that a worker that comes after the last founder learns that it joins.
+            # A founder is registered at once. So when the last founder is here, the run begins, and
+            # a later worker learns that it is to join.
             _, said = self.state.register(address, {}, now, task, name)
             self._tell(said)
 

@@ -71,15 +71,15 @@ class Limits:
 class _Worker:
     """A worker that is connected."""
 
-    address: str  # "host:port" at which the others reach it
-    terms: Mapping[str, Any]  # from `register`
-    name: str  # the name in messages
-    fit: int = 0  # the call of `fit` in which it is or wants to be
-    report: Any = None  # its report to the meeting
-    came: bool = False  # whether it has come to the meeting
-    admits: bool = True  # whether others may join at this meeting
-    leaves: bool = False  # whether it wants to leave
-    ready: bool = False  # whether it is connected to the new generation
+    address: str  # "host:port" at which the other workers reach this one
+    terms: Mapping[str, Any]  # the terms that it gave to `register`
+    name: str  # the worker's name in messages
+    fit: int = 0  # the call of `fit` in which the worker takes part or wants to
+    report: Any = None  # the worker's report to the meeting
+    came: bool = False  # whether the worker has come to the meeting
+    admits: bool = True  # whether this worker lets others join at this meeting
+    leaves: bool = False  # whether the worker wants to leave
+    ready: bool = False  # whether the worker is connected to the new generation
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,17 +141,19 @@ class Membership:
         self.terms: Mapping[str, Any] = {}
         self.fit, self.histories = 0, list[Any]()
         self._since = now  # time when the phase began
-        self._short_since: float | None = None  # time when the number of workers became too small
-        self._wanted = False  # whether members were told that a worker joins or leaves
-        self._why: list[str] = []  # the reasons for the next generation
-        self._lost: dict[int, _Worker] = {}  # members lost since the generation was formed
+        self._short_since: float | None = None  # time since which there are too few workers
+        self._wanted = False  # whether members were told to meet because a worker joins or leaves
+        self._why: list[str] = []  # the reasons for the next generation, as texts
+        self._lost: dict[int, _Worker] = {}  # members lost since the last generation was formed
         self.absent: set[int] = set()
         self._awaited_until = now  # end of the wait for absent members
-        self._doubts_until = now  # until then a member whose connection ends is absent, not lost
-        self._aborted = False  # whether members were told to end the generation's collectives
-        # whether a member has reported the generation to this, new, meeting point
+        # Until this time a member whose connection ends counts as absent, and not as lost.
+        self._doubts_until = now
+        self._aborted = False  # whether members were told to abort the generation's collectives
+        # Whether this meeting point is new, and has learned the generation from a member.
         self._resumed = False
-        self._last = False  # whether all were asked to end, with something left to do
+        # Whether the members are to write a checkpoint and end before the training is complete.
+        self._last = False
         self._finishing = False  # whether a worker has completed its program, or all must end
         self._ended = ""  # the reason for the end of the run
         self.is_complete = False
@@ -285,7 +287,8 @@ class Membership:
         """Event: a member begins a call of `fit`; from now on no worker can join an earlier one."""
         if task not in self._members or fit <= self.fit:
             return []
-        self.fit, self.histories, self.terms = fit, histories, {}  # terms may differ between calls
+        # The terms may differ between calls of `fit`, so those of the former call are dropped.
+        self.fit, self.histories, self.terms = fit, histories, {}
         said: list[Say] = []
         for other in self.waiting:
             if self._workers[other].fit < fit:
@@ -329,13 +332,16 @@ class Membership:
         del self._workers[task]
         said: list[Say] = []
         if is_member:
-            if task not in self.absent:  # a member is awaited once only
+            # If all members are lost, those in `_lost` are awaited. A member that was absent has
+            # been awaited already.
+            if task not in self.absent:
                 self._lost[task] = worker
             self.absent.discard(task)
-            if not worker.leaves:  # otherwise its wish to leave is noted already
+            if not worker.leaves:  # otherwise `_why` already has its wish to leave
                 self._why.append(f"{worker.name} {why}")
             said = self._to_members(lost=task)
-            # Aborts even if members have agreed to meet, since some may still wait in a collective.
+            # The collectives are aborted even if the members have agreed to meet, since some
+            # members may still wait in one.
             said += self._begin_meeting(now)
         return said + self._go_on(now)
 
@@ -383,8 +389,8 @@ class Membership:
         first = self.phase != "meeting"
         worker = self._workers[task]
         worker.came, worker.report, worker.admits = True, report, admits
-        # Others may still wait in the collective that has failed. To an agreed meeting all members
-        # come by themselves, without an abort.
+        # If a collective has failed here, other members may still wait in it, so it is aborted. If
+        # all have agreed to meet, they come without that.
         said = self._begin_meeting(now) if failed and first else []
         self._phase("meeting", now)
         return said + self._go_on(now)
@@ -392,7 +398,9 @@ class Membership:
     def ready(self, task: int, generation: int, now: float) -> list[Say]:
         """Event: a member of the new generation is connected to it."""
         if generation == self.generation and task in self.members:
-            if self.phase == "training":  # a former meeting point has formed the generation
+            # A former meeting point has formed the generation, and has ended before it answered
+            # this member.
+            if self.phase == "training":
                 return [(task, {"go": generation})]
             self._workers[task].ready = self.phase == "enabling"
         return self._go_on(now)
@@ -411,7 +419,8 @@ class Membership:
                     text = f"did not come to the meeting for {self.limits.meeting_seconds:g} s"
                     said.append((task, {"evicted": f"this worker {text}"}))
                     said += self.gone(task, text, now)
-                    break  # the phase may have changed; the other members follow at the next tick
+                    # `gone` may have changed the phase. Other late members follow at the next tick.
+                    break
         return said + self._go_on(now)
 
     # -- consequences -------------------------------------------------------------------------
@@ -448,7 +457,7 @@ class Membership:
         """Continues after all have met: forms a generation, maybe the last, or waits for others."""
         leaving = [task for task in self.members if self._workers[task].leaves]
         if leaving and len(leaving) == len(self.members) and not self._finishing:
-            # A checkpoint has to be written first.
+            # Before the members end, they must write a checkpoint, in a last generation.
             return self._form(now, "all workers were asked to end")
         said: list[Say] = []
         for task in leaving if not self._finishing else ():
@@ -457,10 +466,11 @@ class Membership:
         if not self.members and self._finishing:
             return said + self._end(_OVER, complete=not self._last)
         if not self.members and not self._lost:
-            # Workers that wait to join have no state from which to continue.
+            # Only workers that wait to join may be left. They have no state from which to continue.
             return said + self._end(_NOBODY)
         if not self.members:
-            # It is likelier that no member can be heard than that all have died.
+            # Probably not all members have died, but none can be heard at the moment. So all are
+            # awaited.
             lost, self._lost = self._lost, {}
             self._why.append("all were awaited")
             self._await(lost, now + self.limits.grace_seconds)

@@ -12,8 +12,9 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-_WIDEST = 64  # units of the longest list U, see `_packed`, whose repetitions are searched
-_ENOUGH = 64  # after so many repetitions of a list U, longer ones are not tried
+# Limits of the search in `_packed` for a list U of units that is repeated.
+_WIDEST = 64  # longest list U that is tried, in units
+_ENOUGH = 64  # if a list U is repeated so often, no longer list is tried
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,8 +84,8 @@ class Plan:
         """
         trained = [sum(pair) for pair in zip(dealt, open_steps, strict=True)]
         listed = [self.carried[rank] + self.owed_to(rank) for rank in range(self.size)]
-        # From `first` on, units form rows of one for each rank. Before this row, the untrained ones
-        # become owed.
+        # From `first` on, the units are taken in rows with one unit for each rank. `row` is the
+        # first row of which no unit is trained; untrained units of earlier rows become owed.
         row = max(0, *(done - len(known) for done, known in zip(trained, listed, strict=True)))
         first = self.first + row * self.size
         owed, carried = [], {}
@@ -126,7 +127,7 @@ def _packed(units: Sequence[int]) -> list[Any]:
     found: list[Any] = []
     at = 0
     while at < len(units):
-        longest, width = 1, 1  # number of units of the entry; of U
+        longest, width = 1, 1  # the number of units in the best entry so far, and in its list U
         for wide in range(1, min(_WIDEST, (len(units) - at) // 2) + 1):
             distance, end = units[at + wide] - units[at], at + wide
             while end < len(units) and units[end] - units[end - wide] == distance:

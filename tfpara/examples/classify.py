@@ -43,14 +43,15 @@ def main() -> None:
     parser.add_argument("--out", default="classify", help="folder of what is written")
     options = parser.parse_args()
 
-    # First of all, since TensorFlow must know the other workers before it does anything else.
+    # The strategy is made first, since TensorFlow must know the other workers before it does
+    # anything else.
     strategy = tfpara.PeriodicSyncStrategy(
         tfpara.BMUF(), sync_period=10, averages={"ema": tfpara.EMA(0.9)}
     )
     with strategy.scope():
         model = network()
 
-    # All workers give the same data; each trains on its share of them.
+    # All workers give `fit` the same data. Each worker trains on its share of the data.
     model.fit(
         *points(10_000, seed=1),
         batch_size=32 * strategy.num_replicas,
@@ -59,7 +60,7 @@ def main() -> None:
         callbacks=[tfpara.callbacks.Checkpoint(f"{options.out}/checkpoints")],
     )
 
-    # Every worker must come here: the others wait for it.
+    # Every worker must make these calls, since each waits for the others in them.
     for which in ("global", "ema"):
         with strategy.weights(model, which):
             _, accuracy = model.evaluate(*points(1_000, seed=3), verbose=0)

@@ -49,10 +49,10 @@ def main() -> None:
     """Trains on the first task, then on the second, and writes the model."""
     strategy = tfpara.PeriodicSyncStrategy(tfpara.BMUF(), sync_period=5)
     batch = 32 * strategy.num_replicas
-    with strategy.scope():  # a call of load_model belongs here, too
+    with strategy.scope():  # If a model is loaded instead, load_model is called in the scope, too.
         base, first = networks()
     first.fit(*points(8_000, seed=1, task=1), batch_size=batch, epochs=5, verbose=2)
-    strategy.forget(first)  # another model trains its layers now
+    strategy.forget(first)  # From now on another model trains the layers of `first`.
 
     few, test = points(800, seed=2, task=2), points(1_000, seed=3, task=2)
     base.trainable = False
@@ -62,7 +62,7 @@ def main() -> None:
 
     base.trainable = True
     with strategy.scope():
-        compile_at(model, rate=0.001)  # smaller, so that what was learned stays
+        compile_at(model, rate=0.001)  # a smaller rate, so that the model keeps what it has learned
     model.fit(*few, batch_size=batch, epochs=6, validation_data=test, verbose=2)
     model.save("finetuned.keras")
 

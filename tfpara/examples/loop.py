@@ -29,10 +29,10 @@ def main() -> None:
     options = parser.parse_args()
 
     strategy = tfpara.PeriodicSyncStrategy(tfpara.BSP(), sync_period=4)
-    with strategy.scope():  # models, optimizers and metrics
+    with strategy.scope():  # Models, optimizers and metrics must be made in the scope.
         model, optimizer = network(), keras.optimizers.Adam(0.01)
         mean_loss = keras.metrics.Mean()
-    strategy.track(model)  # this model is synchronised
+    strategy.track(model)  # The strategy will synchronise this model.
 
     x = np.linspace(-3, 3, 2_000, dtype="float32")[:, None]
     dataset = tf.data.Dataset.from_tensor_slices((x, np.sin(x))).shuffle(len(x))
@@ -41,7 +41,8 @@ def main() -> None:
     def step(inputs: tf.Tensor, targets: tf.Tensor) -> None:
         """Takes a step of one replica, on its own part of the batch."""
         with tf.GradientTape() as tape:
-            # The mean over the replica's own samples: nothing is divided by the number of replicas.
+            # The loss is the mean over the replica's own samples. It is not divided by the number
+            # of replicas.
             loss = tf.reduce_mean((model(inputs, training=True) - targets) ** 2)
         weights = model.trainable_variables
         optimizer.apply(tape.gradient(loss, weights), weights)
@@ -49,18 +50,18 @@ def main() -> None:
 
     @tf.function
     def train(inputs: tf.Tensor, targets: tf.Tensor) -> None:
-        strategy.run(step, args=(inputs, targets))  # each fourth one ends with a sync
+        strategy.run(step, args=(inputs, targets))  # Every fourth call ends with a sync.
 
     for epoch in range(options.epochs):
         mean_loss.reset_state()
         for batch in batches:
             train(*batch)
-        strategy.synchronize()  # ends a block of fewer than four steps
-        loss = float(mean_loss.result())  # the mean over all replicas, on every worker
+        strategy.synchronize()  # The last steps of the epoch may be fewer than four.
+        loss = float(mean_loss.result())  # Every worker gets the mean over all replicas.
         if strategy.is_chief:
             print(f"epoch {epoch + 1}: mean squared error {loss:.4f}")
 
-    model.save(options.out)  # called by all; the chief writes the global model
+    model.save(options.out)  # All workers must call this; the chief writes the global model.
 
 
 if __name__ == "__main__":

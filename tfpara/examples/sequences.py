@@ -29,7 +29,7 @@ def sequences(number: int, seed: int, doubtful: float = 0.0) -> tuple[np.ndarray
     tokens[np.arange(LENGTH) >= random.integers(4, LENGTH + 1, (number, 1))] = 0
     guessed = random.uniform(size=number) < doubtful
     tags[guessed] = random.integers(0, 2, (guessed.sum(), LENGTH))
-    weights = np.where(guessed, 0.05, 1.0)[:, None] * np.ones(LENGTH)  # one for each token
+    weights = np.where(guessed, 0.05, 1.0)[:, None] * np.ones(LENGTH)  # one weight for each token
     return tokens, tags, weights.astype("float32")
 
 

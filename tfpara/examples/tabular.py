@@ -36,14 +36,14 @@ def network(columns: dict[str, np.ndarray]) -> keras.Model:
     for name in ("size", "age"):
         inputs[name] = keras.Input((1,), name=name)
         scale = keras.layers.Normalization()
-        scale.adapt(columns[name])  # every worker adapts to all rows
+        scale.adapt(columns[name])  # Every worker adapts to all rows, so all get the same values.
         features.append(scale(inputs[name]))
     inputs["town"] = keras.Input((1,), name="town", dtype="string")
     known = keras.layers.StringLookup(output_mode="one_hot")
     known.adapt(columns["town"])
     features.append(known(inputs["town"]))
     inputs["shop"] = keras.Input((1,), name="shop", dtype="string")
-    bins = keras.layers.Hashing(256)(inputs["shop"])  # a hash has nothing to adapt to
+    bins = keras.layers.Hashing(256)(inputs["shop"])  # Hashing needs no adapt: it learns nothing.
     features.append(keras.layers.Flatten()(keras.layers.Embedding(256, 4)(bins)))
     x = keras.layers.Concatenate()(features)
     for _ in range(2):

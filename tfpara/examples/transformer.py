@@ -56,7 +56,7 @@ def main() -> None:
     x, y = sequences(8_000, seed=1)
     batch = BATCH * strategy.num_replicas
     with strategy.scope():
-        model = network(steps=EPOCHS * len(x) // batch)  # steps of each replica
+        model = network(steps=EPOCHS * len(x) // batch)  # the number of steps of each replica
     model.fit(
         x,
         y,

@@ -8,7 +8,7 @@ from tfpara.cluster import cuda
 from tfpara.launch.clusters import LaunchError
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
-NONE = {_VISIBLE: "-1"}  # the environment of a process that gets no card
+NONE = {_VISIBLE: "-1"}  # the environment variable by which a process gets no card
 
 
 def of_machine(environ: Mapping[str, str]) -> list[str]:
@@ -19,7 +19,7 @@ def of_machine(environ: Mapping[str, str]) -> list[str]:
     """
     if _VISIBLE in environ:
         names = [name.strip() for name in environ[_VISIBLE].split(",")]
-        # CUDA ignores an entry of −1, and all that follow it.
+        # CUDA ignores an entry of −1 and all entries after it.
         end = names.index("-1") if "-1" in names else len(names)
         return [name for name in names[:end] if name]
     return [str(number) for number in range(cuda.count())]

@@ -37,7 +37,7 @@ from tfpara.version import __version__
 
 _THREADS = ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS")
 _LOG_LEVEL = "TF_CPP_MIN_LOG_LEVEL"
-_ELASTIC_RESTARTS = 100  # restarts of each worker, unless --restart_workers is given
+_ELASTIC_RESTARTS = 100  # most restarts of each worker, unless --restart_workers is given
 _START_SECONDS = 300.0  # longest wait for the first workers of an elastic run
 _EPILOG = f"""
 COMMAND is a program with its arguments, or a .py file. `python` is the Python that runs the
@@ -259,7 +259,8 @@ def _elastic(
         return Process(f"worker {number}", {**environment, **own}, expendable=True)
 
     def takes_in(killed: bool) -> bool:
-        # A failure before training begins, as from a mistake in the script, would come again.
+        # A worker that fails by itself before the training begins is not restarted: the cause, such
+        # as a mistake in the script, would make it fail again.
         return not meeting.state.is_over and (meeting.state.has_begun or killed)
 
     restarts = options.restart_workers
@@ -314,7 +315,8 @@ def _environments(
     if options.collectives == "tensorflow":
         clusters = local_clusters(count, options.host, options.port)
         return [{**common, "TF_CONFIG": each.tf_config()} for each in clusters]
-    # Each start gets a new store, which has no addresses of workers that have ended.
+    # At each start of the workers there is a new store. So it has no addresses of workers that have
+    # ended.
     stores.close()
     [port] = ports(options.host, options.port, 1)
     shared = secret.read(common)
@@ -342,7 +344,7 @@ def _number(
 
 
 def _workers(text: str) -> float:
-    if text.startswith("p"):  # the rest of "-np 2" after "-n"
+    if text.startswith("p"):  # argparse reads "-np 2" as "-n" with the value "p"
         raise argparse.ArgumentTypeError("-np is of mpirun and horovodrun: here it is -n")
     return _number(int, 1, 10000, "a whole number")(text)
 

@@ -30,7 +30,7 @@ from tfpara.launch.supervisor import (
 )
 from tfpara.status.run import RunStatus
 
-_LONGEST_WAIT = 0.5  # seconds between two readings of the processes' reports
+_LONGEST_WAIT = 0.5  # the processes' reports are read at least once in so many seconds
 
 
 class _Child(NamedTuple):
@@ -65,9 +65,9 @@ class Launcher:
         self._policy, self._max_restarts = policy, max_restarts
         self._restarts = 0
         self.status = RunStatus("the processes that this launcher has started")
-        # An event is the end of a process, (rank, status), or the number of a signal.
+        # An event is (rank, status) at the end of a process, or the number of a received signal.
         self._events: queue.SimpleQueue[tuple[int, int] | int] = queue.SimpleQueue()
-        self._children: dict[int, _Child] = {}  # the process of each rank that was started last
+        self._children: dict[int, _Child] = {}  # by rank: the process that was started last
         self._command: Sequence[str] = ()
         self._tell_guardian: Callable[[int], None] = lambda group: None
 
@@ -95,7 +95,9 @@ class Launcher:
         for line in self.status.summary():
             _say(line)
         _say(outcome.text)
-        if outcome.signal == signal.SIGPIPE:  # otherwise Python reports an error when it exits
+        # SIGPIPE means that stdout may be closed. Python would then report an error when it flushes
+        # stdout at exit.
+        if outcome.signal == signal.SIGPIPE:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return outcome.code
 
@@ -106,16 +108,21 @@ class Launcher:
             for rank, process in enumerate(supervisor.processes):
                 threads += self._start(rank, process, end)
                 supervisor.started(rank, time.monotonic())
-            for thread in threads:  # after all starts, so that no output delays a start
+            # The threads are started when all processes are, so that output of the first processes
+            # does not delay the start of the others.
+            for thread in threads:
                 thread.start()
             while not supervisor.is_over:
                 for action in self._next_actions(supervisor):
                     self._act(action, supervisor, end)
             for child in self._children.values():
-                for reader in child.readers:  # a process that left its group may keep a pipe open
+                # The wait is limited, since a process that has left the worker's process group may
+                # still run and keep the pipe open.
+                for reader in child.readers:
                     reader.join(SETTLE_SECONDS)
                 child.reports.close()
-        while not self._events.empty():  # signals that came too late to be passed on
+        # Signals that came when no process was left still count for the outcome.
+        while not self._events.empty():
             event = self._events.get()
             if isinstance(event, int):
                 supervisor.signalled(event, time.monotonic())
@@ -125,8 +132,8 @@ class Launcher:
         event: tuple[int, int] | int | None = None
         due = supervisor.due
         with contextlib.suppress(queue.Empty):
-            # If a signal comes just before the wait begins, Python runs its handler only at the
-            # end of the wait. So no wait is long.
+            # If a signal comes just before the wait begins, Python calls the signal's handler only
+            # when the wait is over. So no wait is long.
             wait = min(max(0.0, due - time.monotonic()), _LONGEST_WAIT)
             event = self._events.get(timeout=wait)
         now = time.monotonic()
@@ -154,7 +161,8 @@ class Launcher:
             case Start(rank):
                 try:
                     threads = self._start(rank, supervisor.processes[rank], end)
-                except OSError as error:  # too many processes or open files, perhaps temporarily
+                # The machine may have too many processes or open files, perhaps only for a while.
+                except OSError as error:
                     for note in supervisor.not_started(rank, str(error), time.monotonic()):
                         self._act(note, supervisor, end)
                     return
@@ -176,7 +184,8 @@ class Launcher:
             path = self._log_dir / f"{name.replace(' ', '-')}.log"
             again = self._restarts or former
             log = end.enter_context(path.open("ab" if again else "wb", buffering=0))
-        terminal = rank == 0 and sys.stdout.isatty()  # Keras draws a progress bar on a terminal
+        # Keras draws its progress bar only on a terminal, so the chief gets one.
+        terminal = rank == 0 and sys.stdout.isatty()
         out, out_end = output.open_terminal(len(name) + 3) if terminal else os.pipe()
         err, err_end = os.pipe()
         reports = parent.Reports()
@@ -224,18 +233,21 @@ class Launcher:
                 notes = quiet.Filter()
                 for line in output.read_lines(source, log):
                     if to_stderr and notes.is_chatter(line):
-                        continue  # from TensorFlow's import, which the program could not filter
+                        # The line comes from the import of TensorFlow. It was printed before the
+                        # program could filter such lines by itself.
+                        continue
                     self._console.line(rank, name, line, to_stderr)
-        except OSError as error:  # the launcher's output is closed, or a disk is full
+        except OSError as error:  # the launcher's own output is closed, or a disk is full
             if not isinstance(error, BrokenPipeError):
                 _say(f"cannot write the output of {name} ({error})")
             self._events.put(signal.SIGPIPE)
             for _ in output.read_chunks(source, None):
-                pass  # keep reading, since a full pipe would prevent the process from ending
+                pass  # Reading goes on: if the pipe were full, the process could not end.
         os.close(source)
 
     def _await(self, rank: int, popen: subprocess.Popen[bytes]) -> None:
-        # Kill the group before its first process is reaped; later its number may be reused.
+        # The rest of the worker's process group is killed before `wait` reaps the worker. After
+        # that the group's number might belong to other processes.
         if hasattr(os, "waitid"):
             os.waitid(os.P_PID, popen.pid, os.WEXITED | os.WNOWAIT)
             _signal_group(popen, signal.SIGKILL)

@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if meeting.state.phase == "ended":
             _say(str(meeting.state.where()["ended"]))
             break
-        if meeting.is_deaf:  # its thread has printed the error
+        if meeting.is_deaf:  # the meeting's thread has ended with an error, and printed it
             return 2
     meeting.close()
     if meeting.state.is_complete:

@@ -15,7 +15,7 @@ from typing import BinaryIO
 
 _COLOURS = (36, 33, 32, 35, 34, 31)
 _ERASE_LINE = b"\r\x1b[K"
-_LONGEST_LINE = 1 << 16  # bytes held back while waiting for the end of a line
+_LONGEST_LINE = 1 << 16  # at most so many bytes are held back until the end of their line comes
 
 
 class Console:
@@ -30,7 +30,7 @@ class Console:
     def __init__(self, out: BinaryIO, err: BinaryIO, prefix: bool = True) -> None:
         self._out, self._err, self._prefix = out, err, prefix
         self._lock = threading.Lock()
-        self._bar = b""  # the unfinished line on the screen, its prefix included
+        self._bar = b""  # the unfinished line (a progress bar) on the screen, with its prefix
 
     def line(self, rank: int, name: str, text: bytes, to_stderr: bool) -> None:
         """Writes one line above the progress bar.
@@ -80,7 +80,7 @@ def read_chunks(descriptor: int, log: BinaryIO | None) -> Iterator[bytes]:
     while True:
         try:
             chunk = os.read(descriptor, 1 << 16)
-        except OSError:  # a pseudo-terminal without writers
+        except OSError:  # a pseudo-terminal that no process writes to any more
             return
         if not chunk:
             return
@@ -110,7 +110,7 @@ def open_terminal(columns_used: int) -> tuple[int, int]:
     """Opens a pseudo-terminal as wide as stdout less `columns_used`; returns (reader, writer)."""
     reader, writer = pty.openpty()
     attributes = termios.tcgetattr(writer)
-    attributes[1] &= ~termios.OPOST  # keep "\n": the real terminal translates it
+    attributes[1] &= ~termios.OPOST  # leaves "\n" unchanged; the user's terminal translates it
     termios.tcsetattr(writer, termios.TCSANOW, attributes)
     with contextlib.suppress(OSError):
         size = os.get_terminal_size(1)

@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-ADD, REMOVE = signal.SIGUSR1, signal.SIGUSR2  # add or remove a worker of a running elastic run
-# The program of the guardian. It reads the number of each worker's process group when the worker
-# starts, and again when the worker ends. When the launcher ends, for whatever reason, the guardian
-# kills the groups of workers that have not ended.
+ADD, REMOVE = signal.SIGUSR1, signal.SIGUSR2  # requests to add or remove a worker (elastic runs)
+# The program of the guardian. It reads the number of a worker's process group when the worker
+# starts. When the worker ends, it reads the number a second time and forgets the group. When the
+# launcher has ended, for whatever reason, the guardian kills all groups that it has not forgotten.
 _GUARDIAN = """
 import os, signal, sys
 groups = set()
@@ -32,7 +32,7 @@ def name_of(number: int) -> str:
     """Returns a signal's name, such as "SIGTERM"."""
     try:
         return signal.Signals(number).name
-    except ValueError:  # a real-time signal
+    except ValueError:  # a real-time signal has no name
         return f"signal {number}"
 
 

@@ -29,15 +29,15 @@ from tfpara.cluster import exit_codes
 from tfpara.launch import signals
 from tfpara.typing import Json
 
-# The time between a failure and SIGTERM to the other processes, in which they may print their own
-# errors and end. It is also the shortest pause before a restart.
+# After a failure the other processes have this time to print their own errors and to end; then they
+# get SIGTERM. It is also the shortest pause before a restart.
 SETTLE_SECONDS = 2.0
 _LONGEST_PAUSE_SECONDS = 30.0  # longest pause before a process is restarted while others run
-_STEADY_SECONDS = 60.0  # after so long a time without failure, pauses are short again
-# Time between asking processes to end and SIGKILL, unless --grace is given. SAVING_SECONDS is for
-# a process that reports that it writes a checkpoint, which may take long on a busy machine.
+_STEADY_SECONDS = 60.0  # if a process has run for longer than this, its next pause is short again
+# Time from the request to end until SIGKILL, unless --grace is given. SAVING_SECONDS holds while a
+# process reports that it writes a checkpoint, which may take long on a busy machine.
 _GRACE_SECONDS, SAVING_SECONDS = 10.0, 300.0
-_LOOK_SECONDS = 1.0  # time between two checks whether a checkpoint is complete
+_LOOK_SECONDS = 1.0  # time between two checks whether processes still write a checkpoint
 _NEVER = float("inf")
 _NOT_NOW = "training has not begun, or comes to its end"
 
@@ -152,15 +152,16 @@ class _Worker:
     """The state of a process."""
 
     process: Process
-    running: bool = True  # whether the process runs or is about to be started
+    running: bool = True  # whether the process runs, or will be started at once
     starts: int = 0  # number of starts, including restarts that failed
     started_at: float = 0.0
     pause: float = 0.0  # seconds of the pause before the last restart
-    again_at: float | None = None  # time to restart it, or to decide to run without it
-    end: Exit | None = None  # the latest end of the process
-    ended_here: bool = False  # whether the supervisor's own signal ended the process
+    again_at: float | None = None  # time to restart the process, or to go on without it
+    end: Exit | None = None  # how the process has ended last; None: it has not ended yet
+    ended_here: bool = False  # whether a signal from the supervisor has ended the process
     removed: bool = False  # whether the process was asked to leave the run for good
-    # The reports since its last start (`cluster/parent.py`): the latest value of each key.
+    # What the process has reported since its last start (see `cluster/parent.py`): the latest value
+    # of each key.
     said: Mapping[str, Json] = dataclasses.field(default_factory=dict)
 
 
@@ -183,9 +184,9 @@ class Supervisor:
         self._deadline = _NEVER
         self._failure: Exit | None = None  # the first failure that ends the run
         self._signal: int | None = None  # the first received signal
-        self._saving_until = 0.0  # SIGKILL may be delayed for checkpoints until this time
-        # Failures of processes without which the run may continue, each with a function that tells
-        # whether the run did continue.
+        self._saving_until = 0.0  # until this time SIGKILL may be delayed for a checkpoint
+        # Failures of processes that the run can do without. The function tells, at the end, whether
+        # the run has continued without the process.
         self._spared: list[tuple[Exit, Callable[[], bool]]] = []
 
     @property
@@ -244,7 +245,8 @@ class Supervisor:
         elif worker.removed:
             actions = [Note(f"{worker.process.name} has left: {end.how}")]
         elif self._is_spared(worker, end):
-            # The restart comes later, since the process may have ended because the chief ends.
+            # The process may have ended because the chief is ending. So its restart waits for a
+            # while, and is cancelled if the chief ends in that time.
             if end.code:
                 worker.again_at = now + self._next_pause(worker, now)
                 self._spared.append((end, self._policy.follow(worker.process.name)))
@@ -252,12 +254,12 @@ class Supervisor:
             self._fail(end, now)
         else:
             of_chief = rank == 0 and self._is_asynchronous and not worker.process.expendable
-            if of_chief:  # without the chief the others have nothing to do
+            if of_chief:  # The other processes have nothing to do without the chief.
                 self._settle(now + self._grace)
             if end.code and not forced and self._failure and not self._failure.by_signal:
-                # If the chief fails, the others end too, mostly before the chief. So its failure
-                # replaces theirs as the cause. The failure of a process ended by SIGKILL does so,
-                # too, since it cannot be a reaction to the end of others.
+                # If the chief fails, the others fail, too, and mostly end before the chief. So the
+                # chief's failure replaces theirs as the cause. The same holds for a process that
+                # SIGKILL has ended: it has not failed because others have ended.
                 killed = end.is_killed and self._signal is None
                 self._failure = end if of_chief or killed else self._failure
         self._forget_restarts()
@@ -343,7 +345,8 @@ class Supervisor:
     def _fail(self, end: Exit, now: float) -> None:
         """Makes the end of a process the failure of the run."""
         self._failure = end
-        if self._signal is None:  # else all were asked to end already, and have the grace time
+        # After a signal, all processes have been asked to end already, and have the grace time.
+        if self._signal is None:
             self._settle(now + SETTLE_SECONDS)
 
     def _settle(self, until: float) -> None:
@@ -412,7 +415,8 @@ class Supervisor:
         """Cancels all restarts if the run is ending."""
         chief = self._workers[0]
         over = not chief.running and not chief.process.expendable
-        # If a process has completed and none runs, the run is complete, so no restart is needed.
+        # If a process has completed its program and no process runs, the run is complete. So no
+        # restart is needed.
         over |= self._has_finished and not any(worker.running for worker in self._members)
         if over or self._failure or self._signal:
             for worker in self._workers:
@@ -446,7 +450,7 @@ class Supervisor:
             actions.append(Send(self._workers.index(last), signal.SIGTERM))
         return actions
 
-    # -- the cause ----------------------------------------------------------------------------
+    # -- the cause of a failure ---------------------------------------------------------------
 
     def _blamed_by(self, rank: int) -> int | None:
         """Returns which ended process `rank` reported as the cause of its failure; else None."""

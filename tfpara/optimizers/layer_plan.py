@@ -9,9 +9,9 @@ import tensorflow as tf
 
 from tfpara.typing import Json
 
-ROWS = "rows"  # natural gradient from the rows of the minibatch: Dense layers
-MATRIX = "matrix"  # natural gradient from the summed gradient: convolutions
-PLAIN = "plain"  # ordinary gradient: all other layers
+ROWS = "rows"  # for Dense layers: natural gradient, computed from the rows of the minibatch
+MATRIX = "matrix"  # for convolutions: natural gradient, computed from the minibatch's gradient
+PLAIN = "plain"  # for all other layers: ordinary gradient
 
 
 def plan(model: keras.Model) -> list[tuple[keras.Layer, dict[str, Json]]]:
@@ -32,7 +32,8 @@ def plan(model: keras.Model) -> list[tuple[keras.Layer, dict[str, Json]]]:
             entry["width"] = int(size) // weights[0].shape[-1] + len(weights) - 1
         if weights:
             found.append((layer, entry))
-    if place:  # weights of the model, or of layers that contain layers
+    # The remaining weights belong to the model itself or to layers that contain other layers.
+    if place:
         found.append((model, {"kind": PLAIN, "variables": sorted(place.values())}))
     return found
 
@@ -43,12 +44,12 @@ def _leaves(layer: keras.Layer, bare: bool = True) -> list[tuple[keras.Layer, bo
     A layer is bare if no wrapper and no recurrent layer contains it: these call the layers inside
     them in loops or on parts of their input.
     """
-    # A private method: Keras has no public name for the parts of a layer.
+    # Keras has no public method that gives the layers inside a layer.
     parts = list(layer._flatten_layers(include_self=False, recursive=False))
     if not parts:
         return [(layer, bare)]
     bare = bare and not isinstance(layer, (keras.layers.Wrapper, keras.layers.RNN))
-    # Weights that a layer has besides those of its parts are left for the model's entry in `plan`.
+    # A layer may have weights besides those of its parts. `plan` adds them to the model's entry.
     found: dict[int, tuple[keras.Layer, bool]] = {}
     for part in parts:
         for leaf, alone in _leaves(part, bare):

@@ -15,13 +15,13 @@ from tfpara.optimizers.preconditioner import Preconditioner, hook, precondition_
 from tfpara.typing import Array, Json
 from tfpara.whole_number import checked_whole
 
-# For convolutions Kaldi remembers four minibatches. A gradient is a sum over the minibatch in
-# Kaldi, and a mean in Keras. With a thousand frames, the squares of a mean are a million times
-# smaller than those of a sum, and so must be the floor of the eigenvalues.
+# Settings for convolutions. The estimate of the scatter remembers four minibatches, as in Kaldi. In
+# Kaldi a gradient is the sum over a minibatch; in Keras it is the mean. With a thousand frames in a
+# minibatch, the squares of the mean are a million times smaller. So epsilon must be, too.
 _MATRIX_HISTORY = 4.0
 _MATRIX_EPSILON = 1e-6
 
-# The gradient of a weight: dense, or of some of its rows.
+# The gradient of a weight: a dense tensor, or the slices for some of the weight's rows.
 Gradient: TypeAlias = "tf.Tensor | tf.IndexedSlices"
 
 
@@ -179,8 +179,8 @@ class NGSGD(keras.optimizers.SGD):
                 continue
             kernel = variables[entry["variables"][0]]
             by_rows = entry["kind"] == ROWS
-            # The layer's own name has a number that depends on earlier layers of this process. So
-            # it may differ between workers, and is not used.
+            # Keras numbers layers' names by how many layers the process has made before. So the
+            # layer's own name may differ between workers, and is not used.
             name = f"layer{number}"
             input_side = self._make_side(self.input_rank, entry["width"], by_rows, f"{name}_input")
             output_side = self._make_side(
@@ -252,12 +252,13 @@ class NGSGD(keras.optimizers.SGD):
         def variable(start: Array, what: str, dtype: str = "float32") -> keras.Variable:
             made = self.add_variable(
                 start.shape,
-                # A function, since strategies may call it again on another device.
+                # The initial value is given as a function, since a strategy may call it once for
+                # each device.
                 lambda shape, dtype: tf.cast(start, dtype),
                 dtype,
                 name=f"{name}_{what}_of_scatter",
             )
-            made.of_one_replica = True  # A sync leaves each replica's value as it is.
+            made.of_one_replica = True  # tells the strategy that syncs must not change the value
             return made
 
         first = method.arbitrary(width)

@@ -13,9 +13,11 @@ from typing import NamedTuple
 
 import tensorflow as tf
 
-# With eta near 1, F would be forgotten completely, and all-zero rows would leave F zero.
+# The largest η. With η = 1 an update would forget the former F completely; if all rows were zero, F
+# would become zero.
 MAX_ETA = 0.9
-# The rows of R are made orthonormal again if R Rᵀ differs from the unit matrix by more than this.
+# If an element of R Rᵀ differs from the unit matrix by more than this, the rows of R are made
+# orthonormal again.
 ORTHONORMALITY = 1e-3
 
 
@@ -78,7 +80,7 @@ class OnlineNaturalGradient:
         width = rows.shape[1]
         trace = width * scatter.rho + tf.reduce_sum(scatter.diagonal)
         beta = scatter.rho + self.alpha / width * trace
-        # By Woodbury's identity beta G^-1 = I - R^T E R.
+        # By Woodbury's identity β G⁻¹ = I − Rᵀ E R, where E is the diagonal matrix of `e`.
         e = scatter.diagonal / (scatter.diagonal + beta)
         projected = tf.matmul(rows, scatter.basis, transpose_b=True)
         turned = rows - tf.matmul(projected * e, scatter.basis)
@@ -94,12 +96,12 @@ class OnlineNaturalGradient:
         basis, diagonal, rho = (tf.cast(t, tf.float64) for t in scatter)
         projected = tf.matmul(rows, scatter.basis, transpose_b=True)
         basis_s = tf.cast(tf.matmul(projected, rows, transpose_a=True), tf.float64) / number
-        # Double precision, since z is of the fourth power of the data.
+        # This is computed in double precision, since z grows with the fourth power of the data.
         y = eta * basis_s + (1 - eta) * (diagonal + rho)[:, None] * basis
         z = tf.matmul(y, y, transpose_b=True)
         c, u = tf.linalg.eigh(z)
-        c, u = c[::-1], u[:, ::-1]  # the largest first
-        # Without rounding errors, no eigenvalue would be below this bound.
+        c, u = c[::-1], u[:, ::-1]  # sorts the eigenvalues from the largest to the smallest
+        # Without rounding errors no eigenvalue would be below ((1 − η) ρ)².
         root = tf.sqrt(tf.maximum(c, tf.square((1 - eta) * rho)))
         new_basis = tf.matmul(u, y, transpose_a=True) / root[:, None]
         trace_s = tf.cast(_square(rows), tf.float64) / number

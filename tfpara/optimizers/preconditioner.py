@@ -13,9 +13,10 @@ import tensorflow as tf
 from tfpara.optimizers.online_natural_gradient import OnlineNaturalGradient, Scatter
 from tfpara.typing import Nest
 
-# Each of the first ten minibatches updates F, whatever the period is, as in Kaldi.
+# As in Kaldi, each of the first ten minibatches updates F, whatever `update_period` is.
 FIRST_UPDATES = 10
-# Number of further updates of F by the very first minibatch, from the arbitrary start, as in Kaldi.
+# F starts at an arbitrary value. So, as in Kaldi, the very first minibatch makes this number of
+# further updates.
 START_UPDATES = 3
 
 
@@ -44,14 +45,14 @@ class Preconditioner:
         change. (Loss scaling makes rows that are not finite on purpose.)
         """
         variables = (self.basis, self.diagonal, self.rho)
-        # tf.identity keeps the values from before the assignments below.
+        # `tf.identity` keeps the values that the variables have before the assignments below.
         before = Scatter(*(tf.identity(v.value) for v in variables))
         seen = tf.identity(self.minibatches.value)
         total = tf.reduce_sum(tf.square(rows))
         usable = tf.math.is_finite(total) & (total > 0)
         due = (seen < FIRST_UPDATES) | ((seen - FIRST_UPDATES) % self.update_period == 0)
-        # The first minibatch is preconditioned with the F that its own `START_UPDATES` have made,
-        # each later minibatch with the F before its own update.
+        # The first minibatch is preconditioned with the F after its own `START_UPDATES` updates.
+        # Each later minibatch is preconditioned with the F before its own update.
         start = tf.where(seen == 0, START_UPDATES, 0)
         number = tf.where(usable, start + tf.cast(due, tf.int32), 0)
 
@@ -60,7 +61,7 @@ class Preconditioner:
             used = Scatter(*(tf.where(count < start, n, u) for n, u in zip(new, used, strict=True)))
             return count + 1, used, new
 
-        # One loop for all cases, so that it is traced once.
+        # One loop serves all cases, so that `update` is traced only once.
         _, used, after = tf.while_loop(
             lambda count, *_: count < number, update, (0, before, before), parallel_iterations=1
         )
@@ -112,8 +113,8 @@ def affine(
             number = tf.cast(tf.shape(x)[0], tf.float32)
             if bias is not None:
                 x = tf.concat([x, tf.ones_like(x[:, :1])], 1)
-            # Losses are means over N rows; the method and its epsilon expect derivatives of single
-            # rows' losses.
+            # The loss is a mean over N rows. But the method and its epsilon are made for the
+            # derivatives of the losses of single rows, which are N times as large.
             e = output_side(e * number) / number
             both = tf.cast(tf.matmul(input_side(x), e, transpose_a=True), kernel.dtype)
             if bias is None:
@@ -146,7 +147,7 @@ def hook(
         return outputs if layer.activation is None else layer.activation(outputs)
 
     layer.call = call
-    # Prevents Keras from choosing XLA, with which the custom gradient was not tested.
+    # This prevents Keras from choosing XLA. The custom gradient was not tested with XLA.
     layer.supports_jit = False
 
 

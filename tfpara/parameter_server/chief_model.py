@@ -26,8 +26,10 @@ class ChiefModel:
         self._server = server
         self._work = work
         self._weights = model.trainable_variables
-        self._shown: str | None = None  # the argument of `showing` while its context is active
-        self._moment: Moment | None = None  # what `at_one_moment` has read, in its context
+        # The argument of `showing`, while its context is active; else None.
+        self._shown: str | None = None
+        # What `at_one_moment` has read, while its context is active; else None.
+        self._moment: Moment | None = None
         self._remember()
 
     def _remember(self) -> None:

@@ -28,7 +28,8 @@ class ChunkRunner:
     ) -> None:
         self._coordinator = coordinator
         self._training = training
-        # for each scheduled chunk: (epoch, chunk), and the coordinator's handle of the result
+        # For each scheduled chunk: (epoch, chunk), and the coordinator's handle for the chunk's
+        # result.
         self._scheduled: list[tuple[tuple[int, int], Any]] = []
         self._train = chunk_function(training)
 
@@ -87,9 +88,9 @@ class _At(NamedTuple):
     """A worker's position in a chunk: the loop variables of a `tf.while_loop`."""
 
     element: tf.experimental.Optional  # the next minibatch
-    own: list[tf.Tensor]  # the worker's own state: `Block.own`
-    done: tf.Tensor  # number of minibatches of the chunk before `element`
-    go: tf.Tensor  # whether another block may begin
+    own: list[tf.Tensor]  # random seeds and carried recurrent states (`Block.own`)
+    done: tf.Tensor  # number of the chunk's minibatches before `element`
+    go: tf.Tensor  # whether another block may begin: pull, minibatches, push
 
 
 def chunk_function(training: Training) -> Callable[..., tf.Tensor]:
@@ -139,8 +140,9 @@ def chunk_function(training: Training) -> Callable[..., tf.Tensor]:
                 now = _Kept(*work.kept(trained, answer.moves), kept.there)
                 written += local.write(now, generation, rows)
             with tf.control_dependencies(written):
-                # After a push that was not applied, no later push of this chunk would be applied:
-                # each must have the chunk's next minibatches.
+                # If a push was not applied, the loop ends: the servers would refuse all later
+                # pushes of this chunk, because each push must have the next minibatches of its
+                # chunk.
                 go = tf.logical_and(answer.included, tf.logical_not(pulled.halted))
                 return (_At(element, trained.own, at.done + trained.minibatches, go),)
 
@@ -148,7 +150,8 @@ def chunk_function(training: Training) -> Callable[..., tf.Tensor]:
         at = _At(first, work.own_start(stream + done), done, tf.logical_not(halted))
         (at,) = tf.while_loop(lambda p: tf.logical_and(p.go, p.element.has_value()), block, (at,))
         with tf.control_dependencies([at.go]):
-            # If the last push was not applied, the chunk is not finished and is handed out again.
+            # If the last push was not applied, the chunk is not finished, and the chief hands it
+            # out again.
             all_in = exchange.done(chunk) >= at.done
             ended = tf.logical_and(tf.logical_not(at.element.has_value()), all_in)
             return exchange.finish(epoch, chunk, ended)
@@ -205,7 +208,8 @@ class _LocalModel:
         self._count = len(server.names) if work.local_models else 0
         start = work.optimizer_start
         self._shapes = {k: start[k].shape for k in work.slots_by_rows}
-        # All rows of a table's slot begin equal (`step_of_rows`), so a graph needs only one row.
+        # The rows of a table's optimizer slot all begin with the same values (`step_of_rows`), so
+        # one row is enough for a graph.
         self._start = [
             tf.convert_to_tensor(value[:1] if k in self._shapes else value)
             for k, value in enumerate(start)
@@ -250,7 +254,8 @@ class _LocalModel:
         for number, (handle, value) in enumerate(zip(handles, values, strict=True)):
             table = self._table(number)
             if table is None:
-                with tf.control_dependencies(written):  # in order: the generation last
+                # Values are written one after the other, the generation last.
+                with tf.control_dependencies(written):
                     written.append(tf.raw_ops.AssignVariableOp(resource=handle, value=value))
                 continue
             with tf.control_dependencies([tf.cond(kept.there, _nothing, self._new(number))]):

@@ -171,8 +171,8 @@ def _check(chunks: Chunks) -> None:
 
     @tf.function(autograph=False)
     def read(*place_and_arguments: Nest) -> tf.Tensor:
-        # Else, with a global seed, TensorFlow would supply the seeds that shuffles lack, and
-        # `check_seeds` would not see that they are missing.
+        # The graph must have no global seed. With one, TensorFlow would supply the seeds that
+        # shuffles lack, and `check_seeds` would not see that they are missing.
         tf.compat.v1.get_default_graph().seed = None
         return tf.data.experimental.to_variant(chunks.dataset(*place_and_arguments))
 
@@ -235,7 +235,8 @@ def _of_arrays(
         )
 
     if not sent:
-        with tf.device("CPU:0"):  # a graph copies an array, but only refers to a tensor
+        # A graph holds copies of the arrays that it uses, but only refers to eager tensors.
+        with tf.device("CPU:0"):
             data = tf.nest.map_structure(tf.convert_to_tensor, data)
 
     def samples(epoch: int, chunk: int) -> tuple[np.ndarray]:

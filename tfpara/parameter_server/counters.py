@@ -11,7 +11,7 @@ from tfpara.parameter_server.messages import Push
 # The last element of the histogram counts the pushes with this or any higher staleness.
 LARGEST_STALENESS = 255
 
-# A variable and its next value; tf.IndexedSlices: the next values of some of its rows.
+# A variable and its next value. If that is tf.IndexedSlices, it has only some of the rows.
 Change = tuple[tf.Variable, tf.Tensor | tf.IndexedSlices]
 
 
@@ -125,8 +125,8 @@ class Progress:
     """
 
     def __init__(self, num_chunks: int) -> None:
-        # A new variable for each number of chunks: TensorFlow's workers abort on a variable without
-        # a fixed shape.
+        # The shape is fixed, because TensorFlow's workers abort on a variable whose shape may
+        # change. So another number of chunks needs a new `Progress`.
         self.done = tf.Variable(tf.zeros([num_chunks], tf.int64), trainable=False)
         self._epoch = tf.Variable(0, dtype=tf.int64, trainable=False)
 

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from tfpara.parameter_server.shard import NOT_FINITE
 
-# Seconds to wait, after an error of TensorFlow, until the control connections show a lost process.
+# Longest wait, after an error of TensorFlow, until the chief notices that a process is lost.
 _SETTLE_SECONDS = 3.0
 
 

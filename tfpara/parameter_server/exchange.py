@@ -61,7 +61,7 @@ class Exchange:
         held = list(weights) if getattr(server.rule, "delay_compensation", 0.0) else []
         versions: list[tf.Tensor] = [None] * len(server.shards)
         state: list[tf.Tensor] = []
-        of_first: list[tf.Tensor] = []  # `halted`, and the values of `for_workers`
+        of_first: list[tf.Tensor] = []  # from the first server: `halted`, then `for_workers`
         for shard in server.order:
             variables = [shard.version, *shard.weights]
             sent = shard.sent({k: rows[k] for k in shard.indices if k in rows})
@@ -109,7 +109,7 @@ class Exchange:
             part = parts[shard.number]
             if self._staleness is None or shard is not server.first:
                 answers[shard.number] = self.apply(shard, part, pulled.held, accepted)
-            else:  # the first server comes last, and ends the push's turn
+            else:  # the first server applies the push last, and ends the push's turn
                 everywhere = tf.stack([accepted, *(there for there, *_ in answers[1:])])
                 answers[0] = self._end_turn(part, pulled.held, accepted, tf.reduce_all(everywhere))
         moves: list[tf.Tensor] = [None] * len(server.names) if server.rule.local_models else []
@@ -153,7 +153,8 @@ class Exchange:
         """
 
         def write() -> list[tf.Tensor]:
-            with tf.device(shard.device):  # a branch's graph does not inherit the device scope
+            # The graphs of tf.cond's branches do not inherit the device scope.
+            with tf.device(shard.device):
                 changes, moves, staleness = shard.changes(part, held)
                 if shard is self.server.first:
                     changes += self._shared(part, staleness)

@@ -27,8 +27,8 @@ from tfpara.strategy import Strategy
 from tfpara.typing import Data, Json, Logs
 
 _POLL_SECONDS = 0.2
-# Longest wait for workers to finish their block after the run was asked to end: little time is left
-# then, and workers may be gone.
+# Longest wait for workers to finish their blocks after a signal has asked the run to end. Little
+# time is left in that case, and workers may be gone.
 _LEAVING_SECONDS = 1.0
 
 
@@ -72,7 +72,7 @@ class Fit:
             choose_rate = search_rate.function(self.server, self.work, self._chunks)
         of_run = (models.sync_period, choose_rate, self.order, models.seed)
         self._executor = workers.executor(Training(self.server, self.work, self._chunks, *of_run))
-        self._seen = 0  # number of minibatches of this epoch at the last batch hooks
+        self._seen = 0  # number of this epoch's minibatches at the last call of batch hooks
         self._resumed_epoch: int | None = None
         self.epoch = 0
         self.within_epoch = False
@@ -187,7 +187,7 @@ class Fit:
     def give_up(self, longest_seconds: float) -> None:
         """After `run` has failed: stops the workers, and copies the global weights to the chief."""
         with contextlib.suppress(tf.errors.OpError, RuntimeError):  # the cluster may be gone
-            # Wait, so that no push of this fit arrives during the next one.
+            # This waits, so that no push of this fit arrives during the next fit.
             self._halt(longest_seconds)
         with contextlib.suppress(tf.errors.OpError):
             self._copy.read()
@@ -242,7 +242,8 @@ class Fit:
                 self._write()  # raises early if a batch hook has set weights
                 first = False
             self.follow_rate()
-            if self.model.stop_training:  # a callback has ended the training, and so this epoch
+            # A callback has ended the training, and with it this epoch.
+            if self.model.stop_training:
                 if not done:
                     self._halt()
                 return
@@ -251,7 +252,7 @@ class Fit:
             if done and (self.model.stop_training or not self._left()):
                 return
             if done:
-                self._submit()  # chunks that are not finished although their run has ended
+                self._submit()  # once more the chunks that were not finished
 
     def _check_left_out(self, *, is_over: bool) -> int:
         """Returns how many minibatches of the epoch were left out for NaN or Inf.

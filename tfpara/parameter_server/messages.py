@@ -7,8 +7,9 @@ from typing import NamedTuple, TypeAlias
 
 import tensorflow as tf
 
-# For each table of which only some rows are pulled and pushed: the ids of the rows that a block
-# uses, int64 [rows], ascending and each once. The keys are indices among the trainable weights.
+# For each embedding table of which only some rows are pulled and pushed: the ids of the rows that a
+# block of minibatches uses (int64 [rows], ascending, each id once). The keys are the indices of the
+# tables among the trainable weights.
 Rows: TypeAlias = Mapping[int, tf.Tensor]
 NO_ROWS: Rows = {}  # all weights are pulled and pushed whole
 
@@ -16,16 +17,16 @@ NO_ROWS: Rows = {}  # all weights are pulled and pushed whole
 class Pulled(NamedTuple):
     """The result of a pull: tensors on the worker; only `held` stays on the servers."""
 
-    # the trainable weights, in the model's order; of a table that is pulled by rows, only the rows
+    # the trainable weights, in the model's order; tables pulled by rows have only the pulled rows
     weights: list[tf.Tensor]
     state: list[tf.Tensor]  # the averaged state (moving statistics), in the model's order
     versions: list[tf.Tensor]  # number of pushes so far on each server
     halted: tf.Tensor  # whether workers have to stop after this block
-    # number of minibatches in the model so far; None if the servers have the optimizers
+    # number of minibatches trained into the model so far; None if the servers have the optimizers
     minibatches: tf.Tensor | None = None
-    # learning rate of the workers' optimizers; None without these, and for a schedule
+    # learning rate of the workers' optimizers; None if workers have none, or if it is a schedule
     rate: tf.Tensor | None = None
-    # the pulled weights again, kept on the servers for delay compensation; empty without it
+    # copies of the pulled weights that stay on the servers, for delay compensation; else empty
     held: Sequence[tf.Tensor] = ()
 
     def with_rate(self, rate: tf.Tensor) -> Pulled:
@@ -62,13 +63,14 @@ class Push(NamedTuple):
     metrics: Sequence[tf.Tensor]  # increments of the metrics' variables, which are sums
     worker: tf.Tensor  # index of the worker
     place: Place  # position in the data of the block's first minibatch
-    minibatches: tf.Tensor  # number of minibatches
-    samples: tf.Tensor  # number of samples
+    minibatches: tf.Tensor  # number of the block's minibatches
+    samples: tf.Tensor  # number of the block's samples
     rate: tf.Tensor  # learning rate of this push; if negative, the servers' rate is used
-    rows: Rows = NO_ROWS  # the rows that `values` has, of tables that are pushed by rows
+    rows: Rows = NO_ROWS  # ids of the rows in `values`, for tables that are pushed by rows
     squares: Sequence[tf.Tensor] = ()  # sums of the gradients' squares; empty if not needed
-    left_out: Sequence[tf.Tensor] = ()  # number of minibatches left out; empty if none can be
-    version: tf.Tensor | None = None  # in the part for a server: its version at the pull
+    left_out: Sequence[tf.Tensor] = ()  # how many minibatches were left out; empty if none can be
+    # In the part of a push for one server: that server's version at the pull; else None.
+    version: tf.Tensor | None = None
 
 
 class Answer(NamedTuple):
@@ -81,7 +83,7 @@ class Answer(NamedTuple):
             push.
     """
 
-    versions: list[tf.Tensor]  # number of pushes on each server, with this one
+    versions: list[tf.Tensor]  # number of pushes on each server, including this one
     moves: list[tf.Tensor]  # what is subtracted from each local weight; empty without local models
     settled: tf.Tensor
     included: tf.Tensor
@@ -90,6 +92,6 @@ class Answer(NamedTuple):
 class Moment(NamedTuple):
     """The models on the servers at one moment, between two pushes."""
 
-    weights: dict[str, list[tf.Tensor]]  # by "global" or an average's name, in the model's order
+    weights: dict[str, list[tf.Tensor]]  # by name, "global" or an average's; in the model's order
     state: list[tf.Tensor]  # the moving statistics, in the order of `Server.state`
-    pushes: int  # pushes on the first server before that moment
+    pushes: int  # number of pushes on the first server before that moment

@@ -19,8 +19,9 @@ from tfpara.parameter_server.control.lobby import Lobby
 from tfpara.parameter_server.workers import Training, Workers
 
 _DEVICE = "/job:{}/replica:0/task:{}/device:CPU:0"
-_servers: list[tf.distribute.Server] = []  # kept: a server stops when its Python object is deleted
-_joined: dict[str, Processes] = {}  # by TF_CONFIG; several strategies share the processes
+# Kept for the life of the process: a server stops when its Python object is deleted.
+_servers: list[tf.distribute.Server] = []
+_joined: dict[str, Processes] = {}  # by TF_CONFIG, so that several strategies share them
 
 
 def join(timeout_seconds: float, startup_timeout_seconds: float) -> Processes:
@@ -105,14 +106,15 @@ class Processes(Workers):
             previous(kind, error, traceback)
 
         sys.excepthook = hook
-        # Runs after the last line of the program and before TensorFlow's own exit handlers.
+        # `_end` then runs after the last line of the program, and before TensorFlow's exit
+        # handlers.
         atexit.register(self._end)
 
     def _end(self) -> None:
         self._lobby.end_with_process(self._exit_code, self._failure)
         if self._exit_code:
-            # The cause is printed already. After that, stderr is closed, because TensorFlow would
-            # print, for each function and each process, that it cannot remove the function.
+            # The cause is printed already. From now on stderr goes nowhere, because TensorFlow
+            # would print, for each function and each process, that it cannot remove the function.
             sys.stderr.flush()
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 

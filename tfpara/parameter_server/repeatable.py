@@ -26,7 +26,7 @@ from tfpara.dataset_graph import (
     unseeded,
 )
 
-# 1 GB. One message of protocol buffers can have at most 2 GB.
+# 1 GB. A protocol buffer, in which the data are sent, can have at most 2 GB.
 LARGEST_BYTES = 1 << 30
 
 _ANEW = ("reshuffle_each_iteration", "rerandomize_each_iteration")
@@ -57,7 +57,7 @@ class RepeatableProgram:
             )
         graph = tf.compat.v1.GraphDef.FromString(program)
         check_order(graph, "the dataset")
-        self._mark = secrets.token_bytes(8)  # placeholder of a seed in the serialized graph
+        self._mark = secrets.token_bytes(8)  # placeholder for a seed in the serialized graph
         self._spec = dataset.element_spec
         self._anew: list[bool] = []  # for each shuffle: whether each epoch has another order
         for scope in scopes(graph):
@@ -80,7 +80,7 @@ class RepeatableProgram:
         if generator is not None:
             node.input[generator] = scope.add("DummySeedGenerator", "handle")
         seeds = [node.input[place] for place in (first, second)]
-        # Seeds that are computed from the data are the same in all copies already.
+        # Seeds that are computed from the data are the same in all workers' copies already.
         if not all(map(scope.is_fixed, seeds)):
             return
         anew = any(node.attr[name].b for name in _ANEW if name in node.attr)
@@ -105,7 +105,8 @@ class RepeatableProgram:
             key = [*order, epoch, number] if anew else [*order[:1], number]
             drawn = np.random.default_rng(key).integers(1, 1 << 62, size=2)
             found += map(int, drawn)
-        # A seed has 8 bytes, as its placeholder has, so that lengths in the graph stay valid.
+        # A seed has 8 bytes, as its placeholder has, so that lengths in the serialized graph stay
+        # valid.
         return tf.constant([*(np.int64(seed).tobytes() for seed in found), b""])
 
     def dataset(self, seeds: tf.Tensor) -> tf.data.Dataset:

@@ -185,7 +185,7 @@ class Server:
             for name in names:
                 for index in shard.indices:
                     found[name][index] = next(values)
-            rest += values  # variables of the first server
+            rest += values  # the variables that only the first server has
         *state, version = rest
         return Moment(found, state, int(version))
 
@@ -238,7 +238,7 @@ class Server:
         }
         kinds = ("weight", "state", "average", "optimizer", "rule")
         held = [v for name, v in self.variables().items() if name.split("/")[0] in kinds]
-        # also the number of minibatches: the step count for schedules of workers' optimizers
+        # The number of minibatches is kept, too: it is the step of the workers' rate schedules.
         held.append(self.counters.minibatches)
         kept = [(v, tf.identity(v)) for v in held if id(v) not in left_out]
 

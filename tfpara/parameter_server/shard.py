@@ -45,8 +45,8 @@ class Shard:
         self.steps: KerasSteps | None = None
         self.optimizer: list[tf.Variable] = []
         with tf.device(device):
-            # TensorFlow 2.17 ignores this name: all locks made eagerly on one device are one mutex.
-            # So pushes of different models on a server exclude each other, too.
+            # TensorFlow 2.17 ignores this name: all locks that are made eagerly on one device share
+            # one mutex. So pushes of different models on a server exclude each other, too.
             self.lock = tf.CriticalSection(name=f"shard_{number}")
             self.version = tf.Variable(0, dtype=tf.int64, trainable=False)
             self.progress = Progress(1)
@@ -66,7 +66,8 @@ class Shard:
         Raises:
             ValueError: the rule has `rate_by_staleness`, and the optimizer has a schedule.
         """
-        self._rule: Any = rule  # Any, since rules have different methods, as their flags tell
+        # Typed as Any, since rules have different methods; their flags tell which.
+        self._rule: Any = rule
         self._averages: Mapping[str, Any] = averages
         self.names = [weights[k].path for k in self.indices]
         self._constraints = [weights[k].constraint for k in self.indices]
@@ -79,7 +80,7 @@ class Shard:
             if isinstance(rule, AsyncBMUF):
                 self.kept = [_states(rule.init(v.value)) for v in own]
             if isinstance(rule, ASGD):
-                # Clipping is done by the workers: a global norm needs all gradients.
+                # The workers clip, because a global norm needs the gradients of all shards.
                 self.steps = KerasSteps(optimizer, own, clip=False)
                 self.optimizer = [variable(value) for value in self.steps.initial]
                 if self.steps.rate_index is None and rule.rate_by_staleness:
@@ -128,21 +129,23 @@ class Shard:
             The changes; the moves, one for each local weight, which the worker subtracts from it
             (empty without local models); and the staleness.
         """
-        # for each weight: the ids of the rows that change; None: the whole weight changes
+        # For each weight: the ids of the rows that change, or None if the whole weight changes.
         ids = [push.rows.get(k) if k in self._lazy else None for k in self.indices]
         before = [taken(v, rows) for v, rows in zip(self.weights, ids, strict=True)]
         version = tf.identity(self.version)
         staleness = version - push.version
         after, moves, state = self._updated(before, ids, push, held, staleness)
         after = self._finite(after)
-        if self._rule.local_steps:  # otherwise the optimizer's step has applied the constraints
+        if self._rule.local_steps:  # else the optimizer's step has applied the constraints
             after = constrained(after, self._constraints)
         of_weights = [_change(*each) for each in zip(self.weights, after, ids, strict=True)]
         changes = [*of_weights, *state]
         for name, average in self._averages.items():
             for kept, change in zip(self.averages[name], of_weights, strict=True):
                 changes += _stored(kept, average.update(_read(kept), precise(_whole(change))))
-        for left_out in push.left_out:  # if all minibatches were left out, the values stay
+        # `left_out` has one element, or none if minibatches are never left out. If all minibatches
+        # of the push were left out, the values stay as they are.
+        for left_out in push.left_out:
             some = push.minibatches > left_out
             changes = [_change_if(some, change) for change in changes]
             moves = [tf.where(some, move, tf.zeros_like(move)) for move in moves]
@@ -197,7 +200,8 @@ class Shard:
             return [update(w, v, tf.cast(staleness, w.dtype)) for w, v in pairs], [], []
         after, changes = [], list[Change]()
         for (weight, value), kept in zip(pairs, self.kept, strict=True):
-            exact = precise(weight)  # bfloat16 could count rounds only up to 256
+            # The state has a count of rounds, which could not exceed 256 in bfloat16.
+            exact = precise(weight)
             state = type(kept)(*(tf.cast(v, exact.dtype) for v in _read(kept)))
             new, state = self._rule.update(exact, state, precise(value))
             after.append(tf.cast(new, weight.dtype))

@@ -114,14 +114,17 @@ class _Simulated(Workers):
 
     def __init__(self, speeds: list[Speed], order: Sequence[Pushed] | None) -> None:
         self.num_workers = len(speeds)
-        with tf.device("CPU:0"):  # its full name differs if this process is a cluster's chief
+        # The full name of this device is read, because it differs if this process is a cluster's
+        # chief.
+        with tf.device("CPU:0"):
             self.chief_device = tf.zeros([]).device
         self.server_devices = (self.chief_device,)
         self._speeds = speeds
         self._order = order
+        # The workers' local models and optimizers, by server and by the worker's index.
         self._kept: weakref.WeakKeyDictionary[Server, dict[int, _Kept]] = (
             weakref.WeakKeyDictionary()
-        )  # the local models and optimizers, by server and worker
+        )
 
     def executor(self, training: Training) -> _Simulation:
         kept = self._kept.setdefault(training.server, {})
@@ -133,7 +136,7 @@ class _Kept(NamedTuple):
 
     weights: list[tf.Tensor]  # empty if the rule has no local models
     optimizer: list[tf.Tensor]
-    generation: int  # generation of the server's model to which both belong
+    generation: int  # the generation of the server's model to which both belong
 
 
 class _Worker:
@@ -145,9 +148,9 @@ class _Worker:
         self.iterator: Any = None
         self.element: Nest = None  # the next minibatch
         self.rows: Rows = NO_ROWS  # the rows of the block to which `element` belongs
-        self.own: list[tf.Tensor] = []  # `Block.own`
-        self.start = 0  # number of the block's first minibatch in the chunk
-        self.idle_since = 0  # number of all pushes up to this worker's last one
+        self.own: list[tf.Tensor] = []  # random seeds and carried recurrent states (`Block.own`)
+        self.start = 0  # position in the chunk of the block's first minibatch
+        self.idle_since = 0  # number of pushes of all workers when this one pushed last
         self.rate = tf.constant(-1.0)
         self.pulled: Pulled | None = None
         self.block: Block | None = None
@@ -181,12 +184,14 @@ class _Simulation:
         self._workers = [_Worker(k) for k in range(len(speeds))]
         self._kept = kept
         self._waiting: collections.deque[tuple[int, int]] = collections.deque()
-        self._events: list[tuple[float, int]] = []  # heap of the next pushes: time and worker
-        self._refused: list[_Worker] = []  # workers whose pushes must wait
+        self._events: list[tuple[float, int]] = []  # heap of the next pushes: (time, worker)
+        self._refused: list[_Worker] = []  # workers whose pushes would make others too stale
         self._now = 0.0
         self._order = collections.deque(order or ())
         self._repeats = order is not None
-        self._with_rows_of: tuple[Nest, Any] | None = None  # element spec, and `Tables.ahead` of it
+        # An element spec and the result of `Tables.ahead` for it, kept because `ahead` traces the
+        # model.
+        self._with_rows_of: tuple[Nest, Any] | None = None
         self._pull = tf.function(exchange.read, autograph=False, reduce_retracing=True)
         self._ask = tf.function(lambda w: exchange.ask_to_pull(w, waits=False), autograph=False)
         self._begin = tf.function(self._work.begin, autograph=False, reduce_retracing=True)
@@ -258,7 +263,7 @@ class _Simulation:
         coming = next((p for p in self._order if p.worker == worker.index), None)
         if coming is None or coming.pulled != int(self._server.first.version):
             return False
-        if worker.element is None:  # the worker needs the chunk that it has in the record
+        if worker.element is None:  # the worker needs the chunk that the record gives it
             mine = [place for place in self._waiting if place[1] == coming.chunk]
             if not mine:
                 return False

@@ -37,7 +37,8 @@ def may_push(
     """
     pulls = tf.sort(_others(outstanding, worker))
     turns = version + 1 + tf.range(tf.size(pulls, tf.int64), dtype=tf.int64)
-    return tf.reduce_all(turns - pulls <= bound)  # negative if no pull is outstanding
+    # Workers without an outstanding pull have `_NEVER` in `pulls`: their differences are negative.
+    return tf.reduce_all(turns - pulls <= bound)
 
 
 def _none() -> tf.Tensor:

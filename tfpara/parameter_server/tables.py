@@ -22,10 +22,10 @@ from tfpara.keras_model import lookups
 from tfpara.parameter_server.messages import NO_ROWS, Rows
 from tfpara.typing import Nest
 
-# Smaller tables are pulled and pushed whole.
+# Embedding tables with fewer bytes are pulled and pushed whole.
 LARGE_BYTES = 1 << 22
 
-# Operations whose floating-point results are exact, except that casts round to another type.
+# Operations whose floating-point results are exact. Only Cast may round, as it changes the type.
 _EXACT = {
     *("Placeholder", "Const", "Identity", "Cast", "Reshape", "Squeeze", "ExpandDims", "Transpose"),
     *("StridedSlice", "Slice", "Split", "SplitV", "Unpack", "Pack", "ConcatV2", "GatherV2"),
@@ -127,7 +127,8 @@ class Tables:
         if period == 1:
             return lambda data: data.map(lambda *batch: (whole(batch), rows_of(batch)))
 
-        # tf.data has no windows of None, which an element may have in place of sample weights.
+        # An element may have None in place of sample weights. tf.data makes no windows of None, so
+        # such parts are left out of the windows.
         is_there = [bool(tf.nest.flatten(s, expand_composites=True)) for s in tf.nest.flatten(spec)]
 
         def parts(*minibatch: Nest) -> tuple[Nest, ...]:

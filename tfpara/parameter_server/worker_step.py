@@ -32,12 +32,12 @@ from tfpara.parameter_server.server import metric_variables
 from tfpara.parameter_server.tables import Tables
 from tfpara.typing import Nest
 
-# 2^64 divided by the golden ratio, as a signed number. Its multiples differ in the upper bits, so
-# that streams with neighbouring numbers get very different seeds.
+# 2^64 divided by the golden ratio, as a signed number. The numbers of streams are multiplied by it.
+# The upper bits of neighbouring multiples differ, so neighbouring streams get very different seeds.
 _MIX = 0x9E3779B97F4A7C15 - (1 << 64)
 _SEEDS = 1 << 31
 
-# Chooses the learning rate of a chunk from its minibatches.
+# A function that chooses the learning rate of a chunk from the chunk's minibatches.
 ChooseRate: TypeAlias = Callable[[tf.data.Dataset], tf.Tensor]
 
 
@@ -52,20 +52,20 @@ def stream_of(order: Sequence[int], epoch: int, chunk: int) -> int:
 class Block(NamedTuple):
     """A worker's state between a pull and a push: lists of tensors."""
 
-    rows: Rows  # the rows that `weights` has, of tables that are pulled by rows
+    rows: Rows  # ids of the rows in `weights`, for tables that are pulled by rows
     weights: list[tf.Tensor]  # for the next minibatch: as pulled (ASGD), or after local steps
-    gradients: list[tf.Tensor]  # sums; empty before the first minibatch, and for local steps
+    gradients: list[tf.Tensor]  # sums; empty before the first minibatch, and with local steps
     squares: list[tf.Tensor]  # sums of the gradients' squares; empty if not needed
     optimizer: list[tf.Tensor]  # state of the local optimizer; empty for ASGD
-    before: tf.Tensor  # number of minibatches in the model before the block, for a schedule
+    before: tf.Tensor  # for a schedule: number of minibatches in the model before the block
     state: list[tf.Tensor]  # moving statistics that workers share
-    # How much of the pulled state is still in `state`, in [0, 1]:
-    # `state` = `kept` · pulled + what the block added
+    # The share of the pulled state, from 0 to 1, that is still in `state`:
+    # `state` = `kept` · pulled state + what the block has added
     kept: list[tf.Tensor]
     own: list[tf.Tensor]  # the worker's own state: random seeds and carried recurrent states
-    metrics: list[tf.Tensor]  # values of the metrics' variables, summed
-    minibatches: tf.Tensor  # number so far, int64
-    samples: tf.Tensor  # number so far, int64
+    metrics: list[tf.Tensor]  # what the block adds to the metrics' variables, which are sums
+    minibatches: tf.Tensor  # number of minibatches so far, int64
+    samples: tf.Tensor  # number of samples so far, int64
     # whether each minibatch was left out, bool [τ]; empty if minibatches are never left out
     left_out: tf.Tensor
 
@@ -109,8 +109,10 @@ class WorkerStep:
         self.optimizer = model.optimizer
         self.weights = model.trainable_variables
         self._skips, self._period = skips, sync_period if skips else 0
-        self._rule: Any = rule  # Any, since rules have different methods, as their flags tell
-        states = carried_states(model)  # Keras' lists of the model's variables lack them
+        # Typed as Any, since rules have different methods; their flags tell which.
+        self._rule: Any = rule
+        # Recurrent states that are carried over; Keras' lists of the model's variables lack them.
+        states = carried_states(model)
         carried = {id(v) for v in states}
         self.frozen, self.state, self._own = parts_not_trained(model)
         self._seeded = [True] * len(self._own) + [False] * len(states)
@@ -120,7 +122,7 @@ class WorkerStep:
         self._metrics = metric_variables(model)
         _check_sums(self._metrics)
         self.local, self.local_models = rule.local_steps, rule.local_models
-        # The server squares the gradient of a single minibatch itself.
+        # If a push has a single minibatch, the server itself squares the gradient.
         self._squares = isinstance(rule, ASGD) and rule.delay_compensation > 0.0 and sync_period > 1
         self._steps: KerasSteps | None = None
         self.fit = ""
@@ -174,7 +176,7 @@ class WorkerStep:
         """
         shift = tf.math.floormod(tf.bitwise.right_shift(stream * _MIX, 33), _SEEDS)
         return [
-            # The state of a Keras seed generator is a seed and a counter.
+            # A seed generator of Keras has a state of two numbers: the seed and a counter.
             tf.stack([(value[0] + tf.cast(shift, value.dtype)) % _SEEDS, value[1]])
             if seeded and value.shape == (2,)
             else tf.convert_to_tensor(value)
@@ -253,7 +255,8 @@ class WorkerStep:
             tf.add_n([tf.convert_to_tensor(g) for g in of_one])
             for of_one in tape.gradient(loss, stood, unconnected_gradients=zero)
         ]
-        for index in block.rows:  # a loop over minibatches needs equal shapes in all turns
+        # A `tf.while_loop` over minibatches needs the same shapes in each turn.
+        for index in block.rows:
             gradients[index].set_shape(block.weights[index].shape)
         with scope, self.tables.looked_up(block.rows):
             for metric in model.metrics:
@@ -279,7 +282,7 @@ class WorkerStep:
     def _unless_bad(self, before: Block, after: Block, values: Sequence[tf.Tensor]) -> Block:
         """Returns `after`, or, if `values` have NaN or Inf, `before` with a minibatch left out."""
         finite = tf.reduce_all([tf.reduce_all(tf.math.is_finite(value)) for value in values])
-        if not before.gradients:  # before the block's first minibatch
+        if not before.gradients:  # empty before the first minibatch, and with local steps
             before = before._replace(gradients=[tf.zeros_like(g) for g in after.gradients])
         kept = tf.nest.map_structure(lambda new, old: tf.where(finite, new, old), after, before)
         this = tf.range(self._period, dtype=tf.int64) == before.minibatches
@@ -291,7 +294,8 @@ class WorkerStep:
         steps = self._steps
         if steps is not None:
             optimizer = list(block.optimizer)
-            # the schedule's step is the number of minibatches in the global model and the block
+            # The schedule's step is the number of minibatches in the global model plus that in the
+            # block.
             if steps.schedule is not None:
                 self._set_rate(optimizer, steps.schedule(block.before + _trained(block)))
             weights, optimizer = steps(block.weights, optimizer, gradients)

@@ -16,12 +16,12 @@ class Training(NamedTuple):
     server: Server  # the global model
     work: WorkerStep  # the computation of a minibatch
     chunks: Chunks  # the data
-    sync_period: int  # τ, minibatches of a push
+    sync_period: int  # τ, number of minibatches of a push
     choose_rate: ChooseRate | None  # chooses a chunk's rate; None: the servers' rate
-    # With epoch and chunk, these numbers determine what random layers draw. They are read when a
-    # chunk begins.
+    # Together with the epoch and the chunk, these numbers determine what random layers draw. They
+    # are read when a chunk begins.
     order: Sequence[int]
-    seed: int  # seed of the simulated workers' times
+    seed: int  # seed for the random times of simulated workers
 
 
 class Executor(Protocol):

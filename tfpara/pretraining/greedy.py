@@ -19,7 +19,7 @@ from tfpara.pretraining.rbm import BERNOULLI, FIRST_MOMENTUM, GAUSSIAN, RBM
 from tfpara.pretraining.stack import hidden_layers
 from tfpara.whole_number import checked_whole
 
-# Number of minibatches from which the visible units' bias is computed.
+# The initial bias of the visible units is computed from at most this number of minibatches.
 _BIAS_MINIBATCHES = 100
 
 
@@ -107,7 +107,7 @@ def pretrain(
     _check_positive("initial_stddev", initial_stddev)
     layers = hidden_layers(model)
     results: list[Pretrained] = []
-    past = 0  # number of epochs that the layers below were trained for
+    past = 0  # total number of epochs for which the layers below were trained
     for number, layer in enumerate(layers):
         first = number == 0
         rbm = RBM(
@@ -174,7 +174,7 @@ def _train(
 ) -> list[float]:
     """Trains an RBM; returns the mean reconstruction error over each epoch."""
     errors = []
-    minibatches = None  # minibatches of an epoch; known after the first epoch
+    minibatches = None  # number of minibatches in an epoch; known when the first epoch has ended
     for turn, epoch in enumerate(epochs, 1):
         if verbose:
             print(f"{title}: epoch {turn} of {len(epochs)}")

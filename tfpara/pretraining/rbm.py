@@ -17,9 +17,10 @@ import tensorflow as tf
 GAUSSIAN = "gaussian"
 BERNOULLI = "bernoulli"
 
-# The first minibatch has this momentum, as in Kaldi.
+# The momentum of the first minibatch, as in Kaldi.
 FIRST_MOMENTUM = 0.5
-# Units that are nearly always off or on start with a bias of at most this, in absolute value.
+# The absolute value of a visible unit's initial bias is at most this, even if the unit is always on
+# or always off.
 LARGEST_BIAS = 8.0
 
 
@@ -72,7 +73,8 @@ class RBM:
         self._momentum = momentum
         self._momentum_minibatches = momentum_minibatches
         self._weight_decay = weight_decay
-        # `seed` itself is for the initial values. Each minibatch gets a seed made from this one.
+        # The initial values are drawn with `seed` itself. The seeds of the minibatches are made
+        # from this other one.
         self._seed = tf.random.experimental.stateless_fold_in(list(seed), 1)
         first = tf.random.stateless_normal([visible, hidden], list(seed), 0.0, initial_stddev)
         self.kernel = tf.Variable(first)

@@ -69,7 +69,7 @@ def _chain(model: keras.Model) -> list[keras.Layer]:
     for layer in layers:
         try:
             fed = layer.input
-        except (AttributeError, ValueError) as error:  # the layer is used twice, or never
+        except (AttributeError, ValueError) as error:  # if the layer is called twice, or never
             raise refusal from error
         if fed is not feeding:
             raise refusal

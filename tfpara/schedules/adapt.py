@@ -68,7 +68,7 @@ class Adapt(keras.optimizers.Optimizer):
         if self.built:
             return
         super().build(variables)
-        # With a memory of one gradient no earlier gradient is kept.
+        # With a memory of one gradient, the present one is enough, so no slot is needed.
         slots = 1 if self.memory is None else self.memory if self.memory > 1 else 0
         self._squares = [
             self.add_optimizer_variables(variables, f"square_{slot}") for slot in range(slots)
@@ -90,7 +90,7 @@ class Adapt(keras.optimizers.Optimizer):
         if self.memory is None:
             self.assign_add(slots[0], square)
             return slots[0]
-        # The slots are a ring: this gradient replaces the oldest one.
+        # The slots are a ring buffer: this gradient's square replaces the oldest one.
         place = ops.cast(self.iterations, "int32") % self.memory
         kept = [ops.where(place == k, square, slot) for k, slot in enumerate(slots)]
         for slot, value in zip(slots, kept, strict=True):

@@ -58,10 +58,10 @@ class NewbobRule:
     Example:
         >>> rule = NewbobRule()
         >>> state = rule.update(rule.init(), 2.0)
-        >>> state = rule.update(state, 1.99)  # 0.5 % less: below 1 %
+        >>> state = rule.update(state, 1.99)  # a gain of 0.5 %, which is below `start`, 1 %
         >>> state.fading, state.stopped
         (True, False)
-        >>> rule.update(state, 1.989).stopped  # 0.05 % less: below 0.1 %
+        >>> rule.update(state, 1.989).stopped  # a gain of 0.05 %, which is below `stop`, 0.1 %
         True
     """
 
@@ -124,7 +124,7 @@ class NewbobRule:
     def _gain(self, before: float, after: float) -> float:
         gain = after - before if self.rising else before - after
         if self.relative:
-            # If the last score was 0, there is no ratio: a better score counts as no gain, and a
-            # worse one by its difference.
+            # If the former score was 0, there is no ratio. Then the gain of a better score counts
+            # as 0, and a worse score counts by its difference.
             gain = gain / abs(before) if before else min(gain, 0.0)
         return gain

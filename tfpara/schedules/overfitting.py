@@ -45,8 +45,8 @@ class OverfittingRule:
     Example:
         >>> rule = OverfittingRule(threshold=0.05)
         >>> state = rule.update(rule.init(), training=0.30, validation=0.32)
-        >>> state = rule.update(state, training=0.24, validation=0.31)  # 0.07 ≤ 0.02 + 0.05
-        >>> rule.update(state, training=0.22, validation=0.31).stopped  # 0.09 > 0.02 + 0.05
+        >>> state = rule.update(state, training=0.24, validation=0.31)  # gap 0.07 ≤ 0.02 + 0.05
+        >>> rule.update(state, training=0.22, validation=0.31).stopped  # gap 0.09 > 0.02 + 0.05
         True
     """
 

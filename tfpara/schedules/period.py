@@ -102,10 +102,10 @@ class AdaComm:
     Example:
         >>> rule = AdaComm(20)
         >>> state = rule.update(rule.init(), loss=2.0)
-        >>> state = rule.update(state, loss=0.5)  # √(1/4) · 20
+        >>> state = rule.update(state, loss=0.5)  # 10 = √(0.5 / 2.0) · 20
         >>> state.period
         10
-        >>> rule.update(state, loss=0.5).period  # the same loss again
+        >>> rule.update(state, loss=0.5).period  # With the same loss, the period is halved.
         5
     """
 

@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-# A metric's name, kind and description for Prometheus, and its key in a worker's row.
+# For each metric: its name, kind and description for Prometheus, and its key in a worker's row.
 _OF_WORKER = (
     ("tfpara_up", "gauge", "whether the process runs", "runs"),
     ("tfpara_starts_total", "counter", "starts of the process", "starts"),

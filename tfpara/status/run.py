@@ -28,12 +28,13 @@ from tfpara.typing import Json
 
 _WINDOW_SECONDS = 30.0  # speed and waiting are averaged over this time
 _SILENT_SECONDS = 5.0  # a process without a report for so long counts as silent
-_WAIT_SECONDS = 2.0  # shorter waits, as in each sync, are not shown
+_WAIT_SECONDS = 2.0  # shorter waits, such as those in each sync, are not shown
 _NUMBERS = (
     *("at", "rank", "waits", "steps", "samples", "syncs", "sync_seconds", "wait_seconds"),
     *("distance", "bytes_sent", "left_out"),
 )
-_MOST, _LONGEST = 50, 200  # scores or devices of a process; characters of a text
+# Limits of a report: _MOST scores and as many devices, and _LONGEST characters of each text.
+_MOST, _LONGEST = 50, 200
 _MOST_EVENTS = 1000
 
 
@@ -54,7 +55,7 @@ class _Worker:
 
     pid: int = 0
     starts: int = 0
-    end: str = ""  # how it has ended; empty while it runs
+    end: str = ""  # how the process has ended; empty while it runs
     told: dict[str, Any] = dataclasses.field(default_factory=dict)  # its latest report
     heard: float = 0.0  # time of its latest report
     synced: float = 0.0  # time of the latest report in which its number of syncs had grown
@@ -171,7 +172,8 @@ class RunStatus:
             waited_for = self._waited_for(now)
             events = [{"at": round(at, 1), "text": text} for at, text in self._events]
         scores = {name: of_it for name, row in rows.items() if (of_it := row.pop("scores", None))}
-        # An epoch's logs are the same on all workers; take those of the first that still runs.
+        # An epoch's logs are the same on all workers, so those of the first running worker are
+        # taken.
         of_workers = sorted(
             (name for name in scores if "steps" in rows[name]),
             key=lambda name: not rows[name]["runs"],

@@ -28,7 +28,7 @@ from tfpara.status.page import PAGE, POLICY, as_json, metrics
 
 _HOST = "127.0.0.1"
 _NAMES = ("127.0.0.1", "localhost")
-_MOST_AT_ONCE = 16  # connections
+_MOST_AT_ONCE = 16  # largest number of connections at a time
 _SECONDS = 10.0  # longest wait for the next bytes of a request
 _HEADERS = {
     "Cache-Control": "no-store",
@@ -97,7 +97,7 @@ class StatusServer(socketserver.ThreadingTCPServer):
             self._free.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        if not isinstance(sys.exception(), OSError):  # the browser has hung up
+        if not isinstance(sys.exception(), OSError):  # OSError: the browser has hung up
             super().handle_error(request, client_address)
 
 
@@ -109,7 +109,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     timeout = _SECONDS
 
     def do_GET(self) -> None:
-        # Otherwise a page of another site, whose name resolves to this host, could read answers.
+        # Without this check, a page of another site could read answers, if that site makes its name
+        # lead to this host.
         if self.headers.get("Host", "").partition(":")[0] not in _NAMES:
             self._answer(403, f"Ask for {_HOST} or localhost.\n")
             return

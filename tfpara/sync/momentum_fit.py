@@ -47,16 +47,19 @@ class MomentumFit:
         self.sync_period: int | None = settings.sync_period
         self.is_scheduled = False
         self._steps_in_epoch = NEVER
-        # Each local replica's minibatches in the present block; empty: the sync period.
+        # For each local replica, its minibatches in the present block. Empty: as many as the sync
+        # period.
         self._shares: Sequence[int] = ()
-        # The model that trains, if the present epoch is of unknown length; else None.
+        # The model that is being trained, if the length of the present epoch is unknown; else None.
         self._without_length: keras.Model | None = None
-        self._epochs_to_note = 0  # the epochs for `set_epochs` once their length is known
+        # The argument `epochs` of `set_epochs`, kept until the length of an epoch is known; else 0.
+        self._epochs_to_note = 0
         with tf.device("CPU:0"):
             self.period = make(tf.constant(settings.sync_period, tf.int64), "sync_period")
         self._make = make
-        # The momentum and the factor of the rate of each optimizer: a variable on each device,
-        # since a step that XLA has compiled reads only variables of its own device.
+        # For each optimizer: a variable on each device, with the momentum and the factor of the
+        # learning rate. There are several, since a step that XLA has compiled reads only variables
+        # of its own device.
         self._fitted: weakref.WeakKeyDictionary[keras.optimizers.Optimizer, list[tf.Variable]]
         self._fitted = weakref.WeakKeyDictionary()
 
@@ -150,7 +153,9 @@ class MomentumFit:
     def _note_short_block(self, optimizer: keras.optimizers.Optimizer) -> None:
         """Prints a note if every second block is too short for the local momentum."""
         if not momentum_of(optimizer):
-            return  # no momentum; an average of gradients, as in Adam, keeps steps bounded
+            # `momentum_of` is 0 also for optimizers like Adam, whose average of gradients keeps
+            # steps bounded.
+            return
         block = (self.sync_period or NEVER) * self.settings.fragments
         steps = self._steps_in_epoch
         rest = steps % block

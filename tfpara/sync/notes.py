@@ -38,7 +38,8 @@ class Notes:
         """
         replicas = self.worker.replicas
         if self.settings.device_sync_period:
-            replicas = self.worker.num_workers  # the devices of a worker are averaged more often
+            # The devices of a worker are averaged more often, so each worker counts as one replica.
+            replicas = self.worker.num_workers
         block = period * self.settings.fragments
         text = few_syncs(epochs * -(-steps // block), replicas) if block > 1 else ""
         if text and not self._few_told and not self.worker.changes:

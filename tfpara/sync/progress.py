@@ -20,7 +20,8 @@ from tfpara.sync.workers.company import Company
 from tfpara.whole_number import checked_whole
 
 _EVERY_SECONDS = 1.0
-_latest: Progress | None = None  # that of the strategy that was made last, which alone reports
+# The progress of the strategy that was made last. Only this strategy's progress is reported.
+_latest: Progress | None = None
 
 
 class Progress:

@@ -31,13 +31,13 @@ COMPRESSIONS = ("none", "bf16", "fp16", "int8", "int4")
 # A sync period that no run reaches: the replicas stay independent, and nothing is averaged.
 NEVER = 2**62
 
-# A run of at least `_MANY` replicas with fewer than `_SYNCS_FOR_EACH` syncs for each of them ends
-# some 3 % worse than one replica (docs/study.md).
+# A run of at least `_MANY` replicas ends some 3 % worse than one replica if it has fewer than
+# `_SYNCS_FOR_EACH` syncs for each of its replicas (docs/study.md).
 _MANY = 4
 _SYNCS_FOR_EACH = 6
 
-# Metadata of settings. "workers": the setting must be equal on all workers. "run": it must also be
-# equal to that of the checkpoint from which a run is resumed.
+# Metadata of settings. "workers": the setting must be equal on all workers. "run": when a run is
+# resumed, the setting must also be equal to that in the checkpoint.
 _WORKERS = {"workers": True}
 _RUN = {"workers": True, "run": True}
 
@@ -68,9 +68,9 @@ class Settings:
     nonfinite: str = dataclasses.field(default="raise", metadata=_WORKERS)
     nonfinite_share: float = dataclasses.field(default=0.01, metadata=_WORKERS)
     asked_rule: Rule | None = None  # the rule before `resolved` filled in its defaults
-    replicas: int = 0  # the N for which `resolved` filled them in
-    # If hyper-parameters follow the number of replicas: the user's rule, and that rule for the
-    # largest number that may come.
+    replicas: int = 0  # the number of replicas that `resolved` was given
+    # Set if the rule's hyper-parameters follow the number of replicas: the user's rule, and this
+    # rule resolved for the largest number of replicas that the run may have.
     following_rule: Rule | None = None
     largest_rule: Rule | None = None
 
@@ -152,7 +152,7 @@ class Settings:
     def _take_whole(self, name: str, of: str = "") -> int:
         """Stores a setting as a Python int; raises ValueError if it is not a whole number."""
         number = checked_whole(name, getattr(self, name), of=of)
-        object.__setattr__(self, name, number)  # the class is frozen
+        object.__setattr__(self, name, number)  # since the class is frozen
         return number
 
     def _check_local_state(self) -> None:

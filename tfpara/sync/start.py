@@ -55,7 +55,8 @@ def start(
     is_simulated = strategy._is_simulated
     checked_seconds("startup_timeout_seconds", startup_timeout_seconds)
     status_port = checked_port(status_port, elastic is not None)
-    # This comes first: once the processes are connected, TensorFlow lists the devices of all.
+    # The default devices are found before the processes are connected. After that, TensorFlow lists
+    # the devices of all processes.
     devices = default_devices() if devices is None else devices
     check_threads(len(devices))
     found, settings, starting = workers_of(
@@ -65,8 +66,8 @@ def start(
         if company.changes:
             links.prepare_for_changes(devices)
         extended = PeriodicSyncExtended(strategy, settings, devices, found, company)
-        # MultiWorkerMirroredStrategy's constructor would build TensorFlow's extended class, so the
-        # constructor of its base class is called.
+        # The constructor of MultiWorkerMirroredStrategy would make TensorFlow's own extended
+        # object, so the constructor of its base class is called instead.
         tf.distribute.Strategy.__init__(strategy, extended)
     failures.know(found, settings.timeout_seconds)
     extended.begin()
@@ -134,7 +135,8 @@ def workers_of(
     found = _found(settings, is_simulated)
     chosen, why = choose(settings.collectives, found)
     if found.num_workers > 1 and found.is_chief and settings.collectives == "auto":
-        # If "auto" had a choice of backends, the result is a warning, since those are shown.
+        # If "auto" had a choice of backends, its choice is logged as a warning, since warnings are
+        # shown by default.
         chose = found.rank_variable and (of_horovod(found) or not found.told)
         level = logging.WARNING if chose else logging.DEBUG
         _log.log(level, "tfpara: collectives=%s: %s", chosen, why)

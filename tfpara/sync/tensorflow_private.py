@@ -3,19 +3,19 @@
 # Finds a dataset's batch size, as TensorFlow does before it divides batches between replicas.
 from tensorflow.python.data.experimental.ops.distribute import compute_batch_size
 
-# The module whose functions make the datasets of single devices; tfpara replaces these functions
-# for a while.
+# The module whose functions make the datasets of single devices. While a pass over data begins,
+# tfpara replaces some of these functions.
 from tensorflow.python.data.ops import multi_device_iterator_ops as multi_device
 
 # The extended class that MultiWorkerMirroredStrategy builds.
 from tensorflow.python.distribute import collective_all_reduce_strategy as mwms
 
-# `input_lib` has the classes of distributed datasets: Keras accepts no others, and calls __iter__
-# for each pass. `values` has the types of values that reductions see, and the number of the replica
-# that is being traced.
+# `input_lib` has the classes of distributed datasets. Keras accepts no other classes, and calls
+# their __iter__ for each pass. `values` has the types of the values that are reduced, and the
+# number of the replica that is being traced.
 from tensorflow.python.distribute import input_lib, values
 
-# TensorFlow's context, whose private methods start the server anew and end collectives.
+# TensorFlow's context. Its private methods start the server anew and end collectives.
 from tensorflow.python.eager import context
 
 # The class of plain variables. In a strategy's scope tf.Variable would create a mirrored one.

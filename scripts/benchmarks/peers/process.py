@@ -13,14 +13,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-# The network of all peers: `inputs` - `layers` x `width` (ReLU) - `classes`.
+# All peers train the same network by SGD with this rate and momentum. It has `inputs` inputs,
+# `layers` hidden layers of `width` ReLUs, and `classes` outputs.
 LEARNING_RATE, MOMENTUM = 0.01, 0.9
 
 
 def run(figures: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
     """Calls `figures` with the options from the command line and prints what it returns."""
     print(json.dumps(figures(json.loads(sys.argv[1]))), flush=True)
-    # The process ends at once: at a regular end some peers wait for each other, print, or crash.
+    # `os._exit` ends the process at once. At a regular end, some peers would wait for each other,
+    # print something, or crash.
     sys.stdout.flush()
     os._exit(0)
 

@@ -35,7 +35,7 @@ from tfpara.typing import Json
 
 _TICK_SECONDS = 0.1
 _CUT_SECONDS = 5.0  # longest pause between two cuts of a lost task's connections
-_ANSWER_SECONDS = 10.0  # longest wait for the other processes to end, or to be reached
+_ANSWER_SECONDS = 10.0  # longest wait until the other processes end, or until they are reached
 _FIRST_FREE_PORT = 1024
 _log = logging.getLogger(__name__)
 
@@ -82,7 +82,7 @@ class Lobby:
             beat_seconds(timeout_seconds),
             time.monotonic(),
         )
-        self._hosts: dict[membership.Task, str] = {}  # the IP address from which each task came
+        self._hosts: dict[membership.Task, str] = {}  # IP address from which each task connected
         self._closing = False
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="tfpara-lobby", daemon=True)
@@ -175,7 +175,7 @@ class Lobby:
         try:
             task = (str(message["job"]), int(message["index"]))
             view, version = message["hello"], message["version"]
-        except (KeyError, TypeError, ValueError, OverflowError):  # not a process of tfpara
+        except (KeyError, TypeError, ValueError, OverflowError):  # the sender is not tfpara
             self._door.drop(channel)
             return
         self._do(self.state.hello(task, view, version, time.monotonic()), channel)
@@ -209,7 +209,8 @@ class Lobby:
         # let in next.
         lost = {(self._hosts[task], int(ports.split(address)[1]))}
         ports.cut(lost)
-        # In a thread of its own, because the look-up of a name may take long.
+        # The later cuts are made in a thread of their own, because they look the host name up,
+        # which may take long.
         threading.Thread(target=self._keep_cut, args=(task, address, lost), daemon=True).start()
 
     def _keep_cut(self, task: membership.Task, address: str, lost: set[tuple[str, int]]) -> None:
@@ -221,7 +222,8 @@ class Lobby:
         pause = _TICK_SECONDS
         while True:
             lost |= ports.places(address)
-            with self._changed:  # the task cannot be let in between check and cut
+            # With the lock held, the task cannot be let in between the check and the cut.
+            with self._changed:
                 if task in self._door.guests or self._closing:
                     return
                 ports.cut(lost)

@@ -20,7 +20,8 @@ from tfpara.typing import Json
 PURPOSE = "lobby"
 _TICK_SECONDS = 0.2
 _ANSWER_SECONDS = 10.0
-# Seconds that a worker serves after it is asked to end, unless the chief ends the run before.
+# For so many seconds a worker goes on serving after a signal has asked it to end, unless the chief
+# ends the run earlier.
 _LEAVING_SECONDS = 3.0
 
 
@@ -62,7 +63,8 @@ def serve(
                 signal.signal(number, lambda n, _: _note(received, n))
             else:
                 signal.signal(number, signal.SIG_DFL)
-    with quiet.starting():  # until the end, since the chief may connect again
+    # TensorFlow's notes are suppressed until the end, since the chief may connect again.
+    with quiet.starting():
         code, sentence = attend(cluster, start_server, startup_timeout_seconds, received)
     # Without `os._exit`, TensorFlow's threads would keep this process alive, or TensorFlow's exit
     # handlers would wait for other processes.
@@ -192,14 +194,18 @@ def _stay(
                 leave_at = leave_at if message["leave"] else 0.0
         now, before = time.monotonic(), looked_at
         looked_at = now
-        if now - before > timeout_seconds / 2:  # this process itself was suspended, not the chief
+        # After so long a pause of this loop, this process itself was suspended, not the chief.
+        if now - before > timeout_seconds / 2:
             channel.heard = now
         lost = ""
         if channel.closed:
             lost = f"{chief} is gone: its connection ended before the run did"
         elif now - channel.heard > timeout_seconds:
             lost = f"{chief} was silent for longer than timeout_seconds={timeout_seconds:g}"
-        if lost and finishing:  # the chief's interpreter is ending: its threads stop first
+        # The chief has said that its program is over. When its interpreter ends, the thread that
+        # sends signs of life stops before the process does. So neither silence nor a closed
+        # connection is an error now.
+        if lost and finishing:
             raise _Over(int(finishing["code"]), str(finishing["sentence"]))
         if lost:
             raise _Over(code, f"{lost}; its output may say why. Start all processes again.")

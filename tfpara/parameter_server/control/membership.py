@@ -48,8 +48,8 @@ from tfpara.cluster.asynchronous import AsyncCluster
 from tfpara.typing import Json
 
 _LOG_SECONDS = 30.0
-# Seconds that the chief's program has to end by itself after the run has failed. After these it is
-# ended (`Exit`), because a TensorFlow call may block it.
+# After the run has failed, the chief's program has so many seconds to end by itself. Then its
+# process is ended (`Exit`), because a TensorFlow call may block the program.
 _LAST_SECONDS = 60.0
 
 Task: TypeAlias = tuple[str, int]
@@ -93,7 +93,7 @@ Action: TypeAlias = Send | Admit | Drop | Note | Exit
 class _Present:
     """A task with a connection."""
 
-    heard: float  # time of its last sign of life
+    heard: float  # time of the task's last sign of life
     serving: bool = False  # whether TensorFlow's server listens in the task
     signal: str = ""  # name of the signal that asked the task to end
 
@@ -141,7 +141,7 @@ class Membership:
         }
         self._startup, self._timeout, self._beat = startup_seconds, timeout_seconds, beat_seconds
         self._present: dict[Task, _Present] = {}
-        self._end: dict[str, Json] = {}  # the last message, also for tasks that connect late
+        self._end: dict[str, Json] = {}  # the message that ends the tasks, even if they come late
         self._deadline = now + startup_seconds
         self._note_at = now + _LOG_SECONDS
         self._beat_at = self._looked_at = now
@@ -175,7 +175,7 @@ class Membership:
             self._have(problem)
             return [Send(None, {"end": self._end or {"code": 1, "sentence": problem}})]
         self._present[task] = _Present(now)
-        # The machine of the former process may have died without closing the connection.
+        # The former process may have died with its machine, without closing its connection.
         drop: list[Action] = [Drop(task)] if former else []
         return [*drop, Admit(task), Send(task, self._welcome)]
 
@@ -259,7 +259,9 @@ class Membership:
 
     def reached(self, problem: str | None) -> None:
         """Event: all addresses were tried; `problem` names those that do not answer."""
-        if not self.missing:  # else a task has died during the tries; it may come back
+        # If a task is missing, it has died during the tries. It may come back, and is then tried,
+        # too.
+        if not self.missing:
             self._have(problem)
             if self.phase == "gathering" and not self.problem:
                 self.phase = "training"
@@ -277,7 +279,7 @@ class Membership:
         self.phase, self._end = "ended", {"code": code, "sentence": sentence}
         return [Send(task, {how: self._end}) for task in self._present]
 
-    # -- what follows -----------------------------------------------------------------------------
+    # -- helpers of the events --------------------------------------------------------------------
 
     def _objection(self, task: Task, view: object, number: object) -> str | None:
         chief, own = self._cluster, version.__version__

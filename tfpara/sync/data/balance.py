@@ -26,15 +26,17 @@ from tfpara.sync.start_line import counted
 from tfpara.sync.workers.worker import Worker
 from tfpara.typing import Array, Json
 
-CEILING = 4  # largest number of minibatches of one worker in a block, as a multiple of τ
-# Weight of the last block in a worker's smoothed time of a minibatch. It is `_TRUST` if the block's
-# time differs by the factor `_LARGE`, or twice in the same direction by the factor `_NOISE`; else
-# it is `_TRUST_IN_NOISE`. If it always were `_TRUST`, shares would follow the noise of every block,
-# and workers of equal speed would wait for each other.
+CEILING = 4  # a worker takes at most 4·τ minibatches in a block; τ is the sync period
+# Each worker has a smoothed time of a minibatch. The time measured in the last block enters this
+# mean with one of two weights. The weight is `_TRUST` if the measured time differs from the
+# smoothed one by more than the factor `_LARGE`, or if two blocks in a row differ in the same
+# direction by more than the factor `_NOISE`. Else the weight is `_TRUST_IN_NOISE`. With `_TRUST` in
+# all cases the shares would follow the noise of every block, and workers of equal speed would wait
+# for each other.
 _TRUST, _TRUST_IN_NOISE = 0.75, 0.25
 _LARGE, _NOISE = 1.4, 1.1
-_LARGEST_CHANGE = 2.0  # factor by which one block may change the smoothed time
-_GAIN = 0.03  # smallest gain of time, as a part of a block's, for which the shares change
+_LARGEST_CHANGE = 2.0  # one block changes the smoothed time by at most this factor
+_GAIN = 0.03  # the shares change only if the former ones would make a block longer by this part
 
 
 def shares_of(seconds: Array, period: int, former: Array) -> Array:
@@ -139,17 +141,19 @@ class Balance(EpochUnits):
         self.reported: tuple[Array, Array] = np.zeros(workers, int), np.zeros(workers)
         self.steps_of_epoch: int | None = None
         self.record: list[list[int]] = []
-        self._blocks = 0  # number of trained blocks, with those before a resume
-        self._seconds = np.zeros(workers)  # smoothed seconds of a minibatch of each worker
-        self._changes = np.zeros(workers)  # log(the last block's seconds / smoothed ones before it)
-        self._shares = np.zeros(workers, int)  # shares by speed, of the last block
-        self._unmeasured = 0  # how many of the next blocks are not measured
-        # Whether the present pass had a complete block. After one, shorter blocks, as at the end of
-        # an epoch, are not measured, since a few steps tell little.
+        self._blocks = 0  # number of trained blocks, including those before a resume
+        self._seconds = np.zeros(workers)  # of each worker: the smoothed seconds of a minibatch
+        # Of each worker: log(seconds of a minibatch in the last block / smoothed seconds before).
+        self._changes = np.zeros(workers)
+        self._shares = np.zeros(workers, int)  # each worker's share of the last assigned block
+        self._unmeasured = 0  # this number of coming blocks will not be measured
+        # Whether the present pass has had a complete block. If it has, shorter blocks, as at the
+        # end of an epoch, are not measured, since the time of a few steps is imprecise.
         self._had_whole = False
-        # The checkpoint's position: its epoch, the number of trained minibatches, and those owed.
+        # The position from which the run resumes: its epoch, a number, and the numbers that are
+        # owed. All minibatches below the first number are trained, except those with owed numbers.
         self._resumed: tuple[int, int, Sequence[int]] = (0, 0, ())
-        self._rank = 0  # this worker's rank in the plan
+        self._rank = 0  # this worker's rank in `plan`
         self._queue: tf.queue.QueueBase | None = None  # the numbers of this worker's minibatches
 
     @property
@@ -237,7 +241,8 @@ class Balance(EpochUnits):
         former = np.where(self._seconds > 0.0, self._seconds, measured)
         within = np.clip(measured, former / _LARGEST_CHANGE, former * _LARGEST_CHANGE)
         changes = np.log(np.divide(within, former, out=np.ones(len(steps)), where=known))
-        both = np.sort([changes, self._changes], 0)  # each worker's last two changes, sorted
+        # The last two changes of each worker: the smaller in row 0, the larger in row 1.
+        both = np.sort([changes, self._changes], 0)
         again = (both[0] > np.log(_NOISE)) | (both[1] < -np.log(_NOISE))
         is_real = again | (np.abs(changes) > np.log(_LARGE))
         smoothed = former + np.where(is_real, _TRUST, _TRUST_IN_NOISE) * (within - former)

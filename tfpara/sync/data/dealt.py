@@ -10,7 +10,7 @@ import tensorflow as tf
 from tfpara.sync.workers.data_place import DataPlace, dealt, making
 from tfpara.typing import Array
 
-EMPTY = -1  # in place of a minibatch's number: the minibatch has no rows
+EMPTY = -1  # stands for the number of a minibatch without rows
 
 
 class Dealt:

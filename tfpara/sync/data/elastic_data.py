@@ -27,8 +27,8 @@ from tfpara.sync.workers import data_place
 from tfpara.typing import Json
 
 Facts: TypeAlias = dict[str, Json]
-PARTS = ("x", "y", "sample_weight")  # arguments of `fit`
-_BATCH_SIZE = 32  # Keras' default
+PARTS = ("x", "y", "sample_weight")  # the arguments of `fit` that hold training data
+_BATCH_SIZE = 32  # the default of `fit`
 
 
 class Began(NamedTuple):
@@ -89,7 +89,7 @@ def deal_out_arrays(strategy: Any, began: Began, given: dict[str, Any]) -> None:
     def minibatches(epoch: int, first: int) -> tf.data.Dataset:
         seed, parts, _ = order.known()
         size = -(-batch_size // parts)
-        in_a_pass = -(-rows // size)  # number of minibatches
+        in_a_pass = -(-rows // size)  # number of minibatches in a pass over all rows
         in_an_epoch = steps * parts if steps else in_a_pass
         begin = epoch * in_an_epoch
         passes = range(begin // in_a_pass, (begin + in_an_epoch - 1) // in_a_pass + 1)
@@ -201,8 +201,8 @@ def deal_out_py_dataset(
         in_order = shuffled(count, seed, epoch) if shuffle else range(count)
         dealt = data_place.dealt()
         if dealt is not None:
-            # Minibatches are numbered batch by batch here. So a worker's minibatches of one batch
-            # follow each other, and keeping the last batch saves most repeated reads.
+            # Minibatches are numbered batch by batch here. So a worker takes its minibatches of one
+            # batch one after the other, and a cache of the last batch saves most repeated reads.
             standard, recent = batches.standard, functools.lru_cache(1)(data.__getitem__)
 
             def one(number: int) -> Iterator[Any]:
@@ -249,8 +249,9 @@ def by_epoch(strategy: Any, dataset_fn: Callable[[int], tf.data.Dataset]) -> Any
         same_data.check_batched(dataset.element_spec)
         _check_order(dataset, "Give a seed to all that is drawn.", made_anew=True)
         if not facts:
-            # If only the program has a seed (tf.random.set_seed), each new operation gets another
-            # seed. So the function is called twice, and the seeds of both datasets are compared.
+            # The seed of the whole program (tf.random.set_seed) is not enough: TensorFlow derives
+            # another seed from it for each new operation. To find such operations, the function is
+            # called twice, and the seeds of the two datasets are compared.
             facts.update(same_data.facts_of_dataset(dataset))
             if same_data.difference([facts, same_data.facts_of_dataset(dataset_fn(epoch))]):
                 raise ValueError(

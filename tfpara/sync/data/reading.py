@@ -68,7 +68,7 @@ def shuffled_rows(
     Seeds are 0 … 2⁴⁸ − 1. With a batch size, rows are shuffled only within each batch. This
     function is fast enough for millions of rows; `shuffled` is not.
     """
-    # All versions of NumPy draw the same numbers from this generator.
+    # A `RandomState` draws the same numbers in all versions of NumPy.
     drawn = np.random.RandomState([seed % 2**32, seed >> 32, epoch])
     if batch_size is None:
         return drawn.permutation(rows)
@@ -104,7 +104,7 @@ class Order:
         return {name: getattr(self, name) for name in ("seed", "parts", "devices", "workers")}
 
     def set_state(self, state: Json) -> None:
-        # Checkpoints of version 0.1 have only the seed.
+        # In checkpoints of version 0.1 the state is the seed alone.
         for name, value in (state if isinstance(state, dict) else {"seed": state}).items():
             if value is not None:
                 setattr(self, name, value)
@@ -188,7 +188,7 @@ def ahead(
         executor.shutdown(wait=False, cancel_futures=True)
 
 
-_dataset: Any = None  # in a process that reads: its copy of the dataset
+_dataset: Any = None  # the copy of the dataset in a process that reads; None in other processes
 
 
 def _keep(dataset: keras.utils.PyDataset) -> None:

@@ -21,8 +21,8 @@ from tfpara.sync.tensorflow_private import compute_batch_size
 from tfpara.sync.workers.settings_check import differences
 from tfpara.typing import Json, Nest
 
-_ROWS = 16  # the number of rows of each array that are compared
-OWN = "each worker its own"  # the "kind" of data that are not divided
+_ROWS = 16  # at most this number of rows of each array are compared
+OWN = "each worker its own"  # the fact "kind" of data that are not divided among the workers
 
 _REMEDY = (
     "fit and evaluate divide their data among the workers, so all must give the same (what is "
@@ -88,13 +88,14 @@ def _value(leaf: Nest, row: int) -> Json:
     try:
         array = np.asarray(leaf.iloc[row] if hasattr(leaf, "iloc") else leaf[row])
         if array.dtype.kind in "biuf":
-            weights = np.linspace(1.0, 2.0, array.size)  # so that columns in another order differ
+            # These weights make the mean depend on the order of the columns.
+            weights = np.linspace(1.0, 2.0, array.size)
             return float((array.astype(np.float64).ravel() * weights).mean())
         if array.dtype.kind in "SUO":
             return hashlib.blake2b(repr(array.tolist()).encode(), digest_size=8).hexdigest()
     except (TypeError, ValueError, IndexError, NotImplementedError):
         pass
-    return None  # for sparse and ragged arrays, and those that Python cannot index
+    return None  # for sparse tensors and others that Python cannot index, and for other dtypes
 
 
 def divided_between_workers(dataset: tf.data.Dataset) -> bool:
@@ -113,8 +114,8 @@ def facts_of_dataset(dataset: tf.data.Dataset) -> dict[str, Json]:
     shards, values = [], []
     for part in _parts(dataset):
         # No public function lists the datasets of which a dataset is made, so this module reads
-        # tf.data's private classes and attributes. If a TensorFlow version lacks one of these
-        # names, there is one fact less.
+        # tf.data's private classes and attributes. If a version of TensorFlow lacks one of these
+        # names, one fact is missing.
         name = type(part).__name__
         if "Shard" in name:
             shards.append([_number(part, "_num_shards"), _number(part, "_index")])
@@ -135,7 +136,8 @@ def _parts(dataset: tf.data.Dataset) -> Iterator[tf.data.Dataset]:
     while waiting:
         part = waiting.pop()
         yield part
-        # Datasets that read files have another input dataset, in `_dataset` or `_filenames`.
+        # `_inputs` does not return every input. Datasets that read files, for example, have one in
+        # `_dataset` or `_filenames`.
         wrapped = [getattr(part, name, None) for name in ("_dataset", "_filenames")]
         waiting += [*part._inputs(), *(p for p in wrapped if isinstance(p, tf.data.Dataset))]
 
@@ -175,9 +177,10 @@ def why_order_differs(dataset: tf.data.Dataset, made_anew: bool = False) -> str:
     return ""
 
 
-# Attributes by which a dataset says that it draws anew in each pass.
+# Private attributes of datasets. If one of them is true, the dataset draws at random anew in each
+# pass.
 _EACH_ITERATION = ("_reshuffle_each_iteration", "_rerandomize_each_iteration", "_rerandomize")
-# Methods of datasets whose functions decide which rows there are.
+# Parts of the names of dataset classes whose function decides which rows the dataset has.
 _CHOOSING = ("Filter", "FlatMap", "Interleave", "TakeWhile")
 
 
@@ -246,7 +249,7 @@ def check_files(dataset: tf.data.Dataset, parts: int, of: str = "workers") -> No
         )
 
 
-# Operations that read files. TensorFlow divides these files among the workers.
+# The names of operations that read files. TensorFlow divides these files among the workers.
 _READERS = {
     name + version
     for name in ("TFRecordDataset", "TextLineDataset", "FixedLengthRecordDataset")

@@ -42,15 +42,16 @@ class Elastic(Company):
     """
 
     changes = True
-    # When the members change, TensorFlow prepares all functions anew. If a step's graph had the
-    # sync, it would be prepared twice: in the step, and for Python's calls at ends of epochs.
+    # After each change of members TensorFlow prepares all functions anew. If the graph of a step
+    # contained the sync, TensorFlow would prepare the sync twice: as a part of the step, and as the
+    # function that Python calls at the end of an epoch.
     syncs_in_steps = False
     epoch_units: DataPlan
 
     def __init__(self, settings: Settings, timeout_seconds: float) -> None:
         self._settings = settings
         self.connection = Connection(settings, timeout_seconds)
-        self._inside = False  # whether `together` runs an exchange
+        self._inside = False  # whether `together` is running an exchange
 
     def resolver(self) -> tf.distribute.cluster_resolver.ClusterResolver:
         return self.connection.resolver()
@@ -123,7 +124,9 @@ class Elastic(Company):
             except LOST as error:
                 _log.info("tfpara: an exchange has failed: %s", in_short(error))
                 self._inside = False
-                place.met = met  # some members may have counted a part of the exchange
+                # The failed exchange may have raised `met`, the count of exchanges, on some members
+                # only.
+                place.met = met
                 self._rejoin.meet(failed=True)
                 others = self._rejoin.others
                 if others["operations"] <= number:
@@ -159,7 +162,8 @@ class Elastic(Company):
                 write()
 
     def finish_block(self, synchronizer: Synchronizer, purpose: Purpose) -> None:
-        # Not marked with the purpose: others may come to this sync because their data have ended.
+        # The sync is not marked with its purpose, which workers would compare: others may take part
+        # in this sync because their data have ended.
         del purpose
         self.together(synchronizer.finish_block)
 
@@ -169,14 +173,16 @@ class Elastic(Company):
                 self.finish_block(synchronizer, purpose)
 
     def sums(self, parts: Sequence[tf.Tensor], evaluates: bool) -> list[tf.Tensor]:
-        # One exchange, so that all sums are over the same members.
+        # All parts are summed in one exchange, so that all sums are over the same members.
         if not parts:
             return []
         flat = tf.concat([tf.reshape(tf.cast(part, tf.float64), [-1]) for part in parts], 0)
 
         def summed() -> list[float]:
             hosts = self._extended.control.collectives
-            if evaluates:  # each worker has evaluated all data
+            # In an evaluation each worker has processed all data, so the values of rank 0 are the
+            # result.
+            if evaluates:
                 return hosts.all_gather(flat, "metrics")[0].numpy().tolist()
             return hosts.all_reduce([flat], "metrics")[0].numpy().tolist()
 

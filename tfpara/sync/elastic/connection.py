@@ -23,17 +23,19 @@ from tfpara.sync.tensorflow import links
 from tfpara.sync.tensorflow.extended import PeriodicSyncExtended
 from tfpara.typing import Json
 
-# TensorFlow's errors after a member is lost, and after its collectives are aborted.
+# The errors that TensorFlow raises after a member is lost, or after collectives are aborted.
 LOST = (
     tf.errors.UnavailableError,
     tf.errors.AbortedError,
     tf.errors.CancelledError,
     tf.errors.DeadlineExceededError,
 )
-# The address for numbers that no worker has, since TensorFlow's list of tasks has no gaps. Nothing
-# listens there.
+# TensorFlow's list of tasks must have no gaps. This address stands for task numbers that no worker
+# has; nothing listens at it.
 _PLACEHOLDER = "127.0.0.1:1"
-_ALONE = 1 << 20  # added to a generation's number while a worker is out; no run reaches it
+# A worker that comes back is first alone in a generation of its own. The number of this generation
+# is that of the worker's last one plus `_ALONE`, which is more than any run reaches.
+_ALONE = 1 << 20
 _log = logging.getLogger(__name__)
 
 
@@ -78,12 +80,13 @@ class Connection:
             timeout_seconds,
             name=os.environ.get(NAME, ""),
         )
-        self._own_address = f"127.0.0.1:{port}"  # while this worker is alone
+        self._own_address = f"127.0.0.1:{port}"  # used while this worker is alone
         self.line, self.form = self._begin()
         self.founders = self.line.founders
         self.joining = not self.line.founding
         self.in_fit = self.leaves = self.out = self._said_leaving = False
-        # guards the generation, which the line's thread may abort; see `Company.steady`
+        # The main thread holds this lock while it changes the generation, and the thread of `line`
+        # holds it while it aborts the generation. See `Company.steady`.
         self.steady = threading.Lock()
 
     def _begin(self) -> tuple[Line, Form]:
@@ -95,7 +98,8 @@ class Connection:
             try:
                 return line, line.formed()
             except Evicted:
-                line.close()  # the others have begun without this worker, which joins them
+                # The others have begun without this worker, which connects again to join them.
+                line.close()
 
     def _alone(self, number: int, task: int) -> Form:
         """Returns a generation with this worker alone, for the time until it joins the others."""
@@ -131,8 +135,8 @@ class Connection:
         if self.joining:
             self._take_place_of_joiner()
             return
-        # TensorFlow takes task numbers for ranks. They differ if a worker was lost, and
-        # replaced, before the run began.
+        # TensorFlow uses task numbers as ranks. The two differ if a worker was lost and replaced
+        # before the run began.
         extended.take_place(len(self.form.tasks), self.rank)
         while not self.ready():
             self.become(self.met(None, True))  # a member was lost before all were connected
@@ -222,7 +226,8 @@ class Connection:
         except MeetingError as error:
             self.end(str(error))
         if self.line.task != task or self.line.founding:
-            # TensorFlow's server cannot change its task number, and no other run can use the model.
+            # TensorFlow's server cannot change its task number. If the new line is founding, it
+            # belongs to another run, which cannot use this worker's model.
             self.end("the run that this worker belongs to is over.")
         self._listen()
         self.joining = True
@@ -239,7 +244,7 @@ class Connection:
             return
         self.out = True
         if self.joining or not completed:
-            self.line.close()  # the others may have more to do
+            self.line.close()  # the run may go on without this worker
         else:
             self.line.done()
 

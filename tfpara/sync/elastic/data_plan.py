@@ -36,7 +36,8 @@ class DataPlan(EpochUnits):
         self._plan = begin(0, connection.form.tasks)
         self.iterator: Iterator[Any] | None = None
         self.facts: Mapping[str, Json] = {}
-        # makes the datasets of the present call of `fit`
+        # A function that makes the datasets of the present call of `fit`; None before the first
+        # call.
         self._dataset_fn: Callable[..., tf.data.Dataset] | None = None
 
     @property
@@ -80,11 +81,12 @@ class DataPlan(EpochUnits):
         self.facts = getattr(given["x"], "facts", {})
 
     def begin(self, epoch: int, fit: int) -> None:
-        # A joiner has made passes over its data while it was alone, which are not epochs.
+        # A joiner has made passes over its data while it was alone. These passes are no epochs of
+        # the run, so the position is set here.
         self._extended.data.position.move(epoch, self._extended.models.steps_seen)
         if self.plan.at == (fit, epoch):
-            # The other members have begun this epoch. This worker may have met them before its
-            # `fit` had data.
+            # The other members have already begun this epoch, and this worker has their plan. It
+            # has no iterator yet if it met the others before its `fit` had data.
             self.iterator = self.iterator or self.data()
         else:
             self.plan = begin(epoch, self._connection.form.tasks, fit)
@@ -129,7 +131,8 @@ class DataPlan(EpochUnits):
         """Returns this worker's data from the beginning of the plan to the end of the epoch."""
         balance = self._extended.balance
         whole = self._by_rank() if balance is None else self._by_speed(balance)
-        # The plan omits the steps before a checkpoint, so the data must not skip them again.
+        # In a resumed run the plan already leaves out the steps before the checkpoint. `take_steps`
+        # clears their number, so that they are not skipped again.
         self._extended.data.position.take_steps()
         return iter(self._extended._distribute_datasets_from_function(lambda context: whole, None))
 
@@ -169,7 +172,7 @@ class DataPlan(EpochUnits):
 
     def trained(self, steps: int = 0) -> int:
         """Returns the number of units in the model; at a sync it is the same on all workers."""
-        del steps  # differs between workers
+        del steps  # workers may have taken different numbers of steps
         return self.plan.in_the_model(self.trained_steps())
 
     def reached(self, steps: int = 0) -> int:

@@ -26,7 +26,8 @@ from tfpara.sync.one_sync.statistics import NO_SYNCS
 from tfpara.sync.one_sync.synchronizer import Synchronizer
 from tfpara.typing import Json
 
-_LONGEST_HISTORY = 1 << 16  # most characters of a `History` that is kept with its values
+# A `History` whose JSON text has more characters than this is kept without its values.
+_LONGEST_HISTORY = 1 << 16
 _log = logging.getLogger(__name__)
 
 
@@ -49,15 +50,17 @@ class FitAgain:
         self._rejoin, self._progress = rejoin, rejoin.progress
         self._extended, self._connection = rejoin.extended, rejoin.connection
         self._data, self._transfer = rejoin.data, rejoin.transfer
-        self._histories: list[Json] = []  # results of earlier calls of `fit`
-        self._logs: Any = None  # logs of the last step
+        self._histories: list[Json] = []  # the `History` of each earlier call of `fit`, as JSON
+        self._logs: Any = None  # the logs of the last step
         self._step_began_in = 0  # the generation in which the present step began
-        self._agreed = False  # whether this worker, as the chief, has reported the terms
-        self._failed = False  # whether the last call has raised an error
-        self._returns = False  # whether this worker has rejoined within the present call
-        self._passes_by = False  # whether this worker takes no part in the present call
+        # Whether this worker, as the chief, has sent `Rejoin.terms` to the meeting point in this
+        # call.
+        self._agreed = False
+        self._failed = False  # true while `fit` runs, and after it has ended by an error
+        self._returns = False  # whether this worker has rejoined within the present call of `fit`
+        self._passes_by = False  # whether this worker takes no part in the present call of `fit`
         self._validate: Callable[[], object]
-        self._alone: Iterator[Any]  # data of the step that a joiner takes before it joins
+        self._alone: Iterator[Any]  # data for the step that a joiner takes before it joins
 
     @property
     def gave_up(self) -> bool:
@@ -152,9 +155,10 @@ class FitAgain:
         progress, line = self._progress, self._connection.line
         progress.fit, progress.epoch, self._logs = progress.fit + 1, -1, None
         self._agreed = self._returns = False
-        self._transfer.holders.clear()  # holders of an earlier call's callbacks
+        self._transfer.holders.clear()  # they belong to callbacks of an earlier call of `fit`
         for synchronizer in self._extended.models.synchronizers:
-            # Forgotten, since a worker that wants to join learns of this call, and asks again.
+            # Requests to meet are dropped. A worker that wants to join is told that this call of
+            # `fit` has begun, and then asks again.
             synchronizer.graph.answered(Request.MEET)
         if not self._connection.joining and progress.fit:
             line.begins(progress.fit, self._histories)
@@ -165,7 +169,8 @@ class FitAgain:
             with stepping(model, self._step):
                 yield
             if not self._connection.joining:
-                # So that no worker ends its program while another waits for it in an exchange.
+                # Without this barrier, a worker could end its program while another worker still
+                # waits for it in an exchange.
                 self._extended.worker.company.together(
                     lambda: self._extended.control.collectives.barrier("fit")
                 )
@@ -211,7 +216,9 @@ class FitAgain:
         step: Any = model.train_function
         with contextlib.suppress(tf.errors.OutOfRangeError, StopIteration):
             self._logs = step.inner(self._alone)
-            if balance is None and model.steps_per_execution > 1:  # the function has its own sync
+            # If the function takes several steps, it has a sync of its own. The counter is set so
+            # that the next step is the last one of its block, which makes this sync run, too.
+            if balance is None and model.steps_per_execution > 1:
                 block = self._synchronizer.graph.block
                 block.steps.assign(block.period - 1)
                 step.inner(self._alone)
@@ -227,12 +234,14 @@ class FitAgain:
 
     def _step(self, function: Callable[..., Any], iterator: Iterator[Any]) -> Any:
         """Runs a training step of Keras, before or after which the members may change."""
-        if self._progress.epoch_is_closed:  # by the others, while this worker was behind
+        # The others may have closed the epoch while this worker was behind.
+        if self._progress.epoch_is_closed:
             raise StopIteration
         self._progress.in_step = True
         try:
             self._meet_if_needed()
-            # Only after the first step, which finds out whether the model was compiled again.
+            # The terms are sent after the first step, since that step finds out whether the model
+            # was compiled again.
             if not self._agreed and self._connection.rank == 0 and self._logs is not None:
                 self._agreed = True
                 self._connection.line.agreed(self._rejoin.terms())
@@ -250,7 +259,8 @@ class FitAgain:
                     self._step_began_in = self._connection.form.number
                     self._logs = function(self._data.reader(iterator))
                 trained = True
-                # Synced here, so that callbacks of all workers see the sync after the same step.
+                # The sync is run here, before Keras calls the callbacks of the step. So on all
+                # workers the callbacks see the sync after the same step.
                 if self._sync_is_due():
                     self._synchronizer.graph.sync(tf.constant(True))
                 return {} if self._logs is None else self._logs
@@ -295,7 +305,8 @@ class FitAgain:
         self._connection.say_leaving()
         graph = self._synchronizer.graph
         request, alike = graph.agreed()
-        # Only if all have data, or none: a worker without data waits in a sync, not for a meeting.
+        # Members meet only if all of them have data left, or none has. A worker without data waits
+        # for the others in a sync, so it would not come to a meeting.
         if request == Request.MEET and alike:
             graph.answered(Request.MEET)
             self._rejoin.meet(failed=False)

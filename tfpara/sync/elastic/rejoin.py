@@ -33,8 +33,9 @@ from tfpara.sync.tensorflow.extended import PeriodicSyncExtended
 from tfpara.typing import Json
 from tfpara.version import __version__
 
-# Generations from one collection of garbage to the next. The functions of earlier generations' data
-# are in reference cycles, and in a process with so many objects Python rarely looks for those.
+# Garbage is collected in each generation whose number is a multiple of 16. The functions that read
+# the data of earlier generations are in reference cycles, and in a process with many objects Python
+# itself rarely looks for such cycles.
 _COLLECTED = 16
 _log = logging.getLogger(__name__)
 
@@ -95,8 +96,9 @@ class Rejoin:
         self.others: Mapping[str, Any] = {}
         self.last = ""
         self.record: Callable[[str], None] | None = None
-        # For the record, about the last meeting: the task whose state was sent, the tasks that
-        # received that state, and for each rank the steps of the open block that it has missed.
+        # These facts about the last meeting are for the record: the task whose state was sent; the
+        # tasks that received this state; and for each rank, how many steps of the open block were
+        # missed.
         self._source: int | None = None
         self._taken: list[int] = []
         self._late = [0] * len(connection.form.tasks)
@@ -108,8 +110,8 @@ class Rejoin:
             failed: whether an exchange failed or a member is lost; else all have agreed to meet.
         """
         while True:
-            # Newcomers are admitted only while all members are in steps: they could not complete
-            # an exchange that members have begun.
+            # Newcomers are admitted only while all members are in training steps. A newcomer could
+            # not take part in an exchange that the members have already begun.
             admits = self.progress.in_step and not self.progress.epoch_is_closed
             form = self.connection.met(self.report(), failed, admits)
             failed = True
@@ -193,7 +195,7 @@ class Rejoin:
         self._late = self._shorten_block(reports, behind, syncs)
         for synchronizer in self.extended.models.synchronizers:
             graph = synchronizer.graph
-            graph.answered(Request.MEET)  # some may have agreed to this meeting, or asked for it
+            graph.answered(Request.MEET)  # a request that led to this meeting is fulfilled now
             graph.consensus.divided_in = int(graph.block.taken) - graph.block.trained
         self.progress.sync_may_be_due = True
         self.progress.closed = max(self.progress.closed, tuple(ahead["closed"]))
@@ -204,7 +206,8 @@ class Rejoin:
             self.progress.result = self.others["result"]
             self.transfer.take_states(ahead["states"])
         plan = _next_plan(form, reports, behind, ahead)
-        # If the plan is of a later call of `fit`, this worker gets its data when it begins that.
+        # If the plan belongs to a later call of `fit`, this worker gets its data when it begins
+        # that call.
         has_data = plan.fit == self.progress.fit and plan.at > self.progress.closed
         self.data.go_on(plan, has_data, ahead)
         self.progress.planned_in = form.number
@@ -223,15 +226,19 @@ class Rejoin:
         Returns for each rank the steps of the open block that it counts but has not taken.
         """
         furthest = [own for own in reports if own and own["syncs"] == syncs]
-        if self.extended.balance is None:  # to close it with the worker least far in it
+        if self.extended.balance is None:
+            # A worker that is behind will close the block together with that one of `furthest`
+            # which has counted the fewest steps in it.
             missed = min(own["counted"] for own in furthest)
-        else:  # nobody trains more of the block
+        else:
+            # With `balance` no worker takes further steps in this block: see the comment below.
             missed = max(own["open"] for own in furthest)
         for synchronizer in self.extended.models.synchronizers:
             block = synchronizer.graph.block
             missed = min(missed, int(block.period))
-            # If minibatches are dealt out by speed, none are for the rest of this block, so all
-            # sync next. `steps` may be of an earlier meeting, at which the block was shortened.
+            # With `balance` no minibatches are dealt out for the rest of this block, so all workers
+            # sync next. A worker that has trained nothing in the block gets a new number of steps,
+            # since its present number may come from an earlier meeting.
             by_speed = self.extended.balance is not None and block.trained == 0
             if behind[self.connection.rank] or by_speed:
                 block.steps.assign(missed)
@@ -282,7 +289,7 @@ class Rejoin:
     def come_back(self, why: str) -> None:
         """Connects again as a joiner; the model and its traced step stay."""
         self.connection.come_back(why)
-        # This worker may be the only one that has closed an epoch, which the others train on.
+        # The others may still be training an epoch that only this worker has closed.
         self.progress.closed = (-1, -1)
         self.data.iterator = None
         self.data.forget_trained()
@@ -293,15 +300,16 @@ def _how_far(report: Mapping[str, Any]) -> tuple[int, ...]:
     return (
         report["syncs"],
         *Plan.place(report["plan"]),
-        # If a member was lost while a plan was adopted, some have this plan and some the former.
+        # If a member was lost while the members adopted a plan, some of them have this plan, and
+        # others have the plan before it.
         report["planned_in"],
         *report["closed"],
         report["operations"],
         # If minibatches are dealt out by speed, only a worker that has begun to read the epoch
         # knows which worker has which minibatches.
         any(report["plan"]["carried"]),
-        # A worker that takes over the state takes over the optimizer's step count, and closes the
-        # block with the worker that is least far in it.
+        # Of workers that are equally far, the one with the fewest counted steps in the open block
+        # comes first: a worker that takes over its state closes the block together with it.
         -report["counted"],
     )
 

@@ -90,10 +90,12 @@ class StateTransfer:
         """
         (synchronizer,) = self._extended.models.synchronizers
         hosts = self._extended.control.collectives
-        assert isinstance(hosts, TensorFlowCollectives)  # Horovod's groups cannot change
-        # Padded to a power of 2, since TensorFlow keeps some memory for every shape that was sent.
+        assert isinstance(hosts, TensorFlowCollectives)  # Horovod is not used in elastic runs
+        # The history is padded to a length that is a power of 2, because TensorFlow keeps some
+        # memory for every shape that it has sent. A receiver's own history may be longer, so it is
+        # cut.
         size = 1 << (ahead["history"] - 1).bit_length()
-        note = self._history.ljust(size)[:size]  # a receiver's own may have another length
+        note = self._history.ljust(size)[:size]
         values, history = hand_over(self.slots(), hosts, source, receives, note)
         kept: list[tuple[Any, list[np.ndarray]]] = []
         for name, state in sorted(ahead["states"].items()):
@@ -103,7 +105,8 @@ class StateTransfer:
                 kept.append((holder, hand_over_arrays(own, hosts, source)))
         if not receives:
             return
-        # Nothing is written before all has arrived, so no state is mixed if a worker is lost.
+        # Values are written only after all of them have arrived. So if a worker is lost meanwhile,
+        # no worker has a mixture of two states.
         for variable, value in values:
             variable.assign(value)
         for holder, weights in kept:
@@ -118,7 +121,8 @@ class StateTransfer:
 
 def told(history: keras.callbacks.History) -> str:
     """Returns a `History` as JSON text."""
-    # Keras makes `epoch` in `History.on_train_begin`, which it calls after all other callbacks'.
+    # Keras sets the attribute `epoch` in `History.on_train_begin`, which runs after
+    # `on_train_begin` of all other callbacks. So the attribute may be missing here.
     state = {"epoch": getattr(history, "epoch", []), "history": history.history}
     return json.dumps(state, default=lambda value: getattr(value, "tolist", value.__repr__)())
 

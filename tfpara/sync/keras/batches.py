@@ -26,7 +26,7 @@ class ShuffledArrays(data_adapters.ArrayDataAdapter):
 
     _extended: PeriodicSyncExtended
     _order: tf.Variable  # the rows' numbers, in the order of the present pass
-    _spec: Nest  # the spec of a batch
+    _spec: Nest  # the `element_spec` of the dataset of batches
 
     @classmethod
     def of(cls, adapter: Any, extended: PeriodicSyncExtended) -> ShuffledArrays:
@@ -48,8 +48,9 @@ class ShuffledArrays(data_adapters.ArrayDataAdapter):
         self._order.assign(self._extended.data.next_order_of_rows(self._num_samples, within))
 
     def get_tf_dataset(self) -> tf.data.Dataset:
-        # Keras shuffles all rows, or each batch with shuffle="batch", by tf.random.shuffle. While
-        # it builds the dataset, a lookup in `_order` stands in for that function.
+        # Keras shuffles the rows by tf.random.shuffle: all together, or with shuffle="batch" those
+        # of each batch. While Keras builds the dataset, a lookup in `_order` replaces that
+        # function, so that the rows come in the order of `_order`.
         draw, calls = tf.random.shuffle, []
 
         def ordered(numbers: tf.Tensor) -> tf.Tensor:
@@ -88,7 +89,7 @@ class Steps(data_adapters.data_adapter.DataAdapter):
             raise ValueError("the data have no batch: their length is 0.")
         self._first = [without_none(batch) for batch in batches]
         self._extended = extended
-        # In an elastic run these are data of an evaluation, of which each worker takes all.
+        # In an elastic run only evaluations use this class, and each worker evaluates all the data.
         self._shares = [(0, 1)] if extended.worker.changes else extended.data.shares
         self._by_replica, self._parts = extended.data.is_by_replica, self._shares[0][1]
         self._signature = data_adapter_utils.get_tensor_spec(self._first)
@@ -140,7 +141,7 @@ class PyDatasetSteps(Steps):
         self, dataset: keras.utils.PyDataset, adapter: Any, extended: PeriodicSyncExtended
     ) -> None:
         self._dataset, self._adapter = dataset, adapter
-        adapter.enqueuer = None  # its queue would mix batches of two passes
+        adapter.enqueuer = None  # the enqueuer's queue would mix the batches of two passes
         self._processes = bool(dataset.use_multiprocessing) and dataset.workers > 0
         several = self._processes and extended.worker.num_workers > 1
         if several and multiprocessing.get_start_method() == "fork":
@@ -152,7 +153,7 @@ class PyDatasetSteps(Steps):
         count = adapter.num_batches
         numbers = range(2 if count is None else min(2, count))
         super().__init__([adapter._standardize_batch(dataset[n]) for n in numbers], extended)
-        self.order: Sequence[int] = ()  # the numbers of the batches, in the present pass's order
+        self.order: Sequence[int] = ()  # the batches' numbers, in the order of the present pass
         self._hooks_called = 0
 
     def facts(self) -> dict[str, Json]:
@@ -183,7 +184,8 @@ class PyDatasetSteps(Steps):
         else:
             plans = [reading.reads(self.order, *share) for share in self._shares]
         together, numbers = itertools.tee(zip(*plans, strict=True))
-        # Each of the last batches of a pass is in all of this worker's shares, but read only once.
+        # The last batches of a pass are in the plan of each of this worker's shares. The calls of
+        # `dict.fromkeys` drop the repeated numbers, so that the worker reads each batch only once.
         wanted = (k for reads in numbers for k in dict.fromkeys(read.batch for read in reads))
         batches = reading.ahead(self._dataset, wanted, self._processes)
         with contextlib.closing(batches):

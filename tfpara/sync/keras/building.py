@@ -29,7 +29,7 @@ def looking(
         else:
             built = build(model, iterator=iterator, data_batch=data_batch)
     if iterator is not None:
-        # A private attribute: the dataset over which `fit` iterates has no public name.
+        # Keras has no public attribute for the dataset over which `fit` iterates.
         element_specs[model] = iterator._distributed_dataset.element_spec
     return built
 
@@ -52,7 +52,7 @@ def of_a_row(
     if data_batch is not None:
         data_batch = keras.tree.map_structure(_with_a_row, data_batch)
     own = has_own(model, ("train_step", "test_step"))
-    # An error that matters is raised again by the model's own step.
+    # If a suppressed error matters to the model's own step, that step raises it again.
     with contextlib.suppress(*([Exception] if own else [])):
         return build(model, iterator=iterator, data_batch=data_batch, **kwargs)
     return None

@@ -17,9 +17,10 @@ from tfpara.sync.keras import chiefs_callbacks, left_out
 from tfpara.sync.keras.measured_fit import MeasuredFit
 from tfpara.sync.keras.replacing import Method, strategy_of_ours
 
-# The attribute of a list of callbacks that holds the `PeriodicSyncExtended` of its model.
+# The name of a `CallbackList`'s attribute that holds the `PeriodicSyncExtended` of its model.
 _EXTENDED = "tfpara_extended"
-# The attribute that holds the number of this process's training steps before the present epoch.
+# The name of a `CallbackList`'s attribute that holds a number of training steps: those that this
+# process took before the present epoch.
 _STEPS_BEFORE = "tfpara_steps_before"
 
 
@@ -64,7 +65,8 @@ def _in_place(name: str) -> Callable[[Method], Method]:
                 return hook(callbacks, *args, **kwargs)
             if name.startswith("on_train_batch"):
                 args = (_counted(name, extended, callbacks, args[0]), *args[1:])
-            number = args[0] if args else 0  # of the epoch or the batch
+            # The first argument is the number of the epoch or of the batch.
+            number = args[0] if args else 0
             _before(name, extended, callbacks, *args)
             with extended.call_site.in_callbacks():
                 result = hook(callbacks, *args, **kwargs)
@@ -116,7 +118,8 @@ def _after(name: str, extended: Any, callbacks: CallbackList, number: int) -> No
     elif name == "on_epoch_begin":
         setattr(callbacks, _STEPS_BEFORE, extended.models.steps_seen)
         steps = callbacks.params.get("steps")
-        # The sync period is read after the callbacks, which may have changed it.
+        # `begin_epoch` reads the sync period. The call comes after the callbacks, since they may
+        # have changed the period.
         extended.momentum.begin_epoch(model, steps)
         if first:
             epochs = callbacks.params["epochs"]

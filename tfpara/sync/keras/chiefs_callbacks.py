@@ -20,7 +20,7 @@ from tfpara.typing import Json
 
 _CALLBACKS = keras.callbacks
 Hook = Callable[..., None]
-# For each kind of callback the attribute with the path to which it writes.
+# For each kind of callback: the name of its attribute that holds the path to which it writes.
 _PATHS = {
     _CALLBACKS.ModelCheckpoint: "filepath",
     _CALLBACKS.CSVLogger: "filename",
@@ -41,7 +41,7 @@ def prepared(callback: keras.callbacks.Callback, strategy: Any) -> Any:
             return callback if strategy.is_chief else None
         return callback if attribute is None else _Elsewhere(callback, attribute, strategy)
     if isinstance(callback, _CALLBACKS.CSVLogger):
-        # The other kinds of callbacks make the folder of their files themselves.
+        # A CSVLogger does not make the folder of its file. The other kinds of callbacks do.
         os.makedirs(os.path.dirname(callback.filename) or ".", exist_ok=True)
     return callback
 
@@ -76,7 +76,7 @@ class _Elsewhere(keras.callbacks.Callback):
     def __init__(self, callback: keras.callbacks.Callback, attribute: str, strategy: Any) -> None:
         super().__init__()
         self._callback, self._attribute, self._strategy = callback, attribute, strategy
-        self._elsewhere = False  # whether the callback's present files are in the folder
+        self._elsewhere = False  # whether the callback's last call wrote to the temporary folder
         self._trains = False
         self._folder = tempfile.mkdtemp(prefix="tfpara-")
         weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
@@ -124,7 +124,7 @@ class _Elsewhere(keras.callbacks.Callback):
             getattr(self._callback, method)(*args, **kwargs)
         finally:
             for name, value in own.items():
-                # A value that the callback itself has set during the call stays.
+                # If the callback itself has changed a value during the call, it keeps that value.
                 if getattr(self._callback, name) == meanwhile[name]:
                     setattr(self._callback, name, value)
 
@@ -140,7 +140,8 @@ class ChiefsBar(keras.callbacks.ProgbarLogger):
         super().set_params({**params, "steps": None})
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Json] | None = None) -> None:
-        self.target = None  # the number of steps depends on the number of workers
+        # The number of steps is not known: it changes with the number of workers.
+        self.target = None
         super().on_epoch_begin(epoch, logs)
 
 
@@ -148,7 +149,7 @@ def _of_the_chief(hook: Hook) -> Hook:
     @functools.wraps(hook)
     def calling(bar: ChiefsBar, *args: object, **kwargs: object) -> None:
         if bar._strategy.is_chief:
-            bar._maybe_init_progbar()  # not done yet if this worker became chief within the epoch
+            bar._maybe_init_progbar()  # a worker that became chief within the epoch has no bar yet
             hook(bar, *args, **kwargs)
 
     return calling

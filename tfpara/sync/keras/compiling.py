@@ -33,10 +33,12 @@ def compiled_by_replica(
     XLA does not compile the sync.
     """
     compiles = model.jit_compile and not model.run_eagerly
-    guarded = strategy.extended.steps.guard is not None  # the NaN guard reads slots before a step
+    guarded = strategy.extended.steps.guard is not None
     trains = step.__name__ == "train_step" and model.trainable_variables
-    # XLA cannot create the optimizers' slots in a step, so they are made here. If some workers are
-    # on GPUs, those on CPUs make them here too, although they may not use XLA.
+    # XLA cannot create the optimizers' slots in a step, and the NaN guard reads the slots before
+    # each step. So they are made here, before the first step. If some workers use GPUs and others
+    # CPUs, XLA may compile only on the GPUs. Then the workers on CPUs make the slots here, too,
+    # since all workers must make variables at the same point.
     if trains and (compiles or guarded or len(strategy.extended.worker.kinds) > 1):
         build_optimizers(model)
     if not compiles:

@@ -33,7 +33,8 @@ def with_divided_data(make: Any) -> Method:
         dataset = data if isinstance(data, tf.data.Dataset) else None
         _compare(adapter, dataset, extended)
         if dataset is not None and not same_data.divided_between_workers(dataset):
-            # Distributed here, since Keras counts an epoch's steps by the distributed dataset.
+            # Keras takes the number of an epoch's steps from the dataset in the adapter. So the
+            # adapter gets the distributed dataset, which has one element for each step.
             data = distribute_strategy.experimental_distribute_dataset(dataset)
             adapter = data_adapters.TFDatasetAdapter(data)
         kind = Epochs if isinstance(adapter, (Steps, ShuffledArrays)) else Passes
@@ -83,7 +84,8 @@ def _compare(adapter: Any, dataset: tf.data.Dataset | None, extended: PeriodicSy
             "minibatches, and give them `data`."
         )
     place = extended.call_site
-    # Data that a callback uses within `fit` are not compared: workers may be at different steps.
+    # If a callback of `fit` calls `evaluate`, the data are not compared, since other workers may be
+    # at other steps of `fit` then.
     if not (place.fits and place.calls):
         drawn = isinstance(adapter, (PyDatasetSteps, ShuffledArrays))
         extended.data.check(_facts(adapter, dataset) if divided else {}, drawn)
@@ -119,7 +121,7 @@ class Passes(trainer.TFEpochIterator):
     extended: PeriodicSyncExtended
     dataset: tf.data.Dataset | None = None  # the data, if they are a `tf.data.Dataset`
     steps_per_epoch: int | None
-    _num_batches: int | None  # None: not known
+    _num_batches: int | None  # number of batches of a pass; None: not known
     _current_iterator: Iterator[Nest] | None
     _began = 0  # the epoch in which the present pass began
 
@@ -200,8 +202,9 @@ class Epochs(Passes):
 
     def _get_iterator(self) -> Iterable[Nest]:
         if self._current_iterator is not None:
-            # At the end of a pass Keras asks for the next one, but the dataset's on_epoch_end,
-            # which may change the data, still follows. So Keras gets an empty pass for now.
+            # At the end of a pass Keras asks for the next pass before it calls the dataset's
+            # `on_epoch_end`, which may change the data. So Keras gets an empty pass now, and the
+            # next pass begins later.
             return ()
         self.data_adapter.begin_pass()
         return super()._get_iterator()

@@ -44,7 +44,7 @@ def refuse_spent(given: dict[str, Json]) -> None:
 def deal_out(strategy: Any, began: Began, given: dict[str, Any]) -> None:
     """Replaces the data among the arguments of `fit`, in place, by numbered minibatches."""
     if given.get("steps_per_epoch") is not None and not are_arrays(given):
-        return  # `check_dealt`, which follows, refuses such data
+        return  # the caller refuses such data afterwards, by `check_dealt`
     data, class_weight = given.get("x"), given.get("class_weight")
     if class_weight and isinstance(data, (tf.data.Dataset, tf.distribute.DistributedDataset)):
         weighted = data_adapters.TFDatasetAdapter(data, class_weight=class_weight)
@@ -98,7 +98,7 @@ def _batches_of(data: keras.utils.PyDataset, given: dict[str, Any]) -> Batches:
                 "Leave it out."
             )
     adapter = data_adapters.PyDatasetAdapter(data, given.get("class_weight"), given.get("shuffle"))
-    adapter.enqueuer = None  # its threads would read batches that nobody uses
+    adapter.enqueuer = None  # the enqueuer's threads would read batches that nobody uses
     count = adapter.num_batches
     if count is None:
         raise ValueError(

@@ -55,7 +55,7 @@ def install() -> None:
     replace(saving_lib, "save_model", by_the_chief)
     replace(saving_lib, "save_weights_only", by_the_chief)
     replace(legacy_h5_format, "save_model_to_hdf5", by_the_chief)
-    # ModelCheckpoint calls these two for the folder that it writes to.
+    # ModelCheckpoint calls these two functions for its folder, which may be in an object store.
     replace(file_utils, "exists", also_in_stores)
     replace(file_utils, "makedirs", not_of_stores)
     replace(keras.Model, "export", for_any_task)
@@ -69,9 +69,10 @@ def install() -> None:
     replace(keras.Model, "train_on_batch", _looked_at)
     replace(keras.Model, "train_on_batch", _refused_beside_fit)
     replace(keras.Model, "predict", _of_all_rows)
-    # By this method `fit` and `evaluate` turn the outputs of a step into their log.
+    # `fit` and `evaluate` call this method to turn the outputs of a step into their log.
     replace(keras.Model, "_get_metrics_result_or_logs", of_all_workers)
-    # The optimizers of a custom loop become known only when they take steps.
+    # An optimizer of a custom training loop becomes known only when it takes a step. So the methods
+    # of the classes are replaced.
     for kind in (keras.optimizers.Optimizer, keras.optimizers.LossScaleOptimizer):
         replace(kind, "apply", step_noted)
         replace(kind, "scale_loss", loss_looked_at)
@@ -105,8 +106,8 @@ def _watched(fit: Method) -> Method:
     return fitting
 
 
-# pybind11 puts this text into the error of an operation that fails during Ctrl-C, as one does if
-# Ctrl-C has already ended another worker.
+# If an operation fails while Ctrl-C interrupts this process, pybind11 puts this text into the
+# operation's error. For example, an operation fails if Ctrl-C has already ended another worker.
 _INTERRUPTED = "REPLACED BY KeyboardInterrupt"
 
 
@@ -116,7 +117,8 @@ def _shown_by_the_chief(
 ) -> object:
     """Runs a method with a progress bar, which workers other than the chief do not show."""
     given = inspect.signature(method).bind(model, *args, **kwargs)
-    # If members change, any worker may become the chief; `ChiefsBar` then decides who draws.
+    # In an elastic run any worker may become the chief. So all of them keep their progress bar, and
+    # `ChiefsBar` lets only the present chief draw it.
     if not (strategy.is_chief or strategy.members_change):
         given.arguments["verbose"] = 0
     try:

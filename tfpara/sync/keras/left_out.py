@@ -17,8 +17,8 @@ from tfpara.sync.tensorflow.extended import PeriodicSyncExtended
 from tfpara.sync.workers.json_exchange import everyones
 from tfpara.typing import Logs
 
-ENTRY = "left_out"  # the name in the log of an epoch
-_TOLD = 20  # the largest number of minibatches that the line names
+ENTRY = "left_out"  # the key, in an epoch's log, of the number of minibatches that were left out
+_TOLD = 20  # the printed line names at most this number of minibatches
 _TELL = Purpose("at the end of an epoch, counting minibatches that were left out")
 
 
@@ -76,7 +76,9 @@ def _inside(extended: PeriodicSyncExtended, replica: int, numbers: Sequence[int]
     """
     passes = extended.data.last
     unknown = [""] * len(numbers)
-    if passes is None or passes.steps_per_epoch:  # a pass may last several epochs
+    # With `steps_per_epoch` a pass over the data may last several epochs. Then a minibatch's number
+    # in the epoch does not tell its rows.
+    if passes is None or passes.steps_per_epoch:
         return unknown
     adapter = passes.data_adapter
     if isinstance(adapter, PyDatasetSteps) and adapter.num_batches is not None:
@@ -86,13 +88,16 @@ def _inside(extended: PeriodicSyncExtended, replica: int, numbers: Sequence[int]
         return [f" (of batch {batches[number - 1]})" for number in numbers]
     if not isinstance(adapter, data_adapters.ArrayDataAdapter):
         return unknown
-    # A dataset of the rows' numbers is divided just as the rows were.
+    # To find the rows of a minibatch, a dataset of the rows' numbers is divided among the replicas
+    # just as the rows were.
     rows = range(adapter._num_samples)
     order = adapter.order if isinstance(adapter, ShuffledArrays) else list(rows)
     dataset = tf.data.Dataset.from_tensor_slices(order).batch(adapter.batch_size)
     strategy = extended._container_strategy()
     found, wanted = [], iter([*numbers, 0])
-    with extended.call_site.in_call(EVALUATE):  # so that a resumed run skips no minibatch here
+    # In a resumed run a dataset that `fit` reads lacks the minibatches that are already trained. A
+    # dataset that an evaluation reads is complete, as this one must be.
+    with extended.call_site.in_call(EVALUATE):
         awaited = next(wanted)
         options = adapter.get_tf_dataset().options()
         divided = strategy.experimental_distribute_dataset(dataset.with_options(options))

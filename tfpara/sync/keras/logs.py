@@ -27,12 +27,13 @@ def of_all_workers(
     extended = strategy.extended
     with extended.metrics.reading(model):
         metrics = model.get_metrics_result()
-    # Only a step of the user's own may return values that are no metrics. All workers have the same
-    # model, so either all exchange such values or none does.
+    # Only methods that the user has written can return values that are not metrics. All workers
+    # have the same model, so either all of them exchange such values or none does.
     if not has_own(model, ("train_step", "test_step", "compute_metrics")):
-        return metrics  # `logs` may be empty, as in a resumed epoch that has no step left
+        return metrics  # not `logs`, which are empty in a resumed epoch that has no step left
     purpose = extended.call_site.of_metric()
-    # Others may still have data: if the model has no metrics, this worker has not waited for them.
+    # Reading metrics waits for all workers. But a model may have no metrics, and then other workers
+    # may still be training. So all open blocks are closed before the exchange.
     extended.models.finish_blocks(purpose)
     returned = strategy.everyones(_plain(logs), purpose)
     if not any(returned):
@@ -78,6 +79,7 @@ def _counted_nothing(model: keras.Model, name: str, metrics: dict[str, Nest]) ->
     if np.any(metrics[name]):
         return False
     of_name = [metric for metric in model.metrics if metric.name == name]
-    # The metrics given to `compile` are inside one container metric, which the log does not name.
+    # `model.metrics` has the metrics given to `compile` only inside one container metric. The log
+    # does not have the container's name.
     of_name = of_name or [metric for metric in model.metrics if metric.name not in metrics]
     return not any(np.any(v) for metric in of_name for v in metric.variables)

@@ -20,10 +20,14 @@ from tfpara.sync.one_sync.replicas import BUCKET_BYTES
 from tfpara.sync.one_sync.statistics import NO_SYNCS, SyncStatistics
 from tfpara.typing import Logs
 
-_LONGEST_PERIOD = 10  # a longer one would only measure more minibatches, which are alike
-_WARM_BLOCKS, _STEPS, _BLOCKS = 4, 40, 6  # blocks before the measurement; its least steps, blocks
-_REDUCES = 9  # all-reduces of each size, whose median counts
-_REDUCED_BYTES = 4 << 20  # fewer bytes would show the link's delay alone
+# The longest sync period that is measured, in minibatches. A longer one would only take more time,
+# since minibatches are alike.
+_LONGEST_PERIOD = 10
+# The number of blocks before the measurement, which warm up; then the smallest numbers of steps and
+# of blocks that are measured.
+_WARM_BLOCKS, _STEPS, _BLOCKS = 4, 40, 6
+_REDUCES = 9  # number of all-reduces of each size; the median of their times counts
+_REDUCED_BYTES = 4 << 20  # with fewer bytes an all-reduce would show only the link's latency
 
 
 class MeasuredFit(keras.callbacks.Callback):
@@ -40,11 +44,13 @@ class MeasuredFit(keras.callbacks.Callback):
     def __init__(self, strategy: Any) -> None:
         super().__init__()
         self._strategy = strategy
-        self._blocks = 0  # the number of blocks after which the measurement ends
+        self._blocks = 0  # the measurement ends after this number of blocks
         self._seconds = 0.0
         self._counted = self._former = NO_SYNCS
-        self._left: float | None = None  # when this epoch's last hook ended; None: no step yet
-        self._told = 0  # the last block that was printed
+        # The time when this callback last returned from a step's hook; None: this epoch has had no
+        # step yet.
+        self._left: float | None = None
+        self._told = 0  # the number of the last block that was printed
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         if self._strategy.members_change:
@@ -53,7 +59,7 @@ class MeasuredFit(keras.callbacks.Callback):
         steps = self.params["steps"] or 2 * _LONGEST_PERIOD
         period = min(asked, _LONGEST_PERIOD, max(1, steps // 2))
         if period < asked:
-            with contextlib.suppress(ValueError):  # other settings may need a longer period
+            with contextlib.suppress(ValueError):  # raised if other settings need a longer period
                 self._strategy.set_sync_period(period)
         self._blocks = _WARM_BLOCKS + max(_BLOCKS, -(-_STEPS // period))
 
@@ -86,7 +92,8 @@ class MeasuredFit(keras.callbacks.Callback):
                 f"the script's fit is too short to measure, with {steps} minibatches of each "
                 "worker: give it more epochs, or longer ones"
             )
-        with strategy.weights(self.model, "global"):  # ends, on all workers, a sync under way
+        # If a sync is under way, all workers complete it when they enter this context.
+        with strategy.weights(self.model, "global"):
             pass
         steps, syncs = max(counted.steps, 1), max(counted.syncs, 1)
         nbytes = 4 * sum(

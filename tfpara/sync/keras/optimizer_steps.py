@@ -15,13 +15,14 @@ from tfpara.sync.tensorflow.extended import PeriodicSyncExtended
 from tfpara.sync.tensorflow.variables import in_replica, local_replica
 from tfpara.typing import Nest, Variable
 
-# While `build_optimizers` traces a step: for each optimizer without slots, by its id, the weights
-# that it trains; None until its `apply` is called.
+# This dict is filled only while `build_optimizers` traces a step. It maps the id of each optimizer
+# without slots to the weights that the optimizer trains. Until the optimizer's `apply` is called,
+# the value is None.
 _unbuilt: dict[int, Sequence[Variable] | None] = {}
-# During the step of an optimizer, by its id: the momentum (or Adam's β₁) and the factor of SGD's
-# learning rate that are fitted to the block.
+# This dict has an optimizer's id only during a step of the optimizer. The values are the momentum
+# (or Adam's β₁) and the factor of SGD's learning rate, both fitted to the length of the block.
 _fitted: dict[int, tuple[tf.Tensor, tf.Tensor]] = {}
-# The spec of a minibatch in the present or last `fit` of each model.
+# For each model: the spec of a minibatch in the model's present or last `fit`.
 element_specs: weakref.WeakKeyDictionary[keras.Model, Nest] = weakref.WeakKeyDictionary()
 
 
@@ -41,7 +42,8 @@ def step_noted(apply: Method) -> Method:
         if not isinstance(extended, PeriodicSyncExtended) or not in_replica():
             return apply(optimizer, grads, trainable_variables)
         guard, scaling = extended.steps.guard, keras.optimizers.LossScaleOptimizer
-        # A LossScaleOptimizer itself handles the NaN and Inf that its scaling makes.
+        # The guard ignores the gradients of a LossScaleOptimizer: that optimizer itself handles the
+        # NaN and Inf that its scaling causes.
         if guard and not extended.steps.trace.applying and not isinstance(optimizer, scaling):
             guard.look(grads)
         fitted = extended.momentum.of_step(optimizer, local_replica())
@@ -108,8 +110,9 @@ def with_fitted_momentum(
     factor: tf.Tensor,
 ) -> None:
     """Takes a step of SGD: velocity ← m'·velocity − rate'·g, with fitted m' and rate'."""
-    # Keras' own step asks whether the momentum is 0, which a tensor of a graph cannot answer.
-    # `keras.ops` also takes sparse gradients, which have only some rows.
+    # Keras' own `update_step` tests in Python whether the momentum is 0. That is impossible here,
+    # since the momentum is a tensor of a graph. The functions of `keras.ops` also accept sparse
+    # gradients (tf.IndexedSlices).
     ops = keras.ops
     rate = ops.cast(learning_rate, variable.dtype) * factor
     step = ops.multiply(ops.cast(gradient, variable.dtype), rate)
@@ -156,8 +159,8 @@ def build_optimizers(model: keras.Model) -> None:
     unbuilt = [getattr(model, name) for name in unbuilt_optimizers(model)]
     if unbuilt and spec is not None and not model.run_eagerly:
         strategy = model.distribute_strategy
-        # `strategy.run` would make a synchronizer, which needs the slots. TensorFlow's `run` only
-        # traces the step.
+        # The strategy's own `run` would make a synchronizer, which needs the slots that are still
+        # missing. The `run` of TensorFlow's class makes no synchronizer; it only traces the step.
         run = tf.distribute.MultiWorkerMirroredStrategy.run
         step = tf.autograph.experimental.do_not_convert(
             lambda minibatch: run(strategy, model.train_step, args=(minibatch,))

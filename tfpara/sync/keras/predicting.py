@@ -17,8 +17,8 @@ from tfpara.sync.workers.worker import Worker
 from tfpara.typing import Array, Data, Json, Nest
 
 _PREDICT = call("strategy.predict()")
-# The most bytes that a worker sends of its rows at a time. So a worker that keeps no rows needs
-# memory for one such piece of each worker only.
+# A worker sends its rows in pieces of at most this number of bytes. So a worker that does not keep
+# the rows needs memory for only one piece from each worker at a time.
 _PIECE_BYTES = 64 << 20
 _REMEDY = "Give the same data on every worker: strategy.predict divides them."
 
@@ -65,15 +65,16 @@ def predict(
         ids, replicas = worker.replica_ids, worker.replicas
         start = reading.bounds(whole.length, ids[0], replicas).start
         stop = reading.bounds(whole.length, ids[-1], replicas).stop
-        # A worker without rows predicts one, to know the structure of the outputs.
+        # A worker that has no rows predicts one row all the same, to learn the structure of the
+        # outputs. It drops the result.
         first = min(start, whole.length - 1)
         outputs = model.predict(whole.part(first, max(stop, first + 1)), **given)
         keeps = not only_chief or worker.rank == 0
         kept = None if stop > start else 0
         rows = [_gathered(leaf[:kept], worker, keeps) for leaf in keras.tree.flatten(outputs)]
         if worker.changes:
-            # A worker that has passed this barrier knows that all have the rows, even if a worker
-            # is lost now.
+            # When a worker passes this barrier, all workers have received the rows. So that worker
+            # need not repeat the exchange, even if another worker is lost now.
             worker.control.collectives.barrier("predictions")
         found = keras.tree.pack_sequence_as(outputs, rows) if keeps else None
 
@@ -144,7 +145,7 @@ def _of_dataset(dataset: tf.data.Dataset) -> _Whole:
     count = int(dataset.cardinality())
     if count == tf.data.INFINITE_CARDINALITY:
         raise ValueError("strategy.predict: the dataset has no end. Give dataset.take(batches).")
-    if count < 0:  # not known, so the dataset is read once, to count
+    if count < 0:  # the number is not known, so the dataset is read once to count its batches
         count = sum(1 for _ in dataset)
     facts = same_data.facts_of_dataset(dataset) | {"batches": count}
     return _Whole(count, lambda first, end: dataset.skip(first).take(end - first), facts)

@@ -8,13 +8,13 @@ from typing import Any, TypeAlias
 
 import keras
 
-# Keras' trainer for TensorFlow, which has the class by whose objects `fit` and `evaluate` pass over
+# Keras' trainer for TensorFlow. With its class `TFEpochIterator`, `fit` and `evaluate` pass over
 # their data.
 from keras.src.backend.tensorflow import trainer as trainer
 
-# `legacy_h5_format` and `saving_lib` have the functions that all public functions for saving call:
-# Model.save, Model.save_weights, and those of keras.saving and keras.models, even if a script
-# imported these by name.
+# All public functions for saving (Model.save, Model.save_weights, those of keras.saving and
+# keras.models) call functions of `legacy_h5_format` and `saving_lib`. So a replacement there also
+# acts if a script has already imported a public function by name.
 from keras.src.legacy.saving import legacy_h5_format as legacy_h5_format
 from keras.src.saving import saving_lib as saving_lib
 from keras.src.trainers import data_adapters as data_adapters
@@ -25,7 +25,7 @@ from keras.src.utils import file_utils as file_utils
 from tfpara.keras_model import strategy_of
 from tfpara.sync.tensorflow.extended import PeriodicSyncExtended
 
-# A function of Keras, or its replacement.
+# The type of a function of Keras, or of its replacement.
 Method: TypeAlias = Callable[..., Any]
 _replaced: set[tuple[int, str, Callable[[Any], Any]]] = set()
 

@@ -32,8 +32,9 @@ def by_the_chief(
     The file has the global weights, unless `strategy.weights` shows others.
     """
     models = strategy.extended.models
-    # While Keras saves, it creates optimizers and layers to compare them with the model's. Other
-    # workers than the chief create no such variables, so initial values may not be exchanged.
+    # While Keras saves, it creates optimizers and layers, to compare them with those of the model.
+    # Usually all workers create the same variables, and exchange the initial values. Here the chief
+    # may be the only worker that creates them, so there must be no exchange.
     with strategy.extended.initial_values.alone():
         if not isinstance(filepath, (str, os.PathLike)):
             with models.writing(model):
@@ -96,7 +97,8 @@ def also_in_stores(function: Method) -> Method:
 def _scratch(path: str) -> Iterator[str]:
     """Yields the path to write a model to, which appears at `path` only once it is complete."""
     if is_of_keras(path) or (os.path.isdir(path) and not files.holds_a_model_alone(Path(path))):
-        yield path  # a folder with other files must not be replaced
+        # Keras writes to `path` itself. If that is a folder with other files, they must stay.
+        yield path
         return
     with remote_files.whole(path) as scratch, _printing(os.fspath(scratch), path):
         yield os.fspath(scratch)

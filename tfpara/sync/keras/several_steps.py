@@ -61,7 +61,8 @@ def _loop(
     @functools.partial(tf.function, reduce_retracing=True)
     @tf.autograph.experimental.do_not_convert
     def several(iterator: Any) -> Any:
-        traced: list[tuple[Any, list[Any]]] = []  # a step's outputs, and the syncs it left over
+        # For each time that a step is traced: its outputs, and the syncs that it left to this loop.
+        traced: list[tuple[Any, list[Any]]] = []
 
         def goes_on(number: tf.Tensor, outputs: tf.Tensor, data: Any) -> tf.Tensor:
             del outputs
@@ -76,7 +77,8 @@ def _loop(
             with steps.leaving_syncs() as left:
                 optional = _Optional.from_value(one(data.get_value()))
             traced.append((optional, left))
-            # The loop carries a variant, since the outputs' type is not known when it begins.
+            # The loop variable for the outputs is the optional's variant tensor, since the type of
+            # the outputs is not known before the loop is traced.
             (outputs,) = tf.nest.flatten(optional, expand_composites=True)
             with tf.device("CPU:0"):
                 due = left[0][0] if left else due
@@ -94,7 +96,8 @@ def _loop(
             due, number, outputs, data = tf.while_loop(within, minibatch, (due, *state))
             for _, act in traced[-1][1]:
                 where(due, act)
-            # The next minibatch is read after the sync, which may decide which minibatch that is.
+            # The next minibatch is read only after the sync, since the sync may decide which
+            # minibatch comes next.
             with tf.device("CPU:0"):
                 number = tf.where(due & by_speed, most, number)
                 more = (number < most) & due

@@ -33,13 +33,13 @@ class TrainingState:
         strategy = self._strategy
         self._go_back = lambda: None
         if hasattr(strategy, "snapshot"):
-            self._go_back = strategy.snapshot(model)  # the parameter servers' state
+            self._go_back = strategy.snapshot(model)  # puts back the parameter servers' state
         else:
             build_optimizers(model)
         if hasattr(strategy, "synchronize"):
-            strategy.synchronize()  # closes the block, in a run without parameter servers
-        # A value that is kept here takes no copy now: TensorFlow makes one when its variable is
-        # next written.
+            strategy.synchronize()  # in a run without parameter servers: closes the open block
+        # `read_value` copies nothing yet. TensorFlow copies the value when the variable is next
+        # written.
         changing = _changing(model, _shared_slots(model))
         self._kept = [(variable, variable.read_value()) for variable in changing]
 
@@ -48,7 +48,7 @@ class TrainingState:
         for variable, value in self._kept:
             variable.assign(value)
         self._go_back()
-        models = getattr(self._strategy.extended, "models", None)  # AsyncStrategy has none
+        models = getattr(self._strategy.extended, "models", None)  # AsyncStrategy has no `models`
         for synchronizer in models.synchronizers if models else ():
             synchronizer.was_put_back()
 
@@ -94,7 +94,7 @@ class EpochStart:
         """Frees the memory of the noted state."""
         self._state = self._taken = None
 
-    # -- for a worker that joins -------------------------------------------------------------
+    # -- the state that a joining worker receives --------------------------------------------
 
     def get_state(self) -> dict[str, Json]:
         return {HAS_WEIGHTS: self._state is not None or self._taken is not None}
@@ -112,7 +112,9 @@ class EpochStart:
 
     @weights.setter
     def weights(self, weights: Sequence[np.ndarray]) -> None:
-        if self._strategy.joining:  # a worker that only lags behind has noted its own state
+        # Weights also arrive at a worker that is behind the others. That worker does not need them
+        # here, since it has noted its own state.
+        if self._strategy.joining:
             self._taken = weights
 
     def _travelling(self) -> list[tf.Variable]:

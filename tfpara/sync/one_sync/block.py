@@ -45,8 +45,8 @@ class Block:
         self._whole = whole
         self.parts = settings.fragments + (0 if whole else 1)
         self.period, self._balance = site.period, site.balance
-        # All counters are in one variable, so that a step writes only one. float64 is exact for
-        # whole numbers up to 2^53.
+        # All counters are in one variable, so that a step writes only one variable. float64 is
+        # exact for whole numbers up to 2^53.
         parts, replicas = self.parts, range(len(site.devices))
         counts = make(tf.zeros([3 + parts * (1 + len(replicas))], tf.float64), "counts")
         self._counts = counts
@@ -55,11 +55,11 @@ class Block:
         self.steps = Counter(counts, 2, [], tf.int64)
         self.part_steps = Counter(counts, 3, [parts])
         self.samples = [Counter(counts, 3 + (1 + r) * parts, [parts]) for r in replicas]
-        # For each element of `counts` the index of the term that a step adds to it: see `count`.
+        # For each element of `counts`: the index of the term that the method `count` adds to it.
         self._terms = [0, 1, 0, *[0] * parts, *(2 + r for r in replicas for _ in range(parts))]
         self.turn = make(tf.zeros([], tf.int32), "turn")
-        # If replicas may take different numbers of steps: those of each one since the last sync,
-        # shape [local replicas, 1]. The whole model is then one part.
+        # If replicas may take different numbers of steps: how many each of them has taken since the
+        # last sync, shape [local replicas, 1], where the whole model is one part. Else None.
         self._stepped: tf.Variable | None = None
         if self._balance is not None and self._balance.simulates:
             self._stepped = make(tf.zeros([len(site.devices), 1], tf.float64), "stepped")
@@ -102,7 +102,7 @@ class Block:
             stepped = tf.stack([tf.cast(own, tf.int64) > 0 for own in each])
             self._stepped.assign_add(tf.cast(stepped, tf.float64)[:, tf.newaxis])
         # `steps` is read before `assign_add`, so that the read does not wait for `weights`, which
-        # devices compute.
+        # the devices compute.
         steps = self.steps.read_value() + 1
         terms = tf.stack([tf.ones([], tf.float64), samples, *weights])
         self._counts.assign_add(tf.gather(terms, self._terms))
@@ -129,8 +129,8 @@ class Block:
         """
         carried = tf.one_hot(fragment, self.parts, dtype=tf.float64)
         self.turn.assign(fragment)
-        # The smallest of `steps` is that of the part which was synced last. So it is the number of
-        # steps since the last sync of any part.
+        # The smallest element of `steps` belongs to the part that was synced last. So it is the
+        # number of steps since the last sync of any part.
         self.steps.assign_add(tf.cast(tf.reduce_min(steps), tf.int64))
         self.part_steps.assign_add(carried * steps)
         for replica, pending in enumerate(self.samples):

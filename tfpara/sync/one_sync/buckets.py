@@ -8,10 +8,11 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-# A variable with at least 1/4 of the elements that fit into a bucket has buckets of its own.
+# A variable has buckets of its own if it has at least 1/`_OWN_BUCKET` of the elements that fit into
+# a bucket.
 _OWN_BUCKET = 4
-# Large variables are cut at multiples of this many elements. So the parts of buckets that replicas
-# hold are aligned in memory, and need no copy.
+# Large variables are cut into buckets at multiples of this number of elements. So the parts of
+# buckets that replicas hold are aligned in memory, and need no copy.
 _ALIGNED = 4096
 
 
@@ -118,7 +119,7 @@ def _divide(sizes: Sequence[int], count: int) -> list[slice]:
     runs = []
     for number in range(1, count + 1):
         stop = start
-        last = len(sizes) - (count - number)  # leaves one variable for each later run
+        last = len(sizes) - (count - number)  # leaves one variable for each later fragment
         while stop < last and (
             number == count or stop == start or before + sizes[stop] / 2 < total * number / count
         ):

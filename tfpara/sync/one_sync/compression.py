@@ -56,7 +56,8 @@ def encode(rows: tf.Tensor, kind: str) -> tf.Tensor:
     """
     count, length = rows.shape
     if kind in _HALVES:
-        # What exceeds float16's range becomes rounding error, which the next sync sends.
+        # Numbers beyond the range of float16 are clipped. What is cut off counts as rounding error,
+        # which the next sync sends.
         clipped = tf.clip_by_value(rows, -65504.0, 65504.0) if kind == "fp16" else rows
         halves = tf.cast(tf.pad(clipped, [[0, 0], [0, length % 2]]), _HALVES[kind])
         return tf.bitcast(tf.reshape(halves, [count, -1, 2]), tf.int32)
@@ -65,9 +66,10 @@ def encode(rows: tf.Tensor, kind: str) -> tf.Tensor:
     scales = tf.reduce_max(tf.abs(groups), 2, keepdims=True) / highest
     levels = tf.round(tf.math.divide_no_nan(groups, scales))
     levels = tf.reshape(tf.clip_by_value(levels, -highest, highest), [count, -1])
-    if per_byte == 2:  # a byte is one number of the row's first half plus 16 × one of the second
-        # A NaN would spoil the other number of its byte, too, so 0 takes its place. By the scale of
-        # its group it is decoded as NaN nevertheless.
+    if per_byte == 2:
+        # A byte holds one number of the row's first half, plus 16 times one number of the second
+        # half. A NaN would spoil both numbers of its byte, so 0 is sent in its place. The receiver
+        # gets NaN nevertheless, because the scale of the group is NaN.
         ones, sixteens = tf.split(tf.where(tf.math.is_nan(levels), 0.0, levels), 2, 1)
         levels = ones + 16.0 * sixteens
     words = tf.bitcast(tf.reshape(tf.cast(levels, tf.int8), [count, -1, 4]), tf.int32)
@@ -85,7 +87,8 @@ def decode(words: tf.Tensor, length: int, kind: str) -> tf.Tensor:
     levels = tf.reshape(tf.bitcast(words[:, :-groups], tf.int8), [count, -1])
     levels = tf.cast(levels, tf.float32)
     if per_byte == 2:
-        sixteens = tf.round(levels / 16.0)  # exact, since the ones are from -7 to 7
+        # The rounding is exact, since numbers of the row's first half are from -7 to 7.
+        sixteens = tf.round(levels / 16.0)
         levels = tf.concat([levels - 16.0 * sixteens, sixteens], 1)
     scales = tf.bitcast(words[:, -groups:], tf.float32)
     numbers = tf.reshape(levels, [count, groups, group]) * scales[:, :, tf.newaxis]
@@ -120,7 +123,7 @@ class CompressedWire:
         self._name, make = replicas.site.name, replicas.site.make
         alone = self._collectives.size == 1
         self._sources = replicas.devices if alone else replicas.devices[:1]
-        self._rows = len(self._sources)  # rows that each worker has in a message
+        self._rows = len(self._sources)  # how many rows of a message belong to each worker
         buckets = replicas.weights(0)
         with tf.device(replicas.devices[0]):
             self.points = [make(b, f"point_{k}") for k, b in enumerate(buckets)]

@@ -31,10 +31,11 @@ from tfpara.sync.one_sync.weight_exchange import ALIGNED, Shares, phase
 from tfpara.sync.settings import NEVER, Settings
 from tfpara.typing import Array
 
-# The end of a worker stops its messages that are under way. So a worker that fails first waits this
-# long, so that the others receive the table that says why.
+# When a worker ends, its messages that are still under way are lost. So before a worker fails, it
+# waits for this time, in which the others receive the table with the reason.
 _GRACE_SECONDS = 1.0
-# This text stands for a sentence that the workers have yet to exchange.
+# This text stands for a sentence that is made later, after workers have exchanged their places in
+# the script.
 _APART = "the workers are apart"
 
 
@@ -137,7 +138,7 @@ class Consensus:
         columns, devices = self.columns, len(self._site.devices)
 
         def rows_of(number: Array) -> list[Array]:
-            row = np.zeros(columns.width)  # in which RUNNING is 0: no data left
+            row = np.zeros(columns.width)  # RUNNING stays 0: no data left
             row[NONFINITE] = -1.0
             row[MET:SAMPLES] = self._site.call_site.mark()
             row[SAMPLES] = number
@@ -258,10 +259,11 @@ class Consensus:
         width, arrived = self.columns.width, []
         of_workers = self._site.company.unlike_devices
         if of_workers:
-            # All must send equally many rows, so workers with fewer devices append empty ones.
+            # All workers must send equally many rows, so those with fewer devices append empty
+            # rows.
             rows = tf.pad(rows, [[0, max(of_workers) - rows.shape[0]], [0, 0]])
         with phase("wait"):
-            # The bits travel as whole numbers, so that nothing is rounded.
+            # All bits are sent as int32, so that nothing is rounded.
             sent = [tf.bitcast(vector, tf.int32) for vector in carried]
             if sent:
                 bits = tf.reshape(tf.bitcast(rows, tf.int32), [-1])
@@ -386,13 +388,13 @@ class Consensus:
             local=slice(first, first + own),
             first_replicas=self._site.first_replicas(len(table)),
             replicas=replicas,
-            # With F fragments, each fragment's block is F sync periods long.
+            # With F fragments, the block of each fragment is F sync periods long.
             block=share or float(period) * self._fragments,
             by_speed=share is not None,
         )
         if balance is not None and not text:
-            # Blocks by speed need one replica for each worker, so each row is that of a worker. In
-            # a simulation each replica stands for a worker.
+            # With `balance` each worker has one replica, so each row of the table belongs to one
+            # worker. In a simulation each replica stands for a worker.
             steps, seconds = table[:, self.columns.steps], table[:, self.columns.seconds]
             balance.reported = steps[:, 0].astype(int), seconds[:, 0]
         return found

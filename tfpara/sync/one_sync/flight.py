@@ -6,7 +6,7 @@ results have arrived; the training thread reads them only after that. If trainin
 landing, it waits in a TensorFlow queue, which blocks no thread that the flight may need.
 
 Each wait first puts the flight's end, if it is known, into the queue again: see docs/design.md,
-"How a flight ended is remembered until the next flight".
+"The result of a flight is kept until the next flight begins".
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from tfpara.sync.one_sync.replicas import Buckets
 from tfpara.sync.one_sync.state_vars import Kind, Slot
 from tfpara.typing import Array
 
-# Values of `Flight.state`.
+# The values of `Flight.state`: no flight; a flight under way; a flight whose results have arrived.
 NONE, FLYING, LANDED = range(3)
-# The longest wait for a flight's thread when the program ends. If a worker is lost, its loss ends
-# the thread at once.
+# The longest wait, when the program ends, for the thread of a flight. If another worker was lost,
+# the exchange fails, and the thread ends at once.
 _PATIENCE_SECONDS = 5.0
-# The types of the errors that a failed collective of any backend raises. Their messages match
-# `_WORDS`.
+# The types of errors that a failed collective raises, with any backend. The message of such an
+# error also matches `_WORDS`.
 _OF_COLLECTIVES = (
     tf.errors.UnavailableError,
     tf.errors.DeadlineExceededError,
@@ -40,8 +40,8 @@ _OF_COLLECTIVES = (
     tf.errors.UnknownError,
 )
 _WORDS = re.compile("ollective|RecvBuf|Horovod has")
-# The end of a flight is a pair: the text of its error, "" if it had none, and whether a collective
-# raised that error.
+# The end of a flight is described by a pair: the text of its error, or "" if there was none; and
+# whether a collective has raised that error.
 _WELL = ("", False)
 _NOT_STARTED = ("a sync was to run beside the training, and the step failed that starts it", False)
 
@@ -158,7 +158,8 @@ class Flight:
             for k, (snapshot, value) in enumerate(zip(snapshots, arrived, strict=True)):
                 name = f"sync/flight/snapshot/{k}"
                 yield Slot(name, Kind.BLOCK, snapshot, replica, **options)
-                # The value is equal on all devices, so the slots of all devices have one name.
+                # The arrived value is the same on all devices, so the slots of all devices have one
+                # name.
                 yield Slot(f"open/arrived/{k}", Kind.BLOCK, value, **options)
 
     def _prepare(self) -> int:

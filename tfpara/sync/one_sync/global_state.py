@@ -66,7 +66,7 @@ class GlobalState:
     """
 
     def __init__(self, aggregation: Aggregation, settings: Settings, replicas: Replicas) -> None:
-        rule: Any = settings.rule  # Any: BMUFAdam has methods that Rule lacks
+        rule: Any = settings.rule  # typed as Any, since BMUFAdam has methods that Rule lacks
         self.rule = SizedRule(rule, settings.following_rule, replicas.site.make)
         averages, make = settings.averages, replicas.site.make
         self._absent = rule.absent
@@ -78,7 +78,8 @@ class GlobalState:
         buckets = replicas.weights(0)
         moments = replicas.moments(0) if replicas.variables.moments else None
         self.bucket_sizes = [int(b.shape[0]) for b in buckets]
-        # By label ("rule", "averages/NAME", "moments"): for each holder, each part's variables.
+        # The variables of the state, by label ("rule", "averages/NAME" or "moments"). For each
+        # label there is a list for every holder, with one State for each of the holder's parts.
         self._states: dict[str, list[list[State]]] = {}
         for holder, device in enumerate(aggregation.holders):
             with tf.device(device):
@@ -160,13 +161,14 @@ class GlobalState:
             with tf.device(device):
                 before: list[tuple[State, list[State], tf.Tensor]] = []
                 for mean, (kept, *of_averages) in zip(means[holder], of_holder, strict=True):
-                    # The state is read once the bucket's mean has arrived. An earlier read would
-                    # slow down the sending.
+                    # The state is read after the bucket's mean has arrived. An earlier read would
+                    # slow down the exchange.
                     (state,) = self.rule.carried([_read(kept, after=mean)])
                     before.append((state, [_read(each, after=mean) for each in of_averages], mean))
                 steps = self._fused(functools.partial(self._steps, rule), rule, device)
-                # With one replica nothing is sent, so one function can take the steps of all
-                # buckets. Otherwise each bucket's step is taken when its mean arrives.
+                # With one replica nothing is sent, so a single function can take the steps of all
+                # buckets. Otherwise the step of each bucket is taken as soon as the bucket's mean
+                # has arrived.
                 together = [before] if self._site.has_one_replica else [[each] for each in before]
                 after = [one for some in together for one in steps(some, replicas, share)]
             update.broadcasts.append([broadcast for _, broadcast in after])
@@ -195,14 +197,17 @@ class GlobalState:
         """Takes one bucket's step; returns the rule's and averages' states, and the broadcast."""
         if isinstance(replicas, tf.Tensor):
             replicas = tf.cast(replicas, mean.dtype)
-        # Most blocks are whole. Without `share` the update needs fewer passes over the weights.
+        # Most blocks are whole, so that `share` is 1. For these the rule is called without `share`,
+        # since it then needs fewer passes over the weights.
         after = tf.cond(
             share < 1.0,
             lambda: rule.update(state, mean, replicas, share),
             lambda: rule.update(state, mean, replicas),
         )
         broadcast = rule.broadcast(state, after)
-        with tf.control_dependencies([broadcast]):  # which is sent while averages are updated
+        # The averages are updated after the broadcast is computed, so that it can be sent
+        # meanwhile.
+        with tf.control_dependencies([broadcast]):
             new = [
                 average.update(before, after.global_model, share)
                 for average, before in zip(self._averages.values(), averaged, strict=True)
@@ -280,10 +285,11 @@ class GlobalState:
                 _assign_at(own, self.rule.last().init(piece), start - part.start)
             for label, average in self._averages.items():
                 state = self._states[f"averages/{label}"][holder][part.bucket]
-                # If a user's average has no count, it may restart twice, which does no harm.
+                # An average whose count is 0 has restarted already, when another weight was set. A
+                # user's average without a count may restart twice, which does no harm.
                 restarted = "count" in state._fields and float(state.count) == 0.0
                 if not inside and restarted:
-                    continue  # it has already restarted, when another weight was set
+                    continue
                 value = average.value(_read(state))
                 if inside:
                     before, after = value[: start - part.start], value[end - part.start :]

@@ -39,8 +39,8 @@ from tfpara.sync.one_sync.weight_exchange import (
 )
 from tfpara.sync.settings import Settings
 
-# The replicas' distance needs a pass over the weights, so it is measured at the first 16 syncs and
-# then at every 16th.
+# The replicas' distance is measured at the first 16 syncs and then at every 16th, since each
+# measurement needs a pass over the weights.
 MEASURED_SYNCS = 16
 
 
@@ -69,8 +69,9 @@ class SyncGraph:
             if self._with_reports is not None:
                 self.consensus.carried = self._with_reports.elements
             self._make_counters()
-        # If these functions were inlined in a while loop, collectives of workers at different
-        # iterations would not meet: see docs/design.md, "The function of a sync is not inlined".
+        # These functions are not inlined. In a while loop TensorFlow would otherwise not match the
+        # collectives of workers that sync at different iterations: see docs/design.md, "The
+        # function of a sync is not inlined".
         self._sync = not_inlined(self._sync_step, tf.TensorSpec([], tf.bool))
         self._meet = not_inlined(self.consensus.met, tf.TensorSpec([], tf.float64))
 
@@ -93,7 +94,9 @@ class SyncGraph:
 
     def _make_counters(self) -> None:
         make = self._site.make
-        self._agreed = make(tf.zeros([3], tf.float64), "agreed")  # request, running replicas, N
+        # The largest request, the number of replicas with data left, and the number of all
+        # replicas.
+        self._agreed = make(tf.zeros([3], tf.float64), "agreed")
         self._syncs = make(tf.zeros([], tf.int64), "syncs")
         self._seconds = make(tf.zeros([2], tf.float64), "seconds")
         self._distance = make(tf.zeros([]), "distance")
@@ -210,7 +213,8 @@ class SyncGraph:
         its weights. Both are empty unless the weights have travelled with the reports.
         """
         _, block_steps, shares, of_all = verdict.parts[fragment]
-        # The wait is noted first, so that the watchdog sees it.
+        # The wait for other workers is noted before the exchange begins, so that the watchdog sees
+        # it.
         with tf.control_dependencies([self.begin_waiting(verdict)]), phase("pack"):
             own, everyones = carried
             local = [own] if own else self.replicas.all_weights(fragment)
@@ -224,7 +228,8 @@ class SyncGraph:
         if self._variables.moments:
             steps = tf.maximum(block_steps, 1.0)
             (counted,) = tf.unstack(verdict.counts, num=1)
-            # With loss scaling the optimizer may skip steps. The rule counts the skipped ones, too.
+            # With loss scaling the optimizer may skip steps, and it does not count these. `steps`
+            # includes them, and the rule needs a count that is at least `steps`.
             counted = tf.maximum(tf.cast(counted, tf.float32), steps)
             moments = self.averaging.exchange_moments(shares, steps, counted)
             arrived += tf.nest.flatten(moments.spread)
@@ -270,7 +275,8 @@ class SyncGraph:
         self._agreed.assign(verdict.agreed)
         self.dealt.assign_add(verdict.trained)
         self._syncs.assign_add(committed)
-        # A worker that is alone waits for nobody, so what was measured as waiting is its own work.
+        # A worker that is alone waits for nobody, so the time measured as waiting is that of its
+        # own work.
         self._seconds.assign_add([seconds[0], 0.0] if self._site.is_alone else seconds)
 
     def stood_still(self, began: tf.Tensor) -> None:
@@ -402,30 +408,33 @@ class SyncGraph:
             if cell.is_scalar
         }
         pairs = zip(old.replicas.layout.buckets, self.replicas.layout.buckets, strict=True)
-        # For each new bucket, the number of the former bucket from which it takes its scalars: the
-        # first one of its fragment, since all buckets of a fragment have equal scalars, such as
-        # counts of syncs.
+        # For each new bucket: the number of the former bucket from which it takes its scalars, such
+        # as counts of syncs. This is the first bucket of its fragment; all buckets of a fragment
+        # have equal scalars.
         counting = [theirs.start for theirs, mine in pairs for _ in range(mine.start, mine.stop)]
         for cell in {cell.field: cell for cell in self.global_state.cells()}.values():
             if cell.field in ("moments/momentum", "moments/velocity"):
-                continue  # they come from the optimizer's present slots
+                continue  # the new state has taken them from the optimizer's slots
             if cell.is_scalar:
                 values = [scalars[cell.field, bucket] for bucket in counting]
             else:
                 values = of_weights(*(g.global_state.whole(cell.field) for g in (old, self)))
             self.global_state.set_field(cell.field, values)
-        # Another optimizer may have brought other defaults of the rule.
+        # With another optimizer the rule may have other defaults, so the state is converted for
+        # these.
         self.global_state.carry(old.global_state.rule.last())
         if self.compressed is not None and old.compressed is not None:
             self.compressed.adopt(old.compressed, of_weights)
-        # The state may have moved since the last sync, so its anchors are taken over too.
+        # The replicas' state may have changed since the last sync. The anchors hold the state as
+        # that sync wrote it, so they are taken over, too.
         anchors = adopted("state", old.averaging.anchors, self.averaging.anchors)
         for anchor, value in zip(self.averaging.anchors, anchors, strict=True):
             anchor.assign(value)
         for slot, theirs in zip(self.counted(), old.counted(), strict=True):
             slot.variable.assign(theirs.variable.read_value())
-        # Weights that replicas have trained may differ, so all workers set their signatures to 0.
-        # Signatures of variables that the former synchronizer lacked stay, and will be compared.
+        # Weights that replicas have trained may differ. So for variables that `old` had, too, all
+        # workers set the signatures to 0. The other variables keep their signatures, and the next
+        # sync compares these.
         variables = self._variables
         for signatures, of_kind in (
             (self.consensus.signatures, variables.weights),

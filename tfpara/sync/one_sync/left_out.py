@@ -11,7 +11,8 @@ from tfpara.sync.one_sync.replicas import Site
 from tfpara.sync.one_sync.state_vars import Kind, Slot
 from tfpara.typing import Json
 
-NAMED = 32  # of how many minibatches that a replica leaves out in an epoch the numbers are kept
+# The numbers of the first 32 minibatches that a replica leaves out in an epoch are kept.
+NAMED = 32
 
 
 class LeftOut:
@@ -22,8 +23,8 @@ class LeftOut:
     """
 
     def __init__(self, site: Site) -> None:
-        # A vector for each replica: minibatches of the epoch, the count of those left out, and the
-        # numbers of those left out.
+        # A vector for each replica: how many minibatches it has had in the epoch, how many of them
+        # were left out, and the numbers of the first `NAMED` that were left out.
         self._of_epoch = [
             site.make(tf.zeros([2 + NAMED], tf.float64), f"left_out_{replica}")
             for replica in range(len(site.devices))

@@ -102,7 +102,8 @@ class Overlap:
         reports = graph.consensus.gather(flight.rows.read_value(), now())
         with tf.control_dependencies([reports]):
             flight.table.assign(reports)
-        # If the reports forbid the sync, `_touch_down` passes the reason on to the training thread.
+        # If the reports forbid the sync, no error is raised here: `_touch_down` passes the reason
+        # on to the training thread.
         verdict = graph.consensus.decide(reports, patient=False)
         flight.problem.assign(verdict.problem)
         committed = graph.of_fragment(

@@ -100,9 +100,10 @@ class Sharded:
         self._sizes = list(bucket_sizes)
         self._collectives = collectives
         of_worker = math.lcm(len(devices), *unlike)
-        self._units = collectives.size * of_worker  # pieces of a bucket; a part is `each` of them
+        # A bucket is cut into this many equal pieces. Each device's part consists of `each` pieces.
+        self._units = collectives.size * of_worker
         each = of_worker // len(devices)
-        # For each bucket the length of a part.
+        # For each bucket: the length of one device's part.
         self._lengths = [-(-size // self._units) * each for size in self._sizes]
 
     def parts(self, holder: int) -> list[Part]:

@@ -22,7 +22,7 @@ from tfpara.sync.workers.data_place import first_replica_of
 from tfpara.typing import Scalar
 
 Buckets = Sequence[tf.Tensor]
-BUCKET_BYTES = 8 << 20  # the largest buffer sent in one piece
+BUCKET_BYTES = 8 << 20  # size in bytes of the largest buffer that is sent in one piece
 
 
 class Site(NamedTuple):
@@ -186,13 +186,15 @@ class Replicas:
             for component in count:
                 with tf.device(component.device):
                     newest = tf.cast(furthest[k], component.dtype)
-                    # The remainder stays: it counts the gradients that this replica accumulates.
+                    # The remainder modulo `cycle` stays, since it counts the gradients that this
+                    # replica has accumulated for its next step.
                     component.assign(newest - newest % cycle + component % cycle)
 
     def others(self, replica: int, anchors: Buckets) -> list[tf.Tensor]:
         """Returns a replica's buckets of state minus `anchors`, then those of averaged slots."""
         with tf.device(self.devices[replica]):
-            # The changes since the last sync are averaged, so that unchanged values stay exact.
+            # A sync averages the changes of the state since the last sync, so that unchanged values
+            # stay exact.
             moved = self._moved(replica, anchors)
             return [*moved, *self.slot_layout.pack([v[replica] for v in self.averaged_slots])]
 
@@ -207,7 +209,8 @@ class Replicas:
             device = self.devices[replica]
             write = functools.partial(self._write_weights, replica, fragment)
             with tf.device(device):
-                # XLA may be unable to compile a user's constraint.
+                # XLA may be unable to compile a user's constraint, so with constraints the function
+                # is not fused.
                 constraints = any(self.variables.constraints)
                 (write if constraints else fused(write, device))(list(buckets))
 
@@ -280,7 +283,8 @@ class Replicas:
         for variable, minus, constraint in kinds:
             with tf.device(self.devices[0]):
                 values = [tf.cast(component, tf.float32) for component in variable]
-                # Differences from the first replica are averaged, so that equal values stay exact.
+                # The differences from the first replica are averaged, so that equal values stay
+                # exact.
                 moved = [
                     s * minus(v, values[0]) for s, v in zip(shares[1:], values[1:], strict=True)
                 ]

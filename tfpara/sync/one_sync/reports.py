@@ -36,14 +36,13 @@ from tfpara.cluster.call_site import EPOCH_END
 from tfpara.sync.settings import NEVER
 from tfpara.typing import Array
 
-# The numbers of a report's first columns. The samples begin at SAMPLES; `Columns` has the places of
-# the samples and of all later columns, which depend on the model.
+# The numbers of a report's first columns. From SAMPLES on, the columns depend on the model, and
+# `Columns` has their places.
 RUNNING, NONFINITE, SIGNATURE, REQUEST, MET, PURPOSE, EPOCH, SAMPLES = range(8)
 
 
-# Learning rates count as equal if they differ by at most this fraction of the larger one, since two
-# kinds of machines may round them differently.
-
+# Learning rates count as equal if they differ by at most this fraction of the larger one, because
+# different kinds of machines may round them differently.
 _ROUNDING = 1e-6
 
 
@@ -131,7 +130,8 @@ def signature_of(value: tf.Tensor) -> tf.Tensor:
     matter.
     """
     bits = tf.cast(tf.bitcast(tf.reshape(tf.cast(value, tf.float32), [-1]), tf.int32), tf.int64)
-    factors = 1 + tf.range(tf.size(bits, tf.int64)) % 251  # so that a permutation has another sum
+    # The factors make the sum depend on the order of the elements.
+    factors = 1 + tf.range(tf.size(bits, tf.int64)) % 251
     return tf.cast(tf.reduce_sum(bits * factors) % (1 << 40), tf.float64)
 
 
@@ -259,10 +259,11 @@ def _differing_rates(reports: Array, columns: Columns) -> Array:
     """
     rates = reports[:, columns.rates]
     if (rates == rates[0]).all():
-        return np.zeros([0, 0, 0], bool)  # as in most syncs, so no pairs are compared
+        # In most syncs all rates are equal, so that no pairs need to be compared.
+        return np.zeros([0, 0, 0], bool)
     alike = _alike(reports, columns)[:, :, np.newaxis]
     larger = np.maximum(np.abs(rates[:, np.newaxis]), np.abs(rates))
-    with np.errstate(invalid="ignore"):  # two infinite rates have no difference
+    with np.errstate(invalid="ignore"):  # the difference of two infinite rates is NaN
         return alike & (np.abs(rates[:, np.newaxis] - rates) > _ROUNDING * larger)
 
 
@@ -368,7 +369,7 @@ def _counted(reports: Array, columns: Columns, replicas: int, block: float) -> A
     """
     samples, steps = reports[:, columns.samples], reports[:, columns.steps]
     if block >= NEVER:
-        return samples  # zeros, since nothing is averaged
+        return samples  # these are zeros, since nothing is averaged
     present = np.arange(len(reports)) < replicas
     stepped = (steps > 0.0) & present[:, np.newaxis]
     return np.where(samples.sum(0) > 0.0, samples, stepped.astype(samples.dtype))

@@ -14,7 +14,7 @@ from tfpara.sync.one_sync.state_vars import Kind, Slot
 from tfpara.typing import Array, State
 
 _SIZES = (1, 2, 3, 5, 8)  # numbers of replicas for which a rule's hyper-parameters are compared
-# The numbers of workers for which a rule is checked if any number may train.
+# The numbers of workers for which a rule is checked if the run has no largest number of workers.
 _LARGE = [*range(1, 33), 64, 128, 256, 512, 1024]
 
 
@@ -59,7 +59,8 @@ class SizedRule:
             return self._rule
         rule = copy.copy(self._rule)
         for name, variable in variables.items():
-            # The class is frozen, and its constructor would check values, which are tensors here.
+            # The attribute is set in this way because the rule's class is frozen. The constructor
+            # is not called, because it would check the values, which are tensors here.
             object.__setattr__(rule, name, variable.read_value())
         return rule
 
@@ -100,7 +101,7 @@ def sized_fields(rule: Rule) -> list[str]:
     for number in _SIZES:
         try:
             rules.append(rule.resolve(number))
-        except ValueError:  # the rule is unstable for this number
+        except ValueError:  # the rule is unstable for this number of replicas
             continue
     names = []
     for field in dataclasses.fields(rule):

@@ -64,12 +64,11 @@ class Kind(enum.Enum):
         return self in (Kind.SUM, Kind.MEAN, Kind.FIRST)
 
 
-# The kind of a metric's variable, by its aggregation in Keras.
+# The kind of the slot of a metric's variable, by the aggregation that the variable has in Keras.
 _OF_METRIC = {"mean": Kind.MEAN, "only_first_replica": Kind.FIRST, "none": Kind.FIRST}
 
 
-# The kinds of slots that a worker takes over from another one if it is behind, or new.
-
+# The kinds of slots that a worker receives from another worker if it is new, or behind the others.
 TRAVELLING = (Kind.SHARED, Kind.HOLDER, Kind.MODEL)
 
 

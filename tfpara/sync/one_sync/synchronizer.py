@@ -30,11 +30,13 @@ class Synchronizer:
         self.name = site.name
         self._variables = variables
         self._site = site
-        # The replicas' own weights, by device, while the model's variables hold others; else None.
+        # While the model's variables hold other weights: the replicas' own weights, by device. Else
+        # None.
         self._own: list[list[tf.Tensor]] | None = None
-        self._shown: str | None = None  # the name given to `showing`, inside its context
-        # If each worker has only a part of the global model: the chief's copy of the whole, in
-        # buckets in the host's memory, and how many syncs were committed when it was gathered.
+        self._shown: str | None = None  # inside the context of `showing`: the name given to it
+        # If the global model is in parts on several workers: the chief's copy of the whole, as
+        # buckets in the host's memory; and how many syncs were committed when it was gathered, -1
+        # if the copy is out of date.
         self._gathered: list[tf.Tensor] = []
         self._gathered_at = -1
         self._places = variables.places()
@@ -262,7 +264,8 @@ class Synchronizer:
         """
         graph = self.graph
         if anew and not graph.global_state.rule.last().overwrites:
-            self._gathered_at = -1  # no worker has the whole point from which the rule restarts
+            # The copy is out of date: the rule restarts from a model that no worker has as a whole.
+            self._gathered_at = -1
         if not self._is_gathered or not self._gathered:
             return
         with tf.device("CPU:0"):
@@ -343,7 +346,7 @@ class Synchronizer:
         weights, has = None, "the weights of the chief's first replica"
         if not self._is_in_parts:
             if self._overlap is not None:
-                self._overlap.flight.wait()  # a sync beside the training writes the global model
+                self._overlap.flight.wait()  # a sync under way may write the global model
             weights, has = self.global_weights("global"), "the global model of the last sync"
         elif closed and self._is_gathered:
             with tf.device("CPU:0"):
@@ -421,7 +424,7 @@ class Synchronizer:
         if self._variables.moments:
             self.graph.averaging.restart_moments()
             counts = [[tf.cast(c, tf.float64) for c in own] for own in self._variables.counts]
-            largest = tf.reduce_max(tf.stack(counts), 1)  # on this worker
+            largest = tf.reduce_max(tf.stack(counts), 1)  # over this worker's replicas
             table = self._site.reports.all_gather(largest, f"{self.name}/counts")
             self.graph.replicas.write_counts(tf.reduce_max(table, 0))
 
@@ -456,7 +459,7 @@ class Synchronizer:
         self.set_weights([graph.replicas.constrained(weights)] * count)
         graph.averaging.start_moments()
         if graph.compressed is not None:
-            # The next sync sends how the weights differ from the broadcast point.
+            # The next sync sends how far the weights are from these points.
             graph.compressed.set_points(graph.global_state.broadcast_point())
 
     def open_fragments(self, pending_samples: Sequence[tf.Tensor]) -> list[bool]:
@@ -493,6 +496,6 @@ class Synchronizer:
         elif not graph.global_state.rule.last().overwrites:
             values = self.global_weights("global")
         else:
-            return  # all replicas have equal weights already
+            return  # all replicas have the same weights already
         variables = [self._variables.weights[i] for i in left]
         assign(variables, [[values[i] for i in left]] * len(self._site.devices))

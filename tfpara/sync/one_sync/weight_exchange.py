@@ -19,15 +19,15 @@ from tfpara.sync.one_sync.replicas import Buckets, Replicas
 from tfpara.sync.one_sync.state_vars import Kind, Slot
 from tfpara.typing import State
 
-# Limits for weights that travel with the reports: the bytes of all workers' weights together, and
-# the bytes that a worker may send beyond those of an all-reduce. Sending `MORE_BYTES` takes 5 ms at
-# 100 Mbit/s, about as long as the exchange that is saved.
+# Weights travel with the reports within two limits: on the bytes of all workers' weights together,
+# and on the bytes that a worker sends beyond those that it would send in an all-reduce. Sending
+# `MORE_BYTES` takes 5 ms at 100 Mbit/s, about as long as the all-reduce that is saved.
 WITH_REPORTS_BYTES = 2 << 20
 MORE_BYTES = 1 << 16
 # TensorFlow takes a part of a vector without a copy if the part begins and ends at a multiple of
 # this many numbers of four bytes.
 ALIGNED = 16
-# The variables of a wire, each with the value that it gets on commit.
+# The variables of a wire, each with the value that is written to it on commit.
 Writes = list[tuple[tf.Variable, tf.Tensor]]
 
 
@@ -347,7 +347,8 @@ class WithReports:
             tf.where(equal, 1.0, portion) * weights
             for portion, weights in zip(tf.unstack(of_all, num=self._workers), arrived, strict=True)
         ]
-        # A sum over an axis adds in the same order on all workers. `add_n` may begin with any term.
+        # A sum over an axis adds in the same order on all workers. `add_n` may begin with any term,
+        # and its results could differ between workers.
         summed = tf.reduce_sum(tf.stack(terms), 0)
         return [tf.split(summed / shares.divisor, self.sizes)[:-1]]
 

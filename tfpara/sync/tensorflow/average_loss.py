@@ -51,7 +51,8 @@ def _averaging(average: Callable[..., tf.Tensor]) -> Callable[..., tf.Tensor]:
                 "steps of its own: its loss is the mean over its own samples, not over those of "
                 "all replicas. Leave out global_batch_size=; strategy.reduce gives the same sum."
             )
-        # In a replica `num_replicas_in_sync` is 1, so `average` is the mean over its own samples.
+        # In a replica `num_replicas_in_sync` is 1, so `average` returns the mean over the replica's
+        # own samples.
         return _share(average(per_example_loss, sample_weight), replicas)
 
     return averaging

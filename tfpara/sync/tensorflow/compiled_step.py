@@ -48,21 +48,21 @@ class CompiledStep:
             step_args, step_kwargs = tf.nest.pack_sequence_as((args, kwargs), tensors)
             return self._step(*step_args, **step_kwargs)
 
-        # TensorFlow keeps int32 arguments of a function in the host's memory. So the host would
-        # fetch labels from a GPU, for which it would have to wait until the last step is done. To
-        # avoid that, int32 arguments travel as float32.
+        # TensorFlow keeps int32 arguments of a function in the host's memory. To fetch such
+        # arguments from a GPU (labels, for example), the host would have to wait until the last
+        # step is done. To avoid this, the bits of int32 arguments are passed as float32.
         leaves = tf.nest.flatten((args, kwargs))
         int32 = [isinstance(leaf, tf.Tensor) and leaf.dtype == tf.int32 for leaf in leaves]
         carried = [
             tf.bitcast(leaf, tf.float32) if was_int32 else leaf
             for leaf, was_int32 in zip(leaves, int32, strict=True)
         ]
-        # A replica's variables are its own, so each replica needs a function of its own.
+        # Each replica has variables of its own, so it also needs a function of its own.
         return tf.function(restored, jit_compile=True, autograph=False)(carried)
 
 
-# These match XLA's messages about an operation for which it has no code, and about an operation
-# whose shape depends on data.
+# `_NO_CODE` and `_NO_SHAPE` match XLA's messages about an operation for which XLA has no code, and
+# about an operation whose shape depends on data. `_NODE` matches the name of the operation.
 _NO_CODE = re.compile(r"trying to compile graph .*?: (\w+) \(No registered", re.DOTALL)
 _NO_SHAPE = re.compile(r"must be a compile-time constant")
 _NODE = re.compile(r"\{\{node ([^}]+)\}\}")

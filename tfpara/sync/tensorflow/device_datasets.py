@@ -66,7 +66,8 @@ _make_device_dataset = _multi_device._create_device_dataset
 _Generator = _multi_device._PerDeviceGenerator
 _Reincarnated = _multi_device._ReincarnatedPerDeviceGenerator
 _PARTS = ("init", "next", "finalize")  # the functions of a device's dataset
-# The functions of a device's dataset, by part, each with the names of the tensors that it captures.
+# For each name in `_PARTS`: that function of a device's dataset, and the names of the tensors that
+# the function captures (None: a tensor without a name).
 _Traced = dict[str, tuple[Any, list[str | None]]]
 _traced: dict[tuple[object, ...], _Traced] = {}
 
@@ -106,7 +107,7 @@ def _shared(
     """Replaces `_PerDeviceGenerator`; returns the dataset of one device."""
 
     def make() -> Any:
-        _multi_device._PerDeviceGenerator = _Generator  # the constructor looks it up
+        _multi_device._PerDeviceGenerator = _Generator  # its constructor looks this name up
         try:
             return _Generator(
                 shard_num,
@@ -136,8 +137,8 @@ def _shared(
         for part in _PARTS:
             captured = getattr(made, f"_{part}_captured_args")
             found[part] = getattr(made, f"_{part}_func"), [names.get(id(t)) for t in captured]
-        # The first function also captures the resource's handle, which has no name here. If other
-        # tensors without a name are captured, the functions cannot be used again.
+        # The function `init` also captures the handle of the resource, which has no name in
+        # `names`. If another tensor without a name is captured, the functions cannot be used again.
         if [found[part][1].count(None) for part in _PARTS] != [1, 0, 0]:
             return made
         _traced[key] = found
@@ -161,7 +162,7 @@ class _OwningIterator(_multi_device.OwnedMultiDeviceIterator):
     def __init__(self, dataset: Any = None, *args: Any, **kwargs: Any) -> None:
         made = None if dataset is None else _Remembering(dataset)
         super().__init__(made, *args, **kwargs)
-        self._kept = made  # set last, so that it is deleted after the iterator
+        self._kept = made  # set after the iterator's attributes, to be deleted after them
         if made is not None and tf.executing_eagerly():
             self._process = os.getpid()
             _open_iterators.add(self)
@@ -179,7 +180,8 @@ class _OwningIterator(_multi_device.OwnedMultiDeviceIterator):
 
 
 _open_iterators: weakref.WeakSet[_OwningIterator] = weakref.WeakSet()
-# Iterators of one device, each with the process that made it, and its dataset.
+# Iterators over the data of a single device. For each: the id of the process that made it, and the
+# dataset that it reads.
 _plain_iterators: weakref.WeakKeyDictionary[Any, tuple[int, tf.data.Dataset]]
 _plain_iterators = weakref.WeakKeyDictionary()
 

@@ -35,8 +35,8 @@ from tfpara.sync.workers.json_exchange import everyones
 from tfpara.sync.workers.worker import Worker
 from tfpara.typing import Json, Nest
 
-# The types of: TensorFlow's function that distributes a dataset, a user's function that makes
-# datasets, and TensorFlow's function that distributes the datasets of such a function.
+# The types of three functions: TensorFlow's function that distributes a dataset; a user's function
+# that makes datasets; TensorFlow's function that distributes the datasets of a user's function.
 _Distribute = Callable[[tf.data.Dataset], tf.distribute.DistributedDataset]
 _DatasetFn = Callable[[tf.distribute.InputContext], tf.data.Dataset]
 _FromFunction = Callable[[_DatasetFn], Any]
@@ -97,7 +97,8 @@ class DistributedData:
     def place_of(self, epoch: int, first: int, dealt: Dealt | None = None) -> DataPlace:
         """Returns which part of an epoch's data this worker reads, from minibatch `first` on."""
         worker = self.worker
-        # Before a worker has joined an elastic run, its rank may exceed those of the members.
+        # A worker that has not joined its elastic run yet may have a rank above those of the
+        # members.
         rank = worker.rank % worker.num_workers
         unlike = worker.company.unlike_devices if worker.among_unlike else ()
         return DataPlace(rank, worker.num_workers, len(worker.devices), epoch, first, dealt, unlike)
@@ -111,7 +112,8 @@ class DistributedData:
         self.passes = None
         if not self.worker.changes:
             self.order.seed = None  # each call of fit draws a seed, or takes that of a checkpoint
-        within = self.worker.call_site.fits > 0  # whether a callback of another fit calls this one
+        # Whether this `fit` was called in a callback of another `fit`.
+        within = self.worker.call_site.fits > 0
         aside = self.position.aside(lambda: self.models.steps_seen)
         try:
             with aside if within else contextlib.nullcontext():
@@ -156,7 +158,7 @@ class DistributedData:
         From `steps` follows the length of the epoch, if Keras does not know it.
         """
         if self.worker.call_site.fits and not self.worker.call_site.calls:
-            done = self.position.first // self.worker.replicas  # steps before a resume
+            done = self.position.first // self.worker.replicas  # the steps before a resume
             self.momentum.set_length(done + steps)
 
     def next_order(self, count: int) -> list[int]:
@@ -220,8 +222,9 @@ class DistributedData:
             distributed.data, distributed.given = self, dataset
             distributed.distribute = distribute
             if not divided_between_workers(dataset) and distributed._cardinality > 0:
-                # Each worker has other data here. With W workers TensorFlow cuts its batches into W
-                # parts, one for each step, so there are W times as many steps as batches.
+                # Auto-sharding is off, so each worker has data of its own. With W workers
+                # TensorFlow still cuts each batch into W parts, and a step takes one part. So a
+                # worker has W times as many steps as batches.
                 distributed._cardinality *= self.worker.num_workers
         return distributed
 
@@ -281,7 +284,8 @@ class DistributedData:
         if self.balance is None or place.calls:
             return None
         if self.worker.changes:
-            # Within an epoch the members' plan deals out the data, so these datasets have none.
+            # Within the epochs of an elastic run the plan of the members deals out the data, so a
+            # pass over these datasets gets no minibatches.
             return None if place.is_before_epochs else Dealt(None)
         return self.balance.begin_epoch(epoch, first, warm=self.models.steps_seen > 0)
 
@@ -310,7 +314,7 @@ class _Datasets(_input_lib.DistributedDatasetsFromFunction):
     @property
     def cardinality(self) -> int:
         """The steps of a pass, each with a minibatch for each of this worker's devices."""
-        minibatches = int(super().cardinality)  # negative if it is not known
+        minibatches = int(super().cardinality)  # negative if the number is not known
         devices = len(self.data.worker.devices)
         return minibatches if minibatches < 0 else -(-minibatches // devices)
 
@@ -330,11 +334,12 @@ class _EpochDatasets(_Datasets):
     """The datasets of `datasets_by_epoch`, made anew when a pass over another epoch begins."""
 
     dataset_fn: _DatasetFn  # the user's function
-    built_for: tuple[int, int, tuple[int, int]]  # epoch, `first`, and this worker's share
+    # The epoch, `first` and this worker's share for which the datasets were made.
+    built_for: tuple[int, int, tuple[int, int]]
 
     @property
     def cardinality(self) -> int:
-        # Epochs may have different lengths.
+        # Epochs may have different lengths, so Keras is told no length.
         return tf.data.UNKNOWN_CARDINALITY
 
     def known_steps(self) -> int | None:
@@ -351,7 +356,8 @@ class _EpochDatasets(_Datasets):
     def __iter__(self) -> Iterator[Nest]:
         epoch, first = self.data.begin_pass()
         if not self.data.worker.call_site.calls:
-            # `dataset_fn` leaves out the first minibatches, which must not be skipped again.
+            # `dataset_fn` itself leaves out the minibatches that are trained already. `take_steps`
+            # clears their number, so that they are not skipped again.
             self.data.position.take_steps()
         dealt = self.data.deal(epoch, first)
         if dealt is not None:
@@ -371,7 +377,7 @@ class _Dataset(_input_lib.DistributedDataset):
     """A dataset that is divided among all workers."""
 
     data: DistributedData
-    given: tf.data.Dataset  # the whole, before it was divided
+    given: tf.data.Dataset  # the dataset before it was divided
     distribute: _Distribute
     prefetch = _not_read_ahead
 
@@ -392,7 +398,8 @@ def _cut(dataset: tf.data.Dataset, own: Sequence[int], parts: int) -> tf.data.Da
 
     @tf.autograph.experimental.do_not_convert
     def of_batch(*given: Nest) -> tf.data.Dataset:
-        # tf.data gives the elements of a tuple as single arguments, but a NamedTuple as one.
+        # tf.data passes the elements of a tuple as separate arguments, but a NamedTuple as one
+        # argument.
         batch = given if type(dataset.element_spec) is tuple else given[0]
         rows = rows_of_all(batch)
         size = (rows + parts - 1) // parts

@@ -54,8 +54,8 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         shown: the name given to `strategy.weights`, inside its context; else None.
     """
 
-    # The parent's thread that probes other workers is off: here collectives end by errors and
-    # timeouts.
+    # The parent class has a thread that probes other workers. It is turned off, since here
+    # collectives end by errors and timeouts.
     _enable_check_health = False
 
     def __init__(
@@ -68,12 +68,12 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
     ) -> None:
         self._wanted_devices = devices
         self.settings = settings
-        self._timeout_seconds = settings.timeout_seconds  # the parent's constructor needs it
+        self._timeout_seconds = settings.timeout_seconds  # used in `super().__init__`
         self.shown: str | None = None
         self.progress: Any = None
         self.worker = Worker(company)
         self.call_site = self.worker.call_site
-        self._looking = False  # whether Keras is reducing a first batch, to see its shapes
+        self._looking = False  # whether Keras reduces a first batch only to see its shapes
         # `waits` is made early, since threads of an elastic run read it before models are trained.
         self.waits = Waits(found, self.worker, bool(settings.overlap))
         horovod = settings.collectives == "horovod" and found.num_workers > 1
@@ -81,9 +81,9 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
             links.without_coordination()
         served = not horovod and found.num_workers > 1
         self._earlier = earlier = links.served[found] if served else 0
-        # For a second strategy the parent would start the server anew, and requests that a faster
-        # worker has sent would be lost. So the server stays, and the collectives of each strategy
-        # have keys of their own.
+        # For a second strategy the parent class would start TensorFlow's server anew, and requests
+        # that a faster worker has already sent would be lost. So the server keeps running, and the
+        # collectives of each strategy have keys of their own.
         self._std_server_started = earlier > 0
         strategy._collective_key_base = earlier * BETWEEN_STRATEGIES
         super().__init__(
@@ -153,8 +153,8 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
 
     # -- the workers -----------------------------------------------------------------------------
 
-    # The parent keeps the number of workers and this worker's task as attributes. Both change in an
-    # elastic run, so they are read from `worker`.
+    # The parent class keeps the number of workers and the number of this worker's task as
+    # attributes. Both change in an elastic run, so they are read from `worker`.
     @property
     def _num_workers(self) -> int:
         return self.worker.num_workers
@@ -171,7 +171,7 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
     def _id_in_cluster(self, rank: int) -> None:
         self.worker.rank = rank
 
-    # The parent computes these three as if all workers had equally many devices.
+    # The parent class computes the following three as if all workers had equally many devices.
     @property
     def _num_replicas_in_sync(self) -> int:
         return self.worker.replicas
@@ -191,8 +191,9 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         self._is_chief = rank == 0
 
     def _update_config_proto(self, config_proto: tf.compat.v1.ConfigProto) -> Any:
-        # The parent starts TensorFlow's server with this configuration. By default TensorFlow ends
-        # all processes when a worker sends no heartbeat for 10 s, as when its process is stopped.
+        # The parent class starts TensorFlow's server with this configuration. By default TensorFlow
+        # ends all processes if a worker sends no heartbeat for 10 s, for example because its
+        # process is stopped. So this limit is raised.
         updated = super()._update_config_proto(config_proto)
         limit = math.ceil(1000 * (self._timeout_seconds + LATER_SECONDS))
         updated.experimental.coordination_config.heartbeat_timeout_in_ms = limit
@@ -201,26 +202,26 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         return updated
 
     def _initialize_local_devices(self, cluster_resolver: Any, worker_device: str) -> Any:
-        # The parent's method takes one CPU device at most.
+        # The parent class's method would use one CPU device at most.
         listed = [device.name for device in tf.config.list_logical_devices()]
         devices = checked_devices(self._wanted_devices, listed, worker_device)
         return tuple(devices), self._wanted_devices[0].upper().split(":")[0]
 
     def _in_multi_worker_mode(self) -> bool:
-        # Otherwise Keras and the input library would run a collective at every step.
+        # If this were true, Keras and the input library would run a collective at every step.
         return False
 
     # -- steps -----------------------------------------------------------------------------------
 
     def _use_merge_call(self) -> bool:
-        # No step waits for other replicas, as a merge call would.
+        # Merge calls would make the replicas wait for each other in every step.
         return False
 
     def _replica_ctx_all_reduce(
         self, reduce_op: tf.distribute.ReduceOp, value: Nest, options: Any = None
     ) -> Any:
-        # Optimizers call this to sum gradients over the replicas. A local step uses only
-        # the gradients of its own replica.
+        # Optimizers call this method to sum gradients over the replicas. A local step uses only the
+        # gradients of its own replica.
         del reduce_op, options
         if not self.steps.trace.applying and self._num_replicas_in_sync > 1:
             self.notes.tell(
@@ -233,14 +234,15 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
     def _replica_ctx_update(
         self, var: Variable, fn: Callable[..., Nest], args: Nest, kwargs: Nest, group: bool
     ) -> Nest:
-        # Optimizers write weights and slots through this method, while run() is traced.
+        # While run() is traced, optimizers write weights and slots through this method.
         self.steps.trace.written.append(var)
         return super()._replica_ctx_update(var, fn, args, kwargs, group)
 
     def _update(
         self, var: Variable, fn: Callable[..., Nest], args: Nest, kwargs: Nest, group: bool
     ) -> Nest:
-        # Python code sets a weight (load_weights, set_weights, assign) through this method.
+        # Python code that sets a weight (load_weights, set_weights, assign) does so through this
+        # method.
         result = super()._update(var, fn, args, kwargs, group)
         if tf.executing_eagerly():
             for synchronizer in self.models.synchronizers:
@@ -278,7 +280,7 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         value_destination_pairs: Sequence[tuple[Nest, Any]],
         options: Any,
     ) -> list[Any]:
-        # The parent's method expects equally many devices on all workers.
+        # The parent class's method expects equally many devices on all workers.
         return [
             self._reduce_to(reduce_op, value, destinations, options)
             for value, destinations in value_destination_pairs
@@ -300,7 +302,8 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
                 f"strategy.reduce: the replicas' values have the shapes {shapes}. Give the axis of "
                 "the samples too, as in strategy.reduce(op, value, axis=0)."
             )
-        # A plain value stands for equal values of all replicas, and counts once for each of them.
+        # If `local` has a single value, this stands for equal values of all local replicas, and
+        # counts once for each of them.
         total = tf.add_n(parts) * (len(self.worker_devices) // len(parts))
         if self._num_workers > 1:
             total = tf.reduce_sum(joined(total[tf.newaxis], 0, self.control, _REDUCE), 0)
@@ -309,8 +312,8 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
     def _gather_to_implementation(
         self, value: Nest, destinations: object, axis: int, options: object
     ) -> tf.Tensor:
-        # The parent's method has no timeout, does not know Horovod's workers, and orders values by
-        # the devices' names as texts: 10 comes before 2.
+        # The parent class's method has no timeout, does not know Horovod's workers, and sorts
+        # values by device names as texts, in which 10 comes before 2.
         del destinations, options
         if self._num_workers > 1 and not tf.executing_eagerly():
             raise ValueError(
@@ -341,7 +344,7 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
     def _experimental_distribute_values_from_function(
         self, value_fn: Callable[[tf.distribute.experimental.ValueContext], Nest]
     ) -> Any:
-        # The parent numbers replicas as if all workers had equally many devices.
+        # The parent class numbers replicas as if all workers had equally many devices.
         context, own = tf.distribute.experimental.ValueContext, iter(self.worker.replica_ids)
         return super()._experimental_distribute_values_from_function(
             lambda _: value_fn(context(next(own), self.worker.replicas))
@@ -362,7 +365,7 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         return self.data.by_epoch(dataset_fn, lambda prepared: make(prepared, None))
 
     def _create_variable(self, next_creator: Any, **kwargs: Any) -> Any:
-        # A replica writes its own component without asking the others.
+        # A replica writes its own component of a variable without asking the other replicas.
         if kwargs.get("synchronization") != tf.VariableSynchronization.ON_READ:
             kwargs["aggregation"] = tf.VariableAggregation.NONE
         return with_our_class(super()._create_variable(next_creator, **kwargs))
@@ -370,7 +373,7 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
     def _get_variable_creator_initial_value(
         self, replica_id: int, device: str, primary_var: Variable, **kwargs: Any
     ) -> Any:
-        # The parent's method broadcasts without a timeout and does not compare shapes.
+        # The parent class's method broadcasts without a timeout and does not compare shapes.
         return self.initial_values.of_component(replica_id, primary_var, kwargs)
 
     # -- calls of Keras' fit ---------------------------------------------------------------------

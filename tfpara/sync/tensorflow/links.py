@@ -25,14 +25,17 @@ from tfpara.sync.workers.settings_check import agree
 from tfpara.sync.workers.worker import Worker
 
 START = Purpose("making a strategy", "make strategies and models on every worker alike")
-# TensorFlow's timeouts are this many seconds longer than ours. So the watchdog ends a wait first,
-# and can name the silent worker.
+# TensorFlow's timeouts are this many seconds longer than those of tfpara. So the watchdog of tfpara
+# ends a wait before TensorFlow does, and can name the silent worker.
 LATER_SECONDS = 10.0
-BETWEEN_STRATEGIES = 1024  # distance of the group keys of two strategies, which use several each
+# The group keys of two strategies differ by at least this number, since each strategy uses several
+# keys.
+BETWEEN_STRATEGIES = 1024
 _SEED = 87654321  # TensorFlow's default seed
-# The number of strategies that this process has made on the server of a cluster.
+# For each cluster: the number of strategies that this process has made on the cluster's server.
 served: collections.Counter[cluster.Cluster] = collections.Counter()
-NO_PARTS = {"disable_meta_optimizer", "disable_model_pruning"}  # TensorFlow always lists these
+# TensorFlow always lists these options of its graph optimiser, even if the program has set none.
+NO_PARTS = {"disable_meta_optimizer", "disable_model_pruning"}
 
 
 class Links:
@@ -57,8 +60,8 @@ class Links:
         self._settings = settings
         self._worker = worker
         self._earlier = earlier
-        # TensorFlow connects only devices of one kind. So if some workers have GPUs and others have
-        # CPUs, their hosts are connected.
+        # TensorFlow's collectives connect only devices of one kind. So if some workers have GPUs
+        # and others only CPUs, the hosts of the workers are connected instead.
         lead = worker.host if len(worker.kinds) > 1 else worker.devices[0]
         self.collectives = self._between(0, lead)  # `compare` may replace them by NCCL's
         self.reports = self._between(1, worker.host)
@@ -109,7 +112,8 @@ class Links:
         terms = self._settings.fingerprint()
         terms["fast reduce-scatter"] = self.collectives.scatters_well
         if self._worker.changes:
-            # A worker that joins takes over another worker's replicas, one for each device.
+            # A worker that joins takes over another worker's replicas, one on each device, so it
+            # needs equally many devices, of the same kind.
             terms["devices per worker"] = len(self._worker.devices)
             terms["kind of devices"] = self._worker.kind
         agree(terms, self._worker.control, START)
@@ -133,7 +137,8 @@ class Links:
         # program has set no seed, a fixed one is set.
         if _context.global_seed() is None:
             tf.random.set_seed(_SEED)
-        # Scripts and PyDatasets draw from Python's and NumPy's generators.
+        # Scripts and PyDatasets draw random numbers from Python's and NumPy's generators, so these
+        # start from the chief's states.
         set_random_states(states[0])
 
     def connect_by(self, cards: Sequence[str | None]) -> None:

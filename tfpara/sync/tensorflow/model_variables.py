@@ -36,8 +36,8 @@ def replica_variables(
 
     weights = model.trainable_variables
     others = [v for v in model.non_trainable_variables if v.value.dtype.is_floating]
-    # A frozen weight (trainable for TensorFlow, but not for Keras) does not change, so it is not
-    # state.
+    # A frozen weight (trainable for TensorFlow, but not for Keras) does not change in training, so
+    # it is no part of the state.
     state = [v for v in others if not v.value.trainable]
     frozen = [v for v in others if v.value.trainable]
     local_state = settings.slots_at_sync
@@ -46,15 +46,16 @@ def replica_variables(
     moments: list[keras.Variable] = []
     counting = _counting(written, local_state)
     if settings.balance is not False:
-        # Replicas take different numbers of steps, but follow one schedule of the learning rate. So
-        # syncs also write the step counts from which a schedule is computed.
+        # With `balance` replicas take different numbers of steps, but follow one schedule of the
+        # learning rate. So syncs also write the step counts from which a schedule computes the
+        # rate.
         counting += [o for o in optimizers(model) if _has_schedule(o) and o not in counting]
     rule = settings.rule
     if hasattr(rule, "check_optimizer"):
         (optimizer,) = _only_optimizer(model)
         rule.check_optimizer(optimizer)
-        # The optimizer may have moments of frozen weights too, so those of `weights` are found by
-        # Keras' own index.
+        # The optimizer may also have moments of frozen weights. So the moments of `weights` are
+        # found by the index that Keras has for each weight.
         indices = [optimizer._get_variable_index(v) for v in weights]
         moments = [
             components([of_all[i] for i in indices])
@@ -84,7 +85,7 @@ def _rate_can_be_set(optimizer: keras.optimizers.Optimizer) -> bool:
 
 
 def _has_schedule(optimizer: keras.optimizers.Optimizer) -> bool:
-    rate = getattr(optimizer, "_learning_rate", None)  # `learning_rate` would call a schedule
+    rate = getattr(optimizer, "_learning_rate", None)  # `learning_rate` would call the schedule
     return isinstance(rate, keras.optimizers.schedules.LearningRateSchedule)
 
 
@@ -146,13 +147,14 @@ def _slots(optimizer: keras.optimizers.Optimizer) -> list[tuple[keras.Variable, 
     them.
     """
     start = float(getattr(optimizer, "initial_accumulator_value", 0.0))
-    # Nadam's product of its momenta so far is the only scalar that belongs to the moments.
+    # Nadam keeps the product of all its momenta so far, which belongs to its moments. No other
+    # scalar does.
     product = getattr(optimizer, "_u_product", None)
     return [
         (v, 1.0 if v is product else start if v.path.endswith("accumulator") else 0.0)
         for v in optimizer.variables
         if v.value.dtype.is_floating
         and (v.value.shape.rank or v is product)
-        and not v.path.endswith("gradient_accumulator")  # gradients of an open step are no momentum
+        and not v.path.endswith("gradient_accumulator")  # it belongs to a step that is under way
         and not getattr(v, "of_one_replica", False)
     ]

@@ -26,7 +26,7 @@ class Guard:
     def __init__(self, strategy: tf.distribute.Strategy, devices: Sequence[str]) -> None:
         self._local_results = strategy.experimental_local_results
         self._devices = devices
-        self._found = []  # for each replica 1 if its step has met NaN or Inf, else 0
+        self._found = []  # for each replica: 1 if its step has met NaN or Inf, else 0
         for replica, device in enumerate(devices):
             with tf.device(device), tf.init_scope():
                 self._found.append(plain_variable(tf.zeros([]), f"nonfinite_{replica}"))
@@ -93,7 +93,8 @@ class Guard:
                 variable.assign(value)
 
         if compiles_on(self._devices[replica]):
-            # With a branch the host would wait for the GPU before each further step.
+            # For a branch the host would have to wait for the GPU in each step, so `tf.where` is
+            # used.
             for variable, value in before:
                 variable.assign(tf.where(bad, value, variable.read_value()))
         elif tf.executing_eagerly():

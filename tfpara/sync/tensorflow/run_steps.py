@@ -98,10 +98,11 @@ class RunSteps:
         if tf.executing_eagerly() and models.for_step(fn) is None:
             model = models.model_of(fn)
             if _is_train_step(fn) or (model is models.tracked and _has_weights(model)):
-                # The synchronizer is made here, so that it starts from the weights before the step.
+                # The synchronizer is made before the step runs, so that it starts from the present
+                # weights.
                 models.make(model)
-        # If a function was traced in an earlier call, only the step counts of its optimizers show
-        # that it takes steps.
+        # If `fn` was traced in an earlier call, `trace` stays empty. Then only the step counts of
+        # optimizers show that `fn` takes steps.
         counts = self.step_counts() if tf.executing_eagerly() else []
         trace = self.trace = StepTrace()
         outputs = run(skip_empty(self._guarded(fn)), args, kwargs, options)
@@ -117,7 +118,8 @@ class RunSteps:
         if not stepped and not _is_train_step(fn):
             return outputs
         self.check_optimizers(models.model_of(fn), trace.optimizers)
-        # The synchronizer is looked up again, since the step may have made optimizers' slots.
+        # The synchronizer is looked up after the step: if the step has made slots of an optimizer,
+        # the model needs a new synchronizer.
         synchronizer = models.for_step(fn)
         if synchronizer is None:
             with tf.init_scope():
@@ -166,7 +168,8 @@ class RunSteps:
             weight = self.minibatch_weight(*args, **kwargs)
             if samples is None:
                 return weight
-            # A replica without samples takes no step, whatever the user's function returns.
+            # A replica without samples takes no step, so its weight is 0, whatever the user's
+            # function returns.
             weight = tf.cast(weight, tf.float64)
             return tf.where(samples > 0, weight, tf.zeros_like(weight))
         model = getattr(fn, "__self__", None)
@@ -201,7 +204,8 @@ class RunSteps:
         """Returns the optimizers that have stepped in `run`, and their steps on this worker."""
 
         def count(optimizer: keras.optimizers.Optimizer) -> int:
-            # `_iterations`, since the public `iterations` stands still while gradients accumulate.
+            # `_iterations` is read, since the public `iterations` stands still while gradients
+            # accumulate.
             return sum(int(part) for part in self._local_results(optimizer._iterations.value))
 
         return [(optimizer, count(optimizer)) for optimizer in list(self._stepping.values())]
@@ -225,8 +229,8 @@ class RunSteps:
         setting = (
             "" if settings.local_state == "keep" else f", local_state={settings.local_state!r}"
         )
-        # The message has the class name alone: an outer rule's repr reads an optimizer, which is
-        # not possible in a graph.
+        # The message has only the class name of the rule: the repr of an outer rule reads an
+        # optimizer, which is not possible in a graph.
         check_optimizers_known(model, used, f"{type(settings.rule).__name__}{setting}")
 
     def check_written(self, synchronizer: Synchronizer, written: Sequence[Variable]) -> None:

@@ -136,7 +136,7 @@ class TrainedModels:
 
     def model_of(self, fn: Callable[..., Nest]) -> keras.Model | None:
         """Returns the model that a function given to `run` trains; None if it is not known."""
-        # Keras hands its bound train_step or test_step to run().
+        # Keras passes a model's bound method train_step or test_step to run().
         owner = getattr(fn, "__self__", None)
         return owner if isinstance(owner, keras.Model) else self.tracked
 
@@ -195,7 +195,8 @@ class TrainedModels:
         if not weights:
             return None
         wholes = [each for each in self._trained if weights.keys() <= each.weights.keys()]
-        # Several models may have these weights; the one that trains most of them is meant.
+        # Several trained models may have all of these weights. The one that trains most of them is
+        # meant.
         return max(
             wholes,
             key=lambda each: sum(each.synchronizer.has_any_of([c]) for c in weights.values()),
@@ -218,8 +219,8 @@ class TrainedModels:
         if self._call_site.fits:
             self._recent = former
 
-    # Otherwise AutoGraph would convert this method when a loop's tf.function is traced, and also
-    # the Python code of the syncs that close other models' blocks.
+    # When the tf.function of a custom loop is traced, AutoGraph would otherwise convert this
+    # method, and also the Python code that closes the blocks of other models.
     @tf.autograph.experimental.do_not_convert
     def make(self, model: keras.Model | None) -> Synchronizer:
         """Makes a synchronizer for a model, which starts from the model's present weights."""
@@ -264,7 +265,8 @@ class TrainedModels:
     def _agreed_variables(self, model: keras.Model, settings: Settings) -> ReplicaVariables:
         """Returns a model's variables, once all workers have agreed on their shapes."""
         variables = replica_variables(model, self._strategy.experimental_local_results, settings)
-        # Layers' names are left out: the numbers in them count all layers that a process has made.
+        # The names of layers are left out: they contain numbers that count all layers of a process,
+        # and may differ between workers.
         shapes = [
             f"{n.split('/')[-1]} {tuple(v[0].shape)} {v[0].dtype.name}"
             for n, v in zip(variables.weight_names, variables.weights, strict=True)
@@ -298,8 +300,9 @@ class TrainedModels:
     def _site(self) -> Site:
         """Returns this worker's place among the workers that train the next model."""
         site = Site(
-            # A worker that joins an elastic run has made fewer synchronizers than the others, so
-            # its number would differ. An elastic run trains one model, and needs no number.
+            # A worker that joins an elastic run has made fewer synchronizers than the others, so a
+            # number in its name would differ from theirs. An elastic run trains one model, and
+            # needs no number.
             name="model" if self.company.changes else f"model{self._made}",
             num_replicas=self._worker.replicas,
             company=self.company,
@@ -324,7 +327,7 @@ class TrainedModels:
         """
         if all(each is former for each in self._trained):
             return
-        gc.collect()  # models refer to themselves, so they stay until a collection
+        gc.collect()  # models are in reference cycles, so they stay until a collection
         gone = [k for k, each in enumerate(self._trained) if each.model() is None]
         several = self._worker.num_workers > 1
         everyone = everyones(gone, self._worker.control, _TRAIN) if several else [gone]
@@ -344,7 +347,8 @@ class TrainedModels:
 
     def forget(self, model: keras.Model) -> None:
         """Gives up what is kept of a model; every worker must call it."""
-        # All blocks are closed, since other workers may still train another model.
+        # The blocks of all models are closed first, since other workers may still train another
+        # model.
         self.finish_blocks(_FORGET)
         entry = self._entry_of(model)
         if entry is None:
@@ -352,7 +356,7 @@ class TrainedModels:
         self._drop(entry, _FORGET)
         whole = entry.model()
         if whole is not None:
-            whole.train_function = None  # since it contains the syncs
+            whole.train_function = None  # the function contains the model's syncs
         if self.tracked is whole:
             self.tracked = None
 
@@ -381,7 +385,7 @@ class TrainedModels:
         if not 0 <= replica < self._worker.replicas:
             raise ValueError(f"replica={replica} is not one of 0 … {self._worker.replicas - 1}.")
         synchronizer = self.synchronizer_of(model)
-        # The block is closed before the weights are read, since closing it changes them.
+        # The block is closed before the weights are read, since the closing changes them.
         self.finish_blocks(call("strategy.broadcast_replica()"))
         own = self._worker.replica_ids
         has_it = replica in own
@@ -419,6 +423,7 @@ def _reference(model: keras.Model) -> Callable[[], keras.Model | None]:
 
 def _identity(model: keras.Model) -> Any:
     """Returns what a synchronizer depends on; compiling anew or freezing layers changes it."""
-    # The number of slots is included, since an optimizer may get them in its first step.
+    # The number of an optimizer's variables is included, since it may make its slots in its first
+    # step.
     slots = [(optimizer, len(optimizer.variables)) for optimizer in optimizers(model)]
     return slots, [id(v) for v in model.trainable_variables]

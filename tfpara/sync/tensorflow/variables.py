@@ -44,8 +44,8 @@ class Metric(_AsNumber, _values.SyncOnReadVariable):
         """Whether a read gives replica 0's component."""
         return self._aggregation == tf.VariableAggregation.ONLY_FIRST_REPLICA
 
-    # The parent's two methods give each worker the value of its own first replica, without an
-    # exchange between the workers.
+    # For such a variable, these two methods of the parent class would give each worker the value of
+    # its own first replica, without an exchange between the workers.
     def _get_cross_replica(self) -> tf.Tensor:
         if self._aggregation == tf.VariableAggregation.NONE:
             raise ValueError(not_aggregated(self.name))
@@ -65,9 +65,9 @@ class Metric(_AsNumber, _values.SyncOnReadVariable):
         name: str | None = None,
         read_value: bool = True,
     ) -> Any:
-        # Called from Python code, the parent's method also reads the variable, which is an exchange
-        # of all workers. Keras calls it to reset all metrics at the beginning of an epoch, and does
-        # not use the value read.
+        # If Python code calls the parent class's method, the method also reads the variable, which
+        # is an exchange of all workers. Keras calls `assign` to reset all metrics when an epoch
+        # begins, and does not use the value that was read. So the read is left out.
         if not tf.executing_eagerly() or in_replica():
             return super().assign(value, use_locking, name, read_value)
         super().assign(value, use_locking, name, read_value=False)
@@ -153,7 +153,8 @@ class InitialValues:
             else:
                 first = tf.identity(primary.read_value())
             if is_seed(given.get("name") or "") and (primary is None or replica_id > 0):
-                # Every replica gets a seed of its own, since dropout must be independent noise.
+                # Every replica gets a seed of its own, so that the dropout of different replicas is
+                # independent.
                 number = self._worker.first_replica if primary is None else 0
                 offset = tf.cast((number + replica_id) * 1_000_003, first.dtype)
                 first = first + tf.one_hot(
@@ -167,7 +168,8 @@ class InitialValues:
         self._created += 1
         if self._worker.num_workers == 1:
             return value
-        # Numbers in Keras' names are removed, since they count all objects that a process has made.
+        # Numbers in Keras' names are removed: they count all objects of a process, and may differ
+        # between workers.
         name = re.sub(r"_\d+(?=[/_]|$)", "", name)
         description = f"{name} {tuple(value.shape)} {value.dtype.name}"
         digest = hashlib.blake2b(description.encode(), digest_size=6).digest()

@@ -79,7 +79,7 @@ class Waits:
         if table is None or not self.since():
             return
         _log.warning("%s", status_board.waiting_line(table, self.worker.rank, seconds))
-        # With overlapped syncs, workers may rightly wait in different exchanges.
+        # With overlapped syncs, it is no error if workers wait in different exchanges.
         apart = "" if self.overlap else status_board.apart(table)
         if apart:
             self.abort(failures.note_apart(apart))

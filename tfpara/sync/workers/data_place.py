@@ -60,7 +60,8 @@ class DataPlace:
 
 
 # The place for which a dataset is being constructed. Threads of tf.data, which read the dataset
-# later, do not inherit this context variable, and need not: only the construction uses it.
+# later, do not inherit this context variable. They do not need it, since only the construction uses
+# it.
 _PLACE: contextvars.ContextVar[DataPlace | None] = contextvars.ContextVar(
     "tfpara_data_place", default=None
 )

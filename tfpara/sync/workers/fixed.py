@@ -67,7 +67,8 @@ class Fixed(Company):
         found = ALONE if self._by_horovod else self._found
         if found.num_workers == 1:
             return tf.distribute.cluster_resolver.SimpleClusterResolver(tf.train.ClusterSpec({}))
-        # TensorFlow gets the checked cluster, rather than read TF_CONFIG itself.
+        # TensorFlow is given the cluster that tfpara has checked, so that it does not read
+        # TF_CONFIG itself.
         return tf.distribute.cluster_resolver.SimpleClusterResolver(
             tf.train.ClusterSpec(json.loads(found.tf_config())["cluster"]),
             task_type=found.task_type,
@@ -81,8 +82,8 @@ class Fixed(Company):
             extended.take_place(self._found.num_workers, self._found.rank)
 
     def part(self) -> None:
-        # Once this exchange succeeds, all other workers have finished their work. Errors do not
-        # matter, since nothing follows.
+        # After this exchange all other workers have finished their work. Errors do not matter,
+        # since nothing follows.
         with contextlib.suppress(tf.errors.OpError, MismatchError):
             self._host.control.together(END)
 
@@ -103,8 +104,9 @@ class Fixed(Company):
                     synchronizer.finish_block()
 
     def sums(self, parts: Sequence[tf.Tensor], evaluates: bool) -> list[tf.Tensor]:
-        del evaluates  # each worker has evaluated its part of the data
-        # All blocks are closed first, so that no worker still has data that its metrics lack.
+        del evaluates  # in an evaluation, too, each worker has only a part of the data
+        # All blocks are closed first. This waits until no worker has data left, so that the metrics
+        # cover all data.
         purpose = self._host.call_site.of_metric()
         if self._host.models.synchronizers:
             self._host.models.finish_blocks(purpose)

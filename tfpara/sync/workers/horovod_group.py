@@ -29,9 +29,11 @@ _GLOO_TIMEOUT = "HOROVOD_GLOO_TIMEOUT_SECONDS"
 # Milliseconds after which Horovod's thread looks for work again. With Horovod's default of 1 the
 # thread takes some percent of a core all the time. With 5 a large sync is no slower.
 _CYCLE, _CYCLE_MS = "HOROVOD_CYCLE_TIME", "5"
-# No fusion: fused buckets all arrive together, so the rule could not begin with the first of them.
+# Horovod's fusion is off: fused buckets would all arrive together, so the rule could not begin with
+# the first of them.
 _FUSION, _FUSION_BYTES = "HOROVOD_FUSION_THRESHOLD", "0"
-# The network interface on which Gloo listens, by default that of the host name's address.
+# The variable for the network interface on which Gloo listens. By default it is the interface of
+# the host name's address.
 _INTERFACE = "HOROVOD_GLOO_IFACE"
 _LEAVING_SECONDS = 2.0  # longest wait, at an orderly end, for the others to leave
 _REACH_SECONDS = 5.0  # longest wait for the other processes' ports to accept a connection
@@ -73,7 +75,8 @@ def join(found: Cluster, startup_timeout_seconds: float, timeout_seconds: float)
             "tfpara-launch --max_restarts."
         )
     port = _meet(hvd, found, startup_timeout_seconds, secret.read())
-    # Once Horovod has started, only this variable limits its wait for a stopped process.
+    # After the start of Horovod, only this variable limits how long Horovod waits for a stopped
+    # process.
     os.environ.setdefault(_GLOO_TIMEOUT, str(max(5, math.ceil(timeout_seconds))))
     os.environ.setdefault(_CYCLE, _CYCLE_MS)
     os.environ.setdefault(_FUSION, _FUSION_BYTES)
@@ -93,7 +96,8 @@ def join(found: Cluster, startup_timeout_seconds: float, timeout_seconds: float)
         listener.listen(128)
         port = ports.OpenPort(listener)
     _joined = _Joined(found, port)
-    # If an exception ends this program, the others do not leave, so it does not wait for them.
+    # If an exception ends this program, the other processes do not leave, so this one does not wait
+    # for them.
     program.on_leaving(leave)
     atexit.register(lambda: leave(orderly=not hasattr(sys, "last_value")))
 
@@ -169,5 +173,6 @@ def with_addresses(found: Cluster, control: Control) -> Cluster:
     own = f"{_own_name(load())}:{_joined.port.port}"
     addresses = everyones(own, control, Purpose("telling its address"))
     whole = found._replace(addresses=tuple(addresses))
-    # A live process behind a firewall would look dead at its address, so the address is not used.
+    # A live process behind a firewall cannot be reached at its address, and would look dead. So if
+    # any address cannot be reached, none of them is used.
     return found if unreachable(whole, _REACH_SECONDS) else whole

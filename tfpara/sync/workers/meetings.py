@@ -13,7 +13,8 @@ from tfpara.collectives import Collectives, Loopback
 from tfpara.sync.workers.company import Company
 from tfpara.typing import Json
 
-# Seconds that a worker waits before it fails, so that the others first receive the reason.
+# Before a worker fails, it waits for this many seconds, so that the others still receive the
+# reason.
 _GRACE_SECONDS = 1.0
 
 
@@ -74,8 +75,8 @@ class Control:
             nonlocal got
             got = self.collectives.broadcast(value, name)
             if self._company.changes:
-                # A worker that has passed this barrier knows that all have the tensor, even if a
-                # worker is lost now.
+                # A worker that has passed this barrier knows that all workers have the tensor, even
+                # if a worker is lost now.
                 self.collectives.barrier(name)
 
         self._company.together(exchange)

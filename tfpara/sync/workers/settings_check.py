@@ -8,7 +8,8 @@ from tfpara.cluster.call_site import Purpose
 from tfpara.sync.workers.json_exchange import everyones
 from tfpara.sync.workers.meetings import Control
 
-# What to do about settings that differ, if the workers may not be able to make them equal.
+# Advice for settings that differ and that the user may be unable to make equal, by the name of the
+# setting.
 _FIXES = {
     "devices per worker": "Where numbers of devices differ, start a worker for each device, or "
     "leave elastic= out."

@@ -7,7 +7,8 @@ import threading
 import time
 from collections.abc import Callable
 
-# The seconds of waiting after which the first report comes. A report follows at each doubling.
+# The first report comes after a wait of this many seconds. Each time the wait has doubled, another
+# report comes.
 _TELL_SECONDS = 10.0
 
 
@@ -44,8 +45,10 @@ class Watchdog:
         self._thread.join()
 
     def _watch(self) -> None:
-        ended = 0.0  # when the last sync that was made to fail here had begun
-        # When the present sync began, and the seconds after which its next report comes.
+        # When the last sync that this thread has aborted had begun; 0 if there was none.
+        ended = 0.0
+        # The time at which the present sync began, and the seconds of waiting after which its next
+        # report comes.
         seen, tell_after = 0.0, _TELL_SECONDS
         while not self._stop.wait(min(1.0, self._timeout / 10.0)):
             began = self._waiting_since()
