@@ -25,7 +25,7 @@ from input.speakers import Speaker
 # A voice variant with one of these words in its name does not sound like a usual human voice.
 _NOT_HUMAN = ("whisper", "robo", "Robot", "Demonic", "croak")
 
-Progress = Callable[[str, float], None]  # (stage, seconds of speech made since the last call)
+Progress = Callable[[str, float], None]  # (stage, seconds of speech done since the last call)
 
 
 @dataclass(frozen=True)

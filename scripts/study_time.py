@@ -49,8 +49,8 @@ FLAGS = (_LENGTHS, _TOLERANCE, _LINKS, _STEP, _SIZE, _SYNC)
 
 _RULE = "bmuf"
 _COMPRESSIONS = ("none", "int8")  # without int4, whose error was not measured for each period
-# If the times of two settings differ by less than this share, `soonest` takes the setting that
-# sends more bytes, and among those the one with shorter blocks.
+# `soonest` counts settings as equally fast if they reach at least 1 − this share of the largest
+# speed-up. Of these it takes one without compression, if there is one, with the shortest period.
 _ALIKE = 0.02
 # By number of replicas: the speed-up of an epoch in paper 003 (4 and 8 GPUs of one machine) or 001
 # (16 machines).

@@ -291,7 +291,8 @@ def _start_run(run_dir: Path, files: list[str], description: dict[str, Any]) -> 
     if _START_OVER.value or not run_files.can_resume(run_dir):
         try:
             run_files.begin(run_dir, files, _START_OVER.value)
-        # Another run is still writing to the directory. `main` must not advise --start_over here.
+        # Only the chief comes here. `main` would advise --start_over, which does not help: another
+        # run is still writing to the directory.
         except CheckpointError as error:
             raise common.Failure(str(error)) from error
         common.write_text(run_dir / "flags.txt", common.resolved_flags())

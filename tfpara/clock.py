@@ -75,7 +75,7 @@ class Clock(keras.callbacks.Callback):
             if strategy.members_change:
                 measured["workers"] = float(strategy.num_workers)
         if self._samples_per_epoch is not None:
-            # The measured part of the epoch: all steps but the first.
+            # The measured part of the epoch: the steps after the first call of the batch hook.
             rest = (self._steps - first.step) / max(self._steps, 1)
             measured["samples_per_second"] = rest * self._samples_per_epoch / seconds
         if not measured.get("samples_per_second"):

@@ -23,8 +23,8 @@ _OF_A_MODEL = {
     *("variables", "assets", "assets.extra", "debug"),
     *("config.json", "metadata.json", "model.weights.h5"),
 }
-# Names inside the scratch folder, for what new content replaces: `_FORMER` is one former folder;
-# `_FORMERS` is a folder with all former files, if there are several new files.
+# Names in the scratch folder, where old content is kept until the new content is in its place.
+# `_FORMER` is an old folder; `_FORMERS` is a folder with all old files, if several are replaced.
 _FORMER, _FORMERS = ".former", ".formers"
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # constants for Linux's system call renameat2
 

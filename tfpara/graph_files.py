@@ -21,7 +21,7 @@ def without_tasks(folder: str | os.PathLike[str]) -> None:
     """
     path = os.path.join(folder, "saved_model.pb")
     if not tf.io.gfile.exists(path):
-        return  # the model is saved in another format, which has no tasks
+        return  # the model is saved in another format
     with tf.io.gfile.GFile(path, "rb") as file:
         saved = saved_model_pb2.SavedModel.FromString(file.read())
     changed = False

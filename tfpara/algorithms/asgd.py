@@ -435,8 +435,8 @@ class AsyncBMUF(_Rule):
         # 1 if the push ends a round, else 0. (`pushes` is always a whole number.)
         ends = minimum(1.0, positive_part(state.pushes + 2.0 - self.workers))
         gathered = state.gathered + difference
-        # The round may have another number of pushes than `workers`, if that number has changed
-        # within the round.
+        # The mean is over the pushes of the round. Their number may differ from `workers`, if that
+        # has changed within the round.
         mean = gathered / (state.pushes + 1.0)
         filtered = rule.momentum_after(state.rounds) * state.delta + zeta * mean
         delta = ends * filtered + (1.0 - ends) * state.delta

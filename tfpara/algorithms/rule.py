@@ -123,8 +123,8 @@ class Rule:
         """
         return self.broadcast(state, state) if self.overwrites else received
 
-    # A rule for which there is no such move sets `restart_delayed = None`. Then its syncs cannot
-    # overlap the training.
+    # A rule that cannot restart a replica which has kept training sets `restart_delayed = None`.
+    # The syncs of such a rule cannot overlap the training.
     def restart_delayed(self, local: Array, snapshot: Array, broadcast: Array) -> Array:
         """Returns what `restart` does, for a replica that has kept training since the sync began.
 

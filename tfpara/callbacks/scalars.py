@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from tfpara.typing import Array, Scalar
 
-_LARGEST = 10_000  # about this many values are written for a distribution, at most
+_LARGEST = 10_000  # approximate limit of the number of values written for a distribution
 
 
 class Scalars:

@@ -129,7 +129,7 @@ def _end_if_stuck(stopped: threading.Event, patience: float, exit_code: int) -> 
     since = time.monotonic()
     while not stopped.wait(min(1.0, patience / _LOOKS)):
         frame = sys._current_frames().get(threading.main_thread().ident or 0)
-        # The same frame and instruction as at the last check mean that the main thread is stuck.
+        # As long as the main thread is stuck, each check finds the same frame and instruction.
         # `seen` keeps the frame object alive, so Python cannot use the object for another call.
         place = frame, frame.f_lasti if frame else 0
         if place != seen:

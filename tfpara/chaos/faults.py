@@ -22,7 +22,7 @@ from tfpara.chaos.processes import Worker
 
 _LOOK_SECONDS = 0.02
 _FIRED_SECONDS = 10.0  # longest wait for the effect of SIGKILL or SIGSTOP, which work at once
-_END_SECONDS = 120.0  # longest wait for the end of a worker after SIGTERM, or without memory
+_END_SECONDS = 120.0  # longest wait until a worker ends after SIGTERM, or after it got no memory
 _SLICE_SECONDS = 0.05  # a worker made slow runs for a quarter of each slice of this length
 _LARGEST_DISK = 4 << 30  # bytes; a larger disk is not filled
 _NAME = ".chaos"  # name of the file that fills a disk
@@ -144,7 +144,7 @@ def disk_full(scene: Scene) -> str:
                 except OSError as error:
                     refused += 1
                     told = os.strerror(error.errno or 0)
-                    block = block[: len(block) // 2] or b"\0"  # small blocks fill the rest of it
+                    block = block[: len(block) // 2] or b"\0"  # smaller blocks fill the rest
                     time.sleep(_LOOK_SECONDS if len(block) == 1 else 0.0)
     finally:
         path.unlink(missing_ok=True)

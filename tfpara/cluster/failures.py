@@ -76,7 +76,7 @@ def explain(error: BaseException, cluster: Cluster) -> Explanation | None:
         return Explanation(re.sub(r"\\(.)", r"\1", asserted[1]))
     if cluster.num_workers == 1 or not _OF_A_SYNC.search(text):
         return None
-    # A match if another worker has found that workers wait in different exchanges.
+    # `apart` is not None if another worker has found that workers wait in different exchanges.
     apart = _APART.search(text)
     if _apart or apart:
         return Explanation(f"{_apart or (apart[1] if apart else '')}.")
@@ -86,7 +86,7 @@ def explain(error: BaseException, cluster: Cluster) -> Explanation | None:
     # Horovod's error states no cause. As `_gone` has found, all workers' ports are still open, so
     # no worker has ended: one must be silent.
     silent = "Horovod has" in text and bool(cluster.addresses)
-    # A match if another worker has ended the sync, and has named the silent worker.
+    # `told` is not None if another worker has ended the sync and has named the silent worker.
     told = _WHO_WAS_SILENT.search(text)
     heard_nothing = "heartbeat timeout" in text  # an error of TensorFlow's coordination service
     ended_here = _silence is not None or isinstance(error, tf.errors.DeadlineExceededError)

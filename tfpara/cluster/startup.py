@@ -385,8 +385,8 @@ def _gather(terms: _Terms, door: Door[int]) -> dict[int, _Guest]:
             terms.describe(rank) for rank in range(1, terms.size) if rank not in guests
         )
 
-    # After all workers have come, the loop waits a moment longer: a second process with the same
-    # task may come. A launcher starts no such process.
+    # After all workers have come, the loop waits a moment longer, since a second process with the
+    # same task may still come. It does not wait under a launcher, which starts no such process.
     patience = 0.0 if parent.is_there() else RETRY_SECONDS
     complete_since = float("inf")
     for _ in until(terms.deadline, missing, pause=door.wait):

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-# By how much both keys of an operation grow from one generation of the group to the next, so that a
-# message of an earlier generation finds no receiver.
+# By how much the two keys of an operation grow from one generation of the group to the next: so
+# much that no two generations share a key.
 _BETWEEN_GROUP_KEYS = 16
 _BETWEEN_INSTANCE_KEYS = 1_000_003
 _LARGEST_KEY = 0x7FFFFFFF

@@ -319,9 +319,10 @@ class Line:
             if now >= self._beat_at:
                 self._beat_at = now + self._silence / 5.0
                 self._channel.send()
-            # Both ends send signs of life equally often, so a silent connection is given up. But if
-            # the meeting point has not answered on this connection yet, its process may be stopped.
-            # Then a new connection would not help, so this one is kept for longer.
+            # The meeting point sends signs of life as often as this worker does, so a connection
+            # without any for some time is closed. But if the meeting point has never answered on
+            # this connection, its process may be standing still (SIGSTOP). A new connection would
+            # not help then, so this one is kept for longer.
             answers = self._channel.known
             patience = self._silence if answers else max(self._silence, self._timeout)
             if now - self._channel.heard > patience:

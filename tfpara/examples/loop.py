@@ -56,7 +56,7 @@ def main() -> None:
         mean_loss.reset_state()
         for batch in batches:
             train(*batch)
-        strategy.synchronize()  # The last steps of the epoch may be fewer than four.
+        strategy.synchronize()  # A sync for the last steps, if they are fewer than four.
         loss = float(mean_loss.result())  # Every worker gets the mean over all replicas.
         if strategy.is_chief:
             print(f"epoch {epoch + 1}: mean squared error {loss:.4f}")

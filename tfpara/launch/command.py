@@ -37,7 +37,7 @@ from tfpara.version import __version__
 
 _THREADS = ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS")
 _LOG_LEVEL = "TF_CPP_MIN_LOG_LEVEL"
-_ELASTIC_RESTARTS = 100  # most restarts of each worker, unless --restart_workers is given
+_ELASTIC_RESTARTS = 100  # how often each worker is restarted at most, without --restart_workers
 _START_SECONDS = 300.0  # longest wait for the first workers of an elastic run
 _EPILOG = f"""
 COMMAND is a program with its arguments, or a .py file. `python` is the Python that runs the

@@ -208,8 +208,8 @@ class _LocalModel:
         self._count = len(server.names) if work.local_models else 0
         start = work.optimizer_start
         self._shapes = {k: start[k].shape for k in work.slots_by_rows}
-        # The rows of a table's optimizer slot all begin with the same values (`step_of_rows`), so
-        # one row is enough for a graph.
+        # The rows of a table's optimizer slot all begin with the same values (`step_of_rows`). So
+        # the graph has one row, which is repeated for the rows in use.
         self._start = [
             tf.convert_to_tensor(value[:1] if k in self._shapes else value)
             for k, value in enumerate(start)

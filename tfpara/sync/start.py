@@ -206,7 +206,7 @@ def _checked_elastic(settings: Settings, elastic: object) -> Settings:
     except cluster.ClusterError:
         if not meeting_point():
             raise
-        return settings.elastic()  # an elastic run needs no variables of an engine
+        return settings.elastic()  # an elastic run needs no TF_CONFIG
     if found.num_workers > 1:
         told = found.told.engine if found.told else "TF_CONFIG"
         if not meeting_point():

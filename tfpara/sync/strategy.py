@@ -234,8 +234,7 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, ForCallbac
         """
         extended = self.extended
         if sync_period is not None:
-            # `replace` checks all settings again. It raises if the period does not go with the
-            # others.
+            # `replace` checks all settings, and raises if the period does not go with the others.
             settings = dataclasses.replace(extended.settings, sync_period=sync_period)
             sync_period = settings.sync_period
         if any(s.agreement().block_open or s.in_flight for s in extended.models.synchronizers):

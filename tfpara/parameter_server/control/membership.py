@@ -141,7 +141,8 @@ class Membership:
         }
         self._startup, self._timeout, self._beat = startup_seconds, timeout_seconds, beat_seconds
         self._present: dict[Task, _Present] = {}
-        self._end: dict[str, Json] = {}  # the message that ends the tasks, even if they come late
+        # The message that ends the tasks. It is kept for tasks that connect after the end.
+        self._end: dict[str, Json] = {}
         self._deadline = now + startup_seconds
         self._note_at = now + _LOG_SECONDS
         self._beat_at = self._looked_at = now

@@ -150,8 +150,8 @@ class Balance(EpochUnits):
         # Whether the present pass has had a complete block. If it has, shorter blocks, as at the
         # end of an epoch, are not measured, since the time of a few steps is imprecise.
         self._had_whole = False
-        # The position from which the run resumes: its epoch, a number, and the numbers that are
-        # owed. All minibatches below the first number are trained, except those with owed numbers.
+        # The position from which the run resumes: the epoch, `minibatches` and `owed`. The
+        # minibatches with numbers below `minibatches` are trained, except those in `owed`.
         self._resumed: tuple[int, int, Sequence[int]] = (0, 0, ())
         self._rank = 0  # this worker's rank in `plan`
         self._queue: tf.queue.QueueBase | None = None  # the numbers of this worker's minibatches

@@ -124,8 +124,8 @@ class Elastic(Company):
             except LOST as error:
                 _log.info("tfpara: an exchange has failed: %s", in_short(error))
                 self._inside = False
-                # The failed exchange may have raised `met`, the count of exchanges, on some members
-                # only.
+                # The failed exchange may have increased `met`, the count of exchanges, on only some
+                # of the members.
                 place.met = met
                 self._rejoin.meet(failed=True)
                 others = self._rejoin.others

@@ -309,7 +309,8 @@ def _how_far(report: Mapping[str, Any]) -> tuple[int, ...]:
         # knows which worker has which minibatches.
         any(report["plan"]["carried"]),
         # Of workers that are equally far, the one with the fewest counted steps in the open block
-        # comes first: a worker that takes over its state closes the block together with it.
+        # comes first: a worker that takes over its state, and with it the optimizer's step count,
+        # closes the block together with it.
         -report["counted"],
     )
 

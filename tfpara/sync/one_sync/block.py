@@ -58,8 +58,8 @@ class Block:
         # For each element of `counts`: the index of the term that the method `count` adds to it.
         self._terms = [0, 1, 0, *[0] * parts, *(2 + r for r in replicas for _ in range(parts))]
         self.turn = make(tf.zeros([], tf.int32), "turn")
-        # If replicas may take different numbers of steps: how many each of them has taken since the
-        # last sync, shape [local replicas, 1], where the whole model is one part. Else None.
+        # How many steps each replica has taken since the last sync, shape [local replicas, 1]. None
+        # if all replicas take equally many.
         self._stepped: tf.Variable | None = None
         if self._balance is not None and self._balance.simulates:
             self._stepped = make(tf.zeros([len(site.devices), 1], tf.float64), "stepped")

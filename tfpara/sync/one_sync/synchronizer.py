@@ -30,8 +30,8 @@ class Synchronizer:
         self.name = site.name
         self._variables = variables
         self._site = site
-        # While the model's variables hold other weights: the replicas' own weights, by device. Else
-        # None.
+        # The replicas' own weights, by device, while `showing` has put other weights into the
+        # model's variables; else None.
         self._own: list[list[tf.Tensor]] | None = None
         self._shown: str | None = None  # inside the context of `showing`: the name given to it
         # If the global model is in parts on several workers: the chief's copy of the whole, as

@@ -28,8 +28,8 @@ START = Purpose("making a strategy", "make strategies and models on every worker
 # TensorFlow's timeouts are this many seconds longer than those of tfpara. So the watchdog of tfpara
 # ends a wait before TensorFlow does, and can name the silent worker.
 LATER_SECONDS = 10.0
-# The group keys of two strategies differ by at least this number, since each strategy uses several
-# keys.
+# The first group keys of two successive strategies differ by this number, since each strategy uses
+# several keys.
 BETWEEN_STRATEGIES = 1024
 _SEED = 87654321  # TensorFlow's default seed
 # For each cluster: the number of strategies that this process has made on the cluster's server.
