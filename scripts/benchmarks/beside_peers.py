@@ -103,6 +103,11 @@ def measured(
         yield {"rows": rows, "links": made, "notes": notes}
 
 
+def torch_python() -> str | None:
+    """Returns the Python interpreter that has PyTorch, as --torch_python names it."""
+    return _TORCH.value
+
+
 def chosen(names: list[str]) -> list[str]:
     """Returns the systems that --only asks for.
 

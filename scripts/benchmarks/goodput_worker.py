@@ -67,21 +67,19 @@ def main() -> None:
             keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         )
     count = options["epoch_steps"] * workers
+    x, y = _points(count * _BATCH, options["seed"])
+    x, y = x.reshape(count, _BATCH, _FEATURES), y.reshape(count, _BATCH)
 
     def data(epoch: int, first: int) -> tf.data.Dataset:
-        # A worker draws only its own minibatches, as it would read only these from files.
-        own = range(first + strategy.local_replica_ids[0], count, strategy.num_replicas)
-        x = np.zeros([len(own), _BATCH, _FEATURES], np.float32)
-        y = np.zeros([len(own), _BATCH], np.int32)
-        for k, number in enumerate(own):
-            x[k], y[k] = _points(_BATCH, (options["seed"], epoch, number))
-        return tf.data.Dataset.from_tensor_slices((x, y))
+        order = np.random.default_rng((options["seed"], epoch)).permutation(count)
+        own = order[first + strategy.local_replica_ids[0] :: strategy.num_replicas]
+        return tf.data.Dataset.from_tensor_slices((x[own], y[own]))
 
     model.fit(
         strategy.datasets_by_epoch(data),
         epochs=options["epochs"],
         verbose=0,
-        validation_data=_points(2000, (0,)),
+        validation_data=_points(2000, 0),
         validation_batch_size=2000,
         callbacks=[
             tfpara.callbacks.Checkpoint(f"{options['out']}/checkpoints", every_syncs=_SYNCS),
@@ -90,12 +88,12 @@ def main() -> None:
     )
 
 
-def _points(count: int, seed: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+def _points(count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """Returns points and their classes, which a fixed random network gives them."""
     fixed = np.random.default_rng(0)
     first = fixed.normal(size=(_FEATURES, 32)) / 8.0
     second = fixed.normal(size=(32, _CLASSES))
-    draw = np.random.default_rng(seed)
+    draw = np.random.default_rng((seed, 1))
     x = draw.normal(size=(count, _FEATURES))
     scores = np.tanh(2.0 * x @ first) @ second + 0.5 * draw.normal(size=(count, _CLASSES))
     return x.astype(np.float32), scores.argmax(1).astype(np.int32)
