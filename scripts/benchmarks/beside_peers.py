@@ -98,7 +98,10 @@ def measured(
         with links.limited(mbit, DELAY.value) as place:
             made.append((label, mbit, place.delay_ms))
             if place.delay_ms != DELAY.value:
-                notes.append(f"The {label} link has no added delay, since the kernel lacks netem")
+                notes.append(
+                    f"The {label} link has no added delay, because the kernel lacks the module "
+                    "netem"
+                )
             rows += _measure_at(label, place, limited, _LINK_ROUNDS.value, speeds)
         yield {"rows": rows, "links": made, "notes": notes}
 

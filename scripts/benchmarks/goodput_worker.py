@@ -8,6 +8,7 @@ of faster steps would depend on the cores, which all workers of the machine shar
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import sys
@@ -67,19 +68,23 @@ def main() -> None:
             keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         )
     count = options["epoch_steps"] * workers
-    x, y = _points(count * _BATCH, options["seed"])
-    x, y = x.reshape(count, _BATCH, _FEATURES), y.reshape(count, _BATCH)
+
+    @functools.lru_cache(1)  # the points of an epoch are drawn once, and not after each kill
+    def points(epoch: int) -> tuple[np.ndarray, np.ndarray]:
+        x, y = _points(count * _BATCH, (1, options["seed"], epoch))
+        return x.reshape(count, _BATCH, _FEATURES), y.reshape(count, _BATCH)
 
     def data(epoch: int, first: int) -> tf.data.Dataset:
-        order = np.random.default_rng((options["seed"], epoch)).permutation(count)
-        own = order[first + strategy.local_replica_ids[0] :: strategy.num_replicas]
+        # A worker takes only its own minibatches, as it would read only these from files.
+        own = slice(first + strategy.local_replica_ids[0], None, strategy.num_replicas)
+        x, y = points(epoch)
         return tf.data.Dataset.from_tensor_slices((x[own], y[own]))
 
     model.fit(
         strategy.datasets_by_epoch(data),
         epochs=options["epochs"],
         verbose=0,
-        validation_data=_points(2000, 0),
+        validation_data=_points(2000, (0,)),
         validation_batch_size=2000,
         callbacks=[
             tfpara.callbacks.Checkpoint(f"{options['out']}/checkpoints", every_syncs=_SYNCS),
@@ -88,12 +93,12 @@ def main() -> None:
     )
 
 
-def _points(count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+def _points(count: int, seed: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
     """Returns points and their classes, which a fixed random network gives them."""
     fixed = np.random.default_rng(0)
     first = fixed.normal(size=(_FEATURES, 32)) / 8.0
     second = fixed.normal(size=(32, _CLASSES))
-    draw = np.random.default_rng((seed, 1))
+    draw = np.random.default_rng(seed)
     x = draw.normal(size=(count, _FEATURES))
     scores = np.tanh(2.0 * x @ first) @ second + 0.5 * draw.normal(size=(count, _CLASSES))
     return x.astype(np.float32), scores.argmax(1).astype(np.int32)
