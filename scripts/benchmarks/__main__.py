@@ -40,9 +40,11 @@ wall time and of processor time, and the operations of the step's graph. Also th
 that worker's sync. The suite has networks of 0.1, 1.6 and 12.5 million weights, calls of one and 20
 minibatches, and one and two devices.
 
-Suite `cluster`: the time that a sync adds, for 2 to 16 workers (--replicas), each with a link of
-its own (--link_mbit; needs root). A worker's step is a pause of --step_seconds. `over_floor` is the
-time of a sync over the least that a ring's transfers take, `predicted` the planner's speed-up.
+Suite `cluster`: the time that a sync adds, for 2 to 16 replicas (--replicas), each on a worker with
+a link of its own (--link_mbit; needs root); `two levels` has two replicas on each worker. A step is
+a pause of --step_seconds. `over_floor` is the time of a sync over the least that a ring's transfers
+take, `predicted` the planner's speed-up. With --torch_python also the averagers of PyTorch and
+torchft.
 
 Suite `balance`: two and four workers, of which the last may be slowed to half the speed; their
 steps take --step_seconds at least. `of_all_speeds` is the throughput over the sum of the workers'

@@ -98,9 +98,17 @@ def measured(
         with links.limited(mbit, DELAY.value) as place:
             made.append((label, mbit, place.delay_ms))
             if place.delay_ms != DELAY.value:
-                notes.append(f"The {label} link has no added delay, since the kernel lacks netem")
+                notes.append(
+                    f"The {label} link has no added delay, because the kernel lacks the module "
+                    "netem"
+                )
             rows += _measure_at(label, place, limited, _LINK_ROUNDS.value, speeds)
         yield {"rows": rows, "links": made, "notes": notes}
+
+
+def torch_python() -> str | None:
+    """Returns the Python interpreter that has PyTorch, as --torch_python names it."""
+    return _TORCH.value
 
 
 def chosen(names: list[str]) -> list[str]:

@@ -8,6 +8,7 @@ of faster steps would depend on the cores, which all workers of the machine shar
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import sys
@@ -33,7 +34,7 @@ class _Watch(keras.callbacks.Callback):
         self.strategy, self.seconds = strategy, seconds
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        tell(pid=os.getpid())  # when an epoch begins, the run has admitted this worker
+        tell(pid=os.getpid())  # by now the run has admitted the worker
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         self.begun = time.monotonic()
@@ -68,14 +69,16 @@ def main() -> None:
         )
     count = options["epoch_steps"] * workers
 
+    @functools.lru_cache(1)  # the points of an epoch are drawn once, and not after each kill
+    def points(epoch: int) -> tuple[np.ndarray, np.ndarray]:
+        x, y = _points(count * _BATCH, (1, options["seed"], epoch))
+        return x.reshape(count, _BATCH, _FEATURES), y.reshape(count, _BATCH)
+
     def data(epoch: int, first: int) -> tf.data.Dataset:
-        # A worker makes only its own minibatches, just as it would read only its own from files.
-        own = range(first + strategy.local_replica_ids[0], count, strategy.num_replicas)
-        x = np.zeros([len(own), _BATCH, _FEATURES], np.float32)
-        y = np.zeros([len(own), _BATCH], np.int32)
-        for k, number in enumerate(own):
-            x[k], y[k] = _points(_BATCH, (options["seed"], epoch, number))
-        return tf.data.Dataset.from_tensor_slices((x, y))
+        # A worker takes only its own minibatches, as it would read only these from files.
+        own = slice(first + strategy.local_replica_ids[0], None, strategy.num_replicas)
+        x, y = points(epoch)
+        return tf.data.Dataset.from_tensor_slices((x[own], y[own]))
 
     model.fit(
         strategy.datasets_by_epoch(data),

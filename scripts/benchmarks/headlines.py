@@ -64,17 +64,19 @@ def _limited(
         ours, free = _longest(found, strategy), _longest(loopback, strategy)
         if ours is None:
             continue
-        text = f"At {link} two workers of *{ours['system']}* train {ours[_SPEED]:.0f} samples/s."
-        times = []
+        name = f"*{ours['system']}*"
+        text = f"At {link}, two workers of {name} train {ours[_SPEED]:.0f} samples/s."
         if free is not None:
-            times.append(f"{ours[_SPEED] / free[_SPEED]:.2f} times their speed on loopback")
+            ratio = ours[_SPEED] / free[_SPEED]
+            text += f" At {link}, {name} is {ratio:.2f} times as fast as on loopback."
         if per_step:
             best = max(per_step, key=lambda r: r[_SPEED])
-            times.append(
-                f"{ours[_SPEED] / best[_SPEED]:.1f} times the speed of the fastest system that "
-                f"averages gradients at every step ({best['system']}: {best[_SPEED]:.0f} samples/s)"
+            text += (
+                f" At {link}, {name} is {ours[_SPEED] / best[_SPEED]:.1f} times as fast as "
+                f"{best['system']} ({best[_SPEED]:.0f} samples/s), the fastest system that "
+                "averages gradients at every step."
             )
-        said.append(text + (f" That is {', and '.join(times)}." if times else ""))
+        said.append(text)
     return said
 
 

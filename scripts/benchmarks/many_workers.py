@@ -10,24 +10,44 @@ from __future__ import annotations
 import itertools
 import statistics
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from scripts.benchmarks import links
+from scripts.benchmarks.beside_peers import torch_python
 from scripts.benchmarks.processes import measure
-from scripts.benchmarks.systems import elements_of
+from scripts.benchmarks.systems import TORCH_LOOPS, elements_of
 from tfpara.planner import BITS, Costs, Link
 
 _SECONDS = 900.0  # longest time of a run; on two cores sixteen processes take a minute to start
+_DEVICES = 2  # of each worker that syncs on two levels
+_DEVICE_SYNCS = 4  # syncs of a worker's devices in the time from one sync of all to the next
 
 
-_Way = dict[str, Any]  # a way to sync, as arguments of the strategy
-WAYS: dict[str, _Way] = {
-    "replicated": {"aggregation": "replicated"},
-    "sharded": {"aggregation": "sharded"},
-    "overlap": {"overlap": True},
-    "bf16": {"compression": "bf16"},
-    "int8": {"compression": "int8"},
-    "Horovod": {"collectives": "horovod"},
+class Way(NamedTuple):
+    """A way to sync.
+
+    Attributes:
+        strategy: arguments of tfpara's strategy.
+        devices: number of devices (replicas) of each worker.
+        peer: system of another library that syncs in place of tfpara, if not empty.
+    """
+
+    strategy: dict[str, Any]
+    devices: int = 1
+    peer: str = ""
+
+
+WAYS: dict[str, Way] = {
+    "replicated": Way({"aggregation": "replicated"}),
+    "sharded": Way({"aggregation": "sharded"}),
+    "overlap": Way({"overlap": True}),
+    "bf16": Way({"compression": "bf16"}),
+    "int8": Way({"compression": "int8"}),
+    "int4": Way({"compression": "int4"}),
+    "two levels": Way({}, devices=_DEVICES),
+    "Horovod": Way({"collectives": "horovod"}),
+    "PyTorch PeriodicModelAverager": Way({}, peer="averager"),
+    "torchft LocalSGD": Way({}, peer="torchft_local"),
 }
 
 
@@ -44,8 +64,9 @@ def measured(
     """Measures ways to sync, for numbers of workers, speeds of links and sync periods.
 
     Args:
-        ways: names in `WAYS`.
-        workers: numbers of workers N.
+        ways: names in `WAYS`. Those of PyTorch are left out without --torch_python.
+        workers: numbers of replicas N. A replica has a worker of its own, or shares one on two
+            levels, where N is a multiple of the number of devices.
         speeds: Mbit/s of the link of each worker.
         delay_ms: delay of a link in each direction, where the kernel can delay packets.
         periods: sync periods τ, in minibatches.
@@ -64,14 +85,41 @@ def measured(
                 found: dict[tuple[str, int], list[dict[str, float]]] = {}
                 for _ in range(rounds):
                     for name, period in itertools.product(ways, periods):
-                        options = _options(WAYS[name], period, pause, link, count, sizes)
-                        options["interface"] = place.interface
-                        figures = measure(count, options, place=place, seconds=_SECONDS)
+                        if not _is_possible(WAYS[name], count, period):
+                            continue
+                        figures = _measured(WAYS[name], period, pause, link, count, sizes, place)
                         found.setdefault((name, period), []).append(figures)
                 for (name, period), series in found.items():
                     row = _row(name, count, period, pause, link, sizes, series)
                     rows.append({"link": f"{mbit:g} Mbit/s", **row})
             yield rows
+
+
+def _is_possible(way: Way, replicas: int, period: int) -> bool:
+    """Returns whether a way can be measured with so many replicas and this sync period."""
+    if way.peer and not torch_python():
+        return False
+    if way.devices == 1:
+        return True
+    return not replicas % way.devices and replicas > way.devices and not period % _DEVICE_SYNCS
+
+
+def _measured(
+    way: Way,
+    period: int,
+    pause: float,
+    link: Link,
+    replicas: int,
+    sizes: dict[str, int],
+    place: links.Namespaces,
+) -> dict[str, float]:
+    workers = replicas // way.devices
+    options = _options(way, period, pause, link, workers, sizes)
+    options["interface"] = place.interface
+    if not way.peer:
+        return measure(workers, options, place=place, seconds=_SECONDS)
+    peer = {"module": TORCH_LOOPS, "python": torch_python()}
+    return measure(workers, options, place=place, seconds=_SECONDS, **peer)
 
 
 def _costs(
@@ -87,7 +135,7 @@ def _costs(
 
 
 def _options(
-    strategy: dict[str, Any],
+    way: Way,
     period: int,
     pause: float,
     link: Link,
@@ -95,11 +143,13 @@ def _options(
     sizes: dict[str, int],
 ) -> dict[str, Any]:
     # The timed blocks take some ten seconds together; there are at least three.
-    block = _costs(strategy, pause, link, sizes).sync_seconds(workers) + period * pause
+    block = _costs(way.strategy, pause, link, sizes).sync_seconds(workers) + period * pause
     blocks = min(20, max(3, round(10 / block)))
+    levels = {"device_sync_period": period // _DEVICE_SYNCS} if way.devices > 1 else {}
     return {
-        "system": "tfpara",
-        "strategy": strategy,
+        "system": way.peer or "tfpara",
+        "strategy": way.strategy | levels,
+        "devices": way.devices,
         "sync_period": period,
         "steps": blocks * period,
         "batch": 1,
@@ -121,27 +171,35 @@ def _row(
     """Returns the medians over the rounds, with the extremes of the speed-up.
 
     `adds_ms` is the time that a sync adds to a block's pauses. `floor_ms` is the least that a
-    ring's transfers take: 2 (N − 1) / N · bytes / bandwidth. `speedup` is the number of steps that
-    all workers together have done, over the number that one worker does in the same time without
-    syncs. `predicted_speedup` is the planner's, with the processor time of a sync as local part.
+    ring's transfers take: 2 (N − 1) / N · bytes / bandwidth, with the number N of links in use.
+    `over_floor` is the time of a sync over that; a peer does not tell its syncs' time, so it is
+    `adds_ms` there. `speedup` is the number of steps that all replicas together have done, over the
+    number that one replica does in the same time without syncs. `predicted_speedup` is the
+    planner's, with the processor time of a sync as local part.
     """
+    way = WAYS[name]
     values = {key: statistics.median(one[key] for one in series) for key in series[0]}
     speedups = [one["samples_per_second"] * pause for one in series]
     speedup = statistics.median(speedups)
-    costs = _costs(WAYS[name], pause, link, sizes, values["processor_ms"] / 1e3)
-    floor = costs.link.reduce_seconds(costs.model_bytes, workers)
-    adds = period * pause * (workers / speedup - 1.0)
-    return {
+    costs = _costs(way.strategy, pause, link, sizes, values.get("processor_ms", 0.0) / 1e3)
+    links_used = workers // way.devices
+    floor = 1e3 * costs.link.reduce_seconds(costs.model_bytes, links_used)
+    adds = 1e3 * period * pause * (workers / speedup - 1.0)
+    row = {
         "system": name,
         "workers": workers,
         "sync_period": period,
-        "adds_ms": 1e3 * adds,
-        "floor_ms": 1e3 * floor,
-        "over_floor": values["sync_ms"] / (1e3 * floor),
+        "adds_ms": adds,
+        "floor_ms": floor,
+        "over_floor": values.get("sync_ms", adds) / floor,
+        "speedup": speedup,
+        "speedup_range": [min(speedups), max(speedups)],
+    }
+    if way.peer:
+        return row
+    return row | {
         "sync_ms": values["sync_ms"],
         "wait_ms": values["wait_ms"],
         "processor_ms": values["processor_ms"],
-        "speedup": speedup,
-        "speedup_range": [min(speedups), max(speedups)],
-        "predicted_speedup": costs.speedup(workers, period),
+        "predicted_speedup": way.devices * costs.speedup(links_used, period),
     }

@@ -68,8 +68,8 @@ def section(content: dict[str, Any]) -> str:
         "\n".join(f"* {sentence}" for sentence in headlines(content["rows"], syncs=False)),
         _table([row for row in trained if row["link"] == "loopback"], columns),
         _by_link(
-            "The next table has the times, in ms, of a whole sync of the weights, and of a bare "
-            "exchange of the same number of bytes",
+            "The next table has the time of a whole sync of the weights, and of a bare exchange of "
+            "the same number of bytes, in ms",
             exchanged,
             "sync_ms",
         ),

@@ -36,6 +36,11 @@ def _train(options: dict[str, Any]) -> dict[str, Any]:
 
     import tfpara
 
+    devices = options.get("devices", 1)
+    if devices > 1:
+        tf.config.threading.set_inter_op_parallelism_threads(devices)  # each waits in a step
+        parts = [tf.config.LogicalDeviceConfiguration() for _ in range(devices)]
+        tf.config.set_logical_device_configuration(tf.config.list_physical_devices("CPU")[0], parts)
     strategy = None
     if options["system"] == "tfpara":
         strategy = tfpara.PeriodicSyncStrategy(
@@ -83,7 +88,7 @@ def _train(options: dict[str, Any]) -> dict[str, Any]:
     figures = {
         "began": began,
         "ended": ended,
-        "samples": steps * batch,
+        "samples": steps * batch * devices,
         "sent_bytes": sent - sent_before,
         "peak_memory_bytes": peak_memory_bytes(),
     }

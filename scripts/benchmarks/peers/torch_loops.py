@@ -6,6 +6,7 @@ This program runs in an environment that has PyTorch. Gloo connects the processe
 from __future__ import annotations
 
 import datetime
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -145,7 +146,14 @@ def _manager(model: nn.Module, options: dict[str, Any], use_async_quorum: bool) 
 
 
 def _stepper(model: nn.Module, optimizer: Any, options: dict[str, Any]) -> Callable[[], None]:
-    """Returns a function that trains one minibatch by SGD with momentum."""
+    """Returns a function that trains one minibatch by SGD with momentum, or that only waits."""
+    if "pause_seconds" in options:
+
+        def pause() -> None:
+            time.sleep(options["pause_seconds"])
+            optimizer.step()  # changes nothing without gradients; torchft counts its calls
+
+        return pause
     generator = torch.Generator().manual_seed(process.place()[0])
     x = torch.randn(options["batch"], options["inputs"], generator=generator)
     y = torch.randint(options["classes"], (options["batch"],), generator=generator)

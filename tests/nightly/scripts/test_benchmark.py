@@ -98,6 +98,20 @@ def test_a_cluster_of_pausing_workers(run_well, tmp_path):
         assert rows[name]["speedup"] < rows[name]["predicted_speedup"] * 1.05
 
 
+@pytest.mark.skipif(links.problem() is not None, reason=str(links.problem()))
+def test_a_cluster_syncs_on_two_levels(run_well, tmp_path):
+    """Four replicas on two workers use two links. Three replicas cannot share workers of two."""
+    out = tmp_path / "cluster.json"
+    arguments = ("--only=two levels", "--replicas=3,4", "--link_mbit=100", "--link_delay_ms=0")
+    arguments += ("--sync_periods=20", "--step_seconds=0.05", "--rounds=1", *SMALL)
+    run_well("benchmarks", "--suite=cluster", f"--out={out}", *arguments)
+    (row,) = json.loads(out.read_text())["rows"]
+    elements = 1320 * 64 + 64 + 64 * 50 + 50
+    assert row["workers"] == 4
+    assert row["floor_ms"] == pytest.approx(1e3 * elements * 32 * 1.045 / 100e6)
+    assert 2.0 < row["speedup"] < 4.0
+
+
 def test_blocks_by_speed_use_the_speed_of_all(run_well, tmp_path):
     """One of two workers has half the speed: equal blocks use 2/3 of both speeds."""
     out = tmp_path / "balance.json"
