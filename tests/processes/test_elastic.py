@@ -603,6 +603,28 @@ def test_rows_are_dealt_out_anew(kind, tmp_path):
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize("kind", ["calling_tensorflow", "py_function"])
+def test_data_call_tensorflow_while_members_change(kind, tmp_path):
+    """Threads that read data call TensorFlow; a change of members waits for the end of a call.
+
+    Without that, TensorFlow fails to find what it has prepared, or the process crashes.
+    """
+    options = {"epochs": 10_000, "minibatches": 900, "arrays": 3, "step_seconds": 0.05}
+    with elastic_runs.Run(tmp_path, 2, **options, kind=kind) as run:
+        for number in range(2):
+            run.wait_until(number, "synced", count=2)
+        for change in range(4):
+            number = run.start()
+            run.wait_until(number, "synced", count=2)
+            run.processes[number].kill()
+            members = 2 * (change + 1) + 1
+            run.until(lambda count=members: len(run.meeting.state.history) >= count)
+            for stays in range(2):
+                synced = sum(event[0] == "synced" for event in run.events(stays))
+                run.wait_until(stays, "synced", count=synced + 2)
+
+
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "options",
     [

@@ -12,8 +12,8 @@ checkpoints (a directory), period (τ), every_syncs, validate, step_seconds, pac
 by the rank at the start, in place of step_seconds), balance, width, callbacks (names), follows,
 scores (a CSV file: of three scores in each epoch),
 timeouts (of the strategy), arrays (`batch_size`: `fit` is given arrays, of a row each), kind (what
-`fit` is given in place of arrays: a dataset or py_dataset of the same rows), weights (a
-file for them), replay (a record: it is trained again, in this process),
+`fit` is given in place of arrays: one of `KINDS`, of the same rows), weights (a file for them),
+replay (a record: it is trained again, in this process),
 saves (a path: all save weights there, then the chief adds its task to PATH.chief, and all have the
 chief write PATH.all), plain (no `tfpara.run`: "ends" as a script does, "raises" an error there, or
 "fails", in `fit`, by `sys.exit(1)`), fits (calls of `fit`; between two of them a layer is frozen
@@ -330,6 +330,33 @@ class Batches(keras.utils.PyDataset):
         return x, self.given["y"][rows]
 
 
+def by_tensorflow(rows):
+    """The same rows, after many calls of TensorFlow's operations."""
+    found = tf.identity(rows)
+    for shift in range(8):
+        found = tf.reshape(tf.stack(tf.unstack(tf.roll(found, shift, 0))), tf.shape(rows))
+        found = tf.roll(found, -shift, 0)
+    return found
+
+
+class CallingTensorFlow(Batches):
+    def __init__(self, given):
+        super().__init__(given)
+        self.workers, self.max_queue_size = 4, 30
+
+    def __getitem__(self, number):
+        x, y = super().__getitem__(number)
+        return {name: by_tensorflow(values).numpy() for name, values in x.items()}, y
+
+
+def with_python_function(given):
+    def function(x, y):
+        values = tf.py_function(by_tensorflow, [x["x"]], x["x"].dtype)
+        return {**x, "x": tf.ensure_shape(values, x["x"].shape)}, y
+
+    return {"x": KINDS["dataset"](given)["x"].map(function, num_parallel_calls=4).prefetch(30)}
+
+
 class Rows(keras.utils.PyDataset):
     def __init__(self, dataset):
         super().__init__(workers=2)
@@ -350,6 +377,8 @@ KINDS = {
         "x": tf.data.Dataset.from_tensor_slices((given["x"], given["y"])).batch(given["batch_size"])
     },
     "py_dataset": lambda given: {"x": Batches(given)},
+    "calling_tensorflow": lambda given: {"x": CallingTensorFlow(given)},
+    "py_function": with_python_function,
 }
 
 

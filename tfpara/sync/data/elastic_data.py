@@ -192,6 +192,8 @@ def deal_out_py_dataset(
             "start its processes anew whenever it deals data out. Write use_multiprocessing=False, "
             "for threads."
         )
+    # The dataset may call TensorFlow, in threads beside the main one.
+    steady = strategy.extended.worker.company.steady
     facts: Facts = {"kind": "PyDataset", "batches": batches.number}
     order = _agree(strategy, began, {**facts, "values": batches.values})
     shuffle = given.get("shuffle", True)
@@ -207,7 +209,9 @@ def deal_out_py_dataset(
 
             def one(number: int) -> Iterator[Any]:
                 place, part = divmod(int(number), parts)
-                yield batches.part_of(standard(recent(in_order[place])), part, parts)
+                with steady():
+                    cut = batches.part_of(standard(recent(in_order[place])), part, parts)
+                yield cut
 
             def taken(number: tf.Tensor) -> tf.data.Dataset:
                 return tf.data.Dataset.from_generator(
@@ -224,12 +228,13 @@ def deal_out_py_dataset(
 
         def read() -> Iterator[Any]:
             wanted = (number for number, _ in runs)
-            found = ahead(data, wanted)
+            found = ahead(data, wanted, steady=steady)
             with contextlib.closing(found):
                 for batch, (_, own) in zip(found, runs, strict=True):
-                    batch = batches.standard(batch)
-                    for part in own:
-                        yield batches.part_of(batch, part, parts)
+                    with steady():
+                        batch = batches.standard(batch)
+                        cut = [batches.part_of(batch, part, parts) for part in own]
+                    yield from cut
 
         return tf.data.Dataset.from_generator(read, output_signature=batches.signature)
 

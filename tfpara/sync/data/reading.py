@@ -12,6 +12,7 @@ import itertools
 import multiprocessing
 import random
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -145,20 +146,29 @@ def bounds(rows: int, part: int, of: int) -> slice:
 
 
 def ahead(
-    dataset: keras.utils.PyDataset, numbers: Iterable[int], processes: bool = False
+    dataset: keras.utils.PyDataset,
+    numbers: Iterable[int],
+    processes: bool = False,
+    steady: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
 ) -> Generator[Data, None, None]:
     """Yields `dataset[number]` for each number in turn, read ahead as the dataset's settings say.
 
     `dataset.workers` threads read up to `max_queue_size` batches ahead; fewer than 2 threads read
     none ahead. With `processes` there are processes instead, started by Python's chosen method,
-    which read copies of the dataset.
+    which read copies of the dataset. In this process each read runs in a context that `steady`
+    returns.
 
     Raises:
         RuntimeError: a process that reads has ended.
     """
     workers, size = dataset.workers, dataset.max_queue_size
+
+    def read_here(number: int) -> Data:
+        with steady():
+            return dataset[number]
+
     if workers < 2 and not processes:
-        yield from (dataset[number] for number in numbers)
+        yield from map(read_here, numbers)
         return
     executor: concurrent.futures.Executor
     read: Callable[[int], Data]
@@ -169,7 +179,7 @@ def ahead(
         read = _kept
     else:
         executor = concurrent.futures.ThreadPoolExecutor(workers)
-        read = dataset.__getitem__
+        read = read_here
     waiting: collections.deque[concurrent.futures.Future] = collections.deque()
     try:
         for number in numbers:

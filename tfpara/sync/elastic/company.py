@@ -218,7 +218,7 @@ class Elastic(Company):
         self._fit.check_step()
 
     def steady(self) -> AbstractContextManager[Any]:
-        return self.connection.steady
+        return self.connection.steady.shared()
 
     def report(self, waits: float, place: str) -> None:
         self.connection.line.report(waits, place)

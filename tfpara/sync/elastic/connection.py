@@ -8,7 +8,6 @@ import functools
 import logging
 import os
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from typing import NoReturn
@@ -19,6 +18,7 @@ from tfpara.cluster import exit_codes, ports, secret
 from tfpara.collectives.members import Members
 from tfpara.elastic.meeting import NAME, Ended, Evicted, Form, Left, Line, MeetingError
 from tfpara.elastic.settings import Elastic, meeting_point
+from tfpara.sync.elastic.shared_lock import SharedLock
 from tfpara.sync.tensorflow import links
 from tfpara.sync.tensorflow.extended import PeriodicSyncExtended
 from tfpara.typing import Json
@@ -36,6 +36,8 @@ _PLACEHOLDER = "127.0.0.1:1"
 # A worker that comes back is first alone in a generation of its own. The number of this generation
 # is that of the worker's last one plus `_ALONE`, which is more than any run reaches.
 _ALONE = 1 << 20
+# A change of generation waits at most so long for threads that read data.
+_READ_SECONDS = 30.0
 _log = logging.getLogger(__name__)
 
 
@@ -62,7 +64,7 @@ class Connection:
         in_fit: whether this worker is in a call of `fit`, so that it can rejoin.
         leaves: whether this worker is to leave after the next sync.
         out: whether this worker is no longer a member.
-        steady: a lock; the generation does not change while it is held.
+        steady: a lock; the generation does not change while threads share it.
     """
 
     members: Members
@@ -85,9 +87,9 @@ class Connection:
         self.founders = self.line.founders
         self.joining = not self.line.founding
         self.in_fit = self.leaves = self.out = self._said_leaving = False
-        # The main thread holds this lock while it changes the generation, and the thread of `line`
-        # holds it while it aborts the generation. See `Company.steady`.
-        self.steady = threading.Lock()
+        # The main thread has this lock alone while it changes the generation. Threads that need
+        # TensorFlow share it: see `Company.steady`.
+        self.steady = SharedLock(_READ_SECONDS)
 
     def _begin(self) -> tuple[Line, Form]:
         """Connects; returns the line and the first generation."""
@@ -130,6 +132,7 @@ class Connection:
     def attach(self, extended: PeriodicSyncExtended) -> None:
         """Stores the strategy, whose server runs; founders return when they are all connected."""
         self._extended = extended
+        links.guard_python_functions(self.steady.shared)
         self.members = Members(extended.worker.host, self.names, self.rank, self.form.number)
         self._listen()
         if self.joining:
@@ -149,7 +152,7 @@ class Connection:
 
     def become(self, form: Form) -> None:
         """Puts TensorFlow's server into a generation."""
-        with self.steady:
+        with self.steady.exclusive():
             self.form = form
             addresses = dict(zip(form.tasks, form.addresses, strict=True))
             links.serve(addresses, self.names[0])
@@ -162,7 +165,7 @@ class Connection:
 
     def _abort(self, generation: int, why: str) -> None:
         """Ends the collectives of a generation. Called by the line's thread."""
-        with self.steady:
+        with self.steady.shared():
             if generation == self.form.number:
                 links.end_collectives(f"tfpara: {why}")
 

@@ -7,9 +7,11 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tfpara import cluster
 from tfpara.sync.data import elastic_data
 from tfpara.sync.data.reading import Order
 from tfpara.sync.keras import fit_arguments
+from tfpara.sync.workers.fixed import Fixed
 
 pytestmark = pytest.mark.latest
 
@@ -31,7 +33,8 @@ def test_arrays_of_different_lengths():
 
 def strategy_of(order, replicas, ids):
     data = types.SimpleNamespace(order=order)
-    extended = types.SimpleNamespace(data=data, worker_devices=["CPU:0"] * len(ids))
+    worker = types.SimpleNamespace(company=Fixed(cluster.ALONE))
+    extended = types.SimpleNamespace(data=data, worker=worker, worker_devices=["CPU:0"] * len(ids))
     return types.SimpleNamespace(
         joining=True,
         extended=extended,
