@@ -4,8 +4,10 @@ import threading
 import time
 
 import pytest
+import tensorflow as tf
 
 from tfpara.sync.elastic.shared_lock import SharedLock
+from tfpara.sync.tensorflow import links
 
 pytestmark = pytest.mark.unit
 
@@ -86,3 +88,21 @@ def test_an_error_inside_gives_the_lock_back():
             pass
 
     assert not waits(started(alone))
+
+
+def test_python_functions_of_tensorflow_share_the_lock(monkeypatch):
+    monkeypatch.setattr(links.EagerFunc, "__call__", links.EagerFunc.__call__)
+    lock, sharing = SharedLock(60.0), []
+
+    def function(x):
+        sharing.append(lock._sharing)
+        return 2.0 * x
+
+    links.guard_python_functions(SharedLock(60.0).shared)
+    links.guard_python_functions(lock.shared)  # of a second strategy, in place of the first
+    data = tf.data.Dataset.range(3).map(
+        lambda x: tf.py_function(function, [tf.cast(x, tf.float32)], tf.float32)
+    )
+    assert list(data.as_numpy_iterator()) == [0.0, 2.0, 4.0]
+    assert sharing == [1, 1, 1]
+    assert lock._sharing == 0
