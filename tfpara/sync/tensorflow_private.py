@@ -21,15 +21,16 @@ from tensorflow.python.eager import context
 # The class of plain variables. In a strategy's scope tf.Variable would create a mirrored one.
 from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
-# The class of functions of tf.py_function, whose calls a change of workers must wait for.
-from tensorflow.python.ops.script_ops import EagerFunc
+# The class of the table by which TensorFlow calls Python functions: those of tf.py_function,
+# tf.numpy_function and Dataset.from_generator. A change of workers waits for the end of such calls.
+from tensorflow.python.ops.script_ops import FuncRegistry
 
 # The initial value that tf.train.Checkpoint gives to a variable created after the restore.
 from tensorflow.python.trackable.base import CheckpointInitialValue
 
 __all__ = [
     "CheckpointInitialValue",
-    "EagerFunc",
+    "FuncRegistry",
     "ResourceVariable",
     "compute_batch_size",
     "context",

@@ -1,8 +1,10 @@
 """The lock by which a change of members waits for threads that read data."""
 
+import gc
 import threading
 import time
 
+import numpy as np
 import pytest
 import tensorflow as tf
 
@@ -10,6 +12,12 @@ from tfpara.sync.elastic.shared_lock import SharedLock
 from tfpara.sync.tensorflow import links
 
 pytestmark = pytest.mark.unit
+
+
+@pytest.fixture(autouse=True)
+def _guard(monkeypatch):
+    """Takes away at the end how the test has TensorFlow call Python functions."""
+    monkeypatch.setattr(links.FuncRegistry, "__call__", links.FuncRegistry.__call__)
 
 
 def started(function):
@@ -38,23 +46,42 @@ def test_threads_share_the_lock_and_one_has_it_alone():
         with lock.exclusive():
             order.append("exclusive")
 
-    def late():
-        with lock.shared():
-            order.append("late")
-
     sharing = [started(lambda n=n: share(n)) for n in range(12)]
     inside.wait(60)  # so all twelve are inside together
     changing = started(alone)
-    assert waits(changing)
-    after = started(late)
-    for event in may_end[:-1]:
+    for event in may_end:
+        assert waits(changing)
         event.set()
-    assert waits(changing)
-    assert waits(after)  # who asks later goes after the thread that wants the lock alone
-    may_end[-1].set()
-    for thread in [*sharing, changing, after]:
+    for thread in [*sharing, changing]:
         thread.join(60)
-    assert order == ["shared"] * 12 + ["exclusive", "late"]
+    assert order == ["shared"] * 12 + ["exclusive"]
+
+
+def test_readers_that_come_again_and_again_do_not_keep_the_lock():
+    """At each time one of four readers has a share, and yet there are changes, all alone."""
+    lock, ends, inside, wrong = SharedLock(60.0), threading.Event(), [], []
+
+    def read():
+        while not ends.is_set():
+            with lock.shared():
+                inside.append(1)
+                time.sleep(0.01)
+                inside.pop()
+
+    reading = [started(read) for _ in range(4)]
+    began = time.monotonic()
+    for _ in range(20):
+        time.sleep(0.01)
+        with lock.exclusive():
+            wrong += inside
+            time.sleep(0.002)
+            wrong += inside
+    assert not wrong
+    assert time.monotonic() - began < 30.0
+    ends.set()
+    for thread in reading:
+        thread.join(60)
+    assert lock._sharing == 0
 
 
 def test_a_thread_that_never_ends_is_not_waited_for_for_ever():
@@ -73,8 +100,7 @@ def test_a_thread_that_never_ends_is_not_waited_for_for_ever():
         assert time.monotonic() - began >= 0.2
     ends.set()
     reading.join(60)
-    with lock.exclusive(), lock._changed:  # nothing is left over
-        assert lock._sharing == 0
+    assert lock._sharing == 0
 
 
 def test_an_error_inside_gives_the_lock_back():
@@ -90,18 +116,95 @@ def test_an_error_inside_gives_the_lock_back():
     assert not waits(started(alone))
 
 
-def test_python_functions_of_tensorflow_share_the_lock(monkeypatch):
-    monkeypatch.setattr(links.EagerFunc, "__call__", links.EagerFunc.__call__)
+def test_a_thread_that_shares_may_wait_for_one_that_wants_to():
+    """The second one gets its share although a third one waits for the exclusive mode."""
+    lock, inside, may_ask, order = SharedLock(60.0), threading.Event(), threading.Event(), []
+
+    def inner():
+        may_ask.wait(60)
+        with lock.shared():
+            order.append("inner")
+
+    def outer():
+        with lock.shared():
+            inside.set()
+            started(inner).join(60)
+            order.append("outer")
+
+    def alone():
+        with lock.exclusive():
+            order.append("exclusive")
+
+    first = started(outer)
+    inside.wait(60)
+    changing = started(alone)
+    assert waits(changing)
+    may_ask.set()
+    for thread in (first, changing):
+        thread.join(60)
+    assert order == ["inner", "outer", "exclusive"]
+
+
+def test_who_has_the_lock_alone_may_share_it():
+    lock = SharedLock(60.0)
+    with lock.exclusive(), lock.shared():
+        assert waits(started(lambda: lock.shared().__enter__()))
+    assert gc.isenabled()
+
+
+def test_garbage_is_not_collected_while_a_thread_has_the_lock_alone():
+    """The garbage may have an iterator whose end waits for threads that now wait for the lock."""
+    lock = SharedLock(60.0)
+    for enabled in (False, True):
+        (gc.enable if enabled else gc.disable)()
+        with lock.exclusive():
+            assert not gc.isenabled()
+        assert gc.isenabled() == enabled
+
+
+def test_an_iterator_may_end_while_its_functions_wait_for_the_lock():
+    """TensorFlow waits there for the functions, whose wait has an end."""
+    lock, called = SharedLock(2.0), threading.Event()
+    links.guard_python_functions(lock.shared)
+
+    def function(x):
+        called.set()
+        return x + 1
+
+    data = tf.data.Dataset.range(10**6).map(
+        lambda x: tf.py_function(function, [x], tf.int64), num_parallel_calls=2
+    )
+    iterator = iter(data.prefetch(100_000))
+    next(iterator)
+    with lock.exclusive():
+        called.clear()
+        time.sleep(0.2)
+        assert not called.is_set()  # all functions wait
+        del iterator
+
+
+@pytest.mark.parametrize("kind", ["py_function", "numpy_function", "from_generator"])
+def test_python_functions_of_tensorflow_share_the_lock(kind):
     lock, sharing = SharedLock(60.0), []
 
     def function(x):
         sharing.append(lock._sharing)
-        return 2.0 * x
+        return np.float32(2.0) * x
+
+    def generator():
+        for x in np.arange(3, dtype=np.float32):
+            yield function(x)
 
     links.guard_python_functions(SharedLock(60.0).shared)
     links.guard_python_functions(lock.shared)  # of a second strategy, in place of the first
-    data = tf.data.Dataset.range(3).map(
-        lambda x: tf.py_function(function, [tf.cast(x, tf.float32)], tf.float32)
+    data = (
+        tf.data.Dataset.range(3).map(
+            lambda x: getattr(tf, kind)(function, [tf.cast(x, tf.float32)], tf.float32)
+        )
+        if kind != "from_generator"
+        else tf.data.Dataset.from_generator(
+            generator, output_signature=tf.TensorSpec([], tf.float32)
+        )
     )
     assert list(data.as_numpy_iterator()) == [0.0, 2.0, 4.0]
     assert sharing == [1, 1, 1]

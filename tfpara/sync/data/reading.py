@@ -168,7 +168,7 @@ def ahead(
             return dataset[number]
 
     if workers < 2 and not processes:
-        yield from map(read_here, numbers)
+        yield from (read_here(number) for number in numbers)
         return
     executor: concurrent.futures.Executor
     read: Callable[[int], Data]

@@ -8,6 +8,7 @@ import functools
 import logging
 import os
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from typing import NoReturn
@@ -36,8 +37,6 @@ _PLACEHOLDER = "127.0.0.1:1"
 # A worker that comes back is first alone in a generation of its own. The number of this generation
 # is that of the worker's last one plus `_ALONE`, which is more than any run reaches.
 _ALONE = 1 << 20
-# A change of generation waits at most so long for threads that read data.
-_READ_SECONDS = 30.0
 _log = logging.getLogger(__name__)
 
 
@@ -88,8 +87,11 @@ class Connection:
         self.joining = not self.line.founding
         self.in_fit = self.leaves = self.out = self._said_leaving = False
         # The main thread has this lock alone while it changes the generation. Threads that need
-        # TensorFlow share it: see `Company.steady`.
-        self.steady = SharedLock(_READ_SECONDS)
+        # TensorFlow share it: see `Company.steady`. The thread of `line` may wait for it, so the
+        # wait is shorter than the silence after which a worker counts as lost.
+        self.steady = SharedLock(settings.silence_seconds / 4.0)
+        # Held while the generation changes, and while the thread of `line` aborts it.
+        self._changing = threading.Lock()
 
     def _begin(self) -> tuple[Line, Form]:
         """Connects; returns the line and the first generation."""
@@ -152,7 +154,7 @@ class Connection:
 
     def become(self, form: Form) -> None:
         """Puts TensorFlow's server into a generation."""
-        with self.steady.exclusive():
+        with self.steady.exclusive(), self._changing:
             self.form = form
             addresses = dict(zip(form.tasks, form.addresses, strict=True))
             links.serve(addresses, self.names[0])
@@ -165,7 +167,7 @@ class Connection:
 
     def _abort(self, generation: int, why: str) -> None:
         """Ends the collectives of a generation. Called by the line's thread."""
-        with self.steady.shared():
+        with self._changing:
             if generation == self.form.number:
                 links.end_collectives(f"tfpara: {why}")
 

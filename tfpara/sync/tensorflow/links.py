@@ -19,7 +19,7 @@ from tfpara.collectives.choice import choose_communication
 from tfpara.sync.data.reading import random_states, set_random_states
 from tfpara.sync.settings import Settings
 from tfpara.sync.tensorflow.devices import card_of
-from tfpara.sync.tensorflow_private import EagerFunc
+from tfpara.sync.tensorflow_private import FuncRegistry
 from tfpara.sync.tensorflow_private import context as _context
 from tfpara.sync.workers.json_exchange import everyones
 from tfpara.sync.workers.meetings import Control
@@ -27,7 +27,7 @@ from tfpara.sync.workers.settings_check import agree
 from tfpara.sync.workers.worker import Worker
 
 START = Purpose("making a strategy", "make strategies and models on every worker alike")
-_call_python_function = EagerFunc.__call__
+_call_python_function = FuncRegistry.__call__
 # TensorFlow's timeouts are this many seconds longer than those of tfpara. So the watchdog of tfpara
 # ends a wait before TensorFlow does, and can name the silent worker.
 LATER_SECONDS = 10.0
@@ -214,13 +214,13 @@ def serve(addresses: Mapping[int, str], leader: str) -> None:
 
 
 def guard_python_functions(guard: Callable[[], AbstractContextManager[None]]) -> None:
-    """Makes TensorFlow call each function of `tf.py_function` in a context that `guard` returns."""
+    """Makes TensorFlow call each Python function in a graph in a context that `guard` returns."""
 
-    def guarded(function: Any, *args: Any) -> Any:
+    def guarded(registry: Any, *args: Any) -> Any:
         with guard():
-            return _call_python_function(function, *args)
+            return _call_python_function(registry, *args)
 
-    EagerFunc.__call__ = guarded
+    FuncRegistry.__call__ = guarded
 
 
 def end_collectives(why: str) -> None:
