@@ -37,6 +37,8 @@ _PLACEHOLDER = "127.0.0.1:1"
 # A worker that comes back is first alone in a generation of its own. The number of this generation
 # is that of the worker's last one plus `_ALONE`, which is more than any run reaches.
 _ALONE = 1 << 20
+# A change of generation waits at most so long for threads that read data.
+_PATIENCE_SECONDS = 5.0
 _log = logging.getLogger(__name__)
 
 
@@ -89,7 +91,7 @@ class Connection:
         # The main thread has this lock alone while it changes the generation. Threads that need
         # TensorFlow share it: see `Company.steady`. The thread of `line` may wait for it, so the
         # wait is shorter than the silence after which a worker counts as lost.
-        self.steady = SharedLock(settings.silence_seconds / 4.0)
+        self.steady = SharedLock(min(_PATIENCE_SECONDS, settings.silence_seconds / 4.0))
         # Held while the generation changes, and while the thread of `line` aborts it.
         self._changing = threading.Lock()
 

@@ -9,9 +9,11 @@ import threading
 import time
 from collections.abc import Iterator
 
-# If no thread has given its share back for so long, those that wait for a share get one: a thread
-# that shares the lock may wait for one of them.
+_POLL_SECONDS = 0.005
+# After so long a wait for the exclusive mode, threads that wait for a share get one once: a thread
+# that shares the lock may wait for one of them. The next such time comes after twice as long.
 _STALLED_SECONDS = 0.25
+_OPEN_SECONDS = 0.05  # for how long they may then come in
 _log = logging.getLogger(__name__)
 
 
@@ -23,80 +25,79 @@ class SharedLock:
     take long, or may never return.
 
     Args:
-        patience_seconds: longest wait for the exclusive mode.
+        patience_seconds: longest wait for the exclusive mode. The longest wait for a share is twice
+            as long.
     """
+
+    # To take or give back a share, a thread takes no lock of Python. Otherwise garbage could be
+    # collected while it holds that lock, and with the garbage an iterator over data. TensorFlow
+    # ends an iterator only after its Python functions, which may wait here.
 
     def __init__(self, patience_seconds: float) -> None:
         self._patience = patience_seconds
-        self._changed = threading.Condition(threading.Lock())
-        self._sharing = 0  # number of threads that hold the lock in shared mode
+        self._sharing: set[int] = set()  # the threads that share the lock
         self._closed = False  # whether a thread has, or waits for, the exclusive mode
-        self._owner = 0  # the thread that has the exclusive mode, or waits for it
+        self._owner = 0  # that thread
         self._own = threading.local()  # `depth`: how often this thread shares the lock
 
     @contextlib.contextmanager
     def shared(self) -> Iterator[None]:
         """A context in which this thread shares the lock."""
-        depth = getattr(self._own, "depth", 0)
-        if depth == 0 and self._owner != threading.get_ident():
-            # Nothing is created while the condition is held. Otherwise Python might collect garbage
-            # there, and with it an iterator whose end waits for another thread in this method.
-            until = time.monotonic() + 2.0 * self._patience
-            with self._changed:
-                while self._closed and time.monotonic() < until:
-                    self._changed.wait(0.1)
-                self._sharing += 1
+        me, depth = threading.get_ident(), getattr(self._own, "depth", 0)
+        counts = depth == 0 and self._owner != me
+        if counts:
+            self._come_in(me)
         self._own.depth = depth + 1
         try:
             yield
         finally:
             self._own.depth = depth
-            if depth == 0 and self._owner != threading.get_ident():
-                with self._changed:
-                    self._sharing -= 1
-                    if self._closed:
-                        self._changed.notify_all()
+            if counts:
+                self._sharing.discard(me)
+
+    def _come_in(self, me: int) -> None:
+        until = time.monotonic() + 2.0 * self._patience
+        while True:
+            while self._closed and time.monotonic() < until:
+                time.sleep(_POLL_SECONDS)
+            self._sharing.add(me)
+            # Another thread may have closed the lock just before the share was added.
+            if not self._closed or time.monotonic() >= until:
+                return
+            self._sharing.discard(me)
 
     @contextlib.contextmanager
     def exclusive(self) -> Iterator[None]:
         """A context in which no other thread holds the lock."""
-        # The garbage may have an iterator over data, whose end waits for threads that now wait.
         collects = gc.isenabled()
-        gc.disable()
-        self._owner = threading.get_ident()
         try:
-            left = self._wait_for_the_others()
-            if left:
+            gc.disable()  # for the same reason as above
+            self._owner = threading.get_ident()
+            self._wait_for_the_others()
+            yield
+        finally:
+            self._closed, self._owner = False, 0
+            if collects:
+                gc.enable()
+
+    def _wait_for_the_others(self) -> None:
+        """Waits until no thread shares the lock, or patience ends."""
+        self._closed, now = True, time.monotonic()
+        until, pause, opens = now + self._patience, _STALLED_SECONDS, now + _STALLED_SECONDS
+        while self._sharing:
+            if time.monotonic() > until:
                 _log.warning(
                     "tfpara: members change while %d threads of this process have read data for "
                     "more than %g seconds. If such a thread calls TensorFlow, the process may "
                     "crash.",
-                    left,
+                    len(self._sharing),
                     self._patience,
                 )
-            yield
-        finally:
-            with self._changed:
+                return
+            if time.monotonic() > opens:
                 self._closed = False
-                self._changed.notify_all()
-            self._owner = 0
-            if collects:
-                gc.enable()
-
-    def _wait_for_the_others(self) -> int:
-        """Waits until no thread shares the lock; returns how many still do when patience ends."""
-        until = time.monotonic() + self._patience
-        with self._changed:
-            while True:
+                time.sleep(_OPEN_SECONDS)
                 self._closed = True
-                before, stalled = self._sharing, time.monotonic() + _STALLED_SECONDS
-                while self._sharing == before and time.monotonic() < stalled:
-                    if not self._sharing:
-                        return 0
-                    self._changed.wait(_STALLED_SECONDS)
-                if time.monotonic() > until:
-                    return self._sharing
-                if self._sharing >= before:
-                    self._closed = False
-                    self._changed.notify_all()
-                    self._changed.wait(0.01)
+                pause *= 2.0
+                opens = time.monotonic() + pause
+            time.sleep(_POLL_SECONDS)
