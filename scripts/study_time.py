@@ -56,7 +56,7 @@ _ALIKE = 0.02
 # (16 machines).
 PAPERS = {4: "2.7 to 3.8", 8: "4.6 to 7.5", 16: "9.3"}
 
-# By the length of runs: their number of samples, and their error.
+# Maps the length of a run, as a multiple of the usual epochs, to its number of samples and error.
 Curve = dict[float, tuple[float, float]]
 
 

@@ -26,7 +26,7 @@ _WITH_WORDS = (
     keras.layers.IntegerLookup,
     keras.layers.TextVectorization,
 )
-_PLAIN = (bool, int, float, str, type(None))  # types of the optimizers' settings that are compared
+_PLAIN = (bool, int, float, str, type(None))  # only settings of these types are compared
 
 
 def strategy_of(model: keras.Model) -> tf.distribute.Strategy:

@@ -46,7 +46,7 @@ def _is_symbol(word: str, before: str, after: str) -> bool:
     letters = re.sub("[\u0300-\u036f]", "", word)
     if before.endswith("'") or (
         word == "a" and re.match(" [a-z]{2}", after)
-    ):  # no symbols: the s of "block's", and the article "a"
+    ):  # the s of "block's" and the article "a" are no symbols
         return False
     return (len(letters) == 1 and letters.isalpha()) or any(
         "Α" <= c <= "ω" or c == "ᵀ" for c in letters

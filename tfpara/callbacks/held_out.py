@@ -144,7 +144,7 @@ class HeldOut(Callback):
         steps = self._steps_before + batch + 1
 
         def due() -> int:
-            part = self._part(steps)  # At 1.0, the end of the epoch, `on_epoch_end` scores.
+            part = self._part(steps)  # 1.0 is the end of the epoch, where `on_epoch_end` scores
             return int(self._times * part) if part < 1.0 else 0
 
         if self._all_at_a_sync(batch, lambda: due() > self._done):

@@ -193,8 +193,8 @@ def variables(found: cluster.Cluster, host: str, port: int, shared: bytes = b"")
         "HOROVOD_HOSTNAME": own,
         "HOROVOD_CONTROLLER": "gloo",
         "HOROVOD_CPU_OPERATIONS": "gloo",
-        # Gloo requests http://ADDRESS:PORT/…, without a token. If ADDRESS is "host:port/token",
-        # that is http://host:port/token:PORT/…, so the path of the request begins with the token.
+        # Gloo requests http://ADDRESS:PORT/…, without a token. If ADDRESS is "host:port/token", it
+        # requests http://host:port/token:PORT/…, and the path of this request begins with the token.
         ADDRESS: f"{host}:{port}/{token}" if token else host,
         PORT: str(port),
     }

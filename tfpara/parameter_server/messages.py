@@ -92,6 +92,7 @@ class Answer(NamedTuple):
 class Moment(NamedTuple):
     """The models on the servers at one moment, between two pushes."""
 
-    weights: dict[str, list[tf.Tensor]]  # by name, "global" or an average's; in the model's order
+    # Keys: "global" and the names of the averages. Each list has the order of the model's weights.
+    weights: dict[str, list[tf.Tensor]]
     state: list[tf.Tensor]  # the moving statistics, in the order of `Server.state`
     pushes: int  # number of pushes on the first server before that moment

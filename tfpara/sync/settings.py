@@ -69,8 +69,8 @@ class Settings:
     nonfinite_share: float = dataclasses.field(default=0.01, metadata=_WORKERS)
     asked_rule: Rule | None = None  # the rule before `resolved` filled in its defaults
     replicas: int = 0  # the number of replicas that `resolved` was given
-    # Set if the rule's hyper-parameters follow the number of replicas: the user's rule, and this
-    # rule resolved for the largest number of replicas that the run may have.
+    # These two are set only if the rule's hyper-parameters follow the number of replicas. The first
+    # is the user's rule; the second is the rule for the largest possible number of replicas.
     following_rule: Rule | None = None
     largest_rule: Rule | None = None
 
