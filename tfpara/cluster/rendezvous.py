@@ -194,7 +194,7 @@ def variables(found: cluster.Cluster, host: str, port: int, shared: bytes = b"")
         "HOROVOD_CONTROLLER": "gloo",
         "HOROVOD_CPU_OPERATIONS": "gloo",
         # Gloo requests http://ADDRESS:PORT/…, without a token. If ADDRESS is "host:port/token", it
-        # requests http://host:port/token:PORT/…, and the path of this request begins with the token.
+        # requests http://host:port/token:PORT/…, so that the path begins with the token.
         ADDRESS: f"{host}:{port}/{token}" if token else host,
         PORT: str(port),
     }
