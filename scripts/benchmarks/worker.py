@@ -38,13 +38,14 @@ def _train(options: dict[str, Any]) -> dict[str, Any]:
 
     devices = options.get("devices", 1)
     if devices > 1:
-        tf.config.threading.set_inter_op_parallelism_threads(devices)  # each waits in a step
         parts = [tf.config.LogicalDeviceConfiguration() for _ in range(devices)]
         tf.config.set_logical_device_configuration(tf.config.list_physical_devices("CPU")[0], parts)
-    strategy = None
+    strategy, shortest = None, 1
     if options["system"] == "tfpara":
+        given = {"devices": [f"CPU:{k}" for k in range(devices)]} | options.get("strategy", {})
+        shortest = given.get("device_sync_period", 1)
         strategy = tfpara.PeriodicSyncStrategy(
-            tfpara.BSP(), sync_period=options["sync_period"], **options.get("strategy", {})
+            tfpara.BSP(), sync_period=options["sync_period"], **given
         )
     with strategy.scope() if strategy else contextlib.nullcontext():
         model = _pausing(options) if "pause_seconds" in options else _dnn(options)
@@ -62,8 +63,9 @@ def _train(options: dict[str, Any]) -> dict[str, Any]:
     # The first syncs and merges take longer, since they make what later ones use.
     long_block = strategy is not None and "first" in options
     if strategy:
-        strategy.set_sync_period(1)
-    model.fit(data, epochs=1, steps_per_epoch=1 + options.get("warm_up", 3), verbose=0)
+        strategy.set_sync_period(shortest)
+    warm_up = shortest * (1 + options.get("warm_up", 3))
+    model.fit(data, epochs=1, steps_per_epoch=warm_up, verbose=0)
     if strategy and not long_block:
         strategy.set_sync_period(options["sync_period"])
     wait_for_the_others()
@@ -155,7 +157,8 @@ def _pausing(options: dict[str, Any]) -> Any:
     import tensorflow as tf
 
     def pause() -> None:
-        time.sleep(options["pause_seconds"])
+        # TensorFlow calls the devices' functions one after the other.
+        time.sleep(options["pause_seconds"] / options.get("devices", 1))
 
     class Pausing(keras.Model):
         def train_step(self, data: Any) -> dict[str, tf.Tensor]:
