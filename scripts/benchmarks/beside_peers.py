@@ -38,7 +38,7 @@ DELAY = flags.DEFINE_float(
 _LINK_ROUNDS = flags.DEFINE_integer(
     "link_rounds", 1, "times that everything is measured on each limited link", lower_bound=1
 )
-_TORCH = flags.DEFINE_string(
+TORCH = flags.DEFINE_string(
     "torch_python", None, "python that has torch and torchft; without it they are left out"
 )
 # The names have commas in them, so the flag cannot be a list.
@@ -104,11 +104,6 @@ def measured(
                 )
             rows += _measure_at(label, place, limited, _LINK_ROUNDS.value, speeds)
         yield {"rows": rows, "links": made, "notes": notes}
-
-
-def torch_python() -> str | None:
-    """Returns the Python interpreter that has PyTorch, as --torch_python names it."""
-    return _TORCH.value
 
 
 def chosen(names: list[str]) -> list[str]:
@@ -202,7 +197,7 @@ def _missing(system: System) -> str | None:
 
 def _python(system: System) -> str | None:
     """Returns the system's Python interpreter; None if it needs PyTorch and no flag names one."""
-    return _TORCH.value if system.module == TORCH_LOOPS else sys.executable
+    return TORCH.value if system.module == TORCH_LOOPS else sys.executable
 
 
 @functools.cache
@@ -217,8 +212,8 @@ def version_of(package: str, python: str) -> str | None:
 def versions() -> dict[str, str]:
     """Returns the versions of the peers that are installed."""
     pythons = {"horovod.tensorflow": sys.executable}
-    if _TORCH.value:
-        pythons |= {"torch": _TORCH.value, "torchft": _TORCH.value}
+    if TORCH.value:
+        pythons |= {"torch": TORCH.value, "torchft": TORCH.value}
     found = {p.split(".")[0]: version_of(p, python) for p, python in pythons.items()}
     return {package: version for package, version in found.items() if version}
 

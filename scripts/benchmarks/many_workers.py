@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from scripts.benchmarks import links
-from scripts.benchmarks.beside_peers import torch_python
+from scripts.benchmarks.beside_peers import TORCH
 from scripts.benchmarks.processes import measure
 from scripts.benchmarks.systems import TORCH_LOOPS, elements_of
 from tfpara.planner import BITS, Costs, Link
@@ -97,7 +97,7 @@ def measured(
 
 def _is_possible(way: Way, replicas: int, period: int) -> bool:
     """Returns whether a way can be measured with so many replicas and this sync period."""
-    if way.peer and not torch_python():
+    if way.peer and not TORCH.value:
         return False
     if way.devices == 1:
         return True
@@ -116,10 +116,8 @@ def _measured(
     workers = replicas // way.devices
     options = _options(way, period, pause, link, workers, sizes)
     options["interface"] = place.interface
-    if not way.peer:
-        return measure(workers, options, place=place, seconds=_SECONDS)
-    peer = {"module": TORCH_LOOPS, "python": torch_python()}
-    return measure(workers, options, place=place, seconds=_SECONDS, **peer)
+    program = {"module": TORCH_LOOPS, "python": TORCH.value} if way.peer else {}
+    return measure(workers, options, place=place, seconds=_SECONDS, **program)
 
 
 def _costs(

@@ -16,6 +16,7 @@ import time
 from typing import Any
 
 from scripts.benchmarks.peers.process import wait_for_the_others
+from scripts.benchmarks.worker import devices_of_cpu
 
 # Dense networks. The key is the number of weights in millions. The value has the widths of the
 # layers, and the number of minibatches of a turn. The last network is the one of the papers.
@@ -32,15 +33,9 @@ def main(options: dict[str, Any]) -> None:
 
 
 def _figures(options: dict[str, Any]) -> dict[str, float]:
-    import tensorflow as tf
-
     import tfpara
 
-    devices = [f"CPU:{k}" for k in range(options["devices"])]
-    if len(devices) > 1:
-        parts = [tf.config.LogicalDeviceConfiguration() for _ in devices]
-        cpu = tf.config.list_physical_devices("CPU")[0]
-        tf.config.set_logical_device_configuration(cpu, parts)
+    devices = devices_of_cpu(options["devices"])
     never = 1_000_000
     strategy = tfpara.PeriodicSyncStrategy(tfpara.BMUF(), sync_period=never, devices=devices)
     plain, ours = _Trained(options, None), _Trained(options, strategy)

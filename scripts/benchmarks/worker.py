@@ -27,6 +27,18 @@ def main(options: dict[str, Any]) -> None:
     print(json.dumps(figures(options)), flush=True)
 
 
+def devices_of_cpu(count: int) -> list[str]:
+    """Divides the CPU into logical devices, before TensorFlow starts; returns their names."""
+    import tensorflow as tf
+
+    devices = [f"CPU:{k}" for k in range(count)]
+    if count > 1:
+        parts = [tf.config.LogicalDeviceConfiguration() for _ in devices]
+        cpu = tf.config.list_physical_devices("CPU")[0]
+        tf.config.set_logical_device_configuration(cpu, parts)
+    return devices
+
+
 def _train(options: dict[str, Any]) -> dict[str, Any]:
     import contextlib
 
@@ -36,13 +48,10 @@ def _train(options: dict[str, Any]) -> dict[str, Any]:
 
     import tfpara
 
-    devices = options.get("devices", 1)
-    if devices > 1:
-        parts = [tf.config.LogicalDeviceConfiguration() for _ in range(devices)]
-        tf.config.set_logical_device_configuration(tf.config.list_physical_devices("CPU")[0], parts)
+    devices = devices_of_cpu(options.get("devices", 1))
     strategy, shortest = None, 1
     if options["system"] == "tfpara":
-        given = {"devices": [f"CPU:{k}" for k in range(devices)]} | options.get("strategy", {})
+        given = options.get("strategy", {}) | ({"devices": devices} if len(devices) > 1 else {})
         shortest = given.get("device_sync_period", 1)
         strategy = tfpara.PeriodicSyncStrategy(
             tfpara.BSP(), sync_period=options["sync_period"], **given
@@ -90,7 +99,7 @@ def _train(options: dict[str, Any]) -> dict[str, Any]:
     figures = {
         "began": began,
         "ended": ended,
-        "samples": steps * batch * devices,
+        "samples": steps * batch * len(devices),
         "sent_bytes": sent - sent_before,
         "peak_memory_bytes": peak_memory_bytes(),
     }

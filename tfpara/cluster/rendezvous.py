@@ -86,8 +86,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.close_connection = True
         self._answer(status)
         with contextlib.suppress(OSError):
-            # What has arrived must be read. Otherwise the client would get a reset in place of the
-            # answer.
+            # The server must read the bytes that have arrived. Otherwise the client would get a
+            # reset in place of the answer.
             self.connection.shutdown(socket.SHUT_WR)
             self.connection.settimeout(_REFUSED_SECONDS)
             self.connection.recv(_LONGEST_VALUE)

@@ -131,7 +131,7 @@ class Line:
         self._port = port
         self._silence = float(settings["silence_seconds"])
         self._beat_at = 0.0
-        # What a new meeting point must learn from this worker, if the present one is gone:
+        # This worker tells these three to a new meeting point, if the present one is gone.
         self._form: dict[str, Json] | None = None  # the latest generation that this worker knows
         self._terms: dict[str, Json] | None = None  # the terms last given to `agreed`
         self._asked: dict[str, Json] | None = None  # the last request, if it is not answered yet

@@ -160,8 +160,8 @@ class _Worker:
     end: Exit | None = None  # how the process has ended last; None: it has not ended yet
     ended_here: bool = False  # whether a signal from the supervisor has ended the process
     removed: bool = False  # whether the process was asked to leave the run for good
-    # What the process has reported since its last start (see `cluster/parent.py`): the latest value
-    # of each key.
+    # The latest value of each key that the process has reported since its last start (see
+    # `cluster/parent.py`).
     said: Mapping[str, Json] = dataclasses.field(default_factory=dict)
 
 

@@ -81,17 +81,24 @@ def test_goodput_of_a_run_with_faults_and_of_one_without(run_well, tmp_path):
     assert 0.0 < rows["elastic, one spare"]["loss"] < 3.0
 
 
+ELEMENTS = 1320 * 64 + 64 + 64 * 50 + 50  # weights and biases of the network of `SMALL`
+
+
+def cluster_rows(run_well, tmp_path, *arguments):
+    out = tmp_path / "cluster.json"
+    arguments += ("--link_mbit=100", "--link_delay_ms=0", "--sync_periods=20")
+    arguments += ("--step_seconds=0.05", "--rounds=1", *SMALL)
+    run_well("benchmarks", "--suite=cluster", f"--out={out}", *arguments)
+    return json.loads(out.read_text())["rows"]
+
+
 @pytest.mark.skipif(links.problem() is not None, reason=str(links.problem()))
 def test_a_cluster_of_pausing_workers(run_well, tmp_path):
     """A sync takes no less than its bytes on the link, and three workers are faster than one."""
-    out = tmp_path / "cluster.json"
-    arguments = ("--only=sharded;int8", "--replicas=3", "--link_mbit=100", "--link_delay_ms=0")
-    arguments += ("--sync_periods=20", "--step_seconds=0.05", "--rounds=1", *SMALL)
-    run_well("benchmarks", "--suite=cluster", f"--out={out}", *arguments)
-    rows = {row["system"]: row for row in json.loads(out.read_text())["rows"]}
-    elements = 1320 * 64 + 64 + 64 * 50 + 50
+    rows = cluster_rows(run_well, tmp_path, "--only=sharded;int8", "--replicas=3")
+    rows = {row["system"]: row for row in rows}
     for name, bits in (("sharded", 32), ("int8", 8)):
-        floor = 1e3 * 4 / 3 * elements * bits * 1.045 / 100e6
+        floor = 1e3 * 4 / 3 * ELEMENTS * bits * 1.045 / 100e6
         assert rows[name]["floor_ms"] == pytest.approx(floor)
         assert rows[name]["sync_ms"] > 0.7 * floor  # what the link's bucket lets through at once
         assert 1.0 < rows[name]["speedup"] < 3.0
@@ -101,14 +108,9 @@ def test_a_cluster_of_pausing_workers(run_well, tmp_path):
 @pytest.mark.skipif(links.problem() is not None, reason=str(links.problem()))
 def test_a_cluster_syncs_on_two_levels(run_well, tmp_path):
     """Four replicas on two workers use two links. Three replicas cannot share workers of two."""
-    out = tmp_path / "cluster.json"
-    arguments = ("--only=two levels", "--replicas=3,4", "--link_mbit=100", "--link_delay_ms=0")
-    arguments += ("--sync_periods=20", "--step_seconds=0.05", "--rounds=1", *SMALL)
-    run_well("benchmarks", "--suite=cluster", f"--out={out}", *arguments)
-    (row,) = json.loads(out.read_text())["rows"]
-    elements = 1320 * 64 + 64 + 64 * 50 + 50
+    (row,) = cluster_rows(run_well, tmp_path, "--only=two levels", "--replicas=3,4")
     assert row["workers"] == 4
-    assert row["floor_ms"] == pytest.approx(1e3 * elements * 32 * 1.045 / 100e6)
+    assert row["floor_ms"] == pytest.approx(1e3 * ELEMENTS * 32 * 1.045 / 100e6)
     assert 2.0 < row["speedup"] < 4.0
 
 

@@ -192,8 +192,6 @@ def deal_out_py_dataset(
             "start its processes anew whenever it deals data out. Write use_multiprocessing=False, "
             "for threads."
         )
-    # The dataset may call TensorFlow, in threads beside the main one.
-    steady = strategy.extended.worker.company.steady
     facts: Facts = {"kind": "PyDataset", "batches": batches.number}
     order = _agree(strategy, began, {**facts, "values": batches.values})
     shuffle = given.get("shuffle", True)
@@ -209,9 +207,7 @@ def deal_out_py_dataset(
 
             def one(number: int) -> Iterator[Any]:
                 place, part = divmod(int(number), parts)
-                with steady():
-                    cut = batches.part_of(standard(recent(in_order[place])), part, parts)
-                yield cut
+                yield batches.part_of(standard(recent(in_order[place])), part, parts)
 
             def taken(number: tf.Tensor) -> tf.data.Dataset:
                 return tf.data.Dataset.from_generator(
@@ -228,13 +224,12 @@ def deal_out_py_dataset(
 
         def read() -> Iterator[Any]:
             wanted = (number for number, _ in runs)
-            found = ahead(data, wanted, steady=steady)
+            found = ahead(data, wanted, steady=strategy.extended.worker.company.steady)
             with contextlib.closing(found):
                 for batch, (_, own) in zip(found, runs, strict=True):
-                    with steady():
-                        batch = batches.standard(batch)
-                        cut = [batches.part_of(batch, part, parts) for part in own]
-                    yield from cut
+                    batch = batches.standard(batch)
+                    for part in own:
+                        yield batches.part_of(batch, part, parts)
 
         return tf.data.Dataset.from_generator(read, output_signature=batches.signature)
 

@@ -155,21 +155,20 @@ def ahead(
 
     `dataset.workers` threads read up to `max_queue_size` batches ahead; fewer than 2 threads read
     none ahead. With `processes` there are processes instead, started by Python's chosen method,
-    which read copies of the dataset. In this process each read runs in a context that `steady`
-    returns.
+    which read copies of the dataset. Each read of a thread runs in a context that `steady` returns.
 
     Raises:
         RuntimeError: a process that reads has ended.
     """
     workers, size = dataset.workers, dataset.max_queue_size
+    if workers < 2 and not processes:
+        yield from (dataset[number] for number in numbers)
+        return
 
-    def read_here(number: int) -> Data:
+    def read_steadily(number: int) -> Data:
         with steady():
             return dataset[number]
 
-    if workers < 2 and not processes:
-        yield from (read_here(number) for number in numbers)
-        return
     executor: concurrent.futures.Executor
     read: Callable[[int], Data]
     if processes:
@@ -179,7 +178,7 @@ def ahead(
         read = _kept
     else:
         executor = concurrent.futures.ThreadPoolExecutor(workers)
-        read = read_here
+        read = read_steadily
     waiting: collections.deque[concurrent.futures.Future] = collections.deque()
     try:
         for number in numbers:

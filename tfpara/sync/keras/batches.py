@@ -89,8 +89,6 @@ class Steps(data_adapters.data_adapter.DataAdapter):
             raise ValueError("the data have no batch: their length is 0.")
         self._first = [without_none(batch) for batch in batches]
         self._extended = extended
-        # The data may call TensorFlow, in threads beside the main one.
-        self._steady = extended.worker.company.steady
         # In an elastic run only evaluations use this class, and each worker evaluates all the data.
         self._shares = [(0, 1)] if extended.worker.changes else extended.data.shares
         self._by_replica, self._parts = extended.data.is_by_replica, self._shares[0][1]
@@ -108,9 +106,7 @@ class Steps(data_adapters.data_adapter.DataAdapter):
 
     def _steps(self) -> Iterator[Nest]:
         for batch, part in self._cuts():
-            with self._steady():
-                cut = part_of(without_none(batch), part, self._parts)
-            yield cut
+            yield part_of(without_none(batch), part, self._parts)
 
     def get_tf_dataset(self) -> tf.data.Dataset:
         dataset = tf.data.Dataset.from_generator(self._steps, output_signature=self._signature)
@@ -191,17 +187,14 @@ class PyDatasetSteps(Steps):
         # The last batches of a pass are in the plan of each of this worker's shares. The calls of
         # `dict.fromkeys` drop the repeated numbers, so that the worker reads each batch only once.
         wanted = (k for reads in numbers for k in dict.fromkeys(read.batch for read in reads))
-        batches = reading.ahead(self._dataset, wanted, self._processes, self._steady)
+        steady = self._extended.worker.company.steady
+        batches = reading.ahead(self._dataset, wanted, self._processes, steady)
         with contextlib.closing(batches):
             for reads in together:
                 read_now = dict.fromkeys(read.batch for read in reads)
-                found = {k: self._standard(next(batches)) for k in read_now}
+                found = {k: self._adapter._standardize_batch(next(batches)) for k in read_now}
                 for parts in zip(*(read.parts for read in reads), strict=True):
                     yield from zip((found[read.batch] for read in reads), parts, strict=True)
-
-    def _standard(self, batch: Data) -> Data:
-        with self._steady():
-            return self._adapter._standardize_batch(batch)
 
     @property
     def num_batches(self) -> int | None:

@@ -56,8 +56,8 @@ def encode(rows: tf.Tensor, kind: str) -> tf.Tensor:
     """
     count, length = rows.shape
     if kind in _HALVES:
-        # Numbers beyond the range of float16 are clipped. What is cut off counts as rounding error,
-        # which the next sync sends.
+        # Numbers beyond the range of float16 are clipped. The part that is cut off counts as a
+        # rounding error, which the next sync sends.
         clipped = tf.clip_by_value(rows, -65504.0, 65504.0) if kind == "fp16" else rows
         halves = tf.cast(tf.pad(clipped, [[0, 0], [0, length % 2]]), _HALVES[kind])
         return tf.bitcast(tf.reshape(halves, [count, -1, 2]), tf.int32)
