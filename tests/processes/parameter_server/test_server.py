@@ -165,7 +165,7 @@ def test_after_a_fit_that_failed_every_sample_is_used_once(tmp_path):
 
 
 def long(value):
-    return tf.constant(value, tf.int64)
+    return tf.convert_to_tensor(value, tf.int64)
 
 
 def made(rule, devices=2, averages=None, num_workers=3, chunks=2, **options):
@@ -353,47 +353,59 @@ class Late:
         self.lock, self.draw = lock, random.Random(seed)
 
     def execute(self, inside):
+        late = tf.numpy_function(self.sleep, [], tf.bool)
+        with tf.control_dependencies([late]):
+            return self.lock.execute(inside)
+
+    def sleep(self):
         time.sleep(self.draw.choice([0.0, 0.0, 0.001, 0.01]))
-        return self.lock.execute(inside)
+        return True
 
 
 @pytest.mark.one_version
 @pytest.mark.nightly_cases("2", "0")
 @pytest.mark.parametrize("bound", [0, 1, 2])
 def test_the_bound_holds_on_every_server(bound):
-    """Workers in threads, and two servers of which the second is slow at times."""
-    workers, pushes = 4, 10
+    """Workers in threads, and three servers that are slow at times.
+
+    The threads run graphs, as workers do. TensorFlow 2.17 confuses the inputs of operations that
+    several threads run eagerly while Python collects garbage.
+    """
+    workers, pushes = 4, 30
     server = made(ASGD(max_staleness=bound), 3, num_workers=workers, chunks=workers)
     for seed, shard in enumerate(server.shards):
         shard.lock = Late(shard.lock, seed)
     ones = [[1, 1]] * 3
-    stale = [[] for _ in server.shards]
-    errors = []
+
+    def a_push(worker, start):
+        pulled = Exchange(server).pull(worker)
+        answer = pushed(server, pulled, ones, worker=worker, chunk=worker, start=start, waits=True)
+        within = answer.included & answer.settled
+        return within, tf.stack(answer.versions) - 1 - tf.stack(pulled.versions)
+
+    number = tf.TensorSpec([], tf.int64)
+    push = tf.function(a_push, autograph=False).get_concrete_function(number, number)
+    stale, errors = [], []
 
     def work(worker):
         try:
-            Exchange(server).begin(long(worker), long(worker))
             for k in range(pushes):
-                pulled = Exchange(server).pull(long(worker))
-                answer = pushed(
-                    server, pulled, ones, worker=worker, chunk=worker, start=k, waits=True
-                )
-                assert answer.included and answer.settled
-                for found, after, before in zip(
-                    stale, answer.versions, pulled.versions, strict=True
-                ):
-                    found.append(int(after) - 1 - int(before))
+                within, staleness = push(long(worker), long(k))
+                assert within
+                stale.append(staleness.numpy())
         except BaseException as error:
             errors.append(error)
 
+    for worker in range(workers):
+        Exchange(server).begin(long(worker), long(worker))
     threads = [threading.Thread(target=work, args=(k,), daemon=True) for k in range(workers)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(240)
-    assert not errors and not any(thread.is_alive() for thread in threads)
-    assert [max(found) for found in stale] <= [bound] * 3
-    assert max(stale[0]) == bound  # it is made use of
+    assert [str(error) for error in errors] == []
+    assert len(stale) == pushes * workers
+    assert np.max(stale, axis=0).tolist() == [bound] * 3  # it is made use of
     assert weights(server) == [[-pushes * workers] * 2] * 3
 
 
