@@ -346,20 +346,22 @@ def test_turns_are_taken_where_staleness_is_bounded():
     assert [tuple(line) for line in server.counters.lines()] == [(1, 1, 0, 0), (1, 1, 1, 1)]
 
 
-class Late:
-    """A server's lock that takes its time: what is sent to the server comes late."""
+class Lock:
+    """A server's lock that calls `before` each time, in graphs, too, before it is taken."""
 
-    def __init__(self, lock, seed):
-        self.lock, self.draw = lock, random.Random(seed)
+    def __init__(self, lock, before):
+        self.lock, self.before = lock, before
 
     def execute(self, inside):
-        late = tf.numpy_function(self.sleep, [], tf.bool)
-        with tf.control_dependencies([late]):
+        called = tf.numpy_function(lambda: bool(self.before()), [], tf.bool)
+        with tf.control_dependencies([called]):
             return self.lock.execute(inside)
 
-    def sleep(self):
-        time.sleep(self.draw.choice([0.0, 0.0, 0.001, 0.01]))
-        return True
+
+def late(lock, seed):
+    """A server's lock that takes its time: what is sent to the server comes late."""
+    draw = random.Random(seed)
+    return Lock(lock, lambda: time.sleep(draw.choice([0.0, 0.0, 0.001, 0.01])))
 
 
 @pytest.mark.one_version
@@ -374,7 +376,7 @@ def test_the_bound_holds_on_every_server(bound):
     workers, pushes = 4, 30
     server = made(ASGD(max_staleness=bound), 3, num_workers=workers, chunks=workers)
     for seed, shard in enumerate(server.shards):
-        shard.lock = Late(shard.lock, seed)
+        shard.lock = late(shard.lock, seed)
     ones = [[1, 1]] * 3
 
     def a_push(worker, start):
@@ -417,7 +419,7 @@ def test_nobody_waits_for_a_worker_that_does_not_come_back(how, when):
     Exchange(server).begin(long(0), long(0))
     pulled = Exchange(server).pull(long(0))
     if when != "after its pull":
-        lock, server.first.lock = server.first.lock, Late(server.first.lock, 0)
+        lock, server.first.lock = server.first.lock, late(server.first.lock, 0)
         calls = []
 
         def dies(inside):  # after its turn has come, and the push is on the second server
@@ -449,20 +451,20 @@ def test_a_call_that_was_given_up_takes_no_turn_from_the_one_in_its_place():
     ones = [[1, 1], [1, 1]]
     Exchange(server).begin(long(1), long(1))
     other = Exchange(server).pull(long(1))
-    lock, asked = server.first.lock, []
-
-    class Counting:
-        def execute(self, inside):
-            asked.append(inside)
-            return lock.execute(inside)
-
-    server.first.lock = Counting()
+    asked = []
+    server.first.lock = Lock(server.first.lock, lambda: asked.append(1))
     included = []
 
+    @tf.function(autograph=False)
+    def begin_and_push():
+        with tf.control_dependencies([Exchange(server).begin(long(0), long(0))]):
+            pulled = Exchange(server).pull(long(0))
+        return pushed(server, pulled, ones, waits=True).included
+
+    push = begin_and_push.get_concrete_function()
+
     def call():
-        Exchange(server).begin(long(0), long(0))
-        pulled = Exchange(server).pull(long(0))
-        included.append(bool(pushed(server, pulled, ones, waits=True).included))
+        included.append(bool(push()))
 
     threads = [threading.Thread(target=call, daemon=True) for _ in range(2)]
     # The second one's begin has the first one ask again.
