@@ -52,10 +52,12 @@ ensure_venv() {
   printf '%s\n' "$stamp" > "$venv/stamp"
 }
 
-# large_packages: shows of pip's output, as it comes, the packages of a megabyte or more.
+# large_packages: prints two things of pip's output, line by line as pip writes it: packages of a
+# megabyte or more, and the versions that are in conflict, if pip cannot install all packages.
 large_packages() {
   sed -un -e 's/^ *\(Downloading\|Using cached\) \([^ ]*\)-[pc][^ ]* (\(.* MB\))$/    \2, \3/p' \
-    -e 's/^Installing collected packages:.*/    unpacking all of them/p'
+    -e 's/^Installing collected packages:.*/    unpacking all of them/p' \
+    -e '/^The conflict is caused by:/,/^To fix this/{/^To fix this/!p}'
 }
 
 # build_wheel VENV: builds the wheel from a copy of what it consists of, so that nothing an earlier
