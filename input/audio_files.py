@@ -29,8 +29,8 @@ _SCALE = 32768.0  # full scale of Kaldi's samples, which are those of 16-bit int
 _LOUDEST = 1e9
 _RATES = (1000, 1_000_000)  # Hz; a header with a rate outside this range counts as damaged
 _BLOCK = 1 << 16  # number of samples that are decoded at once
-# No file has more samples per byte: a frame of FLAC has at least 10 bytes and at most 65,535
-# samples.
+# The largest number of samples that a file can have per byte. FLAC comes nearest to it: a frame of
+# FLAC has at least 10 bytes and at most 65,535 samples.
 _PER_BYTE = 6554
 # In bytes. The header of a streamed WAV file was written before the length was known; it states
 # this length or more.

@@ -40,7 +40,8 @@ class Item(NamedTuple):
     """An object of an archive."""
 
     key: str
-    # Bytes from the start of the file to the object, which begins after its key; as in an scp file.
+    # Bytes from the start of the file to the object's value, which follows the key. An scp file
+    # has the same number.
     offset: int
     value: np.ndarray
 

@@ -55,7 +55,9 @@ class Labels(Protocol):
 class _Place(NamedTuple):
     archive: int
     offset: int  # bytes from the start of the archive
-    length: float  # length of the utterance: labels of an alignment, or seconds of phones
+    # length of the utterance: the number of its labels (in an alignment), or its seconds (if the
+    # labels are made from times of phones)
+    length: float
 
 
 _Opened = TypeVar("_Opened", bound="_OfFiles")

@@ -205,8 +205,8 @@ def minibatches(
             for step in range(first_step, max(division.steps(i) for i in ids)):
                 yield from (replica.minibatch(step) for replica in replicas)
 
-    # Of several replicas in a worker, those that end early get minibatches of 0 rows. A single
-    # replica gets none, so its number of rows is fixed.
+    # If a worker has several replicas, those that end early get minibatches of 0 rows. A worker's
+    # only replica never gets such a minibatch, so the number of rows is fixed.
     rows = options.streams if len(ids) == 1 else None
     shape = [rows, options.truncation]
     signature = (

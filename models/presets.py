@@ -28,7 +28,7 @@ from models.lstm import lstm
 BUILDERS: Mapping[str, Callable[..., keras.Model]] = MappingProxyType(
     {"dnn": dnn, "lstm": lstm, "cldnn": cldnn}
 )
-# Of the arguments of the builders, `scale` multiplies these.
+# Names of the builders' arguments that the `scale` of `Preset.resolve` multiplies.
 WIDTHS = ("width", "cells", "projection", "output_projection", "maps", "reduction")
 
 

@@ -15,7 +15,9 @@ from tfpara import algorithms
 
 RULES = ("asgd", "aasgd", "downpour", "bmuf_async", "easgd_async")
 
-_LONGEST = 60.0  # limit of a chunk in minutes of speech; as in section 4.2 of paper 002
+# The longest chunk if --chunk_minutes is not set, in minutes of speech. It is the length in section
+# 4.2 of the paper with the number 002 in docs/papers.md.
+_LONGEST = 60.0
 _FOR_A_WORKER = 4  # chunks of a worker in an epoch, as in `AsyncStrategy.fit` with arrays
 
 _CHUNK = flags.DEFINE_float(

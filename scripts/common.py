@@ -239,15 +239,19 @@ def _parse(argv: list[str]) -> list[str]:
     except flags.Error as error:
         _complain(_one_line(error))
         sys.exit(2)
-    except (ValueError, RecursionError) as error:  # of a flag file; absl's message does not name it
+    except (ValueError, RecursionError) as error:
+        # The usual cause is a flag file that absl cannot read. absl's message does not name it.
         pairs = zip(["", *argv], argv, strict=False)
         flag = ("-flagfile", "--flagfile")
         files = [w for before, w in pairs if "flagfile=" in w or before in flag or w in flag]
-        what = "is no text in UTF-8" if isinstance(error, UnicodeError) else "has no flags"
-        _complain(
-            f"{' '.join(files)}, or a file that it names, {what} "
-            f"({_one_line(error)}). Give a file with one --name=value in a line."
-        )
+        text = _one_line(error)
+        if files:
+            what = "is no text in UTF-8" if isinstance(error, UnicodeError) else "has no flags"
+            text = (
+                f"{' '.join(files)}, or a file that it names, {what} ({text}). "
+                "Give a file with one --name=value in a line."
+            )
+        _complain(text)
         sys.exit(2)
     return rest
 

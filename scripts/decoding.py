@@ -27,8 +27,8 @@ class Utterance(NamedTuple):
     """An utterance: a label and log posteriors for each output of the model (frame or stack)."""
 
     id: str
-    labels: np.ndarray  # int [num_outputs]: labels of the corpus
-    log_posteriors: np.ndarray  # float32 [num_outputs, num_classes]: those of the model
+    labels: np.ndarray  # int [num_outputs], from the corpus
+    log_posteriors: np.ndarray  # float32 [num_outputs, num_classes], computed by the model
 
 
 def utterances(

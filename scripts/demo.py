@@ -79,7 +79,7 @@ _RUNS = (
     _SINGLE,
     _Run("bsp", "BSP", ("--rule=bsp",)),
     _Run("bmuf-nesterov", "Nesterov BMUF", ("--rule=bmuf", "--ma", f"--ema_decay={_EMA_DECAY}")),
-    # This run has a parameter server, to which each worker pushes every minibatch.
+    # This run has a parameter server, to which each worker sends the gradient of every minibatch.
     _Run("asgd", "asynchronous SGD", ("--rule=asgd", "--sync_period=1", "--chunk_minutes=2")),
 )
 _THOROUGH_RUNS = (
@@ -103,7 +103,7 @@ def main() -> None:
     with _Progress() as progress:
         _train_all(out, corpus, progress)
     results = _results(out, corpus)
-    # The best model is chosen by the validation set. The test set only gives errors for the table.
+    # The validation set decides which model is the best. The test set has no part in this choice.
     best = min(results, key=lambda result: result["validation_frame_error_rate"])
     export = out / "export"
     chosen = [f"--run_dir={out / best['name']}", f"--weights={best['weights']}"]

@@ -12,8 +12,8 @@ from models.presets import BUILDERS
 
 # The arguments of builders that are no sizes, and the types of their values.
 _OTHERS = {"activation": (str,), "dropout": (int, float), "cell_clip": (int, float, type(None))}
-# Arguments of builders that the program which builds the model sets. A description must not have
-# them among its "arguments".
+# The program that builds a model sets these arguments of the builder. So a description must not
+# have them among its "arguments".
 _SEEDS = ("seed", "streams")
 _LARGEST = 1 << 20  # limit of numbers that describe the data; sizes of the model have other limits
 _LAYER_BYTES = 100  # a layer takes at least this many bytes in a file of weights

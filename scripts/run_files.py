@@ -26,7 +26,9 @@ EVALUATOR = "evaluator"  # the directory with the scores of an evaluator
 _SCORES = f"{EVALUATOR}/scores.csv"
 # A run writes these files before its first checkpoint. All other files are results.
 _AT_START = ("flags.txt", "model.json", "held_out.csv", _EVENTS)
-_LONGEST_NAME = 1000  # characters; a longer pattern would take long to match
+# The longest name in the record of a run's files, in characters. The names in the record are
+# patterns, and it would take long to look for the files that match a longer pattern.
+_LONGEST_NAME = 1000
 _BEING_WRITTEN = ".[0-9]*."  # prefix of the name of a weights file while it is being written
 
 

@@ -26,7 +26,9 @@ from pathlib import Path
 from statistics import mean
 from typing import Any, NamedTuple
 
-from scripts import study_grid  # isort: skip  # before TensorFlow, whose log level this sets
+# `study_grid` imports scripts.common, which sets TensorFlow's log level. So `study_grid` must be
+# imported before TensorFlow.
+from scripts import study_grid  # isort: skip
 
 from absl import flags
 
@@ -49,8 +51,8 @@ FLAGS = (_LENGTHS, _TOLERANCE, _LINKS, _STEP, _SIZE, _SYNC)
 
 _RULE = "bmuf"
 _COMPRESSIONS = ("none", "int8")  # without int4, whose error was not measured for each period
-# `soonest` counts settings as equally fast if they reach at least 1 − this share of the largest
-# speed-up. Of these it takes one without compression, if there is one, with the shortest period.
+# `soonest` counts a setting as equally fast as the fastest if its speed-up is lower by at most this
+# share. Among such settings it prefers those without compression, and then the shortest period.
 _ALIKE = 0.02
 # By number of replicas: the speed-up of an epoch in paper 003 (4 and 8 GPUs of one machine) or 001
 # (16 machines).
@@ -269,7 +271,9 @@ def rows(
     found = []
     for task, count in dict.fromkeys((way.task, way.replicas) for way in needed if way.rule):
         alone = next(each for way, each in needed.items() if way.task == task and not way.rule)
-        assert alone is not None  # the run of one replica of length 1 sets the target error
+        # The error to be reached is that of one replica's run of length 1, plus the tolerance. So
+        # this run itself reaches it.
+        assert alone is not None
         mine = {w: each for w, each in needed.items() if (w.task, w.replicas) == (task, count)}
         periods = {way.period: each for way, each in mine.items() if way.rule == _RULE}
         reduced = next(each for way, each in mine.items() if way.rule == ALL_REDUCE)

@@ -335,8 +335,8 @@ def _checkpoint(run_dir: Path, data: Any, plan: dict[str, Any]) -> keras.callbac
 def _fit(
     model: keras.Model, strategy: Any, data: Any, callbacks: list[keras.callbacks.Callback]
 ) -> None:
-    # `fit` would make such a list itself. It is made here to set the number of steps, and to show
-    # progress on the chief alone.
+    # `fit` would make a CallbackList itself. The one that is made here gets the number of steps of
+    # an epoch, and shows progress only on the chief.
     chosen = keras.callbacks.CallbackList(
         callbacks,
         add_history=True,

@@ -105,7 +105,8 @@ class BoardClock(Clock):
         own = "on_epoch_end" in vars(board)
 
         def on_epoch_end(epoch: int, logs: Logs | None = None) -> None:
-            # If both have a number of the same name, TensorBoard shows that of the logs.
+            # If `measured` and `logs` have a number of the same name, TensorBoard shows the number
+            # in `logs`.
             hook(epoch, {**self.measured, **(logs or {})})
 
         board.on_epoch_end = on_epoch_end

@@ -170,7 +170,9 @@ class _Evaluator:
                     position = self._look(number)
             except RefusedError as error:
                 refused = f"{self._store.directory} cannot be read ({error.strerror})"
-                if error.errno != errno.EIO:  # after other errors, later tries would fail, too
+                # EIO may pass: the storage has failed repeatedly, but perhaps only for a while.
+                # After any other error, later tries would fail, too.
+                if error.errno != errno.EIO:
                     raise CheckpointError(f"{refused}.") from error
                 self._last, number = former, None
             if position is not None:

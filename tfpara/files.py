@@ -52,8 +52,8 @@ def whole(path: str | os.PathLike[str]) -> Iterator[Path]:
     scratch.mkdir()
     try:
         yield scratch / path.name
-        # The other files are moved first, then the .json files, which list them, and last the file
-        # or folder for `path` itself.
+        # Entries are moved in this order: files that are neither .json files nor for `path`; then
+        # .json files, which list them; and last the file or folder for `path`.
         entries = sorted(
             scratch.iterdir(), key=lambda e: (e.name == path.name, e.suffix == ".json")
         )

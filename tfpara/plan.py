@@ -48,8 +48,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         _check_script(parser, options.measure)
         if options.batch is not None:
             parser.error("--batch is for a plan without --measure, which finds it in the script")
-        # If the user gives the link's speed, it is a link between machines with one worker each. So
-        # the workers do not slow each other down as those on one machine do.
+        # If the user gives the link's speed, the link is taken to be between machines with one
+        # worker each. Such workers do not slow each other down; workers on one machine do.
         apart = options.link_mbit is not None
         try:
             found = measure(options.measure, options.hosts, apart=apart)

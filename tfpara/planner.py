@@ -36,17 +36,20 @@ _ERRORS = {
     8: {5: 1.9, 20: 0.9, 80: 5.9},
     16: {5: 4.0, 20: 5.6, 80: 12.3},
 }
-# What `overlap=True` adds to these numbers, measured on 20 minutes of speech (docs/syncs.md).
+# What `overlap=True` adds to the numbers in `_ERRORS`, measured on 20 minutes of speech
+# (docs/syncs.md).
 _OVERLAP_ADDS = {4: {5: 0.0, 20: 3.2, 80: 2.2}, 8: {20: 7.3}}
-# What `compression="int4"` adds, measured on the same 20 minutes of speech (docs/study.md).
+# What `compression="int4"` adds to the numbers in `_ERRORS`, measured on the same 20 minutes of
+# speech as `_OVERLAP_ADDS` (docs/study.md).
 _INT4_ADDS = {4: {5: 0.0, 20: 0.0}, 8: {5: 0.3, 20: 0.0}}
 # The longest sync period whose error is known.
 LONGEST_KNOWN = 80
-# `aggregation="auto"` shards the global state of models of at least so many bytes. In a smaller
-# model the state needs little memory in comparison with the activations, and its messages are too
-# short to be divided. The second size holds where a reduce-scatter and an all-gather take longer
-# than an all-reduce, as among three or more workers without NCCL. Sharding makes their syncs slower
-# on slow links, so they shard only if the state needs very much memory.
+# `aggregation="auto"` shards the global state of a model that has at least SHARDED_FROM_BYTES. The
+# state of a smaller model needs little memory in comparison with the activations, and its messages
+# are too short to be divided. The limit is ALWAYS_SHARDED_FROM_BYTES instead if a reduce-scatter
+# and an all-gather together take longer than an all-reduce, as among three or more workers without
+# NCCL. Sharding then makes syncs slower on slow links, so the state is sharded only if it needs
+# very much memory.
 SHARDED_FROM_BYTES = 16 << 20
 ALWAYS_SHARDED_FROM_BYTES = 1 << 30
 # The bytes that a link carries for each byte of data: each TCP packet of 1,500 bytes has headers.
@@ -325,7 +328,8 @@ def choose(
             if fits:
                 within.append(found)
             tried.append(found)
-    # If all errors are too large or unknown, the options that were tried first are the safest.
+    # `within` is empty if all errors are too large or unknown. Then the first plan is returned,
+    # because the safest options are tried first.
     if not within:
         return tried[0]
     fastest = max(each.speedup for each in within)

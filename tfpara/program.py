@@ -166,7 +166,8 @@ def watch(strategy: Strategy, found: Cluster, timeout_seconds: float) -> None:
         atexit.register(_part, os.getpid())
     _strategy = strategy
     failures.know(found, timeout_seconds)
-    exit_codes.lost_worker()  # If the variable is invalid, this raises ValueError at once.
+    # If TFPARA_LOST_WORKER_EXIT_CODE is invalid, this raises ValueError, before a worker is lost.
+    exit_codes.lost_worker()
 
 
 @contextlib.contextmanager

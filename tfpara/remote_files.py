@@ -272,8 +272,8 @@ def temporary_folder() -> Iterator[Path]:
     handle = os.open(made, os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # Other processes remove folders with the new name that are not locked. So the folder is
-        # locked before it gets this name.
+        # Other processes remove unlocked folders whose names begin with `_TEMPORARY`. So the folder
+        # is locked before it gets such a name.
         made.rename(path)
         yield path
     finally:

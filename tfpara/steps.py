@@ -18,7 +18,8 @@ def skip_empty(fn: Callable[..., Nest]) -> Callable[..., Nest]:
     If `fn` has not run before, it is traced, but not run, to find the shapes of its results.
     """
 
-    # Eagerly the replicas run one after the other. These are the results of those that have run.
+    # In eager mode the replicas run one after the other. This list has the results of the replicas
+    # that have run so far.
     stepped: list[Nest] = []
 
     def guarded(*args: Nest, **kwargs: Nest) -> Nest:
@@ -37,7 +38,7 @@ def skip_empty(fn: Callable[..., Nest]) -> Callable[..., Nest]:
         if isinstance(count, int):
             count = tf.constant(count)
             args, kwargs = tf.nest.map_structure(_open_if_empty, (args, kwargs))
-        outputs = []  # has no type annotation, which AutoGraph could not convert
+        outputs = []  # without a type annotation, because AutoGraph could not convert one
 
         def step() -> Nest:
             outputs.append(tf.nest.map_structure(_tensor_or_none, fn(*args, **kwargs)))

@@ -242,7 +242,8 @@ def _bigram(counts: np.ndarray) -> np.ndarray:
     unigram = (totals + 1) / (totals.sum() + len(totals))
     kinds = np.maximum((counts > 0).sum(1, keepdims=True), 1)
     smoothed = counts + kinds * unigram
-    smoothed[-1, -1] = 0  # from the beginning to the end: every utterance has a phone
+    # No move leads from the beginning straight to the end, since every utterance has a phone.
+    smoothed[-1, -1] = 0
     return _normalised(smoothed)
 
 

@@ -75,7 +75,7 @@ def main() -> None:
         return x.reshape(count, _BATCH, _FEATURES), y.reshape(count, _BATCH)
 
     def data(epoch: int, first: int) -> tf.data.Dataset:
-        # A worker takes only its own minibatches, as it would read only these from files.
+        # A worker takes only its own minibatches, like a worker that reads only its own data.
         own = slice(first + strategy.local_replica_ids[0], None, strategy.num_replicas)
         x, y = points(epoch)
         return tf.data.Dataset.from_tensor_slices((x[own], y[own]))

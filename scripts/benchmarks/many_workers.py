@@ -19,7 +19,7 @@ from scripts.benchmarks.systems import TORCH_LOOPS, elements_of
 from tfpara.planner import BITS, Costs, Link
 
 _SECONDS = 900.0  # longest time of a run; on two cores sixteen processes take a minute to start
-_DEVICES = 2  # of each worker that syncs on two levels
+_DEVICES = 2  # number of devices of each worker, in runs that sync on two levels
 _DEVICE_SYNCS = 4  # syncs of a worker's devices in the time from one sync of all to the next
 
 
@@ -140,7 +140,8 @@ def _options(
     workers: int,
     sizes: dict[str, int],
 ) -> dict[str, Any]:
-    # The timed blocks take some ten seconds together; there are at least three.
+    # Together the timed blocks take about ten seconds, but there are at least 3 of them and at most
+    # 20.
     block = _costs(way.strategy, pause, link, sizes).sync_seconds(workers) + period * pause
     blocks = min(20, max(3, round(10 / block)))
     levels = {"device_sync_period": period // _DEVICE_SYNCS} if way.devices > 1 else {}

@@ -19,7 +19,8 @@ from scripts.benchmarks.peers.process import wait_for_the_others
 from scripts.benchmarks.worker import devices_of_cpu
 
 # Dense networks. The key is the number of weights in millions. The value has the widths of the
-# layers, and the number of minibatches of a turn. The last network is the one of the papers.
+# layers, and the number of minibatches that are timed together (`steps`). The last network is that
+# of the papers in docs/papers.md.
 NETWORKS: dict[str, tuple[tuple[int, ...], int]] = {
     "0.1": ((128, 256, 256, 50), 160),
     "1.6": ((440, 640, 640, 640, 800), 100),

@@ -85,8 +85,8 @@ def _tfpara(step: dict[str, Any], periods: list[int], steps: int) -> list[System
         options = {**step, "system": "tfpara", "sync_period": period}
         options["steps"] = _whole_blocks((period / longest) ** 0.5 * steps, period)
         if period == longest:
-            # The run has one more block before the timed ones. A whole block of the longest period
-            # would take long, so that block is cut to one minibatch.
+            # A run begins with a block that is not timed. At the longest period a whole block would
+            # take long, so the untimed block is cut to one minibatch.
             options["first"] = 1
             found.insert(0, System(ONE_WORKER, 1, options, family="tfpara"))
         found.append(ours(f"tfpara, period {period}", 2, options))

@@ -69,8 +69,10 @@ def _train(options: dict[str, Any]) -> dict[str, Any]:
         return tf.data.Dataset.from_tensors((x, y)).repeat()
 
     data = strategy.distribute_datasets_from_function(repeated) if strategy else repeated()
-    # The first syncs and merges take longer, since they make what later ones use.
     long_block = strategy is not None and "first" in options
+    # The first syncs take longer, since TensorFlow prepares their functions. With overlap, so do
+    # the first merges of a sync's result into the weights. So the model first trains a few short
+    # blocks.
     if strategy:
         strategy.set_sync_period(shortest)
     warm_up = shortest * (1 + options.get("warm_up", 3))
@@ -78,10 +80,11 @@ def _train(options: dict[str, Any]) -> dict[str, Any]:
     if strategy and not long_block:
         strategy.set_sync_period(options["sync_period"])
     wait_for_the_others()
-    # Time is measured from the end of a block to the end of a later one. So there is one sync for
-    # each block, and the beginning and end of `fit` do not count. If blocks are long, the first one
-    # has a single minibatch. With overlap, the sync that travels at the beginning is merged in this
-    # time, and the one that begins at the end is not awaited.
+    # The time is measured from the end of the first block to the end of a later one. So it contains
+    # one sync for each block, and neither the beginning nor the end of `fit`. The first block has
+    # `first` minibatches; where blocks are long, that is 1, since this block is not timed. With
+    # overlap, the sync of the first block ends within the time, and the sync of the last block ends
+    # after it.
     first = options.get("first") or options["sync_period"] or 1
     marks: list[tuple[float, Any, int, float]] = []
 
@@ -166,7 +169,8 @@ def _pausing(options: dict[str, Any]) -> Any:
     import tensorflow as tf
 
     def pause() -> None:
-        # TensorFlow calls the devices' functions one after the other.
+        # TensorFlow calls the devices' functions one after the other. So each of them waits for its
+        # share, and all together wait for `pause_seconds`.
         time.sleep(options["pause_seconds"] / options.get("devices", 1))
 
     class Pausing(keras.Model):
@@ -207,7 +211,8 @@ def _syncs(options: dict[str, Any]) -> dict[str, Any]:
     data = strategy.distribute_datasets_from_function(
         lambda _: tf.data.Dataset.from_tensors((x, y)).repeat()
     )
-    # The first 16 syncs also measure the distances between the replicas, so they are not timed.
+    # The first 17 syncs also measure the distances between the replicas. So the first 18 syncs are
+    # not timed, or fewer in a short run.
     warm_up = min(18, options["syncs"])
     model.fit(data, epochs=1, steps_per_epoch=2 * warm_up, verbose=0)
     before = strategy.statistics()

@@ -21,13 +21,14 @@ from tfpara.cluster import exit_codes
 
 ROOT = Path(__file__).resolve().parents[2]
 _WORDS = 3  # a text with fewer words in lower case does not count as a message
-# Functions that print, with the kind of their messages. Names of exceptions end as in _RAISES.
+# Functions that give the user a message, and the kind of that message.
 _PRINTS = {
     "print": "printed", "say": "printed", "tell": "note", "note": "note", "warn": "warning",
     "warning": "log", "error": "log", "info": "log", "add_note": "added to an error",
 }  # fmt: skip
-_RAISES = ("Error", "Exception", "Preempted", "Exit")
-_HELP = {"help", "description", "epilog", "usage"}  # arguments whose texts the programs' help has
+_RAISES = ("Error", "Exception", "Preempted", "Exit")  # ends of exceptions' names
+# The texts of these arguments are left out here, since the help of a program has them.
+_HELP = {"help", "description", "epilog", "usage"}
 
 
 class Message(NamedTuple):

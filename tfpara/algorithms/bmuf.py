@@ -13,8 +13,8 @@ from tfpara.algorithms.rule import Rule
 from tfpara.typing import Array, Scalar
 
 _COMPAT = (None, "cntk", "fairseq")
-# For each name there are two values: a function that gives the gain 1/(1 − η) after the warm-up
-# from N, the number of replicas; and the number of blocks in which the warm-up raises the gain by
+# Each name has two values. The first is a function of N, the number of replicas: it returns the
+# steady gain 1/(1 − η). The second is the number of blocks in which the warm-up raises the gain by
 # one.
 _SCALINGS: Mapping[str, tuple[Callable[[int], float], float]] = {
     "linear": (float, 1.0),
@@ -23,7 +23,8 @@ _SCALINGS: Mapping[str, tuple[Callable[[int], float], float]] = {
 # The number of blocks in which the gain rises by one if the local optimizer is like Adam. See
 # docs/study.md.
 _ADAMS_WARMUP = 5.0
-_LARGEST_DEFAULT = 0.9  # the largest default of η with a warm-up; the gain is then 10
+# With a warm-up, the default of η is at most this. The gain 1/(1 − η) is then at most 10.
+_LARGEST_DEFAULT = 0.9
 
 
 class BMUFState(NamedTuple):

@@ -85,8 +85,9 @@ class BMUFAdam(BMUF):
     beta_1: float = 0.9
     beta_2: float = 0.999
 
-    # None: syncs cannot overlap training. A sync computes Adam's moments for the broadcast point. A
-    # replica that has kept training has other moments, and no equation combines the two.
+    # None: syncs cannot overlap training. A sync computes Adam's moments for the weights that it
+    # broadcasts. If a replica trained during the sync, its own moments would change meanwhile, and
+    # there is no equation that combines these with the moments that the sync computes.
     restart_delayed: ClassVar[None] = None  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
@@ -179,7 +180,8 @@ class BMUFAdam(BMUF):
             ahead = equivalent - rest - steps
         gradient = _block_mean(self.beta_1, state.momentum, momentum, steps)
         next_momentum = _go_on(self.beta_1, momentum, gradient, ahead, iterations)
-        # Without rounding errors this mean would not be negative, since v̄ is at least β^τ v.
+        # Only rounding errors can make this mean negative: without them, `velocity` is at least
+        # beta_2**steps times `state.velocity`.
         square = positive_part(_block_mean(self.beta_2, state.velocity, velocity, steps))
         next_velocity = _go_on(self.beta_2, velocity, square, ahead, iterations)
         return MomentState(next_momentum, positive_part(next_velocity), equivalent, blocks)

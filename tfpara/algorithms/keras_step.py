@@ -108,7 +108,8 @@ class _Functional(keras.optimizers.Optimizer):
                 rate = tf.cast(self.learning_rate, variable.dtype)
                 variable.assign_sub(variable * tf.cast(self.weight_decay, variable.dtype) * rate)
 
-    # Keras' method `apply` calls this to take the step. Nadam overrides it and then calls this one.
+    # Keras' method `apply` calls this method to take the step. Nadam's class overrides the method
+    # with a version that calls this one by `super()`.
     def _backend_update_step(
         self,
         grads: Sequence[tf.Tensor],
@@ -178,7 +179,8 @@ class KerasStep(_Step):
             copy._learning_rate = shortest(copy._learning_rate.numpy())
         self._slots = self._find_slots()
         self.initial = {name: slot.numpy() for name, slot in self._slots.items()}
-        # Keras saves the variables in this list. The variables of this copy need no saving.
+        # When Keras saves an optimizer, it writes the variables of this list. This copy is never
+        # saved.
         copy._variables.clear()
         fields = ("global_model", *self._slots, "iterations")
         self.State: Any = collections.namedtuple("OuterState", fields)  # type: ignore[misc]
@@ -281,7 +283,9 @@ class KerasSteps(_Step):
         self.initial = [value.numpy() for value in self._state]
         places = {id(value): k for k, value in enumerate(values)}
         self.owners = [places.get(id(value.reference)) for value in self._state]
-        copy._variables.clear()  # Keras would save the stand-ins in this list.
+        # When Keras saves an optimizer, it writes the variables of this list. This copy is never
+        # saved.
+        copy._variables.clear()
 
     def limit_memory(self, most: float, rate_factor: float) -> None:
         """Limits momentum, or β₁, to `most`, and multiplies the steps by `rate_factor`.

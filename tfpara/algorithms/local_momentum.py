@@ -5,8 +5,9 @@ from __future__ import annotations
 from tfpara.algorithms.arithmetic import minimum, positive_part
 from tfpara.typing import Scalar
 
-# `in_a_block` explains both numbers. The memory of the local momentum is at most the block's steps
-# divided by `_MEMORIES`. In blocks of at least `_WHOLE` steps, c = 1.
+# `in_a_block` explains both numbers. It shortens the memory of the local momentum m, 1/(1 − m)
+# steps, to at most the block's steps divided by `_MEMORIES`. In blocks of at least `_WHOLE` steps,
+# the factor c of its equations is 1.
 _MEMORIES = 5.0
 _WHOLE = 20.0
 

@@ -28,7 +28,7 @@ _ANSWERED = (Request.CHECKPOINT, Request.LEAVE)
 class Checkpoint(CheckpointBase):
     """Writes checkpoints, resumes from the newest one, and ends the program in order on SIGTERM.
 
-    A checkpoint is written at the end of each epoch, and at syncs within epochs if requested. In a
+    A checkpoint is written after each epoch, and at syncs within epochs if requested. In a
     restarted program, `fit` continues exactly at the newest checkpoint: weights, momentum,
     averages, slots, dropout, metrics, schedules, and the position in the data. The data must be the
     same as before the restart: arrays, shuffled or not, the data of `strategy.datasets_by_epoch`,
@@ -174,7 +174,8 @@ class Checkpoint(CheckpointBase):
     def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
         self._steps = self._steps_before + batch + 1
         # A worker without data for the rest of the epoch does not come here, but waits in a sync.
-        # As long as one does, `after_batch` returns None, so the others write no checkpoint.
+        # As long as any worker waits in this way, `after_batch` returns None on the other workers,
+        # and they write no checkpoint.
         agreement = self._watch.after_batch(self.model, batch, self._is_due)
         if agreement is not None:
             self._save()
@@ -241,7 +242,7 @@ class Checkpoint(CheckpointBase):
         late = strategy.is_chief and self._is_late
         wish = Request.CHECKPOINT if late else Request.NOTHING
         if self._termination.asked and strategy.leave():
-            wish = Request.LEAVE  # asks all workers to leave
+            wish = Request.LEAVE
         if wish > self._asked:
             strategy.request(wish)
             self._asked = wish

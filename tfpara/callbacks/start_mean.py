@@ -38,7 +38,8 @@ class StartMean(Callback):
         self._dataset = dataset
         self._every = every_chunks
         self._verbose = verbose
-        self._scored = 0  # number of chunks, over all epochs, up to the last comparison
+        # The number of chunks, over all epochs, before the last comparison of the two losses.
+        self._scored = 0
 
     def get_state(self) -> dict[str, Json]:
         return {"scored": self._scored}

@@ -49,7 +49,8 @@ class Telemetry(Clock):
         self._unwritten: tuple[int, Logs] | None = None
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
-        # The last epoch's measurements are written before the next line clears them.
+        # The last epoch's measurements are written now, because `super().on_epoch_begin` clears
+        # them.
         self._write()
         super().on_epoch_begin(epoch, logs)
 

@@ -25,8 +25,8 @@ PHASES = ("step", "check", "wait", "pack", "reduce", "rule", "unpack")
 _PHASE = re.compile(
     rf"(?:.*/)?sync/({'|'.join(PHASES[1:])})(?:_\d+)?/(?!.*:(?:Const|_Send|_Recv)$)"
 )
-# TensorFlow may run later operations in a collective's thread, within the collective's event, which
-# then lasts too long. The collective itself ends when the event of this name begins.
+# The recorded event of a collective may be too long: TensorFlow may run later operations in the
+# same thread before that event ends. The collective itself ends when the event `_OVER` begins.
 _OVER = "CollectiveExecutor::ExecuteAsync::Done"
 
 

@@ -21,9 +21,11 @@ from tfpara.chaos import cable, processes
 from tfpara.chaos.processes import Worker
 
 _LOOK_SECONDS = 0.02
-_FIRED_SECONDS = 10.0  # longest wait for the effect of SIGKILL or SIGSTOP, which work at once
+_FIRED_SECONDS = 10.0  # limit for the effect of SIGKILL or SIGSTOP; normally it comes at once
 _END_SECONDS = 120.0  # longest wait until a worker ends after SIGTERM, or after it got no memory
-_SLICE_SECONDS = 0.05  # a worker made slow runs for a quarter of each slice of this length
+# The fault "slow" divides time into slices of this length. The worker stands still for three
+# quarters of each slice, and runs for the last quarter.
+_SLICE_SECONDS = 0.05
 _LARGEST_DISK = 4 << 30  # bytes; a larger disk is not filled
 _NAME = ".chaos"  # name of the file that fills a disk
 

@@ -29,7 +29,8 @@ from tfpara.sync.workers.settings_check import differences
 from tfpara.typing import Array, Json
 
 IF_DAMAGED = ("refuse", "start")
-# A part also has arrays of callbacks and other objects. Their names begin with this prefix.
+# A worker's part of a checkpoint also has the arrays that belong to callbacks and other objects.
+# The names of these arrays begin with this prefix.
 ARRAYS = "arrays of "
 # Errors that may come when a part is read, or when a state is set from it.
 _UNREADABLE = (tf.errors.OpError, ValueError, TypeError, AttributeError, LookupError)

@@ -61,8 +61,8 @@ class LocalStore(Store):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             raise self._not_locked(error, holder or "an unknown process") from error
-        # If the file has another text, tfpara has not written it. It may be a hard link to any
-        # file, whose content must not be overwritten.
+        # If the file has a text that does not begin with `_HOLDER`, tfpara has not written it. The
+        # file may be a hard link to a file of the user, whose content must not be overwritten.
         if holder and not holder.startswith(_HOLDER):
             raise no_lock(self.directory / "lock", holder)
         os.ftruncate(lock, 0)

@@ -22,8 +22,8 @@ _SUM = "sha256"
 # cannot rename, each run has its own folder for parts.
 FOLDER = "folder"
 _FOLDER = re.compile("[0-9a-f]{1,32}")
-# The keys of every manifest, and the types of their values. A key with a dot is one of an inner
-# object.
+# The keys of every manifest, and the types of their values. "position.epoch" means the key "epoch"
+# of the object that the key "position" has.
 _FIELDS = {
     "files": dict,
     "workers": int,

@@ -66,7 +66,8 @@ class SyncCheckpoints(Checkpoints):
         build_optimizers(model)
         super().__init__(model, directory, keep)
         self._may_change = may_change
-        # While an elastic run writes a checkpoint: the generation in which it was begun; else None.
+        # While a checkpoint is being written: the generation of members in which the writing began.
+        # None: no checkpoint is being written. The generation changes only in an elastic run.
         self._began_in: int | None = None
         self._told_of_lock = False
         # The variables that `restore_epoch` is to set, and their values.

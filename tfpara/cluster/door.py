@@ -22,7 +22,7 @@ _PAUSE_SECONDS = 0.1
 _STRANGER_SECONDS = 10.0
 _STRANGERS = 64  # limit of strangers at a time; one more is allowed for each process of the run
 _SHARE = 4  # strangers may use 1/4 of the file descriptors that this process may have
-_NAMED = 8  # limit of the hosts that the log names for having another secret
+_NAMED = 8  # the log names at most this many hosts that have another secret
 Key = TypeVar("Key", bound=Hashable)
 _log = logging.getLogger(__name__)
 

@@ -75,9 +75,9 @@ class _Engine(NamedTuple):
     # A function of the environment and the number of processes. It returns the address of rank 0
     # ("host:port") and, in words, the source of that; two empty texts if the address is unknown.
     coordinator: Callable[[Mapping[str, str], int], tuple[str, str]]
-    # Whether the engine starts machines, pods or job steps, in which another engine may start
-    # processes. Such a process inherits the variables of this outer engine, too. Their rank and
-    # size may differ from those of the inner engine, which take precedence.
+    # Whether the engine starts machines, pods or job steps, in which an inner engine may start
+    # processes. Such a process has the variables of both engines. If their ranks or sizes differ,
+    # those of the inner engine count.
     outer: bool = False
     # Names of variables that this engine also sets. If one is missing, another program has set the
     # rank.
@@ -407,7 +407,8 @@ _ENGINES = (
     ),
     _Engine("JAX", "JAX_PROCESS_ID", "JAX_NUM_PROCESSES", "Kubeflow", _of_jax, outer=True),
     _Engine("SageMaker", "SM_CURRENT_HOST", "SM_HOSTS", "SageMaker", _of_sagemaker, outer=True),
-    # Slurm also sets SLURM_PROCID in a batch script, but SLURM_STEP_ID only in a task of srun.
+    # A batch script has SLURM_PROCID, too, but only a task of srun is a worker. Slurm sets
+    # SLURM_STEP_ID only for tasks of srun, so this variable must be there, too.
     _Engine(
         "Slurm",
         "SLURM_PROCID",

@@ -168,7 +168,8 @@ def _gone(cluster: Cluster) -> Explanation | None:
         lost = {
             rank: f"{names[rank]} has ended its program while others went on" for rank in _ended
         }
-        # These workers ended without an error, so the fix must concern this process's exchange.
+        # No worker has failed. The workers in `_ended` came to the end of their programs, while
+        # this process waited for them in an exchange. What to change depends on that exchange.
         advice = _advice() or "start all workers again"
         sentence = f"a sync failed because {' and '.join(lost.values())}; {advice}."
     if not lost:

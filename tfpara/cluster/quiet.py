@@ -16,8 +16,8 @@ import warnings
 from collections.abc import Iterator
 
 _LEVEL = "TF_CPP_MIN_LOG_LEVEL"
-# Lines to be suppressed. The first are notes, not warnings: of TensorFlow's server, of its search
-# for CUDA, and of oneDNN. The library that writes them ignores TF_CPP_MIN_LOG_LEVEL.
+# Lines to be suppressed. First come a heading and notes (I0000). TensorFlow's server, its search
+# for CUDA, and oneDNN write these notes by the library Abseil, which ignores TF_CPP_MIN_LOG_LEVEL.
 _CHATTER = (
     r"WARNING: All log messages before absl::InitializeLog\(\) is called"
     r"|I0000 [\d:. ]+ "
@@ -61,8 +61,8 @@ def starting() -> Iterator[None]:
     if _shows_all():
         yield
         return
-    # Imported here, because this file also runs as a program (`_pass_on`), which cannot import
-    # tfpara.
+    # Imported here, because this file also runs as a program (`_pass_on`). The program is started
+    # with the options -I and -S, and with these Python does not find tfpara.
     from tfpara.cluster import parent
 
     with regrouping(), contextlib.nullcontext() if parent.is_there() else _without_chatter():

@@ -287,7 +287,9 @@ class _Places(NamedTuple):
 
     def _ask(self, method: str, rank: int, body: bytes | None = None) -> bytes | None:
         errors = (OSError, http.client.HTTPException)
-        try:  # repeated by `tried`, since the store may not be served yet
+        # `tried` repeats the request until the deadline, since the process that serves the store
+        # may start later than this one.
+        try:
             return tried(
                 lambda: _request(self.address, self.port, method, rank, body),
                 self.deadline,

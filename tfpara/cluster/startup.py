@@ -42,7 +42,9 @@ from tfpara.cluster.reach import unreachable
 from tfpara.cluster.waiting import RETRY_SECONDS, tried, until
 from tfpara.typing import Json
 
-_ANSWER_SECONDS = 10.0  # longest wait for the answer of a process that runs
+# Longest wait for an answer of a process that has started already. For processes that have not
+# started yet, the wait is `timeout_seconds`.
+_ANSWER_SECONDS = 10.0
 # Longest start of TensorFlow after all workers have met. The start takes seconds; it hangs if a
 # worker dies meanwhile.
 _CONNECT_SECONDS = 120.0
@@ -390,7 +392,8 @@ def _gather(terms: _Terms, door: Door[int]) -> dict[int, _Guest]:
     patience = 0.0 if parent.is_there() else RETRY_SECONDS
     complete_since = float("inf")
     for _ in until(terms.deadline, missing, pause=door.wait):
-        door.serve(hear, lambda rank: guests.pop(rank, None))  # a lost worker may come again
+        # A worker whose connection has ended is removed from `guests`, so that it may come again.
+        door.serve(hear, lambda rank: guests.pop(rank, None))
         if problems:
             raise StartupError(problems[0])
         now = time.monotonic()

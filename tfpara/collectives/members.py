@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-# By how much the two keys of an operation grow from one generation of the group to the next: so
-# much that no two generations share a key.
+# The two keys of a collective operation, the group key and the instance key, grow by these amounts
+# from one generation of the group to the next. The amounts are so large that operations of two
+# generations never have the same keys.
 _BETWEEN_GROUP_KEYS = 16
 _BETWEEN_INSTANCE_KEYS = 1_000_003
 _LARGEST_KEY = 0x7FFFFFFF

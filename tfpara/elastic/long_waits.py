@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-# Every sync has short waits. So a worker that has waited for less than this counts as one for which
-# the others wait.
+# A worker that has waited for longer than this waits for the other members. Any other member is one
+# for which they wait. The limit is not 0, because every sync has short waits.
 _WAIT_SECONDS = 2.0
 _SILENT_SECONDS = 5.0  # a worker without a report for so long no longer counts as waiting
 _TELL_SECONDS = 10.0  # the first line is printed when others have waited for so long
@@ -25,8 +25,8 @@ class LongWaits:
 
     def __init__(self) -> None:
         self._reports: dict[int, _Report] = {}
-        # For each worker that others wait for: the next line is due when they have waited for so
-        # many seconds.
+        # For each worker that others wait for: the next line is printed after they have waited for
+        # this number of seconds.
         self._tell_after: dict[int, float] = {}
 
     def hear(self, task: int, waits: float, place: str, now: float) -> None:

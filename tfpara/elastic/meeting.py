@@ -213,7 +213,8 @@ class Line:
         self._asked = None
         if "fit" in answer:
             raise Passed(int(answer["fit"]), list(answer["histories"]))
-        # `wanted` is reset. If a worker still waits to join, the meeting point sends it again.
+        # `wanted` is reset. If a worker still waits to join, the meeting point sends the message
+        # `wanted` again.
         self.generation, self.wanted = int(answer["form"]), False
         tasks, addresses = map(tuple, zip(*answer["members"], strict=True))
         reports, why, last = tuple(answer["reports"]), answer["why"], answer["last"]

@@ -171,8 +171,8 @@ class Meeting:
             return
         match message:
             case {"register": _} | {"where": _} if state.phase == "founding":
-                # This meeting point is new and does not know the run yet that the worker wants to
-                # join.
+                # This meeting point is new. No member of the run that the worker wants to join has
+                # come here yet, so the run is not known here.
                 channel.send(evicted="no member of its run is here")
             case {"where": _}:
                 channel.send(**state.where())

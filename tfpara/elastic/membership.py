@@ -332,8 +332,8 @@ class Membership:
         del self._workers[task]
         said: list[Say] = []
         if is_member:
-            # If all members are lost, those in `_lost` are awaited. A member that was absent has
-            # been awaited already.
+            # If all members are lost, the run waits until the members in `_lost` come back. A
+            # member that was absent is not added, since the run has waited for it already.
             if task not in self.absent:
                 self._lost[task] = worker
             self.absent.discard(task)
@@ -389,8 +389,9 @@ class Membership:
         first = self.phase != "meeting"
         worker = self._workers[task]
         worker.came, worker.report, worker.admits = True, report, admits
-        # If a collective has failed here, other members may still wait in it, so it is aborted. If
-        # all have agreed to meet, they come without that.
+        # If a collective has failed on this member, other members may still wait in the collective,
+        # so they are told to abort it. If all members have agreed to meet, they come without being
+        # told.
         said = self._begin_meeting(now) if failed and first else []
         self._phase("meeting", now)
         return said + self._go_on(now)
@@ -398,9 +399,9 @@ class Membership:
     def ready(self, task: int, generation: int, now: float) -> list[Say]:
         """Event: a member of the new generation is connected to it."""
         if generation == self.generation and task in self.members:
-            # A former meeting point has formed the generation, and has ended before it answered
-            # this member.
             if self.phase == "training":
+                # This member has connected again: its former connection ended before the answer
+                # `go` arrived, for example because the former meeting point ended.
                 return [(task, {"go": generation})]
             self._workers[task].ready = self.phase == "enabling"
         return self._go_on(now)
@@ -469,8 +470,8 @@ class Membership:
             # Only workers that wait to join may be left. They have no state from which to continue.
             return said + self._end(_NOBODY)
         if not self.members:
-            # Probably not all members have died, but none can be heard at the moment. So all are
-            # awaited.
+            # No member can be heard at the moment, but probably some of them are alive. So the run
+            # waits for all lost members.
             lost, self._lost = self._lost, {}
             self._why.append("all were awaited")
             self._await(lost, now + self.limits.grace_seconds)

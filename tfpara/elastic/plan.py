@@ -14,7 +14,7 @@ from typing import Any
 
 # Limits of the search in `_packed` for a list U of units that is repeated.
 _WIDEST = 64  # longest list U that is tried, in units
-_ENOUGH = 64  # if a list U is repeated so often, no longer list is tried
+_ENOUGH = 64  # if a list U is repeated at least this many times, longer lists are not tried
 
 
 @dataclasses.dataclass(frozen=True)

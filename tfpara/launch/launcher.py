@@ -108,8 +108,8 @@ class Launcher:
             for rank, process in enumerate(supervisor.processes):
                 threads += self._start(rank, process, end)
                 supervisor.started(rank, time.monotonic())
-            # The threads are started when all processes are, so that output of the first processes
-            # does not delay the start of the others.
+            # The threads are started only after all processes have been started. Otherwise output
+            # of the first processes would delay the start of the others.
             for thread in threads:
                 thread.start()
             while not supervisor.is_over:

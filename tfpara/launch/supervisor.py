@@ -34,7 +34,8 @@ from tfpara.typing import Json
 SETTLE_SECONDS = 2.0
 _LONGEST_PAUSE_SECONDS = 30.0  # longest pause before a process is restarted while others run
 _STEADY_SECONDS = 60.0  # if a process has run for longer than this, its next pause is short again
-# Time from the request to end until SIGKILL, unless --grace is given. SAVING_SECONDS holds while a
+# The time that processes have to end after they were asked to; then they get SIGKILL. The option
+# --grace replaces both numbers. After a signal to the launcher, SAVING_SECONDS holds while a
 # process reports that it writes a checkpoint, which may take long on a busy machine.
 _GRACE_SECONDS, SAVING_SECONDS = 10.0, 300.0
 _LOOK_SECONDS = 1.0  # time between two checks whether processes still write a checkpoint
@@ -258,8 +259,8 @@ class Supervisor:
                 self._settle(now + self._grace)
             if end.code and not forced and self._failure and not self._failure.by_signal:
                 # If the chief fails, the others fail, too, and mostly end before the chief. So the
-                # chief's failure replaces theirs as the cause. The same holds for a process that
-                # SIGKILL has ended: it has not failed because others have ended.
+                # chief's failure replaces theirs as the cause. An end by SIGKILL also replaces the
+                # present cause: no process is killed because others have ended.
                 killed = end.is_killed and self._signal is None
                 self._failure = end if of_chief or killed else self._failure
         self._forget_restarts()

@@ -9,9 +9,12 @@ import tensorflow as tf
 
 from tfpara.typing import Json
 
-ROWS = "rows"  # for Dense layers: natural gradient, computed from the rows of the minibatch
-MATRIX = "matrix"  # for convolutions: natural gradient, computed from the minibatch's gradient
-PLAIN = "plain"  # for all other layers: ordinary gradient
+# The natural gradient of a Dense layer is computed from two matrices, the layer's inputs and the
+# derivatives of its outputs, which have a row for each sample (or frame) of the minibatch. The
+# natural gradient of a convolution is computed from its ordinary gradient over the minibatch.
+ROWS = "rows"  # natural gradient of Dense layers
+MATRIX = "matrix"  # natural gradient of convolutions
+PLAIN = "plain"  # ordinary gradient of all other layers
 
 
 def plan(model: keras.Model) -> list[tuple[keras.Layer, dict[str, Json]]]:

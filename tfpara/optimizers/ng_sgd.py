@@ -15,9 +15,11 @@ from tfpara.optimizers.preconditioner import Preconditioner, hook, precondition_
 from tfpara.typing import Array, Json
 from tfpara.whole_number import checked_whole
 
-# Settings for convolutions. The estimate of the scatter remembers four minibatches, as in Kaldi. In
-# Kaldi a gradient is the sum over a minibatch; in Keras it is the mean. With a thousand frames in a
-# minibatch, the squares of the mean are a million times smaller. So epsilon must be, too.
+# Settings for convolutions. The online estimate of the gradients' scatter remembers four
+# minibatches, as in Kaldi. `epsilon`, the floor of the scatter's eigenvalues, is multiplied by
+# `_MATRIX_EPSILON`: in Kaldi a gradient is the sum over a minibatch, and in Keras it is the mean.
+# With a thousand frames in a minibatch, the squares of the mean are a million times smaller than
+# those of the sum.
 _MATRIX_HISTORY = 4.0
 _MATRIX_EPSILON = 1e-6
 

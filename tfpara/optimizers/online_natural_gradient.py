@@ -80,7 +80,8 @@ class OnlineNaturalGradient:
         width = rows.shape[1]
         trace = width * scatter.rho + tf.reduce_sum(scatter.diagonal)
         beta = scatter.rho + self.alpha / width * trace
-        # By Woodbury's identity β G⁻¹ = I − Rᵀ E R, where E is the diagonal matrix of `e`.
+        # G is the smoothed F, and R is `scatter.basis`. By Woodbury's identity β G⁻¹ = I − Rᵀ E R,
+        # where E is the diagonal matrix of `e`.
         e = scatter.diagonal / (scatter.diagonal + beta)
         projected = tf.matmul(rows, scatter.basis, transpose_b=True)
         turned = rows - tf.matmul(projected * e, scatter.basis)

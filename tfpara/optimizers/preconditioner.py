@@ -51,8 +51,9 @@ class Preconditioner:
         total = tf.reduce_sum(tf.square(rows))
         usable = tf.math.is_finite(total) & (total > 0)
         due = (seen < FIRST_UPDATES) | ((seen - FIRST_UPDATES) % self.update_period == 0)
-        # The first minibatch is preconditioned with the F after its own `START_UPDATES` updates.
-        # Each later minibatch is preconditioned with the F before its own update.
+        # F is the estimate of the scatter. Each minibatch is preconditioned with F as it is before
+        # the minibatch's own update. But F begins at an arbitrary value. So the first minibatch
+        # makes `START_UPDATES` further updates before it is preconditioned.
         start = tf.where(seen == 0, START_UPDATES, 0)
         number = tf.where(usable, start + tf.cast(due, tf.int32), 0)
 
@@ -61,7 +62,8 @@ class Preconditioner:
             used = Scatter(*(tf.where(count < start, n, u) for n, u in zip(new, used, strict=True)))
             return count + 1, used, new
 
-        # One loop serves all cases, so that `update` is traced only once.
+        # The loop makes no update, one update, or those of the first minibatch. Separate branches
+        # would each trace `update`.
         _, used, after = tf.while_loop(
             lambda count, *_: count < number, update, (0, before, before), parallel_iterations=1
         )

@@ -254,7 +254,8 @@ class _LocalModel:
         for number, (handle, value) in enumerate(zip(handles, values, strict=True)):
             table = self._table(number)
             if table is None:
-                # Values are written one after the other, the generation last.
+                # The generation is written after all other values, since `read` takes it as the
+                # sign that these are there.
                 with tf.control_dependencies(written):
                     written.append(tf.raw_ops.AssignVariableOp(resource=handle, value=value))
                 continue

@@ -137,7 +137,9 @@ class Fit:
         self._train_epoch(callbacks)
         if not model.stop_training:
             self._chunks.check(self.epoch, self.server.first.progress.done.numpy().tolist())
-        self._write()  # raises if weights were set in the middle of the epoch
+        # While `within_epoch` is true, `_write` sends nothing: it only raises an error if weights
+        # of the chief's model were set during the epoch.
+        self._write()
         self.within_epoch = False
         self._copy.read()
         left_out = self._check_left_out(is_over=True)
@@ -168,7 +170,9 @@ class Fit:
         """
         self.epoch = epoch
         self.order[:] = order
-        self.server.generation += 1  # so that workers start from the servers' present state
+        # Workers keep local weights and local optimizers only for one generation of the servers'
+        # model. In the new generation they start again from the servers' restored state.
+        self.server.generation += 1
         self._resumed_epoch = epoch if within else None
         # The checkpoint has the learning rate of the chief's optimizer and that of the servers. If
         # they differ, the cause is a ChunkRateSearch, which changes the servers' rate only. So the
@@ -239,7 +243,9 @@ class Fit:
             done = self._wait()
             self.chunks_done = self.num_chunks - len(self._left())
             if self._tell(callbacks) and first:
-                self._write()  # raises early if a batch hook has set weights
+                # `_write` raises an error if a batch hook has set weights. Without this call, the
+                # error would come only at the end of the epoch.
+                self._write()
                 first = False
             self.follow_rate()
             # A callback has ended the training, and with it this epoch.
@@ -252,7 +258,7 @@ class Fit:
             if done and (self.model.stop_training or not self._left()):
                 return
             if done:
-                self._submit()  # once more the chunks that were not finished
+                self._submit()  # submits again those chunks that are not finished
 
     def _check_left_out(self, *, is_over: bool) -> int:
         """Returns how many minibatches of the epoch were left out for NaN or Inf.

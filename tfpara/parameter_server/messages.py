@@ -62,7 +62,7 @@ class Push(NamedTuple):
     kept: Sequence[tf.Tensor]
     metrics: Sequence[tf.Tensor]  # increments of the metrics' variables, which are sums
     worker: tf.Tensor  # index of the worker
-    place: Place  # position in the data of the block's first minibatch
+    place: Place  # where the block's first minibatch is in the data
     minibatches: tf.Tensor  # number of the block's minibatches
     samples: tf.Tensor  # number of the block's samples
     rate: tf.Tensor  # learning rate of this push; if negative, the servers' rate is used

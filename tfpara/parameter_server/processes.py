@@ -106,8 +106,8 @@ class Processes(Workers):
             previous(kind, error, traceback)
 
         sys.excepthook = hook
-        # `_end` then runs after the last line of the program, and before TensorFlow's exit
-        # handlers.
+        # Python calls `_end` after the last line of the program, and deletes TensorFlow's objects
+        # only later.
         atexit.register(self._end)
 
     def _end(self) -> None:

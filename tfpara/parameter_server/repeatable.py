@@ -26,7 +26,7 @@ from tfpara.dataset_graph import (
     unseeded,
 )
 
-# 1 GB. A protocol buffer, in which the data are sent, can have at most 2 GB.
+# The data are sent in a protocol buffer, which can have at most 2 GB. This limit keeps a margin.
 LARGEST_BYTES = 1 << 30
 
 _ANEW = ("reshuffle_each_iteration", "rerandomize_each_iteration")

@@ -105,7 +105,7 @@ class _Trial:
         start = [tf.convert_to_tensor(value) for value in self._steps.initial]
         start[self._at] = rate
 
-        # The states are tuples, because tf.data converts a list to one tensor.
+        # `train` returns tuples, because tf.data would convert a list to one tensor.
         def train(place: Nest, data: Nest) -> Nest:
             weights, state, optimizer = place
             at = pulled._replace(weights=weights, state=state).with_rate(rate)

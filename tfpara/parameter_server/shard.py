@@ -66,7 +66,8 @@ class Shard:
         Raises:
             ValueError: the rule has `rate_by_staleness`, and the optimizer has a schedule.
         """
-        # Typed as Any, since rules have different methods; their flags tell which.
+        # Typed as Any, since rules have different methods. Flags of a rule, such as `local_steps`,
+        # tell which methods it has.
         self._rule: Any = rule
         self._averages: Mapping[str, Any] = averages
         self.names = [weights[k].path for k in self.indices]

@@ -263,7 +263,9 @@ class _Simulation:
         coming = next((p for p in self._order if p.worker == worker.index), None)
         if coming is None or coming.pulled != int(self._server.first.version):
             return False
-        if worker.element is None:  # the worker needs the chunk that the record gives it
+        # The worker has no minibatch left. It needs the chunk that it had next in the record, whose
+        # pushes are in `_order`.
+        if worker.element is None:
             mine = [place for place in self._waiting if place[1] == coming.chunk]
             if not mine:
                 return False

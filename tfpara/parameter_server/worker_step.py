@@ -32,8 +32,9 @@ from tfpara.parameter_server.server import metric_variables
 from tfpara.parameter_server.tables import Tables
 from tfpara.typing import Nest
 
-# 2^64 divided by the golden ratio, as a signed number. The numbers of streams are multiplied by it.
-# The upper bits of neighbouring multiples differ, so neighbouring streams get very different seeds.
+# 2^64 divided by the golden ratio, as a signed number. A stream of random numbers has an integer,
+# which is multiplied by `_MIX`. The products of neighbouring integers differ in their upper bits,
+# from which the seeds are made. So neighbouring streams get very different seeds.
 _MIX = 0x9E3779B97F4A7C15 - (1 << 64)
 _SEEDS = 1 << 31
 
@@ -52,12 +53,19 @@ def stream_of(order: Sequence[int], epoch: int, chunk: int) -> int:
 class Block(NamedTuple):
     """A worker's state between a pull and a push: lists of tensors."""
 
-    rows: Rows  # ids of the rows in `weights`, for tables that are pulled by rows
-    weights: list[tf.Tensor]  # for the next minibatch: as pulled (ASGD), or after local steps
-    gradients: list[tf.Tensor]  # sums; empty before the first minibatch, and with local steps
+    # for each embedding table of which only some rows are pulled: ids of the rows in `weights`
+    rows: Rows
+    # the weights on which the next minibatch is computed: those that were pulled (ASGD), or those
+    # that the worker's own optimizer steps have changed since
+    weights: list[tf.Tensor]
+    # sums of the gradients of the block's minibatches so far; empty before the first minibatch, and
+    # empty if the worker takes optimizer steps of its own
+    gradients: list[tf.Tensor]
     squares: list[tf.Tensor]  # sums of the gradients' squares; empty if not needed
     optimizer: list[tf.Tensor]  # state of the local optimizer; empty for ASGD
-    before: tf.Tensor  # for a schedule: number of minibatches in the model before the block
+    # number of minibatches that the pulled model was trained on; a schedule of the learning rate
+    # needs it
+    before: tf.Tensor
     state: list[tf.Tensor]  # moving statistics that workers share
     # The share of the pulled state, from 0 to 1, that is still in `state`:
     # `state` = `kept` · pulled state + what the block has added

@@ -18,10 +18,10 @@ class Training(NamedTuple):
     chunks: Chunks  # the data
     sync_period: int  # τ, number of minibatches of a push
     choose_rate: ChooseRate | None  # chooses a chunk's rate; None: the servers' rate
-    # Together with the epoch and the chunk, these numbers determine what random layers draw. They
-    # are read when a chunk begins.
+    # Together with the numbers of the epoch and the chunk, the numbers in `order` determine what
+    # random layers draw. They are read when a chunk begins.
     order: Sequence[int]
-    seed: int  # seed for the random times of simulated workers
+    seed: int  # only for the random times of simulated workers
 
 
 class Executor(Protocol):

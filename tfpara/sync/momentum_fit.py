@@ -153,8 +153,8 @@ class MomentumFit:
     def _note_short_block(self, optimizer: keras.optimizers.Optimizer) -> None:
         """Prints a note if every second block is too short for the local momentum."""
         if not momentum_of(optimizer):
-            # `momentum_of` is 0 also for optimizers like Adam, whose average of gradients keeps
-            # steps bounded.
+            # No note is needed for an optimizer without momentum. Nor is it for optimizers like
+            # Adam, for which `momentum_of` returns 0, too: the length of their steps is bounded.
             return
         block = (self.sync_period or NEVER) * self.settings.fragments
         steps = self._steps_in_epoch

@@ -7,7 +7,8 @@ from tensorflow.python.data.experimental.ops.distribute import compute_batch_siz
 # tfpara replaces some of these functions.
 from tensorflow.python.data.ops import multi_device_iterator_ops as multi_device
 
-# The extended class that MultiWorkerMirroredStrategy builds.
+# The module of MultiWorkerMirroredStrategy. It also has this strategy's subclass of
+# tf.distribute.StrategyExtended, from which tfpara's class is derived.
 from tensorflow.python.distribute import collective_all_reduce_strategy as mwms
 
 # `input_lib` has the classes of distributed datasets. Keras accepts no other classes, and calls

@@ -27,7 +27,8 @@ def main(options: dict[str, Any]) -> dict[str, Any]:
     torch.manual_seed(0)
     rank, addresses = process.place()
     if len(addresses) > 1:
-        # The store is served at rank 0's address of TF_CONFIG.
+        # Rank 0 serves the key-value store by which the processes find each other. The store's
+        # address is that of rank 0 in TF_CONFIG.
         dist.init_process_group(
             "gloo",
             init_method=f"tcp://{addresses[0]}",
@@ -49,7 +50,8 @@ def main(options: dict[str, Any]) -> dict[str, Any]:
     return process.timed_training(options, step, lambda: _norm(model))
 
 
-# A set-up is a generator that yields the step, so that its objects live as long as the training.
+# A set-up is a generator that yields the step. The objects that the generator has made live as long
+# as the generator, which `main` keeps until the training ends.
 _Setup = Iterator[Callable[[], Any]]
 
 

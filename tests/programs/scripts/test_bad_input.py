@@ -29,6 +29,7 @@ def assert_one_line(err, *words):
         (("--no_such_flag=1",), ("no_such_flag",)),
         (("epochs=3",), ("epochs=3", "--name=value")),
         (("--corpus=/nowhere",), ("/nowhere", "scripts.prepare_speech")),
+        (("--nonesterov=1",), ("--nonesterov=1 does not take an argument",)),
         (("--block_momentum=1.0",), ("block_momentum=1.0", "[0, 1)")),
         (("--rule=none", "--simulate_replicas=2"), ("--rule=none", "--simulate_replicas")),
         (("--init=/nowhere.weights.h5",), ("/nowhere.weights.h5", "does not exist")),

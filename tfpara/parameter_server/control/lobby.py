@@ -34,7 +34,9 @@ from tfpara.parameter_server.control.member import PURPOSE, beat_seconds
 from tfpara.typing import Json
 
 _TICK_SECONDS = 0.1
-_CUT_SECONDS = 5.0  # longest pause between two cuts of a lost task's connections
+# TensorFlow's connections to a lost task are ended again and again, since TensorFlow connects again
+# and would wait for an answer forever. This is the longest pause in between.
+_CUT_SECONDS = 5.0
 _ANSWER_SECONDS = 10.0  # longest wait until the other processes end, or until they are reached
 _FIRST_FREE_PORT = 1024
 _log = logging.getLogger(__name__)

@@ -194,7 +194,8 @@ def _stay(
                 leave_at = leave_at if message["leave"] else 0.0
         now, before = time.monotonic(), looked_at
         looked_at = now
-        # After so long a pause of this loop, this process itself was suspended, not the chief.
+        # If this loop has paused for so long, this process itself was suspended. So the chief's
+        # silence in that time does not count.
         if now - before > timeout_seconds / 2:
             channel.heard = now
         lost = ""

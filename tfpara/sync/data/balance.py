@@ -27,16 +27,18 @@ from tfpara.sync.workers.worker import Worker
 from tfpara.typing import Array, Json
 
 CEILING = 4  # a worker takes at most 4·τ minibatches in a block; τ is the sync period
-# Each worker has a smoothed time of a minibatch. The time measured in the last block enters this
-# mean with one of two weights. The weight is `_TRUST` if the measured time differs from the
-# smoothed one by more than the factor `_LARGE`, or if two blocks in a row differ in the same
-# direction by more than the factor `_NOISE`. Else the weight is `_TRUST_IN_NOISE`. With `_TRUST` in
-# all cases the shares would follow the noise of every block, and workers of equal speed would wait
-# for each other.
+# Each worker has a smoothed time of a minibatch: a running mean of the times measured in its
+# blocks. A new time enters the mean with the weight `_TRUST` if it differs from the mean by more
+# than the factor `_LARGE`, or if the times of two blocks in a row differ from the mean in the same
+# direction by more than the factor `_NOISE`. Else the weight is `_TRUST_IN_NOISE`. If the weight
+# were always `_TRUST`, the workers' shares of the minibatches would follow the noise of every
+# block, and workers of equal speed would wait for each other.
 _TRUST, _TRUST_IN_NOISE = 0.75, 0.25
 _LARGE, _NOISE = 1.4, 1.1
 _LARGEST_CHANGE = 2.0  # one block changes the smoothed time by at most this factor
-_GAIN = 0.03  # the shares change only if the former ones would make a block longer by this part
+# The shares of the previous block are kept if a block takes at most this fraction longer with them
+# than with new shares.
+_GAIN = 0.03
 
 
 def shares_of(seconds: Array, period: int, former: Array) -> Array:

@@ -201,8 +201,9 @@ def deal_out_py_dataset(
         in_order = shuffled(count, seed, epoch) if shuffle else range(count)
         dealt = data_place.dealt()
         if dealt is not None:
-            # Minibatches are numbered batch by batch here. So a worker takes its minibatches of one
-            # batch one after the other, and a cache of the last batch saves most repeated reads.
+            # The minibatches that are parts of one batch have successive numbers. So a worker takes
+            # its parts of a batch one after the other, and the cache, which holds the last batch,
+            # mostly saves a second read of that batch.
             standard, recent = batches.standard, functools.lru_cache(1)(data.__getitem__)
 
             def one(number: int) -> Iterator[Any]:

@@ -22,7 +22,8 @@ from tfpara.sync.workers.settings_check import differences
 from tfpara.typing import Json, Nest
 
 _ROWS = 16  # at most this number of rows of each array are compared
-OWN = "each worker its own"  # the fact "kind" of data that are not divided among the workers
+# The value of "kind" in the facts about data that are not divided among the workers.
+OWN = "each worker its own"
 
 _REMEDY = (
     "fit and evaluate divide their data among the workers, so all must give the same (what is "
@@ -180,7 +181,8 @@ def why_order_differs(dataset: tf.data.Dataset, made_anew: bool = False) -> str:
 # Private attributes of datasets. If one of them is true, the dataset draws at random anew in each
 # pass.
 _EACH_ITERATION = ("_reshuffle_each_iteration", "_rerandomize_each_iteration", "_rerandomize")
-# Parts of the names of dataset classes whose function decides which rows the dataset has.
+# If the name of a dataset's class contains one of these words, the user's function in the dataset
+# decides which rows there are.
 _CHOOSING = ("Filter", "FlatMap", "Interleave", "TakeWhile")
 
 

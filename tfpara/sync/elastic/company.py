@@ -162,8 +162,8 @@ class Elastic(Company):
                 write()
 
     def finish_block(self, synchronizer: Synchronizer, purpose: Purpose) -> None:
-        # The sync is not marked with its purpose, which workers would compare: others may take part
-        # in this sync because their data have ended.
+        # The sync is not marked with its purpose. Workers would compare their purposes, but other
+        # workers may take part in this sync for another one: their data have ended.
         del purpose
         self.together(synchronizer.finish_block)
 

@@ -35,7 +35,7 @@ LOST = (
 # has; nothing listens at it.
 _PLACEHOLDER = "127.0.0.1:1"
 # A worker that comes back is first alone in a generation of its own. The number of this generation
-# is that of the worker's last one plus `_ALONE`, which is more than any run reaches.
+# is the number of the worker's last generation plus `_ALONE`. No run has so many generations.
 _ALONE = 1 << 20
 # A change of generation waits at most so long for threads that read data.
 _PATIENCE_SECONDS = 5.0
@@ -142,8 +142,8 @@ class Connection:
         if self.joining:
             self._take_place_of_joiner()
             return
-        # TensorFlow uses task numbers as ranks. The two differ if a worker was lost and replaced
-        # before the run began.
+        # TensorFlow has taken the task number for the rank. But the rank is another number if a
+        # worker was lost and replaced before the run began.
         extended.take_place(len(self.form.tasks), self.rank)
         while not self.ready():
             self.become(self.met(None, True))  # a member was lost before all were connected
@@ -233,8 +233,9 @@ class Connection:
         except MeetingError as error:
             self.end(str(error))
         if self.line.task != task or self.line.founding:
-            # TensorFlow's server cannot change its task number. If the new line is founding, it
-            # belongs to another run, which cannot use this worker's model.
+            # The meeting point does not know this worker's run. It has given this worker another
+            # task number, which TensorFlow's server cannot take, or it waits for the first workers
+            # of a run (`founding`), which could not use this worker's model.
             self.end("the run that this worker belongs to is over.")
         self._listen()
         self.joining = True

@@ -56,7 +56,9 @@ class FitAgain:
         # Whether this worker, as the chief, has sent `Rejoin.terms` to the meeting point in this
         # call.
         self._agreed = False
-        self._failed = False  # true while `fit` runs, and after it has ended by an error
+        # Whether the last call of `fit` has failed. It is set to True when the call begins, and to
+        # False only when it returns, so that it stays True after any error.
+        self._failed = False
         self._returns = False  # whether this worker has rejoined within the present call of `fit`
         self._passes_by = False  # whether this worker takes no part in the present call of `fit`
         self._validate: Callable[[], object]
@@ -216,8 +218,9 @@ class FitAgain:
         step: Any = model.train_function
         with contextlib.suppress(tf.errors.OutOfRangeError, StopIteration):
             self._logs = step.inner(self._alone)
-            # If the function takes several steps, it has a sync of its own. The counter is set so
-            # that the next step is the last one of its block, which makes this sync run, too.
+            # If the function takes several steps, its graph contains a sync, besides the one that
+            # Python code calls below. The sync in the graph must run once, too. So the counter of
+            # steps is set so that the next step is the last one of its block.
             if balance is None and model.steps_per_execution > 1:
                 block = self._synchronizer.graph.block
                 block.steps.assign(block.period - 1)

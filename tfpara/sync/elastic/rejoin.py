@@ -96,9 +96,9 @@ class Rejoin:
         self.others: Mapping[str, Any] = {}
         self.last = ""
         self.record: Callable[[str], None] | None = None
-        # These facts about the last meeting are for the record: the task whose state was sent; the
-        # tasks that received this state; and for each rank, how many steps of the open block were
-        # missed.
+        # `write_record` writes these facts about the last meeting: the task that was furthest; the
+        # tasks that received its state; and for each rank, how many steps of the open block its
+        # worker counts but has not trained.
         self._source: int | None = None
         self._taken: list[int] = []
         self._late = [0] * len(connection.form.tasks)
@@ -227,8 +227,9 @@ class Rejoin:
         """
         furthest = [own for own in reports if own and own["syncs"] == syncs]
         if self.extended.balance is None:
-            # A worker that is behind will close the block together with that one of `furthest`
-            # which has counted the fewest steps in it.
+            # A worker is ready to sync when its count of steps reaches the sync period. The count
+            # includes the steps of the block that the worker has missed. A worker that is behind
+            # gets the smallest count in `furthest`, so it is ready with the last worker of these.
             missed = min(own["counted"] for own in furthest)
         else:
             # With `balance` no worker takes further steps in this block: see the comment below.
@@ -306,11 +307,12 @@ def _how_far(report: Mapping[str, Any]) -> tuple[int, ...]:
         *report["closed"],
         report["operations"],
         # If minibatches are dealt out by speed, only a worker that has begun to read the epoch
-        # knows which worker has which minibatches.
+        # knows which worker has which minibatches (`carried`). So such a worker counts as further.
         any(report["plan"]["carried"]),
-        # Of workers that are equally far, the one with the fewest counted steps in the open block
-        # comes first: a worker that takes over its state, and with it the optimizer's step count,
-        # closes the block together with it.
+        # Of workers that are equally far, the one with the smallest count of steps in the open
+        # block sends its state. The receivers get this count (`_shorten_block`) and the sender's
+        # optimizer step count. So sender and receivers have equal optimizer step counts at the end
+        # of the block.
         -report["counted"],
     )
 

@@ -10,10 +10,12 @@ import time
 from collections.abc import Iterator
 
 _POLL_SECONDS = 0.005
-# After so long a wait for the exclusive mode, threads that wait for a share get one once: a thread
-# that shares the lock may wait for one of them. The next such time comes after twice as long.
+# After a thread has waited for the exclusive mode for `_STALLED_SECONDS`, threads that wait for a
+# share can get one during `_OPEN_SECONDS`. Otherwise there could be a deadlock: a thread that holds
+# a share may itself wait for a thread that needs one. While the wait goes on, this is repeated,
+# each time after twice as long.
 _STALLED_SECONDS = 0.25
-_OPEN_SECONDS = 0.05  # for how long they may then come in
+_OPEN_SECONDS = 0.05
 _log = logging.getLogger(__name__)
 
 
@@ -29,9 +31,10 @@ class SharedLock:
             as long.
     """
 
-    # To take or give back a share, a thread takes no lock of Python. Otherwise garbage could be
-    # collected while it holds that lock, and with the garbage an iterator over data. TensorFlow
-    # ends an iterator only after its Python functions, which may wait here.
+    # A thread uses no lock of Python's `threading` to take or give back a share, since that could
+    # lead to a deadlock. While the thread holds such a lock, the garbage collector may run in it
+    # and delete an iterator over data. TensorFlow then waits until the iterator's Python functions
+    # have returned. But these functions may themselves wait here for the same lock.
 
     def __init__(self, patience_seconds: float) -> None:
         self._patience = patience_seconds
@@ -71,7 +74,9 @@ class SharedLock:
         """A context in which no other thread holds the lock."""
         collects = gc.isenabled()
         try:
-            gc.disable()  # for the same reason as above
+            # The garbage collector might delete an iterator over data in this thread. The deletion
+            # waits for the iterator's Python functions, which may wait for a share of this lock.
+            gc.disable()
             self._owner = threading.get_ident()
             self._wait_for_the_others()
             yield

@@ -48,9 +48,9 @@ class ShuffledArrays(data_adapters.ArrayDataAdapter):
         self._order.assign(self._extended.data.next_order_of_rows(self._num_samples, within))
 
     def get_tf_dataset(self) -> tf.data.Dataset:
-        # Keras shuffles the rows by tf.random.shuffle: all together, or with shuffle="batch" those
-        # of each batch. While Keras builds the dataset, a lookup in `_order` replaces that
-        # function, so that the rows come in the order of `_order`.
+        # Keras calls tf.random.shuffle to shuffle all rows or, with shuffle="batch", the rows of
+        # each batch. While Keras builds the dataset, a lookup in `_order` replaces that function,
+        # so the rows come in the order of `_order`.
         draw, calls = tf.random.shuffle, []
 
         def ordered(numbers: tf.Tensor) -> tf.Tensor:
@@ -184,8 +184,9 @@ class PyDatasetSteps(Steps):
         else:
             plans = [reading.reads(self.order, *share) for share in self._shares]
         together, numbers = itertools.tee(zip(*plans, strict=True))
-        # The last batches of a pass are in the plan of each of this worker's shares. The calls of
-        # `dict.fromkeys` drop the repeated numbers, so that the worker reads each batch only once.
+        # The last batches of a pass may be divided among all shares, so that several shares of this
+        # worker need parts of the same batch. The calls of `dict.fromkeys` drop the repeated
+        # numbers of such batches, so that the worker reads each batch only once.
         wanted = (k for reads in numbers for k in dict.fromkeys(read.batch for read in reads))
         steady = self._extended.worker.company.steady
         batches = reading.ahead(self._dataset, wanted, self._processes, steady)

@@ -23,8 +23,8 @@ from tfpara.typing import Logs
 # The longest sync period that is measured, in minibatches. A longer one would only take more time,
 # since minibatches are alike.
 _LONGEST_PERIOD = 10
-# The number of blocks before the measurement, which warm up; then the smallest numbers of steps and
-# of blocks that are measured.
+# `_WARM_BLOCKS` is the number of blocks that warm up, before the measurement. `_STEPS` and
+# `_BLOCKS` are the smallest numbers of steps and of blocks that are measured.
 _WARM_BLOCKS, _STEPS, _BLOCKS = 4, 40, 6
 _REDUCES = 9  # number of all-reduces of each size; the median of their times counts
 _REDUCED_BYTES = 4 << 20  # with fewer bytes an all-reduce would show only the link's latency

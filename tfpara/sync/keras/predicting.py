@@ -73,8 +73,8 @@ def predict(
         kept = None if stop > start else 0
         rows = [_gathered(leaf[:kept], worker, keeps) for leaf in keras.tree.flatten(outputs)]
         if worker.changes:
-            # When a worker passes this barrier, all workers have received the rows. So that worker
-            # need not repeat the exchange, even if another worker is lost now.
+            # Once a worker has passed this barrier, all workers have received the rows. The worker
+            # then need not repeat the exchange, even if another worker is lost now.
             worker.control.collectives.barrier("predictions")
         found = keras.tree.pack_sequence_as(outputs, rows) if keeps else None
 

@@ -97,7 +97,8 @@ def also_in_stores(function: Method) -> Method:
 def _scratch(path: str) -> Iterator[str]:
     """Yields the path to write a model to, which appears at `path` only once it is complete."""
     if is_of_keras(path) or (os.path.isdir(path) and not files.holds_a_model_alone(Path(path))):
-        # Keras writes to `path` itself. If that is a folder with other files, they must stay.
+        # Keras writes to `path` itself. The code below would replace a whole folder, so other files
+        # in the folder would be lost.
         yield path
         return
     with remote_files.whole(path) as scratch, _printing(os.fspath(scratch), path):

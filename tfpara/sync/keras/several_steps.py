@@ -61,7 +61,8 @@ def _loop(
     @functools.partial(tf.function, reduce_retracing=True)
     @tf.autograph.experimental.do_not_convert
     def several(iterator: Any) -> Any:
-        # For each time that a step is traced: its outputs, and the syncs that it left to this loop.
+        # Each tracing of a step adds a pair: the step's outputs, and the syncs that may be due
+        # after the step. The step does not contain these syncs, because this loop runs them.
         traced: list[tuple[Any, list[Any]]] = []
 
         def goes_on(number: tf.Tensor, outputs: tf.Tensor, data: Any) -> tf.Tensor:

@@ -112,8 +112,8 @@ class EpochStart:
 
     @weights.setter
     def weights(self, weights: Sequence[np.ndarray]) -> None:
-        # Weights also arrive at a worker that is behind the others. That worker does not need them
-        # here, since it has noted its own state.
+        # Weights arrive at joiners, and at members that have missed a sync. Only joiners need them:
+        # the members were there when the epoch began, and have noted the state themselves.
         if self._strategy.joining:
             self._taken = weights
 

@@ -31,8 +31,9 @@ from tfpara.sync.one_sync.weight_exchange import ALIGNED, Shares, phase
 from tfpara.sync.settings import NEVER, Settings
 from tfpara.typing import Array
 
-# When a worker ends, its messages that are still under way are lost. So before a worker fails, it
-# waits for this time, in which the others receive the table with the reason.
+# When a worker ends, its messages that are still under way are lost. So a worker that is about to
+# fail waits for this time, in which the others receive the table of all reports, which has the
+# reason.
 _GRACE_SECONDS = 1.0
 # This text stands for a sentence that is made later, after workers have exchanged their places in
 # the script.
@@ -138,7 +139,8 @@ class Consensus:
         columns, devices = self.columns, len(self._site.devices)
 
         def rows_of(number: Array) -> list[Array]:
-            row = np.zeros(columns.width)  # RUNNING stays 0: no data left
+            # The column RUNNING stays 0, as if this worker had no data left.
+            row = np.zeros(columns.width)
             row[NONFINITE] = -1.0
             row[MET:SAMPLES] = self._site.call_site.mark()
             row[SAMPLES] = number

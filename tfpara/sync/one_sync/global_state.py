@@ -162,7 +162,7 @@ class GlobalState:
                 before: list[tuple[State, list[State], tf.Tensor]] = []
                 for mean, (kept, *of_averages) in zip(means[holder], of_holder, strict=True):
                     # The state is read after the bucket's mean has arrived. An earlier read would
-                    # slow down the exchange.
+                    # run during the exchange of the means, and take time from it.
                     (state,) = self.rule.carried([_read(kept, after=mean)])
                     before.append((state, [_read(each, after=mean) for each in of_averages], mean))
                 steps = self._fused(functools.partial(self._steps, rule), rule, device)
@@ -285,8 +285,9 @@ class GlobalState:
                 _assign_at(own, self.rule.last().init(piece), start - part.start)
             for label, average in self._averages.items():
                 state = self._states[f"averages/{label}"][holder][part.bucket]
-                # An average whose count is 0 has restarted already, when another weight was set. A
-                # user's average without a count may restart twice, which does no harm.
+                # An average whose count is 0 needs no restart: it is new, or it was restarted when
+                # another weight was set earlier. A user's average without a count may be restarted
+                # twice, which does no harm, since it restarts from its present value.
                 restarted = "count" in state._fields and float(state.count) == 0.0
                 if not inside and restarted:
                     continue

@@ -94,8 +94,8 @@ class SyncGraph:
 
     def _make_counters(self) -> None:
         make = self._site.make
-        # The largest request, the number of replicas with data left, and the number of all
-        # replicas.
+        # What the reports of the last sync have shown: the largest `Request` of any worker, the
+        # number of replicas that had data left, and the number of all replicas.
         self._agreed = make(tf.zeros([3], tf.float64), "agreed")
         self._syncs = make(tf.zeros([], tf.int64), "syncs")
         self._seconds = make(tf.zeros([2], tf.float64), "seconds")
@@ -228,8 +228,9 @@ class SyncGraph:
         if self._variables.moments:
             steps = tf.maximum(block_steps, 1.0)
             (counted,) = tf.unstack(verdict.counts, num=1)
-            # With loss scaling the optimizer may skip steps, and it does not count these. `steps`
-            # includes them, and the rule needs a count that is at least `steps`.
+            # With loss scaling the optimizer may skip steps. `steps` includes these, but `counted`
+            # does not. The rule divides by 1 − β^(counted + a), where a is above −`steps`, so
+            # `counted` must be at least `steps`.
             counted = tf.maximum(tf.cast(counted, tf.float32), steps)
             moments = self.averaging.exchange_moments(shares, steps, counted)
             arrived += tf.nest.flatten(moments.spread)
@@ -409,8 +410,8 @@ class SyncGraph:
         }
         pairs = zip(old.replicas.layout.buckets, self.replicas.layout.buckets, strict=True)
         # For each new bucket: the number of the former bucket from which it takes its scalars, such
-        # as counts of syncs. This is the first bucket of its fragment; all buckets of a fragment
-        # have equal scalars.
+        # as counts of syncs. This former bucket is the first one of the same fragment; all buckets
+        # of a fragment have equal scalars.
         counting = [theirs.start for theirs, mine in pairs for _ in range(mine.start, mine.stop)]
         for cell in {cell.field: cell for cell in self.global_state.cells()}.values():
             if cell.field in ("moments/momentum", "moments/velocity"):
@@ -432,9 +433,9 @@ class SyncGraph:
             anchor.assign(value)
         for slot, theirs in zip(self.counted(), old.counted(), strict=True):
             slot.variable.assign(theirs.variable.read_value())
-        # Weights that replicas have trained may differ. So for variables that `old` had, too, all
-        # workers set the signatures to 0. The other variables keep their signatures, and the next
-        # sync compares these.
+        # A sync compares the workers' signatures, to find workers that start from different values.
+        # After training, values of variables that `old` had may rightly differ between workers. So
+        # all workers set the signatures of such variables to 0. The new variables keep theirs.
         variables = self._variables
         for signatures, of_kind in (
             (self.consensus.signatures, variables.weights),

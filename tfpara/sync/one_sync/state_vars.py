@@ -64,7 +64,7 @@ class Kind(enum.Enum):
         return self in (Kind.SUM, Kind.MEAN, Kind.FIRST)
 
 
-# The kind of the slot of a metric's variable, by the aggregation that the variable has in Keras.
+# Maps the `aggregation` of a metric's variable in Keras to the kind of the variable's slot.
 _OF_METRIC = {"mean": Kind.MEAN, "only_first_replica": Kind.FIRST, "none": Kind.FIRST}
 
 

@@ -34,9 +34,9 @@ class Synchronizer:
         # model's variables; else None.
         self._own: list[list[tf.Tensor]] | None = None
         self._shown: str | None = None  # inside the context of `showing`: the name given to it
-        # If the global model is in parts on several workers: the chief's copy of the whole, as
-        # buckets in the host's memory; and how many syncs were committed when it was gathered, -1
-        # if the copy is out of date.
+        # These two are used if the global model is in parts on several workers. `_gathered` is the
+        # chief's copy of the whole model, as buckets in the host's memory. `_gathered_at` is the
+        # number of syncs when the copy was made; -1: there is no copy, or it is out of date.
         self._gathered: list[tf.Tensor] = []
         self._gathered_at = -1
         self._places = variables.places()
@@ -65,7 +65,9 @@ class Synchronizer:
             weights: weight of each of these minibatches in the mean of the replicas.
             nonfinite: whether each was left out for NaN or Inf; empty: none is ever left out.
         """
-        with tf.device("CPU:0"):  # on a GPU the host would wait for the result
+        # The host decides by the result whether to call `act`. If a GPU computed the result, the
+        # host would have to wait for the GPU in every step.
+        with tf.device("CPU:0"):
             of_each = [tf.cast(n, tf.float64) for n in samples]
             counts = [tf.cast(n, tf.float64) for n in weights]
             if nonfinite and self.graph.left_out is not None:

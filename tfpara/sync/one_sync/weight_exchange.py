@@ -19,15 +19,17 @@ from tfpara.sync.one_sync.replicas import Buckets, Replicas
 from tfpara.sync.one_sync.state_vars import Kind, Slot
 from tfpara.typing import State
 
-# Weights travel with the reports within two limits: on the bytes of all workers' weights together,
-# and on the bytes that a worker sends beyond those that it would send in an all-reduce. Sending
-# `MORE_BYTES` takes 5 ms at 100 Mbit/s, about as long as the all-reduce that is saved.
+# Weights are sent together with the reports, without an all-reduce, if two numbers are small
+# enough. The bytes of all workers' weights together must be at most WITH_REPORTS_BYTES. The bytes
+# that a worker sends may exceed those of an all-reduce by at most MORE_BYTES. Sending MORE_BYTES
+# takes 5 ms at 100 Mbit/s, about as long as the all-reduce that is saved.
 WITH_REPORTS_BYTES = 2 << 20
 MORE_BYTES = 1 << 16
-# TensorFlow takes a part of a vector without a copy if the part begins and ends at a multiple of
-# this many numbers of four bytes.
+# TensorFlow takes a part of a float32 or int32 vector without a copy if the indices at which the
+# part begins and ends are multiples of this number.
 ALIGNED = 16
-# The variables of a wire, each with the value that is written to it on commit.
+# Variables of a `Wire`, the transport of weights. Each is paired with the value that
+# `Averaging.commit` writes to it.
 Writes = list[tuple[tf.Variable, tf.Tensor]]
 
 

@@ -284,8 +284,8 @@ class DistributedData:
         if self.balance is None or place.calls:
             return None
         if self.worker.changes:
-            # Within the epochs of an elastic run the plan of the members deals out the data, so a
-            # pass over these datasets gets no minibatches.
+            # In an elastic run the steps of an epoch read other datasets, which `DataPlan` makes.
+            # So within an epoch, a pass over the datasets given to `fit` has no minibatches.
             return None if place.is_before_epochs else Dealt(None)
         return self.balance.begin_epoch(epoch, first, warm=self.models.steps_seen > 0)
 
@@ -308,7 +308,8 @@ class _Datasets(_input_lib.DistributedDatasetsFromFunction):
 
     data: DistributedData
     _dataset_fn: _DatasetFn
-    # Keras calls `map` and `prefetch` to apply `class_weight`.
+    # To apply `class_weight`, Keras calls `map` and then `prefetch` of the data. TensorFlow's
+    # distributed datasets have neither method, so this class adds both.
     prefetch = _not_read_ahead
 
     @property

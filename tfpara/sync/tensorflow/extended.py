@@ -73,7 +73,7 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         self.progress: Any = None
         self.worker = Worker(company)
         self.call_site = self.worker.call_site
-        self._looking = False  # whether Keras reduces a first batch only to see its shapes
+        self._looking = False  # whether Keras calls `reduce` only to learn a first batch's shapes
         # `waits` is made early, since threads of an elastic run read it before models are trained.
         self.waits = Waits(found, self.worker, bool(settings.overlap))
         horovod = settings.collectives == "horovod" and found.num_workers > 1
@@ -171,7 +171,8 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
     def _id_in_cluster(self, rank: int) -> None:
         self.worker.rank = rank
 
-    # The parent class computes the following three as if all workers had equally many devices.
+    # The parent class computes the values of the next three members as if all workers had equally
+    # many devices.
     @property
     def _num_replicas_in_sync(self) -> int:
         return self.worker.replicas

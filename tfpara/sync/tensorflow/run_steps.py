@@ -229,8 +229,8 @@ class RunSteps:
         setting = (
             "" if settings.local_state == "keep" else f", local_state={settings.local_state!r}"
         )
-        # The message has only the class name of the rule: the repr of an outer rule reads an
-        # optimizer, which is not possible in a graph.
+        # The message has the class name of the rule, not its repr. The repr of the rule `Outer`
+        # reads a Keras optimizer, which is not possible in a graph.
         check_optimizers_known(model, used, f"{type(settings.rule).__name__}{setting}")
 
     def check_written(self, synchronizer: Synchronizer, written: Sequence[Variable]) -> None:

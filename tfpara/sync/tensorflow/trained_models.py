@@ -300,9 +300,9 @@ class TrainedModels:
     def _site(self) -> Site:
         """Returns this worker's place among the workers that train the next model."""
         site = Site(
-            # A worker that joins an elastic run has made fewer synchronizers than the others, so a
-            # number in its name would differ from theirs. An elastic run trains one model, and
-            # needs no number.
+            # The name must be the same on all workers. A worker that joins an elastic run has made
+            # fewer synchronizers than the others, so `_made` may differ. But an elastic run trains
+            # only one model, so its name needs no number.
             name="model" if self.company.changes else f"model{self._made}",
             num_replicas=self._worker.replicas,
             company=self.company,
@@ -347,8 +347,9 @@ class TrainedModels:
 
     def forget(self, model: keras.Model) -> None:
         """Gives up what is kept of a model; every worker must call it."""
-        # The blocks of all models are closed first, since other workers may still train another
-        # model.
+        # The blocks of all models are closed first, not only that of `model`. Other workers may
+        # still train another model, and this worker must take part in the syncs of that model until
+        # all workers have come to this call.
         self.finish_blocks(_FORGET)
         entry = self._entry_of(model)
         if entry is None:

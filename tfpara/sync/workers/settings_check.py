@@ -8,8 +8,8 @@ from tfpara.cluster.call_site import Purpose
 from tfpara.sync.workers.json_exchange import everyones
 from tfpara.sync.workers.meetings import Control
 
-# Advice for settings that differ and that the user may be unable to make equal, by the name of the
-# setting.
+# Maps the name of a setting to advice for workers whose values of the setting differ. The user may
+# be unable to make these values equal.
 _FIXES = {
     "devices per worker": "Where numbers of devices differ, start a worker for each device, or "
     "leave elastic= out."

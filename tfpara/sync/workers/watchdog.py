@@ -45,10 +45,11 @@ class Watchdog:
         self._thread.join()
 
     def _watch(self) -> None:
-        # When the last sync that this thread has aborted had begun; 0 if there was none.
+        # The time at which the sync began that this thread has aborted last; 0 if it has aborted
+        # none.
         ended = 0.0
-        # The time at which the present sync began, and the seconds of waiting after which its next
-        # report comes.
+        # The time at which the present sync began, and the seconds of waiting after which this
+        # thread next reports the wait.
         seen, tell_after = 0.0, _TELL_SECONDS
         while not self._stop.wait(min(1.0, self._timeout / 10.0)):
             began = self._waiting_since()

@@ -35,7 +35,8 @@ class Worker:
     host: str = "CPU:0"
     call_site: CallSite = dataclasses.field(default_factory=CallSite)
     control: Control = dataclasses.field(init=False)
-    _place: Sequence[int] = ()  # within `as_one_of`: the number of devices of each worker
+    # In a context of `as_one_of`: the number of devices of each worker; else empty.
+    _place: Sequence[int] = ()
 
     @property
     def changes(self) -> bool:
