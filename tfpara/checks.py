@@ -31,7 +31,7 @@ def check_backend() -> None:
     backend = keras.backend.backend()
     if backend != "tensorflow":
         raise ValueError(
-            f"Keras computes by its backend {backend!r}, and tfpara trains by 'tensorflow'. Set "
+            f"Keras has the backend {backend!r}, and tfpara needs the backend 'tensorflow'. Set "
             "KERAS_BACKEND=tensorflow in the environment, before Python imports keras."
         )
 

@@ -186,8 +186,8 @@ class _Evaluator:
                 if time.monotonic() - since > 60 * wait_minutes:
                     raise CheckpointError(
                         f"there was no {what} for {wait_minutes:g} minutes. The run has stopped, "
-                        "or writes checkpoints elsewhere, or seldom: then give a longer "
-                        "wait_minutes. Started again, this goes on."
+                        "writes its checkpoints elsewhere, or writes them less often: in that "
+                        "case give a longer wait_minutes. Start this program again to continue."
                     )
                 waits = refused or f"waits for a {what}, at most {wait_minutes:g} minutes"
                 if told != waits:

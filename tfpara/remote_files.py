@@ -47,7 +47,8 @@ def is_url(path: str | os.PathLike[str]) -> bool:
     text = os.fspath(path)
     if isinstance(path, PurePath) and re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/(?!/)", text):
         raise ValueError(
-            f"{text!r} is a Path of a URL, which drops a slash: give the URL as a str."
+            f"{text!r} is a Path made from a URL, and a Path drops one of its slashes: give the "
+            "URL as a str."
         )
     return "://" in text
 

@@ -65,7 +65,7 @@ def _limited(
         if ours is None:
             continue
         name = f"*{ours['system']}*"
-        text = f"At {link}, two workers of {name} train {ours[_SPEED]:.0f} samples/s."
+        text = f"At {link}, two workers of {name} train on {ours[_SPEED]:.0f} samples/s."
         if free is not None:
             ratio = ours[_SPEED] / free[_SPEED]
             text += f" At {link}, {name} is {ratio:.2f} times as fast as on loopback."

@@ -93,7 +93,7 @@ def _conditions(content: dict[str, Any]) -> str:
         f"The machine had {machine['cores']} cores ({machine['cpu']}, {machine['system']}). The "
         f"versions were {versions}. The network was {sizes['inputs']}-{sizes['layers']}x"
         f"{sizes['width']}-{sizes['classes']}. Minibatches had {sizes['batch']} samples, and each "
-        f"worker had one thread. Figures on loopback are medians of {content['rounds']} round(s), "
+        f"worker had one thread. Figures on loopback are medians of {content['rounds']} rounds, "
         "with the smallest and the largest value in brackets."
     )
 

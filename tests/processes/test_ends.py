@@ -82,7 +82,7 @@ def test_parameter_servers_of_a_synchronous_run_end_at_once(monkeypatch):
     assert ended.returncode == 0, ended.stderr
     said = [f"[{name}] {words}" for name in ("chief", "worker 0") for words in ("trained", "end")]
     assert sorted(lines(ended.stdout)) == sorted(said)
-    nothing_to_do = "tfpara: this process is of the job 'ps' of TF_CONFIG, and has nothing to do: "
+    nothing_to_do = "tfpara: this process has the job 'ps' in TF_CONFIG, and nothing to do: "
     for server in ("[ps 0]", "[ps 1]"):
         assert ended.stderr.count(f"{server} {nothing_to_do}") == 1, ended.stderr
     assert ended.stderr.count("TF_CONFIG lists 'ps', which a synchronous strategy leaves out") == 1

@@ -140,5 +140,5 @@ def test_a_script_that_has_none_ends_at_once(tmp_path):
     )
     code, out, err = launch("-n", 1, "--threads=1", "--evaluator", path)
     assert code == 0 and out.count("trains 1") == 1
-    assert "this process is of the job 'evaluator' of TF_CONFIG, and has nothing to do: " in err
+    assert "this process has the job 'evaluator' in TF_CONFIG, and nothing to do: " in err
     assert "tfpara.evaluate_checkpoints where tfpara.is_evaluator() is true" in err

@@ -130,7 +130,7 @@ def test_an_asynchronous_run_whose_chief_is_killed(tmp_path, bucket):
     with start() as run:
         code, output = run.ends()["chief"]
     assert code == 0, output
-    assert "waits whether that one still runs, for 2 s at most" in output
+    assert "waits for at most 2 s to see whether that run still uses it" in output
     assert "Resuming from checkpoint 1: epoch 2." in output
     assert "weight 400" in output  # of two epochs of 200 minibatches
     folder = RemoteFolder(f"{bucket}/run")

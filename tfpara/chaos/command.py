@@ -103,7 +103,7 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--at", type=_names(POINTS), default=[],
         help="points at which there is one more fault after each timed one")  # fmt: skip
     add("--lasting", type=_seconds, default=8.0,
-        help="how long a fault lasts that has an end (default: 8s)")  # fmt: skip
+        help="duration of each fault that ends by itself (default: 8s)")  # fmt: skip
     add("--seed", type=int, default=0, help="of all that is drawn (default: 0)")
     add("--checkpoints", metavar="DIR", help="the folder of the run's checkpoints")
     quiet = parser.add_mutually_exclusive_group()

@@ -115,8 +115,8 @@ class Lease:
         found = first
         if found and found.get("mark") != self._mark:
             print(
-                f"tfpara: {self._folder.url} is locked by {self._holder(found)}; waits whether "
-                f"that one still runs, for {self._limit(found):.0f} s at most.",
+                f"tfpara: {self._folder.url} is locked by {self._holder(found)}; waits for at "
+                f"most {self._limit(found):.0f} s to see whether that run still uses it.",
                 file=sys.stderr,
                 flush=True,
             )

@@ -182,8 +182,8 @@ def _check_takes_part(task: Json, kind: Kind) -> None:
     reason = kind.without_part.get(job) if isinstance(job, str) else None
     if reason:
         raise NoPart(
-            f"this process is of the job {job!r} of TF_CONFIG, and has nothing to do: {reason}. It "
-            "ends with exit code 0.",
+            f"this process has the job {job!r} in TF_CONFIG, and nothing to do: {reason}. It ends "
+            "with exit code 0.",
             str(job),
         )
 
@@ -194,9 +194,9 @@ def _listed(job: str, value: Json) -> Json:
         return value
     if len(value) < 2 or sorted(map(int, value)) != list(range(len(value))):
         raise ClusterError(
-            f"cluster job {job!r} in TF_CONFIG is a map of some addresses alone, "
-            f"{shown(value)}: each process has to know all. With enableDynamicWorker a TFJob "
-            f"tells each worker its own; set that to false, or write a list of all, "
+            f"cluster job {job!r} in TF_CONFIG has only some of the addresses, "
+            f"{shown(value)}: each process must know all addresses. With enableDynamicWorker, a "
+            f"TFJob tells each worker only its own; set that to false, or write a list of all, "
             f'"{job}": ["host:port", ...].'
         )
     return [value[index] for index in sorted(value, key=int)]

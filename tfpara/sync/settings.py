@@ -345,9 +345,9 @@ def few_syncs(syncs: int, replicas: int) -> str:
     if replicas < _MANY or syncs >= enough:
         return ""
     return (
-        f"fit has {counted(syncs, 'sync')} of {replicas} replicas. With fewer than some {enough} "
-        f"their model falls behind that of one replica: take a shorter sync_period, "
-        "if only in the first epoch (callbacks.SyncPeriod), or more epochs."
+        f"fit has {counted(syncs, 'sync')} of {replicas} replicas. With fewer than about "
+        f"{enough} syncs, their model makes more errors than the model of one replica: take a "
+        "shorter sync_period, if only in the first epoch (callbacks.SyncPeriod), or more epochs."
     )
 
 

@@ -177,7 +177,7 @@ def test_an_evaluator_and_parameter_servers_take_no_part(job, capsys):
         with pytest.raises(SystemExit) as leaving:
             cluster.taking_part(functools.partial(cluster.read, env))
         assert leaving.value.code == 0
-        assert f"tfpara: this process is of the job '{job}'" in capsys.readouterr().err
+        assert f"tfpara: this process has the job '{job}'" in capsys.readouterr().err
 
 
 def test_workers_by_index_are_a_list():

@@ -194,8 +194,9 @@ def _looked_at(train: Method) -> Method:
         trained = strategy.extended.models.trained(model) if strategy is not None else None
         if trained is not None and trained.shows_others:
             raise ValueError(
-                "the model is trained while strategy.weights(...) shows others than the replicas' "
-                "own; it would be lost on leaving. Leave first, and train then."
+                "the model is trained while strategy.weights(...) shows other weights than those "
+                "of the replicas; the training would be lost at the end of the with block. Train "
+                "after the block."
             )
         return train(model, *args, **kwargs)
 

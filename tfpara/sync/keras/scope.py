@@ -18,7 +18,8 @@ from tfpara.typing import Variable
 
 _LINES = (
     "Write\n    with strategy.scope():\n"
-    "        model = …  # its layers, and adapt(…) of those; or keras.models.load_model(…)\n"
+    "        model = …  # build it here, or call keras.models.load_model(…)\n"
+    "        # Call adapt(…) of its layers here, too.\n"
     "        model.compile(…)"
 )
 _strategies: weakref.WeakSet[tf.distribute.Strategy] = weakref.WeakSet()

@@ -233,8 +233,9 @@ class Synchronizer:
         kind, index = self._places.get(id(component), ("", 0))
         if kind == "weight" and self.shows_others:
             raise ValueError(
-                "a weight is set while strategy.weights(...) shows others than the replicas' own; "
-                "it would be lost on leaving. Read the weights inside, leave, and set them then."
+                "a weight is set while strategy.weights(...) shows other weights than those of "
+                "the replicas; the new value would be lost at the end of the with block. Read the "
+                "weights in the block, and set them after it."
             )
         graph = self.graph
         value = tf.reshape(tf.cast(component, tf.float32), [-1])

@@ -226,8 +226,9 @@ class TrainedModels:
         """Makes a synchronizer for a model, which starts from the model's present weights."""
         if model is None:
             raise ValueError(
-                "run() was given a function that updates weights, but not whose. Call "
-                "strategy.track(model) once before a custom training loop."
+                "run() was given a function that updates weights, but not the model "
+                "that has the weights. Call strategy.track(model) once before a custom training "
+                "loop."
             )
         _refuse(model)
         former = self._entry(model)
