@@ -185,9 +185,10 @@ class _Evaluator:
                 what = f"new checkpoint{after} in {self._store.directory}"
                 if time.monotonic() - since > 60 * wait_minutes:
                     raise CheckpointError(
-                        f"there was no {what} for {wait_minutes:g} minutes. The run has stopped, "
-                        "writes its checkpoints elsewhere, or writes them less often: in that "
-                        "case give a longer wait_minutes. Start this program again to continue."
+                        f"there was no {what} for {wait_minutes:g} minutes. Either the "
+                        "run has stopped, or it writes its checkpoints elsewhere or less often: in "
+                        "the last case give a longer wait_minutes. Start this program again to "
+                        "continue."
                     )
                 waits = refused or f"waits for a {what}, at most {wait_minutes:g} minutes"
                 if told != waits:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-# A worker that has waited for longer than this waits for the other members. Any other member is one
-# for which they wait. The limit is not 0, because every sync has short waits.
+# A member that has waited for longer than this counts as waiting. Waiting members wait for those
+# that do not count as waiting. The limit is not 0, because every sync has short waits.
 _WAIT_SECONDS = 2.0
 _SILENT_SECONDS = 5.0  # a worker without a report for so long no longer counts as waiting
 _TELL_SECONDS = 10.0  # the first line is printed when others have waited for so long

@@ -90,7 +90,7 @@ class _At(NamedTuple):
     element: tf.experimental.Optional  # the next minibatch
     own: list[tf.Tensor]  # random seeds and carried recurrent states (`Block.own`)
     done: tf.Tensor  # number of the chunk's minibatches before `element`
-    go: tf.Tensor  # whether another block may begin: pull, minibatches, push
+    go: tf.Tensor  # whether another block (a pull, its minibatches, a push) may begin
 
 
 def chunk_function(training: Training) -> Callable[..., tf.Tensor]:

@@ -94,11 +94,12 @@ class Exchange:
                 Without waiting, the answer may not be `settled`.
         """
         server = self.server
-        # Every part of the push waits until the pulls from all servers are over. TensorFlow
-        # releases a graph's locks in the order in which the graph names them. So a push that takes
-        # a lock before the pull is over would hold it until the pull has had all its locks, and two
-        # workers could wait for each other forever. The gradients alone do not make a push wait,
-        # because a weight's gradient may not depend on the weights of all servers.
+        # Every part of the push waits until the pulls from all servers are over. Otherwise two
+        # workers could wait for each other forever: TensorFlow releases a graph's locks in the
+        # order in which the graph names them, those of the pull first. So a push that takes a lock
+        # too early would keep it while the pull still waits for a lock of another worker. The wait
+        # must be explicit, because a weight's gradient may not depend on the weights of all
+        # servers, and would then be ready before some pull is over.
         with tf.control_dependencies(pulled.versions):
             parts = [self.part(shard, push, pulled) for shard in server.shards]
         settled = accepted = tf.constant(True)

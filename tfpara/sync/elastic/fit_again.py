@@ -308,8 +308,8 @@ class FitAgain:
         self._connection.say_leaving()
         graph = self._synchronizer.graph
         request, alike = graph.agreed()
-        # Members meet only if all of them have data left, or none has. A worker without data waits
-        # for the others in a sync, so it would not come to a meeting.
+        # Members meet only if all of them have data left, or none has. While some members have data
+        # left, a member without data waits for them in a sync, and would not come to a meeting.
         if request == Request.MEET and alike:
             graph.answered(Request.MEET)
             self._rejoin.meet(failed=False)

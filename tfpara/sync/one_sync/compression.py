@@ -87,7 +87,8 @@ def decode(words: tf.Tensor, length: int, kind: str) -> tf.Tensor:
     levels = tf.reshape(tf.bitcast(words[:, :-groups], tf.int8), [count, -1])
     levels = tf.cast(levels, tf.float32)
     if per_byte == 2:
-        # The rounding is exact, since numbers of the row's first half are from -7 to 7.
+        # Each byte is a + 16 b, where a is a number of the row's first half and b a number of its
+        # second half. As a is from -7 to 7, the rounded quotient is b.
         sixteens = tf.round(levels / 16.0)
         levels = tf.concat([levels - 16.0 * sixteens, sixteens], 1)
     scales = tf.bitcast(words[:, -groups:], tf.float32)
