@@ -48,6 +48,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         _check_script(parser, options.measure)
         if options.batch is not None:
             parser.error("--batch is for a plan without --measure, which finds it in the script")
+        if len(options.hosts) == 1:
+            parser.error(
+                f"--hosts={options.hosts[0]} has one machine, and a link needs two workers: give "
+                "at least two, or leave --hosts out for two processes on this machine"
+            )
         # If the user gives the link's speed, the link is taken to be between machines with one
         # worker each. Such workers do not slow each other down; workers on one machine do.
         apart = options.link_mbit is not None

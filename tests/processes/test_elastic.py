@@ -696,3 +696,41 @@ def test_a_worker_is_lost_where_a_rate_falls_with_the_position_in_the_epoch(tmp_
     options["paces"] = {"0": 0.02, "1": 0.2, "2": 0.2}
     with elastic_runs.Run(tmp_path, 3, {2: ["step", 5, "SIGKILL"]}, **options) as run:
         assert len(run.check([KILLED])) == 2
+
+
+_ASKED = """
+import os, signal, sys
+from tfpara.cluster import parent
+from tfpara.elastic.meeting_point import Meeting
+reports = parent.Reports()
+meeting = Meeting("127.0.0.1", 0, 1, 60.0, b"")
+os.environ.update(parent.variables(reports.writer), TFPARA_MEETING=f"127.0.0.1:{meeting.port}")
+import keras, numpy as np, tfpara
+strategy = tfpara.PeriodicSyncStrategy(tfpara.BSP(), sync_period=5, elastic=tfpara.Elastic())
+with strategy.scope():
+    model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+x = np.zeros((640, 8), "float32")
+def ask(batch, logs):
+    if batch == 12: os.kill(os.getpid(), signal.SIGTERM)
+callbacks = [keras.callbacks.LambdaCallback(on_train_batch_begin=ask)]
+if sys.argv[2] == "saves": callbacks.append(tfpara.callbacks.Checkpoint(sys.argv[1] + "/run"))
+try: model.fit(x, x[:, :1], batch_size=32, verbose=0, callbacks=callbacks)
+except (SystemExit, RuntimeError): pass
+print("SAID", reports.read().get("saves"), flush=True)
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("what,saves", [("saves", True), ("does not save", None)])
+def test_the_launcher_is_told_that_a_worker_that_leaves_may_write_a_checkpoint(
+    what, saves, tmp_path
+):
+    script = tmp_path / "script.py"
+    script.write_text(_ASKED)
+    with warm.Popen(
+        [str(script), str(tmp_path), what], stdout=subprocess.PIPE, text=True, env={**os.environ}
+    ) as process:
+        said, _ = process.communicate(timeout=120)
+    assert f"SAID {saves}\n" in said
+    assert (tmp_path / "run" / "checkpoint-00000001").exists() == bool(saves)

@@ -95,3 +95,25 @@ def test_the_page_of_two_workers_is_right_and_shows_a_fault(tmp_path):
     assert "restart 1 of 1: worker 1 failed first: killed by SIGKILL" in lines[-2]
     assert "all 2 workers done" in lines[-1]
     assert SECRET not in said
+
+
+def test_the_page_stays_when_horovods_store_is_made_anew(tmp_path):
+    script, errors = tmp_path / "script.py", tmp_path / "errors"
+    script.write_text(
+        "import os, pathlib, sys, time\n"
+        "here = pathlib.Path(sys.argv[1])\n"
+        "while not (here / 'go').exists(): time.sleep(0.01)\n"
+        "if not (here / 'failed').exists():\n"
+        "    (here / 'failed').touch(); (here / 'go').unlink(); sys.exit(3)\n"
+    )
+    flags = ("-n", 1, "--collectives=horovod", "--status_port=0", "--max_restarts=1")
+    with (
+        errors.open("w") as stderr,
+        Launched(*flags, script, tmp_path, stderr=stderr) as launched,
+    ):
+        page = url_of(errors.read_text, "tfpara-launch")
+        for starts in (1, 2):
+            until(page, lambda status, starts=starts: status["starts"] == starts)
+            (tmp_path / "go").touch()
+        code, _, _ = launched.finish()
+    assert code == 0, errors.read_text()

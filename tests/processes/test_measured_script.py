@@ -14,7 +14,8 @@ import keras, numpy as np, tfpara
 folder = pathlib.Path(sys.argv[1])
 strategy = tfpara.PeriodicSyncStrategy(tfpara.BMUF(), sync_period=40, **eval(sys.argv[2]))
 with strategy.scope():
-    model = keras.Sequential([keras.Input((1000,)), keras.layers.Dense(1000)])
+    frozen = keras.layers.Dense(1000, trainable=False)
+    model = keras.Sequential([keras.Input((1000,)), frozen, keras.layers.Dense(1000)])
     model.compile(keras.optimizers.Adam(0.001), "mse")
 x = np.zeros((64, 1000), "float32")
 model.fit(x, x, batch_size=16, epochs=int(sys.argv[3]), callbacks=[
@@ -43,7 +44,7 @@ def measured(tmp_path, capfd, monkeypatch):
 
 @pytest.mark.nightly
 def test_a_script_is_measured_and_nothing_of_it_is_written(measured, tmp_path):
-    """Epochs of four minibatches, and a period of 40, in whose place is one of two."""
+    """Epochs of four minibatches; a period of 40, in whose place is one of two; frozen weights."""
     code, said = measured({})
     assert code == 0, said.err
     found = json.loads((tmp_path / "plan.json").read_text())

@@ -1032,3 +1032,29 @@ def test_what_cannot_be_counted_is_an_error(count):
     data = sequence_data(strategy, [[sequences(rng, *kind) for kind in PADDED]])
     with pytest.raises(tf.errors.InvalidArgumentError, match="replica 0 .* negative number, NaN"):
         model.fit(data, verbose=0)
+
+
+class Scaled(keras.layers.Layer):
+    """y = a b x, with weights of the shapes () and (1,)."""
+
+    def build(self, shape):
+        self.a = self.add_weight(shape=(), initializer="ones", name="a")
+        self.b = self.add_weight(shape=(1,), initializer="ones", name="b")
+
+    def call(self, x):
+        return x * self.a * self.b
+
+
+@pytest.mark.parametrize("local_state", ["average", "reset"])
+@pytest.mark.parametrize("kind", [keras.optimizers.Adam, keras.optimizers.Nadam])
+def test_slots_of_a_weight_without_a_shape_are_those_of_any_weight(kind, local_state):
+    strategy = make(tfpara.BSP(), sync_period=1, local_state=local_state)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((3,)), Scaled()])
+        model.compile(kind(0.1), "mse")
+    x, y = np.random.default_rng(5).random((2, 8, 3)).astype("float32")
+    model.fit(x, y, batch_size=8, verbose=0)
+    for slots in (model.optimizer._momentums, model.optimizer._velocities):
+        (a, b), (a_there, b_there) = of_replicas(strategy, model, slots)
+        assert a == a_there == b == b_there and (a == 0.0) == (local_state == "reset")
+    assert float(model.optimizer.learning_rate) == np.float32(0.1)

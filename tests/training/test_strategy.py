@@ -1087,6 +1087,24 @@ def test_a_block_whose_sample_weights_are_all_0_is_synced():
             np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.parametrize("period", [None, 1, 2])
+@pytest.mark.parametrize("weight", [100.0, 1.0, 0.001])
+def test_small_sample_weights_give_each_device_its_share(period, weight):
+    """One device has target 0, and the other one target 1."""
+    devices = ["CPU:0", "CPU:1"]
+    strategy = make_strategy(sync_period=2, device_sync_period=period, devices=devices)
+    with strategy.scope():
+        layer = keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")
+        model = keras.Sequential([keras.Input((1,)), layer])
+        loss = keras.losses.MeanSquaredError(reduction="mean_with_sample_weight")
+        model.compile(keras.optimizers.SGD(0.1), loss)
+    x, y = np.ones((8, 1), "float32"), np.float32([[0], [0], [1], [1]] * 2)
+    data = tf.data.Dataset.from_tensor_slices((x, y, np.full(8, weight, "float32"))).batch(4)
+    model.fit(data, verbose=0)
+    # Each step moves w by 0.2 (target - w), so after two steps the devices have 0 and 0.36.
+    np.testing.assert_allclose(layer.kernel.numpy(), [[0.18]], rtol=1e-5)
+
+
 def test_rounding_weights_of_float64_is_told(capsys):
     strategy = make_strategy()
     with strategy.scope():

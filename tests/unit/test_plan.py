@@ -207,6 +207,7 @@ def test_models_are_sharded_from_the_same_size_on():
         (("--out=/nowhere/plan.json",), "there is no folder /nowhere"),
         (("--step_ms=1",), "--model_mb, --link_mbit must be given, or --measure SCRIPT.py"),
         ((*GIVEN, "--hosts=a,b"), "--hosts is for --measure SCRIPT.py"),
+        (("--hosts=a", "--measure", __file__), "--hosts=a has one machine, and a link needs two"),
         (("--measure",), "--measure needs a script"),
         (("--measure", "nowhere.py", "--epochs=3"), "there is no file nowhere.py"),
     ],

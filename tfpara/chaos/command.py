@@ -120,6 +120,8 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
         options.command[0]
     ):
         parser.error(f"program {options.command[0]!r} was not found in PATH. Check its name.")
+    if options.report and not options.report.absolute().parent.is_dir():
+        parser.error(f"--report={options.report}: the folder does not exist. Make it first.")
     folder = options.checkpoints
     options.checkpoints = Path(folder.replace("{run}", "faults")) if folder else None
     for kind in options.faults:

@@ -42,7 +42,7 @@ from tfpara.typing import Json
 
 _GUESTS = 1024
 _LONGEST_NAME, _LONGEST_PLACE = 80, 200
-_MEETING_SECONDS = 300.0  # longest wait for a connected member that does not come to a meeting
+_MEETING_SECONDS = 300.0  # longest wait of a member for another that does not come to a meeting
 _log = logging.getLogger(__name__)
 
 

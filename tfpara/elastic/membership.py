@@ -56,7 +56,8 @@ class Limits:
             without the others.
         grace_seconds: longest wait for others if fewer than `min_workers` are left, and for absent
             members.
-        meeting_seconds: longest wait for a member that is connected and does not come to a meeting.
+        meeting_seconds: longest wait, from the first member that comes to a meeting, for a member
+            that is connected and does not come.
     """
 
     founders: int
@@ -412,6 +413,9 @@ class Membership:
         if now >= self._awaited_until:
             for task in tuple(self.absent):
                 said += self.gone(task, "has not come back", now)
+        # All members may be in a long validation. So nobody is late until a first member has come.
+        if self.phase == "meeting" and not any(self._workers[t].came for t in self.members):
+            self._since = now
         late = now - self._since >= self.limits.meeting_seconds
         if self.phase in ("meeting", "enabling") and late:
             for task in self.members:

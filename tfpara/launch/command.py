@@ -147,7 +147,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                 policy, processes = _elastic(options, stores)
             else:
                 policy = Policy(options.grace, options.restart_workers or 0)
-                processes = functools.partial(_processes, options, stores)
+                # The stores of Horovod's workers end before each restart, and the page does not.
+                of_workers = stores.enter_context(contextlib.ExitStack())
+                processes = functools.partial(_processes, options, of_workers)
             if options.evaluator:
                 processes = _and_evaluator(options, processes)
             launcher = Launcher(console, options.log_dir, policy, options.max_restarts)

@@ -121,6 +121,19 @@ def test_who_does_not_come_is_given_up():
     assert [message.get("form") for _, message in said[3:]] == [2, 2]
 
 
+def test_nobody_is_late_until_a_first_member_has_come():
+    """After a loss, all others may still be in a long validation."""
+    membership = begun(12)
+    membership.gone(11, "is lost", 60.0)
+    for now in range(61, 1000):
+        assert membership.tick(float(now)) == []
+    for task in range(10):
+        membership.met(task, 1, {}, True, 1000.0)
+    assert membership.tick(1298.0) == []
+    said = membership.tick(1300.0)
+    assert said[0][0] == 10 and "did not come to the meeting for 300 s" in said[0][1]["evicted"]
+
+
 def test_too_few_are_left():
     membership = begun(min_workers=2)
     membership.gone(0, "is lost", 1.0)

@@ -16,6 +16,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfpara.cluster import parent
 from tfpara.elastic.meeting import Passed
 from tfpara.sync.elastic.connection import LOST, GivenUp, in_short
 from tfpara.sync.elastic.rejoin import Rejoin
@@ -188,6 +189,9 @@ class FitAgain:
         if self._connection.leaves:
             os._exit(128 + number)
         self._connection.leaves = True
+        if "checkpoints" in self._transfer.holders:
+            # If all members leave, they write a checkpoint before they end.
+            parent.tell(saves=True)
         if self._connection.joining:
             self._connection.line.give_up()
 

@@ -11,7 +11,6 @@ import time
 from typing import Any, NoReturn
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from tfpara.measuring import MARK
@@ -96,11 +95,10 @@ class MeasuredFit(keras.callbacks.Callback):
         with strategy.weights(self.model, "global"):
             pass
         steps, syncs = max(counted.steps, 1), max(counted.syncs, 1)
-        nbytes = 4 * sum(
-            int(np.prod(variable.shape))
-            for variable in self.model.variables
-            if tf.as_dtype(variable.dtype).is_floating
-        )
+        # A sync exchanges no frozen weights.
+        replicas = strategy.extended.models.trained(self.model).graph.replicas
+        layouts = (replicas.layout, replicas.state_layout, replicas.slot_layout)
+        nbytes = 4 * sum(layout.num_elements for layout in layouts)
         reduced = max(nbytes, _REDUCED_BYTES)
         reduces = [self._reduce_ms(size) for size in (reduced, 4)]
         _say(

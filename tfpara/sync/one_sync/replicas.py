@@ -275,7 +275,7 @@ class Replicas:
         of its minibatches' weights. If all n_i are 0, nothing changes.
         """
         total = tf.reduce_sum(samples)
-        shares = tf.unstack(tf.cast(samples / tf.maximum(total, 1.0), tf.float32))
+        shares = tf.unstack(tf.cast(tf.math.divide_no_nan(samples, total), tf.float32))
         weights, state = self.variables.weights, self.variables.state
         constraints = self.variables.constraints or [None] * len(weights)
         kinds = [(v, tf.subtract, c) for v, c in zip(weights, constraints, strict=True)]

@@ -147,14 +147,21 @@ def _slots(optimizer: keras.optimizers.Optimizer) -> list[tuple[keras.Variable, 
     them.
     """
     start = float(getattr(optimizer, "initial_accumulator_value", 0.0))
-    # Nadam keeps the product of all its momenta so far, which belongs to its moments. No other
-    # scalar does.
+    # Nadam keeps the product of all its momenta so far, which belongs to its moments. Of the other
+    # scalars, such as the learning rate, only slots do. Keras keeps slots in lists, with one for
+    # each weight, and a weight may be a scalar.
     product = getattr(optimizer, "_u_product", None)
+    lists = [
+        value
+        for name, value in vars(optimizer).items()
+        if isinstance(value, list) and name not in ("_variables", "_trainable_variables")
+    ]
+    listed = {id(slot) for value in lists for slot in value}
     return [
         (v, 1.0 if v is product else start if v.path.endswith("accumulator") else 0.0)
         for v in optimizer.variables
         if v.value.dtype.is_floating
-        and (v.value.shape.rank or v is product)
+        and (v.value.shape.rank or v is product or id(v) in listed)
         and not v.path.endswith("gradient_accumulator")  # it belongs to a step that is under way
         and not getattr(v, "of_one_replica", False)
     ]
