@@ -113,7 +113,7 @@ def test_the_page_stays_when_horovods_store_is_made_anew(tmp_path):
     ):
         page = url_of(errors.read_text, "tfpara-launch")
         for starts in (1, 2):
-            until(page, lambda status, starts=starts: status["starts"] == starts)
+            until(page, lambda s, wanted=[starts]: [w["starts"] for w in s["workers"]] == wanted)
             (tmp_path / "go").touch()
         code, _, _ = launched.finish()
     assert code == 0, errors.read_text()
