@@ -9,8 +9,6 @@ id and speaker.
 import hashlib
 import json
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from input import records
+from input.open_files import OpenFiles
 from input.records import CorpusError, Place
 
 VERSION = 1
@@ -133,19 +132,16 @@ def verify(index: CorpusIndex) -> None:
                 read_utterance(index, split, files, utterance)
 
 
-@contextmanager
-def open_shards(split: Split) -> Iterator[list[int]]:
-    """Yields the file descriptors of a split's shards, and closes them at the end."""
-    files = [os.open(path, os.O_RDONLY) for path in split.shards]
-    try:
-        yield files
-    finally:
-        for file in files:
-            os.close(file)
+def open_shards(split: Split) -> OpenFiles:
+    """Returns the files of a split's shards, a context manager that closes them at the end.
+
+    If a shard is replaced while it is in use, the CRC-32 of the utterances shows it.
+    """
+    return OpenFiles(split.shards)
 
 
 def read_utterance(
-    index: CorpusIndex, split: Split, files: list[int], utterance: int
+    index: CorpusIndex, split: Split, files: OpenFiles, utterance: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Reads and checks one utterance.
 

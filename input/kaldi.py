@@ -7,13 +7,9 @@ takes a matrix for integers if its first number has no decimal point. One object
 time.
 """
 
-import gzip
 import io
 import os
-import shutil
 import struct
-import tempfile
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, BinaryIO, NamedTuple
@@ -69,7 +65,7 @@ def read_archive(file: BinaryIO, path: str) -> Iterator[Item]:
     """Yields the objects of an archive in order.
 
     Args:
-      file: the open archive, from `open_seekable`.
+      file: the open archive, from `open_files.Archives`.
       path: its name, for messages.
 
     Raises:
@@ -112,35 +108,6 @@ def as_labels(value: np.ndarray, where: str) -> np.ndarray:
             f" {value.dtype} {list(value.shape)}"
         )
     return value.astype(np.int32)
-
-
-@contextmanager
-def open_seekable(path: str) -> Iterator[BinaryIO]:
-    """Opens a file so that it can be read at any offset.
-
-    A gzipped file is unpacked to a temporary file.
-
-    Raises:
-      FileNotFoundError: there is no such file.
-      CorpusError: its compressed data is damaged.
-    """
-    if not os.path.isfile(path):
-        raise FileNotFoundError(f"archive {path} does not exist")
-    with open(path, "rb") as file:
-        if file.read(2) != b"\x1f\x8b":
-            file.seek(0)
-            yield file
-            return
-    with tempfile.TemporaryFile(prefix="kaldi-") as unpacked:
-        try:
-            with gzip.open(path) as packed:
-                shutil.copyfileobj(packed, unpacked, 1 << 20)
-        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-            raise CorpusError(
-                f"{path}: its gzip data is damaged after {unpacked.tell()} unpacked bytes ({error})"
-            ) from error
-        unpacked.seek(0)
-        yield unpacked
 
 
 @contextmanager

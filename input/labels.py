@@ -9,13 +9,13 @@ import glob
 import hashlib
 import math
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
-from typing import BinaryIO, NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
 from input import alignment, kaldi
 from input.features import FRAME_LENGTH, FRAME_SHIFT
+from input.open_files import Archives
 from input.records import CorpusError
 
 # Data may have this many classes even if they have fewer frames. Data with more classes count as
@@ -64,7 +64,7 @@ _Opened = TypeVar("_Opened", bound="_OfFiles")
 
 
 class _OfFiles(abc.ABC):
-    """Labels that are read from files, which stay open. A context manager.
+    """Labels that are read from files. A context manager.
 
     Args:
       patterns: files or shell patterns.
@@ -311,19 +311,17 @@ class PhoneTimes(_OfFiles):
         return phones
 
 
-class _Files:
-    """The open files that patterns name, and their digest."""
+class _Files(Archives):
+    """The files that patterns name, and their digest."""
 
     def __init__(self, patterns: list[str]) -> None:
-        self.paths = [path for pattern in patterns for path in _expand(pattern)]
-        if len(set(self.paths)) < len(self.paths):
+        paths = [path for pattern in patterns for path in _expand(pattern)]
+        if len(set(paths)) < len(paths):
             raise CorpusError(f"a file is named twice in {', '.join(patterns)}")
+        super().__init__(paths)
         digest = hashlib.sha256()
-        self._stack = ExitStack()
-        self._open: list[BinaryIO] = []
         try:
-            for path in self.paths:
-                self._open.append(self._stack.enter_context(kaldi.open_seekable(path)))
+            for path in paths:
                 with open(path, "rb") as file:
                     while part := file.read(1 << 20):
                         digest.update(part)
@@ -331,12 +329,6 @@ class _Files:
             self.close()
             raise
         self.digest = digest.hexdigest()
-
-    def __getitem__(self, number: int) -> BinaryIO:
-        return self._open[number]
-
-    def close(self) -> None:
-        self._stack.close()
 
 
 def _expand(pattern: str) -> list[str]:

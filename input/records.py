@@ -8,7 +8,7 @@ record, so that a record can be read alone, and every error names its file, offs
 
 import os
 import zlib
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -63,11 +63,11 @@ def record_length(data: bytes) -> int:
     return _HEADER + len(data) + _FOOTER
 
 
-def read(file: int, place: Place, feature_dim: int) -> tuple[np.ndarray, np.ndarray]:
+def read(file: BinaryIO, place: Place, feature_dim: int) -> tuple[np.ndarray, np.ndarray]:
     """Reads and checks one utterance.
 
     Args:
-      file: descriptor of the file at `place.path`.
+      file: the open file at `place.path`.
       place: place of the utterance.
       feature_dim: expected width of a frame.
 
@@ -77,9 +77,10 @@ def read(file: int, place: Place, feature_dim: int) -> tuple[np.ndarray, np.ndar
     Raises:
       CorpusError: the record is cut short, damaged, of another width or length, or not finite.
     """
-    left = max(0, os.fstat(file).st_size - place.offset)
+    descriptor = file.fileno()
+    left = max(0, os.fstat(descriptor).st_size - place.offset)
     try:
-        record = os.pread(file, min(place.length, left), place.offset)
+        record = os.pread(descriptor, min(place.length, left), place.offset)
     except OSError as error:
         raise CorpusError(f"{place}: the file cannot be read ({error.strerror})") from error
     if len(record) < place.length:

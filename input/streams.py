@@ -20,6 +20,7 @@ import tensorflow as tf
 
 from input import blocks, features, index, stream_plan
 from input.index import CorpusIndex
+from input.open_files import OpenFiles
 from input.stream_plan import StreamPlan
 
 STREAMS = 100
@@ -224,7 +225,7 @@ class _Reader:
     """Reads utterances, and cuts pieces for the model from them."""
 
     def __init__(
-        self, corpus: CorpusIndex, split: str, files: list[int], options: StreamOptions
+        self, corpus: CorpusIndex, split: str, files: OpenFiles, options: StreamOptions
     ) -> None:
         self.options = options
         self._corpus, self._split, self._files = corpus, corpus.split(split), files

@@ -189,8 +189,16 @@ def warm_start() -> callbacks.WarmStart:
     return callbacks.WarmStart(_WARM.value)
 
 
-def optimizer(model: keras.Model, num_replicas: int) -> keras.optimizers.Optimizer:
-    """Returns the local optimizer, for a built model; call it in the strategy's scope."""
+def optimizer(
+    model: keras.Model, num_replicas: int, minibatch: int | None = None
+) -> keras.optimizers.Optimizer:
+    """Returns the local optimizer, for a built model; call it in the strategy's scope.
+
+    Args:
+        model: the built model.
+        num_replicas: number of replicas of all workers.
+        minibatch: frames of which a replica's loss is the mean; None for the first --minibatch.
+    """
     rate: Any = _scaled(_first_rate(), num_replicas)
     if _schedule() == "hand":
         rate = keras.optimizers.schedules.ExponentialDecay(rate, 1, _HAND.value ** _step())
@@ -198,7 +206,8 @@ def optimizer(model: keras.Model, num_replicas: int) -> keras.optimizers.Optimiz
     if _OPTIMIZER.value == "ngsgd":
         return NGSGD(rate, _MOMENTUM.value, **clip).attach(model)
     if _OPTIMIZER.value == "adapt":
-        return schedules.Adapt(rate, gradient_scale=next(iter(minibatches().values())), **clip)
+        scale = minibatch or next(iter(minibatches().values()))
+        return schedules.Adapt(rate, gradient_scale=scale, **clip)
     if _OPTIMIZER.value == "adam":
         return keras.optimizers.Adam(rate, **clip)
     if _OPTIMIZER.value == "adamw":

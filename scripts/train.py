@@ -271,7 +271,11 @@ def _model(description: dict[str, Any], strategy: Any) -> keras.Model:
         if _INIT.value:
             runs.check_activation(description, Path(_INIT.value))
             runs.load_weights(model, Path(_INIT.value))
-        optimizer = schedule_flags.optimizer(model, strategy.num_replicas)
+        # The loss of streams is a mean over all frames of a step, including padding.
+        streams = description["streams"] * description["truncation"]
+        optimizer = schedule_flags.optimizer(
+            model, strategy.num_replicas, streams if is_recurrent(description) else None
+        )
         model.compile(optimizer, **runs.metrics(description))
     return model
 

@@ -13,6 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from input import kaldi, kaldi_tables
+from input.open_files import Archives
 from input.records import CorpusError
 
 
@@ -21,8 +22,8 @@ def location(path, offset=0, ranges=""):
 
 
 def archive(path):
-    with kaldi.open_seekable(str(path)) as file:
-        return list(kaldi.read_archive(file, str(path)))
+    with Archives([str(path)]) as files:
+        return list(kaldi.read_archive(files[0], str(path)))
 
 
 def by_hand(kind: bytes, matrix: np.ndarray) -> bytes:
@@ -155,10 +156,12 @@ def test_integer_vectors(tmp_path, form):
         path.write_bytes(gzip.compress(path.read_bytes()))
     items = archive(path)
     assert [item.key for item in items] == list(alignments())
-    with kaldi.open_seekable(str(path)) as file:
+    with Archives([str(path)]) as files:
         for item, expected in zip(items, alignments().values(), strict=True):
             np.testing.assert_array_equal(kaldi.as_labels(item.value, "here"), expected)
-            np.testing.assert_array_equal(kaldi.read_vector(file, item.offset, "here"), expected)
+            np.testing.assert_array_equal(
+                kaldi.read_vector(files[0], item.offset, "here"), expected
+            )
 
 
 def test_every_cut_of_a_matrix_is_noticed(tmp_path):

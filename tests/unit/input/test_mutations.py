@@ -15,6 +15,7 @@ import soundfile
 
 from input import audio_files, index, kaldi, kaldi_tables, shards, sources
 from input.labels import KaldiAlignments, PhoneTimes
+from input.open_files import Archives
 from input.records import CorpusError
 from tests.lib import hostile, mutants
 
@@ -124,8 +125,8 @@ def read_source(path):
 
 
 def read_archive(path):
-    with kaldi.open_seekable(str(path)) as file:
-        return [item.value for item in kaldi.read_archive(file, str(path))]
+    with Archives([str(path)]) as files:
+        return [item.value for item in kaldi.read_archive(files[0], str(path))]
 
 
 def read_labels(path):

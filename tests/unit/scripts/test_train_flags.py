@@ -11,7 +11,7 @@ from absl import flags
 from absl.testing import flagsaver
 
 import tfpara
-from scripts import model_flags, rule_flags, runs, schedule_flags
+from scripts import model_flags, rule_flags, runs, schedule_flags, train
 from tfpara import callbacks
 
 if not flags.FLAGS.is_parsed():
@@ -255,6 +255,15 @@ class Corpus:
 @pytest.fixture
 def tiny_description():
     return Corpus()
+
+
+@pytest.mark.parametrize(("name", "frames"), [("dnn", 64), ("lstm-000", 4 * 5)])
+def test_adapt_sums_over_the_frames_of_a_replicas_minibatch(name, frames):
+    chosen = {"scale": 0.02} if name != "dnn" else {"minibatch": "64", "layers": 1, "width": 8}
+    with flagsaver.flagsaver(optimizer="adapt", model=name, **chosen):
+        description = model_flags.description(Corpus()) | {"streams": 4, "truncation": 5}
+        model = train._model(description, tfpara.simulate(2, tfpara.BSP(), sync_period=1))
+    assert model.optimizer.gradient_scale == frames
 
 
 @pytest.mark.parametrize(
