@@ -58,6 +58,17 @@ def unordered(graph: tf.compat.v1.GraphDef) -> str:
     return ""
 
 
+def cache_file(graph: tf.compat.v1.GraphDef) -> str:
+    """Returns the name of a file in which a `cache` keeps elements; "" if none is known."""
+    for scope in scopes(graph):
+        for node in scope.nodes:
+            if node.op in ("CacheDataset", "CacheDatasetV2"):
+                name = scope.constant(node.input[1])
+                if name:
+                    return str(tf.compat.as_str_any(name))
+    return ""
+
+
 def by_chance(graph: tf.compat.v1.GraphDef) -> tuple[str, str] | None:
     """Returns the types of an operation that chooses elements and of a random operation before it.
 
@@ -116,12 +127,17 @@ class Scope:
         self._is_function = is_function
         self._by_name = {node.name: node for node in nodes}
 
-    def number(self, name: str) -> int | None:
-        """Returns the value of an integer input; None if it is not a constant."""
+    def constant(self, name: str) -> Any:
+        """Returns the value of an input with one element; None if it is not a constant."""
         node = self._by_name.get(name.split(":")[0])
         if node is None or node.op != "Const":
             return None
-        return int(tf.make_ndarray(node.attr["value"].tensor))
+        return tf.make_ndarray(node.attr["value"].tensor).item()
+
+    def number(self, name: str) -> int | None:
+        """Returns the value of an integer input; None if it is not a constant."""
+        value = self.constant(name)
+        return None if value is None else int(value)
 
     def is_fixed(self, name: str) -> bool:
         """Returns whether an input does not depend on the arguments of the function.

@@ -21,6 +21,7 @@ from tfpara.dataset_graph import (
     Scope,
     all_nodes,
     by_chance,
+    cache_file,
     scopes,
     unordered,
     unseeded,
@@ -40,8 +41,8 @@ class RepeatableProgram:
         dataset: a finite dataset without Python functions.
 
     Raises:
-        ValueError: the dataset contains more than 1 GB of data, Python functions, or randomness
-            that decides which elements come.
+        ValueError: the dataset contains more than 1 GB of data, Python functions, a cache in a
+            file, or randomness that decides which elements come.
     """
 
     def __init__(self, dataset: tf.data.Dataset) -> None:
@@ -124,8 +125,8 @@ def check_order(graph: tf.compat.v1.GraphDef, what: str) -> None:
         what: the dataset's name in messages.
 
     Raises:
-        ValueError: the dataset has Python functions, reads from tf.data's service, or has
-            randomness that decides which elements come.
+        ValueError: the dataset has Python functions, reads from tf.data's service, caches elements
+            in a file, or has randomness that decides which elements come.
     """
     for node in all_nodes(graph):
         if node.op in _PYTHON:
@@ -139,6 +140,12 @@ def check_order(graph: tf.compat.v1.GraphDef, what: str) -> None:
                 f"{what} reads from tf.data's service, which gives every reader another order. "
                 "Read the files themselves."
             )
+    file = cache_file(graph)
+    if file:
+        raise ValueError(
+            f"{what} has cache({file!r}), and all workers that read it would write this one file. "
+            "Keep the data in memory, with cache(), or write them to TFRecord files beforehand."
+        )
     found = by_chance(graph)
     if found is not None:
         raise ValueError(

@@ -14,7 +14,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfpara.algorithms.asgd import AsyncAverage, AsyncRule
+from tfpara.algorithms.asgd import AsyncAverage, AsyncRule, RunningState
 from tfpara.parameter_server.counters import Counters
 from tfpara.parameter_server.messages import Moment
 from tfpara.parameter_server.shard import Shard, precise, variable
@@ -234,7 +234,7 @@ class Server:
             for shard in self.shards
             for states in shard.averages.values()
             for state in states
-            if hasattr(state, "mean")
+            if isinstance(state, RunningState)
         }
         kinds = ("weight", "state", "average", "optimizer", "rule")
         held = [v for name, v in self.variables().items() if name.split("/")[0] in kinds]

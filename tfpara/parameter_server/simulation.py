@@ -186,6 +186,7 @@ class _Simulation:
         self._waiting: collections.deque[tuple[int, int]] = collections.deque()
         self._events: list[tuple[float, int]] = []  # heap of the next pushes: (time, worker)
         self._refused: list[_Worker] = []  # workers whose pushes would make others too stale
+        self._chunk_ended = False  # whether a chunk has ended since the last wait
         self._now = 0.0
         self._order = collections.deque(order or ())
         self._repeats = order is not None
@@ -203,7 +204,10 @@ class _Simulation:
         self._waiting.extend((epoch, chunk) for chunk in chunks)
 
     def wait(self, seconds: float) -> bool:
-        """Trains until all chunks are done, or for `seconds` of real time, but at least one push.
+        """Trains until a chunk ends, or for `seconds` of real time, but at least one push.
+
+        The real time differs from run to run, but a wait ends at the end of every chunk. So what
+        callbacks do after a chunk comes between the same pushes in all runs.
 
         Returns whether all chunks are done. Raises ValueError if the record is of another run.
         """
@@ -216,7 +220,8 @@ class _Simulation:
                 return True
             self._push_of(self._next_to_push())
             self._push_refused()
-            if time.monotonic() >= until:
+            ended, self._chunk_ended = self._chunk_ended, False
+            if ended or time.monotonic() >= until:
                 return False
 
     def halt(self) -> None:
@@ -392,6 +397,7 @@ class _Simulation:
                 again |= self._push_of(worker)
 
     def _finish(self, worker: _Worker) -> None:
+        self._chunk_ended = True
         self._exchange.finish(_long(worker.epoch), _long(worker.chunk), tf.constant(True))
 
     def _push_block(

@@ -21,6 +21,7 @@ from tfpara.algorithms.local_momentum import in_a_block
 from tfpara.keras_model import (
     carried_states,
     constrained,
+    is_seed,
     memory_can_change,
     memory_of,
     momentum_of,
@@ -121,12 +122,13 @@ class WorkerStep:
         self._rule: Any = rule
         # Recurrent states that are carried over; Keras' lists of the model's variables lack them.
         states = carried_states(model)
-        carried = {id(v) for v in states}
         self.frozen, self.state, self._own = parts_not_trained(model)
-        self._seeded = [True] * len(self._own) + [False] * len(states)
+        # What workers begin with, whatever the chief has now. A seed that moved on in the chief's
+        # process, as in `evaluate`, would be another one in a resumed run.
+        self._fixed = {id(v): v.numpy() for v in self._own if is_seed(v.path)}
+        self._fixed |= {id(v): np.zeros_like(v.numpy()) for v in states}
         self._own += states
         self.read_frozen()
-        self._own_values = [v.numpy() * (id(v) not in carried) for v in self._own]
         self._metrics = metric_variables(model)
         _check_sums(self._metrics)
         self.local, self.local_models = rule.local_steps, rule.local_models
@@ -169,8 +171,9 @@ class WorkerStep:
         return _are_same(self._metrics, metric_variables(self.model))
 
     def read_frozen(self) -> None:
-        """Reads the present values of the frozen weights, for graphs made later."""
+        """Reads the present frozen weights and integer variables, for graphs made later."""
         self.frozen_values = [v.numpy() for v in self.frozen]
+        self._own_values = [self._fixed.get(id(v), v.numpy()) for v in self._own]
 
     @property
     def optimizer_start(self) -> list[np.ndarray]:
@@ -186,9 +189,9 @@ class WorkerStep:
         return [
             # A seed generator of Keras has a state of two numbers: the seed and a counter.
             tf.stack([(value[0] + tf.cast(shift, value.dtype)) % _SEEDS, value[1]])
-            if seeded and value.shape == (2,)
+            if is_seed(v.path)
             else tf.convert_to_tensor(value)
-            for value, seeded in zip(self._own_values, self._seeded, strict=True)
+            for v, value in zip(self._own, self._own_values, strict=True)
         ]
 
     def begin(

@@ -136,6 +136,23 @@ def test_the_mean_starts_again_where_the_average_does():
         assert means() == (0.0, pytest.approx(0.2))
 
 
+def test_the_mean_starts_at_the_same_push_however_long_the_pushes_take(monkeypatch):
+    """The chief looks after every push, and after chunks only."""
+    noisy = X @ TRUE + np.random.default_rng(3).normal(size=(128, 1)).astype("float32")
+    averages = []
+    for seconds in (0.0, 1e9):
+        monkeypatch.setattr("tfpara.parameter_server.fit._POLL_SECONDS", seconds)
+        strategy, model = made(0.12, tfpara.AveragedASGD(running_rate=0.1), workers=2)
+        start = tfpara.StartMean((X, X @ TRUE), verbose=0)
+        logs = strategy.fit(
+            model, X, noisy, batch_size=2, chunks=16, epochs=2, verbose=0, callbacks=[start]
+        )
+        assert logs.history["mean_started"][-1] == 1.0
+        with strategy.weights(model, "average"):
+            averages.append(model.get_weights()[0])
+    np.testing.assert_array_equal(*averages)
+
+
 def test_start_mean_needs_averaged_asgd():
     strategy, model = made(0.1, tfpara.ASGD())
     with pytest.raises(ValueError, match="AveragedASGD"):

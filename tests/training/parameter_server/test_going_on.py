@@ -1,10 +1,12 @@
 """What goes on from one `fit` to the next: checkpoints, weights, optimizers."""
 
+import dataclasses
 import json
 import os
 import pathlib
 import shutil
 import signal
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
@@ -556,6 +558,39 @@ def test_newbob_goes_back_to_the_model_that_workers_with_their_own_began_with():
         for got, expected in zip(kept[2], kept[1], strict=True):
             np.testing.assert_array_equal(got, expected)
         assert not np.array_equal(kept[1][0], kept[0][0])
+
+
+class Summed(NamedTuple):
+    mean: Any  # the name of a field that `RunningThenMean` has, too
+    count: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class PlainMean(tfpara.Average):
+    def init(self, weights):
+        return Summed(weights, 0.0)
+
+    def update(self, state, global_model, share=1.0):
+        count = state.count + 1.0
+        return Summed(state.mean + (global_model - state.mean) / count, count)
+
+    def value(self, state):
+        return state.mean
+
+
+def test_a_snapshot_goes_back_to_an_average_of_ones_own():
+    strategy, model = made(averages={"mine": PlainMean()}, workers=1)
+
+    def average():
+        with strategy.weights(model, "mine"):
+            return model.get_weights()[0]
+
+    train(strategy, model)
+    go_back, kept = strategy.snapshot(model), average()
+    train(strategy, model)
+    assert not np.allclose(average(), kept, atol=1e-4)
+    go_back()
+    np.testing.assert_array_equal(average(), kept)
 
 
 def test_snapshots_are_of_the_time_between_epochs(monkeypatch):

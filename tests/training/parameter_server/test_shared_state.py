@@ -24,6 +24,38 @@ class Count(keras.layers.Layer):
         return x
 
 
+class Scale(keras.layers.Layer):
+    """Multiplies by its first number, which is not trained."""
+
+    def __init__(self, numbers):
+        super().__init__()
+        self.numbers = np.asarray(numbers)
+
+    def build(self, shape):
+        self.scale = self.add_weight(
+            shape=self.numbers.shape,
+            dtype=str(self.numbers.dtype),
+            initializer=lambda shape, dtype: keras.ops.convert_to_tensor(self.numbers, dtype),
+            trainable=False,
+        )
+
+    def call(self, x):
+        return x * keras.ops.cast(self.scale[0], x.dtype)
+
+
+@pytest.mark.parametrize("numbers", [[2, 3], [2, 3, 4], [True, False]], ids=str)
+def test_workers_have_the_integers_of_the_chief(numbers):
+    strategy = tfpara.simulate_async(2, tfpara.ASGD())
+    with strategy.scope():
+        layer = Scale(numbers)
+        model = keras.Sequential([keras.Input((3,)), layer, keras.layers.Dense(1)])
+        model.compile(keras.optimizers.SGD(0.0), "mse")
+    for _ in range(2):
+        loss = strategy.fit(model, X, X[:, :1], verbose=0).history["loss"][0]
+        np.testing.assert_allclose(loss, model.evaluate(X, X[:, :1], verbose=0), rtol=1e-5)
+        layer.scale.assign(np.zeros_like(layer.numbers))
+
+
 def made(strategy):
     with strategy.scope():
         layers = [keras.layers.BatchNormalization(momentum=DECAY), Count(), keras.layers.Dense(1)]

@@ -329,6 +329,12 @@ def some_of_each(k):
             "a FilterDataset that may depend on chance .*Uni",
         ),
         (lambda: as_chunks(rejecting()), "a FilterDataset that may depend on chance"),
+        (
+            lambda: as_chunks(forty().cache("a/file")),
+            "has cache\\('a/file'\\), and all .*cache\\(\\)",
+        ),
+        (lambda: as_chunks(forty().flat_map(lambda k: forty().cache("a"))), "cache\\('a'\\)"),
+        (lambda: in_chunks(lambda e: forty().cache("a")), "a chunk has cache\\('a'\\)"),
         (lambda: as_chunks(forty().flat_map(some_of_each)), "a FlatMapDataset that may depend on"),
         (lambda: in_chunks(lambda e: forty().filter(by_chance)), "dataset of a chunk .* on chance"),
         (lambda: as_chunks(forty().map(with_noise).filter(lambda x: x < 9.0)), "Filter.*Normal"),
