@@ -58,14 +58,6 @@ class RepeatableProgram:
             )
         graph = tf.compat.v1.GraphDef.FromString(program)
         check_order(graph, "the dataset")
-        # A `Chunks` may cache each chunk in a file of its own; a dataset has one file for all.
-        file = cache_file(graph)
-        if file:
-            raise ValueError(
-                f"the dataset has cache({file!r}), and all workers that read it would write this "
-                "one file. Keep the data in memory, with cache(), or write them to TFRecord files "
-                "beforehand."
-            )
         self._mark = secrets.token_bytes(8)  # placeholder for a seed in the serialized graph
         self._spec = dataset.element_spec
         self._anew: list[bool] = []  # for each shuffle: whether each epoch has another order
@@ -133,8 +125,8 @@ def check_order(graph: tf.compat.v1.GraphDef, what: str) -> None:
         what: the dataset's name in messages.
 
     Raises:
-        ValueError: the dataset has Python functions, reads from tf.data's service, or has
-            randomness that decides which elements come.
+        ValueError: the dataset has Python functions, reads from tf.data's service, caches elements
+            in a file, or has randomness that decides which elements come.
     """
     for node in all_nodes(graph):
         if node.op in _PYTHON:
@@ -148,6 +140,12 @@ def check_order(graph: tf.compat.v1.GraphDef, what: str) -> None:
                 f"{what} reads from tf.data's service, which gives every reader another order. "
                 "Read the files themselves."
             )
+    file = cache_file(graph)
+    if file:
+        raise ValueError(
+            f"{what} has cache({file!r}), and all workers that read it would write this one file. "
+            "Keep the data in memory, with cache(), or write them to TFRecord files beforehand."
+        )
     found = by_chance(graph)
     if found is not None:
         raise ValueError(
