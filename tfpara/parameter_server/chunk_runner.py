@@ -120,10 +120,14 @@ def chunk_function(training: Training) -> Callable[..., tf.Tensor]:
         )
         done = exchange.begin(worker, chunk)
         halted = exchange.halted()
-        dataset = chunks.dataset(epoch, chunk, *arguments).skip(done)
+
+        def read() -> tf.data.Dataset:
+            return chunks.dataset(epoch, chunk, *arguments).skip(done)
+
         rate = tf.constant(-1.0)
         if choose_rate is not None:
-            rate = tf.cond(halted, lambda: rate, lambda: choose_rate(dataset))
+            rate = tf.cond(halted, lambda: rate, lambda: choose_rate(read))
+        dataset = read()
         iterator = iter(work.tables.ahead(dataset.element_spec, sync_period)(dataset))
 
         def block(at: _At) -> tuple[_At]:

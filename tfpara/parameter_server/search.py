@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
@@ -56,7 +57,7 @@ class ChunkRateSearch:
             raise ValueError(f"minibatches={self.minibatches!r} must be at least 1.")
 
     def function(self, server: Server, work: WorkerStep, chunks: Chunks) -> ChooseRate:
-        """Returns the graph function that chooses a chunk's rate from its minibatches.
+        """Returns the graph function that chooses a chunk's rate, with the chunk's dataset anew.
 
         Raises:
             ValueError: the rate is a schedule, or workers have models of their own, or the number
@@ -86,9 +87,15 @@ class _Trial:
         self._steps = KerasSteps(work.model.optimizer, work.model.trainable_variables)
         self._at: Any = self._steps.rate_index
 
-    def best(self, factors: list[float], minibatches: tf.data.Dataset) -> tf.Tensor:
-        """Returns the best rate, present rate × one of `factors`, and sets it on the servers."""
-        sample = minibatches.take(self._count)
+    def best(self, factors: list[float], read: Callable[[], tf.data.Dataset]) -> tf.Tensor:
+        """Returns the best rate, present rate × one of `factors`, and sets it on the servers.
+
+        `read` makes a new dataset of the chunk's minibatches.
+        """
+
+        def sample() -> tf.data.Dataset:
+            return read().take(self._count)
+
         pulled = Exchange(self._server).read()
         before = self._server.rate()
         rates = tf.stack([before * factor for factor in factors])
@@ -99,7 +106,9 @@ class _Trial:
         with tf.control_dependencies(self._server.set_rate(chosen)):
             return tf.identity(chosen)
 
-    def _loss(self, sample: tf.data.Dataset, pulled: Pulled, rate: tf.Tensor) -> tf.Tensor:
+    def _loss(
+        self, sample: Callable[[], tf.data.Dataset], pulled: Pulled, rate: tf.Tensor
+    ) -> tf.Tensor:
         """Returns the loss on the sample after training on the sample with `rate`."""
         own = self._work.own_start(tf.zeros([], tf.int64))
         start = [tf.convert_to_tensor(value) for value in self._steps.initial]
@@ -121,8 +130,8 @@ class _Trial:
             return total[0] + loss * samples, total[1] + samples
 
         first = (pulled.weights, pulled.state, start)
-        weights, state, _ = sample.reduce(
+        weights, state, _ = sample().reduce(
             tuple(tuple(tf.identity(t) for t in tensors) for tensors in first), train
         )
-        total, samples = sample.reduce((tf.zeros([]), tf.zeros([])), score)
+        total, samples = sample().reduce((tf.zeros([]), tf.zeros([])), score)
         return total / samples

@@ -175,9 +175,7 @@ class _Simulation:
         self._training = training
         self._server, self._work, self._chunks = training.server, training.work, training.chunks
         self._exchange = exchange = Exchange(training.server)
-        self._choose_rate = training.choose_rate and tf.function(
-            training.choose_rate, autograph=False, reduce_retracing=True
-        )
+        self._choose_rate = tf.function(self._rate_of, autograph=False, reduce_retracing=True)
         self._speeds = speeds
         self._random = [np.random.default_rng([training.seed, k]) for k in range(len(speeds))]
         self._start = [tf.convert_to_tensor(value) for value in self._work.optimizer_start]
@@ -309,17 +307,24 @@ class _Simulation:
             epoch, chunk = self._waiting.popleft()
             worker.epoch, worker.chunk = epoch, chunk
             worker.start = done = int(self._exchange.done(_long(chunk)))
-            arguments = self._chunks.arguments(epoch, chunk)
-            dataset = self._chunks.dataset(_long(epoch), _long(chunk), *arguments).skip(done)
-            if self._choose_rate is not None:
-                worker.rate = self._choose_rate(dataset)
-            worker.iterator = iter(self._ahead(dataset))
+            arguments = self._chunks.sent(epoch, chunk)
+            place = (_long(done), _long(epoch), _long(chunk), *arguments)
+            if self._training.choose_rate is not None:
+                worker.rate = self._choose_rate(*place)
+            worker.iterator = iter(self._ahead(self._rest_of(*place)))
             worker.element = self._next_element(worker)
             stream = stream_of(self._training.order, epoch, chunk)
             worker.own = self._work.own_start(_long(stream + done))
             if worker.element is None:
                 self._finish(worker)
         return worker.element is not None
+
+    def _rest_of(self, done: tf.Tensor, *chunk: Nest) -> tf.data.Dataset:
+        return self._chunks.dataset(*chunk).skip(done)
+
+    def _rate_of(self, *place: Nest) -> tf.Tensor:
+        choose: Any = self._training.choose_rate
+        return choose(lambda: self._rest_of(*place))
 
     def _ahead(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
         """Returns the dataset with the rows of its blocks; traces the model once for a spec."""

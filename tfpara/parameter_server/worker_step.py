@@ -39,8 +39,9 @@ from tfpara.typing import Nest
 _MIX = 0x9E3779B97F4A7C15 - (1 << 64)
 _SEEDS = 1 << 31
 
-# A function that chooses the learning rate of a chunk from the chunk's minibatches.
-ChooseRate: TypeAlias = Callable[[tf.data.Dataset], tf.Tensor]
+# A function that chooses the learning rate of a chunk. Its argument makes a new dataset of the
+# chunk's minibatches: a dataset that shuffles has another order each time that it is read.
+ChooseRate: TypeAlias = Callable[[Callable[[], tf.data.Dataset]], tf.Tensor]
 
 
 def stream_of(order: Sequence[int], epoch: int, chunk: int) -> int:

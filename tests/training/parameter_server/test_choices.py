@@ -6,6 +6,9 @@ import pytest
 import tensorflow as tf
 
 import tfpara
+from tfpara.parameter_server import simulation
+from tfpara.parameter_server.chunk_runner import chunk_function
+from tfpara.parameter_server.worker_step import stream_of
 
 X = np.random.default_rng(0).normal(size=(128, 4)).astype("float32")
 TRUE = np.array([[1.0], [-2.0], [0.5], [3.0]], "float32")
@@ -19,6 +22,26 @@ def made(rate, rule=None, workers=1, **options):
         )
         model.compile(keras.optimizers.SGD(rate), "mse")
     return strategy, model
+
+
+class OfCluster:
+    """Runs the graph that a cluster's worker runs, in this process."""
+
+    def __init__(self, training):
+        self.training, self.train = training, chunk_function(training)
+
+    def submit(self, epoch, chunks):
+        for chunk in chunks:
+            stream = stream_of(self.training.order, epoch, chunk)
+            place = (epoch, chunk, self.training.server.generation, stream)
+            arguments = self.training.chunks.sent(epoch, chunk)
+            self.train(*(tf.constant(number, tf.int64) for number in place), *arguments)
+
+    def wait(self, seconds):
+        return True
+
+    def halt(self):
+        pass
 
 
 def gradient(x, w):
@@ -86,6 +109,35 @@ def test_a_search_that_cannot_be_is_refused():
 
     with pytest.raises(ValueError, match="number of minibatches"):
         strategy.fit(model, tfpara.Chunks(2, read), verbose=0, search_rate=tfpara.ChunkRateSearch())
+
+
+@pytest.mark.parametrize("of_cluster", [False, True])
+@pytest.mark.parametrize("in_chunks", [False, True])
+def test_a_search_leaves_a_shuffled_dataset_in_its_order(of_cluster, in_chunks, monkeypatch):
+    """Each sample adds 1 to a weight of its own, in the simulation and the graph of a cluster."""
+    samples, chunks, epochs = 24, 3, 2
+
+    def numbers(seed=None):
+        data = tf.data.Dataset.range(samples).shuffle(samples, seed).batch(2)
+        return data.map(lambda k: (tf.one_hot(k, samples), tf.zeros([2, 1])))
+
+    if of_cluster:
+        monkeypatch.setattr(simulation._Simulated, "executor", lambda self, of: OfCluster(of))
+        monkeypatch.setattr(
+            tf.distribute.coordinator, "experimental_get_current_worker_index", lambda: 0
+        )
+    strategy = tfpara.simulate_async(2, tfpara.ASGD())
+    with strategy.scope():
+        layer = keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")
+        model = keras.Sequential([keras.Input((samples,)), layer])
+        model.compile(keras.optimizers.SGD(1.0), lambda y, output: -tf.reduce_sum(output))
+    data = numbers()
+    if in_chunks:
+        data = tfpara.Chunks(chunks, lambda e, k: numbers(e + 1).shard(chunks, k))
+    search = tfpara.ChunkRateSearch((1.0,), minibatches=2)
+    given = {} if in_chunks else {"chunks": chunks}
+    strategy.fit(model, data, epochs=epochs, verbose=0, search_rate=search, **given)
+    np.testing.assert_allclose(model.get_weights()[0], np.full((samples, 1), epochs), rtol=1e-5)
 
 
 @pytest.mark.nightly_cases("rule1-averages1")
