@@ -93,10 +93,11 @@ def program() -> str:
     return path.parent.name if path.stem == "__main__" else path.stem
 
 
-def resolved_flags() -> str:
+def resolved_flags(*left_out: flags.FlagHolder) -> str:
     """Returns the present values of the program's flags, in the form of --flagfile."""
     chosen = flags.FLAGS.get_key_flags_for_module(sys.argv[0])
-    lines = sorted({flag.serialize() for flag in chosen} - {""})
+    names = {flag.name for flag in left_out}
+    lines = sorted({flag.serialize() for flag in chosen if flag.name not in names} - {""})
     return "".join(f"{line}\n" for line in lines)
 
 

@@ -9,16 +9,19 @@ from __future__ import annotations
 import fnmatch
 import glob
 import os
+import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from scripts import common
 from tfpara.checkpoint.local_store import LocalStore
+from tfpara.cluster import parent
 from tfpara.cluster.tf_config import shown
 from tfpara.files import append_line, no_link
 
 RECORD = "files.txt"
 _HEADER = "# Written here by the programs of a run: train --start_over removes these files alone.\n"
+_BEGUN = f"# The run was begun by processes with {parent.RUN_ID}="
 _CHECKPOINTS = "checkpoints"
 _CHECKPOINT_NAMES = f"{_CHECKPOINTS}/checkpoint-" + 8 * "[0-9]"
 _EVENTS = "tensorboard/events.out.tfevents.*"
@@ -29,6 +32,7 @@ _AT_START = ("flags.txt", "model.json", "held_out.csv", _EVENTS)
 # The longest name in the record of a run's files, in characters. The names in the record are
 # patterns, and it would take long to look for the files that match a longer pattern.
 _LONGEST_NAME = 1000
+_LOOK_SECONDS = 1.0  # pause between two looks whether a run has begun
 _BEING_WRITTEN = ".[0-9]*."  # prefix of the name of a weights file while it is being written
 
 
@@ -105,9 +109,40 @@ def begin(run_dir: Path, names: Sequence[str], start_over: bool) -> None:
     try:
         if start_over:
             _remove(run_dir, store)
-        common.write_text(run_dir / RECORD, _HEADER + "".join(f"{name}\n" for name in names))
+        mark = f"{_BEGUN}{os.environ.get(parent.RUN_ID, '')}\n"
+        common.write_text(run_dir / RECORD, _HEADER + mark + "".join(f"{n}\n" for n in names))
     finally:
         store.release()
+
+
+def is_begun_here(run_dir: Path) -> bool:
+    """Returns whether the launcher of this process has begun the run, perhaps before a restart."""
+    run_id = os.environ.get(parent.RUN_ID)
+    return bool(run_id) and f"{_BEGUN}{run_id}" in _lines(run_dir)
+
+
+def wait_for_begin(run_dir: Path, minutes: float) -> None:
+    """Waits until the launcher of this process has begun the run, and removed the former one.
+
+    Raises:
+        ValueError: no launcher has started this process, or the run has not begun for `minutes`.
+    """
+    if not os.environ.get(parent.RUN_ID):
+        raise ValueError(
+            "--start_over: only an evaluator of tfpara-launch --evaluator can tell the new run "
+            f"from the former run in --run_dir={run_dir}. Leave the flag out, and start this "
+            "program after the workers have printed their first epoch."
+        )
+    until = time.monotonic() + 60 * minutes
+    if not is_begun_here(run_dir):
+        print(f"The evaluator waits until the chief has begun the new run in {run_dir}.")
+    while not is_begun_here(run_dir):
+        if time.monotonic() > until:
+            raise ValueError(
+                f"--start_over: the chief has not begun the new run in --run_dir={run_dir} for "
+                f"{minutes:g} minutes. Give all processes the same --run_dir."
+            )
+        time.sleep(_LOOK_SECONDS)
 
 
 def record(run_dir: Path, name: str) -> None:
@@ -132,13 +167,17 @@ def _remove(run_dir: Path, store: LocalStore) -> None:
             path.unlink()
 
 
-def _recorded(run_dir: Path) -> list[str]:
+def _lines(run_dir: Path) -> list[str]:
     path = run_dir / RECORD
     if not path.is_file():
         return []
     with open(path, "rb", opener=no_link) as file:
-        lines = file.read().decode(errors="replace").splitlines()
-    names = [line for line in lines if line and not line.startswith("#")]
+        return file.read().decode(errors="replace").splitlines()
+
+
+def _recorded(run_dir: Path) -> list[str]:
+    path = run_dir / RECORD
+    names = [line for line in _lines(run_dir) if line and not line.startswith("#")]
     for name in names:
         parts = Path(name).parts
         outside = Path(name).is_absolute() or ".." in parts or not parts

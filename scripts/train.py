@@ -81,7 +81,11 @@ _SYNCS = flags.DEFINE_integer(
 )
 _KEEP = flags.DEFINE_integer("keep_checkpoints", 3, "how many of the newest stay", lower_bound=1)
 _START_OVER = flags.DEFINE_boolean(
-    "start_over", False, "begin anew, and remove the files of the run that was in --run_dir"
+    "start_over",
+    False,
+    "begin anew, and remove the files of the run that was in --run_dir. Restarts by tfpara-launch "
+    "continue the new run. Leave the flag out where a scheduler starts the job again: it would "
+    "begin anew each time",
 )
 _TIMES = flags.DEFINE_integer(
     "held_out_times_per_epoch", 1, "scores of the held-out data in an epoch", lower_bound=1
@@ -94,6 +98,7 @@ _TRACE = flags.DEFINE_string(
     "tracing page or TensorBoard; none if not set",
 )
 
+_WAIT_MINUTES = 60.0  # longest wait of the evaluator for a new checkpoint, or the run's begin
 _BEST = "best"  # the name of the weights with the evaluator's best score
 
 _PLANNED = (_SEED, _SHUFFLE, _STREAMS, _TRUNCATION, _DELAY, _COEFFICIENTS, _NORMALISATION)
@@ -114,7 +119,9 @@ def main() -> None:
         # it until they end.
         strategy = rule_flags.strategy(first_period, _data_plan(corpus))
         files = _files(strategy)
-        run_files.check(run_dir, files, _START_OVER.value, _INIT.value)
+        # A launcher restarts its processes with the same flags, to continue the new run.
+        start_over = _START_OVER.value and not run_files.is_begun_here(run_dir)
+        run_files.check(run_dir, files, start_over, _INIT.value)
         keras.utils.set_random_seed(_SEED.value)
         model = _model(description, strategy)
         warm = schedule_flags.warm_start()
@@ -140,7 +147,7 @@ def main() -> None:
     try:
         if strategy.is_chief:
             with common.bad_input():
-                _start_run(run_dir, files, description)
+                _start_run(run_dir, files, description, start_over)
             if not scored:
                 print(f"{corpus.directory} has no validation data, so no epoch is scored.")
             sizes = data.about_sizes() if isinstance(data, TrainingData) else None
@@ -164,6 +171,8 @@ def score_checkpoints() -> None:
         validation = held_out(corpus, "validation", None, description)
         model = runs.build(description, **_streams(description))
         model.compile(optimizer=None, **runs.metrics(description))
+        if _START_OVER.value:
+            run_files.wait_for_begin(run_dir, _WAIT_MINUTES)
     try:
         tfpara.evaluate_checkpoints(
             model,
@@ -175,6 +184,7 @@ def score_checkpoints() -> None:
             monitor=runs.entropy_name(description),
             best=runs.weights_path(run_dir, _BEST),
             save=lambda model, path: model.save_weights(path),
+            wait_minutes=_WAIT_MINUTES,
         )
     except CheckpointError as error:
         raise common.Failure(str(error)) from error
@@ -290,16 +300,20 @@ def _files(strategy: Any) -> list[str]:
     return run_files.of_training(runs.weights_path(Path(), which).name for which in kept)
 
 
-def _start_run(run_dir: Path, files: list[str], description: dict[str, Any]) -> None:
+def _start_run(
+    run_dir: Path, files: list[str], description: dict[str, Any], start_over: bool
+) -> None:
     """Prepares the directory; the files of an interrupted run stay."""
-    if _START_OVER.value or not run_files.can_resume(run_dir):
+    if _START_OVER.value and not start_over:
+        print("--start_over is ignored: tfpara-launch has restarted the run that it has begun.")
+    if start_over or not run_files.can_resume(run_dir):
         try:
-            run_files.begin(run_dir, files, _START_OVER.value)
+            run_files.begin(run_dir, files, start_over)
         # Only the chief comes here. `main` would advise --start_over, which does not help: another
         # run is still writing to the directory.
         except CheckpointError as error:
             raise common.Failure(str(error)) from error
-        common.write_text(run_dir / "flags.txt", common.resolved_flags())
+        common.write_text(run_dir / "flags.txt", common.resolved_flags(_START_OVER))
         common.write_json(run_dir / "model.json", description)
 
 

@@ -44,6 +44,7 @@ VARIABLES = {
     "TFPARA_TENSORBOARD": "0: TensorBoard shows no speed and no syncs, as under plain Keras",
     "TFPARA_CHAOS_PROGRESS": "set only by tfpara-chaos: the file of a script's progress",
     "TFPARA_MEASURE": "set only by tfpara-plan --measure: the program ends after its first fit",
+    "TFPARA_RUN_ID": "set only by tfpara-launch: tells its runs apart; a restart keeps it",
     "TFPARA_LAUNCHER": "set only by tfpara-launch: how a program tells the launcher why it ends",
 }
 

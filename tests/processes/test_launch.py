@@ -663,9 +663,17 @@ def test_failed_workers_are_started_again_on_other_ports(script, tmp_path):
 
 
 def test_restarts_end_with_the_last_failures_code(script, tmp_path):
-    path = script("import sys\nopen(sys.argv[1], 'a').write('x')\nsys.exit(6)\n")
-    code, _, err = launch("--max_restarts=2", path, tmp_path / "starts")
+    path = script(
+        "import os, sys\n"
+        "open(sys.argv[1], 'a').write('x')\n"
+        "print(os.environ['TFPARA_RUN_ID'], flush=True)\n"
+        "sys.exit(6)\n"
+    )
+    environment = {**os.environ, "TFPARA_RUN_ID": "of another launcher"}
+    code, out, err = launch("--max_restarts=2", path, tmp_path / "starts", env=environment)
     assert code == 6
+    first, *others = out.splitlines()
+    assert re.fullmatch(r"\[chief\] [0-9a-f]{16}", first) and others == [first] * 2
     assert (tmp_path / "starts").read_text() == "xxx"
     assert len(re.findall(r"^tfpara-launch: restart \d of 2: chief failed", err, re.MULTILINE)) == 2
     assert "tfpara-launch: chief failed first: exit code 6; ended after" in err

@@ -20,6 +20,9 @@ from collections.abc import Mapping
 from tfpara.typing import Json
 
 _VARIABLE = "TFPARA_LAUNCHER"
+# The variable that tells the runs of launchers apart. A run's processes, and its restarts, have the
+# same value.
+RUN_ID = "TFPARA_RUN_ID"
 _LONGEST = 4096  # bytes of a line; a pipe takes a line of this length completely or not at all
 _READ = 1 << 16
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
+import secrets
 import signal
 import subprocess
 import sys
@@ -64,6 +65,7 @@ class Launcher:
         self._console, self._log_dir = console, log_dir
         self._policy, self._max_restarts = policy, max_restarts
         self._restarts = 0
+        self._run_id = secrets.token_hex(8)
         self.status = RunStatus("the processes that this launcher has started")
         # An event is (rank, status) at the end of a process, or the number of a received signal.
         self._events: queue.SimpleQueue[tuple[int, int] | int] = queue.SimpleQueue()
@@ -192,7 +194,12 @@ class Launcher:
         try:
             popen = subprocess.Popen(
                 self._command,
-                env={**process.environment, NAME: name, **parent.variables(reports.writer)},
+                env={
+                    **process.environment,
+                    NAME: name,
+                    parent.RUN_ID: self._run_id,
+                    **parent.variables(reports.writer),
+                },
                 stdin=subprocess.DEVNULL,
                 stdout=out_end,
                 stderr=err_end,

@@ -1,9 +1,11 @@
 """A run that is asked to end, and started again, is the run that was not."""
 
+import csv
 import json
 import os
 import signal
 import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -106,6 +108,53 @@ def test_other_settings_are_refused_and_starting_over_is_not(run, resumed, corpu
     anew = run("train", *flags, "--start_over")
     assert anew.returncode == 0, anew.err
     assert len(epochs(one)) == 1
+
+
+# `scripts.train`, which is killed at the start of epoch 3, the first time.
+KILLED_ONCE = """
+import os, signal, sys
+mark = sys.argv.pop(1)
+from scripts import common
+import tfpara
+old = tfpara.callbacks.Telemetry.on_epoch_begin
+def begin(self, epoch, logs=None):
+    if epoch == 2 and not os.path.exists(mark):
+        open(mark, "w").close()
+        os.kill(os.getpid(), signal.SIGKILL)
+    old(self, epoch, logs)
+tfpara.callbacks.Telemetry.on_epoch_begin = begin
+from scripts import train
+common.run(train.main, train.score_checkpoints)
+"""
+
+
+@pytest.mark.nightly
+def test_a_restart_of_a_run_that_starts_over_continues_it(run_well, corpus_directory, tmp_path):
+    """The former run has ended. The evaluator scores the new one alone."""
+    run_dir = tmp_path / "run"
+    flags = (f"--corpus={corpus_directory}", f"--run_dir={run_dir}", *FLAGS)
+    run_well("train", *flags, "--epochs=1")
+    script = tmp_path / "train.py"
+    script.write_text(KILLED_ONCE)
+    ended = subprocess.run(
+        [sys.executable, "-m", "tfpara.launch", "--threads=1", "--max_restarts=1"]
+        + ["--evaluator", script, tmp_path / "mark", *flags, "--epochs=3", "--start_over"],
+        env={**os.environ, "PYTHONPATH": os.path.dirname(os.path.dirname(runs.__file__))},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "restart 1 of 1: chief failed first: killed by SIGKILL" in ended.stderr
+    assert ended.stdout.count("[chief] Epoch 1/3") == 1
+    assert len(epochs(run_dir)) == 3
+    assert "start_over" not in (run_dir / "flags.txt").read_text()
+    assert (run_dir / "best.weights.h5").is_file()
+    with open(run_dir / "evaluator" / "scores.csv", newline="") as file:
+        assert {row["epoch"] for row in csv.DictReader(file)} >= {"3"}
+    assert "[evaluator] The evaluator waits until the chief has begun" in ended.stdout
+    assert "[chief] --start_over is ignored" in ended.stdout
+    assert "Resuming from checkpoint" in ended.stdout
 
 
 def test_the_number_of_epochs_is_not_free_where_the_rate_depends_on_it():

@@ -41,6 +41,32 @@ def begin(run_dir, start_over=False, init=None):
         run_files.begin(run_dir, NAMES, start_over)
 
 
+def test_a_launcher_knows_the_run_that_it_has_begun(tmp_path, monkeypatch):
+    begin(tmp_path)
+    assert not run_files.is_begun_here(tmp_path)
+    with pytest.raises(ValueError, match="Leave the flag out"):
+        run_files.wait_for_begin(tmp_path, minutes=60)
+    monkeypatch.setenv("TFPARA_RUN_ID", "1")
+    assert not run_files.is_begun_here(tmp_path)
+    begin(tmp_path, start_over=True)
+    run_files.record(tmp_path, "decoding.json")
+    assert run_files.is_begun_here(tmp_path)
+    monkeypatch.setenv("TFPARA_RUN_ID", "12")
+    assert not run_files.is_begun_here(tmp_path)
+    with pytest.raises(ValueError, match="has not begun the new run in --run_dir="):
+        run_files.wait_for_begin(tmp_path, minutes=0)
+    looks = []
+
+    def sleep(seconds):
+        looks.append(seconds)
+        if len(looks) == 2:
+            begin(tmp_path, start_over=True)
+
+    monkeypatch.setattr(run_files.time, "sleep", sleep)
+    run_files.wait_for_begin(tmp_path, minutes=60)
+    assert len(looks) == 2
+
+
 MINE = {"notes.json", "first.weights.h5", "tensorboard/mine", "test.json"}
 
 
