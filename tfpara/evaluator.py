@@ -22,7 +22,7 @@ from tfpara import files
 from tfpara.algorithms import Average
 from tfpara.algorithms.asgd import AsyncAverage
 from tfpara.callbacks.held_out import evaluate
-from tfpara.callbacks.scalars import Scalars
+from tfpara.callbacks.scalars import Scalars, flat
 from tfpara.callbacks.table import Table
 from tfpara.checkpoint import weights
 from tfpara.checkpoint.base import store_at
@@ -270,7 +270,7 @@ class _Evaluator:
         best, rows = self._best(), []
         for name in names:
             found.put_into(self._model, name)
-            scores = {k: float(v) for k, v in evaluate(self._model, self._data).items()}
+            scores = {k: float(v) for k, v in flat(evaluate(self._model, self._data)).items()}
             if self._monitor not in scores:
                 raise ValueError(
                     f"monitor={self._monitor!r} is no score of this model. There are: "

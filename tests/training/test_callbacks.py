@@ -121,16 +121,19 @@ def test_held_out_works_without_a_strategy():
     assert log["dev_loss"][1] == pytest.approx(model.evaluate(X, Y, verbose=0)[0], abs=1e-5)
 
 
-def test_a_metric_of_several_values_has_a_curve_for_each(tmp_path):
+def test_a_metric_of_several_values_has_a_curve_and_a_column_for_each(tmp_path):
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3, activation="softmax")])
     model.compile("sgd", "categorical_crossentropy", metrics=[keras.metrics.F1Score(name="f1")])
     targets = keras.utils.to_categorical(Y, 3)
-    callback = tfpara.callbacks.HeldOut((X, targets), log_dir=tmp_path)
+    table = tmp_path / "scores.csv"
+    callback = tfpara.callbacks.HeldOut((X, targets), log_dir=tmp_path, csv=table)
     log = model.fit(X, targets, verbose=0, callbacks=[callback]).history
     written = {tag.rpartition("f1")[2]: curve for tag, curve in scalars(tmp_path).items()}
     found = [float(*written[f"/{k}"].values()) for k in range(3)]
     np.testing.assert_allclose(found, log["validation_f1"][0], rtol=1e-6)
     assert np.ptp(found) > 0
+    (row,) = csv.DictReader(table.open())
+    np.testing.assert_allclose([float(row[f"f1/{k}"]) for k in range(3)], found, rtol=1e-6)
 
 
 def test_all_weights_are_scored_within_epochs_and_training_goes_on_as_without(tmp_path):

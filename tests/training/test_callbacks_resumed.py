@@ -1,5 +1,6 @@
 """The memory of Keras' callbacks in runs that are killed and resumed, and in uninterrupted runs."""
 
+import csv
 import functools
 import json
 
@@ -108,6 +109,42 @@ def test_early_stopping_and_plateaus_go_on_where_they_were(kind, tmp_path):
         np.testing.assert_array_equal(got, expected)
     assert (callbacks[2].best, callbacks[2].best_epoch) == (1.0, 2)
     assert callbacks[2].stopped_epoch == 8 and type(callbacks[2].stopped_epoch) is int
+
+
+@pytest.mark.parametrize("last", [4, 5, None])
+def test_scores_within_an_epoch_go_on_where_they_were(last, tmp_path):
+    """The run is killed before the checkpoint after batch `last`, or after the end of the epoch."""
+
+    class Kill(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch, logs=None):
+            self.epoch = epoch
+
+        def on_train_batch_end(self, batch, logs=None):
+            if (self.epoch, batch) == (1, last):
+                raise Killed
+
+        def on_epoch_end(self, epoch, logs=None):
+            if epoch == 1:
+                raise Killed
+
+    def rows(directory, *others):
+        _, model = made("synchronous")
+        table = directory / "scores.csv"
+        held_out = tfpara.callbacks.HeldOut((X, Y), times_per_epoch=4, csv=table)
+        checkpoint = tfpara.callbacks.Checkpoint(directory / "run", every_syncs=1)
+        data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(4)  # 8 steps, and 4 syncs
+        try:
+            model.fit(data, epochs=2, verbose=0, callbacks=[held_out, *others, checkpoint])
+        except Killed:
+            checkpoint._checkpoints.store.release()
+        with table.open(newline="") as file:
+            return list(csv.DictReader(file))
+
+    whole = rows(tmp_path / "whole")
+    assert [float(row["epoch"]) for row in whole] == [0.25 * k for k in range(1, 9)]
+    killed = rows(tmp_path / "killed", Kill())
+    assert killed == whole[: {4: 6, 5: 7, None: 8}[last]]
+    assert rows(tmp_path / "killed") == whole
 
 
 def states(directory):

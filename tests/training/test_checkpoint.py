@@ -590,13 +590,15 @@ def test_a_missing_part_is_damage(finished_run):
 
 @pytest.mark.one_version
 def test_a_checkpoint_of_another_run_is_refused_by_name(tmp_path):
-    common = {"data_plan": {"minibatch": 4, "epochs": 1}, "may_change": ("epochs",), "small": True}
-    run(tmp_path, epochs=1, **common)
-    run(tmp_path, epochs=1, **{**common, "data_plan": {"minibatch": 4, "epochs": 7}})
+    first = {"data_plan": {"minibatch": 4, "epochs.of": 1}, "small": True}
+    run(tmp_path, epochs=1, **first)
+    common = {**first, "may_change": ("epochs.of",)}
+    run(tmp_path, epochs=1, **{**common, "data_plan": {"minibatch": 4, "epochs.of": 7}})
     for change, message in [
         ({"rule": tfpara.BSP()}, "rule: the checkpoint has 'BMUF.*this run has 'BSP"),
         ({"averages": {"ema": tfpara.EMA(0.7)}}, "averages: "),
         ({"sync_period": 4}, "sync_period: the checkpoint has 2, this run has 4"),
+        ({"may_change": ("of",), "data_plan": {"minibatch": 4, "epochs.of": 7}}, "data_plan.epo"),
         (
             {"data_plan": {"minibatch": 8}},
             r"data_plan.minibatch: the checkpoint has 4, this run has 8",
@@ -604,6 +606,14 @@ def test_a_checkpoint_of_another_run_is_refused_by_name(tmp_path):
     ]:
         with pytest.raises(tfpara.CheckpointError, match=message):
             run(tmp_path, **{**common, **change})
+
+
+def test_a_checkpoint_that_lacks_facts_about_the_data_is_used(tmp_path):
+    """As those of older versions lack what their run's `may_change` had."""
+    run(tmp_path, epochs=1, small=True, data_plan={"minibatch": 4})
+    run(tmp_path, epochs=1, small=True, data_plan={"minibatch": 4, "epochs": 1})
+    with pytest.raises(tfpara.CheckpointError, match="data_plan.minibatch: the checkpoint has 4"):
+        run(tmp_path, epochs=1, small=True, data_plan={"epochs": 1})
 
 
 @pytest.mark.parametrize("change", ["version", "format"])
@@ -701,16 +711,16 @@ def test_a_run_that_has_stopped_says_so(tmp_path, capsys):
 
     assert fit()[0] == ""
     said, strategy, model, data = fit()
+    assert model.stop_training is True
     assert "is complete: it stopped by itself after 2 epochs (checkpoint 3), so nothing" in said
     assert "with initial_epoch=2 and a Checkpoint of another directory" in said
-    model.fit(
-        data,
-        initial_epoch=2,
-        epochs=EPOCHS,
-        verbose=0,
-        callbacks=[tfpara.callbacks.Checkpoint(tmp_path / "second")],
-    )
+    # The second time, all epochs are trained, which is no stop.
+    for _ in range(2):
+        second = tfpara.callbacks.Checkpoint(tmp_path / "second")
+        model.fit(data, initial_epoch=2, epochs=EPOCHS, verbose=0, callbacks=[second])
+        assert model.stop_training is False
     assert_same(everything(strategy, model), uninterrupted(small=True)[0])
+    assert len(list((tmp_path / "second").glob("checkpoint-*"))) == 2
 
 
 def test_one_callback_in_several_fits(tmp_path):

@@ -357,6 +357,23 @@ def test_a_run_that_stopped_by_itself_has_ended(tmp_path):
     assert [(row["checkpoint"], row["epoch"]) for row in rows] == [("1", "0"), ("2", "1")]
 
 
+def test_a_metric_of_several_values_has_a_column_for_each(tmp_path):
+    def model():
+        found = keras.Sequential([keras.Input((6,)), keras.layers.Dense(3)])
+        found.compile("sgd", "mse", metrics=[keras.metrics.F1Score()])
+        return found
+
+    with tfpara.PeriodicSyncStrategy(tfpara.BSP(), sync_period=2, devices=["CPU:0"]).scope():
+        trained = model()
+    data = X, keras.utils.to_categorical(X[:, :3].argmax(1), 3)
+    trained.fit(*data, verbose=0, callbacks=[tfpara.callbacks.Checkpoint(tmp_path / "run")])
+    options = {"epochs": 1, "monitor": "f1_score/1", "mode": "max"}
+    rows = tfpara.evaluate_checkpoints(model(), tmp_path / "run", data, tmp_path, **options)
+    scores = trained.evaluate(*data, verbose=0, return_dict=True)["f1_score"]
+    found = [float(rows[-1][f"f1_score/{k}"]) for k in range(3)]
+    np.testing.assert_allclose(found, scores, rtol=1e-6)
+
+
 def test_what_tensorboard_and_the_table_show(run_of_two, tmp_path):
     rows = evaluate(run_of_two, tmp_path / "out")
     with open(tmp_path / "out" / "scores.csv", newline="") as file:

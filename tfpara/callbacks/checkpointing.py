@@ -145,6 +145,7 @@ class Checkpoint(CheckpointBase):
         # Keras' `fit` begins at the epoch in this private attribute. Keras' own BackupAndRestore
         # sets it in the same way.
         self.model._initial_epoch = epochs if position["finished"] else position["epoch"]
+        self.model.stop_training = position["finished"]
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         resumed, self._resumed = self._resumed, None

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from tfpara import files, fit_call
 from tfpara.callbacks.base import Callback
-from tfpara.callbacks.scalars import Scalars
+from tfpara.callbacks.scalars import Scalars, flat
 from tfpara.callbacks.schedule import components
 from tfpara.callbacks.sync_watch import SyncWatch
 from tfpara.callbacks.table import Table
@@ -50,9 +50,9 @@ class HeldOut(Callback):
         steps_per_epoch: minibatches of a replica in an epoch; in an elastic run, of a replica with
             which the run began. None: as Keras, or the data, state it.
         csv: file that gets a row for each score: epoch (passes over the data so far, a fraction),
-            syncs, weights (one of `which`), and the metrics. When an interrupted run resumes, the
-            rows of the part that is trained again are removed, and other rows stay. The chief
-            writes this file.
+            syncs, weights (one of `which`), and the metrics; one with several values has the
+            columns name/0, name/1, … When an interrupted run resumes, the rows of the part that is
+            trained again are removed, and other rows stay. The chief writes this file.
         log_dir: directory of TensorBoard's event files, whose steps are numbers of syncs. The chief
             writes them.
 
@@ -91,6 +91,7 @@ class HeldOut(Callback):
         self._epoch = 0
         self._steps_before = 0
         self._done = 0  # number of scores in this epoch so far
+        self._has_position = False  # whether `_go_on` has been called in this epoch
         # The length of an epoch in steps (in an elastic run: in units). It is only computed if an
         # epoch has several scores; until then it is 0.
         self._length = 0
@@ -118,25 +119,42 @@ class HeldOut(Callback):
 
     def get_state(self) -> dict[str, Json]:
         """Returns the facts that a worker needs when it joins within the epoch."""
-        return {"done": self._done}
+        return {"done": self._done if self._has_position else None}
 
     def set_state(self, state: Mapping[str, Json]) -> None:
         """Takes over the number of scores that the other workers have had in the present epoch."""
         self._taken = state["done"]
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
-        self._epoch, self._done = epoch, 0
+        self._epoch, self._steps_before, self._has_position = epoch, 0, False
         strategy = self._strategy
-        self._steps_before = strategy.steps_resumed(epoch)
-        taken, self._taken = self._taken, None
         if self._times > 1:
             self._length = self._length_of_all()
-            known = int(self._times * self._part(self._steps_before))
-            self._done = known if taken is None else taken
             if isinstance(strategy, PeriodicSyncStrategy):
                 self._watch.begin(self.model)
-        if self._table and strategy.is_chief:
-            self._table.cut(epoch + self._part(self._steps_before))
+        if strategy.running is not None:
+            # An AsyncStrategy counts batches from the start of the epoch, also after a resume.
+            self._go_on(strategy.running.server.trained())
+
+    def on_train_batch_begin(self, batch: int, logs: Logs | None = None) -> None:
+        self._find_position()
+
+    def _find_position(self) -> None:
+        """Continues from the position in the epoch, if this was not yet done.
+
+        `Checkpoint` sets the position in its `on_epoch_begin`, which runs after this callback's.
+        """
+        if not self._has_position:
+            self._steps_before = self._strategy.steps_resumed(self._epoch)
+            self._go_on(self._steps_before)
+
+    def _go_on(self, steps: int) -> None:
+        """Continues in an epoch of which each replica has trained so many `steps`."""
+        self._has_position = True
+        part, taken, self._taken = self._part(steps), self._taken, None
+        self._done = int(self._times * part) if taken is None else taken
+        if self._table and self._strategy.is_chief:
+            self._table.cut(self._epoch, part)
 
     def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
         if self._times == 1 or self._done >= self._times - 1:
@@ -153,6 +171,7 @@ class HeldOut(Callback):
                 self._score(self._epoch + part)
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
+        self._find_position()  # a worker may have had no batch in this epoch
         results = self._score(float(epoch + 1))
         if logs is None:
             return
@@ -217,7 +236,8 @@ class HeldOut(Callback):
     def _write(self, passes: float, syncs: int, results: dict[str, dict[str, float]]) -> None:
         if self._table:
             for which, scores in results.items():
-                self._table.add_score({"epoch": passes, "syncs": syncs, "weights": which, **scores})
+                place = {"epoch": passes, "syncs": syncs, "weights": which}
+                self._table.add_score(place | flat(scores))
         values = {
             f"{self._name}/{which}/{key}": value
             for which, scores in results.items()
@@ -248,10 +268,10 @@ class _Scores(Table):
                 "scores, and rows of it would be removed. Give another file."
             )
 
-    def cut(self, passes: float) -> None:
-        """Removes the rows after so many passes over the data, which are now trained again."""
+    def cut(self, epoch: int, part: float) -> None:
+        """Removes the rows after a part of an epoch, and that of its end, which is scored again."""
         rows = self.rows()
-        kept = [row for row in rows if float(row["epoch"]) <= passes + 1e-9]
+        kept = [r for r in rows if float(r["epoch"]) < min(epoch + part + 1e-9, epoch + 1)]
         if len(kept) < len(rows):
             self.rewrite(kept, list(rows[0]))
 

@@ -13,6 +13,15 @@ from tfpara.typing import Array, Scalar
 _LARGEST = 10_000  # approximate limit of the number of values written for a distribution
 
 
+def flat(values: Mapping[str, Scalar | Array]) -> dict[str, Scalar]:
+    """Returns the values by name; an array's values have the names name/0, name/1, …"""
+    return {
+        f"{name}/{k}" if np.ndim(value) else name: one
+        for name, value in values.items()
+        for k, one in enumerate(np.ravel(value))
+    }
+
+
 class Scalars:
     """Writes scalars to event files in a directory; the files are made at the first write.
 
@@ -30,9 +39,8 @@ class Scalars:
             return
         writer = self._made()
         with writer.as_default(step=step):
-            for name, value in values.items():
-                for k, one in enumerate(np.ravel(value)):
-                    tf.summary.scalar(f"{name}/{k}" if np.ndim(value) else name, one)
+            for name, value in flat(values).items():
+                tf.summary.scalar(name, value)
         writer.flush()
 
     def write_histogram(self, step: int, name: str, values: Array, counts: Array) -> None:

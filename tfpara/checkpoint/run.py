@@ -23,7 +23,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfpara.checkpoint.base import Checkpoints, facts_of_model
+from tfpara.checkpoint.base import Checkpoints, check_run, facts_of_model
 from tfpara.checkpoint.parts import Parts
 from tfpara.checkpoint.store import CheckpointError
 from tfpara.checks import versions
@@ -151,14 +151,13 @@ class SyncCheckpoints(Checkpoints):
 
     def _facts(self) -> dict[str, Json]:
         settings = self._strategy.settings
-        run = settings.of_a_run()
         compiled = {}
         # Only the chief's value is kept, since workers may differ: "auto" depends on the device.
         if self._strategy.is_chief:
             compiled["jit_compile"] = str(bool(getattr(self._model, "jit_compile", False)))
         return {
             "run": {
-                **{k: v for k, v in run.items() if k.split(".")[-1] not in self._may_change},
+                **settings.of_a_run(),
                 "sync_period": settings.sync_period,
                 **facts_of_model(self._model),
             },
@@ -166,6 +165,23 @@ class SyncCheckpoints(Checkpoints):
             "replicas": self._strategy.num_replicas,
             "bucket_sizes": self.synchronizer.graph.global_state.bucket_sizes,
         }
+
+    def _check_run(self, number: int, manifest: Mapping[str, Json]) -> None:
+        """Refuses a checkpoint of another run; entries of `data_plan` in `may_change` may differ.
+
+        Entries that the checkpoint lacks count as equal: in older versions a run left out those of
+        its own `may_change`.
+        """
+        mine = self._facts()
+        free = {f"data_plan.{key}" for key in self._may_change}
+        free |= {
+            key for key in mine["run"].keys() - manifest["run"] if key.startswith("data_plan.")
+        }
+        theirs, mine = (
+            {**facts, "run": {k: v for k, v in facts["run"].items() if k not in free}}
+            for facts in (manifest, mine)
+        )
+        check_run(self.store.path(number), theirs, mine)
 
     def _tensors(self) -> dict[str, Array]:
         ids = self._strategy.local_replica_ids

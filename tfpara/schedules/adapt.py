@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import keras
+import tensorflow as tf
 from keras import ops
 
 from tfpara.typing import Json
-
-if TYPE_CHECKING:
-    import tensorflow as tf
 
 
 @keras.saving.register_keras_serializable(package="tfpara")
@@ -75,9 +73,14 @@ class Adapt(keras.optimizers.Optimizer):
         ]
 
     def update_step(
-        self, gradient: tf.Tensor, variable: keras.Variable, learning_rate: tf.Tensor
+        self,
+        gradient: tf.Tensor | tf.IndexedSlices,
+        variable: keras.Variable,
+        learning_rate: tf.Tensor,
     ) -> None:
         rate = ops.cast(learning_rate, variable.dtype)
+        # An embedding's gradient has only the rows that were looked up: tf.IndexedSlices.
+        gradient = tf.convert_to_tensor(gradient)
         gradient = ops.cast(gradient, variable.dtype) * self.gradient_scale
         total = self.constant + self._sum_of_squares(ops.square(gradient), variable)
         self.assign_sub(variable, rate * gradient / ops.sqrt(total))

@@ -1,5 +1,7 @@
 """What goes on from one `fit` to the next: checkpoints, weights, optimizers."""
 
+import contextlib
+import csv
 import dataclasses
 import json
 import os
@@ -757,6 +759,36 @@ def test_a_rate_by_position_goes_on_within_an_epoch(tmp_path, monkeypatch):
     assert before and len(seen) > before
     for batch, rate in seen:
         assert rate == pytest.approx(0.1 * (1 - batch / 24))
+
+
+def test_scores_within_an_epoch_go_on_where_they_were(tmp_path, monkeypatch):
+    monkeypatch.setattr("tfpara.parameter_server.fit._POLL_SECONDS", 0.0)
+    table = tmp_path / "scores.csv"
+
+    class Kill(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if batch >= 8:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    def scored(*others):
+        strategy, model = made()
+        held_out = tfpara.callbacks.HeldOut((X, Y), times_per_epoch=24, csv=table)
+        leaving = pytest.raises(tfpara.callbacks.Preempted) if others else contextlib.nullcontext()
+        with leaving:
+            checkpoint = tfpara.AsyncCheckpoint(tmp_path / "run")
+            train(strategy, model, 1, [held_out, *others, checkpoint])
+        with table.open(newline="") as file:
+            return strategy.statistics(model).pushes, list(csv.DictReader(file))
+
+    pushes, before = scored(Kill())
+    assert before and pushes < 24
+    lost = {**before[-1], "epoch": (pushes + 0.5) / 24}  # as of a process that has trained on
+    with table.open("a", newline="") as file:
+        csv.DictWriter(file, lost).writerow(lost)
+    _, after = scored()
+    assert after[: len(before)] == before
+    passes = [float(row["epoch"]) for row in after]
+    assert passes == sorted(set(passes)) and passes[-1] == 1.0 and lost["epoch"] not in passes
 
 
 @pytest.mark.nightly

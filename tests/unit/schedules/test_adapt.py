@@ -3,6 +3,7 @@
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 from tfpara.schedules import Adapt
 
@@ -50,6 +51,23 @@ def test_a_step_is_shorter_than_the_rate_whatever_the_gradient():
     np.testing.assert_allclose(
         variable.numpy(), -0.008 * gradient / np.sqrt(1 + gradient.astype(float) ** 2), rtol=1e-5
     )
+
+
+@pytest.mark.parametrize("memory", [1, 2, None])
+def test_an_embedding_trains_as_with_the_whole_gradient(memory):
+    """Its gradient has a row for each look-up, also if several are of the same row."""
+    rows, places = RNG.normal(size=(4, 3)).astype("float32"), [2, 0, 2, 1]
+    whole = np.zeros((5, 3), "float32")
+    np.add.at(whole, places, rows)
+    found = []
+    for gradient in (tf.IndexedSlices(rows, tf.constant(places), whole.shape), tf.constant(whole)):
+        variable = keras.Variable(np.ones((5, 3), "float32"))
+        optimizer = Adapt(0.1, memory=memory, gradient_scale=8)
+        for _ in range(3):
+            optimizer.apply([gradient], [variable])
+        found.append(variable.numpy())
+    np.testing.assert_allclose(*found, rtol=1e-6)
+    assert (found[0] != 1.0).any(1).tolist() == [True, True, True, False, False]
 
 
 def test_trains_and_survives_saving(tmp_path):
