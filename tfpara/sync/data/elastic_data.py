@@ -82,7 +82,10 @@ def deal_out_arrays(strategy: Any, began: Began, given: dict[str, Any]) -> None:
     while len(parts) > 1 and parts[-1] is None:
         parts.pop()
     with tf.device("CPU:0"):
-        arrays = tf.nest.map_structure(tf.convert_to_tensor, tuple(parts))
+        # Keras also makes tuples of lists: `Dataset.map` would make one tensor of a list.
+        arrays = tf.nest.map_structure(
+            tf.convert_to_tensor, keras.tree.lists_to_tuples(tuple(parts))
+        )
 
     steps = given.get("steps_per_epoch")
 

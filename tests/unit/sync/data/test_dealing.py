@@ -97,6 +97,15 @@ def test_epochs_of_so_many_steps_go_on_in_the_arrays(workers):
     assert len({tuple(each) for each in passes}) == 6
 
 
+def test_arrays_in_lists_are_dealt_out_as_such():
+    x = np.arange(4)
+    ((first, second),) = dealt_out(
+        [x, {"a": [10 * x]}], 2, 2, y=[x, x], shuffle=False, batch_size=4
+    )
+    assert first == (([0, 1], {"a": ([0, 10],)}), ([0, 1], [0, 1]))
+    assert second == (([2, 3], {"a": ([20, 30],)}), ([2, 3], [2, 3]))
+
+
 def test_arrays_are_divided_and_weighted_as_by_fit():
     x, y = np.arange(10.0), np.arange(10) % 3
     given = {"x": x, "y": y, "validation_split": 0.3, "class_weight": {0: 2.0, 2: 0.5}}
