@@ -97,6 +97,19 @@ def test_epochs_of_so_many_steps_go_on_in_the_arrays(workers):
     assert len({tuple(each) for each in passes}) == 6
 
 
+def test_steps_without_a_batch_size_divide_all_rows():
+    epochs = dealt_out(np.arange(1000), 2, 2, 2, shuffle=False, steps_per_epoch=4)
+    assert epochs == [cut(list(range(1000)), 8)] * 2
+
+
+def test_rows_are_shuffled_within_batches():
+    first, second = dealt_out(np.arange(32), 2, 2, 2, shuffle="batch", batch_size=16)
+    assert [len(own) for own in first] == [8] * 4 and first != second
+    for epoch in (first, second):
+        assert sorted(epoch[0] + epoch[1]) == list(range(16)) != epoch[0] + epoch[1]
+        assert sorted(epoch[2] + epoch[3]) == list(range(16, 32))
+
+
 def test_arrays_in_lists_are_dealt_out_as_such():
     x = np.arange(4)
     ((first, second),) = dealt_out(
