@@ -86,9 +86,7 @@ def deal_out_arrays(strategy: Any, began: Began, given: dict[str, Any]) -> None:
         parts.pop()
     with tf.device("CPU:0"):
         # Keras also makes tuples of lists: `Dataset.map` would make one tensor of a list.
-        arrays = tf.nest.map_structure(
-            tf.convert_to_tensor, keras.tree.lists_to_tuples(tuple(parts))
-        )
+        arrays = tf.nest.map_structure(_tensor_of, keras.tree.lists_to_tuples(tuple(parts)))
 
     def minibatches(epoch: int, first: int) -> tf.data.Dataset:
         seed, parts, _ = order.known()
@@ -118,6 +116,15 @@ def deal_out_arrays(strategy: Any, began: Began, given: dict[str, Any]) -> None:
     given["x"].facts = facts
     for name in ("y", "sample_weight", "batch_size", "steps_per_epoch"):
         given[name] = None
+
+
+def _tensor_of(array: Any) -> tf.Tensor:
+    """Returns an array as a tensor; numbers that are no integers get the dtype `floatx` of Keras.
+
+    `fit` does the same with arrays.
+    """
+    tensor = tf.convert_to_tensor(array)
+    return tf.cast(tensor, keras.config.floatx()) if tensor.dtype.is_floating else tensor
 
 
 def deal_out_dataset(strategy: Any, began: Began, given: dict[str, Any]) -> None:

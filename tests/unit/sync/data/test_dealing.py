@@ -119,6 +119,15 @@ def test_arrays_in_lists_are_dealt_out_as_such():
     assert second == (([2, 3], {"a": ([20, 30],)}), ([2, 3], [2, 3]))
 
 
+def test_arrays_have_the_dtypes_that_keras_gives_them():
+    given = {"x": np.ones((4, 2)), "y": tf.ones(4, tf.float16), "sample_weight": np.arange(4)}
+    order = Order()
+    order.seed = 7
+    elastic_data.deal_out_arrays(strategy_of(order, 1, [0]), elastic_data.Began(1, 1), given)
+    dtypes = [spec.dtype for spec in given["x"].made(0, 0).element_spec]
+    assert dtypes == [tf.float32, tf.float32, tf.int64]
+
+
 def test_arrays_are_divided_and_weighted_as_by_fit():
     x, y = np.arange(10.0), np.arange(10) % 3
     given = {"x": x, "y": y, "validation_split": 0.3, "class_weight": {0: 2.0, 2: 0.5}}
