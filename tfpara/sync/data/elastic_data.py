@@ -59,9 +59,11 @@ def deal_out_arrays(strategy: Any, began: Began, given: dict[str, Any]) -> None:
 
     A replica's minibatch has `batch_size` / N rows, rounded up, for the N replicas with which the
     run begins, as without `elastic=`. The size stays when replicas are lost or join. Each row of an
-    epoch is trained once. With `shuffle` (the default) each epoch has another order. With
-    `steps_per_epoch` an epoch has as many minibatches as N replicas train in so many steps, and the
-    next epoch continues at the row where it ended. Data that are no arrays stay as they are.
+    epoch is trained once. With `shuffle` (the default) each epoch has another order; with
+    `shuffle="batch"`, only within each batch. With `steps_per_epoch` an epoch has as many
+    minibatches as N replicas train in so many steps, and the next epoch continues at the row where
+    it ended; without `batch_size` it is a pass over all rows. Data that are no arrays stay as they
+    are.
 
     Raises:
         ValueError: arrays of different lengths.
@@ -75,16 +77,16 @@ def deal_out_arrays(strategy: Any, began: Began, given: dict[str, Any]) -> None:
         raise ValueError(
             f"the arrays have {', '.join(str(len(leaf)) for leaf in leaves)} rows. Give as many."
         )
-    batch_size = given.get("batch_size") or _BATCH_SIZE
+    steps = given.get("steps_per_epoch")
+    batch_size = given.get("batch_size") or (-(-rows // steps) if steps else _BATCH_SIZE)
     facts: Facts = {"kind": "arrays", "rows": rows, "batch_size": batch_size}
     order = _agree(strategy, began, {**facts, "values": same_data.values_of(leaves)})
     shuffle = given.get("shuffle", True)
     while len(parts) > 1 and parts[-1] is None:
         parts.pop()
     with tf.device("CPU:0"):
-        arrays = tf.nest.map_structure(tf.convert_to_tensor, tuple(parts))
-
-    steps = given.get("steps_per_epoch")
+        # Keras also makes tuples of lists: `Dataset.map` would make one tensor of a list.
+        arrays = tf.nest.map_structure(_tensor_of, keras.tree.lists_to_tuples(tuple(parts)))
 
     def minibatches(epoch: int, first: int) -> tf.data.Dataset:
         seed, parts, _ = order.known()
@@ -93,8 +95,10 @@ def deal_out_arrays(strategy: Any, began: Began, given: dict[str, Any]) -> None:
         in_an_epoch = steps * parts if steps else in_a_pass
         begin = epoch * in_an_epoch
         passes = range(begin // in_a_pass, (begin + in_an_epoch - 1) // in_a_pass + 1)
+        within = size * parts if shuffle == "batch" else None
         orders = [
-            shuffled_rows(rows, seed, each) if shuffle else np.arange(rows) for each in passes
+            shuffled_rows(rows, seed, each, within) if shuffle else np.arange(rows)
+            for each in passes
         ]
         ordered = tf.constant(np.array(orders), tf.int64)
 
@@ -112,6 +116,15 @@ def deal_out_arrays(strategy: Any, began: Began, given: dict[str, Any]) -> None:
     given["x"].facts = facts
     for name in ("y", "sample_weight", "batch_size", "steps_per_epoch"):
         given[name] = None
+
+
+def _tensor_of(array: Any) -> tf.Tensor:
+    """Returns an array as a tensor; numbers that are no integers get the dtype `floatx` of Keras.
+
+    `fit` does the same with arrays.
+    """
+    tensor = tf.convert_to_tensor(array)
+    return tf.cast(tensor, keras.config.floatx()) if tensor.dtype.is_floating else tensor
 
 
 def deal_out_dataset(strategy: Any, began: Began, given: dict[str, Any]) -> None:

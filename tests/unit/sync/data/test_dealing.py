@@ -97,6 +97,37 @@ def test_epochs_of_so_many_steps_go_on_in_the_arrays(workers):
     assert len({tuple(each) for each in passes}) == 6
 
 
+def test_steps_without_a_batch_size_divide_all_rows():
+    epochs = dealt_out(np.arange(1000), 2, 2, 2, shuffle=False, steps_per_epoch=4)
+    assert epochs == [cut(list(range(1000)), 8)] * 2
+
+
+def test_rows_are_shuffled_within_batches():
+    first, second = dealt_out(np.arange(32), 2, 2, 2, shuffle="batch", batch_size=16)
+    assert [len(own) for own in first] == [8] * 4 and first != second
+    for epoch in (first, second):
+        assert sorted(epoch[0] + epoch[1]) == list(range(16)) != epoch[0] + epoch[1]
+        assert sorted(epoch[2] + epoch[3]) == list(range(16, 32))
+
+
+def test_arrays_in_lists_are_dealt_out_as_such():
+    x = np.arange(4)
+    ((first, second),) = dealt_out(
+        [x, {"a": [10 * x]}], 2, 2, y=[x, x], shuffle=False, batch_size=4
+    )
+    assert first == (([0, 1], {"a": ([0, 10],)}), ([0, 1], [0, 1]))
+    assert second == (([2, 3], {"a": ([20, 30],)}), ([2, 3], [2, 3]))
+
+
+def test_arrays_have_the_dtypes_that_keras_gives_them():
+    given = {"x": np.ones((4, 2)), "y": tf.ones(4, tf.float16), "sample_weight": np.arange(4)}
+    order = Order()
+    order.seed = 7
+    elastic_data.deal_out_arrays(strategy_of(order, 1, [0]), elastic_data.Began(1, 1), given)
+    dtypes = [spec.dtype for spec in given["x"].made(0, 0).element_spec]
+    assert dtypes == [tf.float32, tf.float32, tf.int64]
+
+
 def test_arrays_are_divided_and_weighted_as_by_fit():
     x, y = np.arange(10.0), np.arange(10) % 3
     given = {"x": x, "y": y, "validation_split": 0.3, "class_weight": {0: 2.0, 2: 0.5}}
