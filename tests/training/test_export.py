@@ -179,6 +179,9 @@ def test_an_average_that_is_mostly_of_the_start_is_exported_with_a_warning(
     assert not [w for w in recwarn if "of this average" in str(w.message)]
     with pytest.warns(UserWarning, match="which='slow': 81% of this average are still the weights"):
         export(model, tmp_path / "slow", which="slow")
+    model.weights[-1].assign(tf.zeros_like(model.weights[-1]))  # the averages start again
+    with pytest.warns(UserWarning, match="which='debiased': 100% of this average are still the"):
+        export(model, tmp_path / "debiased", which="debiased")
 
 
 def test_exports_the_weights_asked_for_and_leaves_the_model_alone(tmp_path):

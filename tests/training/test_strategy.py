@@ -1120,8 +1120,14 @@ def test_averages_start_again_from_a_weight_that_is_set():
     with strategy.scope():
         model = compiled(dense_model, lambda: keras.optimizers.SGD(0.0))
     model.fit(distributed(strategy), verbose=0)
-    model.layers[1].bias.assign([1.0, 2.0, 3.0, 4.0])
+    for bias in ([1.0, 2.0, 3.0, 4.0], [5.0, 6.0, 7.0, 8.0]):
+        model.layers[1].bias.assign(bias)
+        _expect_averages_equal_to_the_model(strategy, model)
     model.fit(distributed(strategy), verbose=0)
+    _expect_averages_equal_to_the_model(strategy, model)
+
+
+def _expect_averages_equal_to_the_model(strategy, model):
     expected = model.get_weights()
     for which in ("e", "ma"):
         with strategy.weights(model, which):

@@ -412,7 +412,9 @@ class AsyncBMUF(_Rule):
         Args:
             short: as for `BMUF.for_normalised`.
         """
-        if self.block_momentum is not None or self.warmup not in (None, True):
+        # The comparison is by identity: 1 == True, but a given 1 must stay.
+        by_default = self.warmup is None or self.warmup is True
+        if self.block_momentum is not None or not by_default:
             return self
         return dataclasses.replace(self, warmup=BMUF().for_normalised(short).resolve(1).warmup)
 

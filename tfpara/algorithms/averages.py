@@ -14,7 +14,7 @@ class AverageState(NamedTuple):
     """State of an average.
 
     Attributes:
-        average: the average so far, a flat vector.
+        average: the average so far, a flat vector; the starting point before the first block.
         count: number of blocks so far, a float: a block of a share f counts f.
         bias: the weight that the starting point still has in `average`.
     """
@@ -41,8 +41,8 @@ class EMA(Average):
             about the last tenth of the run, at most 1/(1 − β) syncs, and suits short runs too.
             False: β_t = β; after t syncs the initial weights still have the weight β^t in the
             average.
-        zero_debias: True: Ŵ starts from 0, not from W_0, and is divided by the sum of the weights
-            of the models in it.
+        zero_debias: True: from the first sync on, W_0 has no part in the average: Ŵ starts from 0,
+            and is divided by the sum of the weights of the models in it.
 
     Raises:
         TypeError: a value is not a number.
@@ -69,25 +69,32 @@ class EMA(Average):
             )
 
     def init(self, weights: Array) -> AverageState:
-        start = weights * 0.0 if self.zero_debias else weights
-        return AverageState(average=start, count=0.0, bias=1.0)
+        return AverageState(average=weights, count=0.0, bias=1.0)
 
     def update(self, state: AverageState, global_model: Array, share: Scalar = 1.0) -> AverageState:
         """Returns the state after a sync; `share` is f, 0 < f ≤ 1."""
         decay: Scalar = self.decay
         if self.num_updates:
             decay = minimum(decay, (1.0 + state.count) / (10.0 + state.count))
+        before = state.average
+        if self.zero_debias:
+            before = before * _has_models(state)
         return AverageState(
-            average=state.average + share * (1.0 - decay) * (global_model - state.average),
+            average=before + share * (1.0 - decay) * (global_model - before),
             count=state.count + share,
             bias=state.bias * (decay + (1.0 - share) * (1.0 - decay)),
         )
 
     def value(self, state: AverageState) -> Array:
-        """Returns the averaged model, flat; with `zero_debias` it is zero before the first sync."""
+        """Returns the averaged model, flat; before the first sync it is the starting point."""
         if not self.zero_debias:
             return state.average
-        return state.average / -minimum(state.bias - 1.0, -1e-30)
+        return state.average / ((1.0 - state.bias) + (1.0 - _has_models(state)))
+
+
+def _has_models(state: AverageState) -> Scalar:
+    """Returns 1 if some model is in the average, and 0 if the average is the starting point."""
+    return minimum(1.0, (1.0 - state.bias) * 1e30)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -51,10 +51,10 @@ class NGSGD(keras.optimizers.SGD):
 
     The state (for each side of a layer R, d, ρ and a counter) is among `optimizer.variables`, so it
     is saved with them. After `keras.models.load_model`, `model.optimizer.attach(model)` continues
-    with the saved state. Under a strategy every replica estimates the scatter of its own data. A
-    sync neither averages nor resets this state, for any `local_state`: a mean of orthonormal bases,
-    whose signs and order are free, is not an orthonormal basis. Weights and momentum are treated as
-    with SGD.
+    with the saved state. (In mixed_float16 call `model.optimizer.inner_optimizer.attach(model)`.)
+    Under a strategy every replica estimates the scatter of its own data. A sync neither averages
+    nor resets this state, for any `local_state`: a mean of orthonormal bases, whose signs and order
+    are free, is not an orthonormal basis. Weights and momentum are treated as with SGD.
 
     Args:
         learning_rate: as of `keras.optimizers.SGD`.
@@ -154,9 +154,13 @@ class NGSGD(keras.optimizers.SGD):
         self._layers_plan = entries
         with model.distribute_strategy.scope():
             self.build(model.trainable_variables)
-        known = {id(v) for v in self._trainable_variables}
-        if any(id(v) not in known for v in model.trainable_variables):
-            raise ValueError("this optimizer has another model. Make a new NGSGD for each model.")
+            if list(map(id, self._trainable_variables)) != list(map(id, model.trainable_variables)):
+                raise ValueError(
+                    "this optimizer has another model, or other trainable weights of this one. "
+                    "Make a new NGSGD for each model, and again after freezing layers."
+                )
+            if not self._sides:  # a strategy, or the caller, has called `build` before
+                self._make_sides(model.trainable_variables)
         owner, mine = weakref.ref(model), weakref.ref(self)
 
         def active() -> bool:
@@ -167,6 +171,9 @@ class NGSGD(keras.optimizers.SGD):
             if entry["kind"] == ROWS:
                 input_side, output_side = map(_or_unchanged, self._sides[number])
                 hook(layer, input_side, output_side, active)
+        # If training was refused before, TensorFlow would not let the function that Keras has made
+        # for it create the variables of metrics.
+        model.train_function = None
         self._attached = True
         return self
 
@@ -175,6 +182,9 @@ class NGSGD(keras.optimizers.SGD):
         if self.built:
             return
         super().build(variables)
+        self._make_sides(variables)
+
+    def _make_sides(self, variables: Sequence[keras.Variable]) -> None:
         for number, entry in enumerate(self._layers_plan):
             if entry["kind"] == PLAIN:
                 self._sides.append((None, None))
@@ -203,7 +213,8 @@ class NGSGD(keras.optimizers.SGD):
         if not self._attached:
             raise ValueError(
                 "NGSGD has not been shown the model. Compile with NGSGD(...).attach(model), or "
-                "after load_model call model.optimizer.attach(model)."
+                "after load_model call model.optimizer.attach(model). In mixed_float16, call "
+                "model.optimizer.inner_optimizer.attach(model) after load_model."
             )
         variables = trainable_variables or self._trainable_variables
         index = {self._get_variable_index(v): i for i, v in enumerate(variables)}

@@ -212,9 +212,12 @@ def test_beats_sgd_at_equal_steps_on_ill_conditioned_data():
 
 def test_refuses_to_train_a_model_that_it_was_not_shown():
     model = dense_model()
-    model.compile(NGSGD(0.1), LOSS)
+    model.compile(NGSGD(0.1), LOSS, metrics=["accuracy"])
+    x, y = (a[0] for a in minibatches(1))
     with pytest.raises(ValueError, match=r"NGSGD\(\.\.\.\)\.attach\(model\)"):
-        model.train_on_batch(*(a[0] for a in minibatches(1)))
+        model.train_on_batch(x, y)
+    model.optimizer.attach(model)
+    model.train_on_batch(x, y)
 
 
 def test_refuses_models_that_do_not_fit():
@@ -223,6 +226,11 @@ def test_refuses_models_that_do_not_fit():
         optimizer.attach(dense_model())
     with pytest.raises(ValueError, match="other trainable layers"):
         optimizer.attach(mixed_model())
+    model, built = dense_model(), NGSGD(0.1)
+    built.build(model.trainable_variables)
+    model.layers[0].trainable = False
+    with pytest.raises(ValueError, match="other trainable weights of this one.*after freezing"):
+        built.attach(model)
     with pytest.raises(ValueError, match=r"keras\.Input"):
         NGSGD(0.1).attach(keras.Sequential([layers.Dense(3)]))
     with pytest.raises(TypeError, match="Keras model. Received: Dense"):

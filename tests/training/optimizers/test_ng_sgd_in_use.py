@@ -119,6 +119,49 @@ def test_two_replicas_equal_two_models_averaged_by_hand():
         np.testing.assert_allclose(got, want, atol=1e-5)
 
 
+def test_attached_after_a_fit_that_was_refused_trains_as_if_attached_before():
+    x, y = minibatches(8, 32)
+    data = tf.data.Dataset.from_tensor_slices((x, y))
+    trained = []
+    for late in (False, True):
+        keras.utils.set_random_seed(0)
+        strategy = strategy_of()
+        with strategy.scope():
+            model, optimizer = dense_model(), NGSGD(0.1, 0.9)
+            if not late:
+                optimizer.attach(model)
+            model.compile(optimizer, LOSS, metrics=["accuracy"])
+        of_strategy = strategy.distribute_datasets_from_function(lambda _: data)
+        if late:
+            with pytest.raises(ValueError, match="NGSGD has not been shown the model"):
+                model.fit(of_strategy, verbose=0)
+            assert optimizer.built
+            optimizer.attach(model)
+        model.fit(of_strategy, verbose=0)
+        trained.append((model.get_weights(), fisher_variables(model)))
+    (before, scatters), (after, late_scatters) = trained
+    for got, want in zip(after, before, strict=True):
+        np.testing.assert_array_equal(got, want)
+    assert [v.shape for v in late_scatters] == [v.shape for v in scatters] != []
+
+
+def test_the_remedy_after_loading_a_model_of_mixed_float16(tmp_path):
+    x, y = (a[0] for a in minibatches(1))
+    keras.mixed_precision.set_global_policy("mixed_float16")
+    try:
+        model = compiled(dense_model())
+        model.train_on_batch(x, y)
+        model.save(tmp_path / "model.keras")
+        loaded = keras.models.load_model(tmp_path / "model.keras")
+        said = r"In mixed_float16, call model\.optimizer\.inner_optimizer\.attach\(model\)"
+        with pytest.raises(ValueError, match=said):
+            loaded.train_on_batch(x, y)
+        loaded.optimizer.inner_optimizer.attach(loaded)
+        loaded.train_on_batch(x, y)
+    finally:
+        keras.mixed_precision.set_global_policy("float32")
+
+
 @pytest.mark.nightly
 def test_mixed_precision_with_loss_scaling():
     keras.mixed_precision.set_global_policy("mixed_float16")

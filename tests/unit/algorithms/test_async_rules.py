@@ -101,6 +101,8 @@ def test_block_momentum_of_workers_is_that_of_as_many_replicas():
     assert not AsyncBMUF().resolve(1).has_momentum
     assert AsyncBMUF().for_optimizer(short=True).resolve(4).filter.warmup == 5.0
     assert AsyncBMUF().for_optimizer(short=False).resolve(4).filter.warmup == 20.0
+    assert AsyncBMUF(warmup=True).for_optimizer(short=True).warmup == 5.0
+    assert AsyncBMUF(warmup=1).for_optimizer(short=True).warmup == 1
     assert AsyncBMUF(warmup=False).for_optimizer(short=True).resolve(4).filter.warmup is False
     assert AsyncBMUF(0.9, 0.7).for_optimizer(short=False) == AsyncBMUF(0.9, 0.7)
     with pytest.raises(ValueError, match="resolve"):

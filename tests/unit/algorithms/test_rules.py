@@ -358,7 +358,11 @@ def test_a_young_average_is_mostly_of_its_last_models():
 def test_averages_of_a_start_without_syncs():
     assert EMA(0.5).value(EMA(0.5).init(3.0)) == 3.0
     assert MA().value(MA().init(3.0)) == 3.0
-    assert EMA(0.5, zero_debias=True).value(EMA(0.5, zero_debias=True).init(3.0)) == 0.0
+    debiased = EMA(0.5, num_updates=False, zero_debias=True)
+    state = debiased.init(3.0)
+    assert debiased.value(state) == 3.0
+    state = debiased.update(state, 8.0)
+    assert state.average == 4.0 and debiased.value(state) == 8.0  # nothing of the start
 
 
 @pytest.mark.parametrize(

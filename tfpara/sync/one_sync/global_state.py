@@ -258,12 +258,15 @@ class GlobalState:
     def share_of_start(self, which: str) -> float:
         """Returns how much, 0 to 1, the model before the first sync weighs in average `which`.
 
-        It is 0 for an average that corrects for that model, and if `which` is no average.
+        It is 0 if `which` is no average, and from the first sync on for an average that corrects
+        for that model.
         """
-        if which not in self._averages or getattr(self._averages[which], "zero_debias", False):
+        if which not in self._averages:
             return 0.0
         states = [s for of_holder in self._states[f"averages/{which}"] for s in of_holder]
-        return max((float(getattr(state, "bias", 0.0)) for state in states), default=0.0)
+        share = max((float(getattr(state, "bias", 0.0)) for state in states), default=0.0)
+        corrects = getattr(self._averages[which], "zero_debias", False)
+        return float(share == 1.0) if corrects else share
 
     def set_part(self, bucket: int, at: int, values: tf.Tensor) -> None:
         """Sets elements `at` … of a bucket: they lose their momentum, and averages restart there.
