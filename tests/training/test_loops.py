@@ -310,6 +310,35 @@ def test_a_returned_value_is_averaged_over_the_replicas_that_had_samples(batch, 
     np.testing.assert_allclose(history["loss"], [expected], rtol=1e-5)
 
 
+class ReturningMany(keras.Sequential):
+    """Returns values of several dtypes."""
+
+    def train_step(self, minibatch):
+        rows = tf.shape(minibatch[0])[0]
+        return {
+            "rows": rows,
+            "long": tf.cast(rows, tf.int64),
+            "most": rows > 3,
+            "name": tf.constant("ä"),
+            "names": tf.constant(["a", "b"]),
+        }
+
+
+@pytest.mark.parametrize(
+    ("rows", "known", "mean", "share"),
+    [(7, False, 3.5, 0.5), (1, False, 1.0, 0.0), (8, True, 4.0, 1.0)],
+)
+def test_returned_values_of_other_dtypes(rows, known, mean, share):
+    strategy = make()
+    with strategy.scope():
+        model = ReturningMany(network().layers)
+        model.compile("sgd", "mse")
+    dataset = tf.data.Dataset.from_tensor_slices((X[:rows], Y[:rows])).batch(rows, known)
+    log = {name: value for name, (value,) in model.fit(dataset, verbose=0).history.items()}
+    texts = {"name": "ä", "names": ["a", "b"]}
+    assert log == {"rows": mean, "long": mean, "most": share, **texts}
+
+
 class ByTheNamesOfMetrics(keras.Sequential):
     """Returns numbers by the names of Keras' metrics, and nothing else; it updates none of them."""
 

@@ -53,11 +53,19 @@ def has_own(model: keras.Model, names: Sequence[str]) -> bool:
 
 
 def _plain(logs: dict[str, Json]) -> dict[str, Json]:
-    """Returns logs as numbers and lists, with nested dicts flattened."""
+    """Returns logs as numbers, texts and lists, with nested dicts flattened."""
     plain: dict[str, Json] = {}
     for name, value in logs.items():
-        plain |= _plain(value) if isinstance(value, dict) else {name: np.asarray(value).tolist()}
+        if isinstance(value, dict):
+            plain |= _plain(value)
+        else:
+            plain[name] = keras.tree.map_structure(_decoded, np.asarray(value).tolist())
     return plain
+
+
+def _decoded(value: Any) -> Any:
+    """Returns bytes, which tensors have for texts, as a text, and any other value as it is."""
+    return value.decode(errors="replace") if isinstance(value, bytes) else value
 
 
 def _mean(values: list[Nest]) -> Nest:

@@ -181,15 +181,26 @@ class RunSteps:
         """Replaces the outputs of replicas that had no samples by the mean of the other outputs.
 
         Such replicas took no step and returned zeros, which Keras would include in its mean.
+        Integers and booleans become floats, of which Keras can take the mean. Of outputs that are
+        no numbers, such as texts, the first replica's is returned.
         """
-        if len(samples) == 1 or not any(tf.is_tensor(number) or number == 0 for number in samples):
+        if len(samples) == 1:
             return outputs
+        all_stepped = not any(tf.is_tensor(number) or number == 0 for number in samples)
         stepped = tf.stack([tf.convert_to_tensor(1 if n is None else n) for n in samples]) > 0
 
         def filled(leaf: tf.Tensor) -> tf.Tensor:
             parts = self._local_results(leaf)
-            if len(parts) == 1 or not all(tf.is_tensor(p) and p.dtype.is_floating for p in parts):
+            if len(parts) == 1 or not all(tf.is_tensor(part) for part in parts):
                 return leaf
+            dtype = parts[0].dtype
+            if dtype.is_integer or dtype.is_bool:
+                real = tf.float64 if dtype.size == 8 else tf.float32
+                parts = [tf.cast(part, real) for part in parts]
+            elif not dtype.is_floating and not dtype.is_complex:
+                return parts[0]
+            if all_stepped:
+                return _values.PerReplica(parts)
             weights = tf.cast(stepped, parts[0].dtype)
             total = tf.tensordot(weights, tf.stack(parts), 1)
             mean = tf.math.divide_no_nan(total, tf.reduce_sum(weights))
