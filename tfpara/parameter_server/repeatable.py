@@ -10,6 +10,7 @@ A dataset is refused if other random operations decide which elements come.
 
 from __future__ import annotations
 
+import itertools
 import secrets
 from collections.abc import Sequence
 
@@ -60,6 +61,7 @@ class RepeatableProgram:
         check_order(graph, "the dataset")
         self._mark = secrets.token_bytes(8)  # placeholder for a seed in the serialized graph
         self._spec = dataset.element_spec
+        self._copies = itertools.count()
         self._anew: list[bool] = []  # for each shuffle: whether each epoch has another order
         for scope in scopes(graph):
             for node in list(scope.nodes):
@@ -111,8 +113,12 @@ class RepeatableProgram:
         return tf.constant([*(np.int64(seed).tobytes() for seed in found), b""])
 
     def dataset(self, seeds: tf.Tensor) -> tf.data.Dataset:
-        """Returns the dataset with `seeds`, a result of `seeds()`; in a graph or eagerly."""
+        """Returns a new dataset with `seeds`, a result of `seeds()`; in a graph or eagerly."""
         pieces = [part for k, piece in enumerate(self._pieces) for part in (piece, seeds[k])]
+        # TensorFlow merges equal operations of a graph. Two datasets of a graph would be one, whose
+        # second pass has another order. So each has a node of its own that does nothing.
+        nothing = tf.compat.v1.NodeDef(name=f"tfpara_copy_{next(self._copies)}", op="NoOp")
+        pieces.append(tf.compat.v1.GraphDef(node=[nothing]).SerializeToString())
         variant = tf.raw_ops.DatasetFromGraph(graph_def=tf.strings.join(pieces))
         return tf.data.experimental.from_variant(variant, self._spec)
 

@@ -378,6 +378,18 @@ def test_a_global_seed_is_none_of_a_chunks_shuffle(seeded):
         in_chunks(lambda epoch: forty().shuffle(9))
 
 
+def test_two_datasets_of_a_graph_have_one_order():
+    chunks = as_chunks(forty().shuffle(40).batch(4), count=2)
+
+    @tf.function(autograph=False)
+    def read_twice(*place_and_seeds):
+        datasets = [chunks.dataset(*place_and_seeds) for _ in range(2)]
+        return [next(iter(dataset)) for dataset in datasets]
+
+    zero = tf.zeros([], tf.int64)
+    np.testing.assert_array_equal(*read_twice(zero, zero, *chunks.sent(0, 0)))
+
+
 def test_chunks_may_shuffle_with_the_epoch_as_a_seed():
     def part(epoch, chunk):
         return kept(tf.data.Dataset.range(chunk * 20, chunk * 20 + 20).shuffle(20, epoch)).batch(3)
