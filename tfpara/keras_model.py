@@ -50,10 +50,9 @@ def build_optimizer(model: keras.Model) -> None:
                 optimizer.build(one.trainable_variables)
 
 
-def unbuilt_optimizers(model: keras.Model) -> list[str]:
-    """Returns the names of a model's attributes that are optimizers without slots."""
-    attributes = vars(model).items()
-    return [k for k, v in attributes if isinstance(v, keras.optimizers.Optimizer) and not v.built]
+def unbuilt_optimizers(model: keras.Model) -> dict[str, keras.optimizers.Optimizer]:
+    """Returns the optimizers without slots among a model's attributes, by name."""
+    return {name: one for name, one in _own_optimizers(model) if not one.built}
 
 
 def check_optimizers_built(model: keras.Model) -> None:
@@ -137,10 +136,35 @@ def _parts(model: keras.Model) -> list[keras.Model]:
     return [model, *(model.members if isinstance(model, Group) else [])]
 
 
+def _own_optimizers(model: keras.Model) -> Iterator[tuple[str, keras.optimizers.Optimizer]]:
+    """Yields a model's optimizers, with names such as "a", "a[0]" or "a['b']".
+
+    An optimizer may be an attribute, or in lists, tuples and dicts that are. Those of models that
+    are attributes are left out: a pretrained part may have one that trains nothing here.
+    """
+
+    def within(name: str, value: Any) -> Iterator[tuple[str, keras.optimizers.Optimizer]]:
+        if isinstance(value, keras.optimizers.Optimizer):
+            yield name, value
+        elif isinstance(value, dict):
+            for key, each in value.items():
+                yield from within(f"{name}[{key!r}]", each)
+        elif isinstance(value, list | tuple):
+            for index, each in enumerate(value):
+                yield from within(f"{name}[{index}]", each)
+
+    for name, value in vars(model).items():
+        # TensorFlow lists trackable attributes again in attributes named `_self_…`. The optimizers
+        # in a group's list are left to `_outer_optimizers`, which puts them after the members'.
+        of_group = isinstance(model, Group) and name == "optimizers"
+        if not name.startswith("_self_") and not of_group:
+            yield from within(name, value)
+
+
 def _outer_optimizers(model: keras.Model) -> list[keras.optimizers.Optimizer]:
-    found = [
-        o for one in _parts(model) for o in (getattr(one, "optimizer", None), *vars(one).values())
-    ]
+    found = []
+    for one in _parts(model):
+        found += [getattr(one, "optimizer", None), *(each for _, each in _own_optimizers(one))]
     found += model.optimizers if isinstance(model, Group) else []
     return [o for o in found if isinstance(o, keras.optimizers.Optimizer)]
 

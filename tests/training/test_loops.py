@@ -378,6 +378,48 @@ class Unready(keras.Model):
         return self.head(x)
 
 
+class WithOptimizersInLists(keras.Model):
+    """Trains one network by optimizers that are in a list and in a dict."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = network()
+        self.listed = [keras.optimizers.Adam(0.05)]
+        self.named = {"one": (keras.optimizers.SGD(0.1, momentum=0.9),)}
+        self.built = True
+
+    def call(self, x):
+        return self.net(x)
+
+    def train_step(self, minibatch):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((self(minibatch[0]) - minibatch[1]) ** 2)
+        weights = self.net.trainable_variables
+        gradients = tape.gradient(loss, weights)
+        self.listed[0].apply(gradients[:2], weights[:2])
+        self.named["one"][0].apply(gradients[2:], weights[2:])
+        return {"raw": loss}
+
+
+def test_optimizers_in_lists_and_dicts_are_resumed(tmp_path):
+    def trained(epochs, directory):
+        strategy = make()
+        with strategy.scope():
+            model = WithOptimizersInLists()
+            model.compile()
+        checkpoint = tfpara.callbacks.Checkpoint(tmp_path / directory)
+        model.fit(data(), epochs=epochs, verbose=0, callbacks=[checkpoint])
+        return strategy, model
+
+    strategy, model = trained(2, "whole")
+    trained(1, "parts")
+    resumed_strategy, resumed = trained(2, "parts")
+    assert resumed.listed[0].iterations == resumed.named["one"][0].iterations == 2 * STEPS
+    found, expected = weights_of(resumed_strategy, resumed), weights_of(strategy, model)
+    for own, whole in zip(found, expected, strict=True):
+        assert_same(own, whole, rtol=0, atol=0)
+
+
 def test_an_optimizer_without_slots_is_refused_where_they_would_be_kept(tmp_path):
     strategy = make()
     with strategy.scope():

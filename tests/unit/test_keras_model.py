@@ -39,3 +39,17 @@ def test_a_long_table_is_short_in_a_message_and_its_end_counts():
 def test_a_layer_that_was_not_adapted_has_no_words(layer):
     model = keras.Sequential([keras.Input((1,), dtype="string"), layer()])
     keras_model.tables(model)
+
+
+def test_optimizers_in_lists_and_dicts_have_names():
+    """A part's own optimizer is none of the model's: the part may be pretrained, and frozen."""
+    part = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    part.compile("sgd", "mse")
+    model = keras.Sequential([part])
+    model.compile("sgd", "mse")
+    model.pair = [keras.optimizers.SGD(), {"a": (keras.optimizers.Adam(),)}]
+    inner = [model.pair[0], model.pair[1]["a"][0]]
+    assert keras_model.optimizers(model) == [model.optimizer, *inner]
+    keras_model.build_optimizer(model)
+    names = {"pair[0]": inner[0], "pair[1]['a'][0]": inner[1]}
+    assert keras_model.unbuilt_optimizers(model) == names

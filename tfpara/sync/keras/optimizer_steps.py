@@ -156,7 +156,7 @@ def build_optimizers(model: keras.Model) -> None:
     """
     build_optimizer(model)
     spec = element_specs.get(model)
-    unbuilt = [getattr(model, name) for name in unbuilt_optimizers(model)]
+    unbuilt = list(unbuilt_optimizers(model).values())
     if unbuilt and spec is not None and not model.run_eagerly:
         strategy = model.distribute_strategy
         # The strategy's own `run` would make a synchronizer, which needs the slots that are still
