@@ -99,7 +99,7 @@ def test_worker_0_is_the_chief_of_a_cluster_of_workers():
         (config(task_type=["worker"]), ["task type ['worker']"]),
         (config({**TWO, "master": ["a:1"]}), ["'master' and 'chief'", "Keep 'chief'"]),
         (config({"worker": {"1": "b:1"}}, index=1), ["{'1': 'b:1'}", "enableDynamicWorker"]),
-        (config({"worker": {"0": "a:1", "2": "c:1"}}), ["each process has to know all"]),
+        (config({"worker": {"0": "a:1", "2": "c:1"}}), ["each process must know all addresses"]),
         (config({"worker": {"0": "a:1", "1": "b"}}), ["'b'", "no port"]),
         (config({"ps": ["a:1"]}), ["task worker 0", "0 worker address(es)"]),
         (config(task_type="PS"), ["task type 'PS'", "'worker'"]),
