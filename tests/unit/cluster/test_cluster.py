@@ -172,7 +172,7 @@ def test_an_evaluator_and_parameter_servers_take_no_part(job, capsys):
     assert not cluster.read(environ(config({**TWO, "ps": []}))).has_ps
     for jobs in (spec, TWO):  # Vertex AI names an evaluator as a task alone
         env = environ(config(jobs, job))
-        with pytest.raises(cluster.ClusterError, match=f"job '{job}' of TF_CONFIG, and has noth"):
+        with pytest.raises(cluster.ClusterError, match=f"job '{job}' in TF_CONFIG, and noth"):
             cluster.read(env)
         with pytest.raises(SystemExit) as leaving:
             cluster.taking_part(functools.partial(cluster.read, env))
