@@ -56,7 +56,7 @@ def test_each_process_knows_its_place(task_type, index, name):
         (environ(without("worker"), "ps"), ["no 'worker'", '"worker": ["host:port", ...]']),
         (environ(index=2), ["task worker 2", "2 worker address(es) and 2 ps address(es)"]),
         (environ(task_type="ps", index=2), ["task ps 2"]),
-        (environ(task_type="evaluator"), ["job 'evaluator' of TF_CONFIG"]),
+        (environ(task_type="evaluator"), ["job 'evaluator' in TF_CONFIG"]),
         (environ(SPEC | {"server": ["a:1"]}), ["'server'", "'chief' (one), 'worker' and 'ps'"]),
         (environ(SPEC | {"ps": ["10.0.0.2:4000"]}), ["worker 0 and ps 0"]),
         (environ(SPEC | {"ps": ["a"]}), ["'a'", "no port"]),
