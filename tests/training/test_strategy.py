@@ -426,9 +426,15 @@ def test_weights_are_not_set_while_others_are_shown():
         model = compiled(*MODELS["dense"])
     model.fit(distributed(strategy), verbose=0)
     before = components(strategy, model)
-    with pytest.raises(ValueError, match="would be lost at the end of the with block"), strategy.weights(model, "global"):
+    with (
+        pytest.raises(ValueError, match="would be lost at the end of the with block"),
+        strategy.weights(model, "global"),
+    ):
         model.set_weights([0 * w for w in model.get_weights()])
-    with pytest.raises(ValueError, match="would be lost at the end of the with block"), strategy.weights(model, "global"):
+    with (
+        pytest.raises(ValueError, match="would be lost at the end of the with block"),
+        strategy.weights(model, "global"),
+    ):
         model.fit(distributed(strategy), verbose=0)
     for kept, now in zip(before, components(strategy, model), strict=True):
         for a, b in zip(kept, now, strict=True):
