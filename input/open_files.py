@@ -71,9 +71,10 @@ class Archives(OpenFiles):
                 if not os.path.isfile(path):
                     raise FileNotFoundError(f"archive {path} does not exist")
                 with open(path, "rb") as file:
-                    self._marks[number] = _mark(file)
                     if file.read(2) == b"\x1f\x8b":
                         self._parts[number] = self._unpack(path)
+                    else:
+                        self._marks[number] = _mark(file)
         except BaseException:
             self.close()
             raise

@@ -282,10 +282,9 @@ def _model(description: dict[str, Any], strategy: Any) -> keras.Model:
             runs.check_activation(description, Path(_INIT.value))
             runs.load_weights(model, Path(_INIT.value))
         # The loss of streams is a mean over all frames of a step, including padding.
-        streams = description["streams"] * description["truncation"]
-        optimizer = schedule_flags.optimizer(
-            model, strategy.num_replicas, streams if is_recurrent(description) else None
-        )
+        in_streams = is_recurrent(description)
+        frames = description["streams"] * description["truncation"] if in_streams else None
+        optimizer = schedule_flags.optimizer(model, strategy.num_replicas, frames)
         model.compile(optimizer, **runs.metrics(description))
     return model
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import tfpara
+from tests.lib.own_average import Mean, Moments
 from tests.lib.replicas_here import data_of, make, network
 
 X = np.random.default_rng(0).normal(size=(60, 6)).astype("float32")
@@ -44,26 +45,6 @@ class Elastic(Part):
 
     def restart(self, local, broadcast):
         return local - self.rate * (local - broadcast)
-
-
-class Moments(NamedTuple):
-    mean: Any
-    count: Any
-
-
-@dataclasses.dataclass(frozen=True)
-class Mean(tfpara.Average):
-    """The same as MA."""
-
-    def init(self, weights):
-        return Moments(weights, 0.0)
-
-    def update(self, state, global_model, share=1.0):
-        count = state.count + share
-        return Moments(state.mean + share * (global_model - state.mean) / count, count)
-
-    def value(self, state):
-        return state.mean
 
 
 def trained(rule, average, epochs=2, callbacks=(), seed=3, **options):

@@ -194,10 +194,7 @@ class KerasStep(_Step):
                 slot = _Value(value.numpy(), dtype="float32", autocast=False, name=attribute)
                 slots[attribute.strip("_")] = slot
                 setattr(optimizer, attribute, slot)
-            elif isinstance(value, list) and attribute not in (
-                "_variables",
-                "_trainable_variables",
-            ):
+            elif holds_slots(attribute, value):
                 slots |= {slot.name: slot for slot in value if isinstance(slot, _Value)}
         return slots
 
@@ -360,6 +357,11 @@ def step_of_rows(optimizer: keras.optimizers.Optimizer, path: str) -> tuple[bool
         for before, after, earlier, later in zip([start, *first], *whole, strict=True)
     )
     return by_rows, unmoved
+
+
+def holds_slots(attribute: str, value: object) -> bool:
+    """Returns whether an attribute of a Keras optimizer is a list of slots, one for each weight."""
+    return isinstance(value, list) and attribute not in ("_variables", "_trainable_variables")
 
 
 def check_plain(optimizer: keras.optimizers.Optimizer) -> None:

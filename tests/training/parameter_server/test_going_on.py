@@ -2,13 +2,11 @@
 
 import contextlib
 import csv
-import dataclasses
 import json
 import os
 import pathlib
 import shutil
 import signal
-from typing import Any, NamedTuple
 
 import keras
 import numpy as np
@@ -16,6 +14,7 @@ import pytest
 import tensorflow as tf
 
 import tfpara
+from tests.lib.own_average import Mean
 
 X = np.random.default_rng(0).normal(size=(96, 6)).astype("float32")
 Y = X @ np.random.default_rng(1).normal(size=(6, 2)).astype("float32")
@@ -562,26 +561,8 @@ def test_newbob_goes_back_to_the_model_that_workers_with_their_own_began_with():
         assert not np.array_equal(kept[1][0], kept[0][0])
 
 
-class Summed(NamedTuple):
-    mean: Any  # the name of a field that `RunningThenMean` has, too
-    count: Any
-
-
-@dataclasses.dataclass(frozen=True)
-class PlainMean(tfpara.Average):
-    def init(self, weights):
-        return Summed(weights, 0.0)
-
-    def update(self, state, global_model, share=1.0):
-        count = state.count + 1.0
-        return Summed(state.mean + (global_model - state.mean) / count, count)
-
-    def value(self, state):
-        return state.mean
-
-
 def test_a_snapshot_goes_back_to_an_average_of_ones_own():
-    strategy, model = made(averages={"mine": PlainMean()}, workers=1)
+    strategy, model = made(averages={"mine": Mean()}, workers=1)
 
     def average():
         with strategy.weights(model, "mine"):

@@ -94,8 +94,8 @@ class SyncGraph:
 
     def _make_counters(self) -> None:
         make = self._site.make
-        # What the reports of the last sync have shown: the largest `Request` of any worker, the
-        # number of replicas that had data left, and the number of all replicas.
+        # Three results of the last sync's reports: the largest `Request` of all workers, the number
+        # of replicas that had data left, and the number of all replicas.
         self._agreed = make(tf.zeros([3], tf.float64), "agreed")
         self._syncs = make(tf.zeros([], tf.int64), "syncs")
         self._seconds = make(tf.zeros([2], tf.float64), "seconds")

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import keras
 import tensorflow as tf
 
+from tfpara.algorithms.keras_step import holds_slots
 from tfpara.keras_model import minibatches_of_a_step, optimizers
 from tfpara.sync.one_sync.replicas import ReplicaVariables
 from tfpara.sync.settings import Settings
@@ -151,11 +152,7 @@ def _slots(optimizer: keras.optimizers.Optimizer) -> list[tuple[keras.Variable, 
     # scalars, such as the learning rate, only slots do. Keras keeps slots in lists, with one for
     # each weight, and a weight may be a scalar.
     product = getattr(optimizer, "_u_product", None)
-    lists = [
-        value
-        for name, value in vars(optimizer).items()
-        if isinstance(value, list) and name not in ("_variables", "_trainable_variables")
-    ]
+    lists = [value for name, value in vars(optimizer).items() if holds_slots(name, value)]
     listed = {id(slot) for value in lists for slot in value}
     return [
         (v, 1.0 if v is product else start if v.path.endswith("accumulator") else 0.0)
