@@ -45,10 +45,6 @@ class Control:
         self._call_site = call_site
         self._synchronizers = synchronizers
 
-    @property
-    def size(self) -> int:
-        return self.collectives.size
-
     def together(self, purpose: Purpose, number: int = 0) -> list[int]:
         """Waits until every worker has called this for this purpose, and all syncs have ended.
 
