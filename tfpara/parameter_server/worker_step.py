@@ -277,7 +277,8 @@ class WorkerStep:
             model.compute_metrics(x, y, outputs, sample_weight=sample_weight)
 
         def now(variables: Sequence[keras.Variable]) -> list[tf.Tensor]:
-            return [tf.convert_to_tensor(_current(scope, v)) for v in variables]
+            found = [(scope.get_current_value(v), v) for v in variables]
+            return [tf.convert_to_tensor(v.value if u is None else u) for u, v in found]
 
         state = now(self.state)
         moved = self._moved(block._replace(weights=[each[-1] for each in stood]), gradients)
@@ -554,11 +555,6 @@ def clipped(
         bound = optimizer.clipvalue
         return [tf.clip_by_value(g, -bound, bound) for g in gradients]
     return list(gradients)
-
-
-def _current(scope: keras.StatelessScope, variable: keras.Variable) -> tf.Tensor:
-    value = scope.get_current_value(variable)
-    return variable.value if value is None else value
 
 
 def _check_sums(metrics: Sequence[keras.Variable]) -> None:
