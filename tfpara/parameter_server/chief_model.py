@@ -77,23 +77,18 @@ class ChiefModel:
                     "on_epoch_end, or between two fits."
                 )
             return
-        if within_fit:
-            self._refuse_frozen()
-        else:
+        if not within_fit:
             self._work.read_frozen()
+        elif changed := _differ(self._work.frozen, self._work.frozen_values):
+            raise ValueError(
+                f"{self._work.frozen[changed[0]].path!r} is frozen, and was set while fit runs: "
+                "workers have it as it was when fit began. Set frozen weights between two fits."
+            )
         if weights:
             self._server.set_weights(_values(self._weights))
         if weights or _differ(self._work.state, self._seen_state):
             self._server.set_state(_values(self._work.state))
             self._remember()
-
-    def _refuse_frozen(self) -> None:
-        changed = _differ(self._work.frozen, self._work.frozen_values)
-        if changed:
-            raise ValueError(
-                f"{self._work.frozen[changed[0]].path!r} is frozen, and was set while fit runs: "
-                "workers have it as it was when fit began. Set frozen weights between two fits."
-            )
 
     @contextlib.contextmanager
     def showing(self, which: str) -> Iterator[None]:
