@@ -342,7 +342,8 @@ class Fit:
         for variable, value in zip(metric_variables(self.model), self.server.metrics, strict=True):
             variable.assign(tf.identity(value))
         results = self.model.get_metrics_result()
-        return {name: _number(value) for name, value in results.items()}
+        # A metric's result may have several values.
+        return {k: float(v) if np.ndim(v) == 0 else v for k, v in results.items()}
 
     def _validated(self, data: Data, batch_size: int | None, every: int | Collection[int]) -> Logs:
         number = self.epoch + 1
@@ -358,11 +359,6 @@ class Fit:
             x, y, sample_weight=sample_weight, batch_size=batch_size, verbose=0, return_dict=True
         )
         return {f"val_{name}": value for name, value in results.items()}
-
-
-def _number(value: Any) -> Any:
-    """Returns a metric's result as a float, or unchanged if it has several values."""
-    return float(value) if np.ndim(value) == 0 else value
 
 
 def _minibatches(x: Data, batch_size: int | None) -> int:
