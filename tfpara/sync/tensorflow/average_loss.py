@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import tensorflow as tf
 
@@ -20,15 +19,11 @@ from tfpara.sync.tensorflow.extended import PeriodicSyncExtended
 from tfpara.sync.tensorflow.variables import in_replica
 from tfpara.typing import Scalar
 
-_replaced: list[Any] = []
 
-
+@functools.cache
 def install() -> None:
     """Replaces both functions of TensorFlow; a second call changes nothing."""
-    if _replaced:
-        return
     average, scale = tf.nn.compute_average_loss, tf.nn.scale_regularization_loss
-    _replaced.extend((average, scale))
     for module in (tf.nn, tf.compat.v2.nn):
         module.compute_average_loss = _averaging(average)
         module.scale_regularization_loss = _scaling(scale)
