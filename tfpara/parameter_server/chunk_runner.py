@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -263,7 +264,8 @@ class _LocalModel:
                 with tf.control_dependencies(written):
                     written.append(tf.raw_ops.AssignVariableOp(resource=handle, value=value))
                 continue
-            with tf.control_dependencies([tf.cond(kept.there, _nothing, self._new(number))]):
+            there = tf.cond(kept.there, lambda: True, functools.partial(self._make, number))
+            with tf.control_dependencies([there]):
                 written.append(
                     tf.raw_ops.ResourceScatterUpdate(
                         resource=handle, indices=rows[table], updates=value
@@ -275,19 +277,13 @@ class _LocalModel:
         """Returns the table of which value `number` is a slot; None: the value is kept whole."""
         return self._tables.get(number - self._count)
 
-    def _new(self, number: int) -> Callable[[], tf.Tensor]:
-        """Returns a function that initializes all rows of value `number`, a table's slot."""
+    def _make(self, number: int) -> tf.Tensor:
+        """Initializes all rows of value `number`, a table's slot."""
         slot = number - self._count
-
-        def make() -> tf.Tensor:
-            value = tf.broadcast_to(self._start[slot], self._shapes[slot])
-            handle = self._handle(number, value.dtype, value.shape)
-            with tf.control_dependencies(
-                [tf.raw_ops.AssignVariableOp(resource=handle, value=value)]
-            ):
-                return tf.constant(True)
-
-        return make
+        value = tf.broadcast_to(self._start[slot], self._shapes[slot])
+        handle = self._handle(number, value.dtype, value.shape)
+        with tf.control_dependencies([tf.raw_ops.AssignVariableOp(resource=handle, value=value)]):
+            return tf.constant(True)
 
     def _handles(self, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         return [
@@ -298,7 +294,3 @@ class _LocalModel:
     def _handle(self, number: int, dtype: tf.DType, shape: Sequence[int]) -> tf.Tensor:
         name = f"{self._run}_{number}"
         return tf.raw_ops.VarHandleOp(dtype=dtype, shape=shape, shared_name=name)
-
-
-def _nothing() -> tf.Tensor:
-    return tf.constant(True)
