@@ -232,7 +232,8 @@ def _explained(error: BaseException) -> Explanation | None:
     if failures.is_of_tensorflow(error):
         # `cluster.read` reads TF_CONFIG and the variables of engines. In an elastic run these do
         # not tell which processes are workers.
-        return failures.explain(error, cluster.ALONE if _members_change() else cluster.read())
+        elastic = _strategy is not None and _strategy.members_change
+        return failures.explain(error, cluster.ALONE if elastic else cluster.read())
     raised = _raised_here(error)
     if raised is None:
         return None
@@ -288,11 +289,6 @@ def _shows_frames(error: BaseException) -> bool:
     if behind is None or raised.__suppress_context__:
         return False
     return status_board.line_of_error(behind) != ""
-
-
-def _members_change() -> bool:
-    """Returns whether the run is elastic."""
-    return _strategy is not None and _strategy.members_change
 
 
 def _has_others() -> bool:
