@@ -87,9 +87,10 @@ def join(found: Cluster, startup_timeout_seconds: float, timeout_seconds: float)
     hvd.init()
     if (hvd.rank(), hvd.size()) != (found.rank, found.num_workers):
         raise ValueError(
-            f"Horovod sees rank {hvd.rank()} of {hvd.size()}, but {_source(found)} says rank "
-            f"{found.rank} of {found.num_workers}. Start all processes by one horovodrun, mpirun "
-            "or tfpara-launch --collectives=horovod, and call hvd.init() nowhere else."
+            f"Horovod sees rank {hvd.rank()} of {hvd.size()}, but "
+            f"{found.rank_variable or 'TF_CONFIG'} says rank {found.rank} of {found.num_workers}. "
+            "Start all processes by one horovodrun, mpirun or tfpara-launch --collectives=horovod, "
+            "and call hvd.init() nowhere else."
         )
     if port is None:
         listener = ports.bind(ports.own_host(_own_name(hvd)), 0)
@@ -122,10 +123,6 @@ def leave(orderly: bool) -> None:
 def _part(found: Cluster) -> None:
     with contextlib.suppress(tf.errors.OpError):
         HorovodCollectives(found.num_workers, found.rank, "CPU:0", 0.0).barrier("leaving")
-
-
-def _source(found: Cluster) -> str:
-    return found.rank_variable or "TF_CONFIG"
 
 
 def _meet(
