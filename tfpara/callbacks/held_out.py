@@ -248,11 +248,7 @@ class HeldOut(Callback):
 
 def evaluate(model: keras.Model, data: Data) -> dict[str, float]:
     """Returns a model's loss and metrics on data that `fit` would take as `validation_data`."""
-    x, y, sample_weight = (
-        keras.utils.unpack_x_y_sample_weight(data)
-        if isinstance(data, tuple | list)
-        else (data, None, None)
-    )
+    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
     return model.evaluate(x, y, sample_weight=sample_weight, verbose=0, return_dict=True)
 
 

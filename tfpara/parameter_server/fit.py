@@ -350,11 +350,7 @@ class Fit:
         due = number % every == 0 if isinstance(every, int) else number in every
         if data is None or not due:
             return {}
-        x, y, sample_weight = (
-            keras.utils.unpack_x_y_sample_weight(data)
-            if isinstance(data, tuple | list)
-            else (data, None, None)
-        )
+        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
         results = self.model.evaluate(
             x, y, sample_weight=sample_weight, batch_size=batch_size, verbose=0, return_dict=True
         )
