@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, TypeAlias
 
 import tensorflow as tf
 
@@ -34,25 +34,6 @@ def cut(bucket: tf.Tensor, part: Part) -> tf.Tensor:
     return tf.pad(values, [[0, missing]]) if missing else values
 
 
-class Aggregation(Protocol):
-    """The placement of the global state's parts, and the collectives that move them."""
-
-    @property
-    def holders(self) -> Sequence[str]:
-        """The local devices that keep parts."""
-
-    def parts(self, holder: int) -> list[Part]:
-        """Returns the parts that a local holder keeps, one of each bucket, in order."""
-
-    def gather(self, per_device: Sequence[Sequence[tf.Tensor]], name: str) -> list[list[tf.Tensor]]:
-        """Sums each bucket over all replicas; returns each local holder's parts of the sums."""
-
-    def spread(
-        self, per_holder: Sequence[Sequence[tf.Tensor]], name: str, buckets: slice = ALL
-    ) -> list[list[tf.Tensor]]:
-        """Returns for each local device the whole buckets, from the holders' parts."""
-
-
 class Replicated:
     """Every worker keeps a whole global model, on its lead device, and applies the rule to it."""
 
@@ -65,16 +46,19 @@ class Replicated:
         self._devices = list(devices)
 
     def parts(self, holder: int) -> list[Part]:
+        """Returns the parts that a local holder keeps, one of each bucket, in order."""
         del holder
         return [Part(k, 0, size) for k, size in enumerate(self._sizes)]
 
     def gather(self, per_device: Sequence[Sequence[tf.Tensor]], name: str) -> list[list[tf.Tensor]]:
+        """Sums each bucket over all replicas; returns each local holder's parts of the sums."""
         sums = sum_on_first_device(per_device, self._devices)
         return [self._collectives.all_reduce(sums, name)]
 
     def spread(
         self, per_holder: Sequence[Sequence[tf.Tensor]], name: str, buckets: slice = ALL
     ) -> list[list[tf.Tensor]]:
+        """Returns for each local device the whole buckets, from the holders' parts."""
         del name, buckets
         return broadcast_to_devices(per_holder[0], self._devices)
 
@@ -154,6 +138,9 @@ class Sharded:
                 tf.concat(parts, 0) if len(parts) > 1 else parts[0]
                 for parts in zip(*per_holder, strict=True)
             ]
+
+
+Aggregation: TypeAlias = Replicated | Sharded
 
 
 def choose(
