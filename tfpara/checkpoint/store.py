@@ -299,10 +299,8 @@ os.register_at_fork(after_in_child=_release_all)
 
 
 def _mark(path: Path) -> dict[str, Json]:
-    digest = hashlib.sha256()
     with open(path, "rb", opener=regular) as file:
-        while chunk := file.read(1 << 20):
-            digest.update(chunk)
+        digest = hashlib.file_digest(file, "sha256")
     return {"bytes": path.stat().st_size, "sha256": digest.hexdigest()}
 
 
