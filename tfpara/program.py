@@ -181,7 +181,7 @@ def noting() -> Iterator[None]:
     except Exception as error:
         if threading.current_thread() is not threading.main_thread() and not _is_ours(error):
             found = _explained(error)
-            if found is not None and hasattr(error, "add_note"):  # from Python 3.11 on
+            if found is not None:
                 error.add_note(f"tfpara: {found.sentence}")
         raise
 
