@@ -294,8 +294,8 @@ def _and_evaluator(
 
 def _common(options: argparse.Namespace, count: int) -> dict[str, str]:
     """Returns the environment that all `count` processes share."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    default = dict.fromkeys(_THREADS, str(max(1, (cores or 1) // count)))
+    share = max(1, len(os.sched_getaffinity(0)) // count)
+    default = dict.fromkeys(_THREADS, str(share))
     asked = dict.fromkeys(_THREADS, str(options.threads)) if options.threads else {}
     common = {"PYTHONUNBUFFERED": "1", _LOG_LEVEL: "3", **default, **os.environ, **asked}
     for name in ("TF_CONFIG", *engines.variables()):

@@ -255,9 +255,8 @@ class Launcher:
     def _await(self, rank: int, popen: subprocess.Popen[bytes]) -> None:
         # The rest of the worker's process group is killed before `wait` reaps the worker. After
         # that the group's number might belong to other processes.
-        if hasattr(os, "waitid"):
-            os.waitid(os.P_PID, popen.pid, os.WEXITED | os.WNOWAIT)
-            _signal_group(popen, signal.SIGKILL)
+        os.waitid(os.P_PID, popen.pid, os.WEXITED | os.WNOWAIT)
+        _signal_group(popen, signal.SIGKILL)
         self._events.put((rank, popen.wait()))
 
 
