@@ -39,8 +39,8 @@ def divided(cards: Sequence[str], workers: int, per_worker: int | None) -> list[
     Raises:
         LaunchError: there are fewer cards than requested.
     """
-    if not cards and not per_worker:
-        return [{}] * workers if per_worker is None else [NONE] * workers
+    if not cards and per_worker is None:
+        return [{}] * workers
     if per_worker is None and len(cards) < workers:
         shared = [cards[worker * len(cards) // workers] for worker in range(workers)]
         return [{_VISIBLE: card, "TF_FORCE_GPU_ALLOW_GROWTH": "true"} for card in shared]
