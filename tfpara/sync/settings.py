@@ -164,17 +164,12 @@ class Settings:
                 "out, or use tfpara.BMUF."
             )
         _check_choice("local_state", self.local_state, LOCAL_STATE)
-        if written and self._trains_on:
+        if written and (self.overlap or self.fragments > 1):
             raise ValueError(
                 f"{chosen} is for syncs of the whole model at which training stops: where syncs "
                 "overlap training, or are of fragments, the optimizer's slots belong to the steps "
                 "under way. Leave local_state out."
             )
-
-    @property
-    def _trains_on(self) -> bool:
-        """Whether replicas train some of the weights while a sync is under way."""
-        return bool(self.overlap) or self.fragments > 1
 
     def _check_overlap(self) -> None:
         overlap = self.overlap
