@@ -255,9 +255,10 @@ class TrainedModels:
                 "that has both."
             )
         self.rule = settings.rule
-        self._recent = _Trained(
-            _reference(model), _identity(model), synchronizer, self._components(model.weights)
-        )
+        # A group is never collected, since nothing else refers to it.
+        there = (lambda: model) if isinstance(model, Group) else weakref.ref(model)
+        of_weights = self._components(model.weights)
+        self._recent = _Trained(there, _identity(model), synchronizer, of_weights)
         at = len(self._trained) if former is None else self._trained.index(former)
         self._trained[at : at + 1] = [self._recent]
         self.company.check_step()
@@ -413,14 +414,6 @@ def _refuse(model: keras.Model) -> None:
     for variable in model.metrics_variables:
         if isinstance(variable.value, Metric) and variable.aggregation == "none":
             raise ValueError(not_aggregated(variable.path))
-
-
-def _reference(model: keras.Model) -> Callable[[], keras.Model | None]:
-    """Returns a function that gives the model as long as the program has it.
-
-    A group is never collected, since nothing else refers to it.
-    """
-    return (lambda: model) if isinstance(model, Group) else weakref.ref(model)
 
 
 def _identity(model: keras.Model) -> Any:
