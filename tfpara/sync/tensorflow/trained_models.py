@@ -255,10 +255,13 @@ class TrainedModels:
                 "that has both."
             )
         self.rule = settings.rule
-        # A group is never collected, since nothing else refers to it.
-        there = (lambda: model) if isinstance(model, Group) else weakref.ref(model)
-        of_weights = self._components(model.weights)
-        self._recent = _Trained(there, _identity(model), synchronizer, of_weights)
+        self._recent = _Trained(
+            # A group is never collected, since nothing else refers to it.
+            (lambda: model) if isinstance(model, Group) else weakref.ref(model),
+            _identity(model),
+            synchronizer,
+            self._components(model.weights),
+        )
         at = len(self._trained) if former is None else self._trained.index(former)
         self._trained[at : at + 1] = [self._recent]
         self.company.check_step()
