@@ -125,7 +125,7 @@ class Faults:
 
 def install(faults, log):
     if faults.place == "reports":
-        faults.before(Consensus, "gather_with", "reports", traced=True)
+        faults.before(Consensus, "gather", "reports", traced=True)
     if faults.place == "weights":
         reduce = TensorFlowCollectives.all_reduce
 

@@ -123,7 +123,7 @@ class Consensus:
             began, read = self._read(running, anchors)
             return began, self._decide(read, self._rows), []
         began, rows = self.report(running, anchors)
-        table, arrived = self.gather_with(rows, began, carried)
+        table, arrived = self.gather(rows, began, carried)
         return began, self.decide(table), arrived
 
     def met(self, number: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
@@ -149,7 +149,7 @@ class Consensus:
         with tf.device("CPU:0"):
             (rows,) = in_python(rows_of, [number], self._of_rows)
             zeros = [tf.zeros([self.carried])] if self.carried else []
-            reports, _ = self.gather_with(rows, now(), zeros)
+            reports, _ = self.gather(rows, now(), zeros)
             (differ,) = in_python(
                 lambda table: [self._are_apart(table)], [reports], tf.TensorSpec([], tf.bool)
             )
@@ -243,17 +243,14 @@ class Consensus:
             )
         return np.stack(rows)
 
-    def gather(self, rows: tf.Tensor, began: tf.Tensor) -> tf.Tensor:
-        """Returns the table of all replicas' reports, [N, columns], the same on every worker."""
-        return self.gather_with(rows, began)[0]
-
-    def gather_with(
+    def gather(
         self, rows: tf.Tensor, began: tf.Tensor, carried: Buckets = ()
     ) -> tuple[tf.Tensor, list[tf.Tensor]]:
-        """Gathers reports as `gather` does, and the float32 vectors `carried` with them.
+        """Gathers all replicas' reports, and the float32 vectors `carried` with them.
 
         Returns:
-            The table of reports, and each worker's `carried` as one vector, by rank.
+            The table of reports, [N, columns], which is the same on every worker; and each worker's
+            `carried` as one vector, by rank.
         """
         if self._site.is_alone:
             return rows, []

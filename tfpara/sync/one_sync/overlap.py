@@ -99,7 +99,7 @@ class Overlap:
     def _fly_step(self) -> tf.Tensor:
         """Exchanges reports and, if they allow it, weights, from the flight's copies."""
         graph, flight = self._graph, self.flight
-        reports = graph.consensus.gather(flight.rows.read_value(), now())
+        reports, _ = graph.consensus.gather(flight.rows.read_value(), now())
         with tf.control_dependencies([reports]):
             flight.table.assign(reports)
         # If the reports forbid the sync, no error is raised here: `_touch_down` passes the reason
