@@ -12,6 +12,7 @@ import statistics
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from scripts import common
 from scripts.benchmarks import links
 from scripts.benchmarks.beside_peers import TORCH
 from scripts.benchmarks.processes import measure
@@ -75,7 +76,8 @@ def measured(
         rounds: how often everything is measured; the ways take turns.
 
     Yields:
-        All rows so far, after each link and number of workers. The slowest of these come last.
+        All rows so far, after each link and number of workers. The slowest of these come last. If
+        all rounds of a way failed, its row has the reason as `failed`.
     """
     rows: list[dict[str, Any]] = []
     for mbit in sorted(speeds, reverse=True):
@@ -83,14 +85,24 @@ def measured(
             with links.limited(mbit, delay_ms, count) as place:
                 link = Link.of_mbit(mbit, place.delay_ms)
                 found: dict[tuple[str, int], list[dict[str, float]]] = {}
+                failed: dict[tuple[str, int], str] = {}
                 for _ in range(rounds):
                     for name, period in itertools.product(ways, periods):
                         if not _is_possible(WAYS[name], count, period):
                             continue
-                        figures = _measured(WAYS[name], period, pause, link, count, sizes, place)
-                        found.setdefault((name, period), []).append(figures)
+                        series = found.setdefault((name, period), [])
+                        try:
+                            series.append(
+                                _measured(WAYS[name], period, pause, link, count, sizes, place)
+                            )
+                        except common.Failure as failure:
+                            failed[name, period] = " ".join(str(failure).split())[-500:]
                 for (name, period), series in found.items():
-                    row = _row(name, count, period, pause, link, sizes, series)
+                    if series:
+                        row = _row(name, count, period, pause, link, sizes, series)
+                    else:
+                        row = {"system": name, "workers": count, "sync_period": period}
+                        row["failed"] = failed[name, period]
                     rows.append({"link": f"{mbit:g} Mbit/s", **row})
             yield rows
 

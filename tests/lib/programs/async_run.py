@@ -216,10 +216,10 @@ def all_at_work(strategy, stop):
 
 
 def kill_sometimes(servers, strategy, stop):
-    """Kills a worker at random moments, and starts it again, when all are at work."""
+    """Kills a worker up to five times, at random moments when all are at work; starts it again."""
     global KILLS
     draw = random.Random(0)
-    while all_at_work(strategy, stop) and not stop.wait(draw.uniform(0.0, 0.7)):
+    while KILLS < 5 and all_at_work(strategy, stop) and not stop.wait(draw.uniform(0.0, 0.7)):
         index = draw.randrange(len(servers.spec["worker"]))
         servers.kill(index)
         KILLS += 1

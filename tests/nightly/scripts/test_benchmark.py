@@ -114,6 +114,15 @@ def test_a_cluster_syncs_on_two_levels(run_well, tmp_path):
     assert 2.0 < row["speedup"] < 4.0
 
 
+@pytest.mark.skipif(links.problem() is not None, reason=str(links.problem()))
+def test_a_cluster_says_which_way_failed(run_well, tmp_path):
+    """/bin/false stands for a Python without PyTorch. The other ways keep their figures."""
+    arguments = ("--only=sharded;PyTorch", "--replicas=2", "--torch_python=/bin/false")
+    rows = {row["system"]: row for row in cluster_rows(run_well, tmp_path, *arguments)}
+    assert "ended with 1" in rows["PyTorch PeriodicModelAverager"]["failed"]
+    assert rows["sharded"]["speedup"] > 1.0
+
+
 def test_blocks_by_speed_use_the_speed_of_all(run_well, tmp_path):
     """One of two workers has half the speed: equal blocks use 2/3 of both speeds."""
     out = tmp_path / "balance.json"
