@@ -236,8 +236,9 @@ class Consensus:
                     mark=self._site.call_site.mark(),
                     steps=of_parts,
                     taken=int(taken),
-                    idle=bool(pending == 0),
-                    never=bool(period >= NEVER) or 0 <= self.divided_in == int(taken - of_parts[0]),
+                    any_rates=bool(pending == 0)
+                    or 0 <= self.divided_in == int(taken - of_parts[0]),
+                    never=bool(period >= NEVER),
                     left_out=left_out,
                 )
             )
