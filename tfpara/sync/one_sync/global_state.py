@@ -268,7 +268,7 @@ class GlobalState:
         return float(share == 1.0) if self.is_corrected(which) else share
 
     def is_corrected(self, which: str) -> bool:
-        """Returns whether `which` is an average that corrects for the model before the first sync."""
+        """Returns whether `which` is an average that corrects for the model before all syncs."""
         return getattr(self._averages.get(which), "zero_debias", False)
 
     def set_part(self, bucket: int, at: int, values: tf.Tensor) -> None:
