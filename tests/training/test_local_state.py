@@ -87,6 +87,16 @@ def test_a_reset_optimizer_steps_like_a_new_one(name):
         np.testing.assert_allclose(got, want, atol=1e-5)
 
 
+def test_a_schedule_goes_on_where_slots_are_reset_and_blocks_are_by_speed():
+    """Replicas have 2 and 4 of the 6 minibatches of a block, and count their mean."""
+    options = {"local_state": "reset", "balance": [[2, 4]] * 2}
+    strategy = tfpara.simulate(2, tfpara.BSP(), sync_period=3, **options)
+    model = built(strategy, OPTIMIZERS["sgd"])
+    model.fit(np.ones((12, 6)), np.zeros(12), batch_size=2, verbose=0)
+    counts = strategy.experimental_local_results(model.optimizer.iterations.value)
+    assert [int(count) for count in counts] == [6, 6]
+
+
 def test_replicas_with_the_same_averaged_moments_count_the_same_steps():
     strategy = make(tfpara.BSP(), local_state="average")
     model = built(strategy, OPTIMIZERS["adam"])

@@ -934,6 +934,25 @@ def test_compiling_anew_and_freezing_start_a_new_block():
 
 
 @pytest.mark.one_version
+def test_freezing_without_compiling_anew_starts_a_new_block():
+    strategy = make_strategy()
+    with strategy.scope():
+        model = compiled(*MODELS["dense"])
+    model.fit(distributed(strategy), verbose=0)
+    before = model.get_weights()
+    model.layers[0].trainable = False
+    # This asks for the syncs of the model before its first step, as `Checkpoint` does.
+    asks = keras.callbacks.LambdaCallback(on_train_begin=lambda logs: strategy.state_bytes(model))
+    model.fit(distributed(strategy), callbacks=[asks], verbose=0)
+    assert strategy.statistics().steps == 2 * STEPS
+    one, other = components(strategy, model)
+    for a, b in zip(one, other, strict=True):
+        np.testing.assert_array_equal(a, b)
+    moved = [np.abs(a - b).max() > 0.0 for a, b in zip(one, before, strict=True)]
+    assert moved == [False, False, True, True]
+
+
+@pytest.mark.one_version
 def test_compiling_anew_keeps_the_global_model_and_the_counts():
     strategy = make_strategy(tfpara.EASGD(0.2), averages={"ma": tfpara.MA()})
     with strategy.scope():
@@ -1141,6 +1160,21 @@ def _expect_averages_equal_to_the_model(strategy, model):
                 np.testing.assert_allclose(got, want, atol=1e-6)
 
 
+@pytest.mark.one_version
+def test_the_average_of_a_layer_that_is_trained_later_begins_with_its_weights():
+    ema = tfpara.EMA(0.9, num_updates=False, zero_debias=True)
+    strategy = make_strategy(averages={"e": ema, "ma": tfpara.MA()})
+    with strategy.scope():
+        model = compiled(frozen_model, lambda: keras.optimizers.SGD(0.0))
+    for fits in range(3):
+        if fits == 1:
+            model.layers[0].trainable = True
+            with strategy.scope():
+                model.compile(keras.optimizers.SGD(0.0), model.loss)
+        model.fit(distributed(strategy), verbose=0)
+        _expect_averages_equal_to_the_model(strategy, model)
+
+
 class HandWritten(keras.Sequential):
     """Updates its weights without an optimizer."""
 
@@ -1194,16 +1228,33 @@ def test_a_custom_step_may_branch_and_return_nothing():
     assert float(total.read_value()) == 3.0 + 4.0
 
 
+class WithWeight(keras.layers.Layer):
+    """A layer with a trainable weight, which it does not use."""
+
+    def __init__(self, dtype):
+        super().__init__()
+        self.other = self.add_weight(shape=(2,), dtype=dtype, initializer="ones", name="other")
+
+    def call(self, x):
+        return x
+
+
+def model_with_weight(dtype):
+    return keras.Sequential([keras.Input((6,)), WithWeight(dtype), keras.layers.Dense(4)])
+
+
 @pytest.mark.parametrize(
-    ("optimizer", "options", "message"),
+    ("build", "options", "message"),
     [
-        (lambda: keras.optimizers.SGD(0.1, use_ema=True), {}, "use_ema=True"),
+        (dense_model, {"use_ema": True}, "use_ema=True"),
+        (lambda: model_with_weight("int32"), {}, "other' is of int32, and a sync averages"),
+        (lambda: model_with_weight("complex64"), {}, "other' is of complex64"),
     ],
 )
-def test_what_cannot_work_is_refused(optimizer, options, message):
+def test_what_cannot_work_is_refused(build, options, message):
     strategy = make_strategy()
     with strategy.scope():
-        model = compiled(dense_model, optimizer, **options)
+        model = compiled(build, lambda: keras.optimizers.SGD(0.1, **options))
     with pytest.raises(ValueError, match=message):
         model.fit(distributed(strategy), verbose=0)
 

@@ -16,6 +16,7 @@ from tests.lib import simulation, stepwise_simulation
 from tests.lib.replicas_here import TAU, data_of, make, network, of_replicas
 from tfpara.collectives import Loopback
 from tfpara.sync.one_sync import compression, reports
+from tfpara.sync.one_sync.consensus import Consensus
 from tfpara.sync.one_sync.graph import SyncGraph
 from tfpara.sync.one_sync.overlap import Overlap
 from tfpara.sync.one_sync.weight_exchange import Shares
@@ -112,6 +113,13 @@ def check(
 @pytest.mark.quick
 def test_a_replica_with_a_share_of_one_third_among_unequal_ones():
     check("bmuf", [[2] * 6, [4] * 6, [6] * 6], aggregation="sharded")
+
+
+def test_replicas_count_by_samples_in_a_block_within_which_the_data_were_divided_anew(monkeypatch):
+    """That happens in elastic runs. In such a block, only rates are not compared."""
+    always_0 = property(lambda consensus: 0, lambda consensus, value: None)
+    monkeypatch.setattr(Consensus, "divided_in", always_0, raising=False)
+    check("bsp", [[2] * TAU, [6] * TAU], epochs=1)
 
 
 CONSTRAINED = {

@@ -94,7 +94,7 @@ class Consensus:
         self._fragments, self._left_out = settings.fragments, left_out
         self._share = settings.nonfinite_share
         self.divided_in = -1
-        shared, rates = len(replicas.shared_counts), len(variables.rates)
+        shared, rates = len(variables.counts), len(variables.rates)
         self.columns = Columns.of(block.parts, shared, rates, left_out is not None)
         self.weights_seen = np.zeros(site.num_replicas)
         self.carried = 0
@@ -217,7 +217,8 @@ class Consensus:
             *each: `Replicas.summary` of each local replica; then the samples of each; then
                 `LeftOut.of_epoch` of each.
         """
-        names, counts = len(self._replicas.averaged_names), len(self._replicas.shared_counts)
+        names = len(self._replicas.averaged_names)
+        counts = len(self._replicas.variables.counts)
         own = len(self._site.devices)
         rows = []
         of_replicas = steps, each[:own], each[own : 2 * own], each[2 * own :]
@@ -236,8 +237,9 @@ class Consensus:
                     mark=self._site.call_site.mark(),
                     steps=of_parts,
                     taken=int(taken),
-                    idle=bool(pending == 0),
-                    never=bool(period >= NEVER) or 0 <= self.divided_in == int(taken - of_parts[0]),
+                    any_rates=bool(pending == 0)
+                    or 0 <= self.divided_in == int(taken - of_parts[0]),
+                    never=bool(period >= NEVER),
                     left_out=left_out,
                 )
             )
@@ -346,7 +348,7 @@ class Consensus:
             tf.TensorSpec([], tf.string),
             tf.TensorSpec([], tf.bool),
             tf.TensorSpec([3], f64),
-            tf.TensorSpec([len(self._replicas.shared_counts)], f64),
+            tf.TensorSpec([len(self._replicas.variables.counts)], f64),
             tf.TensorSpec([None], tf.int64),
             tf.TensorSpec([parts], tf.bool),
             tf.TensorSpec([parts], f32),

@@ -265,8 +265,11 @@ class GlobalState:
             return 0.0
         states = [s for of_holder in self._states[f"averages/{which}"] for s in of_holder]
         share = max((float(getattr(state, "bias", 0.0)) for state in states), default=0.0)
-        corrects = getattr(self._averages[which], "zero_debias", False)
-        return float(share == 1.0) if corrects else share
+        return float(share == 1.0) if self.is_corrected(which) else share
+
+    def is_corrected(self, which: str) -> bool:
+        """Returns whether `which` is an average that corrects for the model before all syncs."""
+        return getattr(self._averages.get(which), "zero_debias", False)
 
     def set_part(self, bucket: int, at: int, values: tf.Tensor) -> None:
         """Sets elements `at` … of a bucket: they lose their momentum, and averages restart there.

@@ -408,18 +408,25 @@ class SyncGraph:
             for cell in old.global_state.cells()
             if cell.is_scalar
         }
-        pairs = zip(old.replicas.layout.buckets, self.replicas.layout.buckets, strict=True)
+        runs = zip(old.replicas.layout.buckets, self.replicas.layout.buckets, strict=True)
         # For each new bucket: the number of the former bucket from which it takes its scalars, such
         # as counts of syncs. This former bucket is the first one of the same fragment; all buckets
         # of a fragment have equal scalars.
-        counting = [theirs.start for theirs, mine in pairs for _ in range(mine.start, mine.stop)]
+        counting = [theirs.start for theirs, mine in runs for _ in range(mine.start, mine.stop)]
         for cell in {cell.field: cell for cell in self.global_state.cells()}.values():
             if cell.field in ("moments/momentum", "moments/velocity"):
                 continue  # the new state has taken them from the optimizer's slots
             if cell.is_scalar:
                 values = [scalars[cell.field, bucket] for bucket in counting]
             else:
-                values = of_weights(*(g.global_state.whole(cell.field) for g in (old, self)))
+                mine = self.global_state.whole(cell.field)
+                owner = cell.field.rpartition("/")[0]  # "rule", "averages/NAME" or "moments"
+                if self.global_state.is_corrected(owner.partition("/")[2]):
+                    # It is divided by 1 − bias where it is shown, except before the first sync.
+                    biases = [scalars.get((f"{owner}/bias", bucket), 0.0) for bucket in counting]
+                    pairs = zip(mine, biases, strict=True)
+                    mine = [part * (1.0 - bias) if bias < 1.0 else part for part, bias in pairs]
+                values = of_weights(old.global_state.whole(cell.field), mine)
             self.global_state.set_field(cell.field, values)
         # With another optimizer the rule may have other defaults, so the state is converted for
         # these.

@@ -88,8 +88,10 @@ class ReplicaVariables:
     local_state: "keep", "reset" or "average": the effect of a sync on the slots.
     frozen: weights that are not trained, which no sync reads or writes.
     moments: the first and the second moments, if the rule filters them.
-    counts: step counts of the optimizers whose slots or moments a sync writes.
+    counts: step counts of optimizers that are the same on all replicas after a sync.
     cycles: for each of `counts`, the number of steps over which gradients are accumulated.
+    counts_to_reset: step counts that a sync sets back together with `slots`.
+    cycles_to_reset: like `cycles`, for `counts_to_reset`.
     rates: learning rates that Python code can set. They must be equal on all replicas.
     """
 
@@ -105,6 +107,8 @@ class ReplicaVariables:
     moments: Sequence[Sequence[Sequence[tf.Variable]]] = ()
     counts: Sequence[Sequence[tf.Variable]] = ()
     cycles: Sequence[int] = ()
+    counts_to_reset: Sequence[Sequence[tf.Variable]] = ()
+    cycles_to_reset: Sequence[int] = ()
     rates: Sequence[Sequence[tf.Variable]] = ()
     constraints: Sequence[Callable[[tf.Tensor], tf.Tensor] | None] = ()
 
@@ -137,7 +141,7 @@ class Replicas:
         its elements: a sum is finite only if all its terms are, and takes one pass and no memory.
         State may have huge numbers, such as those of a mask, so its number is 0 if its changes
         since the last sync (since `anchors`) are finite, else NaN. Then come the step counts in
-        `shared_counts`, and the learning rates.
+        `ReplicaVariables.counts`, and the learning rates.
         """
         device = self.devices[replica]
         with tf.device(device):
@@ -151,7 +155,7 @@ class Replicas:
         moved = self.state_layout.unpack(self._moved(replica, anchors))
         state = [tf.where(tf.reduce_all(tf.math.is_finite(m)), 0.0, math.nan) for m in moved]
         sums = tf.stack([*weights, *state, *slots])
-        others = [v[replica] for v in (*self.shared_counts, *self.variables.rates)]
+        others = [v[replica] for v in (*self.variables.counts, *self.variables.rates)]
         exact = [tf.cast(other, tf.float64)[tf.newaxis] for other in others]
         return tf.concat([tf.cast(sums, tf.float64), *exact], 0)
 
@@ -174,14 +178,9 @@ class Replicas:
             )
         return first, second
 
-    @property
-    def shared_counts(self) -> Sequence[Sequence[tf.Variable]]:
-        """The optimizers' step counts that are the same on all replicas after a sync."""
-        return [] if self._local_state == "reset" else self.variables.counts
-
     def write_counts(self, furthest: tf.Tensor) -> None:
-        """Sets `shared_counts` to `furthest`, since the slots of all replicas are equal now."""
-        for k, count in enumerate(self.shared_counts):
+        """Sets the variables' `counts` to `furthest`."""
+        for k, count in enumerate(self.variables.counts):
             cycle = self.variables.cycles[k]
             for component in count:
                 with tf.device(component.device):
@@ -261,7 +260,8 @@ class Replicas:
                 for component in slot:
                     with tf.device(component.device):
                         component.assign(tf.fill(component.shape, tf.cast(value, component.dtype)))
-            for count, cycle in zip(self.variables.counts, self.variables.cycles, strict=True):
+            cycles = self.variables.cycles_to_reset
+            for count, cycle in zip(self.variables.counts_to_reset, cycles, strict=True):
                 for component in count:
                     with tf.device(component.device):
                         component.assign(component % cycle)

@@ -18,7 +18,7 @@ a vector of float64 with these columns:
 - the seconds in which the worker has trained the block, 0 or less if that is not known;
 - if minibatches with NaN or Inf are left out, two columns: the number of minibatches in the epoch,
   and how many of them were left out;
-- the learning rate of each optimizer, NaN if nothing was trained with it.
+- the learning rate of each optimizer, NaN if it may differ from that of other replicas.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def report_of(
     mark: Array,
     steps: Array,
     taken: int,
-    idle: bool,
+    any_rates: bool,
     never: bool,
     left_out: Array | Sequence[float] = (),
 ) -> Array:
@@ -108,7 +108,8 @@ def report_of(
         weights: a number for each averaged variable, NaN or Inf if one of its elements is.
         running: whether the replica has data left.
         seconds: how long this worker has trained the block; 0 or less if that is not known.
-        idle: whether the replica has trained nothing since the last sync.
+        any_rates: whether the replica's rates may differ from those of others, as after a block in
+            which it has trained nothing.
         never: whether the replicas are independent, so that nothing is averaged.
         left_out: how many minibatches the epoch has had, and how many of them were left out; empty
             if none are ever left out.
@@ -116,7 +117,7 @@ def report_of(
     bad = np.flatnonzero(~np.isfinite(weights))
     if never:
         samples = np.zeros_like(samples)
-    used = np.full(len(rates), np.nan) if idle or never else rates
+    used = np.full(len(rates), np.nan) if any_rates or never else rates
     flags = [running, bad[0] if len(bad) else -1, signature, request]
     worker = [taken, others, seconds, *left_out]
     return np.concatenate([flags, mark, samples, steps, counts, worker, used])

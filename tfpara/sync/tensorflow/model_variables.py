@@ -45,12 +45,16 @@ def replica_variables(
     written = [] if local_state == "keep" else optimizers(model)
     slots = [slot for optimizer in written for slot in _slots(optimizer)]
     moments: list[keras.Variable] = []
-    counting = _counting(written, local_state)
+    # A sync sets the step counts of these optimizers to the same number on all replicas, and those
+    # of `resetting` to 0.
+    counting = written if local_state == "average" else []
+    resetting = _counting_moments(written) if local_state == "reset" else []
     if settings.balance is not False:
         # With `balance` replicas take different numbers of steps, but follow one schedule of the
         # learning rate. So syncs also write the step counts from which a schedule computes the
         # rate.
-        counting += [o for o in optimizers(model) if _has_schedule(o) and o not in counting]
+        scheduled = [o for o in optimizers(model) if _has_schedule(o) and o not in counting]
+        counting = [*counting, *scheduled]
     rule = settings.rule
     if hasattr(rule, "check_optimizer"):
         (optimizer,) = _only_optimizer(model)
@@ -77,6 +81,8 @@ def replica_variables(
         moments=moments,
         counts=components([optimizer._iterations for optimizer in counting]),
         cycles=[minibatches_of_a_step(optimizer) for optimizer in counting],
+        counts_to_reset=components([optimizer._iterations for optimizer in resetting]),
+        cycles_to_reset=[minibatches_of_a_step(optimizer) for optimizer in resetting],
         rates=components([o.learning_rate for o in optimizers(model) if _rate_can_be_set(o)]),
     )
 
@@ -90,10 +96,10 @@ def _has_schedule(optimizer: keras.optimizers.Optimizer) -> bool:
     return isinstance(rate, keras.optimizers.schedules.LearningRateSchedule)
 
 
-def _counting(
-    model_optimizers: Sequence[keras.optimizers.Optimizer], local_state: str
+def _counting_moments(
+    model_optimizers: Sequence[keras.optimizers.Optimizer],
 ) -> list[keras.optimizers.Optimizer]:
-    """Returns the optimizers whose step count a sync writes together with their slots.
+    """Returns the optimizers whose step count a sync resets together with their slots.
 
     Adam and others correct the bias of their moments by the step count. If moments were reset
     without the count, the correction would be missing, and steps would be several times the
@@ -103,8 +109,6 @@ def _counting(
         ValueError: a reset would also set a learning-rate schedule back, or an optimizer has slots
             that do not start from a constant.
     """
-    if local_state == "average":
-        return list(model_optimizers)
     counting = []
     for optimizer in model_optimizers:
         name = type(optimizer).__name__

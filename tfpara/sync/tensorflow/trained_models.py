@@ -213,6 +213,11 @@ class TrainedModels:
     @contextlib.contextmanager
     def in_fit(self, model: keras.Model) -> Iterator[None]:
         """A context in which a model's `fit` runs, maybe in a callback of another model's `fit`."""
+        entry = self._entry(model)
+        if entry is not None and entry.identity != _identity(model):
+            # Layers were frozen or unfrozen, and the model was not compiled anew. The graph of its
+            # step would go on with the syncs of the former weights.
+            model.train_function = None
         former = self._recent
         self._recent = self._entry_of(model) or former
         yield
@@ -408,12 +413,20 @@ class TrainedModels:
 
 
 def _refuse(model: keras.Model) -> None:
-    """Raises ValueError for options of a model that do not work with syncs."""
+    """Raises ValueError for options and weights of a model that do not work with syncs."""
     if any(getattr(optimizer, "use_ema", False) for optimizer in optimizers(model)):
         raise ValueError(
             "the optimizer has use_ema=True, with which Keras overwrites each replica's weights by "
             'its own average. Use averages={"ema": tfpara.EMA(...)} of the strategy instead.'
         )
+    for weight in model.trainable_variables:
+        if not weight.value.dtype.is_floating:
+            raise ValueError(
+                f"the weight {weight.path!r} is of {weight.value.dtype.name}, and a sync averages "
+                "real numbers. If training does not change it, make it by "
+                "add_weight(trainable=False). Keep complex numbers as two weights, of their real "
+                "and imaginary parts."
+            )
     for variable in model.metrics_variables:
         if isinstance(variable.value, Metric) and variable.aggregation == "none":
             raise ValueError(not_aggregated(variable.path))

@@ -23,7 +23,7 @@ def report(samples, steps, *, count=7, running=True, request=0.0, **changed):
         "request": request,
         "mark": np.zeros(3),
         "taken": 9,
-        "idle": False,
+        "any_rates": False,
         "never": False,
     } | changed
     weights = given.pop("weights", [0.5, 1.0])
@@ -135,7 +135,7 @@ def test_shares_of_all_workers_add_up_to_one(samples, workers):
 def test_a_replica_that_trained_nothing_reports_no_rate_and_independent_ones_no_samples():
     row = report([4.0, 2.0], [1.0, 1.0])
     assert row[COLUMNS.rates] == [0.1] and row[COLUMNS.samples].tolist() == [4.0, 2.0]
-    assert np.isnan(report([0.0, 0.0], [0.0, 0.0], idle=True)[COLUMNS.rates])
+    assert np.isnan(report([0.0, 0.0], [0.0, 0.0], any_rates=True)[COLUMNS.rates])
     never = report([4.0, 2.0], [1.0, 1.0], never=True)
     assert np.isnan(never[COLUMNS.rates]) and not never[COLUMNS.samples].any()
     assert never[COLUMNS.taken] == [9.0] and never[COLUMNS.others] == [6.0]
