@@ -31,8 +31,10 @@ import math
 import threading
 import time
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from tfpara.cluster import ports
+from tfpara.cluster import secret as run_secret
 from tfpara.cluster.door import Door
 from tfpara.cluster.messages import Channel
 from tfpara.elastic.long_waits import LongWaits
@@ -255,12 +257,32 @@ class Meeting:
             self._tell(said)
 
     def _tell(self, said: list[Say]) -> None:
+        members: list[list[Any]] = []  # the same in all messages "form"
         for task, message in said:
+            if "form" in message:
+                members = members or self._reached(message["members"])
+                message = {**message, "members": members}
             channel = self._door.guests.get(task)
             if channel is not None:
                 channel.send(**message)
             if "form" in message and task == message["members"][0][0]:
                 _log.info("tfpara: generation %s: %s.", message["form"], message["why"])
+
+    def _reached(self, members: list[list[Any]]) -> list[list[Any]]:
+        """Returns the members with addresses at which all members can reach them.
+
+        A worker that came by loopback is on this machine. If others came from elsewhere, they reach
+        that worker at the same host as this process.
+        """
+        here = [task for task, address in members if run_secret.is_loopback(address)]
+        outside = [task for task, _ in members if task not in here and task in self._door.guests]
+        if not here or not outside:
+            return members
+        host = self._door.guests[outside[0]].own_host
+        return [
+            [task, ports.joined(host, int(ports.split(address)[1])) if task in here else address]
+            for task, address in members
+        ]
 
 
 def _membership_of(told: Json) -> tuple[int, dict[int, str]] | None:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 
 import pytest
 
@@ -89,6 +90,16 @@ def test_a_worker_dies_and_another_comes():
             assert ready.result() and new.result() == form
         assert form.tasks == (1, 2, 3) and form.reports[2] is None
         assert [each.members for each in service.state.history] == [(0, 1, 2), (1, 2), (1, 2, 3)]
+
+
+def test_who_came_by_loopback_is_told_to_others_by_the_address_of_this_machine():
+    with meeting(2) as service:
+        service._door.guests.update({1: types.SimpleNamespace(own_host="fd00::1")})
+        here, outside = [0, "127.0.0.1:4000"], [1, "[fd00::2]:4001"]
+        assert service._reached([here, outside]) == [[0, "[fd00::1]:4000"], outside]
+        assert service._reached([here, [2, "[::1]:4002"]]) == [here, [2, "[::1]:4002"]]
+        assert service._reached([outside]) == [outside]
+        service._door.guests.clear()
 
 
 def test_who_is_awaited_for_long_is_named(caplog):
