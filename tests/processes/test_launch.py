@@ -916,7 +916,8 @@ while True: signal.pause()
 
 
 def test_a_worker_of_an_elastic_run_is_added_and_removed(script):
-    arguments = ("-n", 2, "--elastic", script(_TRAINS))
+    host = "[::1]" if socket.has_dualstack_ipv6() else "127.0.0.1"
+    arguments = ("-n", 2, "--elastic", f"--host={host}", script(_TRAINS))
     with Launched(*arguments, stderr=subprocess.STDOUT) as launched:
         launched.read_until("[worker 0] trains", "[worker 1] trains")
         launched.process.send_signal(signal.SIGUSR1)
