@@ -192,10 +192,11 @@ class Membership:
         for task in list(self._workers) if self.phase == "founding" else ():
             del self._workers[task]
             said.append((task, {"evicted": BEGUN}))
+        # Members that have come back to an earlier generation are not in this one.
+        evicted = {"evicted": f"generation {generation} has begun without it"}
+        said += [(task, evicted) for task in self.members if task not in self.absent]
         for task in self._members:
-            # A member that has come back to an earlier generation is not in this one.
-            if self._workers.pop(task, None) and task not in self.absent:
-                said.append((task, {"evicted": f"generation {generation} has begun without it"}))
+            self._workers.pop(task, None)
         self.phase, self._since, self._resumed = "training", now, True
         self.history = [Generation(generation, tuple(members), "the meeting point is new")]
         self._members, self.absent, self._aborted = tuple(members), set(), False

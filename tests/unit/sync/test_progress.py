@@ -75,7 +75,7 @@ def test_scores_for_which_a_report_has_no_room_are_left_out(monkeypatch):
     parent.tell_progress({"steps": 7, "scores": scores})
     read = reports.read()["progress"]
     assert read["steps"] == 7
-    assert 24 <= len(read["scores"]) and read["scores"].items() <= scores.items()
+    assert len(read["scores"]) >= 24 and read["scores"].items() <= scores.items()
     assert not parent.tell(progress={"place": "x" * 4096})
     parent.tell_progress({"place": "x" * 4096})  # nothing can be left out
     assert reports.read()["progress"] == read
