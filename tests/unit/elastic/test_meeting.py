@@ -160,6 +160,7 @@ def test_who_wants_to_join_where_no_member_is_begins_nothing():
         found([first])
         port, settings = service.port, service.of_test
     first.close()  # with which the run is over
+    joins.task = 0  # the number that it gets from the new one
     again = Meeting("127.0.0.1", port, 1, 60.0, b"secret")
     try:
         again.of_test = settings
@@ -168,6 +169,23 @@ def test_who_wants_to_join_where_no_member_is_begins_nothing():
             joins.formed()
         assert not again.state.history
     finally:
+        again.close()
+
+
+def test_who_waits_to_join_and_gets_another_number_from_a_new_meeting_point_ends():
+    """The server of TensorFlow in its process has the former number."""
+    with meeting(1) as service:
+        first, gone, joins = line(service, seconds=60.0), line(service), line(service, seconds=60.0)
+        found([first])
+        gone.close()
+        joins.register(TERMS, 0)
+        port = service.port
+    again = Meeting("127.0.0.1", port, 1, 60.0, b"secret")
+    try:
+        with pytest.raises(Ended, match="has another number for this worker"):
+            joins.formed()
+    finally:
+        first.close()
         again.close()
 
 
