@@ -17,7 +17,14 @@ import time
 import pytest
 
 from tests.lib.cluster_of_processes import free_ports
-from tests.lib.launched import DEADLINE, FOREVER, Launched, default_signals, launch
+from tests.lib.launched import (
+    DEADLINE,
+    FOREVER,
+    Launched,
+    default_signals,
+    launch,
+    signals_kept,
+)
 from tfpara import cluster
 from tfpara.cluster import parent
 from tfpara.launch import clusters, launcher, supervisor
@@ -375,7 +382,8 @@ open(os.path.join({str(tmp_path)!r}, "ready"), "w").close()
         asking.start()
         process = supervisor.Process("chief", dict(os.environ))
         command = [sys.executable, str(path), says]
-        assert runs.run(command, lambda process=process: [process]) == wanted
+        with signals_kept():
+            assert runs.run(command, lambda process=process: [process]) == wanted
         asking.join()
 
 
