@@ -52,7 +52,8 @@ class Meeting:
     """The service, which listens until `close`.
 
     Args:
-        host: address to listen on; all interfaces if empty.
+        host: address to listen on; all interfaces if empty, or if it is this machine's name and
+            the machine itself resolves it to loopback, as Debian does: others do not.
         port: port to listen on; 0 takes a free one.
         founders: number of workers with which the run begins.
         start_seconds: longest wait for them.
@@ -69,7 +70,7 @@ class Meeting:
     def __init__(
         self, host: str, port: int, founders: int, start_seconds: float, secret: bytes
     ) -> None:
-        listener = ports.listen(host, port)
+        listener = ports.listen(_to_listen_on(host), port)
         self.port = int(listener.getsockname()[1])
         self._founders, self._start_seconds = founders, start_seconds
         # This state is provisional. The first worker sends the limits of the run; then a state with
@@ -283,6 +284,15 @@ class Meeting:
             [task, ports.joined(host, int(ports.split(address)[1])) if task in here else address]
             for task, address in members
         ]
+
+
+def _to_listen_on(host: str) -> str:
+    """Returns the host to listen on, so that others reach this machine by `host`."""
+    if host == "localhost" or ports.is_address(host):
+        return host
+    there = ports.places(f"{host}:0")
+    is_here = bool(there) and all(run_secret.is_loopback(ports.joined(*place)) for place in there)
+    return "" if is_here else host
 
 
 def _membership_of(told: Json) -> tuple[int, dict[int, str]] | None:

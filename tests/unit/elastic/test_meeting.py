@@ -12,6 +12,7 @@ import types
 
 import pytest
 
+from tfpara.elastic import meeting_point
 from tfpara.elastic.meeting import Ended, Evicted, Left, Line, MeetingError, Passed
 from tfpara.elastic.meeting_point import Meeting
 from tfpara.launch import meet as launch_meet
@@ -100,6 +101,24 @@ def test_who_came_by_loopback_is_told_to_others_by_the_address_of_this_machine()
         assert service._reached([here, [2, "[::1]:4002"]]) == [here, [2, "[::1]:4002"]]
         assert service._reached([outside]) == [outside]
         service._door.guests.clear()
+
+
+def test_a_name_that_leads_to_loopback_on_this_machine_alone_is_listened_to_by_all(monkeypatch):
+    """As Debian's /etc/hosts has it: the others find the machine elsewhere."""
+    found = {"node": "127.0.1.1", "other": "192.0.2.1"}
+    monkeypatch.setattr(
+        socket,
+        "getaddrinfo",
+        lambda host, port, *_, **__: [(socket.AF_INET, 1, 6, "", (found.get(host, host), port))],
+    )
+    service = Meeting("node", 0, 1, 60.0, b"secret")
+    assert service._door._listener.getsockname()[0] in ("::", "0.0.0.0")
+    service.close()
+    names = ["127.0.0.1", "localhost", "other"]
+    assert [meeting_point._to_listen_on(name) for name in names] == names
+    monkeypatch.undo()
+    names = ["", "no.such.host.invalid"]
+    assert [meeting_point._to_listen_on(name) for name in names] == names
 
 
 def test_who_is_awaited_for_long_is_named(caplog):
