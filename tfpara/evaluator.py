@@ -294,7 +294,7 @@ class _Evaluator:
             _say(f"checkpoint {number}, {name}: {told}{note}")
         by_name = {f"{r['weights']}/{k}": r[k] for r in rows for k in r if k not in _PLACE}
         self._scalars.write(number, by_name)
-        parent.tell(progress={"scores": {"checkpoint": number, **by_name}})
+        parent.tell_progress({"scores": {"checkpoint": number, **by_name}})
         # The table's rows are written last. So if this process is killed before, the next evaluator
         # scores the checkpoint again.
         there, columns = self._rows(), list(rows[0])

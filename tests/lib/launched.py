@@ -1,5 +1,6 @@
 """A running `tfpara-launch`, for tests."""
 
+import contextlib
 import os
 import select
 import signal
@@ -17,6 +18,18 @@ def default_signals():
     """Restores signals that a background shell ignores; the launcher would go on ignoring them."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
+
+
+@contextlib.contextmanager
+def signals_kept():
+    """A context after which this process handles signals as before."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+    former = {number: signal.getsignal(number) for number in numbers}
+    try:
+        yield former
+    finally:
+        for number, handler in former.items():
+            signal.signal(number, handler)
 
 
 class Launched:

@@ -17,7 +17,14 @@ import time
 import pytest
 
 from tests.lib.cluster_of_processes import free_ports
-from tests.lib.launched import DEADLINE, FOREVER, Launched, default_signals, launch
+from tests.lib.launched import (
+    DEADLINE,
+    FOREVER,
+    Launched,
+    default_signals,
+    launch,
+    signals_kept,
+)
 from tfpara import cluster
 from tfpara.cluster import parent
 from tfpara.launch import clusters, launcher, supervisor
@@ -375,7 +382,8 @@ open(os.path.join({str(tmp_path)!r}, "ready"), "w").close()
         asking.start()
         process = supervisor.Process("chief", dict(os.environ))
         command = [sys.executable, str(path), says]
-        assert runs.run(command, lambda process=process: [process]) == wanted
+        with signals_kept():
+            assert runs.run(command, lambda process=process: [process]) == wanted
         asking.join()
 
 
@@ -916,7 +924,8 @@ while True: signal.pause()
 
 
 def test_a_worker_of_an_elastic_run_is_added_and_removed(script):
-    arguments = ("-n", 2, "--elastic", script(_TRAINS))
+    host = "[::1]" if socket.has_dualstack_ipv6() else "127.0.0.1"
+    arguments = ("-n", 2, "--elastic", f"--host={host}", script(_TRAINS))
     with Launched(*arguments, stderr=subprocess.STDOUT) as launched:
         launched.read_until("[worker 0] trains", "[worker 1] trains")
         launched.process.send_signal(signal.SIGUSR1)

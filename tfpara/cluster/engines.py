@@ -95,16 +95,16 @@ def find(environ: Mapping[str, str] = os.environ) -> Told | None:
         ClusterError: variables are invalid, or contradict each other; the message names them and
             the fix.
     """
+    if environ.get(SIZE, "").strip() == "1":
+        return _read(_OWN, environ)  # this process trains alone, whatever other engines say
     for outer in (False, True):
         told = [(e, t) for e in _ENGINES if e.outer == outer and (t := _read(e, environ))]
-        several = [each for each in told if each[1].size > 1 or each[0].rank == RANK]
+        several = [each for each in told if each[1].size > 1]
         if not told:
             continue
         (engine, first), *others = several or told
         for other, theirs in others:
-            # TFPARA_SIZE=1 makes a process train alone, whatever other engines say.
-            if engine.rank != RANK or first.size > 1:
-                _check_agree(first, theirs, other)
+            _check_agree(first, theirs, other)
         return first if first.size == 1 else _with_coordinator(first, engine, environ)
     if environ.get(COORDINATOR, "").strip():
         raise ClusterError(
@@ -204,9 +204,9 @@ def _choices(part: str) -> list[str]:
 def _index(environ: Mapping[str, str]) -> str:
     """Returns this pod's number in an indexed job of Kubernetes, if it is to be used as the rank.
 
-    That is so if TFPARA_SIZE is set and TFPARA_RANK is not; otherwise the text is empty.
+    That is so if TFPARA_SIZE is set, and not to 1, and TFPARA_RANK is not; else the text is empty.
     """
-    if environ.get(RANK, "").strip() or not environ.get(SIZE, "").strip():
+    if environ.get(RANK, "").strip() or environ.get(SIZE, "").strip() in ("", "1"):
         return ""
     return environ.get(_INDEX, "").strip()
 
@@ -382,9 +382,10 @@ def _of_sagemaker(environ: Mapping[str, str], _size: int) -> tuple[str, str]:
 
 _MPI = "horovodrun or mpirun"
 _MASTER = ("MASTER_ADDR", "MASTER_PORT")
+_OWN = _Engine("tfpara", RANK, SIZE, "whoever starts the processes", _unknown)
 _ENGINES = (
     _Engine("Horovod", "HOROVOD_RANK", "HOROVOD_SIZE", _MPI, _unknown),
-    _Engine("tfpara", RANK, SIZE, "whoever starts the processes", _unknown),
+    _OWN,
     _Engine("Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", _MPI, _under_open_mpi),
     _Engine("MVAPICH", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "mpirun", _unknown),
     _Engine("MPI", "PMI_RANK", "PMI_SIZE", "mpiexec", _under_pmi),

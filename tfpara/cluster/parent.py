@@ -32,12 +32,23 @@ def variables(descriptor: int) -> dict[str, str]:
     return {_VARIABLE: f"{descriptor}:{os.fstat(descriptor).st_ino}"}
 
 
-def tell(environ: Mapping[str, str] = os.environ, **said: object) -> None:
-    """Reports to the launcher, if there is one; never waits, never fails."""
+def tell(environ: Mapping[str, str] = os.environ, **said: object) -> bool:
+    """Reports to the launcher, if there is one; never waits, never fails.
+
+    Returns False if the report is too long, so that it was not sent.
+    """
     line = json.dumps(said).encode() + b"\n"
     with contextlib.suppress(OSError, ValueError, OverflowError):
         if len(line) <= _LONGEST:
             os.write(_pipe(environ), line)
+    return len(line) <= _LONGEST
+
+
+def tell_progress(progress: Mapping[str, Json]) -> None:
+    """Reports progress to the launcher; leaves out some of its scores if there are too many."""
+    scores = list(progress.get("scores", {}).items())
+    while not tell(progress={**progress, "scores": dict(scores)}) and scores:
+        del scores[len(scores) // 2 :]
 
 
 def is_there(environ: Mapping[str, str] = os.environ) -> bool:

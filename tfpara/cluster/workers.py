@@ -153,7 +153,8 @@ def read(environ: Mapping[str, str] = os.environ) -> Cluster:
             f"{told.rank_variable}={told.rank} of {told.size} processes contradicts TF_CONFIG, in "
             f"which this process is {found.describe(found.rank)}, rank {found.rank} of "
             f"{found.num_workers}. Unset TF_CONFIG for processes that "
-            f"{engines.starter(told.rank_variable)} start, and {told.rank_variable} for others."
+            f"{engines.starter(told.rank_variable)} start, and {told.rank_variable} and "
+            f"{told.size_variable} for others."
         )
     if told.rank_variable not in dict(RANK_VARIABLES):
         return found

@@ -28,6 +28,7 @@ PURPOSE = "meeting"
 TICK_SECONDS = 0.05
 _ANSWER_SECONDS = 10.0
 _ERRORS = (OSError, ValueError)
+_RENUMBERED = "the meeting point is new, and has another number for this worker: start it again"
 
 
 class MeetingError(RuntimeError):
@@ -339,9 +340,13 @@ class Line:
         elif "lost" in message:
             self.lost |= {int(message["lost"])}
         elif "enrolled" in message:
-            self.task = int(message["enrolled"])  # The number changes only while the run begins.
+            former, self.task = self.task, int(message["enrolled"])
             if self._awaits_founding and not message["founding"]:
                 self._heard.put({"evicted": BEGUN})
+            elif not self._awaits_founding and self.task != former:
+                # TensorFlow's server, which a joiner has already, cannot take another number.
+                self._over = True
+                self._heard.put({"ended": _RENUMBERED, "complete": False})
         elif message:
             self._over = "evicted" in message or "ended" in message or "farewell" in message
             if "form" in message:

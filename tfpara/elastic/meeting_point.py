@@ -31,8 +31,10 @@ import math
 import threading
 import time
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from tfpara.cluster import ports
+from tfpara.cluster import secret as run_secret
 from tfpara.cluster.door import Door
 from tfpara.cluster.messages import Channel
 from tfpara.elastic.long_waits import LongWaits
@@ -50,7 +52,8 @@ class Meeting:
     """The service, which listens until `close`.
 
     Args:
-        host: address to listen on; all interfaces if empty.
+        host: address to listen on; all interfaces if empty, or if it is this machine's name and
+            the machine itself resolves it to loopback, as Debian does: others do not.
         port: port to listen on; 0 takes a free one.
         founders: number of workers with which the run begins.
         start_seconds: longest wait for them.
@@ -67,7 +70,7 @@ class Meeting:
     def __init__(
         self, host: str, port: int, founders: int, start_seconds: float, secret: bytes
     ) -> None:
-        listener = ports.listen(host, port)
+        listener = ports.listen(_to_listen_on(host), port)
         self.port = int(listener.getsockname()[1])
         self._founders, self._start_seconds = founders, start_seconds
         # This state is provisional. The first worker sends the limits of the run; then a state with
@@ -255,12 +258,41 @@ class Meeting:
             self._tell(said)
 
     def _tell(self, said: list[Say]) -> None:
+        members: list[list[Any]] = []  # the same in all messages "form"
         for task, message in said:
+            if "form" in message:
+                members = members or self._reached(message["members"])
+                message = {**message, "members": members}
             channel = self._door.guests.get(task)
             if channel is not None:
                 channel.send(**message)
             if "form" in message and task == message["members"][0][0]:
                 _log.info("tfpara: generation %s: %s.", message["form"], message["why"])
+
+    def _reached(self, members: list[list[Any]]) -> list[list[Any]]:
+        """Returns the members with addresses at which all members can reach them.
+
+        A worker that came by loopback is on this machine. If others came from elsewhere, they reach
+        that worker at the same host as this process.
+        """
+        here = [task for task, address in members if run_secret.is_loopback(address)]
+        outside = [task for task, _ in members if task not in here and task in self._door.guests]
+        if not here or not outside:
+            return members
+        host = self._door.guests[outside[0]].own_host
+        return [
+            [task, ports.joined(host, int(ports.split(address)[1])) if task in here else address]
+            for task, address in members
+        ]
+
+
+def _to_listen_on(host: str) -> str:
+    """Returns the host to listen on, so that others reach this machine by `host`."""
+    if host == "localhost" or ports.is_address(host):
+        return host
+    there = ports.places(f"{host}:0")
+    is_here = bool(there) and all(run_secret.is_loopback(ports.joined(*place)) for place in there)
+    return "" if is_here else host
 
 
 def _membership_of(told: Json) -> tuple[int, dict[int, str]] | None:

@@ -40,7 +40,6 @@ _NOBODY = (
     "the run has ended, since no member of it is left. Start all its workers, and its meeting "
     "point, again: they go on from a checkpoint"
 )
-_HAS_COME = " has come"
 BEGUN = "others have begun the run without it"
 
 
@@ -193,6 +192,9 @@ class Membership:
         for task in list(self._workers) if self.phase == "founding" else ():
             del self._workers[task]
             said.append((task, {"evicted": BEGUN}))
+        # Members that have come back to an earlier generation are not in this one.
+        evicted = {"evicted": f"generation {generation} has begun without it"}
+        said += [(task, evicted) for task in self.members if task not in self.absent]
         for task in self._members:
             self._workers.pop(task, None)
         self.phase, self._since, self._resumed = "training", now, True
@@ -260,8 +262,6 @@ class Membership:
         if not 0 <= task < self._next_task or task in self._workers:
             return None, [(-1, {"refused": f"the run has given the number {task} to another"})]
         self._workers[task] = _Worker(address, dict(terms), name or f"worker {task}", fit)
-        if self.phase != "founding":
-            self._why.append(f"{self._workers[task].name}{_HAS_COME}")
         return task, self._go_on(now)
 
     def agreed(self, task: int, terms: Mapping[str, Any], fit: int = 0) -> list[Say]:
@@ -295,7 +295,6 @@ class Membership:
             if self._workers[other].fit < fit:
                 del self._workers[other]
                 said.append((other, self.where()))
-        self._why = [why for why in self._why if not why.endswith(_HAS_COME)]
         if self._wanted and not any(self._workers[member].leaves for member in self.members):
             self._wanted = False
             said += self._to_members(wanted=False)
@@ -499,7 +498,11 @@ class Membership:
         room = self._room() if admits else 0
         new = self.waiting if room is None else self.waiting[:room]
         members = tuple(sorted((*former, *new)))
-        why = "; ".join(self._why) or "an exchange has failed"
+        come = [f"{self._workers[task].name} has come" for task in new if former]
+        # If nobody has aborted, the members have met for a worker that wanted to join, and could
+        # not: it is gone again, or the members were in an exchange.
+        otherwise = "an exchange has failed" if self._aborted else "a worker wanted to join"
+        why = "; ".join([*self._why, *come]) or otherwise
         reports = [self._workers[task].report if task in former else None for task in members]
         self.history.append(Generation(self.generation + 1, members, why))
         self._members, self._why, self._wanted, self._short_since = members, [], False, None

@@ -27,7 +27,6 @@ def local_clusters(count: int, host: str = "127.0.0.1", port: int = 0) -> list[c
     Raises:
         LaunchError: the host is not this machine's, or a port is in use.
     """
-    host = host.strip("[]")
     addresses = tuple(joined(host, number) for number in ports(host, port, count))
     tasks = [("chief", 0), *(("worker", index) for index in range(count - 1))]
     return [cluster.Cluster(addresses, *task, has_chief_job=True) for task in tasks]

@@ -131,6 +131,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the arguments of `tfpara-launch`. None: those of this process.
     """
     options = _parser().parse_args(argv)
+    options.host = options.host.strip("[]")
     try:
         command = _command(options.command)
         _check(options)

@@ -40,19 +40,24 @@ def name_of(number: int) -> str:
 def signals_to(events: queue.SimpleQueue[Any]) -> Iterator[None]:
     """A context in which signals are put into the queue `events`.
 
-    Signals that are ignored, as under nohup, stay ignored, also by the workers.
+    Signals that are ignored, as under nohup, stay ignored, also by the workers. If a signal has
+    come, all are ignored after the context: some schedulers repeat SIGTERM, and that must not
+    change the exit code of a launcher that is about to end.
     """
+    received: list[int] = []
+
+    def note(number: int, _: object) -> None:
+        received.append(number)
+        events.put(number)
+
     numbers = (*_SIGNALS, ADD, REMOVE)
     handled = [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]
-    former = {
-        number: signal.signal(number, lambda received, _: events.put(received))
-        for number in handled
-    }
+    former = {number: signal.signal(number, note) for number in handled}
     try:
         yield
     finally:
         for number, handler in former.items():
-            signal.signal(number, handler)
+            signal.signal(number, signal.SIG_IGN if received else handler)
 
 
 @contextlib.contextmanager

@@ -85,7 +85,7 @@ class Progress:
         unread, company = parent.unread(), self._company
         tells = unread is not None and (last or not unread)
         if tells:
-            parent.tell(progress=self.told())
+            parent.tell_progress(self.told())
         if company.changes:
             company.report(self._waits(), self._strategy.extended.waits.where())
 

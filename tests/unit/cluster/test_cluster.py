@@ -275,7 +275,8 @@ def test_rank_variables_that_contradict_tf_config(names, rank, size):
     for word in (
         f"{names[0]}={rank} of {size} processes contradicts TF_CONFIG",
         "worker 2 (node-3:4000), rank 2 of 3",
-        f"Unset TF_CONFIG for processes that horovodrun or mpirun start, and {names[0]}",
+        "Unset TF_CONFIG for processes that horovodrun or mpirun start, "
+        f"and {names[0]} and {names[1]} for others",
     ):
         assert word in str(error.value)
 

@@ -95,6 +95,8 @@ def test_what_an_engine_tells(environ, rank, size, coordinator, words):
         {"RANK": "1", "WORLD_SIZE": "2"},  # of somebody else
         TORCHRUN | {"TFPARA_RANK": "0", "TFPARA_SIZE": "1"},
         SLURM | {"TFPARA_RANK": "0", "TFPARA_SIZE": "1"},
+        {"HOROVOD_RANK": "1", "HOROVOD_SIZE": "2", "TFPARA_SIZE": "1"},
+        {"JOB_COMPLETION_INDEX": "3", "TFPARA_SIZE": "1"},
     ],
 )
 def test_one_process_alone(environ):

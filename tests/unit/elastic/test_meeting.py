@@ -8,9 +8,11 @@ import subprocess
 import sys
 import threading
 import time
+import types
 
 import pytest
 
+from tfpara.elastic import meeting_point
 from tfpara.elastic.meeting import Ended, Evicted, Left, Line, MeetingError, Passed
 from tfpara.elastic.meeting_point import Meeting
 from tfpara.launch import meet as launch_meet
@@ -91,6 +93,34 @@ def test_a_worker_dies_and_another_comes():
         assert [each.members for each in service.state.history] == [(0, 1, 2), (1, 2), (1, 2, 3)]
 
 
+def test_who_came_by_loopback_is_told_to_others_by_the_address_of_this_machine():
+    with meeting(2) as service:
+        service._door.guests.update({1: types.SimpleNamespace(own_host="fd00::1")})
+        here, outside = [0, "127.0.0.1:4000"], [1, "[fd00::2]:4001"]
+        assert service._reached([here, outside]) == [[0, "[fd00::1]:4000"], outside]
+        assert service._reached([here, [2, "[::1]:4002"]]) == [here, [2, "[::1]:4002"]]
+        assert service._reached([outside]) == [outside]
+        service._door.guests.clear()
+
+
+def test_a_name_that_leads_to_loopback_on_this_machine_alone_is_listened_to_by_all(monkeypatch):
+    """As Debian's /etc/hosts has it: the others find the machine elsewhere."""
+    found = {"node": "127.0.1.1", "other": "192.0.2.1"}
+    monkeypatch.setattr(
+        socket,
+        "getaddrinfo",
+        lambda host, port, *_, **__: [(socket.AF_INET, 1, 6, "", (found.get(host, host), port))],
+    )
+    service = Meeting("node", 0, 1, 60.0, b"secret")
+    assert service._door._listener.getsockname()[0] in ("::", "0.0.0.0")
+    service.close()
+    names = ["127.0.0.1", "localhost", "other"]
+    assert [meeting_point._to_listen_on(name) for name in names] == names
+    monkeypatch.undo()
+    names = ["", "no.such.host.invalid"]
+    assert [meeting_point._to_listen_on(name) for name in names] == names
+
+
 def test_who_is_awaited_for_long_is_named(caplog):
     with meeting() as service:
         lines = [line(service) for _ in range(3)]
@@ -149,6 +179,7 @@ def test_who_wants_to_join_where_no_member_is_begins_nothing():
         found([first])
         port, settings = service.port, service.of_test
     first.close()  # with which the run is over
+    joins.task = 0  # the number that it gets from the new one
     again = Meeting("127.0.0.1", port, 1, 60.0, b"secret")
     try:
         again.of_test = settings
@@ -157,6 +188,23 @@ def test_who_wants_to_join_where_no_member_is_begins_nothing():
             joins.formed()
         assert not again.state.history
     finally:
+        again.close()
+
+
+def test_who_waits_to_join_and_gets_another_number_from_a_new_meeting_point_ends():
+    """The server of TensorFlow in its process has the former number."""
+    with meeting(1) as service:
+        first, gone, joins = line(service, seconds=60.0), line(service), line(service, seconds=60.0)
+        found([first])
+        gone.close()
+        joins.register(TERMS, 0)
+        port = service.port
+    again = Meeting("127.0.0.1", port, 1, 60.0, b"secret")
+    try:
+        with pytest.raises(Ended, match="has another number for this worker"):
+            joins.formed()
+    finally:
+        first.close()
         again.close()
 
 

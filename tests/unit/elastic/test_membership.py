@@ -2,6 +2,7 @@
 
 import random
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -63,7 +64,54 @@ def test_somebody_comes_and_somebody_leaves():
     assert said[0] == (1, {"farewell": True})
     assert [to for to, message in said[1:] if message["form"] == 2] == [0, 2, 3]
     assert said[1][1]["reports"] == [{}, {}, None]
-    assert said[1][1]["why"] == "worker 3 has come; worker 1 has left"
+    assert said[1][1]["why"] == "worker 1 has left; worker 3 has come"
+
+
+def test_only_those_are_said_to_have_come_that_are_let_in():
+    membership = begun(max_workers=3)
+    for name in ("one", "two", "three"):
+        membership.register(f"{name}:1", TERMS, 1.0, name=name)
+    membership.gone(3, "is lost", 2.0)
+    membership.gone(0, "is lost", 2.0)
+    membership.met(1, 1, {}, True, 3.0)
+    said = membership.met(2, 1, {}, True, 3.0)
+    assert [(to, message["why"]) for to, message in said] == [
+        (to, "worker 0 is lost; two has come") for to in (1, 2, 4)
+    ]
+
+
+@pytest.mark.parametrize("stays", [True, False])
+def test_members_that_meet_for_a_worker_that_cannot_join_do_not_say_that_it_has_come(stays):
+    membership = begun(founders=2)
+    task, said = membership.register("host2:1", TERMS, 1.0)
+    assert said == [(0, {"wanted": True}), (1, {"wanted": True})]
+    if not stays:
+        membership.gone(task, "is lost", 2.0)
+    membership.met(0, 1, {}, False, 3.0)
+    said = membership.met(1, 1, {}, False, 3.0, admits=False)
+    assert [(to, message["why"]) for to, message in said] == [
+        (to, "a worker wanted to join") for to in (0, 1)
+    ]
+    if stays:
+        for member in (0, 1):
+            membership.ready(member, 2, 4.0)
+        membership.met(0, 2, {}, False, 5.0)
+        said = membership.met(1, 2, {}, False, 5.0)
+        assert [(to, message["why"]) for to, message in said] == [
+            (to, "worker 2 has come") for to in (0, 1, 2)
+        ]
+
+
+def test_who_comes_back_to_a_generation_that_others_have_left_is_told():
+    """The meeting point is new; what this member missed it learns from another."""
+    membership = Membership(limits(), 0.0)
+    members = {0: "host0:1", 1: "host1:1"}
+    assert membership.resume(5, members, 1.0) == []
+    assert membership.returned(0, 5, "") == []
+    assert membership.met(0, 5, {}, True, 1.0) == [(1, {"abort": 5})]
+    evicted = {"evicted": "generation 6 has begun without it"}
+    assert membership.resume(6, members, 2.0) == [(0, evicted)]
+    assert membership.returned(1, 6, "") == []
 
 
 def test_somebody_who_wanted_out_is_gone_before_the_meeting():

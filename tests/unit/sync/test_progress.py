@@ -65,3 +65,19 @@ def test_reports_wait_for_a_launcher_that_is_stopped_and_the_last_one_does_not(m
     assert told.count == 3
     reports.close()
     os.close(reports.writer)
+
+
+def test_scores_for_which_a_report_has_no_room_are_left_out(monkeypatch):
+    reports = parent.Reports()
+    for name, value in parent.variables(reports.writer).items():
+        monkeypatch.setenv(name, value)
+    scores = {f"val_head_{k}_sparse_categorical_accuracy": k + 1 / 3 for k in range(99)}
+    parent.tell_progress({"steps": 7, "scores": scores})
+    read = reports.read()["progress"]
+    assert read["steps"] == 7
+    assert len(read["scores"]) >= 24 and read["scores"].items() <= scores.items()
+    assert not parent.tell(progress={"place": "x" * 4096})
+    parent.tell_progress({"place": "x" * 4096})  # nothing can be left out
+    assert reports.read()["progress"] == read
+    reports.close()
+    os.close(reports.writer)
