@@ -70,8 +70,8 @@ class _Functional(keras.optimizers.Optimizer):
         self, shape: Sequence[int], initializer: Any = "zeros", **kwargs: Any
     ) -> _Value:
         make = keras.initializers.get(initializer)
-        name = kwargs.get("name")
-        value = _Value(make, shape=shape, dtype="float32", autocast=False, name=name)
+        name, dtype = kwargs.get("name"), kwargs.get("dtype") or "float32"
+        value = _Value(make, shape=shape, dtype=dtype, autocast=False, name=name)
         # The constructor, which is Keras' own, does not make `_made`.
         if not hasattr(self, "_made"):
             self._made = _Made()
@@ -84,7 +84,9 @@ class _Functional(keras.optimizers.Optimizer):
         name: str | None = None,
         initializer: Any = "zeros",
     ) -> _Value:
-        slot = self.add_variable(reference_variable.shape, initializer, name=name or "slot")
+        dtype = "float64" if reference_variable.dtype == "float64" else "float32"
+        shape = reference_variable.shape
+        slot = self.add_variable(shape, initializer, name=name or "slot", dtype=dtype)
         slot.reference = reference_variable
         return slot
 

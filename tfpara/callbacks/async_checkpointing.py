@@ -76,8 +76,8 @@ class AsyncCheckpoint(CheckpointBase):
     def on_train_begin(self, logs: Logs | None = None) -> None:
         if self._strategy.running is None:
             raise ValueError(
-                "AsyncCheckpoint works in the fit of a tfpara.AsyncStrategy. With others, use "
-                "tfpara.callbacks.Checkpoint."
+                "AsyncCheckpoint works in the fit of a tfpara.AsyncStrategy, with a model that was "
+                "made in its scope. With others, use tfpara.callbacks.Checkpoint."
             )
         self._checkpoints = ServerCheckpoints(self.model, self._directory, self._keep, self._plan)
         self._restore(self._checkpoints)

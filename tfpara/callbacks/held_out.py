@@ -48,7 +48,8 @@ class HeldOut(Callback):
         times_per_epoch: number of scores in an epoch, including the score at its end (paper 000
             scores four models in each epoch). Above 1, the length of an epoch must be known.
         steps_per_epoch: minibatches of a replica in an epoch; in an elastic run, of a replica with
-            which the run began. None: as Keras, or the data, state it.
+            which the run began; with a `tfpara.AsyncStrategy`, of all workers together. None: as
+            Keras, or the data, state it.
         csv: file that gets a row for each score: epoch (passes over the data so far, a fraction),
             syncs, weights (one of `which`), and the metrics; one with several values has the
             columns name/0, name/1, … When an interrupted run resumes, the rows of the part that is

@@ -73,8 +73,9 @@ class LearningRate(Schedule):
         schedule: position in epochs → rate: `tfpara.schedules.Exponential`, `Hand`, `Piecewise`, or
             any function; or rates by the position from which each holds, `{0: 0.1, 2: 0.01}`.
         steps_per_epoch: minibatches of a replica in an epoch; in an elastic run, of a replica with
-            which the run began. If given, the rate is set before every execution of
-            `steps_per_execution` minibatches. None: the rate is set when each epoch begins.
+            which the run began; with a `tfpara.AsyncStrategy`, of all workers together. If given,
+            the rate is set before every execution of `steps_per_execution` minibatches (with an
+            AsyncStrategy several times a second). None: the rate is set when each epoch begins.
         verbose: 1: the chief prints a line when an epoch begins with another rate; 0: none.
 
     All workers have the same rate, even if some take more steps than others. (With a schedule

@@ -18,7 +18,7 @@ from tfpara.steps import without_tuner
 from tfpara.typing import Data, Json, Nest
 from tfpara.whole_number import checked_whole
 
-_NO_DATA = (str, bytes, int, float, keras.utils.PyDataset)
+_NO_DATA = (str, bytes, int, float, keras.utils.PyDataset, tf.RaggedTensor, tf.SparseTensor)
 
 
 class Chunks:
@@ -218,7 +218,7 @@ def _of_arrays(
     data: Data, batch_size: int, shuffle: bool, count: int, order: Sequence[int], sent: bool
 ) -> Chunks:
     # Lists become tuples, because tf.data would stack the elements of a list.
-    data = keras.tree.lists_to_tuples(tf.nest.map_structure(np.asarray, data))
+    data = keras.tree.lists_to_tuples(tf.nest.map_structure(_as_array, data))
     arrays = tf.nest.flatten(data)
     lengths = sorted({len(array) if array.ndim else 0 for array in arrays})
     if len(lengths) != 1 or lengths[0] == 0:
@@ -261,10 +261,16 @@ def _of_arrays(
     return chunks
 
 
+def _as_array(data: Data) -> np.ndarray:
+    """Returns an array; floating-point numbers have Keras' usual type, as in its own `fit`."""
+    array = np.asarray(data)
+    return array.astype(keras.config.floatx(), copy=False) if array.dtype.kind == "f" else array
+
+
 def _weighted(chunks: Chunks, class_weight: Mapping[int, float]) -> Chunks:
     """Returns the chunks with each sample weighted by the weight of its class."""
-    classes = range(max(class_weight) + 1)
-    table = np.asarray([class_weight.get(c, 1.0) for c in classes], np.float32)
+    classes = np.asarray(list(class_weight), np.int64)
+    of_classes = np.asarray(list(class_weight.values()), np.float32)
 
     def weigh(*data: Nest) -> tuple[Nest, ...]:
         if len(data) != 2 or isinstance(data[1], dict | tuple | list):
@@ -272,8 +278,9 @@ def _weighted(chunks: Chunks, class_weight: Mapping[int, float]) -> Chunks:
         x, y = data
         one_hot = y.shape.rank == 2 and y.shape[-1] != 1
         labels = tf.argmax(y, -1) if one_hot else tf.cast(tf.reshape(y, [-1]), tf.int64)
-        known = tf.minimum(labels, len(table) - 1)
-        return x, y, tf.where(labels < len(table), tf.gather(table, known), 1.0)
+        is_of = tf.equal(labels[:, None], classes)  # bool [samples, classes]
+        weights = tf.reduce_sum(tf.where(is_of, of_classes, 0.0), -1)
+        return x, y, tf.where(tf.reduce_any(is_of, -1), weights, 1.0)
 
     def part(*arguments: Nest) -> tf.data.Dataset:
         return chunks.dataset(*arguments).map(weigh)

@@ -58,7 +58,9 @@ class Fit:
         self.order = [models.seed, next(models.fits)]
         if chunks is None and not isinstance(x, Chunks):
             chunks = workers.num_workers * (1 if isinstance(x, tf.data.Dataset) else 4)
-            chunks = min(chunks, _minibatches(x, data["batch_size"]) or chunks)
+            minibatches = _minibatches(x, data["batch_size"])
+            if minibatches:
+                chunks = min(chunks, max(1, minibatches // models.sync_period))
         self._chunks = as_chunks(
             **data, count=chunks, order=self.order, sent=not workers.is_simulated
         )
@@ -143,7 +145,7 @@ class Fit:
         self.within_epoch = False
         self._copy.read()
         left_out = self._check_left_out(is_over=True)
-        logs = self._logs() | self._validated(*validation)
+        logs = self._logs() | self._validated(callbacks, *validation)
         if self._models.skips:
             logs["left_out"] = float(left_out)
         if left_out:
@@ -345,14 +347,26 @@ class Fit:
         # A metric's result may have several values.
         return {k: float(v) if np.ndim(v) == 0 else v for k, v in results.items()}
 
-    def _validated(self, data: Data, batch_size: int | None, every: int | Collection[int]) -> Logs:
+    def _validated(
+        self,
+        callbacks: keras.callbacks.CallbackList,
+        data: Data,
+        batch_size: int | None,
+        every: int | Collection[int],
+    ) -> Logs:
         number = self.epoch + 1
         due = number % every == 0 if isinstance(every, int) else number in every
         if data is None or not due:
             return {}
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
         results = self.model.evaluate(
-            x, y, sample_weight=sample_weight, batch_size=batch_size, verbose=0, return_dict=True
+            x,
+            y,
+            batch_size=batch_size,
+            verbose=0,
+            sample_weight=sample_weight,
+            callbacks=callbacks,
+            return_dict=True,
         )
         return {f"val_{name}": value for name, value in results.items()}
 
@@ -379,7 +393,8 @@ def _check_period(period: int, chunks: Chunks) -> None:
         return
     smallest = chunks.num_minibatches // chunks.count
     if period > max(1, smallest):
+        fewer = f", or fewer than {chunks.count} chunks" if chunks.count > 1 else ""
         raise ValueError(
             f"sync_period={period} exceeds the {smallest} minibatches of a chunk, so no push would "
-            f"have so many. Give a shorter period, or fewer than {chunks.count} chunks."
+            f"have so many. Give a shorter period{fewer}."
         )

@@ -33,7 +33,7 @@ class Pulled(NamedTuple):
         """Returns this with the learning rate `rate`; unchanged without a rate or if `rate` < 0."""
         if self.rate is None:
             return self
-        return self._replace(rate=tf.where(rate >= 0.0, rate, self.rate))
+        return self._replace(rate=tf.where(rate >= 0.0, tf.cast(rate, self.rate.dtype), self.rate))
 
 
 class Place(NamedTuple):

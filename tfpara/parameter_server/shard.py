@@ -77,7 +77,7 @@ class Shard:
         with tf.device(self.device):
             self.weights = [variable(v.value) for v in own]
             for name, average in averages.items():
-                self.averages[name] = [_states(average.init(precise(v.value))) for v in own]
+                self.averages[name] = [_states(_start(average, precise(v.value))) for v in own]
             if isinstance(rule, AsyncBMUF):
                 self.kept = [_states(rule.init(v.value)) for v in own]
             if isinstance(rule, ASGD):
@@ -353,6 +353,11 @@ def precise(weights: Array) -> tf.Tensor:
 def variable(value: Array) -> tf.Variable:
     """Returns a variable with this initial value, on the current device."""
     return tf.Variable(tf.identity(value), trainable=False)
+
+
+def _start(average: AsyncAverage, weights: tf.Tensor) -> State:
+    """Returns an average's state at `weights`; its numbers, too, have the type of the weights."""
+    return tf.nest.map_structure(lambda v: tf.cast(v, weights.dtype), average.init(weights))
 
 
 def _states(state: State) -> State:

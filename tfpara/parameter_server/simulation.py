@@ -106,7 +106,8 @@ def simulate_async(
             f"order= has pushes of worker {highest}, and there are {num_workers} workers. Simulate "
             "as many as the record was made with."
         )
-    return AsyncStrategy(rule, record=True, _processes=_Simulated(each, order), **options)
+    options = {"record": True} | options
+    return AsyncStrategy(rule, _processes=_Simulated(each, order), **options)
 
 
 class _Simulated(Workers):

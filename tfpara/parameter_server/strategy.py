@@ -208,7 +208,8 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy, Strategy):
         if isinstance(getattr(fn, "__self__", None), keras.Model) and fn.__name__ == "train_step":
             raise RuntimeError(
                 "model.fit would train on the chief alone. Call strategy.fit(model, ...), which "
-                "takes the same arguments."
+                "takes the same arguments except steps_per_epoch, validation_steps and "
+                "validation_split."
             )
         return super().run(fn, args, kwargs, options)
 
@@ -233,6 +234,9 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy, Strategy):
         search_rate: ChunkRateSearch | None = None,
     ) -> keras.callbacks.History:
         """Trains the model on the workers; arguments, callbacks and history are as in Keras' `fit`.
+
+        Keras' `steps_per_epoch`, `validation_steps` and `validation_split` are not among the
+        arguments.
 
         An epoch is divided into chunks. A chunk is trained by one worker at a time. If the worker
         dies, another worker continues with the chunk's first minibatch that is not in the model
@@ -264,7 +268,8 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy, Strategy):
             validation_freq: as in Keras.
             chunks: number of chunks of an epoch, for arrays and datasets. None: four times the
                 number of workers for arrays, and the number of workers for a dataset, because each
-                chunk reads the whole dataset; but at most the number of minibatches.
+                chunk reads the whole dataset; but fewer if a chunk would have less than
+                `sync_period` minibatches.
             search_rate: a `tfpara.ChunkRateSearch`, to choose the learning rate of each chunk.
 
         Returns:
@@ -272,10 +277,16 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy, Strategy):
 
         Raises:
             ValueError: an argument that is not valid; a model that is not built or compiled, or
-                has a training step of its own; `sync_period` longer than a chunk.
+                has a training step of its own; `sync_period` longer than a chunk; a call inside of
+                the strategy's scope.
             tfpara.DivergedError: a push would have made a weight infinite or NaN.
             tfpara.ParameterServerError: a parameter server is lost, or all workers are.
         """
+        if tf.distribute.has_strategy():
+            raise ValueError(
+                "strategy.fit was called inside of `with strategy.scope():`. Make and compile the "
+                "model there, and call fit after the with statement."
+            )
         running = Fit(
             self._models,
             model,
@@ -288,7 +299,7 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy, Strategy):
             shuffle=shuffle,
             class_weight=class_weight,
         )
-        validation = (validation_data, validation_batch_size, validation_freq)
+        validation = (validation_data, validation_batch_size or batch_size, validation_freq)
         self.running = running
         try:
             with fit_call.under_way():

@@ -117,6 +117,8 @@ class WorkerStep:
         _build_metrics(model, spec)
         self.model = model
         self.optimizer = model.optimizer
+        # A variable, or a schedule or function, which a script may put in place of the variable.
+        self._rate = model.optimizer._learning_rate
         self.weights = model.trainable_variables
         self._skips, self._period = skips, sync_period if skips else 0
         # Typed as Any, since rules have different methods; their flags tell which.
@@ -163,8 +165,9 @@ class WorkerStep:
     @property
     def has_these_weights(self) -> bool:
         """Whether the model still trains the same weights by the same optimizer."""
-        same = _are_same(self.weights, self.model.trainable_variables)
-        return same and self.optimizer is self.model.optimizer
+        optimizer = self.model.optimizer
+        same = optimizer is self.optimizer and optimizer._learning_rate is self._rate
+        return same and _are_same(self.weights, self.model.trainable_variables)
 
     @property
     def has_these_metrics(self) -> bool:

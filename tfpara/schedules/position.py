@@ -62,7 +62,8 @@ class Hand:
 
     Args:
         first: rate of the first minibatch, > 0.
-        steps_per_epoch: minibatches of a replica in an epoch, ≥ 1.
+        steps_per_epoch: minibatches of a replica in an epoch, ≥ 1; with a `tfpara.AsyncStrategy`,
+            of all workers together.
         factor: the factor of each minibatch, in (0, 1].
 
     Raises:

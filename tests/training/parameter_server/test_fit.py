@@ -43,7 +43,7 @@ def settings(**more):
 WEIGHTS = np.random.default_rng(2).uniform(0.0, 2.0, size=len(X)).astype("float32")
 
 
-@pytest.mark.nightly_cases("class_weight-validation_data-initial_epoch")
+@pytest.mark.nightly_cases("class_weight-validation_data-validation_batch_size-initial_epoch")
 @pytest.mark.parametrize(
     "options",
     [
@@ -52,21 +52,25 @@ WEIGHTS = np.random.default_rng(2).uniform(0.0, 2.0, size=len(X)).astype("float3
             "sample_weight": WEIGHTS,
             "validation_data": (X[:20], Y[:20]),
             "validation_freq": 2,
-            "validation_batch_size": 10,
         },
         {
             "class_weight": {0: 1.0, 1: 3.0, 2: 0.5},
             "validation_data": (X[:20], Y[:20], WEIGHTS[:20]),
+            "validation_batch_size": 10,
             "initial_epoch": 2,
         },
     ],
     ids=lambda options: "-".join(options) or "plain",
 )
 def test_one_worker_has_the_history_of_keras(options):
+    notes, hooks = ([], []), keras.callbacks.Callback()
     model = compiled()
-    wanted = model.fit(X, Y, epochs=4, **settings(**options))
+    hooks.on_test_batch_end = lambda batch, logs: notes[0].append(batch)
+    wanted = model.fit(X, Y, epochs=4, callbacks=[hooks], **settings(**options))
     strategy, own = made()
-    got = strategy.fit(own, X, Y, epochs=4, chunks=1, **settings(**options))
+    hooks.on_test_batch_end = lambda batch, logs: notes[1].append(batch)
+    got = strategy.fit(own, X, Y, epochs=4, chunks=1, callbacks=[hooks], **settings(**options))
+    assert notes[0] == notes[1]
     assert got is own.history
     assert got.epoch == wanted.epoch
     assert set(got.history) == set(wanted.history)
@@ -395,3 +399,14 @@ def test_periods_and_chunks_that_do_not_fit_are_refused():
         strategy.fit(model, X, Y, chunks=0, **settings())
     strategy.fit(model, X, Y, chunks=3, **settings())
     assert strategy.statistics(model).pushes == 3
+    with pytest.raises(ValueError, match="exceeds the 2 minibatches.* Give a shorter period.$"):
+        strategy.fit(model, X[:16], Y[:16], **settings())
+    with strategy.scope(), pytest.raises(ValueError, match="inside of `with strategy.scope"):
+        strategy.fit(model, X, Y)
+
+
+def test_a_chunk_has_at_least_the_minibatches_of_a_push():
+    strategy, model = made(2, sync_period=5)
+    strategy.fit(model, X, Y, **settings())
+    assert [push.chunk for push in strategy.record(model)].count(0) == 2  # of 5 and 1 minibatches
+    assert strategy.statistics(model).pushes == 4

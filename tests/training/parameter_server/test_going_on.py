@@ -596,6 +596,10 @@ def test_a_model_that_is_compiled_again_has_the_new_optimizer():
     train(strategy, model)
     for got, expected in zip(model.get_weights(), before, strict=True):
         np.testing.assert_array_equal(got, expected)
+    # So does an optimizer that gets a schedule in place of its number.
+    model.optimizer.learning_rate = keras.optimizers.schedules.ExponentialDecay(0.01, 1, 0.9)
+    train(strategy, model)
+    assert not np.array_equal(model.get_weights()[0], before[0])
 
 
 def in_order(model):

@@ -255,10 +255,12 @@ def test_a_rate_may_be_a_function(rule):
 
 
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
-def test_block_momentum_of_weights_of_other_types(dtype):
-    """Against float32; bfloat16 has three digits."""
+def test_block_momentum_of_weights_of_other_types(dtype, request):
+    """Against float32; bfloat16 has three digits. With float64 the rate has this type, too."""
+    request.addfinalizer(lambda: keras.config.set_floatx("float32"))
     found = []
     for kind in ("float32", dtype):
+        keras.config.set_floatx("float64" if kind == "float64" else "float32")
         strategy = tfpara.simulate_async(1, tfpara.AsyncBMUF(0.5), sync_period=3)
         with strategy.scope():
             layer = keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros", dtype=kind)

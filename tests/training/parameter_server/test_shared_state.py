@@ -104,8 +104,12 @@ def test_they_are_those_of_one_worker_that_had_all_minibatches(rule, period, wor
     assert float(counter.count) == count == 2 * MINIBATCHES
 
 
-def test_weights_of_bfloat16_have_averages_of_more_bits():
-    """Eight steps of 1/8 down from 1, whose mean is 7/16 and whose moving average is near 3/4."""
+@pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
+def test_averages_of_weights_of_other_types(dtype):
+    """Eight steps of 1/8 down from 1, whose mean is 7/16 and whose moving average is near 3/4.
+
+    Averages of bfloat16 have more bits than the weights.
+    """
     averages = {
         "ma": tfpara.MA(),
         "ema": tfpara.EMA(0.99, num_updates=False),
@@ -114,7 +118,7 @@ def test_weights_of_bfloat16_have_averages_of_more_bits():
     }
     strategy = tfpara.simulate_async(1, tfpara.ASGD(), averages=averages)
     with strategy.scope():
-        layer = keras.layers.Dense(1, use_bias=False, kernel_initializer="ones", dtype="bfloat16")
+        layer = keras.layers.Dense(1, use_bias=False, kernel_initializer="ones", dtype=dtype)
         model = keras.Sequential([keras.Input((1,)), layer])
         model.compile(keras.optimizers.SGD(0.125), lambda y, predicted: predicted)
     ones = np.ones((8, 1), np.float32)
@@ -128,5 +132,6 @@ def test_weights_of_bfloat16_have_averages_of_more_bits():
         expected["counted"] = decay * expected["counted"] + (1 - decay) * weight
     for name in averages:
         with strategy.weights(model, name):
-            found = float(np.asarray(model.get_weights()[0], np.float32).item())
-        np.testing.assert_allclose(found, expected.get(name, expected["ema"]), rtol=4e-3)
+            found = float(np.asarray(model.get_weights()[0], np.float64).item())
+        rtol = 1e-7 if dtype == "float64" else 4e-3
+        np.testing.assert_allclose(found, expected.get(name, expected["ema"]), rtol=rtol)

@@ -304,7 +304,8 @@ def test_one_worker_trains_like_keras(rule, period, optimizer):
 
 
 def test_repr_tells_the_workers_and_the_settings():
-    strategy = simulate_async(2, AsyncEASGD(), sync_period=3, averages={"mean": EMA(0.9)})
+    options = {"averages": {"mean": EMA(0.9)}, "record": True}  # it keeps a record anyway
+    strategy = simulate_async(2, AsyncEASGD(), sync_period=3, **options)
     rule, averages = AsyncEASGD().resolve(2), {"mean": EMA(0.9)}
     assert "elasticity=0.45" in repr(rule)
     said = f"AsyncStrategy of 2 workers: {rule}, sync_period=3, averages={averages}"

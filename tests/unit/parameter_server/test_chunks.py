@@ -76,6 +76,15 @@ def test_inputs_may_be_a_list_of_arrays():
         np.testing.assert_array_equal(labels[1], y[rows])
 
 
+def test_floating_point_arrays_have_the_type_that_keras_gives_them():
+    x, y = numbered(5)
+    data = as_chunks({"a": x.astype("float64"), "b": x}, y.astype("float16"), count=1)
+    (((inputs, labels),),) = read(data)
+    types = [inputs["a"].dtype, inputs["b"].dtype, labels.dtype]
+    assert types == ["float32"] * 3
+    assert as_chunks(x, y).element_spec[1].dtype == "int64"
+
+
 def test_chunks_of_this_process_copy_no_array(monkeypatch):
     x, y = numbered(5000)
     given = {"batch_size": 64, "count": 3, "order": [4]}
@@ -414,6 +423,11 @@ def test_data_of_another_kind_is_refused(x):
         as_chunks(x)
 
 
+def test_a_ragged_tensor_is_refused():
+    with pytest.raises(TypeError, match="x is a RaggedTensor.* without Python"):
+        as_chunks(tf.ragged.constant([[1], []]), [0, 1])
+
+
 def test_class_weights_of_one_hot_labels():
     x, y = numbered(6)
     labels = np.arange(6) % 3
@@ -424,3 +438,12 @@ def test_class_weights_of_one_hot_labels():
     np.testing.assert_array_equal(*weighted)
     assert len(read(as_chunks(x, labels, class_weight={}))[0][0]) == 2  # no weights
     assert weighted[0].tolist() == [1, 5, 1, 1, 5, 1]
+
+
+def test_classes_that_have_no_weight_count_as_in_keras():
+    """A label of -1, which a loss may leave out, counts 1 if it has no weight of its own."""
+    x, _ = numbered(4)
+    for of_classes, wanted in (({0: 3.0}, [1, 3, 1, 1]), ({-1: 0.0, 9: 2.0}, [0, 1, 1, 2])):
+        chunks = as_chunks(x, np.array([-1, 0, 5, 9]), shuffle=False, class_weight=of_classes)
+        (((_, _, weights),),) = read(chunks)
+        assert weights.tolist() == wanted

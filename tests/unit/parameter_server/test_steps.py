@@ -74,6 +74,19 @@ def test_steps_are_those_of_keras(kind):
     assert min(moved) > 1e-4
 
 
+def test_slots_of_float64_have_all_its_digits():
+    start, gradient = np.array([1.0, -2.0]), tf.constant([0.1, 0.3], tf.float64)
+    wanted, given = keras.Variable(start, dtype="float64"), keras.Variable(start, dtype="float64")
+    optimizer = optimizers.Adam(0.01)
+    optimizer.build([wanted])
+    step = KerasSteps(optimizers.Adam(0.01), [given])
+    weights, state = [given.value], [tf.convert_to_tensor(value) for value in step.initial]
+    for _ in range(3):
+        optimizer.apply([gradient])
+        weights, state = step(weights, state, [gradient])
+    np.testing.assert_allclose(weights[0], wanted.value, rtol=1e-12)
+
+
 def test_the_rate_is_a_part_of_the_state():
     step = KerasSteps(optimizers.Adam(0.25), variables())
     assert step.initial[step.rate_index] == 0.25
