@@ -357,7 +357,7 @@ def test_predictions_have_each_row_once(strategy, eagerly):
 
 
 def test_data_of_predict_in_a_callback_are_none_of_the_epoch(strategy):
-    """`steps_per_epoch` lets a pass last for several epochs. A checkpoint has the position in it."""
+    """With `steps_per_epoch` a pass may last for several epochs."""
     model, positions = make_model(strategy), []
 
     def look(*_):

@@ -173,9 +173,9 @@ def _of_all_rows(
     Within a callback of `fit`, the data of `predict` do not count as data of the epoch.
     """
     extended = strategy.extended
-    with extended.call_site.in_call(PREDICT), extended.data.undivided():
-        with extended.steps.predicting():
-            return predict(model, *args, **kwargs)
+    undivided, predicting = extended.data.undivided(), extended.steps.predicting()
+    with extended.call_site.in_call(PREDICT), undivided, predicting:
+        return predict(model, *args, **kwargs)
 
 
 @contextlib.contextmanager
