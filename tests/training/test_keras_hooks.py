@@ -342,6 +342,40 @@ def test_predict_takes_all_rows_where_fit_takes_a_part(strategy, monkeypatch):
     np.testing.assert_allclose(model.predict(X[:22], batch_size=8, verbose=0), model(X[:22]), 1e-5)
 
 
+@pytest.mark.parametrize("eagerly", [False, True])
+def test_predictions_have_each_row_once(strategy, eagerly):
+    """The second replica has no row of the last batch, and sequences have no static length."""
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((None, 2)), keras.layers.Dense(3)])
+        model.compile("sgd", "mse", run_eagerly=eagerly)
+    batches = [X[:3].reshape(3, 2, 2), X[3:4].reshape(1, 2, 2)]
+    spec = tf.TensorSpec([None, None, 2])
+    dataset = tf.data.Dataset.from_generator(lambda: iter(batches), output_signature=spec)
+    expected = np.concatenate([model(batch) for batch in batches])
+    np.testing.assert_allclose(model.predict(dataset, verbose=0), expected, 1e-5)
+    np.testing.assert_allclose(model.predict_on_batch(batches[0]), expected[:3], 1e-5)
+
+
+def test_data_of_predict_in_a_callback_are_none_of_the_epoch(strategy):
+    """With `steps_per_epoch` a pass may last for several epochs."""
+    model, positions = make_model(strategy), []
+
+    def look(*_):
+        model.predict(X, batch_size=4, steps=1, verbose=0)
+        positions.append(strategy.position(0, 0)["pass"])
+
+    dataset = tf.data.Dataset.from_tensor_slices((X, Y)).batch(8).repeat()
+    looks = K.LambdaCallback(on_epoch_end=look)
+    model.fit(dataset, steps_per_epoch=2, epochs=2, callbacks=[looks], verbose=0)
+    assert [each["steps"] for each in positions] == [2, 4]
+
+
+def test_a_list_of_callbacks_need_not_know_the_epochs(strategy):
+    model = make_model(strategy)
+    callbacks = K.CallbackList([], add_history=True, model=model)
+    assert len(model.fit(X, Y, epochs=2, callbacks=callbacks).history["loss"]) == 2
+
+
 def test_ctrl_c_is_that_also_where_an_operation_fails_at_the_same_moment(strategy):
     """pybind11 makes another error of both, as two workers that are interrupted have shown."""
 

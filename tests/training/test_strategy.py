@@ -1189,13 +1189,20 @@ class HandWritten(keras.Sequential):
         return {"loss": loss}
 
 
-def test_a_hand_written_train_step_is_synced():
-    strategy = make_strategy()
+@pytest.mark.parametrize("way", ["method", "tf.function", "assigned"])
+def test_a_hand_written_train_step_is_synced(way):
+    strategy, kind = make_strategy(), HandWritten
+    if way == "tf.function":
+        step = tf.function(HandWritten.train_step, autograph=False)
+        kind = type("Decorated", (HandWritten,), {"train_step": step})
     with strategy.scope():
         layers = dense_model().layers
         model = compiled(
-            lambda: HandWritten([keras.Input((6,)), *layers]), lambda: keras.optimizers.SGD(0.1)
+            lambda: kind([keras.Input((6,)), *layers]), lambda: keras.optimizers.SGD(0.1)
         )
+    if way == "assigned":
+        own = model.train_step
+        model.train_step = lambda data: own(data)
     initial = model.get_weights()
     model.fit(distributed(strategy), verbose=0)
     expected = averaged_by_hand(dense_model, lambda: keras.optimizers.SGD(0.1), initial, replicas=2)

@@ -48,6 +48,7 @@ def of_callback(name: str) -> Purpose:
 
 
 EVALUATE = call("evaluate")
+PREDICT = Purpose("in predict")
 METRIC = Purpose("reading a metric", "read metrics on every worker or on none")
 VARIABLE = Purpose("making a variable", "make models and variables on every worker alike")
 FIT_BEGIN = Purpose("at the beginning of fit", "call fit on every worker or on none")

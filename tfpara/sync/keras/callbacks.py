@@ -122,7 +122,7 @@ def _after(name: str, extended: Any, callbacks: CallbackList, number: int) -> No
         # have changed the period.
         extended.momentum.begin_epoch(model, steps)
         if first:
-            epochs = callbacks.params["epochs"]
+            epochs = callbacks.params.get("epochs", 1)
             extended.momentum.set_epochs(steps, epochs if epochs - number > 1 else 0)
     elif name == "on_epoch_end":
         extended.progress.epoch_ends(number, model.history.history)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -32,6 +33,7 @@ def compiled_by_replica(
 
     XLA does not compile the sync.
     """
+    step = _bound(step, model)
     compiles = model.jit_compile and not model.run_eagerly
     guarded = strategy.extended.steps.guard is not None
     trains = step.__name__ == "train_step" and model.trainable_variables
@@ -45,6 +47,23 @@ def compiled_by_replica(
         return _made(make, model, step)
     with _holding(model, "_jit_compile", False):
         return explained(_made(make, model, CompiledStep(step)))
+
+
+def _bound(step: Callable[..., Nest], model: keras.Model) -> Callable[..., Nest]:
+    """Returns a step as a method of its model, in which `run` finds the model and the step's name.
+
+    A step with the decorator `tf.function` is no method, nor is a function that was assigned to
+    `model.train_step`.
+    """
+    if getattr(step, "__self__", None) is model:
+        return step
+    names = (name for name in ("train_step", "test_step") if vars(model).get(name) is step)
+
+    def bound(model: keras.Model, data: Nest) -> Nest:
+        return step(data)
+
+    bound.__name__ = next(names, step.__name__)
+    return types.MethodType(bound, model)
 
 
 def _made(make: Method, model: keras.Model, step: Callable[..., Nest]) -> Callable[..., Nest]:

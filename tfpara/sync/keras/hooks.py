@@ -15,7 +15,7 @@ from typing import Any
 import keras
 
 from tfpara import fit_call, program
-from tfpara.cluster.call_site import EVALUATE
+from tfpara.cluster.call_site import EVALUATE, PREDICT
 from tfpara.sync.keras import scope
 from tfpara.sync.keras.building import looking, of_a_row
 from tfpara.sync.keras.callbacks import HOOKS, with_files_of_the_chief
@@ -68,7 +68,8 @@ def install() -> None:
     replace(keras.Model, "evaluate", _placed)
     replace(keras.Model, "train_on_batch", _looked_at)
     replace(keras.Model, "train_on_batch", _refused_beside_fit)
-    replace(keras.Model, "predict", _of_all_rows)
+    for method in ("predict", "predict_on_batch"):
+        replace(keras.Model, method, _of_all_rows)
     # `fit` and `evaluate` call this method to turn the outputs of a step into their log.
     replace(keras.Model, "_get_metrics_result_or_logs", of_all_workers)
     # An optimizer of a custom training loop becomes known only when it takes a step. So the methods
@@ -167,8 +168,13 @@ def _placed(
 def _of_all_rows(
     predict: Method, strategy: Any, model: keras.Model, *args: object, **kwargs: object
 ) -> object:
-    """Runs `predict` for all rows, on the worker that calls it."""
-    with strategy.extended.data.undivided():
+    """Runs a method that predicts, for all rows, on the worker that calls it.
+
+    Within a callback of `fit`, the data of `predict` do not count as data of the epoch.
+    """
+    extended = strategy.extended
+    undivided, predicting = extended.data.undivided(), extended.steps.predicting()
+    with extended.call_site.in_call(PREDICT), undivided, predicting:
         return predict(model, *args, **kwargs)
 
 

@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from tfpara.keras_model import build_optimizer, check_optimizers_known
 from tfpara.steps import after, batch_size, skip_empty, weight_of
+from tfpara.sync.data.dealt import rows_of, slice_of
 from tfpara.sync.one_sync.synchronizer import Synchronizer
 from tfpara.sync.settings import Settings
 from tfpara.sync.tensorflow.nonfinite import Guard
@@ -71,6 +72,7 @@ class RunSteps:
         self.minibatch_weight: Callable[..., Scalar] | None = None
         self.trace = StepTrace()
         self._left: list[tuple[tf.Tensor, Callable[[], None]]] | None = None
+        self._predicts = False
         # All optimizers that have taken steps in run(), by id.
         self._stepping: weakref.WeakValueDictionary[int, keras.optimizers.Optimizer]
         self._stepping = weakref.WeakValueDictionary()
@@ -94,6 +96,8 @@ class RunSteps:
             check: called as `check(model, strategy)` if the model had no synchronizer before its
                 step.
         """
+        if self._predicts:
+            return self._predicted(run, fn, args, kwargs, options)
         models = self._models
         if tf.executing_eagerly() and models.for_step(fn) is None:
             model = models.model_of(fn)
@@ -138,6 +142,31 @@ class RunSteps:
             else:
                 self._left.append((due, synchronizer.act))
         return outputs
+
+    @contextlib.contextmanager
+    def predicting(self) -> Iterator[None]:
+        """A context in which `run` predicts rows, and takes no steps."""
+        former, self._predicts = self._predicts, True
+        try:
+            yield
+        finally:
+            self._predicts = former
+
+    def _predicted(
+        self,
+        run: Callable[..., Nest],
+        fn: Callable[..., Nest],
+        args: Nest,
+        kwargs: Nest,
+        options: object,
+    ) -> Nest:
+        """Returns the predictions of all rows, each row once."""
+        leaves = tf.nest.flatten((args, kwargs))
+        if not any(isinstance(leaf, tf.distribute.DistributedValues) for leaf in leaves):
+            # `predict_on_batch` gives all rows to every replica.
+            outputs = run(fn, args, kwargs, options)
+            return tf.nest.map_structure(lambda leaf: self._local_results(leaf)[0], outputs)
+        return run(_of_a_row_if_empty(fn), args, kwargs, options)
 
     def _guarded(self, fn: Callable[..., Nest]) -> Callable[..., Nest]:
         """Returns `fn`, guarded against NaN and Inf if there is a guard and `fn` trains a model."""
@@ -272,3 +301,36 @@ def _has_weights(model: keras.Model | None) -> bool:
 def _is_train_step(fn: Any) -> bool:
     """Returns whether `fn` is the `train_step` of a model that has trainable weights."""
     return _is_step_of_keras(fn, ["train_step"]) and _has_weights(fn.__self__)
+
+
+def _of_a_row_if_empty(fn: Callable[..., Nest]) -> Callable[..., Nest]:
+    """Wraps `fn`, which predicts the rows of a replica's batch, for batches without rows.
+
+    `fn` then predicts a row of zeros, of which nothing is returned. So all axes but the first are
+    as long as those of the other replicas' predictions, and no layer has to work without rows.
+    """
+
+    def predicting(*args: Nest, **kwargs: Nest) -> Nest:
+        given = (args, kwargs)
+        count = batch_size(given)
+        dense = all(isinstance(leaf, tf.Tensor) for leaf in tf.nest.flatten(given))
+        if not dense or count is None or (isinstance(count, int) and count):
+            return fn(*args, **kwargs)
+        missing = tf.cast(tf.equal(count, 0), tf.int32)
+
+        def filled(leaf: tf.Tensor) -> tf.Tensor:
+            if leaf.shape.rank == 0:
+                return leaf
+            zeros = tf.zeros(tf.concat([[missing], tf.shape(leaf)[1:]], 0), leaf.dtype)
+            return tf.ensure_shape(tf.concat([leaf, zeros], 0), [None, *leaf.shape[1:]])
+
+        def own(leaf: Any) -> Any:
+            if not tf.is_tensor(leaf) or leaf.shape.rank == 0:
+                return leaf
+            kept = rows_of(leaf) * tf.cast(1 - missing, tf.int64)
+            return slice_of(leaf, 0, kept)
+
+        args, kwargs = tf.nest.map_structure(filled, given)
+        return tf.nest.map_structure(own, fn(*args, **kwargs))
+
+    return predicting
