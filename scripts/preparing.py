@@ -120,7 +120,7 @@ _DELTAS = flags.DEFINE_integer(
 _MISMATCH = flags.DEFINE_integer(
     "max_length_mismatch",
     _DEFAULTS.max_length_mismatch,
-    "frames by which labels may be more or fewer than the features; the longer are cut",
+    "labels by which an utterance may have more or fewer than its frames need; the longer are cut",
 )
 _SKIP = flags.DEFINE_list(
     "skip",

@@ -106,6 +106,17 @@ def test_rules_that_are_refused(chosen, message):
         rule_flags.strategy(5, {})
 
 
+def test_the_evaluator_scores_the_average_of_averaged_asgd_too():
+    with flagsaver.flagsaver(rule="aasgd", running_rate=0.1, ema_decay=["0.9"]):
+        found = rule_flags.all_averages()
+        assert found == {
+            "ema-0.9": tfpara.EMA(0.9, True),
+            "average": tfpara.AveragedASGD(running_rate=0.1).average,
+        }
+        with flagsaver.flagsaver(simulate_replicas=1):
+            assert rule_flags.strategy(1, {}).averages == found
+
+
 @pytest.mark.parametrize(
     ("chosen", "rates"),
     [
