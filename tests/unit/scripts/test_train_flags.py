@@ -68,7 +68,12 @@ def test_a_period_changes_between_epochs_only():
         ({"newbob_reject_worse": True}, "is for --schedule=newbob"),
         ({"scale_learning_rate": True}, "is for --rule=bsp"),
         (
-            {"rule": "bsp", "scale_learning_rate": True, "warm_start_epochs": 1, "schedule": "hand"},
+            {
+                "rule": "bsp",
+                "scale_learning_rate": True,
+                "warm_start_epochs": 1,
+                "schedule": "hand",
+            },
             "the rate would have to rise",
         ),
         ({"rule": "bmuf_adam"}, "--optimizer=sgd has none. Give --optimizer=adam"),
