@@ -147,6 +147,7 @@ def run(
       allow_pipes: whether commands in cmvn.scp are run.
     """
     started = time.monotonic()
+    common.exit_on_sigterm()
     with common.bad_input():
         _check()
         options, extraction = _options(), _extraction()
