@@ -62,25 +62,21 @@ def read_matrix(location: Location, dtype: type = np.float32) -> np.ndarray:
 
 
 def read_archive(file: BinaryIO, path: str) -> Iterator[Item]:
-    """Yields the objects of an archive in order.
+    """Yields the objects of an archive as they follow each other, with keys in any order.
 
     Args:
       file: the open archive, from `open_files.Archives`.
       path: its name, for messages.
 
     Raises:
-      CorpusError: the archive is damaged or empty, or its keys are out of order or there twice; the
-        message names the file, the key and the byte offset (of the uncompressed archive).
+      CorpusError: the archive is damaged or empty; the message names the file, the key and the byte
+        offset (of the uncompressed archive).
     """
-    last = None
     file.seek(0)
     while (key := _read_key(file, path)) is not None:
         offset = file.tell()
-        where = f"{path}, utterance {key} at byte {offset}"
-        kaldi_tables.check_order(where, key, last)
-        yield Item(key, offset, _read_value(file, where))
-        last = key
-    if last is None:
+        yield Item(key, offset, _read_value(file, f"{path}, utterance {key} at byte {offset}"))
+    if file.tell() == 0:
         raise CorpusError(f"archive {path} is empty")
 
 

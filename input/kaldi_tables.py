@@ -68,7 +68,7 @@ def read(path: str | Path) -> dict[str, str]:
                         f" Received: {line.strip().decode()[:80]!r}"
                     )
                 key, value = parts[0].decode(), parts[1].strip().decode()
-                check_order(f"{path}, line {number}", key, last)
+                _check_order(f"{path}, line {number}", key, last)
                 table[key] = value
                 last = key
     except UnicodeDecodeError as error:
@@ -88,7 +88,7 @@ def words(text: str) -> list[str]:
     return [word.decode() for word in text.encode().split()]
 
 
-def check_order(where: str, key: str, last: str | None) -> None:
+def _check_order(where: str, key: str, last: str | None) -> None:
     """Raises CorpusError unless `key` comes after `last` in the order of `LC_ALL=C sort`."""
     if last is None or key > last:  # strings have the order of their UTF-8 bytes
         return

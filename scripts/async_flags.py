@@ -189,6 +189,13 @@ def by_staleness() -> bool:
     return _BY_STALENESS.value
 
 
+def own_averages(name: str) -> dict[str, Any]:
+    """Returns the average that a rule itself keeps, by its name; `name` is the value of --rule."""
+    if name != "aasgd":
+        return {}
+    return {"average": algorithms.AveragedASGD(running_rate=_RUNNING.value).average}
+
+
 def start_mean_chunks() -> int:
     """Returns the value of --start_mean_chunks."""
     return _START_MEAN.value

@@ -186,7 +186,7 @@ def _watched(process: subprocess.Popen[bytes], log: Path, watch: Callable[[str],
 
 
 def exit_on_sigterm() -> None:
-    """Makes SIGTERM end the program like an error, so that the processes it started end too."""
+    """Makes SIGTERM end the program like an error: what it started ends, half files are removed."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
 
 

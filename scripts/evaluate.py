@@ -86,6 +86,7 @@ def main() -> None:
     if strategy is None or strategy.is_chief:
         _report(scores, _frames(corpus, description), phones)
     if _LOGLIKES.value:
+        common.exit_on_sigterm()
         with common.bad_input():
             posteriors = ((each.id, each.log_posteriors) for each in spoken())
             matrices = decoding.log_likelihoods(posteriors, statistics, every)

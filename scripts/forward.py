@@ -73,6 +73,7 @@ flags.adopt_module_key_flags(common)
 def main() -> None:
     skips: Counter[str] = Counter()
     count = 0
+    common.exit_on_sigterm()
     with common.bad_input(), contextlib.closing(Bars()) as bars:
         if tfpara.cluster.read().num_workers > 1:
             raise ValueError("forward runs in one process. Start it without the launcher.")

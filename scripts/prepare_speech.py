@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 from input import corpus, text
 from input.index import SPLITS
+from scripts import common
 from scripts.made import summary
 
 _DEFAULTS = corpus.Options()
@@ -83,6 +84,7 @@ def main(argv: list[str]) -> int:
         if len(argv) > 1:
             raise ValueError(f"unexpected arguments {argv[1:]}. Flags are written --name=value")
         started = time.monotonic()
+        common.exit_on_sigterm()
         options = _options()
         source = text.read(_TEXT.value) if _TEXT.value else None
         bars = _Bars(60 * sum(options.minutes(split) for split in SPLITS))

@@ -120,7 +120,7 @@ _DELTAS = flags.DEFINE_integer(
 _MISMATCH = flags.DEFINE_integer(
     "max_length_mismatch",
     _DEFAULTS.max_length_mismatch,
-    "frames by which labels may be more or fewer than the features; the longer are cut",
+    "labels by which an utterance may have more or fewer than its frames need; the longer are cut",
 )
 _SKIP = flags.DEFINE_list(
     "skip",
@@ -147,6 +147,7 @@ def run(
       allow_pipes: whether commands in cmvn.scp are run.
     """
     started = time.monotonic()
+    common.exit_on_sigterm()
     with common.bad_input():
         _check()
         options, extraction = _options(), _extraction()

@@ -265,6 +265,11 @@ def _given(**chosen: flags.FlagHolder) -> dict[str, Any]:
     return {name: flag.value for name, flag in chosen.items() if flag.value is not None}
 
 
+def all_averages() -> dict[str, Any]:
+    """Returns all averages of the run by name, also that of averaged ASGD."""
+    return {**averages(), **async_flags.own_averages(_RULE.value)}
+
+
 def averages() -> dict[str, Any]:
     """Returns the averages of the global model by name, as the flags choose them."""
     try:

@@ -32,7 +32,9 @@ _RATE = flags.DEFINE_float(
     lower_bound=0,
 )
 _SCALE_RATE = flags.DEFINE_boolean(
-    "scale_learning_rate", False, "BSP: multiply learning rates by the number of replicas"
+    "scale_learning_rate",
+    False,
+    "BSP: multiply learning rates by the number of replicas, after --warm_start_epochs",
 )
 _MOMENTUM = flags.DEFINE_float(
     "momentum", _MOMENTUM_DEFAULT, "local momentum of sgd and ngsgd, in [0, 1)", 0.0, 1.0
@@ -114,6 +116,12 @@ def check() -> None:
     common.only_for(schedule == "newbob", of_newbob, "--schedule=newbob")
     common.only_for(schedule == "hand", (_HAND,), "--schedule=hand")
     common.only_for(rule_flags.rule_name() == "bsp", (_SCALE_RATE,), "--rule=bsp")
+    if _SCALE_RATE.value and _WARM.value and schedule in ("newbob", "hand"):
+        raise ValueError(
+            f"--scale_learning_rate, --warm_start_epochs={_WARM.value}, --schedule={schedule}: the "
+            "rate would have to rise after the epochs of one replica, and this schedule never "
+            "raises it. Train these epochs by --rule=none, and give the weights by --init."
+        )
     recurrent = model_flags.recurrent()
     common.only_for(not recurrent, (_MINIBATCH,), "--model=dnn; streams have --streams")
     if rule_flags.rule_name() == "bmuf_adam" and name not in _ADAM:
@@ -227,13 +235,14 @@ def before_scores(num_replicas: int, warm: callbacks.WarmStart) -> list[keras.ca
         chosen.append(_HandsRate(_scaled(_first_rate(), num_replicas)))
     if _schedule() in ("newbob", "hand") or async_flags.rate_search() is not None:
         return chosen
-    first = _scaled(_first_rate(), num_replicas)
-    if _schedule() == "exponential":
-        last = _scaled(_last_rate(), num_replicas)
-        chosen.append(callbacks.LearningRate(schedules.Exponential(first, _EPOCHS.value, last)))
-    else:
-        chosen.append(callbacks.LearningRate(lambda position: first))
-    return chosen
+    last = _last_rate() if _schedule() == "exponential" else _first_rate()
+    decay = schedules.Exponential(_first_rate(), _EPOCHS.value, last)
+
+    def rate(position: float) -> float:
+        # In the epochs of --warm_start_epochs the model is trained as by one replica.
+        return decay(position) if position < _WARM.value else _scaled(decay(position), num_replicas)
+
+    return [*chosen, callbacks.LearningRate(rate)]
 
 
 def of_scores() -> list[str]:

@@ -180,7 +180,7 @@ def score_checkpoints() -> None:
             validation,
             run_dir / run_files.EVALUATOR,
             epochs=schedule_flags.epochs(),
-            averages=rule_flags.averages(),
+            averages=rule_flags.all_averages(),
             monitor=runs.entropy_name(description),
             best=runs.weights_path(run_dir, _BEST),
             save=lambda model, path: model.save_weights(path),

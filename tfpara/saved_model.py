@@ -80,7 +80,9 @@ def export(
 
     def write_and_tell() -> None:
         write()
-        print(f"tfpara: the {which!r} weights are exported to {os.fspath(path)}", file=sys.stderr)
+        # A model of no strategy may have been loaded with any weights, such as those of an average.
+        what = "the model's" if strategy is None else f"the {which!r}"
+        print(f"tfpara: {what} weights are exported to {os.fspath(path)}", file=sys.stderr)
 
     with strategy.weights(model, which) if strategy else contextlib.nullcontext():
         if strategy is not None and strategy.is_chief and which not in ("global", "local"):

@@ -141,8 +141,8 @@ class NGSGD(keras.optimizers.SGD):
             raise TypeError(f"attach needs a Keras model. Received: {type(model).__name__}")
         if not model.built or not model.trainable_variables:
             raise ValueError(
-                f"model {model.name!r} has no trainable weights yet. Give it a keras.Input or call "
-                "model.build(...) before NGSGD(...).attach(model)."
+                f"model {model.name!r} has no trainable weights yet. Give it a keras.Input, or "
+                "call it on a minibatch, before NGSGD(...).attach(model)."
             )
         layers = plan(model)
         entries = [entry for _, entry in layers]

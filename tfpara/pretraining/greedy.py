@@ -68,7 +68,8 @@ def pretrain(
     Args:
         model: a chain of layers. All its layers with weights are Dense, and all but the last of
             these have activation "sigmoid" and a bias. Between them there may be Dropout, which is
-            inactive; before them there may be layers without weights.
+            inactive; before them there may be layers without weights. If the layers get sequences,
+            each frame counts as a sample.
         dataset: a finite dataset of minibatches x or (x, labels, …), with x float [b, ...] as the
             model takes it. Or a function of the epoch's number, counted over all layers, that gives
             such a dataset.
@@ -143,7 +144,8 @@ def _source(
 
     @tf.function(reduce_retracing=True)
     def outputs(x: tf.Tensor) -> tf.Tensor:
-        return tf.cast(below(x, training=False), tf.float32)
+        found = tf.cast(below(x, training=False), tf.float32)
+        return tf.reshape(found, [-1, found.shape[-1]])  # each frame of a sequence is a row
 
     def rows(epoch: int) -> Iterator[tf.Tensor]:
         data = dataset(epoch) if callable(dataset) else dataset

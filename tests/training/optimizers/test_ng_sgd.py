@@ -231,8 +231,12 @@ def test_refuses_models_that_do_not_fit():
     model.layers[0].trainable = False
     with pytest.raises(ValueError, match="other trainable weights of this one.*after freezing"):
         built.attach(model)
-    with pytest.raises(ValueError, match=r"keras\.Input"):
-        NGSGD(0.1).attach(keras.Sequential([layers.Dense(3)]))
+    unbuilt = keras.Sequential([layers.Dense(3)])
+    # `build` makes no weights of many models that are classes of their own, and a call does.
+    with pytest.raises(ValueError, match=r"keras\.Input, or call it on a minibatch"):
+        NGSGD(0.1).attach(unbuilt)
+    unbuilt(np.zeros((2, 5), np.float32))
+    NGSGD(0.1).attach(unbuilt)
     with pytest.raises(TypeError, match="Keras model. Received: Dense"):
         NGSGD(0.1).attach(layers.Dense(3))
 

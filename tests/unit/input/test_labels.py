@@ -139,6 +139,9 @@ def test_an_utterance_in_two_files(tmp_path):
         write_alignments(tmp_path / name, {"a": [1]})
     with pytest.raises(CorpusError, match=r"pdf.2, utterance a at byte 2: .*already in .*pdf.1"):
         KaldiAlignments([f"{tmp_path}/pdf.*"])
+    (tmp_path / "pdf.1").write_text("a 1\nb 0\na 1\n")
+    with pytest.raises(CorpusError, match=r"pdf.1, utterance a at byte 10: .*already in .*pdf.1"):
+        KaldiAlignments([f"{tmp_path}/pdf.1"])
 
 
 def test_no_file_matches(tmp_path):

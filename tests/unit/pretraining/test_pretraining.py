@@ -242,6 +242,16 @@ def test_functional_models_with_dropout_and_layers_before_the_stack():
         np.testing.assert_allclose(got, want, atol=1e-6)
 
 
+def test_each_frame_of_a_sequence_is_a_sample():
+    hidden = [layers.Dense(6, "sigmoid"), layers.Dense(5, "sigmoid")]
+    model = keras.Sequential([keras.Input((5, 8)), *hidden, layers.Dense(3)])
+    flat = dnn(6, 5)
+    pretrain(model, data().map(lambda x, y: (tf.reshape(x, [-1, 5, 8]), y)), verbose=0)
+    pretrain(flat, data(), verbose=0)
+    for got, want in zip(model.get_weights()[:4], flat.get_weights()[:4], strict=True):
+        np.testing.assert_allclose(got, want, atol=1e-6)
+
+
 def test_is_the_start_of_every_replica_under_a_strategy():
     strategy = strategy_of()
     with strategy.scope():

@@ -67,6 +67,15 @@ def test_a_period_changes_between_epochs_only():
         ({"newbob_by": "accuracy"}, "is for --schedule=newbob"),
         ({"newbob_reject_worse": True}, "is for --schedule=newbob"),
         ({"scale_learning_rate": True}, "is for --rule=bsp"),
+        (
+            {
+                "rule": "bsp",
+                "scale_learning_rate": True,
+                "warm_start_epochs": 1,
+                "schedule": "hand",
+            },
+            "the rate would have to rise",
+        ),
         ({"rule": "bmuf_adam"}, "--optimizer=sgd has none. Give --optimizer=adam"),
         ({"clip_norm": 0.0}, "--clip_norm=0.0 must be positive"),
         ({"final_learning_rate": 0.0}, "--final_learning_rate=0.0 must be a positive number"),
@@ -106,6 +115,17 @@ def test_rules_that_are_refused(chosen, message):
         rule_flags.strategy(5, {})
 
 
+def test_the_evaluator_scores_the_average_of_averaged_asgd_too():
+    with flagsaver.flagsaver(rule="aasgd", running_rate=0.1, ema_decay=["0.9"]):
+        found = rule_flags.all_averages()
+        assert found == {
+            "ema-0.9": tfpara.EMA(0.9, True),
+            "average": tfpara.AveragedASGD(running_rate=0.1).average,
+        }
+        with flagsaver.flagsaver(simulate_replicas=1):
+            assert rule_flags.strategy(1, {}).averages == found
+
+
 @pytest.mark.parametrize(
     ("chosen", "rates"),
     [
@@ -114,11 +134,12 @@ def test_rules_that_are_refused(chosen, message):
         ({"final_learning_rate": 0.025}, [0.1, 0.05, 0.025]),
         ({"schedule": "exponential", "learning_rate": 1.0}, [1.0, 0.1, 0.01]),
         ({"rule": "bsp", "scale_learning_rate": True, "learning_rate": 0.2}, [0.8, 0.8]),
+        ({"rule": "bsp", "scale_learning_rate": True, "warm_start_epochs": 1}, [0.1, 0.4, 0.4]),
     ],
 )
 def test_rates_of_the_epochs(chosen, rates):
     with flagsaver.flagsaver(epochs=3, **chosen):
-        (schedule,) = schedule_flags.before_scores(4, callbacks.WarmStart(0))
+        *_, schedule = schedule_flags.before_scores(4, callbacks.WarmStart(0))
         found = [schedule._schedule(epoch) for epoch in range(len(rates))]
     assert found == pytest.approx(rates)
 
