@@ -21,7 +21,7 @@ import tensorflow as tf
 from tfpara import files
 from tfpara.algorithms import Average
 from tfpara.algorithms.asgd import AsyncAverage
-from tfpara.callbacks.held_out import evaluate
+from tfpara.callbacks.held_out import checked_held_out, evaluate
 from tfpara.callbacks.scalars import Scalars, flat
 from tfpara.callbacks.table import Table
 from tfpara.checkpoint import weights
@@ -81,7 +81,7 @@ def evaluate_checkpoints(
         model: a model of the same architecture as the run's, without a strategy, compiled with loss
             and metrics.
         directory: directory of the run's checkpoints.
-        data: held-out data, in any form that `fit` takes as `validation_data`.
+        data: held-out data, in any form that `tfpara.callbacks.HeldOut` takes.
         out: directory on this machine for the results of this evaluator alone.
         epochs: the `epochs` of the run's `fit`. The run has ended if a checkpoint has this number
             of epochs, or if training has stopped by itself.
@@ -90,7 +90,8 @@ def evaluate_checkpoints(
         mode: "min" if a lower score is better, "max" if a higher one is.
         best: path or URL of the best model. None: `best` in `out`.
         save: a function that writes the best model, called with the model and the path of a file or
-            folder to write. None: a SavedModel, as by `tfpara.export`.
+            folder to write, which ends as `best` does. None: a SavedModel, as by `tfpara.export`,
+            for which the model must be made of layers' outputs.
         wait_minutes: longest wait for a new checkpoint.
 
     Returns:
@@ -98,7 +99,8 @@ def evaluate_checkpoints(
 
     Raises:
         ValueError: an argument out of its range, a model of a strategy of tfpara, or one that is
-            not built; an unknown `monitor`; or a table in `out` that has other columns.
+            not built, or whose inputs are not known if there is no `save`; an unknown `monitor`; or
+            a table in `out` that has other columns.
         tfpara.CheckpointError: there was no new checkpoint for `wait_minutes`; the checkpoints are
             of another model, lack an average, or are not those of the table; or another evaluator
             uses `out`.
@@ -108,6 +110,7 @@ def evaluate_checkpoints(
     if not wait_minutes > 0:
         raise ValueError(f"wait_minutes={wait_minutes!r} must be positive.")
     epochs = checked_whole("epochs", epochs)
+    checked_held_out(data)
     if type(Strategy.of(model)) is not Strategy:
         raise ValueError(
             "the model was made in the scope of a strategy of tfpara, whose workers train it. "
@@ -123,6 +126,12 @@ def evaluate_checkpoints(
     out = Path(out)
     path = out / "best" if best is None else best
     if save is None:
+        if not getattr(model, "inputs", None):
+            raise ValueError(
+                "the model does not say which inputs it has, so it cannot be written as a "
+                "SavedModel. Give save=, a function that writes the best model, such as "
+                'lambda model, path: model.save(path) with best="best.keras".'
+            )
         writer(model, path)  # If the model cannot be exported, this raises ValueError at once.
     evaluator = _Evaluator(
         model, store_at(directory, keep=1), data, out, averages or {}, monitor, mode, path, save

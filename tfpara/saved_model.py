@@ -51,7 +51,8 @@ def export(
         signature: the inputs, with the names that they get. None: the inputs of the model; several
             inputs are one argument, with the structure in which the model takes them.
         preprocessing: TensorFlow function from the inputs of the signature to the inputs of the
-            model. None: both are the same.
+            model. If it needs a layer with a table of words, such as StringLookup, it must be that
+            layer, or a Keras model with it. None: both are the same.
         postprocessing: TensorFlow function from the model's output to named outputs. None: the
             output as it is.
 
@@ -59,8 +60,9 @@ def export(
         FileExistsError: `path` exists, and is no SavedModel or has other files in it.
         ImportError: `path` is a URL, and fsspec or its package for the scheme is not installed.
         OSError: `path` cannot be written to.
-        ValueError: `which` is unknown, the model has not been built, its inputs are not known, or
-            this is called inside `strategy.weights(...)`.
+        ValueError: `which` is unknown, the model has not been built, its inputs are not known, a
+            function needs a layer with a table of words, or this is called inside
+            `strategy.weights(...)`.
     """
     if strategy is None:
         found: Any = strategy_of(model)
@@ -139,12 +141,28 @@ def writer(
         archive = keras.export.ExportArchive()
         archive.track(model)
         archive.add_endpoint("serve", serve, input_signature=specs)
+        for layer in (preprocessing, postprocessing):
+            if isinstance(layer, keras.layers.Layer):
+                # Keras saves the tables of words of what is tracked. It refuses to track a layer
+                # that is not built, as a StringLookup may be; so the layer is inside a module.
+                holder = tf.Module()
+                holder.layer = layer
+                archive.track(holder)
         if remote_files.is_url(path):
             # This is inside `write`, which only the chief calls. Another worker might see a folder
             # that the chief has written in part.
             _check_place(path)
         with remote_files.whole(path) as scratch:
-            archive.write_out(os.fspath(scratch), verbose=False)
+            try:
+                archive.write_out(os.fspath(scratch), verbose=False)
+            except AssertionError as error:
+                if "'untracked' resource" not in str(error):
+                    raise
+                raise ValueError(
+                    "preprocessing= or postprocessing= is a function that uses a layer with a "
+                    "table of words, such as StringLookup, which cannot be saved with it. Give "
+                    "that layer itself, or a Keras model with it."
+                ) from error
             without_tasks(scratch)
 
     return write

@@ -10,6 +10,7 @@ import tensorflow as tf
 import tfpara
 from tests.lib.small import compiled_net, strategy_of
 from tfpara import fit_call
+from tfpara.callbacks.scalars import Scalars
 
 PERIOD, BATCH, COUNT = 3, 8, 100  # 13 steps: four blocks and an open one
 RNG = np.random.default_rng(0)
@@ -209,6 +210,9 @@ def test_carried_states_go_on_as_without_scores_within_an_epoch():
 def test_held_out_refuses_what_there_is_not(elastic):
     with pytest.raises(ValueError, match="times_per_epoch=0"):
         tfpara.callbacks.HeldOut(None, times_per_epoch=0)
+    for once in ((x for x in [X]), ((x for x in [X]), None)):
+        with pytest.raises(ValueError, match="are a generator, which can be read once"):
+            tfpara.callbacks.HeldOut(once)
     model = make_model(elastic)
     unknown = tfpara.callbacks.HeldOut(None, ["global", "ema"])
     with pytest.raises(ValueError, match="'ema'.*There are: local, global; or all"):
@@ -238,6 +242,11 @@ def test_telemetry_logs_and_writes_every_epoch(elastic, tmp_path):
     assert set(written) == set(log)
     for name, values in log.items():
         assert written[name] == pytest.approx(dict(enumerate(values)))
+
+
+def test_texts_of_a_log_are_no_curves(tmp_path):
+    Scalars(tmp_path).write(7, {"loss": 2.0, "name": "ä", "names": np.array(["a", "b"])})
+    assert scalars(tmp_path) == {"loss": {7: 2.0}}
 
 
 def test_telemetry_divides_the_counts_by_the_time(elastic, monkeypatch):

@@ -608,6 +608,42 @@ def test_a_checkpoint_of_another_run_is_refused_by_name(tmp_path):
             run(tmp_path, **{**common, **change})
 
 
+def compiled_anew(rate=0.1, metrics=()):
+    """Returns a strategy and the small model, compiled with another rate or other metrics."""
+    strategy, model = make(small=True)
+    with strategy.scope():
+        optimizer = keras.optimizers.SGD(rate, momentum=0.9)
+        model.compile(optimizer, model.loss, metrics=list(metrics))
+    return strategy, model
+
+
+def test_an_optimizer_of_other_settings_is_refused_by_name(finished_run):
+    strategy, model = compiled_anew(keras.optimizers.schedules.CosineDecay(0.1, 20))
+    message = (
+        r"00002 is of another run: the variables of its optimizer have the shapes \[\], \[\], "
+    )
+    with pytest.raises(tfpara.CheckpointError, match=message):
+        callbacks = [tfpara.callbacks.Checkpoint(finished_run)]
+        model.fit(epoch_data(strategy), epochs=2, verbose=0, callbacks=callbacks)
+
+
+@pytest.mark.parametrize("steps", [0, 6])
+def test_a_run_goes_on_with_other_metrics(finished_run, steps):
+    """Its checkpoints have no metrics but the loss, which counts only what is trained now."""
+    for path in finished_run.glob("checkpoint-*/manifest.json"):
+        manifest = json.loads(path.read_text())
+        manifest["position"] |= {"epoch": 1, "steps": steps, "minibatches": 2 * steps}
+        path.write_text(manifests.text(manifest))
+    strategy, model = compiled_anew(metrics=["accuracy"])
+    callbacks = [tfpara.callbacks.Checkpoint(finished_run)]
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        model.fit(epoch_data(strategy), epochs=2, verbose=0, callbacks=callbacks)
+    said = [str(each.message) for each in warned]
+    told = [text for text in said if "metrics of this epoch cover only the rest of it" in text]
+    assert len(told) == (steps > 0)
+
+
 def test_a_checkpoint_that_lacks_facts_about_the_data_is_used(tmp_path):
     """As those of older versions lack what their run's `may_change` had."""
     run(tmp_path, epochs=1, small=True, data_plan={"minibatch": 4})

@@ -280,6 +280,16 @@ def unbuilt():
     return model
 
 
+def of_no_inputs():
+    class Own(keras.Model):
+        def call(self, x):
+            return x
+
+    model = Own()
+    model(X)
+    return model
+
+
 def of_a_strategy():
     strategy = tfpara.PeriodicSyncStrategy(tfpara.BSP(), sync_period=2, devices=["CPU:0"])
     with strategy.scope():
@@ -294,6 +304,7 @@ def of_a_strategy():
         ({"epochs": 0}, ValueError, "epochs=0"),
         ({"monitor": "mea"}, ValueError, "monitor='mea' is no score of this model. There are: "),
         ({"model": unbuilt}, ValueError, "the model has no weights yet"),
+        ({"model": of_no_inputs, "save": None}, ValueError, "Give save=, a function that writes t"),
         ({"model": of_a_strategy}, ValueError, "in the scope of a strategy of tfpara"),
         ({"model": of_other_shape}, tfpara.CheckpointError, "checkpoint-00000001 is of another mo"),
         (

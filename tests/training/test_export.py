@@ -120,6 +120,19 @@ def test_inputs_that_nobody_knows_are_asked_for(tmp_path):
     np.testing.assert_allclose(loaded.serve(tf.constant(X)), expected, atol=1e-6)
 
 
+def test_a_layer_with_words_comes_before_the_model(tmp_path):
+    words = keras.layers.StringLookup(vocabulary=["a", "b", "c"], output_mode="one_hot")
+    assert not words.built
+    model = make_model()
+    signature = [tf.TensorSpec([None], tf.string, name="word")]
+    export(model, tmp_path / "model", signature=signature, preprocessing=words)
+    given = tf.constant(["b", "?"])
+    loaded = tf.saved_model.load(tmp_path / "model")
+    np.testing.assert_allclose(loaded.serve(given), model(words(given)), atol=1e-6)
+    with pytest.raises(ValueError, match="Give that layer itself, or a Keras model with it"):
+        export(model, tmp_path / "no", signature=signature, preprocessing=lambda x: words(x))
+
+
 def test_a_part_of_a_model_that_was_trained_is_exported_with_its_averages(tmp_path):
     """That of a distiller's student, also where nobody has the distiller any more."""
 

@@ -83,7 +83,9 @@ def trained(manner):
     return weights_of(strategy, model)
 
 
-def test_steps_count_in_a_function_outside_of_one_and_around_one():
+def test_steps_count_in_a_function_outside_of_one_and_around_one(monkeypatch):
+    # What AutoGraph cannot convert is an error here, and a printed warning else.
+    monkeypatch.setenv("AUTOGRAPH_STRICT_CONVERSION", "1")
     expected = trained("run in function")
     for manner in ("function in run", "function within", "eager", "compiled by XLA"):
         for found, of_replica in zip(trained(manner), expected, strict=True):

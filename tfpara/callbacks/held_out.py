@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -39,9 +40,9 @@ class HeldOut(Callback):
     are scored; all weights of a score are from one moment.
 
     Args:
-        dataset: held-out data, in any form that `fit` takes as `validation_data`: a dataset, or a
-            tuple (x, y) or (x, y, sample_weight) of arrays. Every worker gives the same whole data,
-            which are divided among the workers.
+        dataset: held-out data, in any form that `fit` takes as `validation_data`, except a
+            generator: a dataset, or a tuple (x, y) or (x, y, sample_weight) of arrays. Every worker
+            gives the same whole data, which are divided among the workers.
         which: the weights to score: "global", "local" (each replica's own, on its part of the
             data), an average's name, a list of these, or "all".
         name: prefix of the scores' names.
@@ -58,8 +59,9 @@ class HeldOut(Callback):
             writes them.
 
     Raises:
-        ValueError: `times_per_epoch` below 1, or another table in the CSV file; in `fit`, a name of
-            weights that do not exist, or an epoch of unknown length with `times_per_epoch` above 1.
+        ValueError: `times_per_epoch` below 1, a generator as the data, or another table in the CSV
+            file; in `fit`, a name of weights that do not exist, or an epoch of unknown length with
+            `times_per_epoch` above 1.
     """
 
     order = fit_call.Order.SCORES
@@ -81,7 +83,7 @@ class HeldOut(Callback):
             steps_per_epoch = checked_whole("steps_per_epoch", steps_per_epoch, of="minibatches")
         if not which:
             raise ValueError(f'which={which!r} names no weights. Give "global", or "all".')
-        self._dataset = dataset
+        self._dataset = checked_held_out(dataset)
         self._asked = which
         self._which: list[str] = []
         self._name = name
@@ -245,6 +247,18 @@ class HeldOut(Callback):
             for key, value in scores.items()
         }
         self._scalars.write(syncs, values)
+
+
+def checked_held_out(data: Data) -> Data:
+    """Returns held-out data; raises ValueError if they can be read only once."""
+    x = data[0] if isinstance(data, tuple | list) and data else data
+    if inspect.isgenerator(x):
+        raise ValueError(
+            "the held-out data are a generator, which can be read once, and each score reads all "
+            "of them. Give arrays, a keras.utils.PyDataset, or tf.data.Dataset.from_generator("
+            "function, output_signature=…)."
+        )
+    return data
 
 
 def evaluate(model: keras.Model, data: Data) -> dict[str, float]:

@@ -34,13 +34,17 @@ class Scalars:
         self._writer: tf.summary.SummaryWriter | None = None
 
     def write(self, step: int, values: Mapping[str, Scalar | Array]) -> None:
-        """Writes the values of a step by name. An array is written as name/0, name/1, …"""
+        """Writes the numbers of a step by name, but no texts.
+
+        An array is written as name/0, name/1, …
+        """
         if self._directory is None:
             return
         writer = self._made()
         with writer.as_default(step=step):
             for name, value in flat(values).items():
-                tf.summary.scalar(name, value)
+                if np.asarray(value).dtype.kind not in "SUO":  # a step may return texts, too
+                    tf.summary.scalar(name, value)
         writer.flush()
 
     def write_histogram(self, step: int, name: str, values: Array, counts: Array) -> None:

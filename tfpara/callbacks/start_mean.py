@@ -8,7 +8,7 @@ import keras
 
 from tfpara.algorithms import RunningThenMean
 from tfpara.callbacks.base import Callback
-from tfpara.callbacks.held_out import evaluate
+from tfpara.callbacks.held_out import checked_held_out, evaluate
 from tfpara.typing import Data, Json, Logs
 
 
@@ -20,13 +20,13 @@ class StartMean(Callback):
     the average continues as the mean (`tfpara.algorithms.RunningThenMean`), and scoring ends.
 
     Args:
-        dataset: held-out data, in any form that `fit` takes as `validation_data`.
+        dataset: held-out data, in any form that `HeldOut` takes.
         every_chunks: chunks between two comparisons.
         verbose: 1: prints a line when the mean starts; 0: none.
 
     Raises:
-        ValueError: `every_chunks` below 1; at the start of `fit`, the run has no `RunningThenMean`
-            named "average". (The rule AveragedASGD makes one.)
+        ValueError: `every_chunks` below 1, or a generator as the data; at the start of `fit`, the
+            run has no `RunningThenMean` named "average". (The rule AveragedASGD makes one.)
 
     Source: paper 002, section 2.3.
     """
@@ -35,7 +35,7 @@ class StartMean(Callback):
         super().__init__()
         if every_chunks < 1:
             raise ValueError(f"every_chunks={every_chunks!r} must be at least 1.")
-        self._dataset = dataset
+        self._dataset = checked_held_out(dataset)
         self._every = every_chunks
         self._verbose = verbose
         # The number of chunks, over all epochs, before the last comparison of the two losses.

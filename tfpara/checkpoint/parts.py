@@ -77,6 +77,16 @@ class Parts:
         reader = self._readers[rank]
         return reader.get_tensor(name) if reader.has_tensor(name) else None
 
+    def shapes(self, group: str) -> dict[str, list[int]]:
+        """Returns the shapes of the model's variables of a group, such as "optimizer", by name."""
+        begin = f"replica-0/{group}/"
+        numbers = sorted(int(n.removeprefix(begin)) for n in self._reader_of if n.startswith(begin))
+        readers = {k: self._reader_of[f"{begin}{k}"] for k in numbers}
+        return {
+            f"{group}/{k}": list(reader.get_variable_to_shape_map()[f"{begin}{k}"])
+            for k, reader in readers.items()
+        }
+
     def of_replicas(self, name: str) -> list[Any]:
         """Returns a tensor of each replica of the former run; None for a replica that lacks it."""
         return [self._of_replica(replica, name) for replica in range(self._replicas)]

@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
 import keras
@@ -29,7 +29,7 @@ from tfpara.checkpoint.store import CheckpointError
 from tfpara.checks import versions
 from tfpara.sync.data.reading import random_states, set_random_states
 from tfpara.sync.keras.optimizer_steps import build_optimizers
-from tfpara.sync.one_sync.state_vars import Kind, slots_of
+from tfpara.sync.one_sync.state_vars import Kind, Slot, slots_of
 from tfpara.sync.one_sync.synchronizer import Synchronizer
 from tfpara.typing import Array, Json
 
@@ -210,7 +210,18 @@ class SyncCheckpoints(Checkpoints):
         readers = self.store.readers(number, manifest)
         parts = Parts(readers, manifest["replicas"], sizes)
         self._of_epoch = []
-        for slot in slots_of(self._model):
+        slots = slots_of(self._model)
+        self._check_optimizer(number, parts, slots)
+        has_metrics = parts.shapes("metrics") == _shapes(slots, "metrics")
+        if not has_metrics and manifest["position"]["steps"]:
+            warnings.warn(
+                f"{self.store.path(number)} is from the middle of an epoch, and of a model with "
+                "other metrics: the metrics of this epoch cover only the rest of it.",
+                stacklevel=2,
+            )
+        for slot in slots:
+            if not has_metrics and slot.name.startswith("metrics/"):
+                continue
             value = parts.value(slot, self._strategy)
             if value is not None and slot.kind is not Kind.BLOCK:
                 slot.variable.assign(value)
@@ -220,6 +231,18 @@ class SyncCheckpoints(Checkpoints):
         rank = self._strategy.worker_index % len(readers)
         set_random_states(json.loads(parts.of_worker(rank, "random")))
         self._give_states(manifest["states"], readers[rank])
+
+    def _check_optimizer(self, number: int, parts: Parts, slots: Sequence[Slot]) -> None:
+        """Refuses a checkpoint that lacks variables of the optimizer, or has them otherwise."""
+        theirs, mine = parts.shapes("optimizer"), _shapes(slots, "optimizer")
+        if not mine.items() <= theirs.items():
+            of_theirs, own = (", ".join(map(str, each.values())) for each in (theirs, mine))
+            raise CheckpointError(
+                f"{self.store.path(number)} is of another run: the variables of its optimizer have "
+                f"the shapes {of_theirs}, and here {own}. Compile with the same settings of the "
+                "optimizer (a number or a schedule as its rate, its momentum, …), or give this "
+                "run a directory of its own."
+            )
 
     def restore(self, if_damaged: str) -> tuple[int, dict[str, Json]] | None:
         restored = super().restore(if_damaged)
@@ -242,6 +265,15 @@ class SyncCheckpoints(Checkpoints):
                 mean = np.mean(parts.of_replicas(f"weights/{k}"), 0)
                 weights[k] = tf.constant(mean, weights[k].dtype)
         self.synchronizer.start_from(weights)
+
+
+def _shapes(slots: Sequence[Slot], group: str) -> dict[str, list[int]]:
+    """Returns the shapes of the model's variables of a group, such as "optimizer", by name."""
+    return {
+        slot.name: slot.variable.shape.as_list()
+        for slot in slots
+        if slot.replica == 0 and slot.name.startswith(f"{group}/")
+    }
 
 
 class _ChangedError(Exception):

@@ -165,7 +165,7 @@ class Store(abc.ABC):
     # -- the same for each kind of storage --------------------------------------------------------
 
     def lock(self) -> None:
-        """Locks the directory for this process, until the process ends.
+        """Locks the directory for this process, until `release` or the end of the process.
 
         Raises:
             CheckpointError: another run has locked it, or it cannot be locked or written to.
