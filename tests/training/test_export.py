@@ -253,9 +253,10 @@ def test_a_failing_rename_leaves_the_old_model_or_the_new(tmp_path, monkeypatch,
     assert len(calls) >= min(failing, 2) and os.listdir(tmp_path) == ["model"]
 
 
-def test_refuses_a_directory_that_holds_something_else(tmp_path):
+def test_refuses_a_directory_that_holds_something_else(tmp_path, capsys):
     model, path = make_model(), tmp_path / "model"
     export(model, path)
+    assert capsys.readouterr().err.endswith(f"tfpara: the model is exported to {path}\n")
     for folder in (tmp_path, path):
         (folder / "notes.txt").write_text("mine")
         with pytest.raises(FileExistsError, match="is no SavedModel, or not that alone.*notes.txt"):
