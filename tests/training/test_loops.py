@@ -83,11 +83,12 @@ def trained(manner):
     return weights_of(strategy, model)
 
 
-def test_steps_count_in_a_function_outside_of_one_and_around_one():
+def test_steps_count_in_a_function_outside_of_one_and_around_one(caplog):
     expected = trained("run in function")
     for manner in ("function in run", "function within", "eager", "compiled by XLA"):
         for found, of_replica in zip(trained(manner), expected, strict=True):
             assert_same(found, of_replica)
+    assert "AutoGraph could not transform" not in caplog.text
 
 
 @pytest.mark.parametrize(("eagerly", "empty"), [(False, 1), (True, 0)])

@@ -110,6 +110,8 @@ class Company(abc.ABC):
         """
         return exchange()
 
+    # AutoGraph cannot convert a function without statements, and would print a warning in each run.
+    @tf.autograph.experimental.do_not_convert
     def check_in_fit(self) -> None:
         """Raises ValueError if a step trains outside of `fit`, and this company needs `fit`."""
 
