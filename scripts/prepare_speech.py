@@ -3,18 +3,17 @@
 python -m scripts.prepare_speech --out=corpus --train_minutes=60
 """
 
-import os
-import sys
+from __future__ import annotations
+
 import time
 
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # TensorFlow reads this when it is imported
+from scripts import common  # isort: skip  # before TensorFlow, whose log level this sets
 
-from absl import app, flags
+from absl import flags
 from tqdm import tqdm
 
 from input import corpus, text
 from input.index import SPLITS
-from scripts import common
 from scripts.made import summary
 
 _DEFAULTS = corpus.Options()
@@ -68,6 +67,7 @@ class _Bars:
                 total=round(self._seconds),
                 bar_format="{desc}: {percentage:3.0f}%|{bar}| {n:.0f}/{total:.0f} s of speech"
                 " [{elapsed}<{remaining}]",
+                disable=None,  # with None, tqdm shows the bar on terminals only
             )
         # The total is raised if the last utterance is longer than the speech that was still
         # missing.
@@ -79,12 +79,10 @@ class _Bars:
             self._bar.close()
 
 
-def main(argv: list[str]) -> int:
-    try:
-        if len(argv) > 1:
-            raise ValueError(f"unexpected arguments {argv[1:]}. Flags are written --name=value")
-        started = time.monotonic()
-        common.exit_on_sigterm()
+def main() -> None:
+    started = time.monotonic()
+    common.exit_on_sigterm()
+    with common.bad_input():
         options = _options()
         source = text.read(_TEXT.value) if _TEXT.value else None
         bars = _Bars(60 * sum(options.minutes(split) for split in SPLITS))
@@ -92,11 +90,7 @@ def main(argv: list[str]) -> int:
             made, reused = corpus.prepare(_OUT.value, options, source, bars)
         finally:
             bars.close()
-    except (ValueError, OSError) as error:
-        print(f"prepare_speech: {error}", file=sys.stderr)
-        return 1
     print(summary(made, reused, time.monotonic() - started))
-    return 0
 
 
 def _options() -> corpus.Options:
@@ -113,4 +107,4 @@ def _options() -> corpus.Options:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    common.run(main)

@@ -69,8 +69,8 @@ _AGGREGATION = flags.DEFINE_enum(
     "auto",
     list(AGGREGATIONS),
     "who keeps the global model and averages: every worker all of them (replicated), or every "
-    "replica its part (sharded); auto: sharded for models of 16 MB and more, but not "
-    "between two workers of Horovod over Gloo",
+    "replica its part (sharded); auto: sharded with --compression, and for models of 16 MiB and "
+    "more; for three or more workers without NCCL, and two with Horovod over Gloo, of 1 GiB",
 )
 _COLLECTIVES = flags.DEFINE_enum(
     "collectives",

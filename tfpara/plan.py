@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from tfpara import files
+from tfpara.cluster import exit_codes
 from tfpara.measuring import MeasuringError, measure
 from tfpara.planner import BITS, COMPRESSIONS, Costs, Link, Plan, choose
 
@@ -61,6 +62,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         except MeasuringError as error:
             print(f"{_PROGRAM}: {error}", file=sys.stderr)
             return 1
+        except KeyboardInterrupt:
+            print(f"{_PROGRAM}: interrupted", file=sys.stderr)
+            return exit_codes.INTERRUPTED
         if apart:
             del found["link_delay_ms"]  # it was measured on another link than the user's
         print(f"Measured with {found['batch']:.0f} samples in a minibatch of a worker.")

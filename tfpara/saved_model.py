@@ -82,9 +82,9 @@ def export(
 
     def write_and_tell() -> None:
         write()
-        # A model of no strategy may have been loaded with any weights, such as those of an average.
-        what = "the model's" if strategy is None else f"the {which!r}"
-        print(f"tfpara: {what} weights are exported to {os.fspath(path)}", file=sys.stderr)
+        # The weights of a model without a strategy may be an average that a script has loaded.
+        what = f"{which!r} weights are" if strategy else "model is"
+        print(f"tfpara: the {what} exported to {os.fspath(path)}", file=sys.stderr)
 
     with strategy.weights(model, which) if strategy else contextlib.nullcontext():
         if strategy is not None and strategy.is_chief and which not in ("global", "local"):

@@ -1,7 +1,7 @@
 """A search by chance: random runs of the library beside NumPy written from the pages.
 
     python -m tests.search --cases=80 [--seed=0] [--first=0] [--devices=4]
-    tfpara-launch -n 3 -m tests.search --cases=20
+    tfpara-launch -n 3 -- python -m tests.search --cases=20 --folder=/tmp/search
 
 Each case draws a rule, an optimizer, periods, data and options. It is trained by the library, on
 logical devices of this process or of all workers, and by tests/search/reference.py; the weights of

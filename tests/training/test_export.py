@@ -225,7 +225,7 @@ def test_only_the_chief_writes(tmp_path, monkeypatch):
 def test_replaces_a_saved_model_and_keeps_it_when_the_new_one_fails(tmp_path, capfd):
     first, second = make_model(), make_model()
     export(first, tmp_path / "model")
-    line = f"tfpara: the model's weights are exported to {tmp_path / 'model'}\n"
+    line = f"tfpara: the model is exported to {tmp_path / 'model'}\n"
     assert capfd.readouterr().err.endswith(line)
 
     def broken(x):

@@ -217,3 +217,12 @@ def test_bad_flags_are_refused_in_one_sentence(capsys, flags, message):
         plan.main(flags)
     (said,) = capsys.readouterr().err.splitlines()
     assert message in said and said.startswith("tfpara-plan: ")
+
+
+def test_ctrl_c_while_a_script_is_measured_is_one_sentence(monkeypatch, capsys):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(plan, "measure", interrupted)
+    assert plan.main(["--measure", __file__]) == 130
+    assert capsys.readouterr().err == "tfpara-plan: interrupted\n"

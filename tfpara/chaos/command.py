@@ -16,6 +16,7 @@ from pathlib import Path
 from tfpara.chaos import report
 from tfpara.chaos.drill import POINTS, PROGRESS, Drill, Plan, say
 from tfpara.chaos.faults import FAULTS
+from tfpara.cluster import exit_codes
 from tfpara.version import __version__
 
 _UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
@@ -44,13 +45,21 @@ that does both:
     tfpara-launch -n 4 --elastic --threads 1 -- python -m tfpara.examples.drill --out=drill-{{run}}
 
 Exit code: that of the command; 1 if it has ended with 0 and a minibatch was lost or doubled, or no
-fault was made; 2 if the drill cannot begin.
+fault was made; 2 if the drill cannot begin; 130 after Ctrl-C.
 """
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the drill; returns the exit code."""
     options = _options(argv)
+    try:
+        return _run(options)
+    except KeyboardInterrupt:
+        say("interrupted, so there is no report")
+        return exit_codes.INTERRUPTED
+
+
+def _run(options: argparse.Namespace) -> int:
     quiet = None
     if options.quiet_run:
         say("the quiet run begins")

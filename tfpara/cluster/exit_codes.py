@@ -20,7 +20,7 @@ INTERRUPTED = 130  # the exit code that shells use for Ctrl-C
 MEANINGS = {
     0: "the program has finished",
     1: "an error of the program or of the library",
-    2: "`tfpara-launch`, `tfpara-meet` or `tfpara-plan` had wrong arguments, or could not start "
+    2: "one of tfpara's commands, such as `tfpara-launch`, had wrong arguments, or could not start "
     "its work",
     INTERRUPTED: "Ctrl-C",
     "128 + N": "signal N ended the process: 137 is SIGKILL (by the kernel, if memory ran out), "

@@ -374,7 +374,7 @@ class Line:
     def _connect(self) -> Channel:
         deadline = time.monotonic() + self._timeout
         try:
-            return tried(self._call, deadline, errors=_ERRORS)
+            return tried(self._call, deadline, f"the meeting point {self.address}", _ERRORS)
         except _ERRORS as error:
             raise MeetingError(
                 f"nobody answers at the meeting point {self.address} (last answer: {error}), tried "
@@ -383,7 +383,8 @@ class Line:
 
     def _found_again(self) -> bool:
         """Waits for a meeting point, the same or a new one, and sends it this worker's state."""
-        for _ in until(time.monotonic() + self._timeout, str):
+        gone = f"the meeting point {self.address}, which is gone"
+        for _ in until(time.monotonic() + self._timeout, lambda: gone):
             if not self._open:
                 break
             self._on_silence()

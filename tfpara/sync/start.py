@@ -212,9 +212,9 @@ def _checked_elastic(settings: Settings, elastic: object) -> Settings:
         if not meeting_point():
             raise ValueError(
                 f"elastic= needs a meeting point, and {told} has started {found.num_workers} "
-                f"workers without one. Start tfpara-meet --workers={found.num_workers} "
-                f"--host=0.0.0.0 --port=4000 on one machine, and set {MEETING}=HOST:4000, with its "
-                "name, for all workers."
+                "workers without one. Give tfpara-launch --elastic. Without tfpara-launch, start "
+                f"tfpara-meet --workers={found.num_workers} --host=0.0.0.0 --port=4000 on one "
+                f"machine, and set {MEETING}=HOST:4000, with its name, for all workers."
             )
         if found.is_chief:
             _say(f"workers meet at {MEETING}; ranks and addresses of {told} are not used")

@@ -68,6 +68,8 @@ def run(function, folder, workers):
 
 
 if __name__ == "__main__":
+    if len(sys.argv) < 2:
+        sys.exit(__doc__)
     try:
         import ray
     except ImportError:
@@ -77,5 +79,6 @@ if __name__ == "__main__":
     folder = pathlib.Path(sys.argv[1]).absolute()
     workers = int(sys.argv[2]) if len(sys.argv) > 2 else 2
     complete = run(lambda: train(folder), folder, workers)
-    print("Complete." if complete else "Left, with a checkpoint. Start it again to go on.")
+    left = f"Left, with a checkpoint. To go on, remove {folder}/leave, and start it again."
+    print("Complete." if complete else left)
     ray.shutdown()

@@ -71,6 +71,8 @@ def run(function, workers, max_failures=3):
 
 
 if __name__ == "__main__":
+    if len(sys.argv) < 2:
+        sys.exit(__doc__)
     try:
         import spark_tensorflow_distributor  # noqa: F401
         from pyspark.sql import SparkSession
@@ -82,5 +84,6 @@ if __name__ == "__main__":
     # TensorFlow serves one cluster in the life of a process, so each training needs new ones.
     spark = SparkSession.builder.config("spark.python.worker.reuse", "false").getOrCreate()
     complete = run(lambda: train(folder), workers)
-    print("Complete." if complete else "Left, with a checkpoint. Start it again to go on.")
+    left = f"Left, with a checkpoint. To go on, remove {folder}/leave, and start it again."
+    print("Complete." if complete else left)
     spark.stop()

@@ -52,18 +52,21 @@ def test_script_ends_with_a_line_of_what_it_made(tmp_path):
         assert " 4 speakers, " in lines[0]
 
 
-@pytest.mark.nightly_cases("--text=/nowhere/prose.txt-*", "--voices=klingon-qo-voice must*")
+@pytest.mark.nightly_cases(
+    "--text=/nowhere/prose.txt-*", "--voices=klingon-qo-voice must*", "--test_minutes=-1-*"
+)
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "message", "code"),
     [
-        ("--voices=klingon-qo", "voice must be an eSpeak NG voice"),
-        ("--text=/nowhere/prose.txt", "text file /nowhere/prose.txt does not exist"),
-        ("--test_minutes=-1", "test_minutes must be positive. Received: -1.0"),
+        ("--voices=klingon-qo", "voice must be an eSpeak NG voice", 1),
+        ("--text=/nowhere/prose.txt", "text file /nowhere/prose.txt does not exist", 1),
+        ("--test_minutes=-1", "test_minutes must be positive. Received: -1.0", 1),
+        ("--test_minute=1", "Unknown command line flag 'test_minute'", 2),
     ],
 )
-def test_script_fails_with_one_message(tmp_path, change, message):
+def test_script_fails_with_one_message(tmp_path, change, message, code):
     done = run_script(tmp_path, "corpus", change)
-    assert done.returncode == 1
+    assert done.returncode == code
     assert done.stdout == ""
     assert "Traceback" not in done.stderr
     last = done.stderr.strip().splitlines()[-1]  # TensorFlow 2.21 may speak before it

@@ -6,6 +6,7 @@ import pytest
 
 from tfpara.chaos import faults, report
 from tfpara.chaos.command import main
+from tfpara.chaos.drill import Drill
 from tfpara.chaos.processes import Size, Worker
 
 
@@ -90,3 +91,12 @@ def test_a_cut_that_is_not_allowed_is_refused_with_what_it_needs(monkeypatch, ca
     with pytest.raises(SystemExit):
         main(["--faults=partition", "--", "true"])
     assert "the fault 'partition' cannot be made here: it needs pidfd" in capsys.readouterr().err
+
+
+def test_ctrl_c_is_one_sentence(monkeypatch, capsys):
+    def interrupted(_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Drill, "run", interrupted)
+    assert main(["--", "true"]) == 130
+    assert capsys.readouterr().out == "tfpara-chaos: interrupted, so there is no report\n"

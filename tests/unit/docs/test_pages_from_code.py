@@ -5,6 +5,7 @@ import doctest
 import importlib
 import inspect
 import re
+import tomllib
 from pathlib import Path
 
 import keras
@@ -111,6 +112,14 @@ def test_messages_are_found_with_the_error_that_they_are_of():
 def test_what_a_page_asks_for_must_be_known():
     with pytest.raises(ValueError, match="made: nothing: there are help, docstring"):
         reference.made("nothing")
+
+
+def test_every_command_that_is_installed_is_on_the_page_of_commands():
+    commands = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    page = (PAGES / "command-lines.md").read_text()
+    for name, function in commands.items():
+        module = function.removesuffix(":main").replace(".", "/")
+        assert f"\n## {name}\n\n<!-- made: help {module} -->\n" in page
 
 
 @pytest.mark.quick

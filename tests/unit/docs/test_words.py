@@ -1,6 +1,8 @@
 """Pages say what they are for, and are short enough to read; what is printed needs no page."""
 
 import re
+import runpy
+import sys
 from pathlib import Path
 
 import pytest
@@ -41,3 +43,11 @@ def test_the_glossary_is_in_order():
 def test_messages_name_no_page_of_the_sources():
     """Pip does not install the pages."""
     assert not [each.text for each in reference.messages() if "docs/" in each.text]
+
+
+@pytest.mark.parametrize("engine", ["ray", "spark"])
+def test_a_script_of_an_engine_says_what_it_needs(engine, monkeypatch):
+    path = str(ROOT / "docs" / "engines" / engine / "train.py")
+    monkeypatch.setattr(sys, "argv", [path])
+    with pytest.raises(SystemExit, match="python train.py FOLDER"):
+        runpy.run_path(path, run_name="__main__")

@@ -268,7 +268,8 @@ def test_too_few_end_together():
         assert form.last == "1 of at least 2 workers are left"
 
 
-def test_who_is_not_let_in():
+def test_who_is_not_let_in(monkeypatch, caplog):
+    monkeypatch.setattr("tfpara.cluster.waiting._LOG_SECONDS", 0.1)
     with meeting(1) as service:
         with pytest.raises(MeetingError, match="another secret than the meeting point at 127"):
             line(service, b"other")
@@ -286,6 +287,9 @@ def test_who_is_not_let_in():
         first.formed()
     with pytest.raises(MeetingError, match=f"nobody answers at the meeting point 127.0.0.1:{port}"):
         Line(f"127.0.0.1:{port}", b"", 4000, service.of_test, 0.3)
+    awaited = f"Waiting for the meeting point 127.0.0.1:{port}"
+    assert f"{awaited}, which is gone." in caplog.messages
+    assert any(each.startswith(f"{awaited} (") for each in caplog.messages)
 
 
 def test_the_evicted_are_told():

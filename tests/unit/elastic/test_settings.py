@@ -64,7 +64,7 @@ def test_workers_that_others_have_started_need_a_meeting_point(variables, who, m
     monkeypatch.delenv("TFPARA_MEETING", raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    sentence = f"{who} has started 2 workers without one. Start tfpara-meet --workers=2"
+    sentence = f"{who} has started 2 workers without one. Give tfpara-launch --elastic"
     with pytest.raises(ValueError, match=re.escape(sentence)):
         tfpara.PeriodicSyncStrategy(tfpara.BSP(), sync_period=2, elastic=tfpara.Elastic())
 
