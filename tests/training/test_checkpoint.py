@@ -593,7 +593,8 @@ def test_a_checkpoint_of_another_run_is_refused_by_name(tmp_path):
     first = {"data_plan": {"minibatch": 4, "epochs.of": 1}, "small": True}
     run(tmp_path, epochs=1, **first)
     common = {**first, "may_change": ("epochs.of",)}
-    run(tmp_path, epochs=1, **{**common, "data_plan": {"minibatch": 4, "epochs.of": 7}})
+    changed = {"minibatch": 4, "epochs.of": 7}
+    run(tmp_path, epochs=1, **{**common, "may_change": "epochs.of", "data_plan": changed})
     for change, message in [
         ({"rule": tfpara.BSP()}, "rule: the checkpoint has 'BMUF.*this run has 'BSP"),
         ({"averages": {"ema": tfpara.EMA(0.7)}}, "averages: "),

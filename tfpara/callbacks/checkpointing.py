@@ -55,7 +55,7 @@ class Checkpoint(CheckpointBase):
         keep: number of checkpoints that are kept.
         if_damaged: what to do if there are checkpoints but all are damaged: "refuse", or "start"
             from the beginning.
-        may_change: keys of the strategy's `data_plan` that may differ from the interrupted run's,
+        may_change: key or keys of the strategy's `data_plan` that may differ from the interrupted run's,
             such as the number of epochs.
         restart_exit_code: from 1 to 255, in place of 75. None: TFPARA_RESTART_EXIT_CODE, or 75.
         termination_watcher: called once a second on each worker, in a thread, while `fit` runs:
@@ -80,7 +80,7 @@ class Checkpoint(CheckpointBase):
         every_minutes: float | None = None,
         keep: int = 3,
         if_damaged: str = "refuse",
-        may_change: tuple[str, ...] = (),
+        may_change: str | tuple[str, ...] = (),
         restart_exit_code: int | None = None,
         termination_watcher: Callable[[], bool] | None = None,
     ) -> None:
@@ -88,7 +88,7 @@ class Checkpoint(CheckpointBase):
         if every_syncs is not None:
             every_syncs = checked_whole("every_syncs", every_syncs)
         self._every_syncs = every_syncs
-        self._may_change = tuple(may_change)
+        self._may_change = (may_change,) if isinstance(may_change, str) else tuple(may_change)
         self._checkpoints: SyncCheckpoints | None = None
         # The position that was restored; None as soon as its epoch has begun.
         self._resumed: dict[str, Json] | None = None
