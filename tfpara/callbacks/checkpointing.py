@@ -55,8 +55,8 @@ class Checkpoint(CheckpointBase):
         keep: number of checkpoints that are kept.
         if_damaged: what to do if there are checkpoints but all are damaged: "refuse", or "start"
             from the beginning.
-        may_change: key or keys of the strategy's `data_plan` that may differ from the interrupted run's,
-            such as the number of epochs.
+        may_change: key or keys of the strategy's `data_plan` that may differ from those of the
+            interrupted run, such as the number of epochs.
         restart_exit_code: from 1 to 255, in place of 75. None: TFPARA_RESTART_EXIT_CODE, or 75.
         termination_watcher: called once a second on each worker, in a thread, while `fit` runs:
             returns whether this machine will soon end. A true result has the effect of SIGTERM. It
