@@ -147,7 +147,7 @@ class TrainedModels:
         """
         model = self.model_of(fn)
         trained = self._entry(model)
-        if model is None or trained is None or trained.identity != _identity(model):
+        if model is None or trained is None or trained.identity != self._identity(model):
             return None
         return trained.synchronizer
 
@@ -155,7 +155,7 @@ class TrainedModels:
         """Returns the synchronizer of a built and compiled model; makes it if need be."""
         model = self._owner(model)
         trained = self._entry(model)
-        if trained is None or trained.identity != _identity(model):
+        if trained is None or trained.identity != self._identity(model):
             return self.make(model)
         return trained.synchronizer
 
@@ -170,6 +170,18 @@ class TrainedModels:
             return True
         own = list(self._components(model.trainable_variables).values())
         return any(s.has_any_of(own) for s in self.synchronizers)
+
+    def _identity(self, model: keras.Model) -> Any:
+        """Returns what a synchronizer depends on; compiling or freezing layers changes it.
+
+        If syncs write slots, the number of an optimizer's variables is included, since it may make
+        its slots in its first step. Otherwise new slots change nothing: a tf.function that was
+        traced before would go on with the former synchronizer.
+        """
+        settings = self.settings
+        written = settings.slots_at_sync != "keep" or hasattr(settings.rule, "check_optimizer")
+        slots = [(each, len(each.variables) if written else 0) for each in optimizers(model)]
+        return slots, [id(v) for v in model.trainable_variables]
 
     def _groups(self) -> list[Group]:
         known = [self.tracked, *(trained.model() for trained in self._trained)]
@@ -256,7 +268,7 @@ class TrainedModels:
             )
         self.rule = settings.rule
         self._recent = _Trained(
-            _reference(model), _identity(model), synchronizer, self._components(model.weights)
+            _reference(model), self._identity(model), synchronizer, self._components(model.weights)
         )
         at = len(self._trained) if former is None else self._trained.index(former)
         self._trained[at : at + 1] = [self._recent]
@@ -421,11 +433,3 @@ def _reference(model: keras.Model) -> Callable[[], keras.Model | None]:
     A group is never collected, since nothing else refers to it.
     """
     return (lambda: model) if isinstance(model, Group) else weakref.ref(model)
-
-
-def _identity(model: keras.Model) -> Any:
-    """Returns what a synchronizer depends on; compiling anew or freezing layers changes it."""
-    # The number of an optimizer's variables is included, since it may make its slots in its first
-    # step.
-    slots = [(optimizer, len(optimizer.variables)) for optimizer in optimizers(model)]
-    return slots, [id(v) for v in model.trainable_variables]
