@@ -250,6 +250,20 @@ def test_models_that_are_tracked_together_have_one_global_model(tmp_path):
         assert_same(second, chosen, rtol=0, atol=0)
 
 
+def test_slots_of_a_later_function_leave_the_syncs_of_an_earlier_one_as_they_are():
+    strategy = make(sync_period=4)
+    with strategy.scope():
+        models = network(0), network(1)
+        optimizers = [keras.optimizers.SGD(0.01, momentum=0.9) for _ in models]
+    strategy.track(models, optimizers=optimizers)
+    steps = [step_of([models[k]], [optimizers[k]]) for k in range(2)]
+    trains = [tf.function(lambda batch, k=k: strategy.run(steps[k], batch)) for k in range(2)]
+    for batch in strategy.experimental_distribute_dataset(data().take(4)):
+        for train in trains:
+            train(batch)
+    assert (strategy.statistics().steps, strategy.statistics().syncs) == (8, 2)
+
+
 def test_the_optimizers_of_a_loop_are_reset_or_refused():
     strategy = make(sync_period=STEPS, local_state="reset")
     with strategy.scope():

@@ -147,7 +147,7 @@ class TrainedModels:
         """
         model = self.model_of(fn)
         trained = self._entry(model)
-        if model is None or trained is None or trained.identity != _identity(model):
+        if model is None or trained is None or trained.identity != self._identity(model):
             return None
         return trained.synchronizer
 
@@ -155,7 +155,7 @@ class TrainedModels:
         """Returns the synchronizer of a built and compiled model; makes it if need be."""
         model = self._owner(model)
         trained = self._entry(model)
-        if trained is None or trained.identity != _identity(model):
+        if trained is None or trained.identity != self._identity(model):
             return self.make(model)
         return trained.synchronizer
 
@@ -170,6 +170,18 @@ class TrainedModels:
             return True
         own = list(self._components(model.trainable_variables).values())
         return any(s.has_any_of(own) for s in self.synchronizers)
+
+    def _identity(self, model: keras.Model) -> Any:
+        """Returns what a synchronizer depends on; compiling or freezing layers changes it.
+
+        If syncs write slots, the number of an optimizer's variables is included, since it may make
+        its slots in its first step. Otherwise new slots change nothing: a tf.function that was
+        traced before would go on with the former synchronizer.
+        """
+        settings = self.settings
+        written = settings.slots_at_sync != "keep" or hasattr(settings.rule, "check_optimizer")
+        slots = [(each, len(each.variables) if written else 0) for each in optimizers(model)]
+        return slots, [id(v) for v in model.trainable_variables]
 
     def _groups(self) -> list[Group]:
         known = [self.tracked, *(trained.model() for trained in self._trained)]
@@ -214,7 +226,7 @@ class TrainedModels:
     def in_fit(self, model: keras.Model) -> Iterator[None]:
         """A context in which a model's `fit` runs, maybe in a callback of another model's `fit`."""
         entry = self._entry(model)
-        if entry is not None and entry.identity != _identity(model):
+        if entry is not None and entry.identity != self._identity(model):
             # Layers were frozen or unfrozen, and the model was not compiled anew. The graph of its
             # step would go on with the syncs of the former weights.
             model.train_function = None
@@ -263,7 +275,7 @@ class TrainedModels:
         self._recent = _Trained(
             # A group is never collected, since nothing else refers to it.
             (lambda: model) if isinstance(model, Group) else weakref.ref(model),
-            _identity(model),
+            self._identity(model),
             synchronizer,
             self._components(model.weights),
         )
@@ -430,11 +442,3 @@ def _refuse(model: keras.Model) -> None:
     for variable in model.metrics_variables:
         if isinstance(variable.value, Metric) and variable.aggregation == "none":
             raise ValueError(not_aggregated(variable.path))
-
-
-def _identity(model: keras.Model) -> Any:
-    """Returns what a synchronizer depends on; compiling anew or freezing layers changes it."""
-    # The number of an optimizer's variables is included, since it may make its slots in its first
-    # step.
-    slots = [(optimizer, len(optimizer.variables)) for optimizer in optimizers(model)]
-    return slots, [id(v) for v in model.trainable_variables]
