@@ -120,7 +120,8 @@ _DELTAS = flags.DEFINE_integer(
 _MISMATCH = flags.DEFINE_integer(
     "max_length_mismatch",
     _DEFAULTS.max_length_mismatch,
-    "labels by which an utterance may have more or fewer than its frames need; the longer are cut",
+    "largest number of labels that an utterance may have too many or too few for its frames; the "
+    "longer of the two is cut",
 )
 _SKIP = flags.DEFINE_list(
     "skip",

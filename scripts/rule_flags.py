@@ -70,7 +70,8 @@ _AGGREGATION = flags.DEFINE_enum(
     list(AGGREGATIONS),
     "who keeps the global model and averages: every worker all of them (replicated), or every "
     "replica its part (sharded); auto: sharded with --compression, and for models of 16 MiB and "
-    "more; for three or more workers without NCCL, and two with Horovod over Gloo, of 1 GiB",
+    "more; without NCCL, three and more workers, and two with Horovod over Gloo, shard only models "
+    "of 1 GiB and more",
 )
 _COLLECTIVES = flags.DEFINE_enum(
     "collectives",

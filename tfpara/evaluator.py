@@ -90,8 +90,8 @@ def evaluate_checkpoints(
         mode: "min" if a lower score is better, "max" if a higher one is.
         best: path or URL of the best model. None: `best` in `out`.
         save: a function that writes the best model, called with the model and the path of a file or
-            folder to write, which ends as `best` does. None: a SavedModel, as by `tfpara.export`,
-            for which the model must be made of layers' outputs.
+            folder to write, which ends as `best` does. None: a SavedModel, as by `tfpara.export`;
+            the model must then be Sequential, or made from inputs and outputs.
         wait_minutes: longest wait for a new checkpoint.
 
     Returns:

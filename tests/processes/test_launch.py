@@ -102,15 +102,19 @@ def first_of_free_ports(count):
             return clusters.ports("127.0.0.1", base, count)[0]
 
 
+def loopback():
+    """Returns this machine's loopback address as in TF_CONFIG, of IPv6 if the machine has that."""
+    try:
+        with socket.create_server(("::1", 0), family=socket.AF_INET6):
+            return "[::1]"
+    except OSError:
+        return "127.0.0.1"
+
+
 def test_ports_from_a_base_and_an_ipv6_host():
     show = "import os; print(os.environ['TF_CONFIG'])"
-    base = first_of_free_ports(2)
-    try:
-        with socket.create_server(("::1", base), family=socket.AF_INET6):
-            pass
-        host, shown = "::1", "[::1]"
-    except OSError:  # a machine without IPv6
-        host = shown = "127.0.0.1"
+    base, shown = first_of_free_ports(2), loopback()
+    host = shown.strip("[]")
     arguments = ("-n", 2, f"--host={host}", f"--port={base}", "--no-prefix", "--", "python", "-c")
     code, out, _ = launch(*arguments, show)
     assert code == 0
@@ -924,8 +928,7 @@ while True: signal.pause()
 
 
 def test_a_worker_of_an_elastic_run_is_added_and_removed(script):
-    host = "[::1]" if socket.has_dualstack_ipv6() else "127.0.0.1"
-    arguments = ("-n", 2, "--elastic", f"--host={host}", script(_TRAINS))
+    arguments = ("-n", 2, "--elastic", f"--host={loopback()}", script(_TRAINS))
     with Launched(*arguments, stderr=subprocess.STDOUT) as launched:
         launched.read_until("[worker 0] trains", "[worker 1] trains")
         launched.process.send_signal(signal.SIGUSR1)

@@ -211,7 +211,7 @@ def test_held_out_refuses_what_there_is_not(elastic):
     with pytest.raises(ValueError, match="times_per_epoch=0"):
         tfpara.callbacks.HeldOut(None, times_per_epoch=0)
     for once in ((x for x in [X]), ((x for x in [X]), None)):
-        with pytest.raises(ValueError, match="are a generator, which can be read once"):
+        with pytest.raises(ValueError, match="are a generator. It can be read only once"):
             tfpara.callbacks.HeldOut(once)
     model = make_model(elastic)
     unknown = tfpara.callbacks.HeldOut(None, ["global", "ema"])

@@ -40,9 +40,9 @@ class HeldOut(Callback):
     are scored; all weights of a score are from one moment.
 
     Args:
-        dataset: held-out data, in any form that `fit` takes as `validation_data`, except a
-            generator: a dataset, or a tuple (x, y) or (x, y, sample_weight) of arrays. Every worker
-            gives the same whole data, which are divided among the workers.
+        dataset: held-out data: a dataset, a tuple (x, y) or (x, y, sample_weight) of arrays, or
+            another form that `fit` takes as `validation_data`, but no generator. Every worker gives
+            the same whole data, which are divided among the workers.
         which: the weights to score: "global", "local" (each replica's own, on its part of the
             data), an average's name, a list of these, or "all".
         name: prefix of the scores' names.
@@ -254,8 +254,8 @@ def checked_held_out(data: Data) -> Data:
     x = data[0] if isinstance(data, tuple | list) and data else data
     if inspect.isgenerator(x):
         raise ValueError(
-            "the held-out data are a generator, which can be read once, and each score reads all "
-            "of them. Give arrays, a keras.utils.PyDataset, or tf.data.Dataset.from_generator("
+            "the held-out data are a generator. It can be read only once, but each score reads all "
+            "data. Give arrays, a keras.utils.PyDataset, or tf.data.Dataset.from_generator("
             "function, output_signature=…)."
         )
     return data

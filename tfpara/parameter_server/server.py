@@ -122,7 +122,7 @@ class Server:
 
     @learning_rate.setter
     def learning_rate(self, rate: float) -> None:
-        self.set_rate(tf.constant(rate))
+        self.set_rate(tf.constant(rate, tf.float64))
 
     def divide(self, num_chunks: int) -> None:
         """Sets the number of chunks of the next epochs; call it before graphs are made."""

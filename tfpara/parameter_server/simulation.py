@@ -80,7 +80,7 @@ def simulate_async(
         **options: the other arguments of `AsyncStrategy`; `seed` is also the seed of the speeds.
 
     Returns:
-        The strategy. Its `record()` lists all pushes.
+        The strategy. Its `record()` lists all pushes, unless `record=False` is given.
 
     Raises:
         ValueError: `num_workers` is not a whole number of at least 1, or differs from the number

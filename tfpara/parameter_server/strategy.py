@@ -268,7 +268,7 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy, Strategy):
             validation_freq: as in Keras.
             chunks: number of chunks of an epoch, for arrays and datasets. None: four times the
                 number of workers for arrays, and the number of workers for a dataset, because each
-                chunk reads the whole dataset; but fewer if a chunk would have less than
+                chunk reads the whole dataset; but fewer if a chunk would have fewer than
                 `sync_period` minibatches.
             search_rate: a `tfpara.ChunkRateSearch`, to choose the learning rate of each chunk.
 

@@ -69,7 +69,7 @@ def pretrain(
         model: a chain of layers. All its layers with weights are Dense, and all but the last of
             these have activation "sigmoid" and a bias. Between them there may be Dropout, which is
             inactive; before them there may be layers without weights. If the layers get sequences,
-            each frame counts as a sample.
+            each frame counts as a sample, also one of padding.
         dataset: a finite dataset of minibatches x or (x, labels, …), with x float [b, ...] as the
             model takes it. Or a function of the epoch's number, counted over all layers, that gives
             such a dataset.

@@ -197,7 +197,7 @@ def test_nothing_stays_of_a_program_that_is_asked_to_end(run, kaldi, tmp_path):
     data = tmp_path / "data"
     data.mkdir()
     (data / "utt2spk").write_text("s0-u0 s0\n")
-    (data / "feats.scp").write_text("s0-u0 kill -TERM $PPID; sleep 9 |\n")
+    (data / "feats.scp").write_text("s0-u0 kill -TERM $PPID; exec sleep 9 |\n")
     flags = (f"--data={data}", f"--ali={kaldi}/pdf.1", f"--out={tmp_path / 'corpus'}")
     shares = ("--validation_share=0", "--test_share=0", "--skip=features")
     ended = run("prepare_kaldi", *flags, *shares, "--allow_pipes")
