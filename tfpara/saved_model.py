@@ -156,12 +156,13 @@ def writer(
             try:
                 archive.write_out(os.fspath(scratch), verbose=False)
             except AssertionError as error:
-                if "'untracked' resource" not in str(error):
+                given = preprocessing or postprocessing
+                if not given or "'untracked' resource" not in str(error):
                     raise
                 raise ValueError(
-                    "preprocessing= or postprocessing= is a function that uses a layer with a "
-                    "table of words, such as StringLookup, which cannot be saved with it. Give "
-                    "that layer itself, or a Keras model with it."
+                    "preprocessing= or postprocessing= is a function that uses a variable, or a "
+                    "layer with a table of words, such as StringLookup. These cannot be saved "
+                    "with a function. Give the layer itself, or a Keras model with it."
                 ) from error
             without_tasks(scratch)
 

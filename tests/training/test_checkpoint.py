@@ -620,9 +620,7 @@ def compiled_anew(rate=0.1, metrics=()):
 
 def test_an_optimizer_of_other_settings_is_refused_by_name(finished_run):
     strategy, model = compiled_anew(keras.optimizers.schedules.CosineDecay(0.1, 20))
-    message = (
-        r"00002 is of another run: the variables of its optimizer have the shapes \[\], \[\], "
-    )
+    message = r"00002 is of another run: .* optimizer's variables begin with \[\[\], \[\], "
     with pytest.raises(tfpara.CheckpointError, match=message):
         callbacks = [tfpara.callbacks.Checkpoint(finished_run)]
         model.fit(epoch_data(strategy), epochs=2, verbose=0, callbacks=callbacks)

@@ -129,7 +129,7 @@ def test_a_layer_with_words_comes_before_the_model(tmp_path):
     given = tf.constant(["b", "?"])
     loaded = tf.saved_model.load(tmp_path / "model")
     np.testing.assert_allclose(loaded.serve(given), model(words(given)), atol=1e-6)
-    with pytest.raises(ValueError, match="Give that layer itself, or a Keras model with it"):
+    with pytest.raises(ValueError, match="Give the layer itself, or a Keras model with it"):
         export(model, tmp_path / "no", signature=signature, preprocessing=lambda x: words(x))
 
 

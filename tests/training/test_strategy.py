@@ -5,6 +5,7 @@ weights are averaged by hand every τ steps.
 """
 
 import contextlib
+import functools
 import gc
 import math
 import weakref
@@ -1201,8 +1202,7 @@ def test_a_hand_written_train_step_is_synced(way):
             lambda: kind([keras.Input((6,)), *layers]), lambda: keras.optimizers.SGD(0.1)
         )
     if way == "assigned":
-        own = model.train_step
-        model.train_step = lambda data: own(data)
+        model.train_step = functools.partial(model.train_step)
     initial = model.get_weights()
     model.fit(distributed(strategy), verbose=0)
     expected = averaged_by_hand(dense_model, lambda: keras.optimizers.SGD(0.1), initial, replicas=2)

@@ -233,15 +233,18 @@ class SyncCheckpoints(Checkpoints):
         self._give_states(manifest["states"], readers[rank])
 
     def _check_optimizer(self, number: int, parts: Parts, slots: Sequence[Slot]) -> None:
-        """Refuses a checkpoint that lacks variables of the optimizer, or has them otherwise."""
+        """Refuses a checkpoint that lacks variables of the optimizer, or has them otherwise.
+
+        It may have more of them.
+        """
         theirs, mine = parts.shapes("optimizer"), _shapes(slots, "optimizer")
         if not mine.items() <= theirs.items():
-            of_theirs, own = (", ".join(map(str, each.values())) for each in (theirs, mine))
+            of_theirs, own = (list(each.values())[:6] for each in (theirs, mine))
             raise CheckpointError(
-                f"{self.store.path(number)} is of another run: the variables of its optimizer have "
-                f"the shapes {of_theirs}, and here {own}. Compile with the same settings of the "
-                "optimizer (a number or a schedule as its rate, its momentum, …), or give this "
-                "run a directory of its own."
+                f"{self.store.path(number)} is of another run: the shapes of its optimizer's "
+                f"variables begin with {of_theirs}, and here with {own}. Compile with the same "
+                "settings of the optimizer (a number or a schedule as its rate, its momentum, …), "
+                "or give this run a directory of its own."
             )
 
     def restore(self, if_damaged: str) -> tuple[int, dict[str, Json]] | None:

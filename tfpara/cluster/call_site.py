@@ -69,7 +69,7 @@ class CallSite:
 
     Attributes:
         fits: number of running calls of `fit`.
-        calls: purposes of running calls that read metrics, such as `evaluate`.
+        calls: purposes of running calls that read data of their own, such as `evaluate`.
         met: number of completed exchanges that Python code, not a graph, has started.
         began: time (seconds of `time.monotonic()`) when this process began to wait in an exchange
             that Python code has started; 0 if it does not wait in one.
@@ -106,7 +106,7 @@ class CallSite:
         )
 
     def in_call(self, purpose: Purpose) -> contextlib.AbstractContextManager[None]:
-        """A context in which metrics are read for `purpose`."""
+        """A context in which a call for `purpose` reads data of its own, and maybe metrics."""
         return self._with(calls=[*self.calls, purpose])
 
     def in_callbacks(self) -> contextlib.AbstractContextManager[None]:

@@ -204,9 +204,9 @@ def _choices(part: str) -> list[str]:
 def _index(environ: Mapping[str, str]) -> str:
     """Returns this pod's number in an indexed job of Kubernetes, if it is to be used as the rank.
 
-    That is so if TFPARA_SIZE is set, and not to 1, and TFPARA_RANK is not; else the text is empty.
+    That is so if TFPARA_SIZE is set and TFPARA_RANK is not; otherwise the text is empty.
     """
-    if environ.get(RANK, "").strip() or environ.get(SIZE, "").strip() in ("", "1"):
+    if environ.get(RANK, "").strip() or not environ.get(SIZE, "").strip():
         return ""
     return environ.get(_INDEX, "").strip()
 
@@ -222,7 +222,7 @@ def _read(engine: _Engine, environ: Mapping[str, str]) -> Told | None:
     rank_name = engine.rank
     if engine.rank == RANK and given == ["", "1"]:
         given[0] = "0"  # a single process needs no TFPARA_RANK
-    if engine.rank == RANK and _index(environ):
+    elif engine.rank == RANK and _index(environ):
         given[0], rank_name = _index(environ), _INDEX
     # isdecimal() also accepts digits that are not ASCII, but int() can read those, too.
     whole = all(value.isdecimal() and len(value) < 10 for value in given)

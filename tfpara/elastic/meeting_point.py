@@ -53,7 +53,8 @@ class Meeting:
 
     Args:
         host: address to listen on; all interfaces if empty, or if it is this machine's name and
-            the machine itself resolves it to loopback, as Debian does: others do not.
+            the machine itself resolves it to loopback, as Debian does. Other machines resolve it to
+            another address.
         port: port to listen on; 0 takes a free one.
         founders: number of workers with which the run begins.
         start_seconds: longest wait for them.
@@ -276,13 +277,14 @@ class Meeting:
         that worker at the same host as this process.
         """
         here = [task for task, address in members if run_secret.is_loopback(address)]
-        outside = [task for task, _ in members if task not in here and task in self._door.guests]
+        guests = self._door.guests
+        hosts = [guests[task].own_host for task, _ in members if task in guests]
+        outside = [host for host in hosts if not run_secret.is_loopback(ports.joined(host, 0))]
         if not here or not outside:
             return members
-        host = self._door.guests[outside[0]].own_host
         return [
-            [task, ports.joined(host, int(ports.split(address)[1])) if task in here else address]
-            for task, address in members
+            [task, ports.joined(outside[0], int(ports.split(at)[1])) if task in here else at]
+            for task, at in members
         ]
 
 
@@ -291,7 +293,7 @@ def _to_listen_on(host: str) -> str:
     if host == "localhost" or ports.is_address(host):
         return host
     there = ports.places(f"{host}:0")
-    is_here = bool(there) and all(run_secret.is_loopback(ports.joined(*place)) for place in there)
+    is_here = any(run_secret.is_loopback(ports.joined(*place)) for place in there)
     return "" if is_here else host
 
 

@@ -89,9 +89,9 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, ForCallbac
             max_i s_i·τ_i least, with s_i the seconds of a step in the blocks before; that is about
             τ_i = W·τ·(1/s_i) / Σ_j (1/s_j). The mean of the replicas weighs by samples, as always.
             `fit` deals each minibatch of an epoch to one replica, by the τ_i. Workers must have one
-            device each. Not with `overlap`, `fragments`, `device_sync_period` or BMUFAdam. A record,
-            which is `strategy.balance_record` of another run: uses its τ_i block by block, and
-            after its end τ for all; not with `elastic`. False: τ_i = τ.
+            device each. Not with `overlap`, `fragments`, `device_sync_period` or BMUFAdam. A
+            record, which is `strategy.balance_record` of another run: uses its τ_i block by block,
+            and after its end τ for all; not with `elastic`. False: τ_i = τ.
         nonfinite: "raise": a weight with NaN or Inf ends the run at the next sync. "skip": a
             minibatch whose loss or gradient has NaN or Inf changes nothing on its replica and has
             weight 0 in the next sync. Such minibatches are counted, and named when the epoch ends.

@@ -95,9 +95,15 @@ def test_a_worker_dies_and_another_comes():
 
 def test_who_came_by_loopback_is_told_to_others_by_the_address_of_this_machine():
     with meeting(2) as service:
-        service._door.guests.update({1: types.SimpleNamespace(own_host="fd00::1")})
+        service.close()  # so that its thread asks nothing of these guests
+        hosts = {1: "fd00::1", 3: "127.0.0.1"}
+        guests = {task: types.SimpleNamespace(own_host=host) for task, host in hosts.items()}
+        service._door.guests.update(guests)
         here, outside = [0, "127.0.0.1:4000"], [1, "[fd00::2]:4001"]
         assert service._reached([here, outside]) == [[0, "[fd00::1]:4000"], outside]
+        # A worker of this machine whose address a former meeting point has told to others.
+        known = [3, "[fd00::1]:4003"]
+        assert service._reached([known, here, outside]) == [known, [0, "[fd00::1]:4000"], outside]
         assert service._reached([here, [2, "[::1]:4002"]]) == [here, [2, "[::1]:4002"]]
         assert service._reached([outside]) == [outside]
         service._door.guests.clear()
@@ -269,7 +275,7 @@ def test_too_few_end_together():
 
 
 def test_who_is_not_let_in(monkeypatch, caplog):
-    monkeypatch.setattr("tfpara.cluster.waiting._LOG_SECONDS", 0.1)
+    monkeypatch.setattr("tfpara.cluster.waiting._LOG_SECONDS", 0.0)
     with meeting(1) as service:
         with pytest.raises(MeetingError, match="another secret than the meeting point at 127"):
             line(service, b"other")
@@ -286,7 +292,7 @@ def test_who_is_not_let_in(monkeypatch, caplog):
     with pytest.raises(MeetingError, match="the meeting point at 127.0.0.1:.* is gone, and was"):
         first.formed()
     with pytest.raises(MeetingError, match=f"nobody answers at the meeting point 127.0.0.1:{port}"):
-        Line(f"127.0.0.1:{port}", b"", 4000, service.of_test, 0.3)
+        Line(f"127.0.0.1:{port}", b"", 4000, service.of_test, 1.0)
     awaited = f"Waiting for the meeting point 127.0.0.1:{port}"
     assert f"{awaited}, which is gone." in caplog.messages
     assert any(each.startswith(f"{awaited} (") for each in caplog.messages)

@@ -53,16 +53,17 @@ def _bound(step: Callable[..., Nest], model: keras.Model) -> Callable[..., Nest]
     """Returns a step as a method of its model, in which `run` finds the model and the step's name.
 
     A step with the decorator `tf.function` is no method, nor is a function that was assigned to
-    `model.train_step`.
+    `model.train_step`. Other decorators may change the name.
     """
-    if getattr(step, "__self__", None) is model:
+    names = (each for each in ("train_step", "test_step") if getattr(model, each) == step)
+    name = next(names, None) or step.__name__
+    if getattr(step, "__self__", None) is model and step.__name__ == name:
         return step
-    names = (name for name in ("train_step", "test_step") if vars(model).get(name) is step)
 
     def bound(model: keras.Model, data: Nest) -> Nest:
         return step(data)
 
-    bound.__name__ = next(names, step.__name__)
+    bound.__name__ = name
     return types.MethodType(bound, model)
 
 

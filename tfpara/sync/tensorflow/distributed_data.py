@@ -88,11 +88,11 @@ class DistributedData:
     @contextlib.contextmanager
     def undivided(self) -> Iterator[None]:
         """A context in which this worker's replicas get every distributed dataset whole."""
-        self._undivided = True
+        former, self._undivided = self._undivided, True
         try:
             yield
         finally:
-            self._undivided = False
+            self._undivided = former
 
     def place_of(self, epoch: int, first: int, dealt: Dealt | None = None) -> DataPlace:
         """Returns which part of an epoch's data this worker reads, from minibatch `first` on."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import dataclasses
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +21,20 @@ from tfpara.sync.tensorflow.nonfinite import Guard
 from tfpara.sync.tensorflow.trained_models import TrainedModels
 from tfpara.sync.tensorflow_private import values as _values
 from tfpara.typing import Nest, Scalar, Variable
+
+# Whether `run` predicts rows. It is of a thread: one that reads data may predict with a model while
+# another one trains.
+_PREDICTS = contextvars.ContextVar("tfpara_predicts", default=False)
+
+
+@contextlib.contextmanager
+def predicting() -> Iterator[None]:
+    """A context in which `RunSteps.run` predicts rows, and takes no steps."""
+    token = _PREDICTS.set(True)
+    try:
+        yield
+    finally:
+        _PREDICTS.reset(token)
 
 
 @dataclasses.dataclass(eq=False)
@@ -72,7 +87,6 @@ class RunSteps:
         self.minibatch_weight: Callable[..., Scalar] | None = None
         self.trace = StepTrace()
         self._left: list[tuple[tf.Tensor, Callable[[], None]]] | None = None
-        self._predicts = False
         # All optimizers that have taken steps in run(), by id.
         self._stepping: weakref.WeakValueDictionary[int, keras.optimizers.Optimizer]
         self._stepping = weakref.WeakValueDictionary()
@@ -96,7 +110,7 @@ class RunSteps:
             check: called as `check(model, strategy)` if the model had no synchronizer before its
                 step.
         """
-        if self._predicts:
+        if _PREDICTS.get():
             return self._predicted(run, fn, args, kwargs, options)
         models = self._models
         if tf.executing_eagerly() and models.for_step(fn) is None:
@@ -123,7 +137,7 @@ class RunSteps:
             return outputs
         self.check_optimizers(models.model_of(fn), trace.optimizers)
         # The synchronizer is looked up after the step: if the step has made slots of an optimizer,
-        # the model needs a new synchronizer.
+        # and syncs write slots, the model needs a new synchronizer.
         synchronizer = models.for_step(fn)
         if synchronizer is None:
             with tf.init_scope():
@@ -142,15 +156,6 @@ class RunSteps:
             else:
                 self._left.append((due, synchronizer.act))
         return outputs
-
-    @contextlib.contextmanager
-    def predicting(self) -> Iterator[None]:
-        """A context in which `run` predicts rows, and takes no steps."""
-        former, self._predicts = self._predicts, True
-        try:
-            yield
-        finally:
-            self._predicts = former
 
     def _predicted(
         self,
@@ -314,15 +319,18 @@ def _of_a_row_if_empty(fn: Callable[..., Nest]) -> Callable[..., Nest]:
         given = (args, kwargs)
         count = batch_size(given)
         dense = all(isinstance(leaf, tf.Tensor) for leaf in tf.nest.flatten(given))
-        if not dense or count is None or (isinstance(count, int) and count):
+        if count is None or (isinstance(count, int) and count):
             return fn(*args, **kwargs)
+        if not dense:
+            return skip_empty(fn)(*args, **kwargs)
         missing = tf.cast(tf.equal(count, 0), tf.int32)
 
         def filled(leaf: tf.Tensor) -> tf.Tensor:
             if leaf.shape.rank == 0:
                 return leaf
             zeros = tf.zeros(tf.concat([[missing], tf.shape(leaf)[1:]], 0), leaf.dtype)
-            return tf.ensure_shape(tf.concat([leaf, zeros], 0), [None, *leaf.shape[1:]])
+            shape = tf.TensorShape([None]).concatenate(leaf.shape[1:])
+            return tf.ensure_shape(tf.concat([leaf, zeros], 0), shape)
 
         def own(leaf: Any) -> Any:
             if not tf.is_tensor(leaf) or leaf.shape.rank == 0:

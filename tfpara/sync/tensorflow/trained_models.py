@@ -435,7 +435,7 @@ def _refuse(model: keras.Model) -> None:
         if not weight.value.dtype.is_floating:
             raise ValueError(
                 f"the weight {weight.path!r} is of {weight.value.dtype.name}, and a sync averages "
-                "real numbers. If training does not change it, make it by "
+                "floating-point numbers. If training does not change it, make it by "
                 "add_weight(trainable=False). Keep complex numbers as two weights, of their real "
                 "and imaginary parts."
             )
