@@ -44,8 +44,8 @@ that does both:
   tfpara-chaos --every=20s --for=2m --faults=kill,stop,term --quiet_run -- \\
     tfpara-launch -n 4 --elastic --threads 1 -- python -m tfpara.examples.drill --out=drill-{{run}}
 
-Exit code: that of the command; 1 if it has ended with 0 and a minibatch was lost or doubled, or no
-fault was made; 2 if the drill cannot begin; 130 after Ctrl-C.
+Exit code: that of the command, 128 + N if signal N ended it; 1 if it has ended with 0 and a
+minibatch was lost or doubled, or no fault was made; 2 if the drill cannot begin; 130 after Ctrl-C.
 """
 
 

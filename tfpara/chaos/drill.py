@@ -132,7 +132,8 @@ class Drill:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(30.0)
                 process.kill()
-        return process.wait()
+        code = process.wait()
+        return 128 - code if code < 0 else code  # as a shell gives it: 128 + N after signal N
 
     def _read(self, process: subprocess.Popen[str]) -> None:
         assert process.stdout is not None

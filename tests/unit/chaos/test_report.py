@@ -100,3 +100,8 @@ def test_ctrl_c_is_one_sentence(monkeypatch, capsys):
     monkeypatch.setattr(Drill, "run", interrupted)
     assert main(["--", "true"]) == 130
     assert capsys.readouterr().out == "tfpara-chaos: interrupted, so there is no report\n"
+
+
+@pytest.mark.quick
+def test_a_command_that_a_signal_has_ended_gives_the_code_of_a_shell():
+    assert main(["--quiet_run", "--", "sh", "-c", "kill -KILL $$"]) == 137
