@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tfpara.chaos import faults, processes, report
+from tfpara.cluster import exit_codes
 
 PROGRESS = "TFPARA_CHAOS_PROGRESS"  # environment variable: path of the script's progress file
 # The points of a run at which a fault may be injected, by name. Each has words that the library
@@ -132,8 +133,7 @@ class Drill:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(30.0)
                 process.kill()
-        code = process.wait()
-        return 128 - code if code < 0 else code  # as a shell gives it: 128 + N after signal N
+        return exit_codes.in_shell(process.wait())
 
     def _read(self, process: subprocess.Popen[str]) -> None:
         assert process.stdout is not None

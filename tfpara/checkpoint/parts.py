@@ -28,7 +28,11 @@ class Parts:
         self._readers = readers
         self._replicas = replicas
         self._sizes = sizes
-        self._reader_of = {name: r for r in readers for name in r.get_variable_to_shape_map()}
+        maps = [reader.get_variable_to_shape_map() for reader in readers]
+        self._shapes = {name: shape for shapes in maps for name, shape in shapes.items()}
+        self._reader_of = {
+            name: reader for reader, shapes in zip(readers, maps, strict=True) for name in shapes
+        }
         there = {name.split("/")[0] for name in self._reader_of if name.startswith("replica-")}
         if len(there) != replicas:
             raise ValueError(f"it has {len(there)} replicas, and its manifest says {replicas}")
@@ -80,12 +84,8 @@ class Parts:
     def shapes(self, group: str) -> dict[str, list[int]]:
         """Returns the shapes of the model's variables of a group, such as "optimizer", by name."""
         begin = f"replica-0/{group}/"
-        numbers = sorted(int(n.removeprefix(begin)) for n in self._reader_of if n.startswith(begin))
-        readers = {k: self._reader_of[f"{begin}{k}"] for k in numbers}
-        return {
-            f"{group}/{k}": list(reader.get_variable_to_shape_map()[f"{begin}{k}"])
-            for k, reader in readers.items()
-        }
+        numbers = sorted(int(n.removeprefix(begin)) for n in self._shapes if n.startswith(begin))
+        return {f"{group}/{k}": list(self._shapes[f"{begin}{k}"]) for k in numbers}
 
     def of_replicas(self, name: str) -> list[Any]:
         """Returns a tensor of each replica of the former run; None for a replica that lacks it."""

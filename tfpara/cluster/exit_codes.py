@@ -31,6 +31,11 @@ MEANINGS = {
 }
 
 
+def in_shell(status: int) -> int:
+    """Returns the code that a shell gives: `status`, or 128 + N if `status` is −N for signal N."""
+    return 128 - status if status < 0 else status
+
+
 def restart(given: int | None = None, environ: Mapping[str, str] = os.environ) -> int:
     """Returns the exit code of a program that was asked to end and is to be started again.
 

@@ -134,7 +134,7 @@ class Exit(NamedTuple):
     @classmethod
     def of(cls, rank: int, status: int) -> Exit:
         """Makes an `Exit` of `status`: an exit code, or minus a signal's number."""
-        return cls(rank, 128 - status if status < 0 else status, status < 0)
+        return cls(rank, exit_codes.in_shell(status), status < 0)
 
     @property
     def is_killed(self) -> bool:
