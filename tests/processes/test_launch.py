@@ -920,8 +920,10 @@ from tfpara.elastic.meeting import ADDRESS, NAME, Line
 settings = {"min_workers": 1, "max_workers": None, "grace_seconds": 9.0, "silence_seconds": 9.0}
 line = Line(os.environ[ADDRESS], secret.read(), 1, settings, 9.0, name=os.environ[NAME])
 if line.founding:
-    assert line.ready(line.formed().number)
+    number = line.formed().number
+    # The meeting point answers `ready` after it has read `agreed`: training has begun for it.
     line.agreed({"rule": "BSP()"})
+    assert line.ready(number)
 print("trains" if line.founding else "joins", flush=True)
 while True: signal.pause()
 """
