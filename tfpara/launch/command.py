@@ -120,7 +120,7 @@ _HELP = {
     "status_port": "serve a live page of the run at this port; 0 for any free port. Programs of "
     "this machine can read it at the printed address, which has a token (default: no page)",
     "log_dir": "also write each worker's output to DIR/chief.log, DIR/worker-1.log, ..., with "
-    "TensorFlow's notes at the start, which the terminal does not show; restarts append",
+    "TensorFlow's notes at the start, which the terminal does not show; files that exist grow",
 }
 
 

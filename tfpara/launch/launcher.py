@@ -184,8 +184,7 @@ class Launcher:
         log: BinaryIO | None = None
         if self._log_dir is not None:
             path = self._log_dir / f"{name.replace(' ', '-')}.log"
-            again = self._restarts or former
-            log = end.enter_context(path.open("ab" if again else "wb", buffering=0))
+            log = end.enter_context(path.open("ab", buffering=0))
         # Keras draws its progress bar only on a terminal, so the chief gets one.
         terminal = rank == 0 and sys.stdout.isatty()
         out, out_end = output.open_terminal(len(name) + 3) if terminal else os.pipe()
