@@ -15,6 +15,7 @@ import pytest
 from tfpara.elastic import meeting_point
 from tfpara.elastic.meeting import Ended, Evicted, Left, Line, MeetingError, Passed
 from tfpara.elastic.meeting_point import Meeting
+from tfpara.elastic.membership import Limits, Membership
 from tfpara.launch import meet as launch_meet
 
 TERMS = {"rule": "BSP()"}
@@ -457,6 +458,27 @@ def test_the_program_serves_on_where_nobody_reads_what_it_prints(begins):
             assert program.wait(60.0) == (0 if begins else 1)
         finally:
             program.kill()
+
+
+@pytest.mark.parametrize(("host", "reached"), [("0.0.0.0", "node1"), ("10.0.0.1", "10.0.0.1")])
+def test_the_program_prints_an_address_that_other_machines_reach(
+    host, reached, monkeypatch, capsys
+):
+    class Over:
+        port = 4000
+        state = Membership(Limits(2, 1, None, 0.0, 1.0, 1.0), 0.0)
+
+        def __init__(self, *_):
+            self.state.tick(1.0)  # nobody has come
+
+        def close(self):
+            pass
+
+    monkeypatch.setattr(launch_meet, "Meeting", Over)
+    monkeypatch.setattr(launch_meet.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(launch_meet.socket, "gethostname", lambda: "node1")
+    assert launch_meet.main(["-n", "2", "--without_secret", "--host", host]) == 1
+    assert f"TFPARA_MEETING={reached}:4000\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("wrong", ["--port=70000", "--start_seconds=nan", "--start_seconds=-1"])
