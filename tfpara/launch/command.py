@@ -62,9 +62,10 @@ than 0, or a signal), at most K times. This is for programs that continue from c
 
 With --elastic training continues while workers are lost. This is for programs whose strategy has
 elastic=tfpara.Elastic(...). A failed worker is started again after 2 s and joins the others. If it
-fails within a minute each time, the wait grows to 30 s. You may start more workers by hand, also on
-other machines: give them TFPARA_MEETING=HOST:PORT. SIGUSR1 to the launcher adds a worker. SIGUSR2
-makes the worker that was added last leave at its next sync. To send it: kill -USR1 PID.
+fails within a minute each time, the wait grows to 30 s. SIGUSR1 to the launcher adds a worker.
+SIGUSR2 makes the worker that was added last leave at its next sync. To send it: kill -USR1 PID. You
+may start more workers by hand, also on other machines: give the launcher --host=HOST --port=PORT,
+give these workers TFPARA_MEETING=HOST:PORT, and set TFPARA_SECRET_FILE to the same for all.
 
 With --evaluator one more process scores checkpoints while the others train. This is for programs
 that call tfpara.evaluate_checkpoints where tfpara.is_evaluator() is true; in other programs this
