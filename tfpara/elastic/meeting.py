@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 
-from tfpara.cluster import messages
+from tfpara.cluster import messages, ports
 from tfpara.cluster.messages import Channel
 from tfpara.cluster.waiting import RETRY_SECONDS, tried, until
 from tfpara.elastic.membership import BEGUN
@@ -372,6 +372,10 @@ class Line:
         return messages.connect(self.address, self._secret, PURPOSE, _ANSWER_SECONDS)
 
     def _connect(self) -> Channel:
+        if not ports.split(self.address)[1].isdecimal():
+            raise MeetingError(
+                f"{ADDRESS}={self.address!r} must be HOST:PORT, as tfpara-meet prints it."
+            )
         deadline = time.monotonic() + self._timeout
         try:
             return tried(self._call, deadline, f"the meeting point {self.address}", _ERRORS)

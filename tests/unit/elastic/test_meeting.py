@@ -294,6 +294,9 @@ def test_who_is_not_let_in(monkeypatch, caplog):
         first.formed()
     with pytest.raises(MeetingError, match=f"nobody answers at the meeting point 127.0.0.1:{port}"):
         Line(f"127.0.0.1:{port}", b"", 4000, service.of_test, 1.0)
+    for wrong in ("node1", "node1:", "node1:port"):  # no wait would help
+        with pytest.raises(MeetingError, match=f"TFPARA_MEETING='{wrong}' must be HOST:PORT"):
+            Line(wrong, b"", 4000, service.of_test, 60.0)
     awaited = f"Waiting for the meeting point 127.0.0.1:{port}"
     assert f"{awaited}, which is gone." in caplog.messages
     assert any(each.startswith(f"{awaited} (") for each in caplog.messages)
