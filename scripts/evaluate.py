@@ -34,7 +34,9 @@ _RUN_DIR = flags.DEFINE_string(
 )
 _CORPUS = flags.DEFINE_string("corpus", None, "directory of a corpus; that of the run if not set")
 _SPLIT = flags.DEFINE_enum("split", "test", index.SPLITS, "the part of the corpus")
-_WEIGHTS = flags.DEFINE_string("weights", "global", "global, or an average such as ema-0.99")
+_WEIGHTS = flags.DEFINE_string(
+    "weights", "global", "global, an average such as ema-0.99, or best: by an evaluator's scores"
+)
 _OUT = flags.DEFINE_string("out", None, "JSON file to write; RUN_DIR/SPLIT.json if not set")
 _MINIBATCH = flags.DEFINE_integer("minibatch", 1024, "frames of a minibatch", lower_bound=1)
 _DECODE = flags.DEFINE_boolean("decode", False, "find the phones, and report their error rate")

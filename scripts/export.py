@@ -26,7 +26,9 @@ _RUN_DIR = flags.DEFINE_string(
     "run_dir", None, "directory of a run of scripts.train", required=True
 )
 _OUT = flags.DEFINE_string("out", None, "directory of the SavedModel; RUN_DIR/export if not set")
-_WEIGHTS = flags.DEFINE_string("weights", "global", "global, or an average such as ema-0.99")
+_WEIGHTS = flags.DEFINE_string(
+    "weights", "global", "global, an average such as ema-0.99, or best: by an evaluator's scores"
+)
 flags.adopt_module_key_flags(common)
 
 

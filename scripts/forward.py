@@ -35,7 +35,9 @@ _RUN_DIR = flags.DEFINE_string(
 )
 _DATA = flags.DEFINE_string("data", None, "Kaldi data directory", required=True)
 _OUT = flags.DEFINE_string("out", None, "write OUT.ark and OUT.scp", required=True)
-_WEIGHTS = flags.DEFINE_string("weights", "global", "global, or an average such as ema-0.99")
+_WEIGHTS = flags.DEFINE_string(
+    "weights", "global", "global, an average such as ema-0.99, or best: by an evaluator's scores"
+)
 _KINDS = {
     "length": "no frames",
     "nonfinite": preparation.SKIP["nonfinite"],
