@@ -9,9 +9,11 @@ import argparse
 import json
 import re
 import shutil
+import signal
 import sys
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from tfpara.chaos import report
 from tfpara.chaos.drill import POINTS, PROGRESS, Drill, Plan, say
@@ -45,18 +47,29 @@ that does both:
     tfpara-launch -n 4 --elastic --threads 1 -- python -m tfpara.examples.drill --out=drill-{{run}}
 
 Exit code: that of the command, 128 + N if signal N ended it; 1 if it has ended with 0 and a
-minibatch was lost or doubled, or no fault was made; 2 if the drill cannot begin; 130 after Ctrl-C.
+minibatch was lost or doubled, or no fault was made; 2 if the drill cannot begin; 130 after Ctrl-C;
+143 after SIGTERM.
 """
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the drill; returns the exit code."""
     options = _options(argv)
+    former = signal.signal(signal.SIGTERM, _end)
     try:
         return _run(options)
     except KeyboardInterrupt:
         say("interrupted, so there is no report")
         return exit_codes.INTERRUPTED
+    finally:
+        signal.signal(signal.SIGTERM, former)
+
+
+def _end(number: int, _: object) -> NoReturn:
+    """Ends the program on a signal: the present fault ends, and so does the run."""
+    signal.signal(number, signal.SIG_IGN)  # a second one must not interrupt that
+    say("got SIGTERM, so there is no report")
+    sys.exit(exit_codes.in_shell(-number))
 
 
 def _run(options: argparse.Namespace) -> int:

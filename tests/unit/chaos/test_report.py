@@ -1,6 +1,7 @@
 """What a drill says of a run, by hand; and what it refuses before it begins."""
 
 import random
+import signal
 
 import pytest
 
@@ -100,6 +101,24 @@ def test_ctrl_c_is_one_sentence(monkeypatch, capsys):
     monkeypatch.setattr(Drill, "run", interrupted)
     assert main(["--", "true"]) == 130
     assert capsys.readouterr().out == "tfpara-chaos: interrupted, so there is no report\n"
+
+
+def test_sigterm_ends_the_drill_in_order(monkeypatch, capsys):
+    """As after Ctrl-C, the present fault is taken back, and the run ends."""
+    cleaned, former = [], signal.getsignal(signal.SIGTERM)
+
+    def asked_to_end(_):
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        finally:
+            cleaned.append(True)
+
+    monkeypatch.setattr(Drill, "run", asked_to_end)
+    with pytest.raises(SystemExit) as ended:
+        main(["--", "true"])
+    assert ended.value.code == 143 and cleaned
+    assert capsys.readouterr().out == "tfpara-chaos: got SIGTERM, so there is no report\n"
+    assert signal.getsignal(signal.SIGTERM) == former
 
 
 @pytest.mark.quick
