@@ -61,6 +61,7 @@ OPTIMIZERS = {
     "adam": lambda: keras.optimizers.Adam(0.01),
     "adamw": lambda: keras.optimizers.AdamW(0.01, weight_decay=0.1),
     "nadam": lambda: keras.optimizers.Nadam(0.01),
+    "adagrad": lambda: keras.optimizers.Adagrad(0.1, initial_accumulator_value=0.3),
     "ftrl": lambda: keras.optimizers.Ftrl(0.1, initial_accumulator_value=0.3),
     "sgd": lambda: keras.optimizers.SGD(
         keras.optimizers.schedules.ExponentialDecay(0.2, 2, 0.9), momentum=0.9
@@ -68,7 +69,7 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("name", ["adamw", "nadam", "ftrl", "sgd"])
+@pytest.mark.parametrize("name", ["adamw", "nadam", "adagrad", "sgd"])
 def test_a_reset_optimizer_steps_like_a_new_one(name):
     strategy = make(tfpara.BSP(), local_state="reset")
     model = built(strategy, OPTIMIZERS[name])
@@ -97,9 +98,10 @@ def test_a_schedule_goes_on_where_slots_are_reset_and_blocks_are_by_speed():
     assert [int(count) for count in counts] == [6, 6]
 
 
-def test_replicas_with_the_same_averaged_moments_count_the_same_steps():
+@pytest.mark.parametrize("name", ["adam", "ftrl"])
+def test_replicas_with_the_same_averaged_moments_count_the_same_steps(name):
     strategy = make(tfpara.BSP(), local_state="average")
-    model = built(strategy, OPTIMIZERS["adam"])
+    model = built(strategy, OPTIMIZERS[name])
 
     def average(models, shares):
         slots = zip(*(list(m.optimizer.variables) for m in models), strict=True)
@@ -112,23 +114,30 @@ def test_replicas_with_the_same_averaged_moments_count_the_same_steps():
 
     initial = model.get_weights()
     model.fit(data_of(strategy, UNEVEN), epochs=2, verbose=0)
-    want = by_hand(initial, UNEVEN, OPTIMIZERS["adam"], average)
+    want = by_hand(initial, UNEVEN, OPTIMIZERS[name], average)
     for got in of_replicas(strategy, model):
         np.testing.assert_allclose(got, want, atol=1e-5)
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "message"),
+    ("local_state", "optimizer", "message"),
     [
         (
+            "reset",
             lambda: keras.optimizers.Adam(keras.optimizers.schedules.CosineDecay(0.1, 9)),
             "from which its learning-rate schedule counts too",
         ),
-        (lambda: keras.optimizers.ScheduleFreeAdamW(0.1), "keeps a second copy of the weights"),
+        (
+            "reset",
+            lambda: keras.optimizers.ScheduleFreeAdamW(0.1),
+            "keeps a second copy of the weights",
+        ),
+        ("reset", OPTIMIZERS["ftrl"], "would undo the sync before it"),
+        ("auto", OPTIMIZERS["ftrl"], "would undo the sync before it"),
     ],
 )
-def test_a_reset_that_would_break_the_optimizer_is_refused(optimizer, message):
-    strategy = make(tfpara.BSP(), local_state="reset")
+def test_a_local_state_that_would_break_the_optimizer_is_refused(local_state, optimizer, message):
+    strategy = make(tfpara.BSP(), local_state=local_state)
     model = built(strategy, optimizer)
     with pytest.raises(ValueError, match=message):
         model.fit(data_of(strategy, EVEN), verbose=0)
