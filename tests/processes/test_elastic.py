@@ -88,6 +88,7 @@ def test_too_few_before_the_first_step(tmp_path):
         assert any(why in output for output in outputs)
 
 
+@pytest.mark.nightly_cases("options0")
 @pytest.mark.parametrize("options", [{}, MIXED])
 def test_a_spare_comes_in_within_a_block(options, tmp_path):
     """The others do not train to the block's end first, and the spare trains only the rest of it.

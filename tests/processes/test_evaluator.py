@@ -10,6 +10,7 @@ import sys
 
 import pytest
 
+from tests.lib import warm
 from tests.lib.cluster_of_processes import HERE
 from tests.lib.launched import DEADLINE, launch
 
@@ -41,8 +42,8 @@ def options(directory, **changed):
 
 def by_hand(directory, **changed):
     """Starts the same script as an evaluator, as on another machine."""
-    return subprocess.Popen(
-        [sys.executable, PROGRAM, options(directory, **changed)],
+    return warm.Popen(
+        [PROGRAM, options(directory, **changed)],
         env={**os.environ, **BY_HAND},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

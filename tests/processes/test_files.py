@@ -14,7 +14,7 @@ import tensorflow as tf
 from tests.lib.cluster_of_processes import run_all_well
 
 pytestmark = pytest.mark.timeout(600)
-ROUNDS = 3
+ROUNDS = 2
 X = np.random.default_rng(0).normal(size=(96, 16)).astype("float32")
 
 

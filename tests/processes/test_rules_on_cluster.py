@@ -174,7 +174,7 @@ def model(results, prefix):
     return simulation.flat([results[f"{prefix}_{i}"] for i in range(WEIGHTS)])
 
 
-@pytest.mark.nightly_cases("bmuf-cntk-*", "bsp-uneven-horovod*", "easgd-*")
+@pytest.mark.nightly_cases("bmuf-cntk-*", "bsp-uneven-horovod*", "compiled-*", "easgd-*")
 @pytest.mark.parametrize(
     ("name", "backend"),
     [
@@ -255,6 +255,7 @@ def test_weights_may_travel_with_the_reports(trained, name, backend):
             np.testing.assert_array_equal(mine[key], value, err_msg=key)
 
 
+@pytest.mark.one_version
 @pytest.mark.nightly_cases("easgd-*", "int8*")
 @pytest.mark.parametrize(("name", "backend"), cases("simulated", SIMULATED))
 def test_simulated_replicas_compute_what_real_workers_do(trained, name, backend):

@@ -111,6 +111,8 @@ def test_early_stopping_and_plateaus_go_on_where_they_were(kind, tmp_path):
     assert callbacks[2].stopped_epoch == 8 and type(callbacks[2].stopped_epoch) is int
 
 
+@pytest.mark.one_version
+@pytest.mark.nightly_cases("5")
 @pytest.mark.parametrize("last", [4, 5, None])
 def test_scores_within_an_epoch_go_on_where_they_were(last, tmp_path):
     """The run is killed before the checkpoint after batch `last`, or after the end of the epoch."""
@@ -180,6 +182,7 @@ def test_a_callback_of_another_score_or_mode_begins_anew_and_a_line_says_so(kind
     assert set(states(tmp_path)) == {names[0], names[2]}
 
 
+@pytest.mark.nightly_cases("best.keras-asynchronous", "{epoch*-synchronous")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("path", ["best.keras", "{epoch:02d}-[{score:.1f}].keras"])
 def test_the_best_score_of_a_model_that_is_gone_is_not_kept(kind, path, tmp_path):

@@ -240,7 +240,6 @@ def test_dropout_draws_other_numbers_on_each_replica_and_in_each_step():
             return {"kept": kept}
 
     case = Case(Noted, optimizer=lambda: keras.optimizers.SGD(1.0), sync_period=100)
-    strategy, model = fitted_steps(case, 1)
     for steps in (1, 2):
         strategy, model = fitted_steps(case, steps)
         seen += [float(v) for v in strategy.experimental_local_results(model.scale.value)]
@@ -290,6 +289,7 @@ def test_workers_on_unlike_kinds_of_devices_make_slots_at_one_place(monkeypatch)
         assert len(made) == count and model.other.built and not model.jit_compile
 
 
+@pytest.mark.one_version
 def test_a_checkpoint_has_the_jit_compile_of_the_chief(tmp_path, monkeypatch, recwarn):
     """Workers on CPUs may have another one, and it says nothing of the run that was."""
     callbacks = [tfpara.callbacks.Checkpoint(tmp_path)]

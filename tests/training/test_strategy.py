@@ -994,6 +994,7 @@ def test_another_kind_of_optimizer_leaves_the_point_from_which_replicas_start():
         np.testing.assert_allclose(now, local, atol=1e-6)
 
 
+@pytest.mark.one_version
 @pytest.mark.parametrize("independent", [False, True])
 def test_a_layer_that_is_frozen_has_one_set_of_weights(independent):
     """Of EASGD's replicas that of the global model; of independent ones that of the first."""
@@ -1075,7 +1076,8 @@ class Masked(keras.layers.Layer):
         return keras.ops.softmax(masked)[:, :, 0]
 
 
-@pytest.mark.parametrize("value", [float(np.finfo("float32").min), -math.inf])
+@pytest.mark.nightly_cases("None-inf", "1-huge")
+@pytest.mark.parametrize("value", [float(np.finfo("float32").min), -math.inf], ids=["huge", "inf"])
 @pytest.mark.parametrize("device_sync_period", [None, 1])
 def test_state_of_huge_numbers_that_does_not_move_is_no_error(value, device_sync_period):
     strategy = make_strategy(device_sync_period=device_sync_period)
@@ -1113,6 +1115,7 @@ def test_a_block_whose_sample_weights_are_all_0_is_synced():
             np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.nightly_cases("1.0-*", "100.0-1", "100.0-2", "0.001-None")
 @pytest.mark.parametrize("period", [None, 1, 2])
 @pytest.mark.parametrize("weight", [100.0, 1.0, 0.001])
 def test_small_sample_weights_give_each_device_its_share(period, weight):

@@ -74,10 +74,10 @@ def test_every_minibatch_is_in_once_though_workers_are_killed():
 @pytest.mark.long
 def test_every_minibatch_is_in_the_rows_of_tables_once_though_workers_are_killed():
     """Two tables on two servers, of which workers pull and push rows."""
-    options = {"minibatches": 1024, "batch": 1, "epochs": 2, "chunks": 8, "during": "kills"}
+    options = {"minibatches": 512, "batch": 1, "epochs": 2, "chunks": 8, "during": "kills"}
     got = run("counting", workers=2, ps=2, rule="Downpour", sync_period=2, tables=True, **options)
     assert (got["by_rows"], got["unused"]) == (2, 0.0)
-    check_counts(got, 2 * 1024 // 64, 2 * 1024 // 2, 2)
+    check_counts(got, 2 * 512 // 64, 2 * 512 // 2, 2)
     assert got["kills"] >= 1
 
 

@@ -369,7 +369,8 @@ def test_an_optimizer_that_needs_all_rows_steps_the_whole_table_on_the_server():
     is_equal(found, trained(rule, adafactor, False, 2)[-1], rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("rule", [tfpara.ASGD(), tfpara.AveragedASGD()], ids=str)
+@pytest.mark.nightly_cases("ASGD(*")
+@pytest.mark.parametrize("rule", [tfpara.AveragedASGD(), tfpara.ASGD()], ids=str)
 def test_a_run_goes_on_from_a_checkpoint_bit_for_bit(rule, tmp_path):
     def adam():
         return optimizers.Adam(0.01)
