@@ -150,10 +150,15 @@ def _manager(model: nn.Module, options: dict[str, Any], use_async_quorum: bool) 
 def _stepper(model: nn.Module, optimizer: Any, options: dict[str, Any]) -> Callable[[], None]:
     """Returns a function that trains one minibatch by SGD with momentum, or that only waits."""
     if "pause_seconds" in options:
+        zeros = [torch.zeros_like(weight) for weight in model.parameters()]
 
         def pause() -> None:
             time.sleep(options["pause_seconds"])
+            optimizer.zero_grad()
             optimizer.step()  # changes nothing without gradients; torchft counts its calls
+            # PyTorch's averagers leave out weights without a gradient.
+            for weight, zero in zip(model.parameters(), zeros, strict=True):
+                weight.grad = zero
 
         return pause
     generator = torch.Generator().manual_seed(process.place()[0])
