@@ -80,6 +80,8 @@ class _OfFiles(abc.ABC):
         self.digest = self._files.digest
         try:
             self.class_names = self._scan()
+            if not self._places:
+                raise CorpusError(f"{', '.join(self._files.paths)[:200]}: no utterance has labels")
         except BaseException:
             self._files.close()
             raise
@@ -117,8 +119,8 @@ class KaldiAlignments(_OfFiles):
     Raises:
       ValueError: `subsampling` is below 1, or `abs(frame_shift)` is not below `subsampling`.
       FileNotFoundError: there is no such file.
-      CorpusError: a file is damaged, an utterance is there twice, or an id is negative or not below
-        `num_classes`; the message names file, utterance and byte. Without `num_classes` also if no
+      CorpusError: there are no labels, a file is damaged, an utterance is there twice, or an id is
+        negative or not below `num_classes`; the message names file, utterance and byte. Without `num_classes` also if no
         frame has the id 0, or there are more ids than frames, and more than 1000.
     """
 
@@ -230,8 +232,8 @@ class PhoneTimes(_OfFiles):
 
     Raises:
       FileNotFoundError: there is no such file.
-      CorpusError: a line is not of these forms, phones overlap, or an utterance is there twice; the
-        message names file and line.
+      CorpusError: there are no labels, a line is not of these forms, phones overlap, or an
+        utterance is there twice; the message names file and line.
     """
 
     def __init__(
@@ -305,8 +307,6 @@ class PhoneTimes(_OfFiles):
                 end = max(end, start + duration)
                 self._places[key] = self._places[key]._replace(length=end)
                 offset += len(line)
-            if last is None:
-                raise CorpusError(f"{path} is empty")
         return phones
 
 

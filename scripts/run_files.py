@@ -26,7 +26,7 @@ _CHECKPOINTS = "checkpoints"
 _CHECKPOINT_NAMES = f"{_CHECKPOINTS}/checkpoint-" + 8 * "[0-9]"
 _EVENTS = "tensorboard/events.out.tfevents.*"
 EVALUATOR = "evaluator"  # the directory with the scores of an evaluator
-_SCORES = f"{EVALUATOR}/scores.csv"
+_OF_EVALUATOR = (f"{EVALUATOR}/scores.csv", f"{EVALUATOR}/{_EVENTS}")
 # A run writes these files before its first checkpoint. All other files are results.
 _AT_START = ("flags.txt", "model.json", "held_out.csv", _EVENTS)
 # The longest name in the record of a run's files, in characters. The names in the record are
@@ -53,7 +53,7 @@ def of_training(weights: Iterable[str]) -> list[str]:
         weights: names of the files of weights.
     """
     named = [name for file in weights for name in (file, f"{_BEING_WRITTEN}{file}")]
-    return [*_AT_START, "history.json", _CHECKPOINT_NAMES, _SCORES, *named]
+    return [*_AT_START, "history.json", _CHECKPOINT_NAMES, *_OF_EVALUATOR, *named]
 
 
 def check(run_dir: Path, names: Sequence[str], start_over: bool, init: str | None) -> None:
@@ -185,9 +185,8 @@ def _recorded(run_dir: Path) -> list[str]:
             raise ValueError(
                 f"{path} names {shown(name)}, which is not in {run_dir}. Delete that line."
             )
-        if name not in (_CHECKPOINT_NAMES, _EVENTS) and glob.has_magic(
-            name.removeprefix(_BEING_WRITTEN)
-        ):
+        known = name in (_CHECKPOINT_NAMES, _EVENTS, *_OF_EVALUATOR)
+        if not known and glob.has_magic(name.removeprefix(_BEING_WRITTEN)):
             raise ValueError(
                 f"{path} has the pattern {shown(name)}, which no program writes there, and which "
                 "may mean files that are not of a run. Delete that line."
