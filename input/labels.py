@@ -80,8 +80,6 @@ class _OfFiles(abc.ABC):
         self.digest = self._files.digest
         try:
             self.class_names = self._scan()
-            if not self._places:
-                raise CorpusError(f"{', '.join(self._files.paths)[:200]}: no utterance has labels")
         except BaseException:
             self._files.close()
             raise
@@ -94,6 +92,10 @@ class _OfFiles(abc.ABC):
 
     def ids(self) -> list[str]:
         return list(self._places)
+
+    def _check_empty(self, empty: bool) -> None:
+        if empty:
+            raise CorpusError(f"{', '.join(self._files.paths)[:200]}: empty, without any utterance")
 
     @abc.abstractmethod
     def _scan(self) -> list[str]:
@@ -181,8 +183,10 @@ class KaldiAlignments(_OfFiles):
 
     def _ranges(self) -> Iterator[tuple[int, int, str]]:
         """Yields the lowest and highest id of each utterance, and its place for messages."""
+        empty = True
         for number, path in enumerate(self._files.paths):
             for key, offset, value in kaldi.read_archive(self._files[number], path):
+                empty = False
                 if value.size == 0:
                     continue
                 where = f"{path}, utterance {key} at byte {offset}"
@@ -192,6 +196,7 @@ class KaldiAlignments(_OfFiles):
                 _check_classes(labels, self._num_classes, where)
                 self._progress("alignments", None)
                 yield int(labels.min()), int(labels.max()), where
+        self._check_empty(empty)
 
 
 def of_frames(labels: np.ndarray, subsampling: int, shift: int = 0) -> np.ndarray:
@@ -307,6 +312,7 @@ class PhoneTimes(_OfFiles):
                 end = max(end, start + duration)
                 self._places[key] = self._places[key]._replace(length=end)
                 offset += len(line)
+        self._check_empty(not self._places)
         return phones
 
 

@@ -152,7 +152,7 @@ def test_a_file_may_be_empty_but_not_all(tmp_path):
         (tmp_path / "labels.2").write_text(text)
         with kind([f"{tmp_path}/labels.*"]) as labels:
             assert labels.ids() == ["a"]
-        with pytest.raises(CorpusError, match="labels.1: no utterance has labels"):
+        with pytest.raises(CorpusError, match="labels.1: empty, without any utterance"):
             kind([f"{tmp_path}/labels.1"])
 
 
@@ -218,7 +218,7 @@ def test_phone_times_end_within_the_last_window_or_tell(tmp_path, num_frames, nu
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "no utterance has labels"),
+        ("", "empty, without any utterance"),
         ("u1 SIL 0\n", "line 1: a line must be UTTERANCE PHONE"),
         ("u1 SIL 0 0.1\nu1 1 0.1 x T\n", "line 2: a line must be .*Received"),
         ("u1 SIL 0 0\n", "line 1: a line must be"),
