@@ -122,8 +122,9 @@ class KaldiAlignments(_OfFiles):
       ValueError: `subsampling` is below 1, or `abs(frame_shift)` is not below `subsampling`.
       FileNotFoundError: there is no such file.
       CorpusError: there are no labels, a file is damaged, an utterance is there twice, or an id is
-        negative or not below `num_classes`; the message names file, utterance and byte. Without `num_classes` also if no
-        frame has the id 0, or there are more ids than frames, and more than 1000.
+        negative or not below `num_classes`; the message names file, utterance and byte. Without
+        `num_classes` also if no frame has the id 0, or there are more ids than frames, and more
+        than 1000.
     """
 
     def __init__(
