@@ -69,15 +69,13 @@ def read_archive(file: BinaryIO, path: str) -> Iterator[Item]:
       path: its name, for messages.
 
     Raises:
-      CorpusError: the archive is damaged or empty; the message names the file, the key and the byte
-        offset (of the uncompressed archive).
+      CorpusError: the archive is damaged; the message names the file, the key and the byte offset
+        (of the uncompressed archive).
     """
     file.seek(0)
     while (key := _read_key(file, path)) is not None:
         offset = file.tell()
         yield Item(key, offset, _read_value(file, f"{path}, utterance {key} at byte {offset}"))
-    if file.tell() == 0:
-        raise CorpusError(f"archive {path} is empty")
 
 
 def read_vector(file: BinaryIO, offset: int, where: str) -> np.ndarray:
@@ -206,7 +204,7 @@ def _read_text(file: BinaryIO) -> np.ndarray:
     text = file.readline(_MAX_LINE)
     if b"[" not in text:
         if not text.endswith(b"\n"):
-            raise ValueError("the line does not end")
+            raise ValueError("the last line does not end with a newline, as it does in Kaldi")
         return np.array(_numbers(text))
     lines = [text.replace(b"[", b" ", 1)]
     while b"]" not in lines[-1]:

@@ -93,6 +93,10 @@ class _OfFiles(abc.ABC):
     def ids(self) -> list[str]:
         return list(self._places)
 
+    def _check_empty(self, empty: bool) -> None:
+        if empty:
+            raise CorpusError(f"{', '.join(self._files.paths)[:200]}: empty, without any utterance")
+
     @abc.abstractmethod
     def _scan(self) -> list[str]:
         """Reads all files, fills in the places, and returns the names of the classes."""
@@ -117,9 +121,10 @@ class KaldiAlignments(_OfFiles):
     Raises:
       ValueError: `subsampling` is below 1, or `abs(frame_shift)` is not below `subsampling`.
       FileNotFoundError: there is no such file.
-      CorpusError: a file is damaged, an utterance is there twice, or an id is negative or not below
-        `num_classes`; the message names file, utterance and byte. Without `num_classes` also if no
-        frame has the id 0, or there are more ids than frames, and more than 1000.
+      CorpusError: there are no labels, a file is damaged, an utterance is there twice, or an id is
+        negative or not below `num_classes`; the message names file, utterance and byte. Without
+        `num_classes` also if no frame has the id 0, or there are more ids than frames, and more
+        than 1000.
     """
 
     def __init__(
@@ -179,8 +184,10 @@ class KaldiAlignments(_OfFiles):
 
     def _ranges(self) -> Iterator[tuple[int, int, str]]:
         """Yields the lowest and highest id of each utterance, and its place for messages."""
+        empty = True
         for number, path in enumerate(self._files.paths):
             for key, offset, value in kaldi.read_archive(self._files[number], path):
+                empty = False
                 if value.size == 0:
                     continue
                 where = f"{path}, utterance {key} at byte {offset}"
@@ -190,6 +197,7 @@ class KaldiAlignments(_OfFiles):
                 _check_classes(labels, self._num_classes, where)
                 self._progress("alignments", None)
                 yield int(labels.min()), int(labels.max()), where
+        self._check_empty(empty)
 
 
 def of_frames(labels: np.ndarray, subsampling: int, shift: int = 0) -> np.ndarray:
@@ -230,8 +238,8 @@ class PhoneTimes(_OfFiles):
 
     Raises:
       FileNotFoundError: there is no such file.
-      CorpusError: a line is not of these forms, phones overlap, or an utterance is there twice; the
-        message names file and line.
+      CorpusError: there are no labels, a line is not of these forms, phones overlap, or an
+        utterance is there twice; the message names file and line.
     """
 
     def __init__(
@@ -305,8 +313,7 @@ class PhoneTimes(_OfFiles):
                 end = max(end, start + duration)
                 self._places[key] = self._places[key]._replace(length=end)
                 offset += len(line)
-            if last is None:
-                raise CorpusError(f"{path} is empty")
+        self._check_empty(not self._places)
         return phones
 
 

@@ -185,9 +185,8 @@ def _recorded(run_dir: Path) -> list[str]:
             raise ValueError(
                 f"{path} names {shown(name)}, which is not in {run_dir}. Delete that line."
             )
-        if name not in (_CHECKPOINT_NAMES, _EVENTS, *_OF_EVALUATOR) and glob.has_magic(
-            name.removeprefix(_BEING_WRITTEN)
-        ):
+        known = name in (_CHECKPOINT_NAMES, _EVENTS, *_OF_EVALUATOR)
+        if not known and glob.has_magic(name.removeprefix(_BEING_WRITTEN)):
             raise ValueError(
                 f"{path} has the pattern {shown(name)}, which no program writes there, and which "
                 "may mean files that are not of a run. Delete that line."

@@ -1,5 +1,6 @@
 """Tests of what tfpara/sync/keras replaces, in one process, made another worker by saying so."""
 
+import concurrent.futures
 import csv
 import gc
 import inspect
@@ -331,12 +332,16 @@ def test_predict_takes_all_rows_where_fit_takes_a_part(strategy, monkeypatch):
         parts = [strategy.experimental_local_results(batch) for batch in dataset]
         return np.concatenate([p for of_batch in parts for p in of_batch])
 
+    def distributed():
+        return rows(strategy.experimental_distribute_dataset(dataset))
+
     dataset = tf.data.Dataset.from_tensor_slices(np.arange(22)).batch(8)
     with strategy.extended.data.undivided():
-        np.testing.assert_array_equal(
-            rows(strategy.experimental_distribute_dataset(dataset)), range(22)
-        )
-    assert len(rows(strategy.experimental_distribute_dataset(dataset))) < 22
+        np.testing.assert_array_equal(distributed(), range(22))
+        # Another thread trains, and gets its part.
+        with concurrent.futures.ThreadPoolExecutor() as pool:
+            assert len(pool.submit(distributed).result()) < 22
+    assert len(distributed()) < 22
     monkeypatch.undo()
     model = make_model(strategy)
     np.testing.assert_allclose(model.predict(X[:22], batch_size=8, verbose=0), model(X[:22]), 1e-5)

@@ -264,6 +264,23 @@ def test_slots_of_a_later_function_leave_the_syncs_of_an_earlier_one_as_they_are
     assert (strategy.statistics().steps, strategy.statistics().syncs) == (8, 2)
 
 
+def test_slots_that_syncs_would_leave_out_are_refused():
+    strategy = make(sync_period=4, local_state="reset")
+    with strategy.scope():
+        models = network(0), network(1)
+        optimizers = [keras.optimizers.SGD(0.01, momentum=0.9) for _ in models]
+    strategy.track(models, optimizers=optimizers)
+    strategy.broadcast_replica(models[0], 0)
+    steps = [step_of([models[k]], [optimizers[k]]) for k in range(2)]
+    first, second = (
+        tf.function(lambda batch, k=k: strategy.run(steps[k], batch)) for k in range(2)
+    )
+    batch = next(iter(strategy.experimental_distribute_dataset(data())))
+    first(batch)
+    with pytest.raises(ValueError, match="makes its slots now, .* before the loop"):
+        second(batch)
+
+
 def test_the_optimizers_of_a_loop_are_reset_or_refused():
     strategy = make(sync_period=STEPS, local_state="reset")
     with strategy.scope():
@@ -434,6 +451,31 @@ def test_optimizers_in_lists_and_dicts_are_resumed(tmp_path):
     found, expected = weights_of(resumed_strategy, resumed), weights_of(strategy, model)
     for own, whole in zip(found, expected, strict=True):
         assert_same(own, whole, rtol=0, atol=0)
+
+
+class WithCompiledPart(WithOptimizersInLists):
+    def train_step(self, minibatch):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((self(minibatch[0]) - minibatch[1]) ** 2)
+        weights = self.net.trainable_variables
+        self.net.optimizer.apply(tape.gradient(loss, weights), weights)
+        return {"raw": loss}
+
+
+@pytest.mark.parametrize("is_attribute", [False, True])
+def test_an_optimizer_that_a_checkpoint_lacks_is_named(tmp_path, capfd, is_attribute):
+    strategy = make()
+    with strategy.scope():
+        model = WithCompiledPart()
+        model.listed = model.named = None
+        model.net.compile(keras.optimizers.SGD(0.1, momentum=0.9, name="of_part"))
+        model.compile()
+        if is_attribute:
+            model.part_optimizer = model.net.optimizer
+    checkpoint = tfpara.callbacks.Checkpoint(tmp_path / "run")
+    model.fit(data(), epochs=2, verbose=0, callbacks=[checkpoint])
+    told = "tfpara: a checkpoint has to know the optimizers, and 'of_part' is not known."
+    assert capfd.readouterr().err.count(told) == (0 if is_attribute else 1)
 
 
 def test_an_optimizer_without_slots_is_refused_where_they_would_be_kept(tmp_path):

@@ -27,6 +27,7 @@ from tfpara.checkpoint.base import Checkpoints, check_run, facts_of_model
 from tfpara.checkpoint.parts import Parts
 from tfpara.checkpoint.store import CheckpointError
 from tfpara.checks import versions
+from tfpara.keras_model import check_optimizers_known
 from tfpara.sync.data.reading import random_states, set_random_states
 from tfpara.sync.keras.optimizer_steps import build_optimizers
 from tfpara.sync.one_sync.state_vars import Kind, Slot, slots_of
@@ -114,6 +115,7 @@ class SyncCheckpoints(Checkpoints):
         In an elastic run the members, and so the position, may change during that. Then the present
         members write the checkpoint anew.
         """
+        self._note_unknown_optimizers()
         while True:
             self._take_the_lock()
             self._began_in = self._strategy.generation
@@ -124,6 +126,13 @@ class SyncCheckpoints(Checkpoints):
                     self.store.abandon(self._next - 1)
             finally:
                 self._began_in = None
+
+    def _note_unknown_optimizers(self) -> None:
+        used = self._strategy.extended.steps.optimizers_of(self._model)
+        try:
+            check_optimizers_known(self._model, used, "a checkpoint")
+        except ValueError as error:
+            self._strategy.note(f"{error} A resumed run would begin with a new one.")
 
     def _take_the_lock(self) -> None:
         """Locks the directory if this worker has become the chief of an elastic run."""

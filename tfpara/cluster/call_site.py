@@ -9,9 +9,11 @@ exchange, and the epoch. From the marks the workers see whether all have come to
 from __future__ import annotations
 
 import contextlib
+import contextvars
+import threading
 import time
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 TEXT_BYTES = 512  # length in bytes of the result of `CallSite.told`
@@ -62,6 +64,8 @@ FIT_END = Purpose(
 END = Purpose("at the end of its program")
 COMPILED_ANEW = Purpose("training a model that was compiled anew")
 _STEP = Purpose("", "train the same epochs of the same calls of fit on every worker")
+# The calls of a thread that reads data, and predicts for that, while another thread is in `fit`.
+_BESIDE_FIT = contextvars.ContextVar[tuple[Purpose, ...]]("tfpara_calls_beside_fit", default=())
 
 
 class CallSite:
@@ -69,7 +73,6 @@ class CallSite:
 
     Attributes:
         fits: number of running calls of `fit`.
-        calls: purposes of running calls that read data of their own, such as `evaluate`.
         met: number of completed exchanges that Python code, not a graph, has started.
         began: time (seconds of `time.monotonic()`) when this process began to wait in an exchange
             that Python code has started; 0 if it does not wait in one.
@@ -83,11 +86,17 @@ class CallSite:
         self.met = 0
         self.in_first_epoch = False
         self.began = 0.0
-        self.calls: list[Purpose] = []
+        self._calls: list[Purpose] = []
+        self._thread = 0  # the thread in which `fit` runs
         self._epoch = 0  # number of the epoch of fit, from 1 as Keras prints it; 0 before the first
         self._step = 0  # number of the step in this epoch, from 1; 0 before the first step
         self._callbacks = 0
         self._purpose: Purpose | None = None
+
+    @property
+    def calls(self) -> Sequence[Purpose]:
+        """Purposes of running calls that read data of their own, such as `evaluate`."""
+        return _BESIDE_FIT.get() or self._calls
 
     @property
     def is_before_epochs(self) -> bool:
@@ -102,12 +111,26 @@ class CallSite:
     def in_fit(self) -> contextlib.AbstractContextManager[None]:
         """A context in which `fit` runs."""
         return self._with(
-            fits=self.fits + 1, _epoch=0, _step=0, _callbacks=0, in_first_epoch=self.in_first_epoch
+            fits=self.fits + 1,
+            _epoch=0,
+            _step=0,
+            _callbacks=0,
+            _thread=threading.get_ident(),
+            in_first_epoch=self.in_first_epoch,
         )
 
-    def in_call(self, purpose: Purpose) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def in_call(self, purpose: Purpose) -> Iterator[None]:
         """A context in which a call for `purpose` reads data of its own, and maybe metrics."""
-        return self._with(calls=[*self.calls, purpose])
+        if not self.fits or threading.get_ident() == self._thread:
+            with self._with(_calls=[*self._calls, purpose]):
+                yield
+            return
+        token = _BESIDE_FIT.set((*_BESIDE_FIT.get(), purpose))
+        try:
+            yield
+        finally:
+            _BESIDE_FIT.reset(token)
 
     def in_callbacks(self) -> contextlib.AbstractContextManager[None]:
         """A context in which callbacks of `fit` run; they may read metrics within an epoch."""
@@ -180,7 +203,7 @@ class CallSite:
 
         `in_exchange`: whether this process is known to be in an exchange with others.
         """
-        purpose = self._purpose or (self.calls[-1] if self.calls else None)
+        purpose = self._purpose or (self._calls[-1] if self._calls else None)
         if not self.fits:
             otherwise = "in a training step" if in_exchange else "outside of fit and evaluate"
             return purpose.text if purpose else otherwise

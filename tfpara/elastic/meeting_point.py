@@ -73,7 +73,8 @@ class Meeting:
     ) -> None:
         listener = ports.listen(_to_listen_on(host), port)
         self.port = int(listener.getsockname()[1])
-        self._founders, self._start_seconds = founders, start_seconds
+        self._workers, self._start_seconds = founders, start_seconds
+        self._founders = founders  # at most the run's `max_workers`
         # This state is provisional. The first worker sends the limits of the run; then a state with
         # these limits replaces it.
         now = time.monotonic()
@@ -218,18 +219,28 @@ class Meeting:
         now: float,
     ) -> None:
         wanted, name = message.get("task"), _printable(message.get("name"), _LONGEST_NAME)
-        if self._settings is None:
-            limits = _limits_of(settings, self._founders, self._start_seconds)
+        guests = self._door.guests
+        if settings != self._settings and self.state.phase == "founding" and not guests:
+            # Nobody is here, so the run takes the settings of this worker.
+            limits = _limits_of(settings, self._workers, self._start_seconds)
             if limits is None:
                 channel.send(refused=f"the meeting point cannot read its elastic={settings}")
                 return
+            fewest = limits.min_workers
+            if limits.founders < fewest and message.get("again") is None:
+                channel.send(
+                    refused=f"the run begins with -n {self._workers}, fewer workers than "
+                    f"min_workers={fewest}. Give -n {fewest} or more, or a smaller min_workers"
+                )
+                return
             self._settings, self._founders = settings, limits.founders
+            self._addresses.clear()
+            self._names.clear()
             self._silence, self._beat_at = float(settings["silence_seconds"]), now
             self.state = Membership(limits, now)
         if settings != self._settings:
             channel.send(refused=f"the run has elastic={self._settings}, this worker {settings}")
             return
-        guests = self._door.guests
         if isinstance(wanted, int) and self._addresses.get(wanted) == address and wanted in guests:
             # The worker has connected again, but this process has not noticed yet that the former
             # connection has ended.

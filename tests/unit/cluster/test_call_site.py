@@ -1,5 +1,7 @@
 """What workers say of where they are, and what is made of it."""
 
+import concurrent.futures
+
 import numpy as np
 import pytest
 
@@ -10,6 +12,7 @@ from tfpara.cluster.call_site import (
     FIT_BEGIN,
     FIT_END,
     METRIC,
+    PREDICT,
     CallSite,
     call,
     sentence,
@@ -114,6 +117,25 @@ def test_the_end_of_an_epoch_is_where_fit_itself_reads_metrics():
                 assert place.of_metric() == EPOCH_END
             assert place.of_metric() == METRIC
     assert place.of_metric() == METRIC
+
+
+def test_a_thread_that_predicts_is_not_where_fit_is():
+    """It reads data for `fit`; both may begin and end calls in any order."""
+    place = CallSite()
+
+    def predicting():
+        with place.in_call(PREDICT):
+            yield place.calls
+
+    with place.in_fit(), concurrent.futures.ThreadPoolExecutor(1) as pool:
+        place.epoch_begins(0)
+        thread = predicting()
+        assert pool.submit(next, thread).result() == (PREDICT,)
+        assert not place.calls and place.of_metric() == EPOCH_END
+        with place.in_call(EVALUATE):
+            assert pool.submit(next, thread, None).result() is None
+            assert place.of_metric() == EVALUATE
+        assert not place.calls
 
 
 def test_an_exchange_that_fails_is_not_counted():

@@ -275,6 +275,29 @@ def test_too_few_end_together():
         assert form.last == "1 of at least 2 workers are left"
 
 
+def test_settings_of_workers_that_have_all_left_do_not_stay():
+    with meeting(2) as service:
+        first = line(service)
+        with pytest.raises(MeetingError, match="the run has elastic=.*this worker"):
+            line(service, grace_seconds=7.0)
+        first.close()
+        wait_until(lambda: not service._door.guests)
+        lines = [line(service, grace_seconds=7.0) for _ in range(2)]
+        found(lines)
+        lines[0].close()
+        lines[1].close()
+        wait_until(lambda: not service._door.guests)
+        with pytest.raises(MeetingError, match="the run has elastic=.*this worker"):
+            line(service)  # the run has begun
+
+
+def test_a_run_does_not_begin_with_fewer_workers_than_it_needs():
+    with meeting(1) as service:
+        with pytest.raises(MeetingError, match="begins with -n 1, fewer .* min_workers=2. Give"):
+            line(service, min_workers=2)
+        found([line(service)])
+
+
 def test_who_is_not_let_in(monkeypatch, caplog):
     monkeypatch.setattr("tfpara.cluster.waiting._LOG_SECONDS", 0.0)
     with meeting(1) as service:

@@ -144,6 +144,18 @@ def test_an_utterance_in_two_files(tmp_path):
         KaldiAlignments([f"{tmp_path}/pdf.1"])
 
 
+def test_a_file_may_be_empty_but_not_all(tmp_path):
+    """Kaldi writes an empty archive for a part of the data in which no utterance was aligned."""
+    kinds = (KaldiAlignments, "a 0 1\n"), (PhoneTimes, "a SIL 0 0.1\n")
+    (tmp_path / "labels.1").touch()
+    for kind, text in kinds:
+        (tmp_path / "labels.2").write_text(text)
+        with kind([f"{tmp_path}/labels.*"]) as labels:
+            assert labels.ids() == ["a"]
+        with pytest.raises(CorpusError, match="labels.1: empty, without any utterance"):
+            kind([f"{tmp_path}/labels.1"])
+
+
 def test_no_file_matches(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"no file matches .*ali\.\*\.gz"):
         KaldiAlignments([f"{tmp_path}/ali.*.gz"])
@@ -206,7 +218,7 @@ def test_phone_times_end_within_the_last_window_or_tell(tmp_path, num_frames, nu
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "is empty"),
+        ("", "empty, without any utterance"),
         ("u1 SIL 0\n", "line 1: a line must be UTTERANCE PHONE"),
         ("u1 SIL 0 0.1\nu1 1 0.1 x T\n", "line 2: a line must be .*Received"),
         ("u1 SIL 0 0\n", "line 1: a line must be"),

@@ -81,7 +81,7 @@ def test_a_run_leaves_what_is_not_its_own_and_starting_over_removes_what_is(tmp_
         "ema-0.9.weights.h5",
         "tensorboard/events.out.tfevents.1.host.2.0.v2",
         "evaluator/scores.csv",
-        "evaluator/tensorboard/events.out.tfevents.1.host.2.0.v2",
+        "evaluator/tensorboard/events.out.tfevents.1.host.3.0.v2",
     }
     write(tmp_path, *of_run)
     run_files.record(tmp_path, "decoding.json")

@@ -30,8 +30,8 @@ class Layout:
 
     A large variable, flattened, has buckets of its own. If it fits into one bucket, it is sent and
     received without a copy. Small variables share buckets. A bucket has at most `bucket_bytes`
-    bytes of float32. A fragment is a run of consecutive variables, at least one; all fragments have
-    about equal size. No bucket belongs to two fragments.
+    bytes of float32. A fragment is a run of consecutive variables, at least one of them not empty;
+    all fragments have about equal size. No bucket belongs to two fragments.
 
     Attributes:
         sizes: number of elements of each variable.
@@ -109,19 +109,23 @@ class Layout:
 
 
 def _divide(sizes: Sequence[int], count: int) -> list[slice]:
-    """Returns `count` slices of the variables, each not empty, of about equal size in elements."""
-    if count > max(1, len(sizes)):
+    """Returns `count` slices of the variables, each with elements, of about equal size in them."""
+    filled = [number for number, size in enumerate(sizes) if size]
+    if count > max(1, len(filled)):
         raise ValueError(
-            f"fragments={count}: the model has {len(sizes)} trainable variables, and a fragment is "
-            f"one of them at least. Give fragments of {max(1, len(sizes))} or fewer."
+            f"fragments={count}: the model has {len(filled)} trainable variables, and a fragment "
+            f"is one of them at least. Give fragments of {max(1, len(filled))} or fewer."
         )
     total, before, start = sum(sizes), 0, 0
     runs = []
     for number in range(1, count + 1):
         stop = start
-        last = len(sizes) - (count - number)  # leaves one variable for each later fragment
+        later = count - number
+        last = filled[-later] if later else len(sizes)  # leaves one for each later fragment
         while stop < last and (
-            number == count or stop == start or before + sizes[stop] / 2 < total * number / count
+            number == count
+            or not any(sizes[start:stop])
+            or before + sizes[stop] / 2 < total * number / count
         ):
             before += sizes[stop]
             stop += 1

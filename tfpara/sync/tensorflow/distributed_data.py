@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import copy
 import dataclasses
 import random
@@ -41,6 +42,10 @@ _Distribute = Callable[[tf.data.Dataset], tf.distribute.DistributedDataset]
 _DatasetFn = Callable[[tf.distribute.InputContext], tf.data.Dataset]
 _FromFunction = Callable[[_DatasetFn], Any]
 
+# Whether this worker gets datasets whole. It is of a thread: one that reads data may predict while
+# another trains.
+_UNDIVIDED = contextvars.ContextVar("tfpara_undivided", default=False)
+
 
 @dataclasses.dataclass(eq=False)
 class DistributedData:
@@ -62,12 +67,11 @@ class DistributedData:
     order: Order = dataclasses.field(default_factory=Order, init=False)
     passes: Any = dataclasses.field(default=None, init=False)
     last: Any = dataclasses.field(default=None, init=False)
-    _undivided: bool = dataclasses.field(default=False, init=False)
 
     @property
     def share(self) -> tuple[int, int]:
         """The number of this worker's part of the data, from 0, and the number of parts."""
-        return (0, 1) if self._undivided else (self.worker.rank, self.worker.num_workers)
+        return (0, 1) if _UNDIVIDED.get() else (self.worker.rank, self.worker.num_workers)
 
     @property
     def is_by_replica(self) -> bool:
@@ -76,7 +80,7 @@ class DistributedData:
         The data are then divided as if each replica were a worker. This worker reads the parts of
         all its replicas, in turn.
         """
-        return self.worker.among_unlike and not self._undivided
+        return self.worker.among_unlike and not _UNDIVIDED.get()
 
     @property
     def shares(self) -> list[tuple[int, int]]:
@@ -88,11 +92,11 @@ class DistributedData:
     @contextlib.contextmanager
     def undivided(self) -> Iterator[None]:
         """A context in which this worker's replicas get every distributed dataset whole."""
-        former, self._undivided = self._undivided, True
+        token = _UNDIVIDED.set(True)
         try:
             yield
         finally:
-            self._undivided = former
+            _UNDIVIDED.reset(token)
 
     def place_of(self, epoch: int, first: int, dealt: Dealt | None = None) -> DataPlace:
         """Returns which part of an epoch's data this worker reads, from minibatch `first` on."""
@@ -185,7 +189,7 @@ class DistributedData:
         Raises:
             ValueError: on every worker, if the workers have different data.
         """
-        if self.worker.changes or self._undivided:
+        if self.worker.changes or _UNDIVIDED.get():
             return
         if drawn and self.order.seed is None:
             self.order.seed = random.getrandbits(48)
@@ -207,7 +211,7 @@ class DistributedData:
         """
         check_batched(dataset.element_spec, self.worker.replicas > 1)
         dataset = without_tuner(_safe(dataset))
-        if self._undivided or self.worker.changes:
+        if _UNDIVIDED.get() or self.worker.changes:
             # A worker that joins or leaves would change the others' parts, so in an elastic run
             # each worker evaluates all data.
             with self.worker.alone():

@@ -90,6 +90,8 @@ class RunSteps:
         # All optimizers that have taken steps in run(), by id.
         self._stepping: weakref.WeakValueDictionary[int, keras.optimizers.Optimizer]
         self._stepping = weakref.WeakValueDictionary()
+        # The synchronizers of which the graphs of custom loops have syncs.
+        self._in_loops: weakref.WeakSet[Synchronizer] = weakref.WeakSet()
 
     def run(
         self,
@@ -140,9 +142,12 @@ class RunSteps:
         # and syncs write slots, the model needs a new synchronizer.
         synchronizer = models.for_step(fn)
         if synchronizer is None:
+            self._check_loop(models.model_of(fn))
             with tf.init_scope():
                 synchronizer = models.make(models.model_of(fn))
             check(models.model_of(fn), self._strategy)
+        if not tf.executing_eagerly() and not _is_step_of_keras(fn):
+            self._in_loops.add(synchronizer)
         self.check_written(synchronizer, trace.written)
         self._models.company.check_in_fit()
         with after(locals_):
@@ -260,6 +265,15 @@ class RunSteps:
         before = {id(optimizer): steps for optimizer, steps in counts}
         return any(before.get(id(each)) != steps for each, steps in self.step_counts())
 
+    def optimizers_of(self, model: keras.Model) -> list[keras.optimizers.Optimizer]:
+        """Returns the optimizers that have taken steps on weights of a model."""
+        own = {id(variable) for variable in model.trainable_variables}
+        return [
+            optimizer
+            for optimizer in self._stepping.values()
+            if any(id(variable) in own for variable in optimizer._trainable_variables)
+        ]
+
     def check_optimizers(
         self, model: keras.Model | None, used: Sequence[keras.optimizers.Optimizer]
     ) -> None:
@@ -277,6 +291,18 @@ class RunSteps:
         # The message has the class name of the rule, not its repr. The repr of the rule `Outer`
         # reads a Keras optimizer, which is not possible in a graph.
         check_optimizers_known(model, used, f"{type(settings.rule).__name__}{setting}")
+
+    def _check_loop(self, model: keras.Model | None) -> None:
+        """Raises ValueError if a graph of a loop would go on with syncs that lack new slots."""
+        if model is None or self._models.trained(model) not in self._in_loops:
+            return
+        name = self._models.optimizer_built_since(model)
+        if name:
+            raise ValueError(
+                f"the optimizer {name!r} makes its slots now, after a tf.function of the loop was "
+                "traced, whose syncs would leave them out. Make the slots of all optimizers before "
+                "the loop, in the scope: optimizer.build(model.trainable_variables)."
+            )
 
     def check_written(self, synchronizer: Synchronizer, written: Sequence[Variable]) -> None:
         """Raises ValueError if a step writes weights that no sync would average."""

@@ -183,6 +183,20 @@ class TrainedModels:
         slots = [(each, len(each.variables) if written else 0) for each in optimizers(model)]
         return slots, [id(v) for v in model.trainable_variables]
 
+    def optimizer_built_since(self, model: keras.Model) -> str:
+        """Returns the name of an optimizer that has made slots since the synchronizer was made.
+
+        Returns "" if there is none, or if more has changed than slots.
+        """
+        entry = self._entry(model)
+        if entry is None:
+            return ""
+        (former, weights), (present, own) = entry.identity, self._identity(model)
+        if weights != own or [each for each, _ in former] != [each for each, _ in present]:
+            return ""
+        built = (each for (each, count) in present if (each, count) not in former)
+        return next((each.name for each in built), "")
+
     def _groups(self) -> list[Group]:
         known = [self.tracked, *(trained.model() for trained in self._trained)]
         return [model for model in known if isinstance(model, Group)]

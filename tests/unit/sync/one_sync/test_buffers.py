@@ -15,8 +15,10 @@ SHAPES = st.lists(st.lists(st.integers(0, 7), max_size=3).map(tuple), max_size=6
 
 @given(SHAPES, st.integers(1, 200), st.data())
 def test_every_element_has_one_place(shapes, capacity, data):
-    fragments = data.draw(st.integers(1, max(1, len(shapes))))
+    filled = sum(math.prod(shape) > 0 for shape in shapes)
+    fragments = data.draw(st.integers(1, max(1, filled)))
     layout = Layout([tf.TensorShape(s) for s in shapes], 4 * capacity, fragments)
+    assert fragments == 1 or all(sum(layout.sizes[run]) > 0 for run in layout.variables)
     assert all(0 < size <= capacity for size in layout.bucket_sizes)
     assert sum(layout.bucket_sizes) == layout.num_elements == sum(map(math.prod, shapes))
     numbers = np.split(np.arange(layout.num_elements, dtype="float32"), np.cumsum(layout.sizes))
