@@ -226,13 +226,6 @@ class Meeting:
             if limits is None:
                 channel.send(refused=f"the meeting point cannot read its elastic={settings}")
                 return
-            fewest = limits.min_workers
-            if limits.founders < fewest and message.get("again") is None:
-                channel.send(
-                    refused=f"the run begins with -n {self._workers}, fewer workers than "
-                    f"min_workers={fewest}. Give -n {fewest} or more, or a smaller min_workers"
-                )
-                return
             self._settings, self._founders = settings, limits.founders
             self._addresses.clear()
             self._names.clear()

@@ -17,7 +17,7 @@ from tfpara.parameter_server.messages import Pulled
 from tfpara.parameter_server.server import Server
 from tfpara.parameter_server.worker_step import ChooseRate, WorkerStep
 from tfpara.schedules import candidate_rates
-from tfpara.typing import Array, Nest
+from tfpara.typing import Nest
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,11 +99,7 @@ class _Trial:
         pulled = Exchange(self._server).read()
         before = self._server.rate()
         rates = tf.stack([before * factor for factor in factors])
-        # All candidates share these tensors, so that the graph holds each array once.
-        start = [_constant(value) for value in self._steps.initial]
-        losses = tf.stack(
-            [self._loss(sample, pulled, start, before * factor) for factor in factors]
-        )
+        losses = tf.stack([self._loss(sample, pulled, before * factor) for factor in factors])
         finite = tf.math.is_finite(losses)
         place = tf.argmin(tf.where(finite, losses, losses.dtype.max))
         chosen = tf.where(tf.reduce_any(finite), tf.gather(rates, place), before)
@@ -111,15 +107,12 @@ class _Trial:
             return tf.identity(chosen)
 
     def _loss(
-        self,
-        sample: Callable[[], tf.data.Dataset],
-        pulled: Pulled,
-        start: list[tf.Tensor],
-        rate: tf.Tensor,
+        self, sample: Callable[[], tf.data.Dataset], pulled: Pulled, rate: tf.Tensor
     ) -> tf.Tensor:
         """Returns the loss on the sample after training on the sample with `rate`."""
         own = self._work.own_start(tf.zeros([], tf.int64))
-        start = [*start[: self._at], rate, *start[self._at + 1 :]]
+        start = [tf.convert_to_tensor(value) for value in self._steps.initial]
+        start[self._at] = rate
 
         # `train` returns tuples, because tf.data would convert a list to one tensor.
         def train(place: Nest, data: Nest) -> Nest:
@@ -142,10 +135,3 @@ class _Trial:
         )
         total, samples = sample().reduce((tf.zeros([]), tf.zeros([])), score)
         return total / samples
-
-
-def _constant(value: Array) -> tf.Tensor:
-    """Returns an array as a tensor; if its elements are equal, the graph holds one of them."""
-    if value.size > 1 and (value == value.flat[0]).all():
-        return tf.fill(value.shape, tf.constant(value.flat[0], value.dtype))
-    return tf.convert_to_tensor(value)

@@ -291,13 +291,6 @@ def test_settings_of_workers_that_have_all_left_do_not_stay():
             line(service)  # the run has begun
 
 
-def test_a_run_does_not_begin_with_fewer_workers_than_it_needs():
-    with meeting(1) as service:
-        with pytest.raises(MeetingError, match="begins with -n 1, fewer .* min_workers=2. Give"):
-            line(service, min_workers=2)
-        found([line(service)])
-
-
 def test_who_is_not_let_in(monkeypatch, caplog):
     monkeypatch.setattr("tfpara.cluster.waiting._LOG_SECONDS", 0.0)
     with meeting(1) as service:
