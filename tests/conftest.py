@@ -16,6 +16,7 @@ from pathlib import Path
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # before TensorFlow is imported
 
 import hypothesis
+import keras
 import pytest
 
 import tfpara
@@ -82,6 +83,8 @@ def _refuse_in_unit(what: str, tier: str) -> None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     _running[:] = [item]
     _began[:] = [_cpu_seconds()]
+    # Else what a test draws would depend on the tests that its process ran before.
+    keras.utils.set_random_seed(1)
 
 
 @pytest.hookimpl(trylast=True)

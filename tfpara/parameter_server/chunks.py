@@ -65,10 +65,24 @@ class Chunks:
         self._arguments = arguments
 
     def dataset(self, epoch: tf.Tensor, chunk: tf.Tensor, *arguments: Nest) -> tf.data.Dataset:
-        """Returns the minibatches of a chunk."""
+        """Returns the minibatches of a chunk.
+
+        Raises:
+            ValueError: the dataset's seed is a number of a graph, and the global seed is 0.
+        """
         in_order = tf.data.Options()
         in_order.deterministic = True
-        dataset = self._dataset(epoch, chunk, *arguments)
+        try:
+            dataset = self._dataset(epoch, chunk, *arguments)
+        except tf.errors.OperatorNotAllowedInGraphError as error:
+            # TensorFlow compares the two seeds of an operation with (0, 0) in Python.
+            if tf.compat.v1.get_default_graph().seed != 0:
+                raise
+            raise ValueError(
+                "the global seed is 0, and with it TensorFlow cannot give a dataset of a worker's "
+                "graph a seed such as shuffle(n, seed=epoch). Set another global seed than 0, as "
+                "in keras.utils.set_random_seed(1)."
+            ) from error
         return without_tuner(dataset.with_options(in_order))
 
     @property

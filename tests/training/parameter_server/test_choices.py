@@ -140,6 +140,25 @@ def test_a_search_leaves_a_shuffled_dataset_in_its_order(of_cluster, in_chunks, 
     np.testing.assert_allclose(model.get_weights()[0], np.full((samples, 1), epochs), rtol=1e-5)
 
 
+def test_a_seed_by_epoch_needs_another_global_seed_than_0():
+    """TensorFlow cannot combine a graph's number with a global seed of 0: said with the mend."""
+
+    def shuffled(epoch, chunk):
+        data = tf.data.Dataset.from_tensor_slices((X[:16], X[:16] @ TRUE))
+        return data.shuffle(16, seed=epoch).shard(2, chunk).batch(4)
+
+    def fit():
+        strategy, model = made(0.1)
+        search = tfpara.ChunkRateSearch((1.0,), minibatches=1)
+        strategy.fit(model, tfpara.Chunks(2, shuffled), verbose=0, search_rate=search)
+
+    keras.utils.set_random_seed(0)
+    with pytest.raises(ValueError, match=r"the global seed is 0.*set_random_seed\(1\)"):
+        fit()
+    keras.utils.set_random_seed(1)
+    fit()
+
+
 @pytest.mark.nightly_cases("rule1-averages1")
 @pytest.mark.parametrize(
     ("rule", "averages"),
