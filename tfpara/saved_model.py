@@ -112,8 +112,9 @@ def _warn_of_young_average(strategy: Any, model: keras.Model, which: str) -> Non
         )
     if share > _YOUNG:
         warnings.warn(
-            f"which={which!r}: {share:.0%} of this average are still the weights with which the "
-            "training began, for there were few syncs. Give the average a smaller decay, or "
+            f"which={which!r}: {share:.0%} of this average are still the weights from which it "
+            "began, for there were few syncs since the training began or since set_weights (also "
+            "that of a callback) set weights. Give the average a smaller decay, or "
             'num_updates=True; or export which="global".',
             stacklevel=3,
         )
