@@ -165,13 +165,21 @@ def listen(host: str, port: int, peers: int = 0) -> socket.socket:
     return listener
 
 
+def in_random_order() -> list[int]:
+    """Returns the ports `CHOSEN` in an order that does not depend on the seed of a program.
+
+    Otherwise programs with the same seed would try the same ports at the same time.
+    """
+    return random.SystemRandom().sample(CHOSEN, len(CHOSEN))
+
+
 def reserve() -> socket.socket:
     """Returns a socket that reserves a port, free on all interfaces, until the socket closes.
 
     Raises:
         OSError: no port is free.
     """
-    for port in random.sample(CHOSEN, len(CHOSEN)):
+    for port in in_random_order():
         with contextlib.suppress(OSError):
             # With reuse=True, two processes that do not listen yet could get the same port.
             return bind("", port, reuse=False)
