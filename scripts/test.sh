@@ -87,9 +87,11 @@ if [ "$stack" = full ]; then
     # If Horovod is missing, this makes its tests fail instead of being skipped.
     export TFPARA_TEST_HOROVOD=1
   fi
-  # Trainings in the test process run without TensorFlow's graph optimiser, which takes a seventh of
-  # their time. The programs that tests start use it, and so does the latest stack.
+  # Trainings run without TensorFlow's graph optimiser, which takes a seventh of their time. The
+  # latest stack uses it, and so do test_rules_on_cluster.py and with --all all programs that tests
+  # start.
   export TFPARA_TEST_GRAPPLER=0
+  if [ -z "$nightly" ]; then TFPARA_TEST_GRAPPLER=programs; fi
   check "Lint (ruff check)" "$venv/bin/ruff" check .
   check "Format (ruff format)" "$venv/bin/ruff" format --check .
   if [ -z "$fast" ]; then

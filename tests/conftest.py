@@ -229,7 +229,7 @@ def _logical_devices() -> None:
     stack = tf_stack.extract_stack()
     assert stack[0].lineno  # looks its lines up, which threads must not do at the same time
     tf_stack.extract_stack = lambda stacklevel=1: stack
-    if os.environ.get("TFPARA_TEST_GRAPPLER") == "0":
+    if os.environ.get("TFPARA_TEST_GRAPPLER") in ("0", "programs"):
         tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})
 
 

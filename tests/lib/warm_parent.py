@@ -12,7 +12,7 @@ import time
 
 import keras  # noqa: F401
 import numpy as np
-import tensorflow  # noqa: F401
+import tensorflow as tf
 from tensorflow.python.util import tf_stack
 
 
@@ -47,6 +47,8 @@ def run(request: dict) -> None:
     os.environ.clear()
     os.environ.update(request["environment"])
     os.chdir(request["directory"])
+    if os.environ.get("TFPARA_TEST_GRAPPLER") == "0":
+        tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})
     program, *arguments = request["program"]
     module = program == "-m"
     if module:

@@ -104,6 +104,8 @@ SIMULATED = ("bmuf-sharded", "easgd-overlap", "int8")
 # Where only TensorFlow is another one.
 ON_EVERY_VERSION = ("bsp-uneven", "bmuf-sharded", "all-at-once")
 WEIGHTS = 4
+# By TensorFlow's graph optimiser; see scripts/test.sh.
+OPTIMISED = {"TFPARA_TEST_GRAPPLER": "1"}
 
 
 def of_worker(name, workers, out):
@@ -148,10 +150,11 @@ def trained(request, tmp_path_factory):
         if backend not in found:
             names = [name for name in TRAININGS if name in wanted[backend]]
             if backend == "simulated":
-                alone = {"environ": [{"TF_CONFIG": ""}]}
+                alone = {"environ": [{"TF_CONFIG": "", **OPTIMISED}]}
                 found[backend] = train(path / backend, names, 1, **alone)
             else:
-                found[backend] = train(path / backend, names, 2, start=backend)
+                both = {"environ": [OPTIMISED] * 2, "start": backend}
+                found[backend] = train(path / backend, names, 2, **both)
         return found[backend]
 
     return of
