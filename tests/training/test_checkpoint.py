@@ -456,7 +456,7 @@ class Steps(keras.metrics.Metric):
 @pytest.mark.parametrize("replicas", [1, 4])
 def test_a_mean_goes_on_with_another_number_of_replicas(tmp_path, replicas):
     def trained(replicas, *callbacks):
-        strategy, model = make(devices=[f"CPU:{i}" for i in range(replicas)])
+        strategy, model = make(devices=[f"CPU:{i}" for i in range(replicas)], small=True)
         with strategy.scope():
             model.compile("sgd", "mse", metrics=[Steps()])
         checkpoint = tfpara.callbacks.Checkpoint(tmp_path, every_syncs=2)
@@ -546,8 +546,8 @@ def damage(path):
 
 @pytest.mark.one_version
 def test_a_damaged_checkpoint_is_passed_over_and_no_run_starts_from_zero_by_itself(tmp_path):
-    whole = uninterrupted()[0]
-    assert run(tmp_path / "run", stop=(2, 5)) is None
+    whole = uninterrupted(small=True)[0]
+    assert run(tmp_path / "run", stop=(2, 5), small=True) is None
     newest, second, *older = sorted((tmp_path / "run").glob("checkpoint-*"), reverse=True)
     damage(second / "part-00000.data-00000-of-00001")
     manifest = (newest / "manifest.json").read_text()
@@ -558,13 +558,13 @@ def test_a_damaged_checkpoint_is_passed_over_and_no_run_starts_from_zero_by_itse
         pytest.warns(UserWarning, match=rf"{newest.name}.*damaged.*the checkpoint before it"),
         pytest.warns(UserWarning, match=rf"{second.name}.*damaged.*the checkpoint before it"),
     ):
-        resumed, history, _ = run(tmp_path / "run")
+        resumed, history, _ = run(tmp_path / "run", small=True)
     assert_same(resumed, whole)
     assert len(history["loss"]) == EPOCHS
     for path in (tmp_path / "run").glob("checkpoint-*"):
         (path / "manifest.json").write_text("{")
     with pytest.warns(UserWarning), pytest.raises(tfpara.CheckpointError, match="if_damaged"):
-        run(tmp_path / "run")
+        run(tmp_path / "run", small=True)
     with pytest.warns(UserWarning):
         _, history, _ = run(tmp_path / "run", if_damaged="start", epochs=1, small=True)
     assert len(history["loss"]) == 1
@@ -716,18 +716,18 @@ def test_what_flock_says_is_told_apart(tmp_path, monkeypatch, number, message):
 
 @pytest.mark.one_version
 def test_a_complete_run_says_so_and_goes_on_with_more_epochs(tmp_path, capsys):
-    whole, whole_history, _ = uninterrupted()
+    whole, whole_history, _ = uninterrupted(small=True)
     capsys.readouterr()
-    run(tmp_path, epochs=1)
+    run(tmp_path, epochs=1, small=True)
     assert capsys.readouterr().out == ""
-    _, history, strategy = run(tmp_path, epochs=1)
+    _, history, strategy = run(tmp_path, epochs=1, small=True)
     assert (history, strategy.statistics().steps) == ({}, STEPS)
     assert capsys.readouterr().out == (
         f"The run in '{tmp_path}' is complete: 1 of 1 epochs are trained (checkpoint 2), so "
         "nothing is trained now. To train longer, give more epochs. To begin anew, give "
         "another directory or remove this one.\n"
     )
-    resumed, history, _ = run(tmp_path)
+    resumed, history, _ = run(tmp_path, small=True)
     assert capsys.readouterr().out == "Resuming from checkpoint 2: epoch 2.\n"
     assert_same(resumed, whole)
     assert history["loss"] == whole_history["loss"][1:]
@@ -791,7 +791,7 @@ def test_the_callback_of_a_fit_that_has_ended_goes_on_with_another_model(tmp_pat
 def test_a_disk_that_is_full_leaves_the_checkpoints_before_it(tmp_path, monkeypatch):
     from tfpara.checkpoint import local_store
 
-    whole = uninterrupted()[0]
+    whole = uninterrupted(small=True)[0]
     writes = []
 
     def full(path):
@@ -801,7 +801,7 @@ def test_a_disk_that_is_full_leaves_the_checkpoints_before_it(tmp_path, monkeypa
 
     monkeypatch.setattr(local_store, "sync_to_disk", full)
     with pytest.raises(tfpara.CheckpointError, match="No space left on device"):
-        run(tmp_path / "run", every_syncs=1)
+        run(tmp_path / "run", every_syncs=1, small=True)
     monkeypatch.undo()
     assert not list((tmp_path / "run").glob(".partial*"))
     numbers = [int(p.name[-8:]) for p in (tmp_path / "run").glob("checkpoint-*")]
@@ -811,7 +811,7 @@ def test_a_disk_that_is_full_leaves_the_checkpoints_before_it(tmp_path, monkeypa
 
     gc.collect()
     shutil.copytree(tmp_path / "run", tmp_path / "after")
-    assert_same(run(tmp_path / "after")[0], whole)
+    assert_same(run(tmp_path / "after", small=True)[0], whole)
 
 
 class Counter:
@@ -832,7 +832,7 @@ def test_states_of_callbacks_and_random_numbers_come_back(tmp_path):
     for first in (True, False):
         random.seed(1 if first else 2)
         np.random.seed(1 if first else 2)
-        strategy, model = make()
+        strategy, model = make(small=True)
         counter = Counter(17 if first else 0)
         strategy.keep_state("counter", counter)
         checkpoint = tfpara.callbacks.Checkpoint(tmp_path)
@@ -901,9 +901,9 @@ def test_a_state_that_json_cannot_carry_is_named(tmp_path):
 @pytest.mark.parametrize("when", ["inside", "last block", "validation"])
 @pytest.mark.one_version
 def test_asked_to_end_it_writes_a_checkpoint_and_leaves(tmp_path, when):
-    whole = uninterrupted(epochs=2)[0]
+    whole = uninterrupted(epochs=2, small=True)[0]
     validation = tf.data.Dataset.from_tensor_slices(minibatch(99, 0)).batch(2)
-    strategy, model = make()
+    strategy, model = make(small=True)
 
     def ask(*_):
         os.kill(os.getpid(), signal.SIGTERM)
@@ -930,7 +930,7 @@ def test_asked_to_end_it_writes_a_checkpoint_and_leaves(tmp_path, when):
     manifest = json.loads((max((tmp_path / "run").glob("c*")) / "manifest.json").read_text())
     position = (manifest["position"]["epoch"], manifest["position"]["steps"])
     assert position == ((0, 6) if when == "inside" else (1, 0))
-    assert_same(run(tmp_path / "run", epochs=2)[0], whole)
+    assert_same(run(tmp_path / "run", epochs=2, small=True)[0], whole)
 
 
 @pytest.mark.one_version
@@ -996,8 +996,8 @@ def test_the_callback_of_a_fit_that_failed_goes_on_in_the_next_one(tmp_path, whe
 @pytest.mark.one_version
 def test_a_fit_that_fails_leaves_nothing_behind_and_the_next_one_goes_on(tmp_path, overlap):
     """In one process, each time with a callback of its own, as in a loop that tries again."""
-    whole = uninterrupted(**({"overlap": True} if overlap else {}))[0]
-    strategy, model = make(overlap=overlap)
+    whole = uninterrupted(small=True, **({"overlap": True} if overlap else {}))[0]
+    strategy, model = make(small=True, overlap=overlap)
     data, received = epoch_data(strategy), []
 
     def own(number, frame):
