@@ -69,6 +69,7 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.nightly_cases("adamw")
 @pytest.mark.parametrize("name", ["adamw", "nadam", "adagrad", "sgd"])
 def test_a_reset_optimizer_steps_like_a_new_one(name):
     strategy = make(tfpara.BSP(), local_state="reset")
@@ -234,7 +235,8 @@ def on_rows():
 
 
 @pytest.mark.nightly_cases(
-    "options1-nesterov-1", "options2-ng_sgd-1", "options6-sgd-1", "options7-sgd-1"
+    *("options0-sgd-1", "options1-nesterov-1", "options2-ng_sgd-1"),
+    *("options6-sgd-1", "options7-sgd-1"),
 )
 @pytest.mark.parametrize(
     ("options", "made", "accumulated"),
@@ -307,6 +309,7 @@ def on_a_parabola(local_state, blocks, period):
     return model
 
 
+@pytest.mark.nightly_cases("keep-True")
 @pytest.mark.parametrize(
     ("local_state", "grows"), [("auto", False), ("reset", False), ("keep", True)]
 )
@@ -368,6 +371,7 @@ def test_momentum_is_fitted_to_an_epoch_that_is_shorter_than_a_block(by_epoch, c
     assert capfd.readouterr().err.count("of local SGD would reach from a block of 2 steps") == 1
 
 
+@pytest.mark.nightly_cases("26-False")
 @pytest.mark.parametrize(("steps", "told"), [(14, True), (24, False), (26, False)])
 def test_a_last_block_that_local_momentum_outlasts_is_told_of(steps, told, capfd):
     model = on_one_weight(make(tfpara.BMUF(0.5), sync_period=12))
@@ -393,6 +397,7 @@ def of_steps(replicas, steps):
     return {"x": x, "y": x + 1.0, "batch_size": replicas, "verbose": 0}
 
 
+@pytest.mark.nightly_cases("4-3-4-", "2-20-2-", "4-1-1-")
 @pytest.mark.parametrize(
     ("replicas", "period", "epochs", "told"),
     [(4, 3, 3, FEW), (4, 3, 4, ""), (2, 20, 2, ""), (4, 1, 1, ""), (4, 20, 1, "")],
@@ -405,6 +410,7 @@ def test_a_run_of_few_syncs_is_told_of_once(replicas, period, epochs, told, capf
     assert capfd.readouterr().err.count(told or "makes more errors") == bool(told)
 
 
+@pytest.mark.nightly_cases("periods0")
 @pytest.mark.parametrize("periods", [{0: 1, 1: 20}, {0: 20, 1: 1}])
 def test_syncs_are_not_counted_where_a_callback_sets_their_period(periods, capfd):
     model = on_one_weight(tfpara.simulate(4, tfpara.BSP(), sync_period=20))
@@ -413,8 +419,10 @@ def test_syncs_are_not_counted_where_a_callback_sets_their_period(periods, capfd
     assert "makes more errors" not in capfd.readouterr().err
 
 
-def test_a_count_of_numpys_is_told_of_as_one_of_pythons():
-    assert few_syncs(np.int64(2), 4) == few_syncs(2, 4) != ""
+def test_how_many_syncs_are_few():
+    assert few_syncs(np.int64(2), 4) == few_syncs(2, 4) != ""  # a count of NumPy's
+    assert few_syncs(23, 4) != "" and few_syncs(24, 4) == ""
+    assert few_syncs(2, 2) == ""
 
 
 def test_few_syncs_are_told_of_where_only_the_data_know_their_length(capfd):
@@ -627,6 +635,7 @@ class FittedAdam(BmufAdam):
             own[:] = self.w + eta * self.delta
 
 
+@pytest.mark.nightly_cases("Adam")
 @pytest.mark.parametrize("optimizer", [keras.optimizers.Adam, keras.optimizers.AdamW])
 def test_default_bmuf_over_adam_is_what_numpy_computes(optimizer, capfd):
     """Blocks of eight, eight and four steps, four times."""
@@ -728,6 +737,7 @@ def test_an_epoch_that_was_broken_off_does_not_shorten_later_blocks():
     np.testing.assert_allclose(replica, [with_momentum(12)], rtol=1e-4)
 
 
+@pytest.mark.nightly_cases("replicated")
 @pytest.mark.parametrize("aggregation", ["replicated", "sharded"])
 def test_a_block_that_is_begun_anew_has_the_moments_of_its_beginning(aggregation):
     """As by a worker of an elastic run that missed a sync: where the last sync left replicas."""
@@ -985,6 +995,7 @@ WEIGHTED = {
 }
 
 
+@pytest.mark.nightly_cases("padding")
 @pytest.mark.parametrize("name", WEIGHTED)
 def test_every_frame_has_the_same_say_whichever_replica_it_came_to(name):
     """Model averaging at every step is plain SGD on all minibatches together."""
@@ -1026,6 +1037,7 @@ def test_a_minibatch_counts_what_the_user_says():
         np.testing.assert_allclose(got, value, atol=1e-6)
 
 
+@pytest.mark.nightly_cases("<lambda>0")
 @pytest.mark.parametrize(
     "weight", [lambda _: 1, lambda minibatch: tf.reduce_mean(minibatch[0]) ** 0]
 )
@@ -1043,6 +1055,7 @@ def test_a_replica_without_samples_does_not_count_whatever_the_user_says(weight)
         np.testing.assert_allclose(got, want[0], atol=1e-5)
 
 
+@pytest.mark.nightly_cases("inf")
 @pytest.mark.parametrize("count", [float("nan"), float("inf"), -1.0])
 def test_what_cannot_be_counted_is_an_error(count):
     strategy, model = of_sequences(keras.losses.SparseCategoricalCrossentropy(from_logits=True))
@@ -1064,6 +1077,7 @@ class Scaled(keras.layers.Layer):
         return x * self.a * self.b
 
 
+@pytest.mark.nightly_cases("Adam-reset", "Nadam-average")
 @pytest.mark.parametrize("local_state", ["average", "reset"])
 @pytest.mark.parametrize("kind", [keras.optimizers.Adam, keras.optimizers.Nadam])
 def test_slots_of_a_weight_without_a_shape_are_those_of_any_weight(kind, local_state):

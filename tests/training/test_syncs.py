@@ -165,21 +165,25 @@ def test_replicas_that_begin_beside_the_broadcast_point_keep_their_lead_where_it
     np.testing.assert_allclose(found, wanted, atol=0.02)
 
 
+@pytest.mark.nightly_cases("classical")
 @pytest.mark.parametrize("name", ["classical", "diloco"])
 def test_an_overlapped_sync_is_merged_where_the_next_begins(name):
     check(name, UNEVEN, overlap=True, delay=TAU)
 
 
+@pytest.mark.nightly_cases("2-1")
 @pytest.mark.parametrize(("delay", "steps_per_execution"), [(1, 4), (2, 1)])
 def test_a_delay_is_that_many_steps(delay, steps_per_execution):
     check("bmuf", EVEN, overlap=delay, delay=delay, steps_per_execution=steps_per_execution)
 
 
+@pytest.mark.nightly_cases("4-0")
 @pytest.mark.parametrize(("fragments", "delay"), [(2, 2), (4, 0)])
 def test_fragments_take_turns(fragments, delay):
     check("bmuf", UNEVEN, fragments=fragments, overlap=delay or False, delay=delay)
 
 
+@pytest.mark.nightly_cases("easgd-False")
 @pytest.mark.parametrize(("name", "overlap"), [("bsp", True), ("easgd", False)])
 def test_devices_of_a_worker_are_averaged_more_often(name, overlap):
     check(name, UNEVEN, device_sync_period=1, overlap=overlap, delay=TAU if overlap else 0)
@@ -197,7 +201,7 @@ def test_error_feedback(name, kind, adam):
         np.testing.assert_array_equal(first, second)
 
 
-@pytest.mark.nightly_cases("fp16-0.001-False")
+@pytest.mark.nightly
 @pytest.mark.one_version
 @pytest.mark.parametrize(("kind", "atol", "overlap"), [("fp16", 1e-3, False), ("int8", 2e-2, True)])
 def test_compressed_easgd_is_the_same_rule(kind, atol, overlap):
@@ -375,6 +379,7 @@ def test_nan_on_one_of_several_devices_is_named_and_a_second_fit_trains(overlap,
 
 
 @pytest.mark.one_version
+@pytest.mark.nightly_cases("1")
 @pytest.mark.parametrize("overlap", [False, 1])
 def test_a_rate_that_one_replica_alone_has_is_named(overlap):
     strategy = make(tfpara.BSP(), 4, overlap=overlap)
@@ -496,6 +501,7 @@ class Breakable(Loopback):
         return super().all_reduce(buffers, name)
 
 
+@pytest.mark.nightly_cases("2")
 @pytest.mark.parametrize("fragments", [1, 2])
 def test_a_sync_that_fails_leaves_its_block_open(fragments):
     strategy = make(tfpara.BSP(), fragments=fragments, aggregation="replicated")
