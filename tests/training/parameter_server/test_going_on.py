@@ -220,7 +220,7 @@ def test_random_layers_have_other_numbers_in_each_fit_and_the_same_after_a_resum
     np.testing.assert_array_equal(resumed, three[2:])
 
 
-@pytest.mark.nightly_cases("x-y-")
+@pytest.mark.nightly_cases("x-y-", "shuffle-")
 @pytest.mark.parametrize(
     ("other", "told"),
     [
@@ -412,6 +412,7 @@ def test_weights_that_are_set_are_in_the_checkpoint_of_the_same_hook(tmp_path, h
     are_all(resumed.get_weights(), 5.0)
 
 
+@pytest.mark.nightly_cases("1")
 @pytest.mark.parametrize("epochs", [1, 2])
 def test_weights_that_are_set_while_workers_train_are_refused(epochs, monkeypatch):
     monkeypatch.setattr("tfpara.parameter_server.fit._POLL_SECONDS", 0.0)
@@ -471,7 +472,7 @@ KINDS = {
 }
 
 
-@pytest.mark.nightly_cases("AsyncEASGD(elasticity=0.3)-adam")
+@pytest.mark.nightly_cases("AsyncEASGD(elasticity=0.3)-adam", "ASGD(*-schedule")
 @pytest.mark.parametrize(
     ("rule", "optimizer"),
     [*zip(RULES, ["momentum", "schedule", "adam"], strict=True), (tfpara.ASGD(), "schedule")],

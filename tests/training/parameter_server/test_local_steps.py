@@ -125,6 +125,7 @@ def mean_of_workers(start, workers, rate):
     return np.mean(local, 0)
 
 
+@pytest.mark.nightly_cases("2")
 @pytest.mark.parametrize("workers", [2, 4])
 def test_the_mean_of_all_blocks_is_model_averaging(workers):
     """ζ = 1/N, and all push before one pulls again: W ← the mean of the local models."""
@@ -137,6 +138,7 @@ def test_the_mean_of_all_blocks_is_model_averaging(workers):
     np.testing.assert_allclose(model.get_weights()[0], w, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.nightly_cases("2")
 @pytest.mark.parametrize("workers", [2, 4])
 def test_workers_in_step_under_block_momentum_are_bmuf(workers):
     """Chen & Huo's Nesterov form: G = w̄ − B; Δ ← ηΔ + G; W ← W + Δ; B = W + ηΔ."""
@@ -163,6 +165,7 @@ CONSTRAINED = {
 }
 
 
+@pytest.mark.nightly_cases("Downpour")
 @pytest.mark.parametrize("name", CONSTRAINED)
 def test_constraints_hold_on_servers_and_workers_and_in_averages(name, tmp_path):
     """As Keras does after a step: W, which files have, what a worker goes on from, averages."""
@@ -246,6 +249,7 @@ def test_weight_decay_is_that_of_the_optimizers_own_rate():
     np.testing.assert_allclose(model.get_weights()[0], w, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.nightly_cases("rule0")
 @pytest.mark.parametrize("rule", [tfpara.Downpour(), tfpara.AsyncBMUF(0.0)])
 def test_a_rate_may_be_a_function(rule):
     optimizer = keras.optimizers.SGD(lambda: 0.02)
@@ -254,6 +258,7 @@ def test_a_rate_may_be_a_function(rule):
     np.testing.assert_allclose(model.get_weights()[0], by_hand([0.02] * 12), rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.nightly_cases("bfloat16")
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
 def test_block_momentum_of_weights_of_other_types(dtype, request):
     """Against float32; bfloat16 has three digits. With float64 the rate has this type, too."""

@@ -76,7 +76,7 @@ def pushed_minibatches(strategy, model, period, epochs):
     assert done == [epochs * each] * CHUNKS
 
 
-@pytest.mark.nightly_cases("ASGD(max_staleness=None, delay*")
+@pytest.mark.nightly_cases("ASGD(max_staleness=None, delay*", "Downpour(*-8-1")
 @pytest.mark.parametrize(
     ("rule", "period", "workers"),
     [

@@ -190,22 +190,27 @@ def flat(weights):
     return np.concatenate([np.ravel(w) for w in weights])
 
 
+def nightly(*case):
+    """A case whose rule another case has, with more workers or more settings."""
+    return pytest.param(*case, marks=pytest.mark.nightly)
+
+
 @pytest.mark.parametrize(
     ("rule", "speeds", "period"),
     [
-        (ASGD(), [1.0], 1),
+        nightly(ASGD(), [1.0], 1),
         (ASGD(delay_compensation=0.5), [1.0, 1.3, 2.9], 1),
         (AveragedASGD(rate_by_staleness=True), [1.0, 1.0, 1.0, 10.0], 1),
-        (ASGD(reduction="mean"), [1.0, 1.7, 2.3], 3),
-        (ASGD(), [1.0, 3.0, 1.5, 1.5], 3),
+        nightly(ASGD(reduction="mean"), [1.0, 1.7, 2.3], 3),
+        nightly(ASGD(), [1.0, 3.0, 1.5, 1.5], 3),
         (ASGD(delay_compensation=2.0), [1.0, 1.7, 2.3], 3),
         (ASGD(delay_compensation=2.0, reduction="mean"), [1.0, 3.0, 1.5, 1.5], 2),
-        (AsyncEASGD(0.3), [1.0, 1.3, 2.9], 1),
+        nightly(AsyncEASGD(0.3), [1.0, 1.3, 2.9], 1),
         (AsyncEASGD(0.2), [1.0, 2.2, 1.7, 4.0], 3),
-        (Downpour(), [1.0, 2.2, 1.7, 4.0], 3),
+        nightly(Downpour(), [1.0, 2.2, 1.7, 4.0], 3),
         (Downpour(rate_by_staleness=True, block_learning_rate=0.5), [1.0, 1.3, 2.9], 2),
         (AsyncBMUF(), [1.0, 2.2, 1.7, 4.0], 3),
-        (AsyncBMUF(0.6, 0.7), [1.0, 1.3, 2.9], 2),
+        nightly(AsyncBMUF(0.6, 0.7), [1.0, 1.3, 2.9], 2),
     ],
     ids=str,
 )
@@ -273,6 +278,8 @@ def muon():
     return keras.optimizers.Muon(0.05, exclude_layers=["dense"])
 
 
+# Most optimizers are those of the simulation in NumPy, too.
+@pytest.mark.nightly_cases("*-sgd", "*-adam", "rule4-1-muon")
 @pytest.mark.parametrize(
     ("rule", "period", "optimizer"),
     [
@@ -356,6 +363,7 @@ def test_a_slow_worker_pushes_in_proportion():
     assert abs(pushes[0] - pushes[1]) <= 4
 
 
+@pytest.mark.nightly_cases("ASGD-1", "ASGD-7")
 @pytest.mark.parametrize(("kind", "bound"), [(ASGD, 0), (ASGD, 1), (Downpour, 3), (ASGD, 7)])
 def test_no_push_is_staler_than_the_bound(kind, bound):
     speeds = [Speed(1.0, 0.7)] * 7 + [Speed(10.0)]

@@ -73,6 +73,7 @@ def is_equal(some, others, **close):
         np.testing.assert_allclose(value, others[name], err_msg=name, **close)
 
 
+@pytest.mark.nightly_cases("AsyncBMUF(*", "ASGD(*'mean'*")
 @pytest.mark.parametrize(
     ("rule", "period", "options"),
     [
@@ -133,8 +134,11 @@ def test_only_the_rows_of_a_block_travel(monkeypatch):
             assert len(pulled[index]) == len(made.values[index]) == len(rows)
 
 
-def push_rows(optimizer, pushes, rule=None):
-    """Pushes gradients of rows of a table [6, 2] that starts at 1; returns table and slots."""
+def push_rows(optimizer, pushes, rule=None, times=1):
+    """Pushes gradients of rows of a table [6, 2] that starts at 1; returns table and slots.
+
+    times: how often each push is sent, as by a worker that takes the minibatches of another over.
+    """
     x = keras.Input((1,), dtype="int64")
     y = layers.Flatten()(layers.Embedding(6, 2, embeddings_initializer="ones")(x))
     model = keras.Model(x, y)
@@ -155,7 +159,8 @@ def push_rows(optimizer, pushes, rule=None):
             *([tf.constant(gradient, tf.float32)], [], [], metrics, zero, place, one, one),
             *(tf.constant(-1.0), rows),
         )
-        assert exchange.push(push, pulled).included
+        for _ in range(times):
+            assert exchange.push(push, pulled).included
     (shard,) = (s for s in server.shards if s.weights)
     slots = [
         v.numpy()
@@ -216,6 +221,13 @@ def test_a_push_steps_its_rows_by_the_equation_and_no_other(kind):
     np.testing.assert_array_equal(found[[1, 4]], 1.0)
 
 
+def test_a_push_of_rows_that_is_in_already_is_left_out():
+    _, optimizer, _ = STEPS["adam"]
+    once, twice = (push_rows(optimizer(), PUSHES, times=times) for times in (1, 2))
+    np.testing.assert_array_equal(twice[0], once[0])
+    np.testing.assert_array_equal(twice[1], once[1])
+
+
 @pytest.mark.parametrize("kind", STEPS)
 def test_a_push_of_rows_is_keras_own_step_with_indexed_slices(kind):
     """All rows agree for SGD and Adagrad; else row 2, which each push has, as Keras moves all."""
@@ -259,6 +271,7 @@ def test_a_function_that_gives_a_rate_of_0_hides_nothing():
     assert step_of_rows(optimizers.Lamb(lambda: 0.0), "embedding/embeddings") == (False, False)
 
 
+@pytest.mark.nightly_cases("1")
 @pytest.mark.parametrize("period", [1, 3])
 def test_elements_may_have_none_in_place_of_sample_weights(period):
     """A period of 3 leaves a shorter block at the end of each chunk."""

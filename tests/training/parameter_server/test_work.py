@@ -167,7 +167,10 @@ def test_a_metric_whose_state_is_no_sum_is_refused(aggregation):
         WorkerStep(model, ASGD(), spec(minibatches(1)[0]), 1)
 
 
-@pytest.mark.nightly_cases("carried-True", "frozen-True", "normed-False", "recurrent-True")
+@pytest.mark.nightly_cases(
+    *("carried-True", "dense-False", "frozen-True", "half-False", "normed-False"),
+    "recurrent-True",
+)
 @pytest.mark.parametrize("weighted", [True, False])
 @pytest.mark.parametrize("make", MODELS)
 def test_a_minibatch_is_that_of_keras(make, weighted):
