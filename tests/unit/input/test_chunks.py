@@ -124,6 +124,7 @@ def test_every_epoch_has_each_utterance_once_in_as_many_chunks(frames, seconds, 
             assert max(lengths) - min(lengths) <= 2 * max(frames)
 
 
+@pytest.mark.nightly_cases("100000")
 @pytest.mark.parametrize("shuffle_frames", [200, 100_000])
 def test_every_frame_exactly_once(tiny, shuffle_frames):
     chunks = frame_chunks(tiny, "train", **{**FRAMES, "shuffle_frames": shuffle_frames})

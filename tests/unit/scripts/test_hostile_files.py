@@ -24,6 +24,7 @@ def cases_of(content, daily, seed):
         yield text.encode("utf-8", "surrogatepass")
 
 
+@pytest.mark.nightly_cases(" ")
 @pytest.mark.parametrize("between", ["=", " "])
 def test_a_file_of_flags_of_anything_is_one_line_or_is_taken(between, tmp_path, capsys):
     path = tmp_path / "run.flags"
