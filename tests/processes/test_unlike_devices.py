@@ -83,13 +83,13 @@ def check_by_keras(found, name):
     np.testing.assert_allclose(found[f"{name}: predicted"], rows, atol=1e-5)
 
 
-def check(tmp_path, devices, trainings, ones=(), **options):
-    """Compares workers with those of one device each and with plain Keras; returns what they said.
+def check(tmp_path, devices, trainings, others, of_others=(), **options):
+    """Compares workers with others, and with plain Keras; returns what they said.
 
-    `ones` are the options of the workers of one device.
+    `others` are the numbers of devices of the others, and `of_others` their options.
     """
     replicas = sum(devices)
-    expected, _ = train(tmp_path / "ones", [1] * replicas, trainings, **dict(ones))
+    expected, _ = train(tmp_path / "others", others, trainings, **dict(of_others))
     found, said = train(tmp_path / "unlike", devices, trainings, **options)
     assert_alike(found, expected)
     for training in trainings:
@@ -102,8 +102,11 @@ def check(tmp_path, devices, trainings, ones=(), **options):
 
 
 def test_a_cpu_beside_two_gpus(tmp_path):
-    """The devices of the first worker are said to be GPUs: TensorFlow connects no CPU with one."""
-    said = check(tmp_path, [2, 1], [BMUF], kinds=["GPU", "CPU"])
+    """The devices of the first worker are said to be GPUs: TensorFlow connects no CPU with one.
+
+    One worker of three devices does the same.
+    """
+    said = check(tmp_path, [2, 1], [BMUF], [3], kinds=["GPU", "CPU"])
     assert "workers on GPUs and on CPUs are connected by a ring over gRPC" in said[0]
     assert "worker 0 on CPU:0, CPU:1, worker 1 on 1 device, CPUs and GPUs connected by" in said[0]
 
@@ -119,7 +122,8 @@ def test_a_cpu_beside_two_gpus(tmp_path):
 )
 def test_as_many_workers_of_one_device_do_the_same(devices, trainings, start, tmp_path):
     """Several calls of `fit` on data of several kinds, evaluations, predictions, all state."""
-    check(tmp_path, devices, trainings, {"whole": True}, start=start, whole=True)
+    ones = [1] * sum(devices)
+    check(tmp_path, devices, trainings, ones, {"whole": True}, start=start, whole=True)
 
 
 @pytest.mark.nightly
