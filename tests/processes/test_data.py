@@ -170,14 +170,16 @@ NOT_DEALT = {
 
 
 @pytest.mark.one_version
-def test_speeds_deal_each_row_out_once(plain, tmp_path):
+@pytest.mark.nightly_cases("all")
+@pytest.mark.parametrize("dealt", [DEALT[::2], DEALT], ids=["some", "all"])
+def test_speeds_deal_each_row_out_once(dealt, plain, tmp_path):
     """Shares that change from block to block; one of them is longer than an epoch's data."""
     shares = [[3, 1], [1, 3], [2, 2], [30, 2]] * 10
-    given = {"kinds": DEALT, "not dealt": list(NOT_DEALT), "devices": 1, "balance": shares}
+    given = {"kinds": dealt, "not dealt": list(NOT_DEALT), "devices": 1, "balance": shares}
     outs = [tmp_path / f"{rank}.json" for rank in range(2)]
     run_all_well("feed.py", [{**given, "out": str(out)} for out in outs], timeout=300)
     found = [json.loads(out.read_text()) for out in outs]
-    for kind in DEALT:
+    for kind in dealt:
         parts = [worker["trained"][kind]["epochs"] for worker in found]
         assert [together(both) for both in zip(*parts, strict=True)] == plain[kind], kind
         assert all(worker["trained"][kind]["untouched"] for worker in found)

@@ -398,6 +398,7 @@ def histories(run, number):
 @pytest.mark.nightly
 @pytest.mark.one_version
 @pytest.mark.latest
+@pytest.mark.nightly_cases("anew-2")
 @pytest.mark.parametrize("place,times", [("between", 1), ("anew", 2), ("step", 47)])
 def test_a_second_fit_goes_on_without_who_is_lost_and_takes_in_who_comes(place, times, tmp_path):
     """Who comes passes by the first call, and does itself what its script does between the two."""

@@ -71,6 +71,8 @@ def test_every_minibatch_is_in_once_though_workers_are_killed():
     assert got["kills"] >= 2
 
 
+# At each change: test_a_push_of_rows_that_is_in_already_is_left_out.
+@pytest.mark.nightly
 @pytest.mark.long
 def test_every_minibatch_is_in_the_rows_of_tables_once_though_workers_are_killed():
     """Two tables on two servers, of which workers pull and push rows."""
