@@ -156,24 +156,25 @@ class Calls(keras.callbacks.Callback):
         """Where all callbacks lack this one, Keras calls it in a thread of its own."""
 
 
-@pytest.mark.parametrize(
-    "hook",
-    ["on_train_begin", "on_epoch_begin", "on_train_batch_end", "on_test_end", "on_epoch_end"],
-)
-def test_the_end_of_a_call_is_noticed_wherever_it_fails(made, hook):
+HOOKS = ("on_train_begin", "on_epoch_begin", "on_train_batch_end", "on_test_end", "on_epoch_end")
+
+
+def test_the_end_of_a_call_is_noticed_wherever_it_fails(made):
+    """One hook after the other on the same model, which is traced once."""
     _, model = made
 
     def fail(*_, **__):
         raise ZeroDivisionError
 
-    calls = Calls()
-    spoiling = keras.callbacks.LambdaCallback()
-    setattr(spoiling, hook, fail)
-    with pytest.raises(ZeroDivisionError):
-        model.fit(
-            X, X[:, :3], validation_data=(X, X[:, :3]), verbose=0, callbacks=[calls, spoiling]
-        )
-    assert calls.ended == 1
+    for hook in HOOKS:
+        calls = Calls()
+        spoiling = keras.callbacks.LambdaCallback()
+        setattr(spoiling, hook, fail)
+        with pytest.raises(ZeroDivisionError):
+            model.fit(
+                X, X[:, :3], validation_data=(X, X[:, :3]), verbose=0, callbacks=[calls, spoiling]
+            )
+        assert calls.ended == 1, hook
 
 
 def test_the_end_of_a_call_is_noticed_where_a_step_fails(made):
