@@ -146,8 +146,8 @@ def test_a_worker_joins_where_epochs_end_unevenly(tmp_path):
 
 
 @pytest.mark.latest
-@pytest.mark.nightly_cases("options1")
-@pytest.mark.parametrize("options", [MIXED, {"steps_per_execution": 4, "rule": "tfpara.EASGD()"}])
+@pytest.mark.nightly_cases("options1")  # with its options: a spare that comes in within a block
+@pytest.mark.parametrize("options", [{"steps_per_execution": 4, "rule": "tfpara.EASGD()"}, MIXED])
 def test_a_worker_joins(options, tmp_path):
     faults = {0: ["step", 3, "SIGKILL"]}
     options = {**options, "epochs": 6, "holds": {"3": "len(tasks) > 2 or comes"}}
@@ -398,7 +398,6 @@ def histories(run, number):
 @pytest.mark.nightly
 @pytest.mark.one_version
 @pytest.mark.latest
-@pytest.mark.nightly_cases("anew-2")
 @pytest.mark.parametrize("place,times", [("between", 1), ("anew", 2), ("step", 47)])
 def test_a_second_fit_goes_on_without_who_is_lost_and_takes_in_who_comes(place, times, tmp_path):
     """Who comes passes by the first call, and does itself what its script does between the two."""

@@ -397,7 +397,7 @@ def test_bmuf_adam_refuses_what_it_cannot_filter():
 
 
 @pytest.mark.nightly_cases("False")
-@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize("early", [True, False])
 def test_slots_are_found_whether_or_not_the_optimizer_is_built(early):
     """state_bytes before fit needs the synchronizer, and that the slots that fit would make."""
     strategy = make_strategy(local_state="reset")

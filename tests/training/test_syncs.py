@@ -166,7 +166,7 @@ def test_replicas_that_begin_beside_the_broadcast_point_keep_their_lead_where_it
 
 
 @pytest.mark.nightly_cases("classical")
-@pytest.mark.parametrize("name", ["classical", "diloco"])
+@pytest.mark.parametrize("name", ["diloco", "classical"])
 def test_an_overlapped_sync_is_merged_where_the_next_begins(name):
     check(name, UNEVEN, overlap=True, delay=TAU)
 

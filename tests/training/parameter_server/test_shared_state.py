@@ -80,9 +80,9 @@ def pushed_minibatches(strategy, model, period, epochs):
 @pytest.mark.parametrize(
     ("rule", "period", "workers"),
     [
+        (tfpara.Downpour(), 8, 8),
         (tfpara.ASGD(), 1, 8),
         (tfpara.Downpour(), 8, 1),
-        (tfpara.Downpour(), 8, 8),
         (tfpara.Downpour(), 24, 4),
         (tfpara.AsyncEASGD(0.2), 24, 4),
     ],
