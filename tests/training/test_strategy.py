@@ -142,7 +142,7 @@ def components(strategy, model):
 
 
 # Frozen weights, and AdamW: test_compiling_anew_and_freezing_start_a_new_block.
-@pytest.mark.nightly_cases("clipped-3", "muon-1")
+@pytest.mark.nightly_cases("clipped-3")
 @pytest.mark.all_cases
 @pytest.mark.parametrize(
     ("name", "steps_per_execution"),
