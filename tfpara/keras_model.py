@@ -17,7 +17,7 @@ _NORMALISED = tuple(
     getattr(keras.optimizers, name)
     for name in (
         *("Adam", "Nadam", "Adamax", "RMSprop", "Adagrad", "Adadelta"),
-        *("Adafactor", "Lion", "Lamb", "Muon"),
+        *("Adafactor", "Lion", "Lamb", "Muon", "ScheduleFreeAdamW"),
     )
     if hasattr(keras.optimizers, name)
 )

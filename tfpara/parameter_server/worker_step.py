@@ -16,7 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfpara.algorithms.asgd import ASGD, AsyncRule
-from tfpara.algorithms.keras_step import KerasSteps
+from tfpara.algorithms.keras_step import KerasSteps, check_local
 from tfpara.algorithms.local_momentum import in_a_block
 from tfpara.keras_model import (
     carried_states,
@@ -101,7 +101,8 @@ class WorkerStep:
         fit: how the local momentum was fitted to the block, in words; empty if it was not fitted.
 
     Raises:
-        ValueError: the model is not built or compiled, or has a training step of its own.
+        ValueError: the model is not built or compiled, or has a training step of its own; or its
+            optimizer does not work on workers.
     """
 
     def __init__(
@@ -140,6 +141,7 @@ class WorkerStep:
         self._steps: KerasSteps | None = None
         self.fit = ""
         if self.local:
+            check_local(model.optimizer)
             self._steps = KerasSteps(model.optimizer, self.weights, told_rate=True)
             if getattr(rule, "has_momentum", False) and memory_can_change(model.optimizer):
                 memory = memory_of(model.optimizer)
