@@ -28,6 +28,7 @@ from tfpara.keras_model import (
     parts_not_trained,
     told_of_fit,
 )
+from tfpara.parameter_server.errors import check_read
 from tfpara.parameter_server.messages import NO_ROWS, Place, Pulled, Push, Rows
 from tfpara.parameter_server.server import metric_variables
 from tfpara.parameter_server.tables import Tables
@@ -263,6 +264,7 @@ class WorkerStep:
                 outputs = model(x, training=True)
                 loss = _loss(model, x, y, outputs, sample_weight, training=True)
         self._check_assigned(scope.assigned)
+        check_read(self.weights, tape.watched_variables())
         stood = [
             [weight, *scope.assigned.get(id(v), ())]
             for weight, v in zip(block.weights, self.weights, strict=True)
