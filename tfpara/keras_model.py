@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
 from tfpara.group import Group
-from tfpara.typing import Json
+from tfpara.typing import Json, Nest
 
 # Optimizers whose step does not grow with the gradient. Some versions of Keras lack a few of them.
 _NORMALISED = tuple(
     getattr(keras.optimizers, name)
     for name in (
         *("Adam", "Nadam", "Adamax", "RMSprop", "Adagrad", "Adadelta"),
-        *("Adafactor", "Lion", "Lamb", "Muon"),
+        *("Adafactor", "Lion", "Lamb", "Muon", "ScheduleFreeAdamW"),
     )
     if hasattr(keras.optimizers, name)
 )
@@ -242,6 +242,14 @@ def constrained(
         weight if constraint is None else tf.convert_to_tensor(constraint(weight))
         for weight, constraint in zip(weights, constraints, strict=True)
     ]
+
+
+def flat_log(log: Mapping[str, Nest]) -> dict[str, Nest]:
+    """Returns a log with the entries of dicts, which a metric may return, as entries of its own."""
+    flat: dict[str, Nest] = {}
+    for name, value in log.items():
+        flat |= flat_log(value) if isinstance(value, Mapping) else {name: value}
+    return flat
 
 
 def is_seed(name: str) -> bool:

@@ -4,6 +4,7 @@ The references are NumPy, plain Keras models trained alone, and runs that were l
 """
 
 import dataclasses
+import types
 
 import keras
 import numpy as np
@@ -142,6 +143,14 @@ def test_a_local_state_that_would_break_the_optimizer_is_refused(local_state, op
     model = built(strategy, optimizer)
     with pytest.raises(ValueError, match=message):
         model.fit(data_of(strategy, EVEN), verbose=0)
+
+
+def test_a_first_worker_with_ftrl_is_refused_where_others_may_join():
+    strategy = make(tfpara.BSP(), replicas=1)
+    model = built(strategy, OPTIMIZERS["ftrl"])
+    strategy.extended.models.company = types.SimpleNamespace(changes=True)
+    with pytest.raises(ValueError, match="would undo the sync before it"):
+        strategy.extended.models.make(model)
 
 
 def test_gradients_under_way_stay_through_a_reset():
@@ -465,6 +474,7 @@ KEPT = {"local_state": "keep"}
         (tfpara.BMUF(), ["Muon", "Adam"], {}, LINEAR),
         (tfpara.BMUF(), ["RMSprop"], {}, LINEAR),  # no average of gradients
         (tfpara.BMUF(), ["Nadam"], {}, SQRT),  # whose average is not shortened
+        (tfpara.BMUF(), ["ScheduleFreeAdamW"], {}, SQRT),
         (tfpara.BMUF(), ["AdamW"], KEPT, SQRT),
         (
             tfpara.BMUF(nesterov=False),

@@ -396,6 +396,34 @@ def test_what_a_step_returns_by_the_names_of_metrics_alone_is_logged():
         np.testing.assert_allclose([history[name][0] for name in names], expected, rtol=1e-5)
 
 
+class Rows(keras.metrics.Metric):
+    """Counts rows, and returns a dict."""
+
+    def __init__(self):
+        super().__init__(name="rows")
+        self.count = self.add_variable((), "zeros", name="count")
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        self.count.assign(self.count + tf.cast(tf.shape(y_pred)[0], tf.float32))
+
+    def result(self):
+        return {"counted": self.count}
+
+
+class WithExtra(keras.Sequential):
+    def compute_metrics(self, *given, **named):
+        return super().compute_metrics(*given, **named) | {"extra": 1.0}
+
+
+def test_a_metric_that_returns_a_dict_covers_all_replicas_beside_values_that_are_none():
+    strategy = make()
+    with strategy.scope():
+        model = WithExtra(network().layers)
+        model.compile("sgd", "mse", metrics=[Rows()])
+    history = model.fit(data(), verbose=0).history
+    assert (history["counted"], history["extra"]) == ([len(X)], [1.0])
+
+
 class Unready(keras.Model):
     """Has an optimizer that takes no step."""
 

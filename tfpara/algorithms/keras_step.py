@@ -367,10 +367,11 @@ def holds_slots(attribute: str, value: object) -> bool:
 
 
 def check_plain(optimizer: keras.optimizers.Optimizer) -> None:
-    """Refuses settings that affect more than one step.
+    """Refuses settings that affect more than one step, and optimizers that wrap others.
 
     Raises:
-        ValueError: gradient accumulation, Keras' own average of the weights, or a loss scale.
+        ValueError: gradient accumulation, Keras' own average of the weights, or a loss scale; or
+            several optimizers in one.
     """
     for setting, instead in (
         ("use_ema", "give the strategy averages={'ema': tfpara.EMA(...)}"),
@@ -382,11 +383,35 @@ def check_plain(optimizer: keras.optimizers.Optimizer) -> None:
                 f"the optimizer has {setting}={getattr(optimizer, setting)!r}, which a single step "
                 f"cannot honour: leave it out and {instead}."
             )
+    if hasattr(optimizer, "_inner_optimizers"):
+        raise ValueError(
+            f"the optimizer {type(optimizer).__name__} gives weights different optimizers, and an "
+            "AsyncStrategy has one for all weights. Give one optimizer, or train with "
+            "tfpara.PeriodicSyncStrategy."
+        )
     if hasattr(optimizer, "inner_optimizer"):
         raise ValueError(
             f"the optimizer {type(optimizer).__name__} wraps another one, to scale losses. Give "
             f"the inner one, {type(optimizer.inner_optimizer).__name__}, and train in float32 or "
             "bfloat16."
+        )
+
+
+def check_local(optimizer: keras.optimizers.Optimizer) -> None:
+    """Refuses optimizers whose step would undo what a worker has pulled from the servers.
+
+    Ftrl computes the weights anew from its slots in each step, and ScheduleFreeAdamW does so in its
+    first step.
+
+    Raises:
+        ValueError: the optimizer is one of these.
+    """
+    name = type(optimizer).__name__
+    if {kind.__name__ for kind in type(optimizer).__mro__} & {"Ftrl", "ScheduleFreeAdamW"}:
+        raise ValueError(
+            f"{name} computes weights from its slots, so its step on a worker would undo what the "
+            "worker has pulled from the servers. Take tfpara.ASGD(), under which the servers have "
+            "the optimizer, or another optimizer."
         )
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+import keras
 import tensorflow as tf
 
 from tfpara.parameter_server.shard import NOT_FINITE
@@ -20,6 +21,21 @@ class DivergedError(RuntimeError):
 
 class ChunkError(RuntimeError):
     """A chunk of the data could not be trained on. The message names the chunk and the cause."""
+
+
+def check_read(weights: Sequence[keras.Variable], read: Sequence[tf.Variable]) -> None:
+    """Raises ValueError for a weight of the chief's model that a worker's step reads.
+
+    A step reads what the worker has pulled. But a method with the decorator `tf.function` keeps a
+    graph from an earlier call, which reads the variable itself. So the weight would not be trained.
+    """
+    for weight in weights:
+        if any(variable is weight.value for variable in read):
+            raise ValueError(
+                f"a layer reads the weight {weight.path!r} in a tf.function of its own, so workers "
+                "could not train this weight. Remove the decorator @tf.function from the layer: "
+                "workers run graphs in any case."
+            )
 
 
 def explained(error: tf.errors.OpError, check: Callable[[], None]) -> Exception:

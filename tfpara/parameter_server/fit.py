@@ -16,6 +16,7 @@ import tensorflow as tf
 from tfpara import fit_call
 from tfpara.checks import too_many_left_out
 from tfpara.clock import for_tensorboard
+from tfpara.keras_model import flat_log
 from tfpara.measuring import is_asked
 from tfpara.parameter_server.chunks import Chunks, as_chunks
 from tfpara.parameter_server.errors import DivergedError, explained
@@ -343,8 +344,8 @@ class Fit:
     def _logs(self) -> Logs:
         for variable, value in zip(metric_variables(self.model), self.server.metrics, strict=True):
             variable.assign(tf.identity(value))
-        results = self.model.get_metrics_result()
-        # A metric's result may have several values.
+        results = flat_log(self.model.get_metrics_result())
+        # A metric's result may be an array.
         return {k: float(v) if np.ndim(v) == 0 else v for k, v in results.items()}
 
     def _validated(

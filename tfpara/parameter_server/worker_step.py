@@ -16,7 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfpara.algorithms.asgd import ASGD, AsyncRule
-from tfpara.algorithms.keras_step import KerasSteps
+from tfpara.algorithms.keras_step import KerasSteps, check_local
 from tfpara.algorithms.local_momentum import in_a_block
 from tfpara.keras_model import (
     carried_states,
@@ -28,6 +28,7 @@ from tfpara.keras_model import (
     parts_not_trained,
     told_of_fit,
 )
+from tfpara.parameter_server.errors import check_read
 from tfpara.parameter_server.messages import NO_ROWS, Place, Pulled, Push, Rows
 from tfpara.parameter_server.server import metric_variables
 from tfpara.parameter_server.tables import Tables
@@ -101,7 +102,8 @@ class WorkerStep:
         fit: how the local momentum was fitted to the block, in words; empty if it was not fitted.
 
     Raises:
-        ValueError: the model is not built or compiled, or has a training step of its own.
+        ValueError: the model is not built or compiled, or has a training step of its own; or its
+            optimizer does not work on workers.
     """
 
     def __init__(
@@ -140,6 +142,7 @@ class WorkerStep:
         self._steps: KerasSteps | None = None
         self.fit = ""
         if self.local:
+            check_local(model.optimizer)
             self._steps = KerasSteps(model.optimizer, self.weights, told_rate=True)
             if getattr(rule, "has_momentum", False) and memory_can_change(model.optimizer):
                 memory = memory_of(model.optimizer)
@@ -261,6 +264,7 @@ class WorkerStep:
                 outputs = model(x, training=True)
                 loss = _loss(model, x, y, outputs, sample_weight, training=True)
         self._check_assigned(scope.assigned)
+        check_read(self.weights, tape.watched_variables())
         stood = [
             [weight, *scope.assigned.get(id(v), ())]
             for weight, v in zip(block.weights, self.weights, strict=True)

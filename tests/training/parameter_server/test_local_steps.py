@@ -63,6 +63,17 @@ def test_rates_by_epoch_are_those_of_plain_training():
     is_by_hand(model, np.repeat(rates, len(MINIBATCHES)))
 
 
+@pytest.mark.parametrize("name", ["Ftrl", "ScheduleFreeAdamW"])
+def test_an_optimizer_whose_step_would_undo_a_pull_is_refused(name):
+    for rule in (tfpara.Downpour(), tfpara.ASGD()):
+        strategy, model = made(rule, getattr(keras.optimizers, name)(0.05), workers=2)
+        if rule == tfpara.ASGD():
+            train(strategy, model)
+            continue
+        with pytest.raises(ValueError, match=f"{name} computes weights from its slots"):
+            train(strategy, model)
+
+
 def scheduled():
     return keras.optimizers.SGD(keras.optimizers.schedules.ExponentialDecay(0.05, 5, 0.6))
 

@@ -145,6 +145,20 @@ def test_what_a_layer_assigns_to_a_weight_is_refused_where_it_would_be_lost():
         compute(compiled(lambda: normalised(trainable=False)), Downpour(), data)
 
 
+class WithFunction(layers.Dense):
+    @tf.function
+    def call(self, x):
+        return super().call(x)
+
+
+def test_a_weight_that_a_function_of_a_layer_reads_is_refused():
+    """The function's graph has the chief's variable, so the weight did not change."""
+    model = keras.Sequential([keras.Input((4,)), WithFunction(5), layers.Dense(3, "softmax")])
+    model.compile("sgd", "mse")
+    with pytest.raises(ValueError, match="reads the weight '.*kernel' in a tf.function"):
+        compute(model, ASGD(), minibatches(1))
+
+
 @pytest.mark.parametrize("aggregation", ["mean", "only_first_replica", "none"])
 def test_a_metric_whose_state_is_no_sum_is_refused(aggregation):
     """A running maximum of 6 read 90: that of each push was added."""

@@ -115,6 +115,7 @@ def test_clipping_can_be_left_out():
         (lambda: optimizers.SGD(0.1, use_ema=True), "use_ema=True.*averages="),
         (lambda: optimizers.SGD(0.1, gradient_accumulation_steps=4), "sync_period"),
         (lambda: optimizers.LossScaleOptimizer(optimizers.SGD(0.1)), "wraps another.*SGD"),
+        (lambda: optimizers.MultiOptimizer(lambda _: optimizers.SGD()), "one for all weights"),
     ],
 )
 def test_settings_that_reach_beyond_a_step_are_refused(optimizer, told):

@@ -8,6 +8,7 @@ from typing import Any
 import keras
 import numpy as np
 
+from tfpara.keras_model import flat_log
 from tfpara.sync.keras.replacing import Method, for_ours
 from tfpara.typing import Json, Nest
 
@@ -26,7 +27,7 @@ def of_all_workers(
         return read(model, logs)
     extended = strategy.extended
     with extended.metrics.reading(model):
-        metrics = model.get_metrics_result()
+        metrics = flat_log(model.get_metrics_result())
     # Only methods that the user has written can return values that are not metrics. All workers
     # have the same model, so either all of them exchange such values or none does.
     if not has_own(model, ("train_step", "test_step", "compute_metrics")):

@@ -42,7 +42,6 @@ def replica_variables(
     state = [v for v in others if not v.value.trainable]
     frozen = [v for v in others if v.value.trainable]
     local_state = settings.slots_at_sync
-    _check_ftrl(optimizers(model), settings)
     written = [] if local_state == "keep" else optimizers(model)
     slots = [slot for optimizer in written for slot in _slots(optimizer)]
     moments: list[keras.Variable] = []
@@ -136,24 +135,30 @@ def _counting_moments(
 _WITHOUT_COUNT = {"SGD", "RMSprop", "Adagrad", "Adadelta", "Lion"}
 
 
-def _check_ftrl(model_optimizers: Sequence[keras.optimizers.Optimizer], settings: Settings) -> None:
+def check_ftrl(
+    model_optimizers: Sequence[keras.optimizers.Optimizer], local_state: str, several: bool
+) -> None:
     """Refuses Ftrl if its next step would undo a sync.
 
     A step of Ftrl computes the weights anew from its slots, which have the gradients so far. So if
     a sync writes the weights alone, the next step takes each replica back to its own weights. If a
     sync resets the slots, the next step takes the weights to about 0.
 
+    Args:
+        model_optimizers: the local optimizers.
+        local_state: the strategy's argument of this name.
+        several: whether there are several replicas, now or later in an elastic run.
+
     Raises:
-        ValueError: a model of several replicas has Ftrl, and syncs do not average its slots; or
-            syncs reset them.
+        ValueError: one of several replicas has Ftrl, and syncs do not average its slots; or syncs
+            reset them.
     """
-    local_state = settings.slots_at_sync
-    if local_state == "average" or (local_state == "keep" and settings.replicas == 1):
+    if local_state == "average" or (local_state != "reset" and not several):
         return
     for optimizer in model_optimizers:
         if any(kind.__name__ == "Ftrl" for kind in type(optimizer).__mro__):
             raise ValueError(
-                f"local_state={settings.local_state!r}: each step of {type(optimizer).__name__} "
+                f"local_state={local_state!r}: each step of {type(optimizer).__name__} "
                 "computes the weights anew from its slots, and so would undo the sync before it. "
                 'Give the strategy local_state="average", or take another optimizer.'
             )

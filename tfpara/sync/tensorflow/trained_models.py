@@ -26,7 +26,7 @@ from tfpara.sync.one_sync.synchronizer import Synchronizer
 from tfpara.sync.settings import Settings
 from tfpara.sync.start_line import in_words
 from tfpara.sync.tensorflow.links import Links
-from tfpara.sync.tensorflow.model_variables import replica_variables
+from tfpara.sync.tensorflow.model_variables import check_ftrl, replica_variables
 from tfpara.sync.tensorflow.variables import Metric, not_aggregated, plain_variable
 from tfpara.sync.workers.json_exchange import everyones
 from tfpara.sync.workers.settings_check import agree
@@ -262,6 +262,8 @@ class TrainedModels:
                 "loop."
             )
         _refuse(model)
+        several = self._worker.replicas > 1 or self.company.changes
+        check_ftrl(optimizers(model), self.settings.local_state, several)
         former = self._entry(model)
         self._drop_collected(former)
         if former is not None:
