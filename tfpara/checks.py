@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Mapping
 
 import keras
@@ -116,6 +117,6 @@ def checked_averages(
 
 def checked_seconds(name: str, seconds: float) -> float:
     """Returns a positive number of seconds, else raises ValueError."""
-    if not seconds > 0:
+    if not isinstance(seconds, numbers.Real) or not seconds > 0:
         raise ValueError(f"{name}={seconds!r} must be a positive number of seconds.")
     return float(seconds)

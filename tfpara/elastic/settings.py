@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 
+from tfpara.checks import checked_seconds
 from tfpara.elastic.meeting import ADDRESS
 from tfpara.whole_number import checked_whole
 
@@ -44,10 +45,7 @@ class Elastic:
                 "as many, or more."
             )
         for name in ("grace_seconds", "silence_seconds"):
-            if not getattr(self, name) > 0:
-                raise ValueError(
-                    f"{name}={getattr(self, name)!r} must be a positive number of seconds."
-                )
+            checked_seconds(name, getattr(self, name))
 
 
 def meeting_point() -> str:
