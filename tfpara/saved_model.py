@@ -199,6 +199,8 @@ def _input_specs(model: keras.Model) -> list[Nest]:
         )
 
     def spec(tensor: keras.KerasTensor) -> tf.TensorSpec:
-        return tf.TensorSpec(tensor.shape, tensor.dtype, name=tensor.name.split(":")[0])
+        # A Sequential model without Input has the batch size with which `fit` built it.
+        shape = [None, *tensor.shape[1:]]
+        return tf.TensorSpec(shape, tensor.dtype, name=tensor.name.split(":")[0])
 
     return [spec(inputs[0]) if len(inputs) == 1 else keras.tree.map_structure(spec, model.input)]
