@@ -5,9 +5,8 @@ from __future__ import annotations
 import dataclasses
 import os
 
-from tfpara.checks import checked_seconds
 from tfpara.elastic.meeting import ADDRESS
-from tfpara.whole_number import checked_whole
+from tfpara.whole_number import checked_seconds, checked_whole
 
 
 @dataclasses.dataclass(frozen=True)

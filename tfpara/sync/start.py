@@ -12,7 +12,6 @@ from typing import Any
 import tensorflow as tf
 
 from tfpara import cluster, program
-from tfpara.checks import checked_seconds
 from tfpara.cluster import failures, quiet, startup
 from tfpara.collectives.choice import choose, of_horovod
 from tfpara.elastic.meeting import ADDRESS as MEETING
@@ -30,6 +29,7 @@ from tfpara.sync.workers import horovod_group
 from tfpara.sync.workers.company import Company
 from tfpara.sync.workers.fixed import Fixed
 from tfpara.threads import check_threads
+from tfpara.whole_number import checked_seconds
 
 _log = logging.getLogger(__name__)
 
