@@ -22,7 +22,7 @@ from input.sources import Problem, Source
 SKIP = {
     "labels": "features without labels",
     "features": "labels without features",
-    "length": "no frames, or labels longer or shorter by more than --max_length_mismatch",
+    "length": "no frames, or too many or too few labels",
     "nonfinite": "features with NaN or Inf",
     "audio": "recordings that are unreadable, too short or at another sample rate",
 }

@@ -61,11 +61,9 @@ class Extraction:
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise ValueError(f"features must be one of {', '.join(KINDS)}. Received: {self.kind!r}")
-        if self.num_mel < 1 or self.num_ceps < 1:
-            raise ValueError(
-                "num_mel and num_ceps must be at least 1. Received:"
-                f" num_mel={self.num_mel}, num_ceps={self.num_ceps}"
-            )
+        for name, size in (("num_mel", self.num_mel), ("num_ceps", self.num_ceps)):
+            if size < 1:
+                raise ValueError(f"{name} must be at least 1. Received: {size}")
 
     def __call__(self, samples: np.ndarray) -> np.ndarray:
         frames = self._spectral(samples)

@@ -112,10 +112,3 @@ def checked_averages(
             what = "is taken" if name else "is empty"
             raise ValueError(f"averages: the name {name!r} {what}. Choose another.")
     return dict(averages)
-
-
-def checked_seconds(name: str, seconds: float) -> float:
-    """Returns a positive number of seconds, else raises ValueError."""
-    if not seconds > 0:
-        raise ValueError(f"{name}={seconds!r} must be a positive number of seconds.")
-    return float(seconds)

@@ -113,9 +113,9 @@ def _warn_of_young_average(strategy: Any, model: keras.Model, which: str) -> Non
     if share > _YOUNG:
         warnings.warn(
             f"which={which!r}: {share:.0%} of this average are still the weights from which it "
-            "began, for there were few syncs since the training began or since set_weights (also "
-            "that of a callback) set weights. Give the average a smaller decay, or "
-            'num_updates=True; or export which="global".',
+            "began, for there were few syncs since the training began or since set_weights set "
+            "weights, as EarlyStopping(restore_best_weights=True) does at the end of fit. "
+            'Give the average a smaller decay, or num_updates=True; or export which="global".',
             stacklevel=3,
         )
 
@@ -193,11 +193,14 @@ def _input_specs(model: keras.Model) -> list[Nest]:
     if not inputs:
         raise ValueError(
             "The model does not say which inputs it has, since it is not made of layers' outputs. "
-            "Give signature= and, where it has several inputs, preprocessing=, which makes the "
-            "model's inputs of the signature's."
+            "Give signature=, such as signature=[tf.TensorSpec([None, 20], tf.float32)] for one "
+            "input of 20 numbers. Where the model has several inputs, also give preprocessing=, "
+            "which makes them of the signature's."
         )
 
     def spec(tensor: keras.KerasTensor) -> tf.TensorSpec:
-        return tf.TensorSpec(tensor.shape, tensor.dtype, name=tensor.name.split(":")[0])
+        # A Sequential model without Input has the batch size with which `fit` built it.
+        shape = [None, *tensor.shape[1:]]
+        return tf.TensorSpec(shape, tensor.dtype, name=tensor.name.split(":")[0])
 
     return [spec(inputs[0]) if len(inputs) == 1 else keras.tree.map_structure(spec, model.input)]

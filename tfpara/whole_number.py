@@ -1,4 +1,4 @@
-"""The check of arguments that are whole numbers."""
+"""Checks of arguments that are whole numbers, or numbers of seconds."""
 
 from __future__ import annotations
 
@@ -30,3 +30,10 @@ def checked_whole(
     if at_most is not None and number > at_most:
         raise ValueError(f"{name}={value!r} is above {at_most}, the largest that can be counted.")
     return number
+
+
+def checked_seconds(name: str, seconds: float) -> float:
+    """Returns a positive number of seconds, else raises ValueError."""
+    if not isinstance(seconds, numbers.Real) or not seconds > 0:
+        raise ValueError(f"{name}={seconds!r} must be a positive number of seconds.")
+    return float(seconds)

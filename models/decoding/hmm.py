@@ -44,7 +44,7 @@ class PhoneStates:
             if not (dot and phone and state.isascii() and state.isdigit()):
                 raise ValueError(
                     f"class {number} is named {name!r}, but decoding needs phone states, "
-                    "PHONE.STATE. Of tied states write log-likelihoods for Kaldi's decoders "
+                    "PHONE.STATE. For tied states, write log-likelihoods for Kaldi's decoders "
                     "instead: --write_loglikes."
                 )
             if int(state) in states.setdefault(phone, {}):

@@ -138,7 +138,7 @@ def test_a_wrong_argument_is_a_sentence_with_the_line_of_the_script(capsys, monk
     import tensorflow as tf
 
     import tfpara
-    from tfpara.checks import checked_seconds
+    from tfpara.whole_number import checked_seconds
 
     line = inspect.currentframe().f_lineno + 1
     wrong = [lambda: tfpara.simulate(0, tfpara.BSP(), sync_period=2)]
@@ -167,7 +167,7 @@ def test_what_is_no_message_of_ours_has_its_traceback(capsys, monkeypatch):
 
 
 def test_an_error_while_the_script_handles_another_shows_both(capsys, monkeypatch):
-    from tfpara.checks import checked_seconds
+    from tfpara.whole_number import checked_seconds
 
     def call(suppress):
         try:

@@ -120,6 +120,14 @@ def test_inputs_that_nobody_knows_are_asked_for(tmp_path):
     np.testing.assert_allclose(loaded.serve(tf.constant(X)), expected, atol=1e-6)
 
 
+def test_a_model_that_its_first_data_built_takes_any_number_of_rows(tmp_path):
+    model = keras.Sequential([keras.layers.Dense(2)])  # without Input
+    expected = model(X)
+    export(model, tmp_path / "model")
+    loaded = tf.saved_model.load(tmp_path / "model")
+    np.testing.assert_allclose(loaded.serve(tf.constant(X[:3])), expected[:3], atol=1e-6)
+
+
 def test_a_layer_with_words_comes_before_the_model(tmp_path):
     words = keras.layers.StringLookup(vocabulary=["a", "b", "c"], output_mode="one_hot")
     assert not words.built

@@ -230,6 +230,11 @@ def is_place(host: str, port: int) -> bool:
     return is_address(host) and 0 < port < 65536
 
 
+def is_every_interface(host: str) -> bool:
+    """Returns whether a host to listen on means all interfaces: others cannot connect to it."""
+    return not host or (is_address(host) and ipaddress.ip_address(host).is_unspecified)
+
+
 def is_address(host: str) -> bool:
     """Returns whether `host` is an IP address, and not a name."""
     try:

@@ -6,7 +6,7 @@ import dataclasses
 import os
 
 from tfpara.elastic.meeting import ADDRESS
-from tfpara.whole_number import checked_whole
+from tfpara.whole_number import checked_seconds, checked_whole
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,10 +44,7 @@ class Elastic:
                 "as many, or more."
             )
         for name in ("grace_seconds", "silence_seconds"):
-            if not getattr(self, name) > 0:
-                raise ValueError(
-                    f"{name}={getattr(self, name)!r} must be a positive number of seconds."
-                )
+            checked_seconds(name, getattr(self, name))
 
 
 def meeting_point() -> str:

@@ -15,7 +15,6 @@ from tfpara.cluster import exit_codes, ports, secret
 from tfpara.elastic.meeting import ADDRESS
 from tfpara.elastic.meeting_point import Meeting
 
-_ALL_INTERFACES = ("", "0.0.0.0", "::")
 _EPILOG = f"""
 The workers of an elastic run (tfpara.PeriodicSyncStrategy with elastic=...) connect to this
 program. It notices when a worker is lost or joins, and tells the others. Give each worker
@@ -53,8 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     over = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: over.set())
-    # No other machine can connect to an address that stands for all interfaces.
-    reached = socket.gethostname() if options.host in _ALL_INTERFACES else options.host
+    reached = socket.gethostname() if ports.is_every_interface(options.host) else options.host
     _say(f"{ADDRESS}={ports.joined(reached, meeting.port)}")
     told = 0
     while not over.wait(0.5):

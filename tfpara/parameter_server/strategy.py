@@ -19,7 +19,6 @@ from tfpara.checks import (
     checked_averages,
     checked_nonfinite,
     checked_period,
-    checked_seconds,
 )
 from tfpara.cluster import quiet
 from tfpara.parameter_server import processes
@@ -31,7 +30,7 @@ from tfpara.parameter_server.search import ChunkRateSearch
 from tfpara.parameter_server.workers import Workers
 from tfpara.strategy import StateHolder, Strategy
 from tfpara.typing import Data, Nest
-from tfpara.whole_number import checked_whole
+from tfpara.whole_number import checked_seconds, checked_whole
 
 
 class AsyncStatistics(NamedTuple):

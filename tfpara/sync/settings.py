@@ -15,14 +15,13 @@ from tfpara.checks import (
     checked_averages,
     checked_nonfinite,
     checked_period,
-    checked_seconds,
     versions,
 )
 from tfpara.collectives.choice import COLLECTIVES, COMMUNICATIONS
 from tfpara.keras_model import inner, is_normalised, memory_can_change, memory_of, momentum_of
 from tfpara.sync.start_line import counted
 from tfpara.typing import Json
-from tfpara.whole_number import checked_whole
+from tfpara.whole_number import checked_seconds, checked_whole
 
 LOCAL_STATE = ("auto", "keep", "reset", "average")
 AGGREGATIONS = ("auto", "replicated", "sharded")

@@ -12,7 +12,6 @@ from typing import Any
 import tensorflow as tf
 
 from tfpara import cluster, program
-from tfpara.checks import checked_seconds
 from tfpara.cluster import failures, quiet, startup
 from tfpara.collectives.choice import choose, of_horovod
 from tfpara.elastic.meeting import ADDRESS as MEETING
@@ -24,12 +23,13 @@ from tfpara.sync.progress import Progress, checked_port
 from tfpara.sync.settings import Settings
 from tfpara.sync.start_line import start_line
 from tfpara.sync.tensorflow import average_loss, links
-from tfpara.sync.tensorflow.devices import default_devices
+from tfpara.sync.tensorflow.devices import named_devices
 from tfpara.sync.tensorflow.extended import PeriodicSyncExtended
 from tfpara.sync.workers import horovod_group
 from tfpara.sync.workers.company import Company
 from tfpara.sync.workers.fixed import Fixed
 from tfpara.threads import check_threads
+from tfpara.whole_number import checked_seconds
 
 _log = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ def start(
     status_port = checked_port(status_port, elastic is not None)
     # The default devices are found before the processes are connected. After that, TensorFlow lists
     # the devices of all processes.
-    devices = default_devices() if devices is None else devices
+    devices = named_devices(devices)
     check_threads(len(devices))
     found, settings, starting = workers_of(
         settings, len(devices), elastic, startup_timeout_seconds, is_simulated

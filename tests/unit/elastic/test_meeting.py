@@ -479,7 +479,9 @@ def test_the_program_serves_on_where_nobody_reads_what_it_prints(begins):
             program.kill()
 
 
-@pytest.mark.parametrize(("host", "reached"), [("0.0.0.0", "node1"), ("10.0.0.1", "10.0.0.1")])
+@pytest.mark.parametrize(
+    ("host", "reached"), [("0.0.0.0", "node1"), ("[0::0]", "node1"), ("10.0.0.1", "10.0.0.1")]
+)
 def test_the_program_prints_an_address_that_other_machines_reach(
     host, reached, monkeypatch, capsys
 ):

@@ -12,6 +12,22 @@ from tfpara.cluster import cuda
 _TASK = re.compile(r"/job:(\w+)(?:/replica:\d+)?/task:(\d+)")
 
 
+def named_devices(devices: object) -> list[str]:
+    """Returns the names of a worker's devices; those of `default_devices` for None.
+
+    Raises:
+        TypeError: `devices` is neither None nor a list of names.
+    """
+    if devices is None:
+        return default_devices()
+    if isinstance(devices, list | tuple) and all(isinstance(name, str) for name in devices):
+        return list(devices)
+    raise TypeError(
+        f'devices={devices!r} must be a list of names, such as ["GPU:0", "GPU:1"], or None for all '
+        "GPUs of this process."
+    )
+
+
 def default_devices() -> list[str]:
     """Returns all logical GPUs of this process, else its first CPU device.
 

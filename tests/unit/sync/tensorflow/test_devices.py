@@ -57,6 +57,12 @@ def test_all_gpus_are_the_default_or_else_a_cpu(monkeypatch):
     assert devices.cards_of_gpus() == [1, 1, 3]
 
 
+@pytest.mark.parametrize("given", ["CPU:0", 2, [types.SimpleNamespace(name="/device:CPU:0")]])
+def test_what_is_no_list_of_names_is_refused(given):
+    with pytest.raises(TypeError, match=r"^devices=.* must be a list of names, such as \["):
+        devices.named_devices(given)
+
+
 class Driver:
     """CUDA's driver on a machine of four cards, whose identifiers are their numbers."""
 
