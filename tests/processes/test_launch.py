@@ -431,6 +431,8 @@ def test_an_ignored_signal_stays_ignored(script):
     def nohup():
         default_signals()
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        # Some supervisors ignore SIGCHLD. The launcher must still see how its workers end.
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)
 
     show = "import signal; print(signal.getsignal(signal.SIGHUP) == signal.SIG_IGN)\n"
     path = script(show + FOREVER)
