@@ -48,6 +48,19 @@ def connect(address: str, timeout_seconds: float) -> socket.socket:
     return connection
 
 
+def without_proxy(addresses: Iterable[str]) -> None:
+    """Has TensorFlow's gRPC connect to "host:port" directly, where a proxy for web pages is set.
+
+    gRPC takes the proxy of http_proxy or https_proxy for every connection, also for one within this
+    machine. A proxy of grpc_proxy, which the user has set for gRPC alone, stays.
+    """
+    if "grpc_proxy" in os.environ or not {"http_proxy", "https_proxy"} & os.environ.keys():
+        return
+    former = os.environ.get("no_grpc_proxy", os.environ.get("no_proxy", ""))
+    hosts = dict.fromkeys([*former.split(","), *(split(each)[0] for each in addresses)])
+    os.environ["no_grpc_proxy"] = ",".join(filter(None, hosts))
+
+
 def places(address: str) -> set[tuple[str, int]]:
     """Returns the IP addresses, each with the port, to which "host:port" leads now.
 

@@ -37,5 +37,22 @@ def test_connections_to_an_address_are_cut_and_no_others(family, host):
         assert others_peer.recv(1) == b"x"
 
 
+@pytest.mark.parametrize(
+    ("environ", "direct"),
+    [
+        ({}, None),
+        ({"http_proxy": "p:1"}, "a,::1"),
+        ({"https_proxy": "p:1", "no_proxy": "b,a"}, "b,a,::1"),
+        ({"http_proxy": "p:1", "no_grpc_proxy": "c", "no_proxy": "b"}, "c,a,::1"),
+        ({"http_proxy": "p:1", "grpc_proxy": "q:1"}, None),
+    ],
+)
+def test_no_proxy_comes_between_the_processes_of_a_run(environ, direct, monkeypatch):
+    monkeypatch.setattr(os, "environ", environ)
+    for _ in range(2):
+        ports.without_proxy(["a:1", "[::1]:2", "a:3"])
+        assert environ.get("no_grpc_proxy") == direct
+
+
 def test_a_name_that_nobody_knows_leads_nowhere():
     assert ports.places("nobody.invalid:4000") == set()
