@@ -445,6 +445,15 @@ def test_an_ignored_signal_stays_ignored(script):
     assert "got SIGTERM; chief failed first" in err
 
 
+def test_a_launcher_may_have_no_standard_streams(script, tmp_path):
+    """Some daemons start a program so. Pipes of the workers must not take their numbers."""
+    path = script("print('well')\n")
+    log_dir = f"--log_dir={tmp_path}"
+    code, *_ = launch("-n", 1, log_dir, path, preexec_fn=lambda: os.closerange(0, 3))
+    assert code == 0
+    assert (tmp_path / "chief.log").read_text() == "well\n"
+
+
 GRANDCHILD = f"""
 import subprocess, sys
 subprocess.Popen([sys.executable, "-c", {FOREVER!r}], close_fds=False)

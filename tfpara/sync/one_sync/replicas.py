@@ -298,7 +298,7 @@ class Replicas:
 
 def _difference(values: tf.Tensor, former: tf.Tensor) -> tf.Tensor:
     """Returns `values - former`, but 0 where the two are equal, even if they are infinite."""
-    return tf.where(values == former, tf.zeros_like(values), values - former)
+    return tf.where(tf.equal(values, former), tf.zeros_like(values), values - former)
 
 
 def assign(
