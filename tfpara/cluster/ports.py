@@ -19,6 +19,7 @@ from collections.abc import Collection, Iterable
 # higher range, so no such connection takes a chosen port before a process listens on the port.
 CHOSEN = range(10000, 32768)
 _PAUSE_SECONDS = 0.1
+_DIRECT = "no_grpc_proxy"  # gRPC's variable for hosts that it connects to without a proxy
 _SIOCGIFADDR = 0x8915  # Linux: the address of an interface
 
 
@@ -56,9 +57,9 @@ def without_proxy(addresses: Iterable[str]) -> None:
     """
     if "grpc_proxy" in os.environ or not {"http_proxy", "https_proxy"} & os.environ.keys():
         return
-    former = os.environ.get("no_grpc_proxy", os.environ.get("no_proxy", ""))
+    former = os.environ.get(_DIRECT, os.environ.get("no_proxy", ""))
     hosts = dict.fromkeys([*former.split(","), *(split(each)[0] for each in addresses)])
-    os.environ["no_grpc_proxy"] = ",".join(filter(None, hosts))
+    os.environ[_DIRECT] = ",".join(filter(None, hosts))
 
 
 def places(address: str) -> set[tuple[str, int]]:
@@ -178,13 +179,22 @@ def listen(host: str, port: int, peers: int = 0) -> socket.socket:
     return listener
 
 
+def candidates() -> list[int]:
+    """Returns the ports of `CHOSEN` in any order, which the program's seed does not determine.
+
+    With one order for all programs that set the same seed, runs beside each other would take the
+    same ports at the same time.
+    """
+    return random.Random().sample(CHOSEN, len(CHOSEN))
+
+
 def reserve() -> socket.socket:
     """Returns a socket that reserves a port, free on all interfaces, until the socket closes.
 
     Raises:
         OSError: no port is free.
     """
-    for port in random.sample(CHOSEN, len(CHOSEN)):
+    for port in candidates():
         with contextlib.suppress(OSError):
             # With reuse=True, two processes that do not listen yet could get the same port.
             return bind("", port, reuse=False)
