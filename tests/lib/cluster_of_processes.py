@@ -15,6 +15,8 @@ from tfpara.cluster import rendezvous
 from tfpara.launch import clusters
 
 HERE = pathlib.Path(__file__).resolve().parent
+# A proxy for web pages, where nobody listens. The processes of a run must not be connected by it.
+DEAD_PROXY = "http://127.0.0.1:1"
 
 
 def free_ports(count: int) -> list[int]:
@@ -91,6 +93,7 @@ class Workers:
                 "TF_NUM_INTRAOP_THREADS": "1",
                 "TF_NUM_INTEROP_THREADS": "2",
                 "OMP_NUM_THREADS": "1",
+                "http_proxy": DEAD_PROXY,
             }
             env |= (environ or [{}] * len(options))[rank]
             words = [str(HERE / "programs" / program), json.dumps(option)]

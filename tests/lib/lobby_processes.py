@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 
 from tests.lib import warm
-from tests.lib.cluster_of_processes import free_ports
+from tests.lib.cluster_of_processes import DEAD_PROXY, free_ports
 from tests.lib.launched import default_signals
 from tfpara.cluster.asynchronous import AsyncCluster
 
@@ -37,6 +37,7 @@ class Process:
     def __init__(self, program: str, arguments: list[str], tf_config: str, **environ: str) -> None:
         threads = ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS")
         env = os.environ | dict.fromkeys(threads, "1") | {"TF_CONFIG": tf_config} | environ
+        env["http_proxy"] = DEAD_PROXY
         words = [str(PROGRAMS / program), *arguments]
         streams = {
             "stdin": subprocess.PIPE,

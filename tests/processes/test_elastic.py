@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from tests.lib import elastic_runs, warm
+from tests.lib.cluster_of_processes import DEAD_PROXY
 from tests.lib.launched import Launched, launch
 from tfpara.elastic.meeting import ADDRESS
 
@@ -45,7 +46,8 @@ TOLD = {
 )
 def test_a_killed_worker_is_done_without(place, times, rank, told, tmp_path):
     faults = {rank: [place, times, "SIGKILL"]}
-    with elastic_runs.Run(tmp_path, 3, faults, environment=told) as run:
+    environment = {n: {"http_proxy": DEAD_PROXY, **told.get(n, {})} for n in range(3)}
+    with elastic_runs.Run(tmp_path, 3, faults, environment=environment) as run:
         last = run.check([KILLED])
         assert len(last) == 2
         generations = [(each.number, len(each.members)) for each in run.meeting.state.history]

@@ -431,6 +431,8 @@ def test_an_ignored_signal_stays_ignored(script):
     def nohup():
         default_signals()
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        # Some supervisors ignore SIGCHLD. The launcher must still see how its workers end.
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)
 
     show = "import signal; print(signal.getsignal(signal.SIGHUP) == signal.SIG_IGN)\n"
     path = script(show + FOREVER)
@@ -441,6 +443,15 @@ def test_an_ignored_signal_stays_ignored(script):
         code, _, err = launched.finish()
     assert code == 128 + signal.SIGTERM
     assert "got SIGTERM; chief failed first" in err
+
+
+def test_a_launcher_may_have_no_standard_streams(script, tmp_path):
+    """Some daemons start a program so. Pipes of the workers must not take their numbers."""
+    path = script("print('well')\n")
+    log_dir = f"--log_dir={tmp_path}"
+    code, *_ = launch("-n", 1, log_dir, path, preexec_fn=lambda: os.closerange(0, 3))
+    assert code == 0
+    assert (tmp_path / "chief.log").read_text() == "well\n"
 
 
 GRANDCHILD = f"""

@@ -111,6 +111,21 @@ def test_equals_the_run_without_them(case, capfd):
         np.testing.assert_allclose(log[name], expected[name], rtol=1e-6)
 
 
+def test_a_sync_has_no_nan_for_checks_of_tensorflow():
+    """They fail at every NaN of a float type, also at a constant that is not used."""
+    strategy = strategy_of(1)
+    with strategy.scope():
+        layers = [keras.layers.BatchNormalization(), keras.layers.Dense(3)]
+        model = keras.Sequential([keras.Input((6,)), *layers])
+        model.compile("sgd", "mse")
+    tf.debugging.enable_check_numerics()
+    try:
+        model.fit(np.ones((8, 6)), np.ones((8, 3)), batch_size=4, verbose=0)
+    finally:
+        tf.debugging.disable_check_numerics()
+    assert strategy.statistics().syncs == 1
+
+
 @pytest.mark.nightly
 def test_a_gpu_chooses_values_without_a_branch(monkeypatch, capfd):
     """The host would wait for a branch; here the same operations run on CPUs."""

@@ -19,6 +19,7 @@ from collections.abc import Collection, Iterable
 # higher range, so no such connection takes a chosen port before a process listens on the port.
 CHOSEN = range(10000, 32768)
 _PAUSE_SECONDS = 0.1
+_DIRECT = "no_grpc_proxy"  # gRPC's variable for hosts that it connects to without a proxy
 _SIOCGIFADDR = 0x8915  # Linux: the address of an interface
 
 
@@ -46,6 +47,19 @@ def connect(address: str, timeout_seconds: float) -> socket.socket:
         connection.close()
         raise ConnectionRefusedError("nobody listens")
     return connection
+
+
+def without_proxy(addresses: Iterable[str]) -> None:
+    """Has TensorFlow's gRPC connect to "host:port" directly, where a proxy for web pages is set.
+
+    gRPC takes the proxy of http_proxy or https_proxy for every connection, also for one within this
+    machine. A proxy of grpc_proxy, which the user has set for gRPC alone, stays.
+    """
+    if "grpc_proxy" in os.environ or not {"http_proxy", "https_proxy"} & os.environ.keys():
+        return
+    former = os.environ.get(_DIRECT, os.environ.get("no_proxy", ""))
+    hosts = dict.fromkeys([*former.split(","), *(split(each)[0] for each in addresses)])
+    os.environ[_DIRECT] = ",".join(filter(None, hosts))
 
 
 def places(address: str) -> set[tuple[str, int]]:
@@ -165,12 +179,12 @@ def listen(host: str, port: int, peers: int = 0) -> socket.socket:
     return listener
 
 
-def in_random_order() -> list[int]:
-    """Returns the ports `CHOSEN` in an order that does not depend on the seed of a program.
+def candidates() -> list[int]:
+    """Returns the ports of `CHOSEN` in an order that does not depend on the program's seed.
 
-    Otherwise programs with the same seed would try the same ports at the same time.
+    Otherwise programs that set the same seed would try the same ports at the same time.
     """
-    return random.SystemRandom().sample(CHOSEN, len(CHOSEN))
+    return random.Random().sample(CHOSEN, len(CHOSEN))
 
 
 def reserve() -> socket.socket:
@@ -179,7 +193,7 @@ def reserve() -> socket.socket:
     Raises:
         OSError: no port is free.
     """
-    for port in in_random_order():
+    for port in candidates():
         with contextlib.suppress(OSError):
             # With reuse=True, two processes that do not listen yet could get the same port.
             return bind("", port, reuse=False)

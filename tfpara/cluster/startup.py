@@ -79,6 +79,7 @@ def guard(cluster: Cluster, timeout_seconds: float) -> Iterator[None]:
         return
     _refuse_another()
     meet(cluster, timeout_seconds)
+    ports.without_proxy(cluster.addresses)
     # Python threads do not run during TensorFlow's start, so this timer is a thread in C.
     faulthandler.dump_traceback_later(_CONNECT_SECONDS, exit=True, file=sys.__stderr__ or 2)
     try:

@@ -8,7 +8,7 @@ import socket
 
 from tfpara import cluster
 from tfpara.cluster import asynchronous as async_cluster
-from tfpara.cluster.ports import in_random_order, joined
+from tfpara.cluster.ports import candidates, joined
 
 
 class LaunchError(ValueError):
@@ -58,7 +58,7 @@ def local_async_clusters(
 def ports(host: str, base: int, count: int) -> list[int]:
     """Returns `count` free ports: from `base` on, or any if `base` is 0; raises LaunchError."""
     if not base:
-        free = (port for port in in_random_order() if _is_free(host, port))
+        free = (port for port in candidates() if _is_free(host, port))
         return list(itertools.islice(free, count))
     if base + count - 1 > 65535:
         raise LaunchError(

@@ -42,8 +42,10 @@ def signals_to(events: queue.SimpleQueue[Any]) -> Iterator[None]:
 
     Signals that are ignored, as under nohup, stay ignored, also by the workers. If a signal has
     come, all are ignored after the context: some schedulers repeat SIGTERM, and that must not
-    change the exit code of a launcher that is about to end.
+    change the exit code of a launcher that is about to end. SIGCHLD is not ignored any more: Linux
+    would forget the exit codes of the workers.
     """
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     received: list[int] = []
 
     def note(number: int, _: object) -> None:

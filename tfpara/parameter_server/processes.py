@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import itertools
 import os
 import sys
 from types import TracebackType
@@ -12,7 +13,7 @@ import tensorflow as tf
 
 from tfpara import program
 from tfpara.cluster import asynchronous as cluster
-from tfpara.cluster import quiet, taking_part
+from tfpara.cluster import ports, quiet, taking_part
 from tfpara.parameter_server.chunk_runner import ChunkRunner
 from tfpara.parameter_server.control import member
 from tfpara.parameter_server.control.lobby import Lobby
@@ -63,6 +64,7 @@ class Processes(Workers):
     def _connect(self, spec: dict[str, list[str]]) -> None:
         self.num_workers = len(spec["worker"])
         self.server_devices = [_DEVICE.format("ps", k) for k in range(len(spec["ps"]))]
+        ports.without_proxy(itertools.chain(*spec.values()))
         resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
             tf.train.ClusterSpec(spec), task_type="chief", task_id=0, rpc_layer="grpc"
         )
@@ -129,6 +131,7 @@ def serve_forever(found: cluster.AsyncCluster, startup_timeout_seconds: float) -
     """
 
     def start(spec: dict[str, list[str]]) -> None:
+        ports.without_proxy(itertools.chain(*spec.values()))
         _servers.append(
             tf.distribute.Server(
                 tf.train.ClusterSpec(spec),

@@ -3,7 +3,8 @@
 Options (JSON): those of PeriodicSyncStrategy (rule is an expression), units (of the model),
 local_devices, look (whether it looks at the global model after a failure as well), schedules
 (whether rates are searched and fall, an epoch is given up, and data are uneven), momentum (of the
-optimizer), others (whether the model has a frozen layer and a normalisation), and fault: null,
+optimizer), others (whether the model has a frozen layer and a normalisation), numpy (whether
+tensors behave as arrays of NumPy, which a process cannot undo), and fault: null,
 "nan" (weights become NaN), "kill" (SIGKILL of itself), "stop" (SIGSTOP of itself), "load" (other
 weights than the chief's), "frozen" (in the frozen layer), "statistics" (of the normalisation),
 "leave" (exits with 0 in the middle of training), "absent" (before it), "sleep" (longer than the
@@ -78,6 +79,8 @@ def schedules():
 
 def main():
     options = json.loads(sys.argv[1])
+    if options.pop("numpy", False):
+        tf.experimental.numpy.experimental_enable_numpy_behavior()
     scheduled = options.pop("schedules", False)
     fault = options.pop("fault", None)
     units, momentum = options.pop("units", 7), options.pop("momentum", 0.0)

@@ -25,6 +25,8 @@ resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
     task_id=0,
     rpc_layer="grpc",
 )
+# The tests' proxy: this program starts TensorFlow by itself.
+os.environ.pop("http_proxy", None)
 coordinator = tf.distribute.coordinator.ClusterCoordinator(
     tf.distribute.ParameterServerStrategy(resolver)
 )

@@ -1,11 +1,13 @@
 """Connections of this process that are ended, whoever has opened them."""
 
 import os
+import random
 import socket
 
 import pytest
 
 from tfpara.cluster import ports
+from tfpara.launch import clusters
 
 
 def connected(family, host):
@@ -35,6 +37,32 @@ def test_connections_to_an_address_are_cut_and_no_others(family, host):
     with peer, other, others_peer:
         other.sendall(b"x")
         assert others_peer.recv(1) == b"x"
+
+
+@pytest.mark.parametrize(
+    ("environ", "direct"),
+    [
+        ({}, None),
+        ({"http_proxy": "p:1"}, "a,::1"),
+        ({"https_proxy": "p:1", "no_proxy": "b,a"}, "b,a,::1"),
+        ({"http_proxy": "p:1", "no_grpc_proxy": "c", "no_proxy": "b"}, "c,a,::1"),
+        ({"http_proxy": "p:1", "grpc_proxy": "q:1"}, None),
+    ],
+)
+def test_no_proxy_comes_between_the_processes_of_a_run(environ, direct, monkeypatch):
+    monkeypatch.setattr(os, "environ", environ)
+    for _ in range(2):
+        ports.without_proxy(["a:1", "[::1]:2", "a:3"])
+        assert environ.get("no_grpc_proxy") == direct
+
+
+def test_ports_do_not_follow_the_seed_of_the_program():
+    """Runs with the same seed would take the same ports, and draw other numbers than without."""
+    random.seed(1)
+    state = random.getstate()
+    ports.reserve().close()
+    clusters.ports("127.0.0.1", 0, 1)
+    assert random.getstate() == state
 
 
 def test_a_name_that_nobody_knows_leads_nowhere():

@@ -5,7 +5,6 @@ import contextlib
 import hashlib
 import hmac
 import json
-import random
 import re
 import socket
 import struct
@@ -573,16 +572,6 @@ def test_ports_are_bound_as_told():
                 ports.bind("", bound.getsockname()[1])
     assert ports.interface("127.0.0.1") == "lo"
     assert ports.interface("192.0.2.1") == ports.interface("") == ""
-
-
-def test_the_seed_of_a_program_does_not_choose_its_ports():
-    """Else the processes of this machine with the same seed would try the same ports."""
-    tried = []
-    for _ in range(2):
-        random.seed(1)
-        with contextlib.closing(ports.reserve()) as reserved:
-            tried.append((reserved.getsockname()[1], *free_ports(3)))
-    assert tried[0] != tried[1]
 
 
 def test_an_open_port_hangs_up_and_is_freed():

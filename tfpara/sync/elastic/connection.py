@@ -126,6 +126,7 @@ class Connection:
         known = dict(zip(self.form.tasks, self.form.addresses, strict=True))
         count = max(*self.form.tasks, self.line.task) + 1
         addresses = [known.get(task, _PLACEHOLDER) for task in range(count)]
+        ports.without_proxy(addresses)
         return tf.distribute.cluster_resolver.SimpleClusterResolver(
             tf.train.ClusterSpec({"worker": addresses}),
             task_type="worker",
@@ -159,6 +160,7 @@ class Connection:
         with self.steady.exclusive(), self._changing:
             self.form = form
             addresses = dict(zip(form.tasks, form.addresses, strict=True))
+            ports.without_proxy(addresses.values())
             links.serve(addresses, self.names[0])
             self._extended.take_place(len(addresses), self.rank)
             self.members.change(self.names, self.rank, form.number)

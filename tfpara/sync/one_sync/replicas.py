@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -23,6 +22,8 @@ from tfpara.typing import Scalar
 
 Buckets = Sequence[tf.Tensor]
 BUCKET_BYTES = 8 << 20  # size in bytes of the largest buffer that is sent in one piece
+# A graph with a constant NaN of a float type fails under tf.debugging.enable_check_numerics().
+_BITS_OF_NAN = 0x7FC00000
 
 
 class Site(NamedTuple):
@@ -153,7 +154,8 @@ class Replicas:
             for of_kind in (self.variables.weights, self.averaged_slots)
         )
         moved = self.state_layout.unpack(self._moved(replica, anchors))
-        state = [tf.where(tf.reduce_all(tf.math.is_finite(m)), 0.0, math.nan) for m in moved]
+        finite = [tf.reduce_all(tf.math.is_finite(m)) for m in moved]
+        state = [tf.bitcast(tf.where(each, 0, _BITS_OF_NAN), tf.float32) for each in finite]
         sums = tf.stack([*weights, *state, *slots])
         others = [v[replica] for v in (*self.variables.counts, *self.variables.rates)]
         exact = [tf.cast(other, tf.float64)[tf.newaxis] for other in others]
@@ -298,7 +300,7 @@ class Replicas:
 
 def _difference(values: tf.Tensor, former: tf.Tensor) -> tf.Tensor:
     """Returns `values - former`, but 0 where the two are equal, even if they are infinite."""
-    return tf.where(values == former, tf.zeros_like(values), values - former)
+    return tf.where(tf.equal(values, former), tf.zeros_like(values), values - former)
 
 
 def assign(
