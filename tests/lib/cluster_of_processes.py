@@ -16,6 +16,7 @@ from tfpara.launch import clusters
 
 HERE = pathlib.Path(__file__).resolve().parent
 # A proxy for web pages, where nobody listens. The processes of a run must not be connected by it.
+# Tests give it as https_proxy, which gRPC also reads, since they reach other servers by http.
 DEAD_PROXY = "http://127.0.0.1:1"
 
 
@@ -93,7 +94,7 @@ class Workers:
                 "TF_NUM_INTRAOP_THREADS": "1",
                 "TF_NUM_INTEROP_THREADS": "2",
                 "OMP_NUM_THREADS": "1",
-                "http_proxy": DEAD_PROXY,
+                "https_proxy": DEAD_PROXY,
             }
             env |= (environ or [{}] * len(options))[rank]
             words = [str(HERE / "programs" / program), json.dumps(option)]

@@ -37,7 +37,7 @@ class Process:
     def __init__(self, program: str, arguments: list[str], tf_config: str, **environ: str) -> None:
         threads = ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS")
         env = os.environ | dict.fromkeys(threads, "1") | {"TF_CONFIG": tf_config} | environ
-        env["http_proxy"] = DEAD_PROXY
+        env["https_proxy"] = DEAD_PROXY
         words = [str(PROGRAMS / program), *arguments]
         streams = {
             "stdin": subprocess.PIPE,

@@ -46,7 +46,7 @@ TOLD = {
 )
 def test_a_killed_worker_is_done_without(place, times, rank, told, tmp_path):
     faults = {rank: [place, times, "SIGKILL"]}
-    environment = {n: {"http_proxy": DEAD_PROXY, **told.get(n, {})} for n in range(3)}
+    environment = {n: {"https_proxy": DEAD_PROXY, **told.get(n, {})} for n in range(3)}
     with elastic_runs.Run(tmp_path, 3, faults, environment=environment) as run:
         last = run.check([KILLED])
         assert len(last) == 2

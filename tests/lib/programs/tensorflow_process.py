@@ -26,7 +26,7 @@ resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
     rpc_layer="grpc",
 )
 # The tests' proxy: this program starts TensorFlow by itself.
-os.environ.pop("http_proxy", None)
+os.environ.pop("https_proxy", None)
 coordinator = tf.distribute.coordinator.ClusterCoordinator(
     tf.distribute.ParameterServerStrategy(resolver)
 )
