@@ -88,8 +88,8 @@ if [ "$stack" = full ]; then
     export TFPARA_TEST_HOROVOD=1
   fi
   # Trainings run without TensorFlow's graph optimiser, which takes a seventh of their time. The
-  # latest stack uses it, and so do test_rules_on_cluster.py and with --all all programs that tests
-  # start.
+  # optimiser is on in test_rules_on_cluster.py and in the latest stack. With --all it is also on in
+  # all programs that tests start.
   export TFPARA_TEST_GRAPPLER=0
   if [ -z "$nightly" ]; then TFPARA_TEST_GRAPPLER=programs; fi
   check "Lint (ruff check)" "$venv/bin/ruff" check .

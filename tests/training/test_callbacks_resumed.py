@@ -112,7 +112,7 @@ def test_early_stopping_and_plateaus_go_on_where_they_were(kind, tmp_path):
 
 
 def rows_of_scores(directory, *others):
-    """What `HeldOut` writes within two epochs of 8 steps and 4 syncs."""
+    """Returns the rows that `HeldOut` writes in two epochs of 8 steps and 4 syncs each."""
     _, model = made("synchronous")
     table = directory / "scores.csv"
     held_out = tfpara.callbacks.HeldOut((X, Y), times_per_epoch=4, csv=table)

@@ -112,7 +112,7 @@ def test_equals_the_run_without_them(case, capfd):
 
 
 def test_a_sync_has_no_nan_for_checks_of_tensorflow():
-    """They fail at every NaN of a float type, also at a constant that is not used."""
+    """TensorFlow's checks fail at every NaN of a float type, also at an unused constant."""
     strategy = strategy_of(1)
     with strategy.scope():
         layers = [keras.layers.BatchNormalization(), keras.layers.Dense(3)]

@@ -366,6 +366,14 @@ def holds_slots(attribute: str, value: object) -> bool:
     return isinstance(value, list) and attribute not in ("_variables", "_trainable_variables")
 
 
+def class_names(optimizer: keras.optimizers.Optimizer) -> set[str]:
+    """Returns the names of an optimizer's class and its base classes.
+
+    Some versions of Keras lack some optimizers, so names are compared and not classes.
+    """
+    return {kind.__name__ for kind in type(optimizer).__mro__}
+
+
 def check_plain(optimizer: keras.optimizers.Optimizer) -> None:
     """Refuses settings that affect more than one step, and optimizers that wrap others.
 
@@ -383,7 +391,7 @@ def check_plain(optimizer: keras.optimizers.Optimizer) -> None:
                 f"the optimizer has {setting}={getattr(optimizer, setting)!r}, which a single step "
                 f"cannot honour: leave it out and {instead}."
             )
-    if hasattr(optimizer, "_inner_optimizers"):
+    if "MultiOptimizer" in class_names(optimizer):
         raise ValueError(
             f"the optimizer {type(optimizer).__name__} gives weights different optimizers, and an "
             "AsyncStrategy has one for all weights. Give one optimizer, or train with "
@@ -407,7 +415,7 @@ def check_local(optimizer: keras.optimizers.Optimizer) -> None:
         ValueError: the optimizer is one of these.
     """
     name = type(optimizer).__name__
-    if {kind.__name__ for kind in type(optimizer).__mro__} & {"Ftrl", "ScheduleFreeAdamW"}:
+    if class_names(optimizer) & {"Ftrl", "ScheduleFreeAdamW"}:
         raise ValueError(
             f"{name} computes weights from its slots, so its step on a worker would undo what the "
             "worker has pulled from the servers. Take tfpara.ASGD(), under which the servers have "

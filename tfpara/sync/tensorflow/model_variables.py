@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import keras
 import tensorflow as tf
 
-from tfpara.algorithms.keras_step import holds_slots
+from tfpara.algorithms.keras_step import class_names, holds_slots
 from tfpara.keras_model import minibatches_of_a_step, optimizers
 from tfpara.sync.one_sync.replicas import ReplicaVariables
 from tfpara.sync.settings import Settings
@@ -112,7 +112,7 @@ def _counting_moments(
     counting = []
     for optimizer in model_optimizers:
         name = type(optimizer).__name__
-        kinds = {kind.__name__ for kind in type(optimizer).__mro__}
+        kinds = class_names(optimizer)
         if "ScheduleFreeAdamW" in kinds:
             raise ValueError(
                 f'local_state="reset": {name} keeps a second copy of the weights in its slots, '
@@ -156,7 +156,7 @@ def check_ftrl(
     if local_state == "average" or (local_state != "reset" and not several):
         return
     for optimizer in model_optimizers:
-        if any(kind.__name__ == "Ftrl" for kind in type(optimizer).__mro__):
+        if "Ftrl" in class_names(optimizer):
             raise ValueError(
                 f"local_state={local_state!r}: each step of {type(optimizer).__name__} "
                 "computes the weights anew from its slots, and so would undo the sync before it. "
