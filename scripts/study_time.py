@@ -33,7 +33,7 @@ from scripts import study_grid  # isort: skip
 from absl import flags
 
 from scripts.study_grid import ALL_REDUCE, UNITS, Cell, Each
-from tfpara.planner import BITS, Costs, Link, choose
+from tfpara.planner import Costs, Link, choose
 
 _LENGTHS = flags.DEFINE_list(
     "lengths", ["0.5", "1", "2", "4"], "time: factors of a run's epochs; 1 is one"
@@ -227,7 +227,7 @@ def soonest(
         replicas: N.
     """
     tried = [
-        Best(alone / samples * _compressed(costs, name).speedup(replicas, period), period, name)
+        Best(alone / samples * costs.compressed(name).speedup(replicas, period), period, name)
         for name in _COMPRESSIONS
         for period, samples in sorted(needed.items())
         if samples is not None
@@ -257,10 +257,6 @@ def of_all_reduce(samples: float | None, alone: float, costs: Costs, replicas: i
         return None
     best = dataclasses.replace(costs, local_seconds=0.0, overlap=True)
     return alone / samples * best.speedup(replicas, 1)
-
-
-def _compressed(costs: Costs, compression: str) -> Costs:
-    return dataclasses.replace(costs, model_bytes=costs.model_bytes * BITS[compression] / 32)
 
 
 def rows(

@@ -54,6 +54,11 @@ SHARDED_FROM_BYTES = 16 << 20
 ALWAYS_SHARDED_FROM_BYTES = 1 << 30
 # The bytes that a link carries for each byte of data: each TCP packet of 1,500 bytes has headers.
 _WITH_HEADERS = 1.045
+# How many times as long as an all-reduce of the same bytes a reduce-scatter and an all-gather take
+# among three or more workers without NCCL. Their all-to-all fills the links less evenly. Measured
+# with 4 and 8 workers at 100 Mbit/s: 1.14 to 1.18 in float32 and bf16, 1.3 with int8
+# (docs/benchmarks.md).
+_SCATTERED = 1.2
 # The bits that are sent for a weight, by `compression`. Those of "int4" include its scales.
 BITS = {"none": 32, "bf16": 16, "fp16": 16, "int8": 8, "int4": 4.5}
 # The values of `compression` that `choose` tries by default.
@@ -114,6 +119,8 @@ class Costs:
         slowdown: α of equation 16, at least 1: how many times as long a minibatch takes when all
             replicas train at once.
         overlap: whether a sync is sent while the next block trains.
+        scattered: whether a sync is a reduce-scatter and an all-gather in place of an all-reduce,
+            as with `aggregation="sharded"` and with compression.
 
     Raises:
         ValueError: a value outside its range.
@@ -125,6 +132,7 @@ class Costs:
     local_seconds: float = 0.0
     slowdown: float = 1.0
     overlap: bool = False
+    scattered: bool = False
 
     def __post_init__(self) -> None:
         _check("step_seconds", self.step_seconds, above_zero=True)
@@ -137,11 +145,23 @@ class Costs:
                 "because others compute too. Measure the step of a single replica again."
             )
 
+    def compressed(self, compression: str) -> Costs:
+        """Returns the costs with this compression; those of this object are in float32."""
+        nbytes = self.model_bytes * BITS[compression] / 32
+        scattered = self.scattered or compression != "none"
+        return dataclasses.replace(self, model_bytes=nbytes, scattered=scattered)
+
     def sync_seconds(self, num_workers: int) -> float:
-        """Returns the time of one sync, c(N); 0 for a single worker."""
+        """Returns the time of one sync, c(N); 0 for a single worker.
+
+        If it is `scattered`, sending takes 1.2 times as long among three or more workers. NCCL is
+        not taken into account.
+        """
         if checked_whole("num_workers", num_workers) == 1:
             return 0.0
-        return self.local_seconds + self.link.reduce_seconds(self.model_bytes, num_workers)
+        factor = _SCATTERED if self.scattered and num_workers > 2 else 1.0
+        sending = factor * self.link.reduce_seconds(self.model_bytes, num_workers)
+        return self.local_seconds + sending
 
     def block_seconds(self, num_workers: int, sync_period: int) -> float:
         """Returns the time from one sync to the next: τ minibatches, and what the sync adds.
@@ -301,10 +321,11 @@ def choose(
     within: list[Plan] = []  # those of `tried` whose error is within `error_percent`
     for overlap in overlaps:
         for compression in compressions:
-            nbytes = costs.model_bytes * BITS[compression] / 32
-            here = dataclasses.replace(costs, model_bytes=nbytes, overlap=overlap)
             least = SHARDED_FROM_BYTES if num_workers == 2 else ALWAYS_SHARDED_FROM_BYTES
             sharded = compression != "none" or costs.model_bytes >= least
+            here = dataclasses.replace(
+                costs.compressed(compression), overlap=overlap, scattered=sharded
+            )
             smallest = here.smallest_period(num_workers, loss) or LONGEST_PERIOD
             known = functools.partial(
                 known_error, num_workers, overlap=overlap, compression=compression

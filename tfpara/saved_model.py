@@ -115,7 +115,7 @@ def _warn_of_young_average(strategy: Any, model: keras.Model, which: str) -> Non
             f"which={which!r}: {share:.0%} of this average are still the weights from which it "
             "began, for there were few syncs since the training began or since set_weights set "
             "weights, as EarlyStopping(restore_best_weights=True) does at the end of fit. "
-            'Give the average a smaller decay, or num_updates=True; or export which="global".',
+            'Give the average zero_debias=True or a smaller decay; or export which="global".',
             stacklevel=3,
         )
 

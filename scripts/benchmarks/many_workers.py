@@ -17,7 +17,7 @@ from scripts.benchmarks import links
 from scripts.benchmarks.beside_peers import TORCH
 from scripts.benchmarks.processes import measure
 from scripts.benchmarks.systems import TORCH_LOOPS, elements_of
-from tfpara.planner import BITS, Costs, Link
+from tfpara.planner import Costs, Link
 
 _SECONDS = 900.0  # longest time of a run; on two cores sixteen processes take a minute to start
 _DEVICES = 2  # number of devices of each worker, in runs that sync on two levels
@@ -139,9 +139,15 @@ def _costs(
     sizes: dict[str, int],
     local_seconds: float = 0.0,
 ) -> Costs:
-    nbytes = elements_of(sizes) * BITS[strategy.get("compression", "none")] / 8
-    overlap = bool(strategy.get("overlap"))
-    return Costs(pause, nbytes, link, local_seconds, overlap=overlap)
+    costs = Costs(
+        pause,
+        4.0 * elements_of(sizes),
+        link,
+        local_seconds,
+        overlap=bool(strategy.get("overlap")),
+        scattered=strategy.get("aggregation") == "sharded",
+    )
+    return costs.compressed(strategy.get("compression", "none"))
 
 
 def _options(

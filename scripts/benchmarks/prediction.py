@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 from collections.abc import Iterable
 from typing import Any
 
 from scripts.benchmarks.systems import INDEPENDENT, ONE_WORKER, PLAIN, REDUCE
-from tfpara.planner import BITS, Costs, Link, calibrated_link
+from tfpara.planner import Costs, Link, calibrated_link
 
 
 def costs_of(
@@ -60,12 +61,9 @@ def predictions(
         ours = row["family"] == "tfpara" and row["workers"] == 2 and row.get("sync_period")
         if not ours or "samples_per_second" not in row or "collectives" in strategy:
             continue
-        here = Costs(
-            step_seconds=costs.step_seconds,
-            model_bytes=costs.model_bytes * BITS[strategy.get("compression", "none")] / 32,
+        here = dataclasses.replace(
+            costs.compressed(strategy.get("compression", "none")),
             link=links.get(row["link"], costs.link),
-            local_seconds=costs.local_seconds,
-            slowdown=costs.slowdown,
             overlap=bool(strategy.get("overlap")),
         )
         speed = here.speedup(2, row["sync_period"]) * batch / costs.step_seconds

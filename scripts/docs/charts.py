@@ -203,3 +203,46 @@ def time() -> Figure:
     figure.legend(handles, names, fontsize=SMALLEST, frameon=False, ncols=3, loc="lower center")
     figure.subplots_adjust(left=0.1, right=0.98, top=0.92, bottom=0.36, wspace=0.08)
     return figure
+
+
+def syncs() -> dict[str, dict[str, dict[int, float]]]:
+    """Returns by link, way and N the time of a sync over the shortest possible time.
+
+    The table is in docs/benchmarks.md.
+    """
+    ways = ["replicated", "sharded", "two levels", "bf16", "int8", "int4"]
+    ways += ["Horovod", "PyTorch", "torchft"]
+    found: dict[str, dict[str, dict[int, float]]] = {}
+    header = f"| link | N | {' | '.join(ways)} |"
+    for name, count, *cells in _rows("benchmarks.md", "## Many workers", header):
+        curves = found.setdefault(name, {way: {} for way in ways})
+        for way, cell in zip(ways, cells, strict=True):
+            if cell:
+                curves[way][int(count)] = float(cell)
+    return found
+
+
+def many() -> Figure:
+    """The time of a sync over the shortest possible time, against N, for links of two speeds."""
+    measured = syncs()
+    figure, panels = plt.subplots(1, len(measured), sharey=True, squeeze=False, figsize=(WIDTH, 3.5))
+    for axes, (name, curves) in zip(panels[0], measured.items(), strict=True):
+        axes.axhline(1, color=MEAN, lw=1, ls=":", label="shortest possible time")
+        shown = ("replicated", "two levels", "Horovod", "PyTorch")
+        for colour, way in zip(CURVES, shown, strict=True):
+            points = sorted(curves[way].items())
+            axes.plot(
+                *zip(*points, strict=True), color=colour, marker="o", ms=4, lw=1.4, label=way
+            )
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log", base=2)
+        axes.set_xticks([2, 4, 8, 16], ["2", "4", "8", "16"])
+        axes.set_yticks([1, 1.5, 2, 3, 4], ["1", "1.5", "2", "3", "4"])
+        axes.minorticks_off()
+        axes.set_title(name, fontsize=10)
+        axes.set_xlabel("replicas N")
+    panels[0][0].set_ylabel("time of a sync / shortest time")
+    handles, names = panels[0][0].get_legend_handles_labels()
+    figure.legend(handles, names, fontsize=SMALLEST, frameon=False, ncols=3, loc="lower center")
+    figure.subplots_adjust(left=0.1, right=0.98, top=0.92, bottom=0.31, wspace=0.08)
+    return figure

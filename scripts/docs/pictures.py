@@ -24,7 +24,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, Rectangle
 
-from scripts.docs.charts import error, link, time
+from scripts.docs.charts import error, link, many, time
 from scripts.docs.drawing import (
     CURVES,
     GLOBAL,
@@ -430,7 +430,7 @@ def elastic() -> Figure:
 PICTURES: dict[str, Callable[[], Figure]] = {
     each.__name__: each
     for each in (block, batch, rules, momentum, together, overlap, sharded, levels)
-} | {each.__name__: each for each in (servers, elastic, error, link, time)}
+} | {each.__name__: each for each in (servers, elastic, error, link, time, many)}
 
 
 def main(names: Sequence[str]) -> int:

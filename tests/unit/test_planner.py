@@ -66,6 +66,14 @@ def test_overlap_hides_travel_and_nothing_else():
     assert costs.smallest_period(2, loss=0.07) == 14
 
 
+def test_an_all_to_all_among_three_or_more_takes_longer():
+    scattered = Costs(0.1, 50e6, LINK, local_seconds=0.1, scattered=True)
+    assert scattered.sync_seconds(2) == COSTS.sync_seconds(2) == pytest.approx(0.6)
+    assert scattered.sync_seconds(4) == pytest.approx(0.1 + 1.2 * 0.75)
+    assert COSTS.compressed("int8") == Costs(0.1, 12.5e6, LINK, 0.1, scattered=True)
+    assert COSTS.compressed("none") == COSTS
+
+
 def test_no_period_is_long_enough():
     assert Costs(1e-9, 50e6, Link(1e6)).smallest_period(2) is None
 

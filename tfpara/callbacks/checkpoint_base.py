@@ -44,6 +44,8 @@ class CheckpointBase(Callback):
         self._keep = checked_whole("keep", keep, of="checkpoints")
         if if_damaged not in IF_DAMAGED:
             raise ValueError(f"if_damaged={if_damaged!r} is not one of {', '.join(IF_DAMAGED)}.")
+        if not os.fspath(directory):
+            raise ValueError("directory='' is empty. Give the directory of the checkpoints.")
         self._directory = directory
         store_at(directory, keep)  # If the URL is invalid, this raises an error before `fit`.
         self._every_minutes = every_minutes

@@ -59,9 +59,9 @@ class HeldOut(Callback):
             writes them.
 
     Raises:
-        ValueError: `times_per_epoch` below 1, a generator as the data, or another table in the CSV
-            file; in `fit`, a name of weights that do not exist, or an epoch of unknown length with
-            `times_per_epoch` above 1.
+        ValueError: `times_per_epoch` below 1, None or a generator as the data, or another table in
+            the CSV file; in `fit`, a name of weights that do not exist, or an epoch of unknown
+            length with `times_per_epoch` above 1.
     """
 
     order = fit_call.Order.SCORES
@@ -250,8 +250,10 @@ class HeldOut(Callback):
 
 
 def checked_held_out(data: Data) -> Data:
-    """Returns held-out data; raises ValueError if they can be read only once."""
+    """Returns held-out data; raises ValueError if there are none, or they can be read only once."""
     x = data[0] if isinstance(data, tuple | list) and data else data
+    if x is None:
+        raise ValueError("the held-out data are None. Give arrays, a dataset or a PyDataset.")
     if inspect.isgenerator(x):
         raise ValueError(
             "the held-out data are a generator. It can be read only once, but each score reads all "

@@ -206,9 +206,9 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy, Strategy):
         """Runs `fn` on the chief; refuses a Keras training step."""
         if isinstance(getattr(fn, "__self__", None), keras.Model) and fn.__name__ == "train_step":
             raise RuntimeError(
-                "model.fit would train on the chief alone. Call strategy.fit(model, ...), which "
-                "takes the same arguments except steps_per_epoch, validation_steps and "
-                "validation_split."
+                "model.fit or train_on_batch would train on the chief alone. Call strategy.fit("
+                "model, ...), which takes the arguments of model.fit except steps_per_epoch, "
+                "validation_steps and validation_split."
             )
         return super().run(fn, args, kwargs, options)
 

@@ -55,7 +55,7 @@ def test_paths_of_rules_by_hand():
 def test_figures_are_those_of_the_pages():
     assert charts.errors()[16] == [(5, 35.51, 0.19), (20, 36.04, 0.36), (80, 38.34, 0.21)]
     assert charts.speeds()["tfpara, period 80, overlap"] == [(1000.0, 4091.0), (100.0, 4005.0)]
-    assert charts.times()["speech"]["BMUF()", "1 Gbit/s"] == {4: 2.9, 8: 5.8}
+    assert charts.times()["speech"]["BMUF()", "1 Gbit/s"] == {4: 2.9, 8: 5.6}
     assert charts.times()["digits"]["all-reduce", "10 Gbit/s"] == {4: 3.2, 8: 5.5}
     assert not any(charts.times()["characters"].values())
 

@@ -17,7 +17,7 @@ if not flags.FLAGS.is_parsed():
     flags.FLAGS.mark_as_parsed()
 
 STUDY = Path(__file__).resolve().parents[3] / "docs" / "study.md"
-# Four workers send 1.5 MB at 1 MB/s, and 0.375 MB in int8: syncs of 1.6 and 0.475 s.
+# Four workers send 1.5 MB at 1 MB/s, and 0.375 MB in int8: syncs of 1.6 and 0.1 + 1.2 · 0.375 s.
 COSTS = Costs(step_seconds=0.1, model_bytes=1e6, link=Link(1e6), local_seconds=0.1)
 LENGTHS = [0.5, 1.0, 1.5, 2.0]
 
@@ -49,15 +49,15 @@ def test_an_error_that_no_run_reaches_and_a_run_that_diverges():
 
 
 def test_times_by_hand():
-    """A block of 20 steps takes 2 + 1.6 s, or 2.475 s in int8, for the work of 8 s."""
+    """A block of 20 steps takes 2 + 1.6 s, or 2.55 s in int8, for the work of 8 s."""
     only = study_time.soonest({5: None, 20: 1200, 80: 2000}, 1000, COSTS, 4)
-    assert only == Best(pytest.approx(8 / 2.475 / 1.2), 20, "int8")
-    # 32 / 8.475 / 1.4 = 2.697 with a period of 80 is not 2 % more than 2.694.
-    alike = {5: None, 20: 1200, 80: 1400}
+    assert only == Best(pytest.approx(8 / 2.55 / 1.2), 20, "int8")
+    # 32 / 8.55 / 1.42 = 2.636 with a period of 80 is not 2 % more than 2.614.
+    alike = {5: None, 20: 1200, 80: 1420}
     assert study_time.soonest(alike, 1000, COSTS, 4)[1:] == (20, "int8")
-    # The planner wants 91 minibatches, and takes the longest period whose error is known.
+    # The planner wants 105 minibatches, and takes the longest period whose error is known.
     plan = study_time.planned(alike, 1000, COSTS, 4)
-    assert plan == Best(pytest.approx(32 / 8.475 / 1.4), 80, "int8")
+    assert plan == Best(pytest.approx(32 / 8.55 / 1.42), 80, "int8")
     # Each step of all-reduce takes the 1.5 s of travel, for the work of 0.4 s.
     assert study_time.of_all_reduce(800, 1000, COSTS, 4) == pytest.approx(0.4 / 1.5 / 0.8)
 
@@ -82,7 +82,7 @@ def test_the_table_has_each_link_and_says_what_is_not_reached():
     assert found[1].best == Best(pytest.approx(4 * 1000 / needed), 20, "none")
     assert found[1].content()["best"]["period"] == 20 and found[1].content()["all_reduce"] is None
     text = study_time.page({"digits": 4.0}, found)
-    sooner = f"{8 / 2.475 * 1000 / needed:.1f} (τ = 20, int8)"
+    sooner = f"{8 / 2.55 * 1000 / needed:.1f} (τ = 20, int8)"
     assert f"| digits | 4 | `BMUF()` | {sooner} | {4000 / needed:.1f} (τ = 20) | 2.7 to" in text
     assert "| digits | 4 | all-reduce | not reached | not reached | |" in text
     assert f"| digits | 4 | not reached | {needed / 1000:.1f} | not reached |" in text
