@@ -225,15 +225,15 @@ def syncs() -> dict[str, dict[str, dict[int, float]]]:
 def many() -> Figure:
     """The time of a sync over the shortest possible time, against N, for links of two speeds."""
     measured = syncs()
-    figure, panels = plt.subplots(1, len(measured), sharey=True, squeeze=False, figsize=(WIDTH, 3.5))
+    figure, panels = plt.subplots(
+        1, len(measured), sharey=True, squeeze=False, figsize=(WIDTH, 3.5)
+    )
     for axes, (name, curves) in zip(panels[0], measured.items(), strict=True):
         axes.axhline(1, color=MEAN, lw=1, ls=":", label="shortest possible time")
         shown = ("replicated", "two levels", "Horovod", "PyTorch")
         for colour, way in zip(CURVES, shown, strict=True):
             points = sorted(curves[way].items())
-            axes.plot(
-                *zip(*points, strict=True), color=colour, marker="o", ms=4, lw=1.4, label=way
-            )
+            axes.plot(*zip(*points, strict=True), color=colour, marker="o", ms=4, lw=1.4, label=way)
         axes.set_xscale("log", base=2)
         axes.set_yscale("log", base=2)
         axes.set_xticks([2, 4, 8, 16], ["2", "4", "8", "16"])

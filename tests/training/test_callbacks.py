@@ -209,12 +209,15 @@ def test_carried_states_go_on_as_without_scores_within_an_epoch():
 
 def test_held_out_refuses_what_there_is_not(elastic):
     with pytest.raises(ValueError, match="times_per_epoch=0"):
-        tfpara.callbacks.HeldOut(None, times_per_epoch=0)
+        tfpara.callbacks.HeldOut((X, Y), times_per_epoch=0)
+    for none in (None, (None, None)):
+        with pytest.raises(ValueError, match="held-out data are None"):
+            tfpara.callbacks.HeldOut(none)
     for once in ((x for x in [X]), ((x for x in [X]), None)):
         with pytest.raises(ValueError, match="are a generator. It can be read only once"):
             tfpara.callbacks.HeldOut(once)
     model = make_model(elastic)
-    unknown = tfpara.callbacks.HeldOut(None, ["global", "ema"])
+    unknown = tfpara.callbacks.HeldOut((X, Y), ["global", "ema"])
     with pytest.raises(ValueError, match="'ema'.*There are: local, global; or all"):
         model.fit(X, Y, verbose=0, callbacks=[unknown])
     stream = tf.data.Dataset.from_tensor_slices((X, Y)).batch(8).filter(lambda x, y: True)
@@ -227,7 +230,7 @@ def test_a_table_that_is_not_of_scores_is_not_touched(tmp_path):
     table = tmp_path / "mine.csv"
     table.write_text("epoch,price\n3,2\n")
     with pytest.raises(ValueError, match="has the columns epoch, price, so it is no table of scor"):
-        tfpara.callbacks.HeldOut(None, csv=table)
+        tfpara.callbacks.HeldOut((X, Y), csv=table)
     assert table.read_text() == "epoch,price\n3,2\n"
 
 

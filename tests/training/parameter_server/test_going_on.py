@@ -313,6 +313,8 @@ def test_a_damaged_checkpoint_is_passed_over_and_refused_if_it_is_the_last(tmp_p
 def test_checkpoint_arguments_and_strategies_are_checked(tmp_path):
     with pytest.raises(ValueError, match="every_minutes=0"):
         tfpara.AsyncCheckpoint(tmp_path, every_minutes=0)
+    with pytest.raises(ValueError, match="directory='' is empty"):
+        tfpara.AsyncCheckpoint("")
     with pytest.raises(ValueError, match="keep=0"):
         tfpara.AsyncCheckpoint(tmp_path, keep=0)
     with pytest.raises(ValueError, match="if_damaged"):
