@@ -136,9 +136,8 @@ class ForCallbacks(Strategy):
     def position(self, first: int, steps: int) -> dict[str, Json]:
         """Returns the position in the epoch's data, for a checkpoint at a sync.
 
-        Args:
-            first: minibatches of the epoch that an earlier process has trained, over all replicas.
-            steps: minibatches of the epoch that each replica has trained since then.
+        An earlier process has trained the `first` minibatches of the epoch, over all replicas, and
+        each replica so many `steps` since then.
         """
         found = self.epoch_units.position() if steps else {}
         if found:

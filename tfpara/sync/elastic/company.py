@@ -32,13 +32,8 @@ _log = logging.getLogger(__name__)
 class Elastic(Company):
     """The workers of a run that continues while some are lost, leave and join.
 
-    Args:
-        settings: settings of the run.
-        timeout_seconds: longest wait for the meeting point.
-
-    Attributes:
-        connection: connection to the meeting point.
-        epoch_units: this worker's data of the present epoch, by the plan of all workers.
+    `connection` leads to the meeting point, for which a worker waits `timeout_seconds` at most.
+    `epoch_units` are this worker's data of the present epoch, by the plan of all workers.
     """
 
     changes = True

@@ -41,11 +41,7 @@ class _Regrouped(BaseException):
 
 
 class FitAgain:
-    """The calls of `fit` of a worker.
-
-    Args:
-        rejoin: this worker's meetings with the others.
-    """
+    """The calls of `fit` of a worker, in which it may meet the others (`rejoin`)."""
 
     def __init__(self, rejoin: Rejoin) -> None:
         self._rejoin, self._progress = rejoin, rejoin.progress

@@ -19,12 +19,7 @@ from tfpara.sync.settings import NEVER, Settings
 
 
 class Synchronizer:
-    """The syncs of one model.
-
-    Attributes:
-        name: prefix of the names of the model's exchanges.
-        graph: the operations and the state of a sync.
-    """
+    """The syncs of one model. `name` is the prefix of the names of its exchanges."""
 
     def __init__(self, variables: ReplicaVariables, settings: Settings, site: Site) -> None:
         self.name = site.name

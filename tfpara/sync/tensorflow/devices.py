@@ -13,11 +13,7 @@ _TASK = re.compile(r"/job:(\w+)(?:/replica:\d+)?/task:(\d+)")
 
 
 def named_devices(devices: object) -> list[str]:
-    """Returns the names of a worker's devices; those of `default_devices` for None.
-
-    Raises:
-        TypeError: `devices` is neither None nor a list of names.
-    """
+    """Returns a worker's devices, for None `default_devices`; raises TypeError if it is no list."""
     if devices is None:
         return default_devices()
     if isinstance(devices, list | tuple) and all(isinstance(name, str) for name in devices):

@@ -41,10 +41,7 @@ def predicting() -> Iterator[None]:
 class StepTrace:
     """The actions of replicas in one call of `run`, noted while the call is traced or runs eagerly.
 
-    Attributes:
-        optimizers: the optimizers that take a step.
-        written: variables that optimizers write.
-        applying: whether the step of an optimizer is under way.
+    `optimizers` are those that take a step; `applying` says whether such a step is under way.
     """
 
     optimizers: list[keras.optimizers.Optimizer] = dataclasses.field(default_factory=list)

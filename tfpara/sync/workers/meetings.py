@@ -28,9 +28,7 @@ class Control:
     Args:
         collectives: collectives between the workers' hosts, with a timeout. All workers may use
             them right after `together`.
-        call_site: the place of this process in its script.
         synchronizers: returns the trained models' synchronizers, in the same order on all workers.
-        company: the workers that take part.
     """
 
     def __init__(
