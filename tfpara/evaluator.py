@@ -317,11 +317,7 @@ class _Evaluator:
         return True
 
     def _rows(self) -> list[dict[str, Json]]:
-        """Returns the rows of the table.
-
-        Raises:
-            ValueError: the file is another table.
-        """
+        """Returns the rows of the table; raises ValueError if the file is another table."""
         rows = self._table.rows()
         if rows and list(rows[0])[: len(_PLACE)] != list(_PLACE):
             raise ValueError(

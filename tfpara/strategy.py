@@ -135,11 +135,8 @@ class Strategy:
         """A context in which all calls of `weights` give the weights of one moment.
 
         The context yields a function that returns the number of syncs, or pushes, in these
-        weights. Call that function after `weights`, which may sync.
-
-        Args:
-            model: as for `weights`.
-            names: the names with which `weights` is called in this context.
+        weights. Call that function after `weights`, which may sync. `names` are the names with
+        which `weights` is called in this context.
         """
         del names
 
@@ -207,11 +204,9 @@ class Strategy:
     # -- calls that all processes make together --------------------------------------------------
 
     def everyones(self, value: Json, purpose: Purpose) -> list[Json]:
-        """Returns the values of all processes that run callbacks, by rank. All must call it.
+        """Returns the JSON values of all processes that run callbacks, by rank. All must call it.
 
-        Args:
-            value: this process's value, anything that JSON can carry.
-            purpose: the purpose of the call, for messages.
+        `purpose`: the purpose of the call, for messages.
         """
         del purpose
         return [value]

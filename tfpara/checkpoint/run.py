@@ -38,11 +38,7 @@ from tfpara.typing import Array, Json
 class SyncCheckpoints(Checkpoints):
     """The checkpoints of one model of a `PeriodicSyncStrategy`.
 
-    Args:
-        model: a built and compiled model.
-        directory: the directory, which all workers share.
-        keep: number of the newest checkpoints that stay.
-        may_change: keys of the strategy's `data_plan` that may differ when a run is resumed.
+    `may_change` has those keys of the strategy's `data_plan` that may differ when a run is resumed.
 
     Raises:
         ValueError: the model has an optimizer whose slots cannot be made before its first step.
@@ -88,9 +84,7 @@ class SyncCheckpoints(Checkpoints):
         """Restores metrics and the open block again, after `fit` has begun the interrupted epoch.
 
         That is necessary because `fit` closes the block when it begins, and Keras resets metrics.
-
-        Args:
-            steps: number of steps that each replica has made in the epoch.
+        `steps` is the number of steps that each replica has made in the epoch.
         """
         for variable, value in self._of_epoch:
             variable.assign(value)

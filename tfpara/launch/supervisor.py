@@ -169,12 +169,8 @@ class _Worker:
 class Supervisor:
     """The state of all processes. `now` is the time in seconds of a monotonic clock.
 
-    Args:
-        processes: the first processes of the run, the chief first; all are about to be started.
-        policy: the policy for failures and signals.
-
-    Attributes:
-        phase: see the table above.
+    `processes` are the first of the run, the chief first; all are about to be started. For `phase`
+    see the table above.
     """
 
     def __init__(self, processes: Sequence[Process], policy: Policy | None = None) -> None:

@@ -55,9 +55,8 @@ class ChiefModel:
     def write(self, within_epoch: bool, within_fit: bool) -> None:
         """Sends the weights and moving statistics that were set in the chief's model since `read`.
 
-        Args:
-            within_epoch: whether workers are training now.
-            within_fit: whether a `fit` is running; the frozen weights are constants in its graphs.
+        `within_epoch`: whether workers are training now. `within_fit`: whether a `fit` is running;
+        the frozen weights are constants in its graphs.
 
         Raises:
             ValueError: weights were set that cannot be sent now. The message says when they can be.
