@@ -8,6 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfpara.contexts import attributes
 from tfpara.sync.one_sync.graph import SyncGraph
 from tfpara.sync.one_sync.graph_ops import not_inlined, where
 from tfpara.sync.one_sync.overlap import Overlap
@@ -297,8 +298,7 @@ class Synchronizer:
         On exit the variables get their former values. Every worker must enter, while the block is
         closed.
         """
-        former, self._shown = self._shown, which
-        try:
+        with attributes(self, _shown=which):
             if which == "local" and self._own is None:
                 yield
                 return
@@ -307,8 +307,6 @@ class Synchronizer:
             assert of_all is not None
             with self._holding(of_all):
                 yield
-        finally:
-            self._shown = former
 
     @contextlib.contextmanager
     def _holding(self, per_device: Sequence[Sequence[tf.Tensor]]) -> Iterator[None]:
