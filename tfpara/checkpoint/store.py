@@ -218,11 +218,7 @@ class Store(abc.ABC):
             ) from error
 
     def commit(self, number: int, manifest: Mapping[str, Json]) -> None:
-        """Makes a checkpoint visible; removes those older than the `keep` newest undamaged ones.
-
-        Raises:
-            CheckpointError: the manifest cannot be written, or the directory not renamed.
-        """
+        """Makes a checkpoint visible; removes those beyond `keep`; may raise CheckpointError."""
         try:
             self._publish(number, manifest)
         except OSError as error:

@@ -19,12 +19,9 @@ _LONGEST_LINE = 1 << 16  # at most so many bytes are held back until the end of 
 
 
 class Console:
-    """Writes whole lines to stdout and stderr, keeping a progress bar below them intact.
+    """Writes whole lines to the streams `out` and `err`, and keeps a progress bar below intact.
 
-    Args:
-        out: stream for the workers' stdout.
-        err: stream for the workers' stderr.
-        prefix: whether each line starts with the name of its worker.
+    `prefix`: whether each line starts with the name of its worker.
     """
 
     def __init__(self, out: BinaryIO, err: BinaryIO, prefix: bool = True) -> None:

@@ -111,13 +111,7 @@ Action = Start | Send | Note
 
 
 class Outcome(NamedTuple):
-    """The end of a run.
-
-    Attributes:
-        code: the exit code; 0 if nothing has failed.
-        signal: the first received signal, if any.
-        text: one line that describes the end.
-    """
+    """The end of a run: its exit code, the first signal, if any, and a line that describes it."""
 
     code: int
     signal: int | None
