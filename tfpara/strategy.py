@@ -156,12 +156,9 @@ class Strategy:
         return None
 
     def keep_state(self, name: str, holder: StateHolder) -> None:
-        """Registers an object whose state checkpoints keep.
+        """Registers an object whose state checkpoints keep; it replaces one of the same name.
 
-        Args:
-            name: name of the state. A second object with this name replaces the first.
-            holder: `get_state()` returns what JSON can carry, `set_state(state)` restores it. If
-                the state has `HAS_WEIGHTS`, the arrays of its attribute `weights` are kept, too.
+        If the state has `HAS_WEIGHTS`, the arrays of the object's `weights` are kept, too.
         """
 
     @property
@@ -184,10 +181,8 @@ class Strategy:
     def share_state(self, name: str, holder: StateHolder) -> None:
         """Registers an object whose state workers take over when they join.
 
-        Args:
-            name: name of the state. A number is appended if another object has this name.
-            holder: the object. If its state has `HAS_WEIGHTS`, the arrays of its attribute
-                `weights` travel, too; their shapes are the same on all workers.
+        A number is added to a name that another object has. If the state has `HAS_WEIGHTS`, the
+        arrays of the object's `weights`, of equal shapes on all workers, travel, too.
         """
 
     @property

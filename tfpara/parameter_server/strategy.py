@@ -524,7 +524,6 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy, Strategy):
 
     @property
     def states(self) -> dict[str, StateHolder]:
-        """The objects given to `keep_state`, by name."""
         return self._states
 
 

@@ -36,7 +36,6 @@ class ForCallbacks(Strategy):
 
     @property
     def states(self) -> dict[str, StateHolder]:
-        """The objects whose state checkpoints keep, by name: the strategy's and those given."""
         return self.extended.states
 
     def request(self, request: Request) -> None:
@@ -71,11 +70,9 @@ class ForCallbacks(Strategy):
         return self._company.epoch_units
 
     def part(self) -> None:
-        """Waits for all workers at the end of the program."""
         self._company.part()
 
     def program_ends(self) -> None:
-        """Tells the others that this program, which has not called `tfpara.run`, ends."""
         self._company.program_ends()
 
     def note(self, text: str) -> None:
@@ -164,7 +161,6 @@ class ForCallbacks(Strategy):
             self.epoch_units.resume(epoch, position)
 
     def steps_resumed(self, epoch: int) -> int:
-        """Returns how many minibatches of this epoch an earlier process trained on each replica."""
         position = self.extended.data.position
         return position.first // self.num_replicas if position.epoch == epoch else 0
 

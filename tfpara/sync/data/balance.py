@@ -306,11 +306,7 @@ class Balance(EpochUnits):
         return {} if self.plan is None else position_of(self.plan)
 
     def resume(self, epoch: int, position: Mapping[str, Any]) -> None:
-        """Continues from a checkpoint's position, in an epoch that begins.
-
-        Raises:
-            ValueError: steps are owed of workers that had several devices each.
-        """
+        """Continues within an epoch; ValueError: steps are owed of workers with several devices."""
         owed = position.get("owed", ())
         if owed and position["devices"] != 1:
             raise ValueError(

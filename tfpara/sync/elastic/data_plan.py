@@ -206,11 +206,7 @@ class DataPlan(EpochUnits):
         }
 
     def resume(self, epoch: int, position: Mapping[str, Any]) -> None:
-        """Continues from a checkpoint's position, in an epoch that begins.
-
-        Raises:
-            ValueError: workers with this number of devices cannot divide the rest of the epoch.
-        """
+        """Continues within an epoch; ValueError: the rest cannot be divided among the devices."""
         tasks, owed = self._connection.form.tasks, position.get("owed", ())
         first, rest = divmod(position["minibatches"], self._devices)
         if rest or (owed and position["devices"] != self._devices):
