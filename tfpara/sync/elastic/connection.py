@@ -162,8 +162,8 @@ class Connection:
             self.members.change(self.names, self.rank, form.number)
 
     def _listen(self) -> None:
-        self.line.on_abort(self._abort)
-        self.line.on_silence(self._end_long_wait)
+        self.line.on_abort = self._abort
+        self.line.on_silence = self._end_long_wait
 
     def _abort(self, generation: int, why: str) -> None:
         """Ends the collectives of a generation. Called by the line's thread."""
