@@ -228,7 +228,7 @@ class SyncCheckpoints(Checkpoints):
             value = parts.value(slot, self._strategy)
             if value is not None and slot.kind is not Kind.BLOCK:
                 slot.variable.assign(value)
-            if value is not None and slot.kind.is_of_epoch:
+            if value is not None and (slot.kind is Kind.BLOCK or slot.kind.is_aggregated):
                 self._of_epoch.append((slot.variable, value))
         self._strategy.note_restored_period(self.synchronizer.sync_period)
         rank = self._strategy.worker_index % len(readers)

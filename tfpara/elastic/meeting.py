@@ -123,8 +123,8 @@ class Line:
         self.wanted = False
         self.lost: frozenset[int] = frozenset()
         self.generation = 0
-        # The line's thread calls `on_abort(generation, why)` if a member is lost, and `on_silence()`
-        # again and again while there is no answer.
+        # The line's thread calls `on_abort(generation, why)` if a member is lost, and
+        # `on_silence()` again and again while there is no answer.
         self.on_abort: Callable[[int, str], None] = lambda generation, why: None
         self.on_silence: Callable[[], None] = lambda: None
         self._lock = threading.Lock()
