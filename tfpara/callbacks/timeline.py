@@ -33,9 +33,8 @@ _OVER = "CollectiveExecutor::ExecuteAsync::Done"
 class Span(NamedTuple):
     """A phase from `began` to `ended`, in nanoseconds since 1970.
 
-    Attributes:
-        number: for a step, its number, as the worker counts its steps; for other phases, the number
-            of operations in the span.
+    `number` is that of a step, as the worker counts its steps; of other phases the number of their
+    operations.
     """
 
     phase: str

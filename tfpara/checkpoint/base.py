@@ -100,10 +100,7 @@ class Checkpoints(abc.ABC):
         self._next = max(numbers, default=0) + 1
 
     def save(self, position: Callable[[], Mapping[str, Json]]) -> None:
-        """Writes a checkpoint. No state may change before this returns; at a sync none does.
-
-        Args:
-            position: returns the position of the run, for the manifest.
+        """Writes a checkpoint, with `position()`. No state may change before this returns.
 
         Raises:
             CheckpointError: on every worker, if a worker could not write; the message names that
