@@ -23,12 +23,11 @@ from tfpara.sync.progress import Progress, checked_port
 from tfpara.sync.settings import Settings
 from tfpara.sync.start_line import start_line
 from tfpara.sync.tensorflow import average_loss, links
-from tfpara.sync.tensorflow.devices import named_devices
+from tfpara.sync.tensorflow.devices import check_threads, named_devices
 from tfpara.sync.tensorflow.extended import PeriodicSyncExtended
 from tfpara.sync.workers import horovod_group
 from tfpara.sync.workers.company import Company
 from tfpara.sync.workers.fixed import Fixed
-from tfpara.threads import check_threads
 from tfpara.whole_number import checked_seconds
 
 _log = logging.getLogger(__name__)
