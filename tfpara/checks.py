@@ -48,11 +48,7 @@ def checked_period(sync_period: int) -> int:
 
 
 def checked_nonfinite(nonfinite: str, share: float) -> None:
-    """Checks the arguments that say what happens to minibatches with NaN or Inf.
-
-    Raises:
-        ValueError: `nonfinite` is neither "raise" nor "skip", or the share is not in [0, 1].
-    """
+    """Raises ValueError unless `nonfinite` is "raise" or "skip", and the share in [0, 1]."""
     if nonfinite not in ("raise", "skip"):
         raise ValueError(
             f'nonfinite={nonfinite!r} must be "raise", which ends the run for a weight with NaN or '
@@ -80,9 +76,7 @@ def checked_averages(
 ) -> dict[str, AsyncAverage]:
     """Returns the averages if they are average objects under valid names, else raises.
 
-    Args:
-        averages: average objects by name; None if there are none.
-        asynchronous: whether the strategy can start a mean, so that RunningThenMean makes sense.
+    `asynchronous`: whether the strategy can start a mean, so that RunningThenMean makes sense.
     """
     kinds: tuple[type, ...] = algorithms.AVERAGES
     if asynchronous:

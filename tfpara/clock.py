@@ -84,12 +84,9 @@ class Clock(keras.callbacks.Callback):
 
 
 class BoardClock(Clock):
-    """Adds its measurements to what TensorBoard callbacks write.
+    """Adds its measurements to what the TensorBoard callbacks (`boards`) of a `fit` write.
 
     `History`, CSV files and other callbacks get the same logs as under plain Keras.
-
-    Args:
-        boards: the TensorBoard callbacks of this `fit`.
     """
 
     def __init__(self, boards: Sequence[keras.callbacks.TensorBoard]) -> None:

@@ -79,9 +79,7 @@ def by_chance(graph: tf.compat.v1.GraphDef) -> tuple[str, str] | None:
     def random_in(node: tf.compat.v1.NodeDef, computing: bool = False) -> str:
         """Returns the type of a random operation in a node or in functions it calls; else "".
 
-        Args:
-            node: node of a graph.
-            computing: whether to skip operations that make datasets.
+        `computing`: whether to skip operations that make datasets.
         """
         if node.op in RANDOM:
             return str(node.op)

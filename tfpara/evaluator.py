@@ -222,11 +222,7 @@ class _Evaluator:
         return position
 
     def _next(self) -> int | None:
-        """Returns the number of the next checkpoint, None if there is no new one.
-
-        Raises:
-            CheckpointError: another run writes there now, and has begun anew from number 1.
-        """
+        """Returns the number of the next checkpoint, or None; may raise CheckpointError."""
         numbers = self._store.numbers()
         if numbers and max(numbers) < self._last:
             raise CheckpointError(
@@ -248,11 +244,7 @@ class _Evaluator:
         _say(f"checkpoint {number} is not scored: {why}")
 
     def _missing(self, number: int, manifest: Mapping[str, Json]) -> list[str]:
-        """Returns the models of a checkpoint whose scores the table lacks.
-
-        Raises:
-            CheckpointError: the table has scores of another run's checkpoint with this number.
-        """
+        """Returns the models of a checkpoint that the table lacks; may raise CheckpointError."""
         rows = [row for row in self._rows() if row["checkpoint"] == str(number)]
         if any(row["mark"] != _mark(manifest) for row in rows):
             raise CheckpointError(
@@ -317,11 +309,7 @@ class _Evaluator:
         return True
 
     def _rows(self) -> list[dict[str, Json]]:
-        """Returns the rows of the table.
-
-        Raises:
-            ValueError: the file is another table.
-        """
+        """Returns the rows of the table; raises ValueError if the file is another table."""
         rows = self._table.rows()
         if rows and list(rows[0])[: len(_PLACE)] != list(_PLACE):
             raise ValueError(

@@ -37,10 +37,8 @@ def whole(path: str | os.PathLike[str]) -> Iterator[Path]:
     yielded path are moved, too, before `path`. Where the system can swap two folders (Linux on
     local disks), a new folder replaces a former one in one step. Elsewhere, and with several files,
     there is a moment without `path`, so that no reader finds new files beside a former one. If the
-    process is killed in that moment, the next call puts the former content back.
-
-    Args:
-        path: final path of the file or folder. Missing parent folders are made.
+    process is killed in that moment, the next call puts the former content back. Missing parent
+    folders are made.
 
     Raises:
         OSError: the place cannot be written to.

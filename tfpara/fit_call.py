@@ -50,11 +50,7 @@ class Order(enum.IntEnum):
 
 
 def arranged(callbacks: Iterable[keras.callbacks.Callback]) -> list[keras.callbacks.Callback]:
-    """Returns the callbacks sorted by `order`; those of equal order stay as they are given.
-
-    Raises:
-        ValueError: two callbacks write checkpoints; they would resume at different places.
-    """
+    """Returns callbacks, stably sorted by `order`; raises ValueError if two write checkpoints."""
     callbacks = list(callbacks)
     saving = [type(each).__name__ for each in callbacks if _order(each) is Order.SAVES]
     if len(saving) > 1:

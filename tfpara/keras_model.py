@@ -56,11 +56,7 @@ def unbuilt_optimizers(model: keras.Model) -> dict[str, keras.optimizers.Optimiz
 
 
 def check_optimizers_built(model: keras.Model) -> None:
-    """Checks that all of a model's optimizers have their slots.
-
-    Raises:
-        ValueError: an optimizer has none; the message has the line of code that makes them.
-    """
+    """Raises ValueError, with the code that makes them, if an optimizer of a model has no slots."""
     for name in unbuilt_optimizers(model):
         parts = [k for k, v in vars(model).items() if isinstance(v, keras.Model)]
         raise ValueError(
@@ -172,15 +168,9 @@ def _outer_optimizers(model: keras.Model) -> list[keras.optimizers.Optimizer]:
 def check_optimizers_known(
     model: keras.Model, used: Sequence[keras.optimizers.Optimizer], why: str
 ) -> None:
-    """Checks that the optimizers of a step are among those of the model that it trains.
+    """Checks that the optimizers `used` in a step are among those of the model that it trains.
 
-    Args:
-        model: the model whose step was traced.
-        used: the optimizers that took the step.
-        why: the feature that has to know the optimizers, for the message.
-
-    Raises:
-        ValueError: the step used an optimizer that is not among the model's.
+    If not, raises ValueError; `why` names the feature that has to know the optimizers.
     """
     known = {id(optimizer) for optimizer in (*_outer_optimizers(model), *optimizers(model))}
     unknown = [optimizer.name for optimizer in used if id(optimizer) not in known]
@@ -234,9 +224,7 @@ def constrained(
 ) -> list[tf.Tensor]:
     """Applies each weight's Keras constraint, as Keras does after a step; returns the results.
 
-    Args:
-        weights: whole weights, of their variables' dtypes.
-        constraints: the attribute `constraint` of each variable, which may be None.
+    `weights` are whole weights, of their variables' dtypes.
     """
     return [
         weight if constraint is None else tf.convert_to_tensor(constraint(weight))
@@ -306,11 +294,8 @@ def told_of_fit(
 ) -> str:
     """Returns a note that the local momentum was changed to fit the blocks; "" if it was not.
 
-    Args:
-        optimizer: the local optimizer, which has a momentum or a β₁.
-        steps: the steps of the optimizer in a block.
-        fitted: the momentum that the optimizer has in such blocks.
-        factor: the number by which its learning rate is multiplied.
+    In blocks of so many `steps` the optimizer has the momentum, or β₁, `fitted`; its learning rate
+    is multiplied by `factor`.
     """
     momentum = memory_of(optimizer)
     if fitted == momentum and factor == 1.0:

@@ -170,10 +170,9 @@ def _run(
 
 
 class _Processes:
-    """Processes with one common output, which all end when the context ends.
+    """Processes, given by their commands and standard inputs, with one common output.
 
-    Args:
-        started: the processes' commands and standard inputs.
+    All of them end when the context ends.
     """
 
     def __init__(self, started: Sequence[tuple[list[str], str]]) -> None:

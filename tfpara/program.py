@@ -150,12 +150,7 @@ def explain_errors() -> None:
 
 
 def watch(strategy: Strategy, found: Cluster, timeout_seconds: float) -> None:
-    """Remembers a strategy for the end of the program.
-
-    Args:
-        strategy: a synchronous strategy that was just made.
-        found: its workers, with their addresses if these are known.
-        timeout_seconds: the strategy's longest wait for other workers.
+    """Remembers a synchronous strategy that was just made, for the end of the program.
 
     Raises:
         ValueError: TFPARA_LOST_WORKER_EXIT_CODE is no exit code.
@@ -189,9 +184,7 @@ def noting() -> Iterator[None]:
 def on_leaving(leave: Callable[[bool], None]) -> None:
     """Registers `leave(orderly)`, which `run` calls when it ends this process at once.
 
-    Args:
-        leave: leaves a group of processes. `orderly` tells whether the program went well, so that
-            the others leave, too.
+    It leaves a group of processes. `orderly`: the program went well, so the others leave, too.
     """
     _leaves.append(leave)
 
@@ -311,8 +304,7 @@ def _say(name: str, found: Explanation) -> None:
 def _part(process: int) -> None:
     """Tells the other workers of an elastic run that this program ends without `run`.
 
-    Args:
-        process: id of the process that made the strategy; processes forked from it tell nothing.
+    Only `process`, which made the strategy, tells this; processes forked from it do not.
     """
     # Python sets `sys.last_value` if an error ends the program, but not if `sys.exit` ends it.
     if process == os.getpid() and _strategy is not None and not hasattr(sys, "last_value"):
@@ -320,11 +312,9 @@ def _part(process: int) -> None:
 
 
 def _leave(code: str | int | None, orderly: bool) -> NoReturn:
-    """Ends this worker's process at once.
+    """Ends this worker's process at once; `code` is as for `sys.exit`.
 
-    Args:
-        code: its exit code, or an object to print, as for `sys.exit`.
-        orderly: whether the other workers come to the same end.
+    `orderly`: whether the other workers come to the same end.
     """
     if not isinstance(code, int | None):
         print(code, file=sys.stderr)

@@ -39,11 +39,7 @@ class RefusedError(OSError):
 
 
 def is_url(path: str | os.PathLike[str]) -> bool:
-    """Returns whether a path is a URL.
-
-    Raises:
-        ValueError: it is a URL that was made a `Path`, and so has lost a slash.
-    """
+    """Returns whether a path is a URL; ValueError: it was one, and lost a slash as a `Path`."""
     text = os.fspath(path)
     if isinstance(path, PurePath) and re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/(?!/)", text):
         raise ValueError(
@@ -183,11 +179,7 @@ class RemoteFolder:
         return f"{self._root}/{name}"
 
     def _tried(self, action: Callable[[], _Result], name: str, writes: bool = False) -> _Result:
-        """Calls an action; repeats it a few times if its error may be temporary.
-
-        Raises:
-            FileNotFoundError, RefusedError: the action failed; the error's `filename` is the URL.
-        """
+        """Calls an action, again if its error may be temporary; such errors name the URL."""
         for wait in (*_WAITS, None):
             try:
                 return action()

@@ -135,11 +135,8 @@ class Strategy:
         """A context in which all calls of `weights` give the weights of one moment.
 
         The context yields a function that returns the number of syncs, or pushes, in these
-        weights. Call that function after `weights`, which may sync.
-
-        Args:
-            model: as for `weights`.
-            names: the names with which `weights` is called in this context.
+        weights. Call that function after `weights`, which may sync. `names` are the names with
+        which `weights` is called in this context.
         """
         del names
 
@@ -159,12 +156,9 @@ class Strategy:
         return None
 
     def keep_state(self, name: str, holder: StateHolder) -> None:
-        """Registers an object whose state checkpoints keep.
+        """Registers an object whose state checkpoints keep; it replaces one of the same name.
 
-        Args:
-            name: name of the state. A second object with this name replaces the first.
-            holder: `get_state()` returns what JSON can carry, `set_state(state)` restores it. If
-                the state has `HAS_WEIGHTS`, the arrays of its attribute `weights` are kept, too.
+        If the state has `HAS_WEIGHTS`, the arrays of the object's `weights` are kept, too.
         """
 
     @property
@@ -187,10 +181,8 @@ class Strategy:
     def share_state(self, name: str, holder: StateHolder) -> None:
         """Registers an object whose state workers take over when they join.
 
-        Args:
-            name: name of the state. A number is appended if another object has this name.
-            holder: the object. If its state has `HAS_WEIGHTS`, the arrays of its attribute
-                `weights` travel, too; their shapes are the same on all workers.
+        A number is added to a name that another object has. If the state has `HAS_WEIGHTS`, the
+        arrays of the object's `weights`, of equal shapes on all workers, travel, too.
         """
 
     @property
@@ -207,11 +199,9 @@ class Strategy:
     # -- calls that all processes make together --------------------------------------------------
 
     def everyones(self, value: Json, purpose: Purpose) -> list[Json]:
-        """Returns the values of all processes that run callbacks, by rank. All must call it.
+        """Returns the JSON values of all processes that run callbacks, by rank. All must call it.
 
-        Args:
-            value: this process's value, anything that JSON can carry.
-            purpose: the purpose of the call, for messages.
+        `purpose`: the purpose of the call, for messages.
         """
         del purpose
         return [value]

@@ -13,15 +13,8 @@ def checked_whole(
 ) -> int:
     """Returns a whole number of Python or NumPy as an int of Python.
 
-    Args:
-        name: the argument's name, for the error.
-        value: the given value.
-        at_least: the smallest allowed value.
-        of: what the number counts, such as "minibatches", for the error.
-        at_most: the largest allowed value; None for no limit.
-
-    Raises:
-        ValueError: the value is no whole number, or outside of these limits.
+    Raises ValueError if it is no whole number, or outside of the limits. For the message, `name` is
+    the argument's name, and `of` what the number counts, such as "minibatches".
     """
     if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < at_least:
         counted = f" of {of}" if of else ""

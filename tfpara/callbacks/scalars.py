@@ -23,10 +23,9 @@ def flat(values: Mapping[str, Scalar | Array]) -> dict[str, Scalar]:
 
 
 class Scalars:
-    """Writes scalars to event files in a directory; the files are made at the first write.
+    """Writes scalars to event files in a directory; if that is None, nothing is written.
 
-    Args:
-        directory: directory of the event files. None: nothing is written.
+    The files are made at the first write.
     """
 
     def __init__(self, directory: str | os.PathLike[str] | None) -> None:

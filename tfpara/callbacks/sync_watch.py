@@ -36,8 +36,7 @@ class SyncWatch:
         """Returns the agreement of all workers if this batch ended with a sync of all; else None.
 
         Args:
-            model: the model that is trained.
-            batch: number of the last step in this epoch, as Keras counts it.
+            model, batch: the trained model, and the last step in this epoch, as Keras counts it.
             needed: returns whether such a sync requires an action. It must judge by facts that are
                 the same on all workers. A sync that still runs beside the training is awaited only
                 if it requires an action.

@@ -14,9 +14,7 @@ from tfpara.typing import Json
 class Table:
     """A CSV file that grows by rows. A row that a killed process has begun to write is removed.
 
-    Args:
-        path: path of the file, which need not exist.
-        opener: function of `tfpara.files` that opens the file.
+    The file need not exist. `opener` is the function of `tfpara.files` that opens it.
     """
 
     def __init__(self, path: Path, opener: Callable[[str, int], int]) -> None:

@@ -46,8 +46,7 @@ class Termination:
     def start(self, patience_seconds: float) -> None:
         """Begins to listen. Signals are received only if the main thread calls this.
 
-        Args:
-            patience_seconds: how long one TensorFlow call may last after SIGTERM.
+        `patience_seconds`: how long one TensorFlow call may last after SIGTERM.
         """
         self.stop()
         if self._watcher is not None:

@@ -33,9 +33,8 @@ _OVER = "CollectiveExecutor::ExecuteAsync::Done"
 class Span(NamedTuple):
     """A phase from `began` to `ended`, in nanoseconds since 1970.
 
-    Attributes:
-        number: for a step, its number, as the worker counts its steps; for other phases, the number
-            of operations in the span.
+    `number` is that of a step, as the worker counts its steps; of other phases the number of their
+    operations.
     """
 
     phase: str
@@ -75,8 +74,7 @@ def spans(recorded: xplane_pb2.XSpace) -> list[Span]:
 def chrome_trace(workers: Mapping[str, Iterable[Sequence[Json]]]) -> dict[str, Json]:
     """Returns the object of a Chrome trace file: a process for each worker, a row for each phase.
 
-    Args:
-        workers: each worker's spans, by its name. Times are counted from the earliest of all.
+    `workers` has each worker's spans, by its name. Times are counted from the earliest of all.
     """
     by_worker = {name: [Span(*span) for span in found] for name, found in workers.items()}
     earliest = min((s.began for found in by_worker.values() for s in found), default=0)
@@ -102,11 +100,7 @@ def chrome_trace(workers: Mapping[str, Iterable[Sequence[Json]]]) -> dict[str, J
 
 
 def read(directory: Path) -> xplane_pb2.XSpace:
-    """Returns the profiler's newest recording in its log directory.
-
-    Raises:
-        FileNotFoundError: there is no recording.
-    """
+    """Returns the newest recording in the profiler's directory, or raises FileNotFoundError."""
     files = sorted(directory.glob("plugins/profile/*/*.xplane.pb"), key=lambda p: p.parent.name)
     if not files:
         raise FileNotFoundError(f"the profiler left no recording in {directory}.")

@@ -43,12 +43,7 @@ def need() -> str:
 
 
 class Cut:
-    """A cut around a process. `again` makes it, and later extends it to newer connections.
-
-    Args:
-        pid: id of the process.
-        others: ids of the processes to which its connections are cut.
-    """
+    """A cut between the processes `pid` and `others`; `again` makes it, or cuts new connections."""
 
     def __init__(self, pid: int, others: Iterable[int]) -> None:
         self._pid, self._others = pid, [other for other in others if other != pid]

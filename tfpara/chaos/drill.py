@@ -64,10 +64,6 @@ class Drill:
     """Runs a command to its end, and injects faults.
 
     A command that fails after a fault is restarted, as an engine would do.
-
-    Args:
-        command: the launcher and its arguments.
-        plan: the plan of the faults.
     """
 
     def __init__(self, command: Sequence[str], plan: Plan) -> None:

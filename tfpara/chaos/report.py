@@ -55,8 +55,6 @@ class Run(NamedTuple):
     """A run of the command, from its first start to its end.
 
     Attributes:
-        seconds: duration of the run.
-        code: exit code of the run.
         starts: number of starts of the command.
         faults, missed: the faults that were made, and those that did not happen.
         told: what the script reported at its end about minibatches: trained, lost and doubled ones.

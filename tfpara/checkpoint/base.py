@@ -100,10 +100,7 @@ class Checkpoints(abc.ABC):
         self._next = max(numbers, default=0) + 1
 
     def save(self, position: Callable[[], Mapping[str, Json]]) -> None:
-        """Writes a checkpoint. No state may change before this returns; at a sync none does.
-
-        Args:
-            position: returns the position of the run, for the manifest.
+        """Writes a checkpoint, with `position()`. No state may change before this returns.
 
         Raises:
             CheckpointError: on every worker, if a worker could not write; the message names that
@@ -254,11 +251,7 @@ def store_at(
     keep: int,
     fields: Mapping[str, type] = MappingProxyType({}),
 ) -> Store:
-    """Returns the store of a directory, which is a path or a URL; see `Store`.
-
-    Raises:
-        ValueError, ImportError: as by `RemoteFolder`.
-    """
+    """Returns the store of a directory, a path or URL (`Store`); raises as `RemoteFolder` does."""
     if is_url(directory):
         return RemoteStore(os.fspath(directory), keep, fields)
     return LocalStore(Path(directory), keep, fields)
@@ -276,13 +269,8 @@ def check_run(
 ) -> None:
     """Compares a checkpoint's settings with those of this run; warns if versions differ.
 
-    Args:
-        path: path of the checkpoint, for messages.
-        manifest: the manifest of the checkpoint.
-        facts: "run" and "versions" of this run, as in the manifest.
-
-    Raises:
-        CheckpointError: settings differ; the message names them.
+    `facts` has "run" and "versions" of this run, as the manifest has them. If settings differ,
+    raises CheckpointError, which names them.
     """
     mine = json.loads(json.dumps(facts["run"], default=repr))
     # Version 0.1 listed tfpara's version among the settings. Versions need not be the same.
@@ -313,11 +301,7 @@ def check_run(
 
 
 def _collected(states: Mapping[str, StateHolder]) -> dict[str, Json]:
-    """Returns the states of objects with `get_state`, by name, as JSON values.
-
-    Raises:
-        CheckpointError: JSON cannot carry a state.
-    """
+    """Returns the states of objects, by name; raises CheckpointError if JSON cannot carry one."""
     found = {}
     for name, holder in states.items():
         try:

@@ -34,9 +34,7 @@ _SETTLE = 2.0
 class Lease:
     """A run's lease on a directory.
 
-    Args:
-        folder: the directory.
-        mark: the run's mark; another process with the same mark may take over the lease at once.
+    `mark` is the run's: another process with the same mark may take over the lease at once.
     """
 
     def __init__(self, folder: RemoteFolder, mark: str) -> None:

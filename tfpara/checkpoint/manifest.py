@@ -49,11 +49,9 @@ def text(content: Mapping[str, Json]) -> str:
 
 
 def parsed(written: bytes, fields: Mapping[str, type]) -> dict[str, Json]:
-    """Returns the content of a manifest.
+    """Returns the content of a manifest, whose file has the bytes `written`.
 
-    Args:
-        written: the bytes of the manifest's file.
-        fields: further keys that the manifest must have, and their types, as in `_FIELDS`.
+    `fields`: further keys that the manifest must have, and their types, as in `_FIELDS`.
 
     Raises:
         OtherKindError: it is of the other kind of strategy.

@@ -38,11 +38,7 @@ class Parts:
             raise ValueError(f"it has {len(there)} replicas, and its manifest says {replicas}")
 
     def value(self, slot: Slot, strategy: PeriodicSyncStrategy) -> Array | None:
-        """Returns the value for a slot of this run; None if the slot is to keep its own.
-
-        Raises:
-            CheckpointError: the checkpoint lacks the value.
-        """
+        """Returns a slot's value, None if it keeps its own; raises CheckpointError without one."""
         if slot.kind is Kind.HOLDER:
             return self._of_holder(slot)
         get: Callable[[int, str], Any]

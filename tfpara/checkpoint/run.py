@@ -38,11 +38,7 @@ from tfpara.typing import Array, Json
 class SyncCheckpoints(Checkpoints):
     """The checkpoints of one model of a `PeriodicSyncStrategy`.
 
-    Args:
-        model: a built and compiled model.
-        directory: the directory, which all workers share.
-        keep: number of the newest checkpoints that stay.
-        may_change: keys of the strategy's `data_plan` that may differ when a run is resumed.
+    `may_change` has those keys of the strategy's `data_plan` that may differ when a run is resumed.
 
     Raises:
         ValueError: the model has an optimizer whose slots cannot be made before its first step.
@@ -88,9 +84,7 @@ class SyncCheckpoints(Checkpoints):
         """Restores metrics and the open block again, after `fit` has begun the interrupted epoch.
 
         That is necessary because `fit` closes the block when it begins, and Keras resets metrics.
-
-        Args:
-            steps: number of steps that each replica has made in the epoch.
+        `steps` is the number of steps that each replica has made in the epoch.
         """
         for variable, value in self._of_epoch:
             variable.assign(value)
@@ -118,7 +112,7 @@ class SyncCheckpoints(Checkpoints):
         self._note_unknown_optimizers()
         while True:
             self._take_the_lock()
-            self._began_in = self._strategy.generation
+            self._began_in = self._strategy.company.generation
             try:
                 return super().save(position)
             except _ChangedError:
@@ -152,7 +146,7 @@ class SyncCheckpoints(Checkpoints):
         # All workers compare the same values. So either all raise the error and write the
         # checkpoint anew, or none does.
         began_in = {generation for _, generation in everyone}
-        if began_in != {None} and began_in != {self._strategy.completed_in}:
+        if began_in != {None} and began_in != {self._strategy.company.completed_in}:
             raise _ChangedError
         return [value for value, _ in everyone]
 
@@ -234,7 +228,7 @@ class SyncCheckpoints(Checkpoints):
             value = parts.value(slot, self._strategy)
             if value is not None and slot.kind is not Kind.BLOCK:
                 slot.variable.assign(value)
-            if value is not None and slot.kind.is_of_epoch:
+            if value is not None and (slot.kind is Kind.BLOCK or slot.kind.is_aggregated):
                 self._of_epoch.append((slot.variable, value))
         self._strategy.note_restored_period(self.synchronizer.sync_period)
         rank = self._strategy.worker_index % len(readers)

@@ -27,11 +27,7 @@ _FROZEN = "frozen/"
 class ServerCheckpoints(Checkpoints):
     """The checkpoints of a model of an `AsyncStrategy` in `fit`.
 
-    Args:
-        model: the model.
-        directory: the directory.
-        keep: number of the newest checkpoints that stay.
-        data_plan: facts and settings that a resumed run must share, by name.
+    `data_plan` has the facts and settings that a resumed run must share, by name.
     """
 
     _fields = MappingProxyType({"position.within": bool})

@@ -112,11 +112,7 @@ class Store(abc.ABC):
 
     @abc.abstractmethod
     def begin(self, number: int) -> str:
-        """Makes room for the parts of a checkpoint; returns the name of this host.
-
-        Raises:
-            CheckpointError: it cannot be done.
-        """
+        """Makes room for the parts; returns this host's name, or raises CheckpointError."""
 
     @abc.abstractmethod
     def _staging(self, number: int, begun_on: str) -> contextlib.AbstractContextManager[Path]:
@@ -128,11 +124,7 @@ class Store(abc.ABC):
 
     @abc.abstractmethod
     def _publish(self, number: int, manifest: Mapping[str, Json]) -> None:
-        """Makes a checkpoint visible, after all its parts were written.
-
-        Raises:
-            OSError, CheckpointError: it cannot be done.
-        """
+        """Makes a checkpoint visible, with all its parts; may raise OSError or CheckpointError."""
 
     @abc.abstractmethod
     def abandon(self, number: int) -> None:
@@ -202,11 +194,7 @@ class Store(abc.ABC):
     ) -> dict[str, Json]:
         """Writes a worker's part of a checkpoint; returns the manifest's entries of its files.
 
-        Args:
-            number: number of the checkpoint.
-            rank: rank of the worker.
-            tensors: the content of the part, by name.
-            begun_on: the host on which the chief called `begin`, for the message.
+        `begun_on` is the host on which the chief called `begin`, for the message.
 
         Raises:
             CheckpointError: the directory is not there, or the part cannot be written.
@@ -230,11 +218,7 @@ class Store(abc.ABC):
             ) from error
 
     def commit(self, number: int, manifest: Mapping[str, Json]) -> None:
-        """Makes a checkpoint visible; removes those older than the `keep` newest undamaged ones.
-
-        Raises:
-            CheckpointError: the manifest cannot be written, or the directory not renamed.
-        """
+        """Makes a checkpoint visible; removes those beyond `keep`; may raise CheckpointError."""
         try:
             self._publish(number, manifest)
         except OSError as error:
@@ -259,11 +243,7 @@ class Store(abc.ABC):
             ) from error
 
     def check(self, number: int, manifest: Mapping[str, Json]) -> None:
-        """Compares every file of a checkpoint with its manifest.
-
-        Raises:
-            CheckpointError: a file is missing or damaged; the message names it.
-        """
+        """Raises CheckpointError if a file of a checkpoint is missing, or is not as it was kept."""
         for name, expected in manifest["files"].items():
             inside = manifests.inside(manifest, name)
             path = f"{self.path(number)}/{inside}"

@@ -47,11 +47,7 @@ def check(
     model: keras.Model,
     averages: Mapping[str, Any],
 ) -> None:
-    """Checks that a checkpoint is of a model like this one, and has these averages.
-
-    Raises:
-        CheckpointError: they differ; the message says how.
-    """
+    """Raises CheckpointError unless a checkpoint is of such a model, and has these averages."""
     run, mine = manifest["run"], facts_of_model(model)["model"]
     theirs = run.get("model")
     if theirs != mine:
@@ -79,14 +75,7 @@ def read(
     model: keras.Model,
     averages: Mapping[str, Any],
 ) -> Weights:
-    """Reads the models of a checkpoint that has passed `check`.
-
-    Args:
-        store: the directory.
-        number: number of the checkpoint.
-        manifest: manifest of the checkpoint.
-        model: a built model like the run's.
-        averages: the averages to read, as the run's strategy has them.
+    """Reads the models of a checkpoint that has passed `check`, with the same arguments.
 
     Raises:
         CheckpointError: a file is damaged, or the checkpoint lacks a value.

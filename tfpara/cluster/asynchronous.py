@@ -20,7 +20,6 @@ _START = "start the script by tfpara-launch --ps 1 -n 2, which writes TF_CONFIG"
 _KIND = tf_config.Kind(
     jobs=("chief", "worker", "ps"),
     expected="the jobs are 'chief' (one), 'worker' and 'ps'",
-    why_not={},
     example=(
         '{"cluster": {"chief": ["host:port"], "worker": ["host:port", ...], "ps": ["host:port", '
         '...]}, "task": {"type": "worker", "index": 0}}'

@@ -16,6 +16,8 @@ import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
+from tfpara.contexts import attributes, context_variable
+
 TEXT_BYTES = 512  # length in bytes of the result of `CallSite.told`
 
 
@@ -110,7 +112,8 @@ class CallSite:
 
     def in_fit(self) -> contextlib.AbstractContextManager[None]:
         """A context in which `fit` runs."""
-        return self._with(
+        return attributes(
+            self,
             fits=self.fits + 1,
             _epoch=0,
             _step=0,
@@ -119,41 +122,24 @@ class CallSite:
             in_first_epoch=self.in_first_epoch,
         )
 
-    @contextlib.contextmanager
-    def in_call(self, purpose: Purpose) -> Iterator[None]:
+    def in_call(self, purpose: Purpose) -> contextlib.AbstractContextManager[None]:
         """A context in which a call for `purpose` reads data of its own, and maybe metrics."""
         if not self.fits or threading.get_ident() == self._thread:
-            with self._with(_calls=[*self._calls, purpose]):
-                yield
-            return
-        token = _BESIDE_FIT.set((*_BESIDE_FIT.get(), purpose))
-        try:
-            yield
-        finally:
-            _BESIDE_FIT.reset(token)
+            return attributes(self, _calls=[*self._calls, purpose])
+        return context_variable(_BESIDE_FIT, (*_BESIDE_FIT.get(), purpose))
 
     def in_callbacks(self) -> contextlib.AbstractContextManager[None]:
         """A context in which callbacks of `fit` run; they may read metrics within an epoch."""
-        return self._with(_callbacks=self._callbacks + 1)
+        return attributes(self, _callbacks=self._callbacks + 1)
 
     def waiting(self) -> contextlib.AbstractContextManager[None]:
         """A context in which this process waits in an exchange other than a model's sync."""
-        return self._with(began=self.began or time.monotonic())
-
-    @contextlib.contextmanager
-    def _with(self, **values: object) -> Iterator[None]:
-        """A context in which the named attributes have these values."""
-        former = {name: vars(self)[name] for name in values}
-        vars(self).update(values)
-        try:
-            yield
-        finally:
-            vars(self).update(former)
+        return attributes(self, began=self.began or time.monotonic())
 
     @contextlib.contextmanager
     def meeting(self, purpose: Purpose) -> Iterator[None]:
         """A context for an exchange of all workers; counts the exchange, unless it fails."""
-        with self._with(_purpose=purpose):
+        with attributes(self, _purpose=purpose):
             try:
                 yield
                 self.met += 1

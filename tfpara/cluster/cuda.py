@@ -14,11 +14,7 @@ def count() -> int:
 
 
 def identifier(card: int) -> str | None:
-    """Returns a card's identifier, unique among all machines; None if the driver gives none.
-
-    Args:
-        card: the number that CUDA gives the card in this process.
-    """
+    """Returns an identifier of CUDA's card, unique among all machines; None if there is none."""
     device, uuid = ctypes.c_int(), (ctypes.c_ubyte * 16)()
     told = _told(
         lambda driver: (

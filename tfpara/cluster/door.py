@@ -115,11 +115,7 @@ class Door(Generic[Key]):
         channel.close()
 
     def close(self, patience_seconds: float = 0.0) -> None:
-        """Ends all connections and frees the port.
-
-        Args:
-            patience_seconds: longest wait until all messages to guests are sent.
-        """
+        """Ends all connections, after up to `patience_seconds` for messages, and frees the port."""
         until = time.monotonic() + patience_seconds
         for channel in (*self._keys, *self._strangers):
             channel.close(until - time.monotonic() if channel in self._keys else 0.0)

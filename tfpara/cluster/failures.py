@@ -184,12 +184,7 @@ def know(cluster: Cluster, timeout_seconds: float) -> None:
 
 
 def ask(who_is_mute: Callable[[], str], advice: Callable[[], str]) -> None:
-    """Stores functions that `explain` calls.
-
-    Args:
-        who_is_mute: returns the names of the workers that do not answer, or "".
-        advice: returns the fix for this process's exchange that has failed, or "".
-    """
+    """Stores the functions `_who_is_mute` and `_advice`, which `explain` calls."""
     global _who_is_mute, _advice
     _who_is_mute, _advice = who_is_mute, advice
 

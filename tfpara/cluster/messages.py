@@ -76,13 +76,9 @@ class Signer:
 
 
 class Channel:
-    """One end of a connection, which sends and receives messages without waiting.
+    """One end of a TCP connection, which sends and receives messages without waiting.
 
-    Args:
-        connection: a TCP connection.
-        secret: the run's secret; may be empty.
-        purpose: purpose of the connection, the same at both ends.
-        caller: whether this end connected; otherwise it accepted.
+    For the arguments see `Signer`.
 
     Attributes:
         heard: time of the last data from the other end, in seconds of `time.monotonic()`.
@@ -132,11 +128,7 @@ class Channel:
         self._flush()
 
     def receive(self, at_most: int = _LONGEST_MESSAGE) -> list[dict[str, Json]]:
-        """Returns messages that have arrived; sets `closed` if the connection has ended.
-
-        Args:
-            at_most: largest number of messages; later calls return the rest.
-        """
+        """Returns up to `at_most` arrived messages; sets `closed` if the connection has ended."""
         self._read()
         messages: list[dict[str, Json]] = []
         while len(messages) < at_most and b"\n" in self._arrived:
@@ -257,11 +249,7 @@ def _is_flat(value: Json, levels: int) -> bool:
 
 
 def connect(address: str, secret: bytes, purpose: str, timeout_seconds: float) -> Channel:
-    """Connects to the "host:port" of a `door.Door`.
-
-    Raises:
-        OSError, UnicodeError: no process accepts connections there.
-    """
+    """Connects to the "host:port" of a `door.Door`; errors as for `ports.connect`."""
     return Channel(ports.connect(address, timeout_seconds), secret, purpose, caller=True)
 
 

@@ -70,11 +70,7 @@ def unread(environ: Mapping[str, str] = os.environ) -> int | None:
 
 
 def _pipe(environ: Mapping[str, str]) -> int:
-    """Returns the writing end of the launcher's pipe.
-
-    Raises:
-        OSError, ValueError, OverflowError: this process has no launcher.
-    """
+    """Returns the launcher's pipe; raises OSError, ValueError or OverflowError if there is none."""
     descriptor, _, pipe = environ.get(_VARIABLE, "").partition(":")
     # A child of this process inherits the variable, but its descriptor with this number may be
     # another file.

@@ -35,11 +35,7 @@ def split(address: str) -> tuple[str, str]:
 
 
 def connect(address: str, timeout_seconds: float) -> socket.socket:
-    """Connects to "host:port".
-
-    Raises:
-        OSError, UnicodeError: no process accepts connections there.
-    """
+    """Connects to "host:port"; raises OSError or UnicodeError if no process accepts that."""
     host, port = split(address)
     connection = socket.create_connection((host, int(port)), timeout_seconds)
     # A loopback connection to a port where nobody listens can by chance connect to itself.
@@ -96,11 +92,7 @@ def cut(peers: Collection[tuple[str, int]]) -> None:
 
 
 class OpenPort:
-    """A port that accepts and closes connections, so that others see that this process lives.
-
-    Args:
-        listener: a listening socket; `close` closes it.
-    """
+    """A port that accepts and closes connections, so that others see that this process lives."""
 
     def __init__(self, listener: socket.socket) -> None:
         listener.settimeout(None)
@@ -188,11 +180,7 @@ def candidates() -> list[int]:
 
 
 def reserve() -> socket.socket:
-    """Returns a socket that reserves a port, free on all interfaces, until the socket closes.
-
-    Raises:
-        OSError: no port is free.
-    """
+    """Returns a socket that keeps a port, free on all interfaces; OSError if there is none."""
     for port in candidates():
         with contextlib.suppress(OSError):
             # With reuse=True, two processes that do not listen yet could get the same port.

@@ -11,15 +11,7 @@ from tfpara.cluster import Cluster, ports
 
 
 def unreachable(cluster: Cluster, timeout_seconds: float) -> list[str]:
-    """Lists the other processes that accept no TCP connection now.
-
-    Args:
-        cluster: the cluster to probe.
-        timeout_seconds: longest wait for an answer, name look-up included.
-
-    Returns:
-        Names such as "worker 1 (127.0.0.1:4000)", by rank.
-    """
+    """Lists the other processes that accept no TCP connection now, by rank; see `accepting`."""
     peers = [rank for rank in range(len(cluster.addresses)) if rank != cluster.rank]
     found = accepting([cluster.addresses[rank] for rank in peers], timeout_seconds)
     return [cluster.describe(rank) for rank in peers if cluster.addresses[rank] not in found]

@@ -92,11 +92,7 @@ def guard(cluster: Cluster, timeout_seconds: float) -> Iterator[None]:
 
 @contextlib.contextmanager
 def elastic_run() -> Iterator[None]:
-    """A context after which this process counts as part of an elastic run.
-
-    Raises:
-        StartupError: the process is in an elastic run already, or has trained in a cluster.
-    """
+    """A context after which this process is part of an elastic run; StartupError: it cannot be."""
     global _in_elastic_run
     _refuse_another()
     yield
@@ -144,8 +140,7 @@ def meet(
     During the call this process listens on its port.
 
     Args:
-        cluster: this process's view of the cluster.
-        timeout_seconds: longest wait for the other workers.
+        cluster, timeout_seconds: the workers, and the longest wait for them.
         collectives: the backend that the worker starts after the call.
         shared: the secret of the run; None takes that of the environment.
 
@@ -467,11 +462,7 @@ def _view(cluster: Cluster) -> list[Json]:
 
 
 def listen(address: str, name: str, guests: int = 0) -> socket.socket:
-    """Returns a socket that listens on this process's "host:port" for `guests` other processes.
-
-    Raises:
-        StartupError: the port is in use; the message has the process's name.
-    """
+    """Returns a socket that listens on "host:port"; StartupError, with `name`: it is in use."""
     given, port = ports.split(address)
     try:
         # TensorFlow's server binds the port on all interfaces, so the port must be free on all of

@@ -289,13 +289,8 @@ def begin(
 ) -> StatusBoard | None:
     """Connects the workers, if they have addresses; every worker must call this.
 
-    Args:
-        found: the cluster.
-        exchange: sends a number to all workers, and returns the workers' numbers by rank.
-        here: returns the row of this process.
-
-    Returns:
-        This process's end of the connection; None if there is none.
+    `exchange` sends a number to all workers, and returns theirs by rank; `here` returns the row of
+    this process.
     """
     listener = None
     if found.is_chief and found.addresses:

@@ -56,7 +56,6 @@ class Kind(NamedTuple):
     Attributes:
         jobs: names of the jobs, in the order of messages.
         expected: the jobs in words, e.g. "the jobs are 'chief' (one, optional) and 'worker'".
-        why_not: for other jobs that users write, the reason why this kind has none, and the fix.
         example: an example of a TF_CONFIG.
         otherwise: an alternative to setting TF_CONFIG, e.g. ", or unset it to …"; may be empty.
         without_part: for jobs that may be listed but do not train, the reason. Their addresses are
@@ -65,7 +64,6 @@ class Kind(NamedTuple):
 
     jobs: tuple[str, ...]
     expected: str
-    why_not: Mapping[str, str]
     example: str
     otherwise: str = ""
     without_part: Mapping[str, str] = EVALUATOR
@@ -153,11 +151,7 @@ def _of_pools(text: str) -> dict[str, Json]:
 
 
 def _with_present_names(config: dict[str, Json]) -> dict[str, Json]:
-    """Returns the configuration with the present names of jobs in place of former ones.
-
-    Raises:
-        ClusterError: `config` has a job under both names.
-    """
+    """Returns a configuration with present names of jobs; raises ClusterError if one has both."""
     spec, task = config.get("cluster"), config.get("task")
     if isinstance(spec, dict):
         spec = {job: value for job, value in spec.items() if value or job not in _FORMER}
@@ -261,8 +255,7 @@ def _addresses(job: str, value: Json, kind: Kind) -> list[str]:
 
 def _check_job(job: Json, what: str, kind: Kind) -> None:
     if job not in kind.jobs:
-        reason = kind.why_not.get(str(job), kind.expected)
-        raise ClusterError(f"{what} {shown(job)} in TF_CONFIG is not supported: {reason}.")
+        raise ClusterError(f"{what} {shown(job)} in TF_CONFIG is not supported: {kind.expected}.")
 
 
 def check_address(address: Json, given: str, fix: str) -> None:

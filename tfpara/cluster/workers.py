@@ -26,7 +26,6 @@ _Read = TypeVar("_Read")
 _KIND = tf_config.Kind(
     jobs=("chief", "worker"),
     expected="the jobs are 'chief' (one, optional) and 'worker'",
-    why_not={},
     example='{"cluster": {"worker": ["host:port", ...]}, "task": {"type": "worker", "index": 0}}',
     otherwise=", or unset it to train in one process",
     without_part={
@@ -196,12 +195,7 @@ def taking_part(read: Callable[[], _Read]) -> _Read:
 
 
 def of_rank(told: engines.Told, addresses: tuple[str, ...] = ()) -> Cluster:
-    """Returns the cluster of a process that knows its rank from an engine.
-
-    Args:
-        told: the values of the engine's variables.
-        addresses: the addresses of all processes, by rank; empty while they are unknown.
-    """
+    """Returns the cluster of an engine's process; `addresses` are empty while they are unknown."""
     job = ("worker", told.rank - 1) if told.rank else ("chief", 0)
     if addresses:
         return Cluster(addresses, *job, has_chief_job=True)

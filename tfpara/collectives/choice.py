@@ -19,13 +19,6 @@ def choose(collectives: str, found: Cluster) -> tuple[str, str]:
     environment show. It means TensorFlow in a cluster of TF_CONFIG or of any other engine, and also
     under mpirun if Horovod cannot be used there.
 
-    Args:
-        collectives: one of `COLLECTIVES`.
-        found: this process's view of the cluster.
-
-    Returns:
-        "tensorflow" or "horovod", and the reason in a few words.
-
     Raises:
         ValueError: TensorFlow cannot connect the processes, as their addresses are unknown.
     """
@@ -66,9 +59,6 @@ def choose_communication(
         cards: for each worker, by rank, an identifier of the card (the physical GPU) of its lead
             device; None if unknown.
         members_change: whether workers may join and leave; `cards` may then lack some workers.
-
-    Returns:
-        "RING" or "NCCL", and the reason in a few words.
 
     Raises:
         ValueError: NCCL is requested, but the lead devices are CPUs, or two are on one card.

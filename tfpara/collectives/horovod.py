@@ -64,11 +64,7 @@ def mpi_problem() -> str | None:
 
 
 def load() -> Any:
-    """Returns the module `horovod.tensorflow`.
-
-    Raises:
-        ValueError: it is missing, or built for another TensorFlow; the message has the fix.
-    """
+    """Returns `horovod.tensorflow`; raises ValueError, with the fix, if it cannot be used."""
     reason = problem()
     if reason:
         raise ValueError(f"collectives='horovod': {reason}.")
@@ -117,8 +113,6 @@ class HorovodCollectives:
     process must have joined the group before (`tfpara.sync.workers.horovod_group.join`).
 
     Args:
-        size: number of workers.
-        rank: this worker, 0 … size − 1.
         device: this worker's lead device.
         timeout_seconds: longest wait for the other workers inside one eager operation; 0 waits
             forever.

@@ -42,15 +42,7 @@ class Loopback:
 def sum_on_first_device(
     per_device: Sequence[Sequence[tf.Tensor]], devices: Sequence[str]
 ) -> list[tf.Tensor]:
-    """Sums the devices' buffers on the first device, so that a worker sends one copy.
-
-    Args:
-        per_device: for each device a list of buffers; the k-th buffers have equal shape.
-        devices: the device of each list.
-
-    Returns:
-        The list of sums.
-    """
+    """Sums the devices' lists of buffers on the first device, so that a worker sends one copy."""
     if len(per_device) == 1:
         return list(per_device[0])
     with tf.device(devices[0]):

@@ -18,10 +18,8 @@ def order_of(tasks: Sequence[str]) -> list[int]:
     """Returns the ranks of all workers, in the order that TensorFlow gives a group of workers.
 
     TensorFlow orders the members of a group by the text of their tasks' names, so task 10 comes
-    before task 2. The rows of its all-gathers and all-to-alls have this order.
-
-    Args:
-        tasks: names of the workers' tasks, such as "/job:worker/task:10", by rank.
+    before task 2. The rows of its all-gathers and all-to-alls have this order. `tasks` has the
+    names, such as "/job:worker/task:10", by rank.
     """
     return sorted(range(len(tasks)), key=tasks.__getitem__)
 
@@ -35,8 +33,6 @@ class Members:
     Args:
         device: the device, a CPU, on which the variables are kept.
         tasks: names of the workers' tasks, such as "/job:worker/task:3", by rank.
-        rank: this worker's rank, 0 … size − 1.
-        generation: the number of the generation.
     """
 
     def __init__(self, device: str, tasks: Sequence[str], rank: int, generation: int) -> None:

@@ -207,11 +207,7 @@ class TensorFlowCollectives:
         }
 
     def _key(self, name: str) -> int:
-        """Returns the key of an operation, by its name: workers may make operations in any order.
-
-        Raises:
-            RuntimeError: another operation has the same key, so TensorFlow might mix up their data.
-        """
+        """Returns an operation's key, by its name alone; RuntimeError: another name has it, too."""
         key = zlib.crc32(name.encode()) & 0x7FFFFFFF
         other = self._names.setdefault(key, name)
         if other != name:

@@ -123,8 +123,10 @@ class Line:
         self.wanted = False
         self.lost: frozenset[int] = frozenset()
         self.generation = 0
-        self._on_abort: Callable[[int, str], None] = lambda generation, why: None
-        self._on_silence: Callable[[], None] = lambda: None
+        # The line's thread calls `on_abort(generation, why)` if a member is lost, and
+        # `on_silence()` again and again while there is no answer.
+        self.on_abort: Callable[[int, str], None] = lambda generation, why: None
+        self.on_silence: Callable[[], None] = lambda: None
         self._lock = threading.Lock()
         self._heard: queue.SimpleQueue[dict[str, Json]] = queue.SimpleQueue()
         self._secret, self._timeout = secret, timeout_seconds
@@ -153,14 +155,6 @@ class Line:
         self._open = True
         self._thread = threading.Thread(target=self._run, name="tfpara-line", daemon=True)
         self._thread.start()
-
-    def on_abort(self, act: Callable[[int, str], None]) -> None:
-        """Registers `act(generation, why)`, which the line's thread calls if a member is lost."""
-        self._on_abort = act
-
-    def on_silence(self, act: Callable[[], None]) -> None:
-        """Registers `act()`, which the line's thread calls repeatedly while there is no answer."""
-        self._on_silence = act
 
     def where(self) -> tuple[int, list[Json]]:
         """Returns the run's present call of `fit`, from 0, and the results of earlier calls.
@@ -309,7 +303,7 @@ class Line:
                 self._heard.put({"closed": True})
                 break
         while self._open and not self._over:
-            self._on_silence()
+            self.on_silence()
             time.sleep(RETRY_SECONDS)
 
     def _listen(self) -> tuple[list[dict[str, Json]], bool]:
@@ -331,7 +325,7 @@ class Line:
                 self._channel.close()
             closed = self._channel.closed
         if not answers:
-            self._on_silence()
+            self.on_silence()
         return said, closed
 
     def _hear(self, message: dict[str, Json]) -> None:
@@ -355,9 +349,9 @@ class Line:
             # The abort comes before the message is queued. The main thread may be waiting in a
             # collective, and reads the queue only when that has been aborted.
             if "abort" in message:
-                self._on_abort(int(message["abort"]), "a worker is lost")
+                self.on_abort(int(message["abort"]), "a worker is lost")
             elif "evicted" in message:
-                self._on_abort(self.generation, "this worker was given up")
+                self.on_abort(self.generation, "this worker was given up")
             self._heard.put(message)
 
     @property
@@ -391,7 +385,7 @@ class Line:
         for _ in until(time.monotonic() + self._timeout, lambda: gone):
             if not self._open:
                 break
-            self._on_silence()
+            self.on_silence()
             try:
                 channel = self._call()
             except _ERRORS:

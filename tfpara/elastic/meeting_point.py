@@ -96,10 +96,8 @@ class Meeting:
     def follow(self, name: str) -> Callable[[], bool]:
         """Notes that a worker's process has ended, so that nobody waits until it is back.
 
-        Returns a function that tells whether the run has continued without the worker.
-
-        Args:
-            name: the worker's name in messages; the latest worker of this name is meant.
+        Returns a function that tells whether the run has continued without the latest worker of
+        this name.
         """
         task = max((task for task, own in list(self._names.items()) if own == name), default=None)
         if task is not None:

@@ -84,13 +84,7 @@ class _Worker:
 
 @dataclasses.dataclass(frozen=True)
 class Generation:
-    """A generation.
-
-    Attributes:
-        number: counts from 1.
-        members: task numbers, by rank.
-        why: the change of members, in words.
-    """
+    """A generation: its number, from 1; its members, by rank; and their change, in words."""
 
     number: int
     members: tuple[int, ...]
@@ -116,12 +110,9 @@ class Membership:
     * ``evicted``: a sentence; the worker counted as lost, and must join again.
     * ``ended``: a sentence; no member is left. ``complete``: whether nothing is left to do.
 
-    Args:
-        limits: the limits.
-        now: the time in seconds of a monotonic clock, as in all methods.
+    `now` is the time in seconds of a monotonic clock, as in all methods.
 
     Attributes:
-        limits: the limits.
         phase: see the table above.
         history: the generations so far.
         absent: the task numbers of absent members.
@@ -376,8 +367,7 @@ class Membership:
         """Event: a member has come to the meeting that ends a generation.
 
         Args:
-            task: the member.
-            generation: its generation.
+            task, generation: the member, and its generation.
             report: its position, for all members of the next generation.
             failed: whether one of its collectives has failed; otherwise all have agreed to meet.
             now: the time.

@@ -29,12 +29,8 @@ def divided(cards: Sequence[str], workers: int, per_worker: int | None) -> list[
     """Returns for each worker the environment that gives it its cards.
 
     If `per_worker` is None and there are fewer cards than workers, workers share cards. TensorFlow
-    then allocates a card's memory when it needs some, instead of all at once.
-
-    Args:
-        cards: as from `of_machine`.
-        workers: number of workers.
-        per_worker: number of cards of each worker; None divides all cards among the workers.
+    then allocates a card's memory when it needs some, instead of all at once. If there are more,
+    all cards are divided among the workers. `cards` is as from `of_machine`.
 
     Raises:
         LaunchError: there are fewer cards than requested.

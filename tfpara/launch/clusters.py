@@ -16,12 +16,9 @@ class LaunchError(ValueError):
 
 
 def local_clusters(count: int, host: str = "127.0.0.1", port: int = 0) -> list[cluster.Cluster]:
-    """Returns a cluster of workers on this machine, as each worker sees it, the chief first.
+    """Returns a cluster of `count` workers on this machine, as each sees it, the chief first.
 
-    Args:
-        count: number of workers.
-        host: an address of this machine.
-        port: the first worker's port, the others' follow; 0 takes free ones.
+    `port` is the first worker's port, and the others' follow; 0 takes free ones.
 
     Raises:
         LaunchError: the host is not this machine's, or a port is in use.
@@ -36,16 +33,8 @@ def local_async_clusters(
 ) -> list[async_cluster.AsyncCluster]:
     """Returns a cluster with parameter servers on this machine, as each process sees it.
 
-    The chief comes first, then the workers, then the parameter servers.
-
-    Args:
-        workers: number of workers; the chief is one more process.
-        ps: number of parameter servers.
-        host: an address of this machine.
-        port: the chief's port, the others' follow; 0 takes free ones.
-
-    Raises:
-        LaunchError: as by `local_clusters`.
+    The chief comes first, then the workers, then the parameter servers, of which there are `ps`.
+    For the other arguments and the errors see `local_clusters`.
     """
     first, *others = local_clusters(1 + workers + ps, host, port)[0].addresses
     chief = async_cluster.AsyncCluster(

@@ -76,12 +76,8 @@ class Launcher:
     def run(self, command: Sequence[str], processes: Callable[[], Sequence[Process]]) -> int:
         """Runs the processes, with restarts after failures, until their end.
 
-        Args:
-            command: program and arguments of each process.
-            processes: called for each start; returns the processes, the chief first.
-
-        Returns:
-            The exit code.
+        `command` has the program and arguments of each process. `processes` is called for each
+        start, and returns the processes, the chief first. Returns the exit code.
         """
         self._command = command
         with signals.signals_to(self._events), signals.guardian() as self._tell_guardian:

@@ -19,12 +19,9 @@ _LONGEST_LINE = 1 << 16  # at most so many bytes are held back until the end of 
 
 
 class Console:
-    """Writes whole lines to stdout and stderr, keeping a progress bar below them intact.
+    """Writes whole lines to the streams `out` and `err`, and keeps a progress bar below intact.
 
-    Args:
-        out: stream for the workers' stdout.
-        err: stream for the workers' stderr.
-        prefix: whether each line starts with the name of its worker.
+    `prefix`: whether each line starts with the name of its worker.
     """
 
     def __init__(self, out: BinaryIO, err: BinaryIO, prefix: bool = True) -> None:
@@ -33,11 +30,7 @@ class Console:
         self._bar = b""  # the unfinished line (a progress bar) on the screen, with its prefix
 
     def line(self, rank: int, name: str, text: bytes, to_stderr: bool) -> None:
-        """Writes one line above the progress bar.
-
-        Raises:
-            OSError: the stream is closed.
-        """
+        """Writes one line above the progress bar; raises OSError if the stream is closed."""
         stream = self._err if to_stderr else self._out
         with self._lock:
             if self._bar:
@@ -48,8 +41,7 @@ class Console:
     def progress(self, rank: int, name: str, text: bytes) -> None:
         """Passes on terminal output as it comes, with a prefix after each carriage return.
 
-        Raises:
-            OSError: stdout is closed.
+        Raises OSError if stdout is closed.
         """
         with self._lock:
             for part in re.split(rb"([\r\n])", text):

@@ -111,13 +111,7 @@ Action = Start | Send | Note
 
 
 class Outcome(NamedTuple):
-    """The end of a run.
-
-    Attributes:
-        code: the exit code; 0 if nothing has failed.
-        signal: the first received signal, if any.
-        text: one line that describes the end.
-    """
+    """The end of a run: its exit code, the first signal, if any, and a line that describes it."""
 
     code: int
     signal: int | None
@@ -169,12 +163,8 @@ class _Worker:
 class Supervisor:
     """The state of all processes. `now` is the time in seconds of a monotonic clock.
 
-    Args:
-        processes: the first processes of the run, the chief first; all are about to be started.
-        policy: the policy for failures and signals.
-
-    Attributes:
-        phase: see the table above.
+    `processes` are the first of the run, the chief first; all are about to be started. For `phase`
+    see the table above.
     """
 
     def __init__(self, processes: Sequence[Process], policy: Policy | None = None) -> None:

@@ -9,6 +9,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfpara.contexts import attributes
 from tfpara.parameter_server.messages import Moment
 from tfpara.parameter_server.server import Server
 from tfpara.parameter_server.worker_step import WorkerStep
@@ -55,9 +56,8 @@ class ChiefModel:
     def write(self, within_epoch: bool, within_fit: bool) -> None:
         """Sends the weights and moving statistics that were set in the chief's model since `read`.
 
-        Args:
-            within_epoch: whether workers are training now.
-            within_fit: whether a `fit` is running; the frozen weights are constants in its graphs.
+        `within_epoch`: whether workers are training now. `within_fit`: whether a `fit` is running;
+        the frozen weights are constants in its graphs.
 
         Raises:
             ValueError: weights were set that cannot be sent now. The message says when they can be.
@@ -122,11 +122,9 @@ class ChiefModel:
     @contextlib.contextmanager
     def at_one_moment(self, names: Sequence[str]) -> Iterator[int]:
         """Reads the models `names` now, for `showing` in this context; yields the push count."""
-        former, self._moment = self._moment, self._server.weights_at_once(names)
-        try:
-            yield self._moment.pushes
-        finally:
-            self._moment = former
+        moment = self._server.weights_at_once(names)
+        with attributes(self, _moment=moment):
+            yield moment.pushes
 
     def snapshot(self) -> Callable[[], None]:
         """Keeps the servers' model and optimizer; returns a function that restores them."""

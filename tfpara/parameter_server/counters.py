@@ -95,11 +95,7 @@ class Counters:
             return tf.identity(ended)
 
     def lines(self) -> list[Pushed]:
-        """Returns the recorded pushes, in their order.
-
-        Raises:
-            ValueError: pushes are not recorded.
-        """
+        """Returns the recorded pushes in order; raises ValueError if pushes are not recorded."""
         if self._log is None:
             raise ValueError("no record is kept: give the strategy record=True.")
         versions, rows = (tensor.numpy() for tensor in self._log.export())

@@ -264,11 +264,7 @@ class Fit:
                 self._submit()  # submits again those chunks that are not finished
 
     def _check_left_out(self, *, is_over: bool) -> int:
-        """Returns how many minibatches of the epoch were left out for NaN or Inf.
-
-        Raises:
-            tfpara.DivergedError: too many were left out.
-        """
+        """Returns how many minibatches the epoch left out; raises DivergedError for too many."""
         if not self._models.skips:
             return 0
         left_out, share = int(self.server.counters.left_out), self._models.nonfinite_share

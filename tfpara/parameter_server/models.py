@@ -69,11 +69,7 @@ class Models(dict[keras.Model, Trained]):
         return self[model]
 
     def check(self) -> None:
-        """Raises an error if the run cannot continue; else ends all waits for lost workers.
-
-        Raises:
-            tfpara.ParameterServerError: a parameter server is lost, or all workers are.
-        """
+        """Raises ParameterServerError if the run cannot go on; else ends waits for lost workers."""
         self.workers.check()
         for worker in self.workers.lost():
             for trained in self.values():

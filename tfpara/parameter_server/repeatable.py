@@ -124,11 +124,7 @@ class RepeatableProgram:
 
 
 def check_order(graph: tf.compat.v1.GraphDef, what: str) -> None:
-    """Refuses a dataset whose order, or whose elements, cannot be repeated.
-
-    Args:
-        graph: a GraphDef with the dataset's operations.
-        what: the dataset's name in messages.
+    """Refuses a dataset, in messages called `what`, whose order or elements cannot be repeated.
 
     Raises:
         ValueError: the dataset has Python functions, reads from tf.data's service, caches elements
@@ -164,9 +160,6 @@ def check_order(graph: tf.compat.v1.GraphDef, what: str) -> None:
 
 def check_seeds(graph: tf.compat.v1.GraphDef) -> None:
     """Refuses chunks whose order may differ each time they are read.
-
-    Args:
-        graph: a GraphDef with the operations of a chunk's dataset.
 
     Raises:
         ValueError: a chunk has a shuffle without a seed, or operations that do not keep the order.

@@ -358,11 +358,7 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy, Strategy):
 
         Workers keep training meanwhile. With several parameter servers, each server has a moment of
         its own. Yields a function that returns the number of pushes on the first server before its
-        moment.
-
-        Args:
-            model: as for `weights`.
-            names: the models that `weights` will show ("global", or names of averages).
+        moment. `names` are the models that `weights` will show.
         """
         trained = self._models.get(model)
         if trained is None:
@@ -528,16 +524,11 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy, Strategy):
 
     @property
     def states(self) -> dict[str, StateHolder]:
-        """The objects given to `keep_state`, by name."""
         return self._states
 
 
 def checked_rule(rule: object) -> AsyncRule:
-    """Returns the rule if it is an asynchronous one.
-
-    Raises:
-        TypeError: `rule` is a synchronous rule, or no rule.
-    """
+    """Returns the rule if it is an asynchronous one; else raises TypeError."""
     kind = rule if isinstance(rule, type) else type(rule)
     if issubclass(kind, Rule):
         raise TypeError(

@@ -18,6 +18,7 @@ import tensorflow as tf
 
 from tfpara.algorithms.asgd import AsyncRule
 from tfpara.algorithms.keras_step import step_of_rows
+from tfpara.contexts import attributes
 from tfpara.keras_model import lookups
 from tfpara.parameter_server.messages import NO_ROWS, Rows
 from tfpara.typing import Nest
@@ -170,12 +171,8 @@ class Tables:
         if not rows:
             yield
             return
-        self._by_rows = True
-        try:
-            with self._hooked(list(rows), positions):
-                yield
-        finally:
-            self._by_rows = False
+        with attributes(self, _by_rows=True), self._hooked(list(rows), positions):
+            yield
 
     def is_read(self, index: int, assigned: bool) -> None:
         """Notes that the model reads one of the `known` tables, or that a layer assigned to it.
@@ -204,11 +201,8 @@ class Tables:
 
             def call(inputs: Nest) -> tf.Tensor:
                 ids = replaced(index, _as_ids(inputs, layer.input_dim))
-                self._looking = True
-                try:
+                with attributes(self, _looking=True):
                     return original(ids)
-                finally:
-                    self._looking = False
 
             return call
 

@@ -114,11 +114,7 @@ class _Worker:
 
 
 class RunStatus:
-    """The status of a run; several threads may use it at once.
-
-    Args:
-        shows: the workers that the status covers, in words.
-    """
+    """The status of the workers that `shows` names; several threads may use it at once."""
 
     def __init__(self, shows: str) -> None:
         self._shows = shows

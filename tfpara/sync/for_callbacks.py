@@ -28,7 +28,8 @@ class ForCallbacks(Strategy):
     extended: PeriodicSyncExtended
 
     @property
-    def _company(self) -> Company:
+    def company(self) -> Company:
+        """The workers that take part, and their common operations."""
         return self.extended.worker.company
 
     def keep_state(self, name: str, holder: StateHolder) -> None:
@@ -36,7 +37,6 @@ class ForCallbacks(Strategy):
 
     @property
     def states(self) -> dict[str, StateHolder]:
-        """The objects whose state checkpoints keep, by name: the strategy's and those given."""
         return self.extended.states
 
     def request(self, request: Request) -> None:
@@ -52,7 +52,7 @@ class ForCallbacks(Strategy):
 
     @property
     def members_change(self) -> bool:
-        return self._company.changes
+        return self.company.changes
 
     @property
     def blocks_differ(self) -> bool:
@@ -61,22 +61,20 @@ class ForCallbacks(Strategy):
 
     @property
     def joining(self) -> bool:
-        return self._company.joining
+        return self.company.joining
 
     def share_state(self, name: str, holder: StateHolder) -> None:
-        self._company.share_state(name, holder)
+        self.company.share_state(name, holder)
 
     @property
     def epoch_units(self) -> EpochUnits:
-        return self._company.epoch_units
+        return self.company.epoch_units
 
     def part(self) -> None:
-        """Waits for all workers at the end of the program."""
-        self._company.part()
+        self.company.part()
 
     def program_ends(self) -> None:
-        """Tells the others that this program, which has not called `tfpara.run`, ends."""
-        self._company.program_ends()
+        self.company.program_ends()
 
     def note(self, text: str) -> None:
         """Prints a note once, on the chief."""
@@ -90,31 +88,6 @@ class ForCallbacks(Strategy):
     def settings(self) -> Settings:
         """The settings, with those that depend on the number of replicas filled in."""
         return self.extended.settings
-
-    @property
-    def generation(self) -> int:
-        """The number of the present set of members."""
-        return self._company.generation
-
-    @property
-    def completed_in(self) -> int:
-        """The generation in which the last exchange started by Python code has succeeded."""
-        return self._company.completed_in
-
-    def leave(self) -> bool:
-        """Makes this worker leave at the next sync; returns whether all must leave with it."""
-        return self._company.leave()
-
-    def keep_record(self, checkpoints: StateHolder, append: Callable[[str, str], None]) -> None:
-        """Makes a record of changes of members, which `append` writes, beside the checkpoints.
-
-        `checkpoints`: the callback that writes the checkpoints.
-        """
-        self._company.keep_record(checkpoints, append)
-
-    def write_record(self, syncs: int) -> None:
-        """Appends the present members to the record, with the number of syncs so far."""
-        self._company.write_record(syncs)
 
     @property
     def blocks_closed(self) -> int:
@@ -136,9 +109,8 @@ class ForCallbacks(Strategy):
     def position(self, first: int, steps: int) -> dict[str, Json]:
         """Returns the position in the epoch's data, for a checkpoint at a sync.
 
-        Args:
-            first: minibatches of the epoch that an earlier process has trained, over all replicas.
-            steps: minibatches of the epoch that each replica has trained since then.
+        An earlier process has trained the `first` minibatches of the epoch, over all replicas, and
+        each replica so many `steps` since then.
         """
         found = self.epoch_units.position() if steps else {}
         if found:
@@ -165,7 +137,6 @@ class ForCallbacks(Strategy):
             self.epoch_units.resume(epoch, position)
 
     def steps_resumed(self, epoch: int) -> int:
-        """Returns how many minibatches of this epoch an earlier process trained on each replica."""
         position = self.extended.data.position
         return position.first // self.num_replicas if position.epoch == epoch else 0
 

@@ -31,10 +31,7 @@ class Notes:
     def few_syncs(self, period: int, steps: int, epochs: int) -> None:
         """Prints a note, once, if a call of `fit` has fewer syncs than its replicas need.
 
-        Args:
-            period: minibatches between two syncs.
-            steps: minibatches of each replica in an epoch.
-            epochs: the epochs of the run, with those before a resume.
+        For the arguments see `MomentumFit.set_epochs`.
         """
         replicas = self.worker.replicas
         if self.settings.device_sync_period:

@@ -28,9 +28,6 @@ class Progress:
     """The progress of this worker, which a thread reports each second.
 
     This does not slow steps down: it reads counts that steps keep on the host anyway.
-
-    Args:
-        strategy: the strategy of this worker.
     """
 
     def __init__(self, strategy: Any) -> None:
@@ -41,11 +38,7 @@ class Progress:
         self._asked_at = 0.0
 
     def begin(self, status_port: int | None) -> None:
-        """Begins to report; if a port is given, the chief also serves the live page.
-
-        Raises:
-            StatusError: the port cannot be used.
-        """
+        """Begins to report; given a port, the chief serves the live page. May raise StatusError."""
         global _latest
         _latest = self
         if status_port is not None and self._strategy.is_chief:

@@ -11,7 +11,7 @@ from tfpara import cluster, program
 from tfpara.algorithms.rule import Rule
 from tfpara.sync.data.dealt import to_replicas
 from tfpara.sync.strategy import PeriodicSyncStrategy
-from tfpara.threads import check_threads
+from tfpara.sync.tensorflow.devices import check_threads
 from tfpara.whole_number import checked_whole
 
 

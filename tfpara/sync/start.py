@@ -23,12 +23,11 @@ from tfpara.sync.progress import Progress, checked_port
 from tfpara.sync.settings import Settings
 from tfpara.sync.start_line import start_line
 from tfpara.sync.tensorflow import average_loss, links
-from tfpara.sync.tensorflow.devices import named_devices
+from tfpara.sync.tensorflow.devices import check_threads, named_devices
 from tfpara.sync.tensorflow.extended import PeriodicSyncExtended
 from tfpara.sync.workers import horovod_group
 from tfpara.sync.workers.company import Company
 from tfpara.sync.workers.fixed import Fixed
-from tfpara.threads import check_threads
 from tfpara.whole_number import checked_seconds
 
 _log = logging.getLogger(__name__)
@@ -44,13 +43,8 @@ def start(
 ) -> None:
     """Joins the other workers, and initializes the strategy of this worker.
 
-    Args:
-        strategy: the strategy, whose base classes are not initialized yet.
-        settings: its settings.
-        devices: this worker's devices; None: the default ones.
-        elastic: the settings of an elastic run; None: the members do not change.
-        startup_timeout_seconds: longest wait for the others.
-        status_port: the port of the live page, which the chief serves; None: there is no page.
+    The base classes of `strategy` are not initialized yet. For the other arguments see
+    `PeriodicSyncStrategy`.
     """
     is_simulated = strategy._is_simulated
     checked_seconds("startup_timeout_seconds", startup_timeout_seconds)
@@ -112,15 +106,11 @@ def workers_of(
     startup_timeout_seconds: float,
     is_simulated: bool,
 ) -> tuple[cluster.Cluster, Settings, contextlib.AbstractContextManager[Company]]:
-    """Finds the other workers; for the arguments see `start`.
+    """Finds the other workers; `devices` is the number of this worker's devices.
 
-    Args:
-        devices: the number of this worker's devices.
-
-    Returns:
-        The cluster, which in an elastic run is this worker alone; the settings, with those that
-        depend on the workers filled in; and a context in which to start TensorFlow's server, which
-        yields the company.
+    Returns the cluster, which in an elastic run is this worker alone; the settings, with those that
+    depend on the workers filled in; and a context in which to start TensorFlow's server, which
+    yields the company.
     """
     if elastic is not None:
         settings = _checked_elastic(settings, elastic)

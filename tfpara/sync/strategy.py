@@ -13,6 +13,7 @@ from tfpara import program
 from tfpara.algorithms.rule import Average, Rule
 from tfpara.checks import check_backend
 from tfpara.cluster.call_site import call
+from tfpara.contexts import attributes
 from tfpara.elastic.settings import Elastic
 from tfpara.group import as_list
 from tfpara.sync.data.elastic_data import by_epoch, of_one_reader
@@ -474,12 +475,9 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, ForCallbac
                 "or shares some of its weights with a model that was trained. Give the model that "
                 "fit was called on, or one all of whose weights are that model's."
             )
-        former, self.extended.shown = self.extended.shown, which
-        try:
-            with synchronizer.showing(which) if synchronizer else contextlib.nullcontext():
-                yield
-        finally:
-            self.extended.shown = former
+        showing = synchronizer.showing(which) if synchronizer else contextlib.nullcontext()
+        with attributes(self.extended, shown=which), showing:
+            yield
 
     def predict(
         self,

@@ -72,7 +72,7 @@ def test_a_worker_dies_and_another_comes():
         forms = found(lines)
         assert {form.tasks for form in forms} == {(0, 1, 2)} and forms[0].reports == (None,) * 3
         for own in lines[1:]:
-            own.on_abort(lambda generation, why, own=own: aborted.append((own.task, generation)))
+            own.on_abort = lambda generation, why, own=own: aborted.append((own.task, generation))
         lines[0].close()
         wait_until(lambda: len(aborted) == 2)
         assert sorted(aborted) == [(1, 1), (2, 1)]
@@ -435,7 +435,7 @@ def test_the_meeting_point_is_stopped_and_nobody_meets_for_it():
         lines = [line(service) for _ in range(3)]
         found(lines)
         for own in lines:
-            own.on_abort(lambda generation, why: aborted.append(generation))
+            own.on_abort = lambda generation, why: aborted.append(generation)
         channels = [own._channel for own in lines]
         wait, goes_on = service._door.wait, threading.Event()
         service._door.wait = lambda seconds: (goes_on.wait(60.0), wait(seconds))

@@ -136,9 +136,8 @@ class Lobby:
     def fail(self, sentence: str, code: int = 1) -> None:
         """Tells all processes to end with an error, waits until they do, and stops listening.
 
-        Args:
-            sentence: the cause, which the processes print if the code is not 0.
-            code: their exit code; 75 if the chief has written a checkpoint and asks for a restart.
+        They print the cause, `sentence`, if the code is not 0. `code` is their exit code; 75 if the
+        chief has written a checkpoint and asks for a restart.
         """
         with self._changed:
             self._do(self.state.end(code, sentence))

@@ -227,10 +227,8 @@ class Membership:
     def tick(self, now: float, heard: Mapping[Task, float], turned_away: str = "") -> list[Action]:
         """Event: time has passed. Called several times a second.
 
-        Args:
-            now: the time in seconds.
-            heard: the time of each present task's last message.
-            turned_away: a sentence that names the refused processes; empty if there are none.
+        `heard` has the time of each present task's last message. `turned_away` is a sentence that
+        names the refused processes; empty if there are none.
         """
         suspended = now - self._looked_at > self._timeout / 2  # the chief itself was suspended
         self._looked_at = now
@@ -268,12 +266,10 @@ class Membership:
                 self.phase = "training"
 
     def end(self, code: int, sentence: str, how: str = "end") -> list[Action]:
-        """Event: the chief's program is over; all tasks end with a code and a sentence.
+        """Event: the chief's program is over; all tasks end with an exit code and a sentence.
 
-        Args:
-            code: their exit code.
-            sentence: the cause; empty if the code is 0.
-            how: "end": at once; "finishing": as soon as the chief is gone.
+        The sentence is the cause; empty if the code is 0. `how`: "end": at once; "finishing": as
+        soon as the chief is gone.
         """
         if self.phase == "ended":
             return []

@@ -86,9 +86,7 @@ class Balance(EpochUnits):
     """The shares of the workers, in minibatches, of the present block; all workers have the same.
 
     Args:
-        settings: settings of the strategy.
-        worker: this worker.
-        momentum: the sync period, and the optimizers' momentum, which is fitted to the block.
+        settings, worker, momentum: of the strategy.
         make: makes a plain variable, `make(value, name)`.
         simulates: whether this worker's replicas stand for the workers of a record. The replicas
             step together, and those with a smaller share get empty minibatches at the block's end.
@@ -174,12 +172,10 @@ class Balance(EpochUnits):
     def begin(self, plan: Plan, rank: int, warm: bool) -> Dealt | None:
         """Begins a pass over an epoch; returns this worker's minibatches, or None without syncs.
 
-        Args:
-            plan: the division of the minibatches that are not in the model yet. If workers carry
-                some that they have trained, all workers sync as soon as possible.
-            rank: this worker's rank in the plan.
-            warm: whether this process has trained before. If not, the first block's time includes
-                compilation, and is not measured.
+        `plan` divides the minibatches that are not in the model yet; `rank` is this worker's in it.
+        If workers carry some that they have trained, all workers sync as soon as possible. `warm`:
+        whether this process has trained before. If not, the first block's time includes
+        compilation, and is not measured.
         """
         self.end()
         if self._momentum.sync_period is None:
@@ -310,11 +306,7 @@ class Balance(EpochUnits):
         return {} if self.plan is None else position_of(self.plan)
 
     def resume(self, epoch: int, position: Mapping[str, Any]) -> None:
-        """Continues from a checkpoint's position, in an epoch that begins.
-
-        Raises:
-            ValueError: steps are owed of workers that had several devices each.
-        """
+        """Continues within an epoch; ValueError: steps are owed of workers with several devices."""
         owed = position.get("owed", ())
         if owed and position["devices"] != 1:
             raise ValueError(

@@ -6,6 +6,8 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
 
+from tfpara.contexts import attributes
+
 
 @dataclasses.dataclass(frozen=True)
 class Pass:
@@ -90,12 +92,7 @@ class Position:
         steps, self.steps, self.begun = self.steps, 0, None
         return steps
 
-    @contextlib.contextmanager
-    def within(self, begun: Pass) -> Iterator[None]:
+    def within(self, begun: Pass) -> contextlib.AbstractContextManager[None]:
         """A context in which an iterator is made that continues the pass `begun`."""
-        former = self.epoch, self.first
-        self.epoch, self.first, self.steps = begun.epoch, begun.first, begun.steps
-        try:
-            yield
-        finally:
-            self.epoch, self.first = former
+        self.steps = begun.steps
+        return attributes(self, epoch=begun.epoch, first=begun.first)

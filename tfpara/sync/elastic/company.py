@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from tfpara.cluster.call_site import FIT_END, Purpose, call
 from tfpara.collectives.members import Members
+from tfpara.contexts import attributes
 from tfpara.elastic.settings import Elastic as Settings
 from tfpara.strategy import StateHolder
 from tfpara.sync.elastic.connection import LOST, Connection, in_short
@@ -32,13 +33,8 @@ _log = logging.getLogger(__name__)
 class Elastic(Company):
     """The workers of a run that continues while some are lost, leave and join.
 
-    Args:
-        settings: settings of the run.
-        timeout_seconds: longest wait for the meeting point.
-
-    Attributes:
-        connection: connection to the meeting point.
-        epoch_units: this worker's data of the present epoch, by the plan of all workers.
+    `connection` leads to the meeting point, for which a worker waits `timeout_seconds` at most.
+    `epoch_units` are this worker's data of the present epoch, by the plan of all workers.
     """
 
     changes = True
@@ -118,12 +114,11 @@ class Elastic(Company):
         number, met = progress.operations, place.met
         while True:
             try:
-                self._inside = True
-                result = exchange()
-                progress.completed_in = self.generation
+                with attributes(self, _inside=True):
+                    result = exchange()
+                    progress.completed_in = self.generation
             except LOST as error:
                 _log.info("tfpara: an exchange has failed: %s", in_short(error))
-                self._inside = False
                 # The failed exchange may have increased `met`, the count of exchanges, on only some
                 # of the members.
                 place.met = met
@@ -133,8 +128,6 @@ class Elastic(Company):
                     continue
                 result, progress.completed_in = others["result"], others["completed_in"]
                 place.met = others["met"]
-            finally:
-                self._inside = False
             progress.operations, progress.result = number + 1, result
             return result
 

@@ -52,12 +52,8 @@ class GivenUp(BaseException):
 class Connection:
     """The line to the meeting point, the present generation, and TensorFlow's server in it.
 
-    Args:
-        settings: settings of the run.
-        timeout_seconds: longest wait for the meeting point.
-
     Attributes:
-        line: the line to the meeting point.
+        line: the line to the meeting point, for which it waits `timeout_seconds` at most.
         form: the present generation.
         founders: number of workers with which the run began.
         members: the present members, as collectives read them.
@@ -166,8 +162,8 @@ class Connection:
             self.members.change(self.names, self.rank, form.number)
 
     def _listen(self) -> None:
-        self.line.on_abort(self._abort)
-        self.line.on_silence(self._end_long_wait)
+        self.line.on_abort = self._abort
+        self.line.on_silence = self._end_long_wait
 
     def _abort(self, generation: int, why: str) -> None:
         """Ends the collectives of a generation. Called by the line's thread."""
@@ -247,8 +243,7 @@ class Connection:
     def part(self, completed: bool) -> None:
         """Closes the line at the end of the program.
 
-        Args:
-            completed: whether the run is complete, so that all members' programs end.
+        `completed`: whether the run is complete, so that all members' programs end.
         """
         if self.out:
             return

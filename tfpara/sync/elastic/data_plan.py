@@ -19,11 +19,7 @@ from tfpara.typing import Json
 
 
 class DataPlan(EpochUnits):
-    """The plan of the epoch, and this worker's data by it.
-
-    Args:
-        extended: the strategy's extended object.
-        connection: the connection, whose generation has the workers that share the data.
+    """The plan by which the generation's workers share an epoch, and this worker's data by it.
 
     Attributes:
         iterator: iterator over this worker's data by the plan; None: Keras' own is read.
@@ -64,11 +60,7 @@ class DataPlan(EpochUnits):
         return Began(self._connection.founders * self._devices, self._devices)
 
     def take(self, given: Mapping[str, Any]) -> None:
-        """Stores the data of a call of `fit`.
-
-        Raises:
-            ValueError: the data cannot be divided again when workers join and leave.
-        """
+        """Stores the data of a call of `fit`; raises ValueError if they cannot be divided anew."""
         check_dealt(
             given,
             "elastic=",
@@ -102,10 +94,8 @@ class DataPlan(EpochUnits):
     def go_on(self, plan: Plan, has_data: bool, ahead: Mapping[str, Any]) -> None:
         """Adopts the plan of a new generation, none of whose units is in the model yet.
 
-        Args:
-            plan: the plan.
-            has_data: whether this worker has data of the plan's epoch, and the epoch is open.
-            ahead: the report of the worker that is furthest in the run.
+        `has_data`: whether this worker has data of the plan's epoch, and the epoch is open.
+        `ahead`: the report of the worker that is furthest in the run.
         """
         self.plan = plan
         if self._extended.balance is not None:
@@ -216,11 +206,7 @@ class DataPlan(EpochUnits):
         }
 
     def resume(self, epoch: int, position: Mapping[str, Any]) -> None:
-        """Continues from a checkpoint's position, in an epoch that begins.
-
-        Raises:
-            ValueError: workers with this number of devices cannot divide the rest of the epoch.
-        """
+        """Continues within an epoch; ValueError: the rest cannot be divided among the devices."""
         tasks, owed = self._connection.form.tasks, position.get("owed", ())
         first, rest = divmod(position["minibatches"], self._devices)
         if rest or (owed and position["devices"] != self._devices):

@@ -17,6 +17,7 @@ import keras
 import tensorflow as tf
 
 from tfpara.cluster import parent
+from tfpara.contexts import attributes
 from tfpara.elastic.meeting import Passed
 from tfpara.sync.elastic.connection import LOST, GivenUp, in_short
 from tfpara.sync.elastic.rejoin import Rejoin
@@ -41,11 +42,7 @@ class _Regrouped(BaseException):
 
 
 class FitAgain:
-    """The calls of `fit` of a worker.
-
-    Args:
-        rejoin: this worker's meetings with the others.
-    """
+    """The calls of `fit` of a worker, in which it may meet the others (`rejoin`)."""
 
     def __init__(self, rejoin: Rejoin) -> None:
         self._rejoin, self._progress = rejoin, rejoin.progress
@@ -244,8 +241,7 @@ class FitAgain:
         # The others may have closed the epoch while this worker was behind.
         if self._progress.epoch_is_closed:
             raise StopIteration
-        self._progress.in_step = True
-        try:
+        with attributes(self._progress, in_step=True):
             self._meet_if_needed()
             # The terms are sent after the first step, since that step finds out whether the model
             # was compiled again.
@@ -253,8 +249,6 @@ class FitAgain:
                 self._agreed = True
                 self._connection.line.agreed(self._rejoin.terms())
             return self._step_until_trained(function, iterator)
-        finally:
-            self._progress.in_step = False
 
     def _step_until_trained(self, function: Callable[..., Any], iterator: Iterator[Any]) -> Any:
         models, trained = self._extended.models, False

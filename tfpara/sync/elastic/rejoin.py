@@ -75,14 +75,7 @@ class Progress:
 class Rejoin:
     """A worker's part in meetings.
 
-    Args:
-        extended: the strategy's extended object.
-        connection: the connection to the meeting point.
-
     Attributes:
-        data: this worker's data.
-        transfer: the transfer of the state.
-        progress: the progress of this worker.
         others: at the last meeting, the report with the most exchanges from Python.
         last: the reason why all must write a checkpoint and end; "" if they train on.
         record: with it the chief keeps a line of JSON for each generation; None: no record.
@@ -106,8 +99,7 @@ class Rejoin:
     def meet(self, failed: bool) -> None:
         """Meets the others until a generation is complete and agrees on the state.
 
-        Args:
-            failed: whether an exchange failed or a member is lost; else all have agreed to meet.
+        `failed`: whether an exchange failed or a member is lost; else all have agreed to meet.
         """
         while True:
             # Newcomers are admitted only while all members are in training steps. A newcomer could
@@ -179,8 +171,7 @@ class Rejoin:
     def reconcile(self, form: Form) -> None:
         """Brings all members of a generation to the state of the one that is furthest.
 
-        Raises:
-            one of `LOST`: a member is lost meanwhile; all meet again.
+        Raises one of `LOST` if a member is lost meanwhile; then all meet again.
         """
         reports: list[Any] = list(form.reports)
         known = [report for report in reports if report]

@@ -21,9 +21,6 @@ from tfpara.typing import Json
 class StateTransfer:
     """The state of a run, for transfer to workers that are behind, or new.
 
-    Args:
-        extended: the strategy's extended object.
-
     Attributes:
         model: the model that is trained; None before the first call of `fit`.
         holders: objects of callbacks whose states a joiner receives, by name.
@@ -41,13 +38,7 @@ class StateTransfer:
         return self.model
 
     def keep(self, name: str, holder: StateHolder) -> None:
-        """Registers an object whose state a joiner receives.
-
-        Args:
-            name: name of the state; a number is added if another object has the same name.
-            holder: the object. If `HAS_WEIGHTS` is true in its state, the arrays in its attribute
-                `weights`, of the same shapes on all workers, are sent as well.
-        """
+        """Registers an object whose state a joiner receives; see `Strategy.share_state`."""
         if holder not in self.holders.values():
             same = sum(known.startswith(name) for known in self.holders)
             self.holders[f"{name} {same}"] = holder
@@ -82,11 +73,8 @@ class StateTransfer:
     def hand_over(self, source: int, receives: bool, joins: bool, ahead: Mapping[str, Any]) -> None:
         """Sends the state of one worker to those that receive it; all workers call it.
 
-        Args:
-            source: rank of the sender.
-            receives: whether this worker receives the state.
-            joins: whether this worker is new, so that it also receives the log of earlier epochs.
-            ahead: the sender's report.
+        `source` is the sender's rank, and `ahead` its report. If this worker `receives` the state
+        and `joins` (is new), it also receives the log of earlier epochs.
         """
         (synchronizer,) = self._extended.models.synchronizers
         hosts = self._extended.control.collectives
@@ -137,19 +125,12 @@ def hand_over(
     """Sends the values of slots; all workers call it, with the same slots in the same order.
 
     This function writes nothing, so if the source is lost, no worker has only a part of its state.
-    The source alone reads its variables. Small values travel together, since each broadcast makes
-    all workers wait for each other once more.
+    The source alone reads its variables. Small values travel together, in packs of up to
+    `BUCKET_BYTES`, since each broadcast makes all workers wait for each other once more. `note` are
+    the source's bytes, which travel with the first pack; equally many on all workers.
 
-    Args:
-        slots: the slots, sent in packs of up to `BUCKET_BYTES`.
-        hosts: collectives between the workers' hosts; Horovod's groups cannot change.
-        source: rank of the sender.
-        receives: whether this worker receives the values.
-        note: the source's bytes, which travel with the first pack; equally many on all workers.
-
-    Returns:
-        A pair: the slots' variables with their new values, empty if this worker does not receive;
-        and the source's `note`.
+    Returns a pair: the slots' variables with their new values, empty unless this worker `receives`;
+    and the source's `note`.
     """
     received: list[tuple[tf.Variable, np.ndarray | tf.Tensor]] = []
     sends = hosts.rank == source

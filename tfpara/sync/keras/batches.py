@@ -12,6 +12,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfpara.contexts import attributes
 from tfpara.steps import with_own_memory
 from tfpara.sync.data import reading, same_data
 from tfpara.sync.data.dealt import slice_of
@@ -51,17 +52,14 @@ class ShuffledArrays(data_adapters.ArrayDataAdapter):
         # Keras calls tf.random.shuffle to shuffle all rows or, with shuffle="batch", the rows of
         # each batch. While Keras builds the dataset, a lookup in `_order` replaces that function,
         # so the rows come in the order of `_order`.
-        draw, calls = tf.random.shuffle, []
+        calls = []
 
         def ordered(numbers: tf.Tensor) -> tf.Tensor:
             calls.append(numbers)
             return tf.gather(self._order, numbers)
 
-        tf.random.shuffle = ordered
-        try:
+        with attributes(tf.random, shuffle=ordered):
             dataset = super().get_tf_dataset()
-        finally:
-            tf.random.shuffle = draw
         if not calls:
             raise RuntimeError(
                 f"Keras {keras.__version__} shuffles arrays in a way that tfpara does not know, so "

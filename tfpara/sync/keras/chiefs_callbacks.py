@@ -29,11 +29,7 @@ _PATHS = {
 
 
 def prepared(callback: keras.callbacks.Callback, strategy: Any) -> Any:
-    """Returns the callback that this worker runs in place of a given one, or None for no callback.
-
-    Raises:
-        ValueError: the callback cannot work under the strategy.
-    """
+    """Returns the callback to run for a given one, or None; raises ValueError if it cannot work."""
     _refuse(callback, strategy)
     attribute = next((a for kind, a in _PATHS.items() if isinstance(callback, kind)), None)
     if strategy.members_change or not strategy.is_chief:

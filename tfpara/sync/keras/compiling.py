@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import keras
 
+from tfpara.contexts import attributes
 from tfpara.sync.keras.optimizer_steps import build_optimizers
 from tfpara.sync.keras.replacing import Method, for_ours
 from tfpara.sync.keras.several_steps import several_steps
@@ -21,7 +21,7 @@ def compiled_by_default(resolve: Method, strategy: Any, model: keras.Model) -> b
     """Decides whether `jit_compile="auto"` compiles: on GPUs if Keras would without a strategy."""
     if not any("GPU" in device.upper() for device in strategy.extended.worker_devices):
         return False
-    with _holding(model, "_distribute_strategy", None):
+    with attributes(model, _distribute_strategy=None):  # a private name, unchecked by Keras
         return resolve(model)
 
 
@@ -45,7 +45,7 @@ def compiled_by_replica(
         build_optimizers(model)
     if not compiles:
         return _made(make, model, step)
-    with _holding(model, "_jit_compile", False):
+    with attributes(model, _jit_compile=False):  # a private name, unchecked by Keras
         return explained(_made(make, model, CompiledStep(step)))
 
 
@@ -72,14 +72,3 @@ def _made(make: Method, model: keras.Model, step: Callable[..., Nest]) -> Callab
     if model.run_eagerly or model.steps_per_execution == 1:
         return function
     return several_steps(model, step, function)
-
-
-@contextlib.contextmanager
-def _holding(model: keras.Model, attribute: str, value: object) -> Iterator[None]:
-    """A context in which a private attribute of a model has another value, unchecked by Keras."""
-    former = getattr(model, attribute)
-    setattr(model, attribute, value)
-    try:
-        yield
-    finally:
-        setattr(model, attribute, former)

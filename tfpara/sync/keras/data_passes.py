@@ -10,6 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfpara.cluster.call_site import FIT_BEGIN
+from tfpara.contexts import attributes
 from tfpara.sync.data import same_data
 from tfpara.sync.data.position import Pass
 from tfpara.sync.keras.batches import GeneratorSteps, PyDatasetSteps, ShuffledArrays, Steps
@@ -170,11 +171,8 @@ class Passes(trainer.TFEpochIterator):
     def _of_epoch(self, steps: int) -> Iterator[Nest]:
         """Yields the elements that Keras' method yields, for the last `steps` steps of an epoch."""
         if steps > 0:
-            whole, self.steps_per_epoch = self.steps_per_epoch, steps
-            try:
+            with attributes(self, steps_per_epoch=steps):
                 yield from super()._enumerate_iterator()
-            finally:
-                self.steps_per_epoch = whole
             return
         self.data_adapter.on_epoch_begin()
         if self._num_batches and self._steps_seen >= self._num_batches:

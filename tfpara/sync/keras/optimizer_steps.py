@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 import keras
 import tensorflow as tf
 
+from tfpara.contexts import attributes
 from tfpara.keras_model import build_optimizer, check_optimizers_built, unbuilt_optimizers
 from tfpara.sync.keras.replacing import Method
 from tfpara.sync.tensorflow.extended import PeriodicSyncExtended
@@ -135,14 +136,9 @@ def with_fitted_average(
 ) -> None:
     """Takes a step of Adam with a fitted β₁, or of Muon with a fitted β₁ and momentum."""
     names = [name for name in ("beta_1", "adam_beta_1", "momentum") if hasattr(optimizer, name)]
-    given = {name: getattr(optimizer, name) for name in names}
-    try:
-        for name, own in given.items():
-            setattr(optimizer, name, keras.ops.minimum(own, momentum))
+    fitted = {name: keras.ops.minimum(getattr(optimizer, name), momentum) for name in names}
+    with attributes(optimizer, **fitted):
         update_step(optimizer, gradient, variable, learning_rate)
-    finally:
-        for name, own in given.items():
-            setattr(optimizer, name, own)
 
 
 def build_optimizers(model: keras.Model) -> None:

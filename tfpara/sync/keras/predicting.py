@@ -106,11 +106,7 @@ def _gathered(mine: Array, worker: Worker, keeps: bool) -> Array | None:
 
 
 def _whole(x: Data) -> _Whole:
-    """Returns data as a `_Whole`, which can be divided.
-
-    Raises:
-        ValueError: the data have no known end, no known order, or no rows.
-    """
+    """Returns data as a `_Whole`; raises ValueError without a known end or order, or any rows."""
     if isinstance(x, tf.data.Dataset):
         whole = _of_dataset(x)
     elif isinstance(x, keras.utils.PyDataset):

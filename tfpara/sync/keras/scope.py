@@ -32,11 +32,7 @@ def watch(strategy: tf.distribute.Strategy) -> None:
 
 
 def look(model: keras.Model) -> None:
-    """Refuses a model that is partly made in a scope; warns of one that is wholly made outside.
-
-    Raises:
-        ValueError: part of the model was made outside of the strategy's scope.
-    """
+    """Raises ValueError for a model made partly in a scope; warns of one made wholly outside."""
     if model.distribute_strategy in _strategies:
         check(model, model.distribute_strategy)
     else:

@@ -108,9 +108,7 @@ class CompressedWire:
     """The transport of weights as rounded differences: all-to-all, a local sum, and an all-gather.
 
     In one process nothing is sent. The results are then as if each of its devices were a worker.
-
-    Attributes:
-        points: the buckets of B̂ (see the top of this file).
+    `points` are the buckets of B̂ (see the top of this file).
     """
 
     def __init__(

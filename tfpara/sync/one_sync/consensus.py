@@ -248,12 +248,7 @@ class Consensus:
     def gather(
         self, rows: tf.Tensor, began: tf.Tensor, carried: Buckets = ()
     ) -> tuple[tf.Tensor, list[tf.Tensor]]:
-        """Gathers all replicas' reports, and the float32 vectors `carried` with them.
-
-        Returns:
-            The table of reports, [N, columns], which is the same on every worker; and each worker's
-            `carried` as one vector, by rank.
-        """
+        """Returns all replicas' reports, [N, columns], and each worker's `carried` as a vector."""
         if self._site.is_alone:
             return rows, []
         self.began.assign(began)

@@ -118,12 +118,7 @@ class SyncGraph:
             return tf.identity(numbers)
 
     def _sync_step(self, running: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        """Runs one sync.
-
-        Returns:
-            Whether no replica has data left; and the sentence that says why the sync is forbidden,
-            "" if it is allowed.
-        """
+        """Runs a sync; returns whether no replica has data left, and why it is forbidden, or ""."""
         own, sent = [], []
         if self._with_reports is not None:
             own = self.replicas.weights(0)
@@ -186,11 +181,7 @@ class SyncGraph:
         shares: Shares,
         means: list[list[tf.Tensor]] | None = None,
     ) -> tuple[Arrival, tf.Tensor]:
-        """Exchanges a fragment. For the arguments see `Averaging.exchange`.
-
-        Returns:
-            The result, not written yet; and the replicas' distance.
-        """
+        """Exchanges a fragment like `Averaging.exchange`; also returns the replicas' distance."""
         arrival = self.averaging.exchange(fragment, local, shares, means)
         if self._site.has_one_replica:
             return arrival, tf.zeros([])

@@ -16,11 +16,7 @@ NAMED = 32
 
 
 class LeftOut:
-    """The minibatches that the local replicas leave out, in the present epoch and in the run.
-
-    Attributes:
-        total: minibatches that the local replicas have left out in the whole run.
-    """
+    """The minibatches that the local replicas leave out: in the present epoch, and in `total`."""
 
     def __init__(self, site: Site) -> None:
         # A vector for each replica: how many minibatches it has had in the epoch, how many of them

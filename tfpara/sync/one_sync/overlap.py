@@ -24,9 +24,6 @@ class Overlap:
 
     A sync is merged `overlap` steps after its start, or, if `overlap` is True, when the next sync
     begins.
-
-    Attributes:
-        flight: the thread of these syncs, and its variables.
     """
 
     def __init__(self, graph: SyncGraph, overlap: bool | int, site: Site) -> None:

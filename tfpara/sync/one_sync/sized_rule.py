@@ -90,11 +90,7 @@ class SizedRule:
 
 
 def sized_fields(rule: Rule) -> list[str]:
-    """Returns the names of the hyper-parameters that `resolve` changes with N.
-
-    Raises:
-        ValueError: a hyper-parameter that changes with N is no number.
-    """
+    """Returns the hyper-parameters that `resolve` changes; ValueError: one of them is no number."""
     if not dataclasses.is_dataclass(rule):
         return []
     rules = []

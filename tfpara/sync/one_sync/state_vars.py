@@ -54,11 +54,6 @@ class Kind(enum.Enum):
     FIRST = "first"
 
     @property
-    def is_of_epoch(self) -> bool:
-        """Whether slots of this kind are restored again when `fit` continues an epoch."""
-        return self is Kind.BLOCK or self.is_aggregated
-
-    @property
     def is_aggregated(self) -> bool:
         """Whether one number is made of the values of all replicas or workers."""
         return self in (Kind.SUM, Kind.MEAN, Kind.FIRST)

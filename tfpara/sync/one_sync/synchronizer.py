@@ -8,6 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfpara.contexts import attributes
 from tfpara.sync.one_sync.graph import SyncGraph
 from tfpara.sync.one_sync.graph_ops import not_inlined, where
 from tfpara.sync.one_sync.overlap import Overlap
@@ -19,12 +20,7 @@ from tfpara.sync.settings import NEVER, Settings
 
 
 class Synchronizer:
-    """The syncs of one model.
-
-    Attributes:
-        name: prefix of the names of the model's exchanges.
-        graph: the operations and the state of a sync.
-    """
+    """The syncs of one model. `name` is the prefix of the names of its exchanges."""
 
     def __init__(self, variables: ReplicaVariables, settings: Settings, site: Site) -> None:
         self.name = site.name
@@ -302,8 +298,7 @@ class Synchronizer:
         On exit the variables get their former values. Every worker must enter, while the block is
         closed.
         """
-        former, self._shown = self._shown, which
-        try:
+        with attributes(self, _shown=which):
             if which == "local" and self._own is None:
                 yield
                 return
@@ -312,8 +307,6 @@ class Synchronizer:
             assert of_all is not None
             with self._holding(of_all):
                 yield
-        finally:
-            self._shown = former
 
     @contextlib.contextmanager
     def _holding(self, per_device: Sequence[Sequence[tf.Tensor]]) -> Iterator[None]:

@@ -90,11 +90,7 @@ class Moments(NamedTuple):
 
 
 class Averaging:
-    """The exchanges of one model.
-
-    Attributes:
-        anchors: buckets of the replicas' state as the last sync wrote it.
-    """
+    """The exchanges of one model. `anchors`: the replicas' state as the last sync wrote it."""
 
     def __init__(self, replicas: Replicas, wire: Wire, global_state: GlobalState) -> None:
         self._replicas = replicas
@@ -144,11 +140,7 @@ class Averaging:
             variable.assign(value)
 
     def exchange_others(self, shares: Shares) -> list[tf.Tensor]:
-        """Averages the state and slots that the rule does not update; nothing is written.
-
-        Returns:
-            The buckets of the mean state minus the anchors, then those of the mean slots.
-        """
+        """Returns buckets of the mean state minus `anchors`, and of the mean slots; writes none."""
         with phase("pack"):
             weighted = []
             for replica, device in enumerate(self._replicas.devices):

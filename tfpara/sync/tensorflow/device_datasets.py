@@ -12,6 +12,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfpara import program
+from tfpara.contexts import attributes
 from tfpara.steps import without_tuner
 from tfpara.sync.tensorflow_private import context as _context
 from tfpara.sync.tensorflow_private import multi_device as _multi_device
@@ -40,26 +41,20 @@ def iterator_over(data: Any, begin: Callable[[], Iterator[Nest]]) -> Iterator[Ne
     return iterator
 
 
-@contextlib.contextmanager
-def _own_iterators() -> Iterator[None]:
+def _own_iterators() -> contextlib.AbstractContextManager[None]:
     """A context in which iterators over devices own their datasets, and do without tf.data's tuner.
 
     TensorFlow makes a dataset for each device, and no public name reaches the options of that
     dataset. With the tuner, the deletion of an iterator would wait for the tuner's thread, for each
     device in turn; see `without_tuner`. For the functions of these datasets see `_Shared`.
     """
-    replaced = {
-        "_create_device_dataset": lambda *args: without_tuner(_make_device_dataset(*args)),
-        "_PerDeviceGenerator": _shared,
-        "_ReincarnatedPerDeviceGenerator": _once_more,
-        "OwnedMultiDeviceIterator": _OwningIterator,
-    }
-    former = {name: getattr(_multi_device, name) for name in replaced}
-    vars(_multi_device).update(replaced)
-    try:
-        yield
-    finally:
-        vars(_multi_device).update(former)
+    return attributes(
+        _multi_device,
+        _create_device_dataset=lambda *args: without_tuner(_make_device_dataset(*args)),
+        _PerDeviceGenerator=_shared,
+        _ReincarnatedPerDeviceGenerator=_once_more,
+        OwnedMultiDeviceIterator=_OwningIterator,
+    )
 
 
 _make_device_dataset = _multi_device._create_device_dataset
@@ -107,8 +102,8 @@ def _shared(
     """Replaces `_PerDeviceGenerator`; returns the dataset of one device."""
 
     def make() -> Any:
-        _multi_device._PerDeviceGenerator = _Generator  # its constructor looks this name up
-        try:
+        # The constructor looks this name up.
+        with attributes(_multi_device, _PerDeviceGenerator=_Generator):
             return _Generator(
                 shard_num,
                 resource,
@@ -117,8 +112,6 @@ def _shared(
                 element_spec,
                 iterator_is_anonymous=iterator_is_anonymous,
             )
-        finally:
-            _multi_device._PerDeviceGenerator = _shared
 
     if not tf.executing_eagerly():
         return make()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import re
 from collections.abc import Sequence
 
@@ -9,15 +11,15 @@ import tensorflow as tf
 
 from tfpara.cluster import cuda
 
+_log = logging.getLogger(__name__)
 _TASK = re.compile(r"/job:(\w+)(?:/replica:\d+)?/task:(\d+)")
+# If a function spans more devices than this, TensorFlow prepares it in its threads for operations,
+# and not in the thread that calls the function.
+_MANY_DEVICES = 8
 
 
 def named_devices(devices: object) -> list[str]:
-    """Returns the names of a worker's devices; those of `default_devices` for None.
-
-    Raises:
-        TypeError: `devices` is neither None nor a list of names.
-    """
+    """Returns a worker's devices, for None `default_devices`; raises TypeError if it is no list."""
     if devices is None:
         return default_devices()
     if isinstance(devices, list | tuple) and all(isinstance(name, str) for name in devices):
@@ -79,3 +81,40 @@ def card_of(gpu: str) -> str | None:
     with "GPU:" and the number of the logical GPU.
     """
     return cuda.identifier(cards_of_gpus()[int(gpu.rpartition(":")[2])])
+
+
+def check_threads(devices: int) -> None:
+    """Sets two threads for operations if a process has more than 8 devices and only one thread.
+
+    The training step calls the sync, a function that spans all devices. The step runs in one of
+    TensorFlow's threads for operations, and waits there while TensorFlow prepares the sync in
+    threads of the same pool. With one thread the step would wait for itself for ever.
+
+    Raises:
+        RuntimeError: TensorFlow has already started with one thread.
+    """
+    if devices <= _MANY_DEVICES or _threads() > 1:
+        return
+    try:
+        tf.config.threading.set_inter_op_parallelism_threads(2)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"{devices} devices in one process need two threads for operations, and TensorFlow has "
+            "started with one, with which the first sync would never end. Make the strategy before "
+            "any tensor, or set TF_NUM_INTEROP_THREADS=2."
+        ) from error
+    _log.warning(
+        "tfpara: TensorFlow gets two threads for operations: with one, a sync of %d devices in one "
+        "process would never end.",
+        devices,
+    )
+
+
+def _threads() -> int:
+    """Returns how many threads for operations TensorFlow has, or will have."""
+    configured = tf.config.threading.get_inter_op_parallelism_threads()
+    try:
+        wanted = int(os.environ.get("TF_NUM_INTEROP_THREADS", "0"))
+    except ValueError:
+        wanted = 0
+    return configured or wanted or len(os.sched_getaffinity(0))

@@ -14,6 +14,7 @@ import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
 
+from tfpara.contexts import context_variable
 from tfpara.steps import with_open_batches, with_own_memory, without_tuner
 from tfpara.sync.data.balance import Balance
 from tfpara.sync.data.dealt import Dealt, rows_of_all, slice_of
@@ -89,14 +90,9 @@ class DistributedData:
             return [self.share]
         return [(replica, self.worker.replicas) for replica in self.worker.replica_ids]
 
-    @contextlib.contextmanager
-    def undivided(self) -> Iterator[None]:
+    def undivided(self) -> contextlib.AbstractContextManager[None]:
         """A context in which this worker's replicas get every distributed dataset whole."""
-        token = _UNDIVIDED.set(True)
-        try:
-            yield
-        finally:
-            _UNDIVIDED.reset(token)
+        return context_variable(_UNDIVIDED, True)
 
     def place_of(self, epoch: int, first: int, dealt: Dealt | None = None) -> DataPlace:
         """Returns which part of an epoch's data this worker reads, from minibatch `first` on."""

@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from tfpara import cluster
 from tfpara.cluster.call_site import call
+from tfpara.contexts import attributes
 from tfpara.strategy import StateHolder
 from tfpara.sync.data.balance import Balance
 from tfpara.sync.momentum_fit import MomentumFit
@@ -252,14 +253,9 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
 
     # -- reductions ------------------------------------------------------------------------------
 
-    @contextlib.contextmanager
-    def looking(self) -> Iterator[None]:
+    def looking(self) -> contextlib.AbstractContextManager[None]:
         """A context for Keras' look at a first batch: reductions take the first replica's value."""
-        former, self._looking = self._looking, True
-        try:
-            yield
-        finally:
-            self._looking = former
+        return attributes(self, _looking=True)
 
     def _reduce_to(
         self, reduce_op: tf.distribute.ReduceOp, value: Nest, destinations: Any, options: Any

@@ -12,6 +12,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfpara.contexts import attributes, context_variable
 from tfpara.keras_model import build_optimizer, check_optimizers_known
 from tfpara.steps import after, batch_size, skip_empty, weight_of
 from tfpara.sync.data.dealt import rows_of, slice_of
@@ -27,39 +28,28 @@ from tfpara.typing import Nest, Scalar, Variable
 _PREDICTS = contextvars.ContextVar("tfpara_predicts", default=False)
 
 
-@contextlib.contextmanager
-def predicting() -> Iterator[None]:
+def predicting() -> contextlib.AbstractContextManager[None]:
     """A context in which `RunSteps.run` predicts rows, and takes no steps."""
-    token = _PREDICTS.set(True)
-    try:
-        yield
-    finally:
-        _PREDICTS.reset(token)
+    return context_variable(_PREDICTS, True)
 
 
 @dataclasses.dataclass(eq=False)
 class StepTrace:
     """The actions of replicas in one call of `run`, noted while the call is traced or runs eagerly.
 
-    Attributes:
-        optimizers: the optimizers that take a step.
-        written: variables that optimizers write.
-        applying: whether the step of an optimizer is under way.
+    `optimizers` are those that take a step; `applying` says whether such a step is under way.
     """
 
     optimizers: list[keras.optimizers.Optimizer] = dataclasses.field(default_factory=list)
     written: list[Variable] = dataclasses.field(default_factory=list)
     applying: bool = False
 
-    @contextlib.contextmanager
-    def step_of(self, optimizer: keras.optimizers.Optimizer) -> Iterator[None]:
+    def step_of(
+        self, optimizer: keras.optimizers.Optimizer
+    ) -> contextlib.AbstractContextManager[None]:
         """A context in which an optimizer takes a step."""
         self.optimizers.append(optimizer)
-        former, self.applying = self.applying, True
-        try:
-            yield
-        finally:
-            self.applying = former
+        return attributes(self, applying=True)
 
 
 class RunSteps:
@@ -194,11 +184,9 @@ class RunSteps:
         Yields a list to which each step appends a pair: whether something is due, and the function
         that the caller must then call before the next step.
         """
-        former, self._left = self._left, []
-        try:
-            yield self._left
-        finally:
-            self._left = former
+        left: list[tuple[tf.Tensor, Callable[[], None]]] = []
+        with attributes(self, _left=left):
+            yield left
 
     def weight_of(self, fn: Callable[..., Nest], args: Nest, kwargs: Nest) -> Scalar:
         """Returns the weight of a replica's minibatch in the mean of the replicas."""

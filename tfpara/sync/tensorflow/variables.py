@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from tfpara.cluster.call_site import VARIABLE
+from tfpara.contexts import attributes
 from tfpara.keras_model import is_seed
 from tfpara.sync.tensorflow_private import CheckpointInitialValue, ResourceVariable
 from tfpara.sync.tensorflow_private import values as _values
@@ -119,14 +120,9 @@ class InitialValues:
         self._created = 0
         self._alone = False
 
-    @contextlib.contextmanager
-    def alone(self) -> Iterator[None]:
+    def alone(self) -> contextlib.AbstractContextManager[None]:
         """A context in which this worker creates variables that other workers do not create."""
-        former, self._alone = self._alone, True
-        try:
-            yield
-        finally:
-            self._alone = former
+        return attributes(self, _alone=True)
 
     def of_component(
         self, replica_id: int, primary: Variable | None, given: Mapping[str, Any]

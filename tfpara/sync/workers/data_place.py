@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
+
+from tfpara.contexts import context_variable
 
 
 def first_replica_of(worker: int, devices: int, unlike: Sequence[int] = ()) -> int:
@@ -67,14 +69,9 @@ _PLACE: contextvars.ContextVar[DataPlace | None] = contextvars.ContextVar(
 )
 
 
-@contextlib.contextmanager
-def making(place: DataPlace) -> Iterator[None]:
+def making(place: DataPlace) -> contextlib.AbstractContextManager[None]:
     """A context in which datasets are constructed for a worker's part of the data."""
-    token = _PLACE.set(place)
-    try:
-        yield
-    finally:
-        _PLACE.reset(token)
+    return context_variable(_PLACE, place)
 
 
 def present() -> DataPlace | None:

@@ -5,38 +5,18 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import keras
 import tensorflow as tf
 
 from tfpara.cluster import ALONE, Cluster
-from tfpara.cluster.call_site import END, FIT_END, CallSite, Purpose, call
+from tfpara.cluster.call_site import END, FIT_END, Purpose, call
 from tfpara.strategy import EpochUnits
 from tfpara.sync.workers.company import Company, Fit
 from tfpara.sync.workers.data_place import first_replica_of, replicas_of
-from tfpara.sync.workers.meetings import Control, MismatchError
+from tfpara.sync.workers.meetings import MismatchError
 from tfpara.typing import Scalar
-
-
-class Models(Protocol):
-    """The trained models, as `Fixed` uses them."""
-
-    @property
-    def synchronizers(self) -> Sequence[Any]: ...
-    def in_turn(self) -> Sequence[Any]: ...
-    def finish_blocks(self, purpose: Purpose) -> None: ...
-
-
-class Host(Protocol):
-    """The extended strategy, as `Fixed` uses it."""
-
-    control: Control
-    call_site: CallSite
-
-    @property
-    def models(self) -> Models: ...
-    def take_place(self, num_workers: int, rank: int) -> None: ...
 
 
 class Fixed(Company):
@@ -45,7 +25,7 @@ class Fixed(Company):
     `by_horovod`: whether Horovod connects the workers; TensorFlow then knows only this worker.
     """
 
-    _host: Host
+    _host: Any  # the extended strategy
 
     def __init__(self, found: Cluster, by_horovod: bool = False) -> None:
         self._found, self._by_horovod = found, by_horovod
@@ -76,7 +56,7 @@ class Fixed(Company):
             rpc_layer="grpc",
         )
 
-    def attach(self, extended: Host) -> None:
+    def attach(self, extended: Any) -> None:
         self._host = extended
         if self._by_horovod:
             extended.take_place(self._found.num_workers, self._found.rank)

@@ -52,10 +52,7 @@ _joined: _Joined | None = None
 def join(found: Cluster, startup_timeout_seconds: float, timeout_seconds: float) -> None:
     """Joins the group, unless this process is in it already. Every process must call this function.
 
-    Args:
-        found: this process's view of the cluster, of several processes.
-        startup_timeout_seconds: longest wait for the other processes.
-        timeout_seconds: time for which a process may be stopped before it counts as lost.
+    `timeout_seconds`: time for which a process may be stopped before it counts as lost.
 
     Raises:
         ValueError: Horovod is missing, or built for another TensorFlow, or without the MPI that

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -22,28 +23,19 @@ class MismatchError(RuntimeError):
     """Workers have reached different exchanges. The message says where each is in its script."""
 
 
+@dataclasses.dataclass(eq=False)
 class Control:
     """Exchanges between workers that Python code starts.
 
-    Args:
-        collectives: collectives between the workers' hosts, with a timeout. All workers may use
-            them right after `together`.
-        call_site: the place of this process in its script.
-        synchronizers: returns the trained models' synchronizers, in the same order on all workers.
-        company: the workers that take part.
+    `collectives` are between the workers' hosts, with a timeout. All workers may use them right
+    after `together`. `_synchronizers` returns those of the trained models, in the same order on all
+    workers.
     """
 
-    def __init__(
-        self,
-        collectives: Collectives,
-        call_site: CallSite,
-        synchronizers: Callable[[], Sequence[Any]],
-        company: Company,
-    ) -> None:
-        self.collectives = collectives
-        self._company = company
-        self._call_site = call_site
-        self._synchronizers = synchronizers
+    collectives: Collectives
+    _call_site: CallSite
+    _synchronizers: Callable[[], Sequence[Any]]
+    _company: Company
 
     def together(self, purpose: Purpose, number: int = 0) -> list[int]:
         """Waits until every worker has called this for this purpose, and all syncs have ended.

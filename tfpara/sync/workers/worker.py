@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from tfpara.cluster.call_site import CallSite
+from tfpara.contexts import attributes
 from tfpara.sync.workers.company import Company
 from tfpara.sync.workers.data_place import first_replica_of, replicas_of
 from tfpara.sync.workers.meetings import Control
@@ -72,20 +73,16 @@ class Worker:
         """The number of devices of each worker; empty: all have as many as this one."""
         return self._place or self.company.unlike_devices
 
-    @contextlib.contextmanager
-    def as_one_of(self, of_workers: Sequence[int], rank: int) -> Iterator[None]:
+    def as_one_of(
+        self, of_workers: Sequence[int], rank: int
+    ) -> contextlib.AbstractContextManager[None]:
         """A context in which this worker seems to be one of other workers to objects made in it.
 
         Args:
             of_workers: the number of devices of each of those workers.
             rank: the rank of this worker among them.
         """
-        former = self.num_workers, self.rank, self._place
-        self.num_workers, self.rank, self._place = len(of_workers), rank, of_workers
-        try:
-            yield
-        finally:
-            self.num_workers, self.rank, self._place = former
+        return attributes(self, num_workers=len(of_workers), rank=rank, _place=of_workers)
 
     def alone(self) -> contextlib.AbstractContextManager[None]:
         """A context in which this worker seems to be the only one to objects made in it."""
