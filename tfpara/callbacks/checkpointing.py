@@ -117,7 +117,7 @@ class Checkpoint(CheckpointBase):
             )
         self._stand_down()  # clears the state that a failed custom training loop may have left
         fit_call.at_end(self._stand_down)
-        strategy.company.keep_record(self, store_at(self._directory, self._keep).append)
+        strategy.keep_record(self, store_at(self._directory, self._keep).append)
         ended, self._ended = self._ended, False
         former = self._checkpoints
         if former is not None and former.is_of(self.model) and (ended or strategy.members_change):
@@ -135,7 +135,7 @@ class Checkpoint(CheckpointBase):
         position = self._restore(checkpoints)
         self._checkpoints, self._saved = checkpoints, None
         self._listen()
-        strategy.company.write_record(checkpoints.synchronizer.agreement().syncs)
+        strategy.write_record(checkpoints.synchronizer.agreement().syncs)
         if position is None:
             return
         self._resumed = position
@@ -242,7 +242,7 @@ class Checkpoint(CheckpointBase):
         strategy = self.model.distribute_strategy
         late = strategy.is_chief and self._is_late
         wish = Request.CHECKPOINT if late else Request.NOTHING
-        if self._termination.asked and strategy.company.leave():
+        if self._termination.asked and strategy.leave():
             wish = Request.LEAVE
         if wish > self._asked:
             strategy.request(wish)

@@ -112,7 +112,7 @@ class SyncCheckpoints(Checkpoints):
         self._note_unknown_optimizers()
         while True:
             self._take_the_lock()
-            self._began_in = self._strategy.company.generation
+            self._began_in = self._strategy.generation
             try:
                 return super().save(position)
             except _ChangedError:
@@ -146,7 +146,7 @@ class SyncCheckpoints(Checkpoints):
         # All workers compare the same values. So either all raise the error and write the
         # checkpoint anew, or none does.
         began_in = {generation for _, generation in everyone}
-        if began_in != {None} and began_in != {self._strategy.company.completed_in}:
+        if began_in != {None} and began_in != {self._strategy.completed_in}:
             raise _ChangedError
         return [value for value, _ in everyone]
 

@@ -28,8 +28,7 @@ class ForCallbacks(Strategy):
     extended: PeriodicSyncExtended
 
     @property
-    def company(self) -> Company:
-        """The workers that take part, and their common operations."""
+    def _company(self) -> Company:
         return self.extended.worker.company
 
     def keep_state(self, name: str, holder: StateHolder) -> None:
@@ -52,7 +51,7 @@ class ForCallbacks(Strategy):
 
     @property
     def members_change(self) -> bool:
-        return self.company.changes
+        return self._company.changes
 
     @property
     def blocks_differ(self) -> bool:
@@ -61,20 +60,20 @@ class ForCallbacks(Strategy):
 
     @property
     def joining(self) -> bool:
-        return self.company.joining
+        return self._company.joining
 
     def share_state(self, name: str, holder: StateHolder) -> None:
-        self.company.share_state(name, holder)
+        self._company.share_state(name, holder)
 
     @property
     def epoch_units(self) -> EpochUnits:
-        return self.company.epoch_units
+        return self._company.epoch_units
 
     def part(self) -> None:
-        self.company.part()
+        self._company.part()
 
     def program_ends(self) -> None:
-        self.company.program_ends()
+        self._company.program_ends()
 
     def note(self, text: str) -> None:
         """Prints a note once, on the chief."""
@@ -88,6 +87,31 @@ class ForCallbacks(Strategy):
     def settings(self) -> Settings:
         """The settings, with those that depend on the number of replicas filled in."""
         return self.extended.settings
+
+    @property
+    def generation(self) -> int:
+        """The number of the present set of members."""
+        return self._company.generation
+
+    @property
+    def completed_in(self) -> int:
+        """The generation in which the last exchange started by Python code has succeeded."""
+        return self._company.completed_in
+
+    def leave(self) -> bool:
+        """Makes this worker leave at the next sync; returns whether all must leave with it."""
+        return self._company.leave()
+
+    def keep_record(self, checkpoints: StateHolder, append: Callable[[str, str], None]) -> None:
+        """Makes a record of changes of members, which `append` writes, beside the checkpoints.
+
+        `checkpoints`: the callback that writes the checkpoints.
+        """
+        self._company.keep_record(checkpoints, append)
+
+    def write_record(self, syncs: int) -> None:
+        """Appends the present members to the record, with the number of syncs so far."""
+        self._company.write_record(syncs)
 
     @property
     def blocks_closed(self) -> int:

@@ -534,7 +534,7 @@ def main():
         save(model, options["saves"], faults)
     seen = np.asarray(model.seen.seen).tolist()
     log("steps", strategy.statistics().steps)
-    log("end", digest, seen, strategy.company.generation)
+    log("end", digest, seen, strategy.generation)
     if options["plain"] == "raises":
         raise KeyError("the user's")
 
