@@ -32,6 +32,7 @@ from tfpara.parameter_server.errors import check_read
 from tfpara.parameter_server.messages import NO_ROWS, Place, Pulled, Push, Rows
 from tfpara.parameter_server.server import metric_variables
 from tfpara.parameter_server.tables import Tables
+from tfpara.steps import batch_size
 from tfpara.typing import Nest
 
 # 2^64 divided by the golden ratio, as a signed number. A stream of random numbers has an integer,
@@ -254,7 +255,7 @@ class WorkerStep:
     def _add(self, block: Block, data: Nest) -> Block:
         model = self.model
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
-        samples = tf.shape(tf.nest.flatten(x)[0])[0]
+        samples = tf.convert_to_tensor(batch_size(x))
         of_state = tf.GradientTape(watch_accessed_variables=False)
         with tf.GradientTape() as tape, of_state:
             scope = self._scope(block.weights, block.state, block.own, block.metrics, tape)
@@ -358,7 +359,7 @@ class WorkerStep:
         with self._scope(weights, state, own, zeros):
             outputs = self.model(x, training=False)
             loss = _loss(self.model, x, y, outputs, sample_weight, training=False)
-        return tf.cast(loss, tf.float32), tf.cast(tf.shape(tf.nest.flatten(x)[0])[0], tf.float32)
+        return tf.cast(loss, tf.float32), tf.cast(batch_size(x), tf.float32)
 
     def _scope(
         self,
@@ -584,7 +585,7 @@ def _check(model: keras.Model) -> None:
             "the model is not built, so it has no weights to send to the parameter servers. Give "
             "it a keras.Input, or call model.build(input_shape)."
         )
-    if type(model).train_step is not keras.Model.train_step:
+    if getattr(model.train_step, "__func__", None) is not keras.Model.train_step:
         raise ValueError(
             f"{type(model).__name__} has a train_step of its own, which the workers of the "
             "asynchronous strategy cannot run. Override compute_loss and compute_metrics instead."

@@ -373,8 +373,10 @@ def test_models_that_workers_cannot_train_are_refused():
     model.compile("sgd", "mse")
     with pytest.raises(ValueError, match="not built"):
         WorkerStep(model, ASGD(), one, 1)
-    model = Stepping()
-    model.build((None, 4))
-    model.compile("sgd", "mse")
-    with pytest.raises(ValueError, match="Stepping has a train_step"):
-        WorkerStep(model, ASGD(), one, 1)
+    for model in (Stepping(), Own()):
+        model.build((None, 4))
+        model.compile("sgd", "mse")
+        if type(model) is Own:
+            model.train_step = lambda data: {}
+        with pytest.raises(ValueError, match=f"{type(model).__name__} has a train_step"):
+            WorkerStep(model, ASGD(), one, 1)
