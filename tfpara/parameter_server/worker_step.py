@@ -590,3 +590,11 @@ def _check(model: keras.Model) -> None:
             f"{type(model).__name__} has a train_step of its own, which the workers of the "
             "asynchronous strategy cannot run. Override compute_loss and compute_metrics instead."
         )
+    for variable in model.trainable_variables:
+        if getattr(variable, "overwrite_with_gradient", False):  # older versions of Keras lack it
+            raise ValueError(
+                f"{variable.path!r} is a number by which float8 values are scaled. Its gradient is "
+                "its next value, which the optimizers of the asynchronous strategy would take for "
+                "a gradient. Train the model before model.quantize('float8'), or with "
+                "tfpara.PeriodicSyncStrategy."
+            )

@@ -380,3 +380,8 @@ def test_models_that_workers_cannot_train_are_refused():
             model.train_step = lambda data: {}
         with pytest.raises(ValueError, match=f"{type(model).__name__} has a train_step"):
             WorkerStep(model, ASGD(), one, 1)
+    model = keras.Sequential([keras.Input((4,)), layers.Dense(3)])
+    model.quantize("float8")
+    model.compile("sgd", "mse")
+    with pytest.raises(ValueError, match="by which float8 values are scaled"):
+        WorkerStep(model, ASGD(), one, 1)
