@@ -1308,11 +1308,14 @@ def test_what_cannot_work_is_refused(build, options, message):
 
 @pytest.mark.one_version
 def test_a_metric_that_says_no_aggregation_is_refused():
+    """A variable of booleans is refused at once: resetting it would fail in TensorFlow."""
     strategy = make_strategy()
     with strategy.scope():
         model = compiled(*MODELS["dense"])
         metric = keras.metrics.SparseCategoricalAccuracy()
         metric.add_variable((), "zeros", aggregation="none", name="last")
+        with pytest.raises(ValueError, match="seen.* is of bool"):
+            keras.metrics.Mean().add_variable((), "zeros", dtype="bool", name="seen")
         model.compile("sgd", model.loss, metrics=[metric])
     for call in (model.fit, metric.variables[-1].numpy):
         with pytest.raises(ValueError, match='last.* has aggregation="none"'):

@@ -568,6 +568,11 @@ def clipped(
 def _check_sums(metrics: Sequence[keras.Variable]) -> None:
     """Raises ValueError for a metric whose state cannot be summed over workers."""
     for variable in metrics:
+        if variable.dtype == "bool":
+            raise ValueError(
+                f"the metric's variable {variable.path!r} is of bool, and parameter servers add up "
+                'what workers push. Count in numbers: add_variable(..., dtype="int32").'
+            )
         if variable.aggregation != "sum":
             raise ValueError(
                 f"the metric's variable {variable.path!r} has aggregation="
