@@ -101,8 +101,12 @@ def batch_size(structure: Nest) -> int | tf.Tensor | None:
 
 
 def reductions(loss: Any) -> set[str]:
-    """Returns the reductions of the parts of a loss that a model was compiled with."""
-    return {getattr(one, "reduction", "sum_over_batch_size") for one in keras.tree.flatten(loss)}
+    """Returns the reductions of the parts of a loss that a model was compiled with.
+
+    Outputs whose loss is None do not count.
+    """
+    parts = [one for one in keras.tree.flatten(loss) if one is not None]
+    return {getattr(one, "reduction", "sum_over_batch_size") for one in parts}
 
 
 def weight_of(minibatch: Nest, samples: int | tf.Tensor, loss: Any) -> int | tf.Tensor:
@@ -125,7 +129,11 @@ def weight_of(minibatch: Nest, samples: int | tf.Tensor, loss: Any) -> int | tf.
     if reduced == {"sum"}:
         return tf.cast(tf.convert_to_tensor(samples) > 0, tf.int32)
     weights = minibatch[2] if isinstance(minibatch, tuple) and len(minibatch) == 3 else None
-    weights = [tf.convert_to_tensor(w) for w in tf.nest.flatten(weights) if w is not None]
+    # A step of the user's own may give the third part of a minibatch another meaning. Ragged and
+    # sparse tensors are no sample weights.
+    composite = (type(None), tf.RaggedTensor, tf.SparseTensor)
+    weights = [w for w in tf.nest.flatten(weights) if not isinstance(w, composite)]
+    weights = [tf.convert_to_tensor(w) for w in weights]
     if not weights:
         return samples
     if reduced == {"mean_with_sample_weight"}:
@@ -164,7 +172,8 @@ def with_own_memory(dataset: tf.data.Dataset) -> tf.data.Dataset:
 
     @tf.autograph.experimental.do_not_convert
     def copy(*element: Nest) -> Nest:
-        tensors = [copied(t) for t in tf.nest.flatten(element, expand_composites=True)]
+        leaves = tf.nest.flatten(element, expand_composites=True)
+        tensors = [copied(leaf) for leaf in leaves if leaf is not None]
         return tf.nest.pack_sequence_as(dataset.element_spec, tensors, expand_composites=True)
 
     return dataset.map(copy)

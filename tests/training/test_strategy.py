@@ -703,6 +703,39 @@ def test_a_first_batch_of_which_this_worker_has_no_row():
         np.testing.assert_allclose(ours, plain, rtol=1e-5, atol=1e-6)
 
 
+class WithOptionalInput(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(2)
+
+    def call(self, inputs):
+        return self.dense(inputs["a"] if inputs["b"] is None else inputs["a"] + inputs["b"])
+
+
+def test_an_input_that_is_none():
+    """With plain SGD and a period of 1 the replicas take the steps of the whole batches."""
+    x = np.random.default_rng(1).normal(size=(9, 6)).astype("float32")
+    with make_strategy(tfpara.BSP(), 1).scope():
+        model = WithOptionalInput()
+        model.dense.build((None, 6))
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+    kernel, bias = model.get_weights()
+
+    def batches():
+        for begin in range(0, 9, 4):
+            rows = x[begin : begin + 4]
+            yield {"a": rows, "b": None}, rows[:, :2]
+
+    model.fit({"a": x, "b": None}, x[:, :2], batch_size=9, verbose=0)
+    model.fit(batches(), verbose=0)
+    for rows in (x, x[:4], x[4:8], x[8:]):
+        error = rows @ kernel + bias - rows[:, :2]
+        kernel -= 0.2 / error.size * rows.T @ error
+        bias -= 0.2 / error.size * error.sum(0)
+    np.testing.assert_allclose(model.get_weights()[0], kernel, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(model.get_weights()[1], bias, rtol=1e-5, atol=1e-6)
+
+
 def test_uneven_batches_and_dataset_splitting_use_every_sample_once():
     """A plain dataset whose last batch leaves one replica empty-handed."""
     strategy = make_strategy(devices=["CPU:0", "CPU:1", "CPU:2", "CPU:3"])
@@ -1275,11 +1308,14 @@ def test_what_cannot_work_is_refused(build, options, message):
 
 @pytest.mark.one_version
 def test_a_metric_that_says_no_aggregation_is_refused():
+    """A variable of booleans is refused at once: resetting it would fail in TensorFlow."""
     strategy = make_strategy()
     with strategy.scope():
         model = compiled(*MODELS["dense"])
         metric = keras.metrics.SparseCategoricalAccuracy()
         metric.add_variable((), "zeros", aggregation="none", name="last")
+        with pytest.raises(ValueError, match="seen.* is of bool"):
+            keras.metrics.Mean().add_variable((), "zeros", dtype="bool", name="seen")
         model.compile("sgd", model.loss, metrics=[metric])
     for call in (model.fit, metric.variables[-1].numpy):
         with pytest.raises(ValueError, match='last.* has aggregation="none"'):

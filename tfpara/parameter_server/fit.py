@@ -372,7 +372,7 @@ def _minibatches(x: Data, batch_size: int | None) -> int:
     """Returns the number of minibatches of an epoch; 0 if it is not known."""
     if isinstance(x, tf.data.Dataset):
         return max(0, int(x.cardinality()))
-    first: Any = next(iter(tf.nest.flatten(x)), None)
+    first: Any = next((each for each in tf.nest.flatten(x) if each is not None), None)
     return -(-len(first) // (batch_size or 32)) if hasattr(first, "__len__") else 0
 
 

@@ -32,6 +32,7 @@ from tfpara.parameter_server.errors import check_read
 from tfpara.parameter_server.messages import NO_ROWS, Place, Pulled, Push, Rows
 from tfpara.parameter_server.server import metric_variables
 from tfpara.parameter_server.tables import Tables
+from tfpara.steps import batch_size
 from tfpara.typing import Nest
 
 # 2^64 divided by the golden ratio, as a signed number. A stream of random numbers has an integer,
@@ -254,7 +255,7 @@ class WorkerStep:
     def _add(self, block: Block, data: Nest) -> Block:
         model = self.model
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
-        samples = tf.shape(tf.nest.flatten(x)[0])[0]
+        samples = tf.convert_to_tensor(batch_size(x))
         of_state = tf.GradientTape(watch_accessed_variables=False)
         with tf.GradientTape() as tape, of_state:
             scope = self._scope(block.weights, block.state, block.own, block.metrics, tape)
@@ -358,7 +359,7 @@ class WorkerStep:
         with self._scope(weights, state, own, zeros):
             outputs = self.model(x, training=False)
             loss = _loss(self.model, x, y, outputs, sample_weight, training=False)
-        return tf.cast(loss, tf.float32), tf.cast(tf.shape(tf.nest.flatten(x)[0])[0], tf.float32)
+        return tf.cast(loss, tf.float32), tf.cast(batch_size(x), tf.float32)
 
     def _scope(
         self,
@@ -567,6 +568,11 @@ def clipped(
 def _check_sums(metrics: Sequence[keras.Variable]) -> None:
     """Raises ValueError for a metric whose state cannot be summed over workers."""
     for variable in metrics:
+        if variable.dtype == "bool":
+            raise ValueError(
+                f"the metric's variable {variable.path!r} is of bool, and parameter servers add up "
+                'what workers push. Count in numbers: add_variable(..., dtype="int32").'
+            )
         if variable.aggregation != "sum":
             raise ValueError(
                 f"the metric's variable {variable.path!r} has aggregation="
@@ -584,8 +590,16 @@ def _check(model: keras.Model) -> None:
             "the model is not built, so it has no weights to send to the parameter servers. Give "
             "it a keras.Input, or call model.build(input_shape)."
         )
-    if type(model).train_step is not keras.Model.train_step:
+    if getattr(model.train_step, "__func__", None) is not keras.Model.train_step:
         raise ValueError(
             f"{type(model).__name__} has a train_step of its own, which the workers of the "
             "asynchronous strategy cannot run. Override compute_loss and compute_metrics instead."
         )
+    for variable in model.trainable_variables:
+        if getattr(variable, "overwrite_with_gradient", False):  # older versions of Keras lack it
+            raise ValueError(
+                f"{variable.path!r} is a number by which float8 values are scaled. Its gradient is "
+                "its next value, which the optimizers of the asynchronous strategy would take for "
+                "a gradient. Train the model before model.quantize('float8'), or with "
+                "tfpara.PeriodicSyncStrategy."
+            )

@@ -159,25 +159,32 @@ def test_a_weight_that_a_function_of_a_layer_reads_is_refused():
         compute(model, ASGD(), minibatches(1))
 
 
-@pytest.mark.parametrize("aggregation", ["mean", "only_first_replica", "none"])
-def test_a_metric_whose_state_is_no_sum_is_refused(aggregation):
+@pytest.mark.parametrize(
+    "options,told",
+    [
+        *(({"aggregation": a}, f"has aggregation='{a}'") for a in ("mean", "none")),
+        ({"aggregation": "only_first_replica"}, "has aggregation='only_first_replica'"),
+        ({"dtype": "bool"}, "is of bool"),
+    ],
+)
+def test_a_metric_whose_state_is_no_sum_is_refused(options, told):
     """A running maximum of 6 read 90: that of each push was added."""
 
     class Largest(keras.metrics.Metric):
         def __init__(self):
             super().__init__(name="largest")
-            self.value = self.add_variable((), "zeros", name="value", aggregation=aggregation)
+            self.value = self.add_variable((), "zeros", name="value", **options)
 
         def update_state(self, y_true, y_pred, sample_weight=None):
-            self.value.assign(tf.maximum(self.value, tf.reduce_max(y_pred)))
+            largest = tf.maximum(tf.cast(self.value, tf.float32), tf.reduce_max(y_pred))
+            self.value.assign(tf.cast(largest, self.value.dtype))
 
         def result(self):
             return self.value
 
     model = keras.Sequential([keras.Input((4,)), layers.Dense(3)])
     model.compile("sgd", "mse", metrics=[Largest()])
-    told = f"largest/value' has aggregation='{aggregation}', but parameter servers add up"
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=f"largest/value' {told}, (but|and) parameter servers add"):
         WorkerStep(model, ASGD(), spec(minibatches(1)[0]), 1)
 
 
@@ -373,8 +380,15 @@ def test_models_that_workers_cannot_train_are_refused():
     model.compile("sgd", "mse")
     with pytest.raises(ValueError, match="not built"):
         WorkerStep(model, ASGD(), one, 1)
-    model = Stepping()
-    model.build((None, 4))
+    for model in (Stepping(), Own()):
+        model.build((None, 4))
+        model.compile("sgd", "mse")
+        if type(model) is Own:
+            model.train_step = lambda data: {}
+        with pytest.raises(ValueError, match=f"{type(model).__name__} has a train_step"):
+            WorkerStep(model, ASGD(), one, 1)
+    model = keras.Sequential([keras.Input((4,)), layers.Dense(3)])
+    model.quantize("float8")
     model.compile("sgd", "mse")
-    with pytest.raises(ValueError, match="Stepping has a train_step"):
+    with pytest.raises(ValueError, match="by which float8 values are scaled"):
         WorkerStep(model, ASGD(), one, 1)

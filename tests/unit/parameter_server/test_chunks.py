@@ -76,6 +76,17 @@ def test_inputs_may_be_a_list_of_arrays():
         np.testing.assert_array_equal(labels[1], y[rows])
 
 
+def test_an_input_may_be_none():
+    x, y = numbered(5)
+    chunks = as_chunks({"a": None, "b": x}, y, batch_size=3, shuffle=False, count=1)
+    zero = tf.zeros([], tf.int64)
+    first, second = chunks.dataset(zero, zero, *chunks.sent(0, 0))
+    for rows, (inputs, labels) in ((slice(3), first), (slice(3, 5), second)):
+        assert inputs["a"] is None
+        np.testing.assert_array_equal(inputs["b"], x[rows])
+        np.testing.assert_array_equal(labels, y[rows])
+
+
 def test_floating_point_arrays_have_the_type_that_keras_gives_them():
     x, y = numbered(5)
     data = as_chunks({"a": x.astype("float64"), "b": x}, y.astype("float16"), count=1)

@@ -132,8 +132,8 @@ def open_spec(spec: Any) -> Any:
 
 
 def emptied(leaf: Any) -> Any:
-    """Returns a tensor of a batch with its rows left out; a scalar stays."""
-    return slice_of(leaf, 0, 0) if leaf.shape.rank else leaf
+    """Returns a tensor of a batch with its rows left out; a scalar or None stays."""
+    return slice_of(leaf, 0, 0) if leaf is not None and leaf.shape.rank else leaf
 
 
 def rows_of(leaf: Any) -> tf.Tensor:
@@ -145,16 +145,19 @@ def rows_of(leaf: Any) -> tf.Tensor:
 
 def rows_of_all(element: Any) -> tf.Tensor:
     """Returns the number of rows of a batch, an int64 scalar; fails if its tensors' rows differ."""
-    rows, *others = map(rows_of, tf.nest.flatten(element))
+    rows, *others = [rows_of(leaf) for leaf in tf.nest.flatten(element) if leaf is not None]
     words = "the tensors of a batch differ in rows"
     with tf.control_dependencies([tf.debugging.assert_equal(n, rows, words) for n in others]):
         return tf.identity(rows)
 
 
 def slice_of(leaf: Any, begin: int | tf.Tensor, end: int | tf.Tensor) -> Any:
-    """Returns the rows of a tensor from `begin` to before `end`, as far as they exist."""
+    """Returns the rows of a tensor from `begin` to before `end`, as far as they exist.
+
+    A None, which stands for an input that is left out, stays.
+    """
     if not isinstance(leaf, tf.SparseTensor):
-        return leaf[begin:end]
+        return None if leaf is None else leaf[begin:end]
     begin, end = tf.cast(begin, tf.int64), tf.cast(end, tf.int64)
     count = tf.minimum(end, leaf.dense_shape[0]) - begin
     rest = leaf.dense_shape[1:]

@@ -106,7 +106,9 @@ def deal_out_arrays(strategy: Any, began: Began, given: dict[str, Any]) -> None:
             since = number + (begin - passes.start * in_a_pass)
             place = since % in_a_pass
             own = ordered[since // in_a_pass, place * size : (place + 1) * size]
-            gathered = tf.nest.map_structure(lambda array: tf.gather(array, own), arrays)
+            gathered = tf.nest.map_structure(
+                lambda array: None if array is None else tf.gather(array, own), arrays
+            )
             return gathered if len(gathered) > 1 else gathered[0]
 
         numbers = _own(strategy, first).numbers(in_an_epoch)
@@ -118,11 +120,13 @@ def deal_out_arrays(strategy: Any, began: Began, given: dict[str, Any]) -> None:
         given[name] = None
 
 
-def _tensor_of(array: Any) -> tf.Tensor:
+def _tensor_of(array: Any) -> tf.Tensor | None:
     """Returns an array as a tensor; numbers that are no integers get the dtype `floatx` of Keras.
 
-    `fit` does the same with arrays.
+    `fit` does the same with arrays. A None, which stands for an input that is left out, stays.
     """
+    if array is None:
+        return None
     tensor = tf.convert_to_tensor(array)
     return tf.cast(tensor, keras.config.floatx()) if tensor.dtype.is_floating else tensor
 

@@ -150,7 +150,8 @@ def _number(part: object, name: str) -> int | None:
 
 def batch_size(dataset: tf.data.Dataset) -> int | None:
     """Returns the number of rows of all batches but the last; None if unknown."""
-    if any(spec.shape.rank == 0 for spec in tf.nest.flatten(dataset.element_spec)):
+    shapes = [getattr(spec, "shape", None) for spec in tf.nest.flatten(dataset.element_spec)]
+    if any(shape is not None and shape.rank == 0 for shape in shapes):  # a None has no shape
         return None
     found = int(compute_batch_size(dataset))
     return found if found > 0 else None

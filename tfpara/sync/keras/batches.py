@@ -73,7 +73,9 @@ class ShuffledArrays(data_adapters.ArrayDataAdapter):
         replicas = self._extended.worker.replicas
         rows = -(-min(self._batch_size, self._num_samples) // replicas)
 
-        def minibatch(spec: tf.TypeSpec) -> tf.TensorSpec:
+        def minibatch(spec: tf.TypeSpec) -> tf.TensorSpec | None:
+            if not hasattr(spec, "shape"):  # an input that is None
+                return None
             return tf.TensorSpec([rows, *spec.shape[1:]], spec.dtype)
 
         return keras.tree.map_structure(minibatch, self._spec)
@@ -90,7 +92,7 @@ class Steps(data_adapters.data_adapter.DataAdapter):
         # In an elastic run only evaluations use this class, and each worker evaluates all the data.
         self._shares = [(0, 1)] if extended.worker.changes else extended.data.shares
         self._by_replica, self._parts = extended.data.is_by_replica, self._shares[0][1]
-        self._signature = data_adapter_utils.get_tensor_spec(self._first)
+        self._signature = signature_of(self._first)
 
     def begin_pass(self) -> None:
         """Begins the next pass over the data."""
@@ -233,6 +235,17 @@ class GeneratorSteps(Steps):
         for batch in self._rest:
             for part, _ in self._shares:
                 yield batch, part
+
+
+def signature_of(batches: list[Data]) -> Nest:
+    """Returns the spec of batches, in which any number of rows is allowed."""
+
+    def spec_of(spec: tf.TypeSpec) -> tf.TypeSpec:
+        # Keras gives an input that is None the spec of an optional. tf.data cannot divide an
+        # optional among devices, but it passes on a None.
+        return tf.type_spec_from_value(None) if isinstance(spec, tf.OptionalSpec) else spec
+
+    return keras.tree.map_structure(spec_of, data_adapter_utils.get_tensor_spec(batches))
 
 
 def shown_values(batches: list[Data]) -> list[Json]:

@@ -23,11 +23,13 @@ def looking(
     data_batch: Nest = None,
 ) -> object:
     """Builds a model from a first batch, without beginning a pass over Python data."""
-    with strategy.extended.looking():
-        if isinstance(iterator, Epochs):
-            built = build(model, data_batch=iterator.data_adapter.first_minibatch())
-        else:
-            built = build(model, iterator=iterator, data_batch=data_batch)
+    if isinstance(iterator, Epochs):
+        data_batch = iterator.data_adapter.first_minibatch()
+    elif iterator is not None:
+        for _, _, batches in iterator:
+            data_batch = strategy.experimental_local_results(next(batches))[0]
+            break
+    built = build(model, data_batch=data_batch)
     if iterator is not None:
         # Keras has no public attribute for the dataset over which `fit` iterates.
         element_specs[model] = iterator._distributed_dataset.element_spec

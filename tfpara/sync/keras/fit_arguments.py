@@ -18,7 +18,7 @@ from tfpara.sync.data.elastic_data import (
     deal_out_dataset,
     deal_out_py_dataset,
 )
-from tfpara.sync.keras.batches import part_of, shown_values, without_none
+from tfpara.sync.keras.batches import part_of, shown_values, signature_of, without_none
 from tfpara.sync.keras.replacing import array_slicing, data_adapter_utils, data_adapters
 from tfpara.typing import Data, Json
 
@@ -111,7 +111,7 @@ def _batches_of(data: keras.utils.PyDataset, given: dict[str, Any]) -> Batches:
         return without_none(adapter._standardize_batch(batch))
 
     first = [standard(data[number]) for number in sorted({0, min(1, count - 1), count - 1})]
-    signature = data_adapter_utils.get_tensor_spec(first)
+    signature = signature_of(first)
     return Batches(count, signature, shown_values(first), standard, part_of)
 
 

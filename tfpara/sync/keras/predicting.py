@@ -161,7 +161,9 @@ def _of_arrays(x: Data) -> _Whole:
     def part(first: int, end: int) -> Data:
         return keras.tree.map_structure(lambda leaf: slice_of(leaf, first, end), x)
 
-    counts = {rows(leaf) for leaf in keras.tree.flatten(x)}
+    # A None among several inputs stands for one that is left out.
+    given = [leaf for leaf in keras.tree.flatten(x) if leaf is not None]
+    counts = {rows(leaf) for leaf in given or [x]}
     if len(counts) != 1:
         raise ValueError(f"strategy.predict: the arrays have {sorted(counts)} rows; give as many.")
     (count,) = counts

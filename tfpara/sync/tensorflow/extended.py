@@ -74,7 +74,6 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         self.progress: Any = None
         self.worker = Worker(company)
         self.call_site = self.worker.call_site
-        self._looking = False  # whether Keras calls `reduce` only to learn a first batch's shapes
         # `waits` is made early, since threads of an elastic run read it before models are trained.
         self.waits = Waits(found, self.worker, bool(settings.overlap))
         horovod = settings.collectives == "horovod" and found.num_workers > 1
@@ -253,10 +252,6 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
 
     # -- reductions ------------------------------------------------------------------------------
 
-    def looking(self) -> contextlib.AbstractContextManager[None]:
-        """A context for Keras' look at a first batch: reductions take the first replica's value."""
-        return attributes(self, _looking=True)
-
     def _reduce_to(
         self, reduce_op: tf.distribute.ReduceOp, value: Nest, destinations: Any, options: Any
     ) -> Any:
@@ -265,8 +260,6 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         if isinstance(value, _values.SyncOnReadVariable):
             return self.metrics.over_all(value, mean)
         local_results = self._container_strategy().experimental_local_results
-        if self._looking:
-            return tf.nest.map_structure(lambda leaf: local_results(leaf)[0], value)
         return tf.nest.map_structure(
             lambda leaf: None if leaf is None else self._reduced(local_results(leaf), mean), value
         )

@@ -84,10 +84,19 @@ def not_aggregated(name: str) -> str:
 
 
 def with_our_class(variable: Any) -> Any:
-    """Returns a variable that TensorFlow has made, as one of the classes of this file."""
+    """Returns a variable that TensorFlow has made, as one of the classes of this file.
+
+    Raises:
+        ValueError: it is a metric's variable of booleans, which cannot be added up.
+    """
     for kind in (Metric, Mirrored):
         if type(variable) is kind.__bases__[-1]:
             variable.__class__ = kind
+    if isinstance(variable, Metric) and variable.dtype == tf.bool:
+        raise ValueError(
+            f"the metric's variable {variable.name!r} is of bool, and the values of several "
+            'replicas are added up. Count in numbers: add_variable(..., dtype="int32").'
+        )
     return variable
 
 

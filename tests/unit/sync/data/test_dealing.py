@@ -76,6 +76,8 @@ def dealt_out(data, parts, replicas, epochs=1, first=0, devices=1, order=None, *
 
 
 def listed(tensor):
+    if tensor is None:
+        return None
     if isinstance(tensor, tf.SparseTensor):
         tensor = tf.sparse.to_dense(tensor)
     return tensor.to_list() if isinstance(tensor, tf.RaggedTensor) else tensor.numpy().tolist()
@@ -117,6 +119,22 @@ def test_arrays_in_lists_are_dealt_out_as_such():
     )
     assert first == (([0, 1], {"a": ([0, 10],)}), ([0, 1], [0, 1]))
     assert second == (([2, 3], {"a": ([20, 30],)}), ([2, 3], [2, 3]))
+
+
+class OfNone(keras.utils.PyDataset):
+    def __len__(self):
+        return 1
+
+    def __getitem__(self, index):
+        return ({"a": np.arange(4), "b": None},)
+
+
+def test_an_input_may_be_none():
+    dataset = Dataset.range(4).batch(4).map(lambda rows: {"a": rows, "b": None})
+    for data in ({"a": np.arange(4), "b": None}, dataset, OfNone()):
+        (minibatches,) = dealt_out(data, 2, 2, shuffle=False, batch_size=4)
+        inputs = [one[0] if isinstance(one, tuple) else one for one in minibatches]
+        assert inputs == [{"a": [0, 1], "b": None}, {"a": [2, 3], "b": None}]
 
 
 def test_arrays_have_the_dtypes_that_keras_gives_them():

@@ -20,3 +20,9 @@ from tfpara.sync.keras import predicting
 def test_data_that_cannot_be_divided(x, message):
     with pytest.raises(ValueError, match=message):
         predicting._whole(x)
+
+
+def test_an_input_may_be_none():
+    whole = predicting._whole({"a": None, "b": np.arange(3)})
+    part = whole.part(1, 3)
+    assert whole.length == 3 and part["a"] is None and part["b"].tolist() == [1, 2]
