@@ -33,7 +33,7 @@ Environment variables:
 VARIABLES = {
     "TFPARA_COORDINATOR": "HOST:PORT at which the worker of rank 0 listens for the others",
     "TFPARA_SIZE": "the number of workers",
-    "TFPARA_RANK": "this worker, 0 … TFPARA_SIZE − 1",
+    "TFPARA_RANK": "this worker, from 0 to TFPARA_SIZE - 1",
     "TFPARA_MEETING": "HOST:PORT of the meeting point of an elastic run (tfpara-meet)",
     "TFPARA_WORKER_NAME": "a name of this worker in the messages of an elastic run",
     "TFPARA_SECRET": "the secret with which the messages of the run are signed",

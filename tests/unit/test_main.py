@@ -3,6 +3,7 @@
 import ast
 import importlib
 import re
+import sys
 from pathlib import Path
 
 import keras
@@ -17,11 +18,23 @@ def test_it_prints_the_versions_and_examples_that_there_are(capsys):
     assert main([]) == 0
     said = capsys.readouterr().out
     assert said.startswith(f"tfpara {tfpara.__version__} (")
+    assert said.isascii()  # stdout may have another encoding than UTF-8
     assert f"tensorflow {tf.__version__}" in said and f"keras {keras.__version__}" in said
     examples = re.findall(r"-m (tfpara\.examples\.\w+)", said)
     assert len(examples) == 3
     for name in examples:
         assert callable(importlib.import_module(name).main)
+
+
+@pytest.mark.parametrize("name", ["classify", "drill", "elastic", "loop"])
+def test_an_example_has_help_without_docstrings(name, monkeypatch):
+    """`python -OO` drops them."""
+    example = importlib.import_module(f"tfpara.examples.{name}")
+    monkeypatch.setattr(example, "__doc__", None)
+    monkeypatch.setattr(sys, "argv", [name, "--help"])
+    with pytest.raises(SystemExit) as ended:
+        example.main()
+    assert ended.value.code == 0
 
 
 def test_it_says_what_to_write_in_place_of_arguments(capsys):

@@ -16,6 +16,7 @@ import contextlib
 import hashlib
 import os
 import re
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -264,7 +265,25 @@ class Store(abc.ABC):
         for name in manifest["files"]:
             path = self._copy(number, manifests.inside(manifest, name))
             copies[path.with_suffix("")] = path
-        return [tf.train.load_checkpoint(os.fspath(prefix)) for prefix in sorted(copies)]
+        return [_reader(prefix) for prefix in sorted(copies)]
+
+
+def _reader(prefix: Path) -> Any:
+    """Returns a reader of the part with this prefix.
+
+    TensorFlow takes a path with "[" or a backslash for a pattern, which the path itself does not
+    match. So in such a folder TensorFlow gets a path by the number of the folder's descriptor.
+    """
+    path = os.fspath(prefix)
+    if not {"[", "\\"} & {*path}:
+        return tf.train.load_checkpoint(path)
+    with contextlib.ExitStack() as opened:
+        folder = os.open(prefix.parent, os.O_RDONLY)
+        opened.callback(os.close, folder)
+        reader = tf.train.load_checkpoint(f"/proc/self/fd/{folder}/{prefix.name}")
+        # The reader opens files later, too, so the descriptor stays open as long as the reader.
+        weakref.finalize(reader, opened.pop_all().close)
+    return reader
 
 
 def _release_all() -> None:

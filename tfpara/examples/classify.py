@@ -38,7 +38,7 @@ def network() -> keras.Model:
 
 def main() -> None:
     """Trains, and writes the averaged model."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--epochs", type=int, default=5)
     parser.add_argument("--out", default="classify", help="folder of what is written")
     options = parser.parse_args()

@@ -71,7 +71,7 @@ def tell(**line: object) -> None:
 
 def main() -> None:
     """Trains, and prints how many minibatches were trained, lost and doubled."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--minibatches", type=int, default=1000, help="of an epoch")
     parser.add_argument("--step_seconds", type=float, default=0.05, help="shortest time of a step")

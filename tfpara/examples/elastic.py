@@ -17,7 +17,7 @@ BATCH = 32
 
 def main() -> None:
     """Trains with workers that come and go."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--epochs", type=int, default=20)
     parser.add_argument("--out", default="elastic", help="folder of what is written")
     options = parser.parse_args()

@@ -23,7 +23,7 @@ def network() -> keras.Model:
 
 def main() -> None:
     """Trains in a custom loop."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--out", default="loop.keras", help="file of the trained model")
     options = parser.parse_args()

@@ -51,7 +51,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     over = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: over.set())
+        # A shell's script starts a program in the background (`&`) with SIGINT ignored.
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, lambda *_: over.set())
     reached = socket.gethostname() if ports.is_every_interface(options.host) else options.host
     _say(f"{ADDRESS}={ports.joined(reached, meeting.port)}")
     told = 0

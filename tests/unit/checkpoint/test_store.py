@@ -87,6 +87,18 @@ def test_a_manifest_of_anything_is_refused_or_has_what_its_readers_take(store, c
     assert 0 < taken < 0.85 * mutants.count(400)
 
 
+@pytest.mark.parametrize("name", ["layers=[64,32]", "a\\b"])
+def test_a_folder_that_tensorflow_takes_for_a_pattern_is_read(tmp_path, name):
+    store = LocalStore(tmp_path / name, 1)
+    store.lock()
+    store.begin(1)
+    files = store.write_part(1, 0, {"x": tf.constant(1.0)})
+    store.commit(1, {**CONTENT, "files": files})
+    (reader,) = store.readers(1, store.read_manifest(1))
+    assert reader.get_tensor("x") == 1.0
+    store.release()
+
+
 @pytest.mark.parametrize("name", ["manifest.json", "part-00000.index"])
 @pytest.mark.parametrize("kind", ["FIFO", "device"])
 def test_a_fifo_or_a_device_in_place_of_a_file_is_refused(store, name, kind):

@@ -3,6 +3,7 @@
 import concurrent.futures
 import contextlib
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -479,22 +480,35 @@ def test_the_program_serves_on_where_nobody_reads_what_it_prints(begins):
             program.kill()
 
 
+class Over:
+    """A meeting for which nobody has come in time."""
+
+    port = 4000
+    state = Membership(Limits(2, 1, None, 0.0, 1.0, 1.0), 0.0)
+
+    def __init__(self, *_):
+        self.state.tick(1.0)
+
+    def close(self):
+        pass
+
+
+def test_the_program_leaves_signals_ignored_that_are_ignored(monkeypatch):
+    """SIGINT is, if a shell's script has started the program in the background."""
+    former = {signal.SIGINT: signal.SIG_IGN, signal.SIGTERM: signal.SIG_DFL}
+    handled = []
+    monkeypatch.setattr(launch_meet, "Meeting", Over)
+    monkeypatch.setattr(launch_meet.signal, "getsignal", former.get)
+    monkeypatch.setattr(launch_meet.signal, "signal", lambda number, _: handled.append(number))
+    assert launch_meet.main(["-n", "2"]) == 1 and handled == [signal.SIGTERM]
+
+
 @pytest.mark.parametrize(
     ("host", "reached"), [("0.0.0.0", "node1"), ("[0::0]", "node1"), ("10.0.0.1", "10.0.0.1")]
 )
 def test_the_program_prints_an_address_that_other_machines_reach(
     host, reached, monkeypatch, capsys
 ):
-    class Over:
-        port = 4000
-        state = Membership(Limits(2, 1, None, 0.0, 1.0, 1.0), 0.0)
-
-        def __init__(self, *_):
-            self.state.tick(1.0)  # nobody has come
-
-        def close(self):
-            pass
-
     monkeypatch.setattr(launch_meet, "Meeting", Over)
     monkeypatch.setattr(launch_meet.signal, "signal", lambda *_: None)
     monkeypatch.setattr(launch_meet.socket, "gethostname", lambda: "node1")
