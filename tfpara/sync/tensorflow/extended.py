@@ -13,7 +13,6 @@ import tensorflow as tf
 
 from tfpara import cluster
 from tfpara.cluster.call_site import call
-from tfpara.contexts import attributes
 from tfpara.strategy import StateHolder
 from tfpara.sync.data.balance import Balance
 from tfpara.sync.momentum_fit import MomentumFit
