@@ -82,3 +82,20 @@ def _cause(message: str) -> str:
     message = re.sub(r"\{\{function_node [^}]*\}\}|\[\[\{\{node.*|\[Op:.*", "", message)
     lines = [line.strip() for line in message.splitlines() if line.strip()]
     return lines[-1] if lines else message
+
+
+def check_sums(metrics: Sequence[keras.Variable]) -> None:
+    """Raises ValueError for a metric whose state cannot be summed over workers."""
+    for variable in metrics:
+        if variable.dtype == "bool":
+            raise ValueError(
+                f"the metric's variable {variable.path!r} is of bool, and parameter servers add up "
+                'what workers push. Count in numbers: add_variable(..., dtype="int32").'
+            )
+        if variable.aggregation != "sum":
+            raise ValueError(
+                f"the metric's variable {variable.path!r} has aggregation="
+                f"{variable.aggregation!r}, but parameter servers add up what workers push, from 0 "
+                "in each push. Leave the metric out of compile(), and compute it on the chief, in "
+                "a callback; or write it with sums."
+            )

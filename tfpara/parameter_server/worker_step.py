@@ -28,7 +28,7 @@ from tfpara.keras_model import (
     parts_not_trained,
     told_of_fit,
 )
-from tfpara.parameter_server.errors import check_read
+from tfpara.parameter_server.errors import check_read, check_sums
 from tfpara.parameter_server.messages import NO_ROWS, Place, Pulled, Push, Rows
 from tfpara.parameter_server.server import metric_variables
 from tfpara.parameter_server.tables import Tables
@@ -136,7 +136,7 @@ class WorkerStep:
         self._own += states
         self.read_frozen()
         self._metrics = metric_variables(model)
-        _check_sums(self._metrics)
+        check_sums(self._metrics)
         self.local, self.local_models = rule.local_steps, rule.local_models
         # If a push has a single minibatch, the server itself squares the gradient.
         self._squares = isinstance(rule, ASGD) and rule.delay_compensation > 0.0 and sync_period > 1
@@ -563,23 +563,6 @@ def clipped(
         bound = optimizer.clipvalue
         return [tf.clip_by_value(g, -bound, bound) for g in gradients]
     return list(gradients)
-
-
-def _check_sums(metrics: Sequence[keras.Variable]) -> None:
-    """Raises ValueError for a metric whose state cannot be summed over workers."""
-    for variable in metrics:
-        if variable.dtype == "bool":
-            raise ValueError(
-                f"the metric's variable {variable.path!r} is of bool, and parameter servers add up "
-                'what workers push. Count in numbers: add_variable(..., dtype="int32").'
-            )
-        if variable.aggregation != "sum":
-            raise ValueError(
-                f"the metric's variable {variable.path!r} has aggregation="
-                f"{variable.aggregation!r}, but parameter servers add up what workers push, from 0 "
-                "in each push. Leave the metric out of compile(), and compute it on the chief, in "
-                "a callback; or write it with sums."
-            )
 
 
 def _check(model: keras.Model) -> None:
