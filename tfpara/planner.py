@@ -322,10 +322,9 @@ def choose(
     for overlap in overlaps:
         for compression in compressions:
             least = SHARDED_FROM_BYTES if num_workers == 2 else ALWAYS_SHARDED_FROM_BYTES
-            sharded = compression != "none" or costs.model_bytes >= least
-            here = dataclasses.replace(
-                costs.compressed(compression), overlap=overlap, scattered=sharded
-            )
+            scattered = costs.model_bytes >= least
+            given = dataclasses.replace(costs, overlap=overlap, scattered=scattered)
+            here = given.compressed(compression)
             smallest = here.smallest_period(num_workers, loss) or LONGEST_PERIOD
             known = functools.partial(
                 known_error, num_workers, overlap=overlap, compression=compression
@@ -338,7 +337,7 @@ def choose(
                 period,
                 overlap,
                 compression,
-                "sharded" if sharded and num_workers > 1 else "replicated",
+                "sharded" if here.scattered and num_workers > 1 else "replicated",
                 here.speedup(num_workers, period),
                 lost,
                 error,

@@ -84,6 +84,14 @@ def after(structure: Nest) -> contextlib.AbstractContextManager[Any]:
     return tf.control_dependencies(tensors)
 
 
+def mapped(function: Callable[[Any], Any], structure: Nest) -> Nest:
+    """Applies a function to the leaves of a structure.
+
+    A None, which stands for an input that is left out, stays.
+    """
+    return tf.nest.map_structure(lambda leaf: None if leaf is None else function(leaf), structure)
+
+
 def batch_size(structure: Nest) -> int | tf.Tensor | None:
     """Returns the samples in a replica's batch: length of the first axis of the first tensor.
 
@@ -131,9 +139,9 @@ def weight_of(minibatch: Nest, samples: int | tf.Tensor, loss: Any) -> int | tf.
     weights = minibatch[2] if isinstance(minibatch, tuple) and len(minibatch) == 3 else None
     # A step of the user's own may give the third part of a minibatch another meaning. Ragged and
     # sparse tensors are no sample weights.
-    composite = (type(None), tf.RaggedTensor, tf.SparseTensor)
-    weights = [w for w in tf.nest.flatten(weights) if not isinstance(w, composite)]
-    weights = [tf.convert_to_tensor(w) for w in weights]
+    no_weights = (type(None), tf.RaggedTensor, tf.SparseTensor)
+    leaves = tf.nest.flatten(weights)
+    weights = [tf.convert_to_tensor(leaf) for leaf in leaves if not isinstance(leaf, no_weights)]
     if not weights:
         return samples
     if reduced == {"mean_with_sample_weight"}:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
 
 import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from scripts.docs.drawing import CURVES, MEAN, ROOT, SMALLEST, WAIT, WIDTH
@@ -190,18 +192,31 @@ def time() -> Figure:
                 lw=1.4,
                 label=f"{rule}, {name}",
             )
-        axes.set_xscale("log", base=2)
-        axes.set_yscale("log", base=2)
-        axes.set_xticks([1, 2, 4, 8, 16], ["1", "2", "4", "8", "16"])
-        axes.set_yticks([1 / 32, 1 / 8, 1 / 2, 2, 8], ["1/32", "1/8", "1/2", "2", "8"])
+        ticks = {1 / 32: "1/32", 1 / 8: "1/8", 1 / 2: "1/2", 2: "2", 8: "8"}
+        _against_replicas(axes, task, (1, 2, 4, 8, 16), ticks)
         axes.set_ylim(0.025, 20)
-        axes.minorticks_off()
-        axes.set_title(task, fontsize=10)
-        axes.set_xlabel("replicas N")
     panels[0][0].set_ylabel("times as soon as one replica")
-    handles, names = panels[0][0].get_legend_handles_labels()
+    return _with_legend(figure, bottom=0.36)
+
+
+def _against_replicas(
+    axes: Axes, title: str, numbers: Sequence[int], ticks: Mapping[float, str]
+) -> None:
+    """Gives a panel a title and logarithmic axes: N, and one with these ticks."""
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log", base=2)
+    axes.set_xticks(numbers, map(str, numbers))
+    axes.set_yticks(list(ticks), ticks.values())
+    axes.minorticks_off()
+    axes.set_title(title, fontsize=10)
+    axes.set_xlabel("replicas N")
+
+
+def _with_legend(figure: Figure, bottom: float) -> Figure:
+    """Adds the first panel's legend below all panels, in the share `bottom` of the height."""
+    handles, names = figure.axes[0].get_legend_handles_labels()
     figure.legend(handles, names, fontsize=SMALLEST, frameon=False, ncols=3, loc="lower center")
-    figure.subplots_adjust(left=0.1, right=0.98, top=0.92, bottom=0.36, wspace=0.08)
+    figure.subplots_adjust(left=0.1, right=0.98, top=0.92, bottom=bottom, wspace=0.08)
     return figure
 
 
@@ -234,15 +249,7 @@ def many() -> Figure:
         for colour, way in zip(CURVES, shown, strict=True):
             points = sorted(curves[way].items())
             axes.plot(*zip(*points, strict=True), color=colour, marker="o", ms=4, lw=1.4, label=way)
-        axes.set_xscale("log", base=2)
-        axes.set_yscale("log", base=2)
-        axes.set_xticks([2, 4, 8, 16], ["2", "4", "8", "16"])
-        axes.set_yticks([1, 1.5, 2, 3, 4], ["1", "1.5", "2", "3", "4"])
-        axes.minorticks_off()
-        axes.set_title(name, fontsize=10)
-        axes.set_xlabel("replicas N")
+        ticks = {each: f"{each:g}" for each in (1, 1.5, 2, 3, 4)}
+        _against_replicas(axes, name, (2, 4, 8, 16), ticks)
     panels[0][0].set_ylabel("time of a sync / shortest time")
-    handles, names = panels[0][0].get_legend_handles_labels()
-    figure.legend(handles, names, fontsize=SMALLEST, frameon=False, ncols=3, loc="lower center")
-    figure.subplots_adjust(left=0.1, right=0.98, top=0.92, bottom=0.31, wspace=0.08)
-    return figure
+    return _with_legend(figure, bottom=0.31)

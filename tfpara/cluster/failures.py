@@ -184,7 +184,7 @@ def know(cluster: Cluster, timeout_seconds: float) -> None:
 
 
 def ask(who_is_mute: Callable[[], str], advice: Callable[[], str]) -> None:
-    """Stores the functions `_who_is_mute` and `_advice`, which `explain` calls."""
+    """Stores functions that `explain` calls: `_who_is_mute` and `_advice`, described above."""
     global _who_is_mute, _advice
     _who_is_mute, _advice = who_is_mute, advice
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import keras
 import numpy as np
@@ -15,7 +14,7 @@ from tfpara.parameter_server.repeatable import (
     check_order,
     check_seeds,
 )
-from tfpara.steps import without_tuner
+from tfpara.steps import mapped, without_tuner
 from tfpara.typing import Data, Json, Nest
 from tfpara.whole_number import checked_whole
 
@@ -233,7 +232,7 @@ def _of_arrays(
     data: Data, batch_size: int, shuffle: bool, count: int, order: Sequence[int], sent: bool
 ) -> Chunks:
     # Lists become tuples, because tf.data would stack the elements of a list.
-    data = keras.tree.lists_to_tuples(tf.nest.map_structure(_unless_none(_as_array), data))
+    data = keras.tree.lists_to_tuples(mapped(_as_array, data))
     arrays = [array for array in tf.nest.flatten(data) if array is not None]
     lengths = sorted({len(array) if array.ndim else 0 for array in arrays})
     if len(lengths) != 1 or lengths[0] == 0:
@@ -252,7 +251,7 @@ def _of_arrays(
     if not sent:
         # A graph holds copies of the arrays that it uses, but only refers to eager tensors.
         with tf.device("CPU:0"):
-            data = tf.nest.map_structure(_unless_none(tf.convert_to_tensor), data)
+            data = mapped(tf.convert_to_tensor, data)
 
     def samples(epoch: int, chunk: int) -> tuple[np.ndarray]:
         """Returns the indices of a chunk's samples, one minibatch after the other."""
@@ -267,18 +266,13 @@ def _of_arrays(
         return (
             tf.data.Dataset.from_tensor_slices(rows)
             .batch(batch_size)
-            .map(lambda r: tf.nest.map_structure(_unless_none(lambda a: tf.gather(a, r)), data))
+            .map(lambda r: mapped(lambda a: tf.gather(a, r), data))
             .prefetch(2)
         )
 
     chunks = Chunks(count, part, samples, minibatches)
     chunks.facts |= {"samples": lengths[0], "batch_size": batch_size, "shuffle": shuffle}
     return chunks
-
-
-def _unless_none(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Returns `function` for arrays; a None, which stands for an input that is left out, stays."""
-    return lambda array: None if array is None else function(array)
 
 
 def _as_array(data: Data) -> np.ndarray:

@@ -1,5 +1,7 @@
 """TensorFlow's private names, imported only here. Keras' private names are in `keras/replacing`."""
 
+import tensorflow as tf
+
 # Finds a dataset's batch size, as TensorFlow does before it divides batches between replicas.
 from tensorflow.python.data.experimental.ops.distribute import compute_batch_size
 
@@ -40,3 +42,7 @@ __all__ = [
     "mwms",
     "values",
 ]
+
+# If a replica gets no part of a batch, TensorFlow makes tensors without rows for it. For that it
+# calls this method of a spec, which the spec of a None lacks.
+type(tf.type_spec_from_value(None))._create_empty_value = lambda spec: None

@@ -58,6 +58,7 @@ def test_figures_are_those_of_the_pages():
     assert charts.times()["speech"]["BMUF()", "1 Gbit/s"] == {4: 2.9, 8: 5.6}
     assert charts.times()["digits"]["all-reduce", "10 Gbit/s"] == {4: 3.2, 8: 5.5}
     assert not any(charts.times()["characters"].values())
+    assert charts.syncs()["100 Mbit/s"]["two levels"] == {4: 1.03, 8: 1.03, 16: 1.04}
 
 
 def test_unknown_picture_is_refused(capsys):

@@ -20,6 +20,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfpara.cluster.call_site import FIT_BEGIN
+from tfpara.steps import mapped
 from tfpara.sync.data import same_data
 from tfpara.sync.data.dealt import rows_of_all, slice_of
 from tfpara.sync.data.reading import Order, ahead, shuffled, shuffled_rows
@@ -86,7 +87,7 @@ def deal_out_arrays(strategy: Any, began: Began, given: dict[str, Any]) -> None:
         parts.pop()
     with tf.device("CPU:0"):
         # Keras also makes tuples of lists: `Dataset.map` would make one tensor of a list.
-        arrays = tf.nest.map_structure(_tensor_of, keras.tree.lists_to_tuples(tuple(parts)))
+        arrays = mapped(_tensor_of, keras.tree.lists_to_tuples(tuple(parts)))
 
     def minibatches(epoch: int, first: int) -> tf.data.Dataset:
         seed, parts, _ = order.known()
@@ -106,9 +107,7 @@ def deal_out_arrays(strategy: Any, began: Began, given: dict[str, Any]) -> None:
             since = number + (begin - passes.start * in_a_pass)
             place = since % in_a_pass
             own = ordered[since // in_a_pass, place * size : (place + 1) * size]
-            gathered = tf.nest.map_structure(
-                lambda array: None if array is None else tf.gather(array, own), arrays
-            )
+            gathered = mapped(lambda array: tf.gather(array, own), arrays)
             return gathered if len(gathered) > 1 else gathered[0]
 
         numbers = _own(strategy, first).numbers(in_an_epoch)
@@ -120,13 +119,11 @@ def deal_out_arrays(strategy: Any, began: Began, given: dict[str, Any]) -> None:
         given[name] = None
 
 
-def _tensor_of(array: Any) -> tf.Tensor | None:
+def _tensor_of(array: Any) -> tf.Tensor:
     """Returns an array as a tensor; numbers that are no integers get the dtype `floatx` of Keras.
 
-    `fit` does the same with arrays. A None, which stands for an input that is left out, stays.
+    `fit` does the same with arrays.
     """
-    if array is None:
-        return None
     tensor = tf.convert_to_tensor(array)
     return tf.cast(tensor, keras.config.floatx()) if tensor.dtype.is_floating else tensor
 

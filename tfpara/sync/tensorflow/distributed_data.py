@@ -43,10 +43,6 @@ _Distribute = Callable[[tf.data.Dataset], tf.distribute.DistributedDataset]
 _DatasetFn = Callable[[tf.distribute.InputContext], tf.data.Dataset]
 _FromFunction = Callable[[_DatasetFn], Any]
 
-# If a replica gets no part of a batch, TensorFlow makes tensors without rows for it. For that it
-# calls this method of a spec, which the spec of a None lacks.
-type(tf.type_spec_from_value(None))._create_empty_value = lambda spec: None
-
 # Whether this worker gets datasets whole. It is of a thread: one that reads data may predict while
 # another trains.
 _UNDIVIDED = contextvars.ContextVar("tfpara_undivided", default=False)

@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from tfpara import cluster
 from tfpara.cluster.call_site import call
+from tfpara.steps import mapped
 from tfpara.strategy import StateHolder
 from tfpara.sync.data.balance import Balance
 from tfpara.sync.momentum_fit import MomentumFit
@@ -259,9 +260,7 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         if isinstance(value, _values.SyncOnReadVariable):
             return self.metrics.over_all(value, mean)
         local_results = self._container_strategy().experimental_local_results
-        return tf.nest.map_structure(
-            lambda leaf: None if leaf is None else self._reduced(local_results(leaf), mean), value
-        )
+        return mapped(lambda leaf: self._reduced(local_results(leaf), mean), value)
 
     def _batch_reduce_to(
         self,
