@@ -26,6 +26,7 @@ class Block:
 
     Attributes:
         parts: number of parts.
+        counts: the variable with all counters below except `turn`.
         period: a variable with τ, or with `NEVER` while there are no syncs.
         steps: minibatches of each replica since the last sync of any part; when they reach
             `period`, a sync is due. In an elastic run they include the minibatches of the block
@@ -49,7 +50,7 @@ class Block:
         # exact for whole numbers up to 2^53.
         parts, replicas = self.parts, range(len(site.devices))
         counts = make(tf.zeros([3 + parts * (1 + len(replicas))], tf.float64), "counts")
-        self._counts = counts
+        self.counts = counts
         self.taken = Counter(counts, 0, [], tf.int64)
         self.seen = Counter(counts, 1, [])
         self.steps = Counter(counts, 2, [], tf.int64)
@@ -64,11 +65,9 @@ class Block:
         if self._balance is not None and self._balance.simulates:
             self._stepped = make(tf.zeros([len(site.devices), 1], tf.float64), "stepped")
 
-    def steps_of_replicas(self) -> tf.Tensor:
-        """Returns `part_steps` of each local replica, shape [local replicas, parts]."""
-        if self._stepped is not None:
-            return self._stepped.read_value()
-        return tf.stack([self.part_steps.read_value()] * len(self.samples))
+    def stepped(self) -> tf.Tensor:
+        """Returns `part_steps` of each local replica if they may differ, else an empty tensor."""
+        return tf.zeros([0, 1]) if self._stepped is None else self._stepped.read_value()
 
     @property
     def trained(self) -> int:
@@ -105,7 +104,7 @@ class Block:
         # the devices compute.
         steps = self.steps.read_value() + 1
         terms = tf.stack([tf.ones([], tf.float64), samples, *weights])
-        self._counts.assign_add(tf.gather(terms, self._terms))
+        self.counts.assign_add(tf.gather(terms, self._terms))
         return steps
 
     def close(self, done: tf.Tensor, is_last: tf.Tensor) -> None:
@@ -143,7 +142,7 @@ class Block:
 
     def _forget(self) -> None:
         """Sets all counters except `taken` and `seen` to 0."""
-        self._counts[2:].assign(tf.zeros([self._counts.shape[0] - 2], tf.float64))
+        self.counts[2:].assign(tf.zeros([self.counts.shape[0] - 2], tf.float64))
         if self._stepped is not None:
             self._stepped.assign(tf.zeros_like(self._stepped))
 

@@ -183,12 +183,10 @@ class Consensus:
                 self.request.read_value(),
                 self.signatures.read_value(),
                 self.other_signatures.read_value(),
-                block.steps_of_replicas(),
-                block.taken.read_value(),
-                block.steps.read_value(),
+                block.counts.read_value(),
+                block.stepped(),
                 block.period.read_value(),
                 *(replicas.summary(r, anchors) for r in each),
-                *(samples.read_value() for samples in block.samples),
                 *((() if left_out is None else left_out.of_epoch(r)) for r in each),
             ]
 
@@ -200,9 +198,8 @@ class Consensus:
         request: Array,
         signatures: Array,
         others: Array,
-        steps: Array,
-        taken: Array,
-        pending: Array,
+        counts: Array,
+        stepped: Array,
         period: Array,
         *each: Array,
     ) -> Array:
@@ -212,23 +209,24 @@ class Consensus:
             began: the time, on the clock of `now`, when this worker came to the sync.
             since: the time when the block began on this worker, 0 if that is not known.
             others: the signatures of the state and the frozen weights.
-            steps: minibatches since the last sync, [local replicas, parts].
-            pending: minibatches of each replica since the last sync point.
-            *each: `Replicas.summary` of each local replica; then the samples of each; then
-                `LeftOut.of_epoch` of each.
+            counts: the counters of the block, `Block.counts`.
+            stepped: `Block.stepped`.
+            *each: `Replicas.summary` of each local replica; then `LeftOut.of_epoch` of each.
         """
         names = len(self._replicas.averaged_names)
-        counts = len(self._replicas.variables.counts)
-        own = len(self._site.devices)
+        shared = len(self._replicas.variables.counts)
+        own, block = len(self._site.devices), self._block
+        steps = stepped if len(stepped) else [block.part_steps.of(counts)] * own
+        of_replicas = steps, each[:own], block.samples, each[own:]
+        taken, pending = block.taken.of(counts), block.steps.of(counts)
         rows = []
-        of_replicas = steps, each[:own], each[own : 2 * own], each[2 * own :]
         for of_parts, summary, samples, left_out in zip(*of_replicas, strict=True):
             rows.append(
                 report_of(
                     summary[:names],
-                    samples,
-                    summary[names : names + counts],
-                    summary[names + counts :],
+                    samples.of(counts),
+                    summary[names : names + shared],
+                    summary[names + shared :],
                     running=bool(running),
                     signature=float(signatures.sum()),
                     others=float(others.sum()),

@@ -30,6 +30,10 @@ class Counter:
         """Returns the value."""
         return tf.cast(self._whole.read_value()[self._part], self.dtype)
 
+    def of(self, whole: Array) -> Array:
+        """Returns the counter's elements of `whole`, a value of the variable as a NumPy array."""
+        return whole[self._part]
+
     def assign(self, value: Array | float) -> None:
         """Sets the value."""
         self._whole[self._part].assign(tf.cast(value, tf.float64))

@@ -94,12 +94,18 @@ class Synchronizer:
             where(due, self._average_devices_if_due)
 
     def act(self) -> None:
-        """Averages the local replicas if that is due; syncs all replicas if that is due."""
+        """Averages the local replicas if that is due; syncs all replicas if that is due.
+
+        To be called if `count` says that something is due.
+        """
         with tf.device("CPU:0"):
             if self._device_period is not None:
                 self._average_devices_if_due()
             if self._overlap is not None:
                 self._overlap.act()
+                return
+            if self._device_period is None:
+                self.graph.sync(tf.constant(True))  # nothing else can be due
                 return
             due = self._ends_block(self.graph.block.steps.read_value())
             where(due, lambda: self.graph.sync(tf.constant(True)))
