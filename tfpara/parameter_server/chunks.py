@@ -261,14 +261,14 @@ def _of_arrays(
         bounds = np.arange(count + 1) * minibatches // count * batch_size
         return (rows[bounds[chunk] : bounds[chunk + 1]],)
 
+    @tf.autograph.experimental.do_not_convert
+    def minibatch(rows: tf.Tensor) -> Nest:
+        return mapped(lambda array: tf.gather(array, rows), data)
+
     def part(epoch: tf.Tensor, chunk: tf.Tensor, rows: tf.Tensor) -> tf.data.Dataset:
         del epoch, chunk
-        return (
-            tf.data.Dataset.from_tensor_slices(rows)
-            .batch(batch_size)
-            .map(lambda r: mapped(lambda a: tf.gather(a, r), data))
-            .prefetch(2)
-        )
+        rows_of_each = tf.data.Dataset.from_tensor_slices(rows).batch(batch_size)
+        return rows_of_each.map(minibatch).prefetch(2)
 
     chunks = Chunks(count, part, samples, minibatches)
     chunks.facts |= {"samples": lengths[0], "batch_size": batch_size, "shuffle": shuffle}

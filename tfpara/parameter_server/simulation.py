@@ -189,9 +189,8 @@ class _Simulation:
         self._now = 0.0
         self._order = collections.deque(order or ())
         self._repeats = order is not None
-        # An element spec and the result of `Tables.ahead` for it, kept because `ahead` traces the
-        # model.
-        self._with_rows_of: tuple[Nest, Any] | None = None
+        # A graph makes the dataset of each chunk, since a dataset from Python takes much longer.
+        self._minibatches = tf.function(self._ahead, autograph=False, reduce_retracing=True)
         self._pull = tf.function(exchange.read, autograph=False, reduce_retracing=True)
         self._ask = tf.function(lambda w: exchange.ask_to_pull(w, waits=False), autograph=False)
         self._begin = tf.function(self._work.begin, autograph=False, reduce_retracing=True)
@@ -312,7 +311,7 @@ class _Simulation:
             place = (_long(done), _long(epoch), _long(chunk), *arguments)
             if self._training.choose_rate is not None:
                 worker.rate = self._choose_rate(*place)
-            worker.iterator = iter(self._ahead(self._rest_of(*place)))
+            worker.iterator = iter(self._minibatches(*place))
             worker.element = self._next_element(worker)
             stream = stream_of(self._training.order, epoch, chunk)
             worker.own = self._work.own_start(_long(stream + done))
@@ -327,13 +326,11 @@ class _Simulation:
         choose: Any = self._training.choose_rate
         return choose(lambda: self._rest_of(*place))
 
-    def _ahead(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
-        """Returns the dataset with the rows of its blocks; traces the model once for a spec."""
-        spec = dataset.element_spec
-        if self._with_rows_of is None or self._with_rows_of[0] != spec:
-            period = self._training.sync_period
-            self._with_rows_of = spec, self._work.tables.ahead(spec, period)
-        return self._with_rows_of[1](dataset)
+    def _ahead(self, *place: Nest) -> tf.data.Dataset:
+        """Returns the minibatches of the rest of a chunk, with the rows of their blocks."""
+        dataset = self._rest_of(*place)
+        ahead = self._work.tables.ahead(dataset.element_spec, self._training.sync_period)
+        return ahead(dataset)
 
     def _next_element(self, worker: _Worker) -> Nest:
         try:
