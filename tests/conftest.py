@@ -200,8 +200,8 @@ def _leave_first_cases(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         test = item.path, getattr(item, "originalname", item.name)
         first = test not in seen or item.get_closest_marker("all_cases")
-        # A case marked one_version may be skipped, so another case must be left beside it.
-        if item.get_closest_marker("one_version") is None:
+        # Cases with these marks may be left out, so another case must be left beside them.
+        if not any(map(item.get_closest_marker, ("one_version", "nightly"))):
             seen.add(test)
         (left if first else others).append(item)
     items[:] = left

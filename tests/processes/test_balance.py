@@ -75,6 +75,7 @@ def test_every_minibatch_counts_once(killed, execution, tmp_path):
         np.testing.assert_allclose(replayed["global"], found[0]["global"], rtol=1e-5)
 
 
+@pytest.mark.nightly
 def test_a_simulation_replays_a_record(tmp_path):
     """Adam, whose β₁ is fitted to each worker's block, a rate that falls, and unlike minibatches.
 

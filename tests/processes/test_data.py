@@ -169,8 +169,8 @@ NOT_DEALT = {
 }
 
 
+@pytest.mark.nightly
 @pytest.mark.one_version
-@pytest.mark.nightly_cases("all")
 @pytest.mark.parametrize("dealt", [DEALT[::2], DEALT], ids=["some", "all"])
 def test_speeds_deal_each_row_out_once(dealt, plain, tmp_path):
     """Shares that change from block to block; one of them is longer than an epoch's data."""

@@ -693,6 +693,7 @@ def test_each_worker_evaluates_all_validation_data_of_any_kind(tmp_path):
     assert found[0] == pytest.approx(found[1], rel=1e-5)
 
 
+@pytest.mark.nightly
 def test_a_worker_is_lost_where_a_rate_falls_with_the_position_in_the_epoch(tmp_path):
     """One waits at the end of the block, and the others are some steps behind."""
     options = {"callbacks": ["rate"], "period": 10, "epochs": 2}

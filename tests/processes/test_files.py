@@ -74,6 +74,7 @@ def load(path):
     return keras.models.load_model(path, compile=False)
 
 
+@pytest.mark.nightly
 def test_all_files_of_callbacks_load(ran):
     new = ran.folder / "new"
     names = {p.name for p in new.glob("*.keras")} | {p.name for p in (new / "all").iterdir()}

@@ -13,6 +13,7 @@ RUNS = [["BMUF", "adam"]]
 NAMES = "minibatch 1 of replica 3, 4 of replica 2, 4 of replica 3\n"
 
 
+@pytest.mark.nightly
 def test_two_workers_train_as_without_the_bad_minibatches(tmp_path):
     options = {"runs": RUNS, "out": str(tmp_path / "{kind}-{rank}.npz"), "kinds": ["nan", "empty"]}
     said = run_all_well("train_with_bad.py", [options] * 2)

@@ -88,7 +88,7 @@ def test_a_killed_run_goes_on_and_its_average_is_loaded(tmp_path):
     assert float(printed(tmp_path, sys.executable, "load.py")) > 0.87
 
 
-@pytest.mark.nightly_cases("6")
+@pytest.mark.nightly
 @pytest.mark.parametrize("epochs", [1, 6])
 def test_the_notebook_prints_what_is_stored_in_it(epochs, tmp_path):
     """With one epoch of fewer points, in place of its six, it is only run."""

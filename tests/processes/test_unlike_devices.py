@@ -101,6 +101,7 @@ def check(tmp_path, devices, trainings, others, of_others=(), **options):
     return said
 
 
+@pytest.mark.nightly
 def test_a_cpu_beside_two_gpus(tmp_path):
     """The devices of the first worker are said to be GPUs: TensorFlow connects no CPU with one.
 

@@ -185,6 +185,7 @@ def test_the_end_of_an_epoch_is_scored_once(tmp_path):
         assert [float(row["epoch"]) for row in csv.DictReader(file)] == [1.0, 2.0]
 
 
+@pytest.mark.nightly
 def test_carried_states_go_on_as_without_scores_within_an_epoch():
     """A stateful layer's state after the scores is that before them."""
     x = RNG.normal(size=(8 * BATCH, 5, 4)).astype(np.float32)

@@ -88,6 +88,7 @@ def deciding(kill=None):
     ]
 
 
+@pytest.mark.nightly_cases("asynchronous")
 @pytest.mark.parametrize("kind", KINDS)
 def test_early_stopping_and_plateaus_go_on_where_they_were(kind, tmp_path):
     whole, history = fit(kind, tmp_path / "whole", deciding())
@@ -132,7 +133,7 @@ def whole_scores(tmp_path_factory):
 
 
 @pytest.mark.one_version
-@pytest.mark.nightly_cases("5")
+@pytest.mark.nightly_cases("4", "5")
 @pytest.mark.parametrize("last", [4, 5, None])
 def test_scores_within_an_epoch_go_on_where_they_were(last, whole_scores, tmp_path):
     """The run is killed before the checkpoint after batch `last`, or after the end of the epoch."""
@@ -171,6 +172,7 @@ def test_what_is_no_number_in_a_class_of_the_users_is_left_out(tmp_path):
     assert kept["wait"] == 1 and "best" not in kept
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_callback_of_another_score_or_mode_begins_anew_and_a_line_says_so(kind, tmp_path):
     def stopping(mode):
@@ -188,7 +190,7 @@ def test_a_callback_of_another_score_or_mode_begins_anew_and_a_line_says_so(kind
     assert set(states(tmp_path)) == {names[0], names[2]}
 
 
-@pytest.mark.nightly_cases("best.keras-asynchronous", "{epoch*-synchronous")
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("path", ["best.keras", "{epoch:02d}-[{score:.1f}].keras"])
 def test_the_best_score_of_a_model_that_is_gone_is_not_kept(kind, path, tmp_path):

@@ -187,6 +187,7 @@ def test_a_part_of_a_block_is_the_same_part_where_a_run_is_resumed(tmp_path):
     assert_same(resumed, whole)
 
 
+@pytest.mark.nightly
 @pytest.mark.one_version
 def test_what_rounding_has_left_out_is_in_a_checkpoint(tmp_path):
     options = {"every_syncs": 1, "compression": "int4", "small": True, "epochs": 2}
@@ -311,7 +312,12 @@ def over_passes(data, directory=None, stop=None):
 
 # Where Keras' data end within an epoch, it is shorter, and the next one begins a pass.
 @pytest.mark.nightly_cases(
-    "PyDataset-stops5", "of twice an epoch-stops3", "repeated-stops0", "with an end-stops1"
+    "PyDataset-stops5",
+    "generator-stops6",
+    "of twice an epoch-stops3",
+    "of unknown length-stops2",
+    "repeated-stops0",
+    "with an end-stops1",
 )
 @pytest.mark.one_version
 @pytest.mark.parametrize(
@@ -452,7 +458,7 @@ class Steps(keras.metrics.Metric):
         return keras.ops.convert_to_tensor(self.count)
 
 
-@pytest.mark.nightly_cases("1")
+@pytest.mark.nightly
 @pytest.mark.parametrize("replicas", [1, 4])
 def test_a_mean_goes_on_with_another_number_of_replicas(tmp_path, replicas):
     def trained(replicas, *callbacks):
@@ -472,6 +478,7 @@ def test_a_mean_goes_on_with_another_number_of_replicas(tmp_path, replicas):
     assert trained(replicas)["steps"] == [4 + 8 / replicas]
 
 
+@pytest.mark.nightly
 @pytest.mark.one_version
 def test_resumed_twice_on_other_numbers_of_replicas_every_minibatch_is_used_once(tmp_path):
     log = []
@@ -484,6 +491,7 @@ def test_resumed_twice_on_other_numbers_of_replicas_every_minibatch_is_used_once
     assert log[-1] == (0, list(range(14, 16)))
 
 
+@pytest.mark.nightly
 @pytest.mark.one_version
 def test_a_sync_that_was_in_the_air_counts_on_another_number_of_replicas(tmp_path):
     strategy, model = make(tfpara.BSP(), small=True, overlap=True)
@@ -571,6 +579,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_no_run_starts_from_zero_by_itse
     assert older
 
 
+@pytest.mark.nightly
 @pytest.mark.one_version
 def test_a_damaged_checkpoint_takes_no_place_among_those_that_are_kept(finished_run):
     damage(finished_run / "checkpoint-00000002" / "manifest.json")
@@ -626,6 +635,7 @@ def test_an_optimizer_of_other_settings_is_refused_by_name(finished_run):
         model.fit(epoch_data(strategy), epochs=2, verbose=0, callbacks=callbacks)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("steps", [0, 6])
 def test_a_run_goes_on_with_other_metrics(finished_run, steps):
     """Its checkpoints have no metrics but the loss, which counts only what is trained now."""
@@ -643,6 +653,7 @@ def test_a_run_goes_on_with_other_metrics(finished_run, steps):
     assert len(told) == (steps > 0)
 
 
+@pytest.mark.nightly
 def test_a_checkpoint_that_lacks_facts_about_the_data_is_used(tmp_path):
     """As those of older versions lack what their run's `may_change` had."""
     run(tmp_path, epochs=1, small=True, data_plan={"minibatch": 4})
@@ -775,6 +786,7 @@ def test_one_callback_in_several_fits(tmp_path):
     assert len(history["loss"]) == 1
 
 
+@pytest.mark.nightly
 @pytest.mark.one_version
 def test_the_callback_of_a_fit_that_has_ended_goes_on_with_another_model(tmp_path):
     checkpoint = tfpara.callbacks.Checkpoint(tmp_path)
@@ -965,6 +977,7 @@ def test_asked_to_end_while_it_writes_the_last_checkpoint_it_leaves(tmp_path):
     assert len(list(tmp_path.glob("checkpoint-*"))) == 2
 
 
+@pytest.mark.nightly
 @pytest.mark.one_version
 @pytest.mark.parametrize("where", ["batch", "begin"])
 def test_the_callback_of_a_fit_that_failed_goes_on_in_the_next_one(tmp_path, where):
@@ -1088,6 +1101,7 @@ def test_stopping_together_stops_at_the_next_sync():
     assert steps == [0, 1, 2, 3]
 
 
+@pytest.mark.nightly
 @pytest.mark.one_version
 @pytest.mark.parametrize("stops", [False, True])
 def test_stopping_together_does_not_forget_that_the_run_is_to_leave(tmp_path, stops):
@@ -1152,6 +1166,7 @@ def fit_epochs_of(lengths, directory, *callbacks):
     return counts, strategy
 
 
+@pytest.mark.nightly
 def test_a_resumed_recurrent_model_carries_its_state_on(tmp_path):
     """Keras does not count the state of a stateful layer among the model's variables."""
     ends = []

@@ -278,6 +278,7 @@ def test_a_resumed_run_has_the_same_bits(tmp_path):
         fitted(case, False, [tfpara.callbacks.Checkpoint(tmp_path)], 4)
 
 
+@pytest.mark.nightly
 def test_workers_on_unlike_kinds_of_devices_make_slots_at_one_place(monkeypatch):
     """With "auto", XLA compiles the step of a worker on a GPU, and not that of one on a CPU."""
     made = []
@@ -289,6 +290,7 @@ def test_workers_on_unlike_kinds_of_devices_make_slots_at_one_place(monkeypatch)
         assert len(made) == count and model.other.built and not model.jit_compile
 
 
+@pytest.mark.nightly
 @pytest.mark.one_version
 def test_a_checkpoint_has_the_jit_compile_of_the_chief(tmp_path, monkeypatch, recwarn):
     """Workers on CPUs may have another one, and it says nothing of the run that was."""

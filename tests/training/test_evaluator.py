@@ -154,6 +154,7 @@ def test_servers_checkpoints(tmp_path):
     assert_last(rows, max(int(row["checkpoint"]) for row in rows), expected)
 
 
+@pytest.mark.nightly
 def test_it_goes_on_after_the_last_whole_row(tmp_path, monkeypatch):
     expected = trained(tmp_path / "run")
     whole = evaluate(tmp_path / "run", tmp_path / "whole")

@@ -398,6 +398,7 @@ def test_ctrl_c_is_that_also_where_an_operation_fails_at_the_same_moment(strateg
         make_model(strategy).fit(X, Y, callbacks=[other], verbose=0)
 
 
+@pytest.mark.nightly
 def test_the_company_may_refuse_to_train_a_batch_outside_of_fit(strategy, monkeypatch):
     """Also by the function of an earlier `fit`, which is not traced again."""
     model = make_model(strategy)

@@ -70,7 +70,7 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.nightly_cases("adamw")
+@pytest.mark.nightly_cases("adagrad", "adamw", "sgd")
 @pytest.mark.parametrize("name", ["adamw", "nadam", "adagrad", "sgd"])
 def test_a_reset_optimizer_steps_like_a_new_one(name):
     strategy = make(tfpara.BSP(), local_state="reset")
@@ -100,6 +100,7 @@ def test_a_schedule_goes_on_where_slots_are_reset_and_blocks_are_by_speed():
     assert [int(count) for count in counts] == [6, 6]
 
 
+@pytest.mark.nightly_cases("ftrl")
 @pytest.mark.parametrize("name", ["adam", "ftrl"])
 def test_replicas_with_the_same_averaged_moments_count_the_same_steps(name):
     strategy = make(tfpara.BSP(), local_state="average")
@@ -246,6 +247,8 @@ def on_rows():
 @pytest.mark.nightly_cases(
     *("options0-sgd-1", "options1-nesterov-1", "options2-ng_sgd-1"),
     *("options6-sgd-1", "options7-sgd-1"),
+    "*-muon-1",
+    "*-accumulating-2",
 )
 @pytest.mark.parametrize(
     ("options", "made", "accumulated"),
@@ -318,7 +321,7 @@ def on_a_parabola(local_state, blocks, period):
     return model
 
 
-@pytest.mark.nightly_cases("keep-True")
+@pytest.mark.nightly_cases("keep-True", "reset-False")
 @pytest.mark.parametrize(
     ("local_state", "grows"), [("auto", False), ("reset", False), ("keep", True)]
 )
@@ -355,6 +358,7 @@ def zeros_for_ones(steps, batch_size=2):
     return tf.data.Dataset.from_tensor_slices((ones, 0.0 * ones)).batch(batch_size)
 
 
+@pytest.mark.nightly_cases("True")
 @pytest.mark.parametrize("by_epoch", [False, True])
 def test_momentum_is_fitted_to_an_epoch_that_is_shorter_than_a_block(by_epoch, capfd):
     """NumPy, of blocks that all end with the epoch: shares of 1/4, with two steps each."""
@@ -434,6 +438,7 @@ def test_how_many_syncs_are_few():
     assert few_syncs(2, 2) == ""
 
 
+@pytest.mark.nightly
 def test_few_syncs_are_told_of_where_only_the_data_know_their_length(capfd):
     strategy = tfpara.simulate(4, tfpara.BSP(), sync_period=3)
     model = on_one_weight(strategy)
@@ -442,6 +447,7 @@ def test_few_syncs_are_told_of_where_only_the_data_know_their_length(capfd):
     assert FEW in capfd.readouterr().err
 
 
+@pytest.mark.nightly
 def test_a_fit_within_a_fit_does_not_begin_the_outer_one_again(capfd):
     strategy = tfpara.simulate(4, tfpara.BSP(), sync_period=3)
     model, other = on_one_weight(strategy), on_one_weight(strategy)
@@ -455,6 +461,7 @@ def test_a_fit_within_a_fit_does_not_begin_the_outer_one_again(capfd):
     assert "makes more errors" not in capfd.readouterr().err
 
 
+@pytest.mark.nightly
 def test_a_later_period_has_a_line_of_its_own(capfd):
     model = on_one_weight(make(tfpara.BMUF(0.5), sync_period=100))
     periods = tfpara.callbacks.SyncPeriod({0: 100, 1: 5}, verbose=0)
@@ -668,7 +675,7 @@ def test_default_bmuf_over_adam_is_what_numpy_computes(optimizer, capfd):
     assert told.count("divides by the size of gradients, the rule is BMUF (block_momentum=0.5") == 1
 
 
-@pytest.mark.nightly_cases("nothing-replicated", "set-replicated", "warm-sharded")
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("between", "aggregation"),
     [("warm", "sharded"), ("set", "replicated"), ("set", "sharded"), ("nothing", "replicated")],
@@ -747,7 +754,7 @@ def test_an_epoch_that_was_broken_off_does_not_shorten_later_blocks():
     np.testing.assert_allclose(replica, [with_momentum(12)], rtol=1e-4)
 
 
-@pytest.mark.nightly_cases("replicated")
+@pytest.mark.nightly
 @pytest.mark.parametrize("aggregation", ["replicated", "sharded"])
 def test_a_block_that_is_begun_anew_has_the_moments_of_its_beginning(aggregation):
     """As by a worker of an elastic run that missed a sync: where the last sync left replicas."""
@@ -870,6 +877,7 @@ def test_freezing_keeps_what_rounding_has_left_out():
             np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.nightly
 def test_an_outer_optimizer_starts_again_where_weights_are_set():
     """As in a new run from these weights; with plain SGD the replicas have nothing else."""
     rule, options = ADOPTED["outer"]
@@ -1005,7 +1013,7 @@ WEIGHTED = {
 }
 
 
-@pytest.mark.nightly_cases("padding")
+@pytest.mark.nightly_cases("padding", "real frames", "sum")
 @pytest.mark.parametrize("name", WEIGHTED)
 def test_every_frame_has_the_same_say_whichever_replica_it_came_to(name):
     """Model averaging at every step is plain SGD on all minibatches together."""
@@ -1087,7 +1095,7 @@ class Scaled(keras.layers.Layer):
         return x * self.a * self.b
 
 
-@pytest.mark.nightly_cases("Adam-reset", "Nadam-average")
+@pytest.mark.nightly
 @pytest.mark.parametrize("local_state", ["average", "reset"])
 @pytest.mark.parametrize("kind", [keras.optimizers.Adam, keras.optimizers.Nadam])
 def test_slots_of_a_weight_without_a_shape_are_those_of_any_weight(kind, local_state):

@@ -83,6 +83,7 @@ def trained(manner):
     return weights_of(strategy, model)
 
 
+@pytest.mark.nightly
 def test_steps_count_in_a_function_outside_of_one_and_around_one(monkeypatch):
     # What AutoGraph cannot convert is an error here, and a printed warning else.
     monkeypatch.setenv("AUTOGRAPH_STRICT_CONVERSION", "1")
@@ -250,6 +251,7 @@ def test_models_that_are_tracked_together_have_one_global_model(tmp_path):
         assert_same(second, chosen, rtol=0, atol=0)
 
 
+@pytest.mark.nightly
 def test_slots_of_a_later_function_leave_the_syncs_of_an_earlier_one_as_they_are():
     strategy = make(sync_period=4)
     with strategy.scope():
@@ -459,6 +461,7 @@ class WithOptimizersInLists(keras.Model):
         return {"raw": loss}
 
 
+@pytest.mark.nightly
 def test_optimizers_in_lists_and_dicts_are_resumed(tmp_path):
     def trained(epochs, directory):
         strategy = make()
@@ -487,6 +490,7 @@ class WithCompiledPart(WithOptimizersInLists):
         return {"raw": loss}
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("is_attribute", [False, True])
 def test_an_optimizer_that_a_checkpoint_lacks_is_named(tmp_path, capfd, is_attribute):
     strategy = make()
@@ -503,6 +507,7 @@ def test_an_optimizer_that_a_checkpoint_lacks_is_named(tmp_path, capfd, is_attri
     assert capfd.readouterr().err.count(told) == (0 if is_attribute else 1)
 
 
+@pytest.mark.nightly
 def test_an_optimizer_without_slots_is_refused_where_they_would_be_kept(tmp_path):
     strategy = make()
     with strategy.scope():

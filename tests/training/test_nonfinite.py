@@ -75,13 +75,14 @@ CASES = {
 
 
 @pytest.mark.nightly_cases(
-    "several steps",
-    "fragments",
+    "accumulation",
     "devices",
     "eager",
-    "accumulation",
+    "fragments",
     "overlap",
     "several compiled steps",
+    "several steps",
+    "sgd, BSP",
     "two optimizers",
     "xla",
 )
@@ -145,6 +146,7 @@ def stop_at(number):
     return keras.callbacks.LambdaCallback(on_train_batch_end=stop)
 
 
+@pytest.mark.nightly
 @pytest.mark.one_version
 def test_a_resumed_epoch_goes_on_counting(tmp_path, capfd):
     def fit(*callbacks):
@@ -168,6 +170,7 @@ def test_a_resumed_epoch_goes_on_counting(tmp_path, capfd):
     )
 
 
+@pytest.mark.nightly
 @pytest.mark.one_version
 def test_rows_are_named_where_other_replicas_go_on(tmp_path, capfd):
     x, y = np.random.default_rng(0).normal(size=(48, 6)).astype("float32"), np.zeros(48)

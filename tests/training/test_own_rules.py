@@ -81,7 +81,9 @@ CASES = [
 ]
 
 
-@pytest.mark.nightly_cases("elastic-{'aggregation': 'repli*", "overwrites-{'aggregation': 'shar*")
+@pytest.mark.nightly_cases(
+    "elastic-{'aggregation': 'repli*", "overwrites-*", "overwrites-{'aggregation': 'shar*"
+)
 @pytest.mark.parametrize(("kind", "options"), CASES, ids=str)
 def test_it_trains_as_the_rule_that_is_the_same(kind, options):
     own, ours = PAIRS[kind]

@@ -126,6 +126,7 @@ def test_newbob_halves_and_stops(strategy, capsys):
     assert lines[3].endswith("less than 0.1%: stops.")
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("strategy", ["two replicas"], indirect=True)
 def test_newbob_by_accuracy_with_one_fit_per_epoch(strategy):
     model = make_model(strategy)
@@ -183,7 +184,7 @@ def adam():
     return keras.optimizers.Adam(0.5)
 
 
-@pytest.mark.nightly_cases("easgd", "bmuf int8 overlapped")
+@pytest.mark.nightly_cases("bmuf int8 overlapped", "easgd", "outer adam")
 @pytest.mark.parametrize(
     ("rule", "optimizer", "options"),
     [

@@ -19,6 +19,7 @@ def test_a_random_run_is_what_the_pages_say(number, tmp_path):
     assert max(found.values()) <= search.tolerance(case), case
 
 
+@pytest.mark.nightly
 def test_a_wrong_rule_is_found(tmp_path):
     case = cases.draw(0, 3, workers=1, devices=4)
     assert case.rule == "bmuf"

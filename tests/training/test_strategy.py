@@ -142,7 +142,7 @@ def components(strategy, model):
 
 
 # Frozen weights, and AdamW: test_compiling_anew_and_freezing_start_a_new_block.
-@pytest.mark.nightly_cases("clipped-3")
+@pytest.mark.nightly_cases("clipped-3", "global-clipped-1", "muon-1")
 @pytest.mark.all_cases
 @pytest.mark.parametrize(
     ("name", "steps_per_execution"),
@@ -242,6 +242,7 @@ def test_averages_do_not_touch_training():
             np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.nightly
 @pytest.mark.one_version
 def test_sharded_state_gives_the_same_numbers_in_less_memory():
     """Three replicas and 104 weights: the parts are padded."""
@@ -473,6 +474,7 @@ def test_weights_are_shown_within_others():
         model.set_weights([0 * w for w in model.get_weights()])
 
 
+@pytest.mark.nightly
 @pytest.mark.one_version
 def test_training_weights_of_another_model_than_the_tracked_one_is_refused():
     strategy = make_strategy()
@@ -496,6 +498,7 @@ def test_training_weights_of_another_model_than_the_tracked_one_is_refused():
         train(iter(distributed(strategy)))
 
 
+@pytest.mark.nightly
 @pytest.mark.one_version
 def test_outer_optimizers_count_syncs_alike_in_every_part():
     """Also after some weights were set: sharded state stays what replicated is."""
@@ -646,6 +649,7 @@ def test_a_first_batch_that_replicas_share_unevenly():
     np.testing.assert_allclose(mean, one, rtol=1e-6)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_what_independent_replicas_do_otherwise_than_plain_keras_is_said_once(capsys, replicas):
     layers = keras.layers
@@ -782,6 +786,7 @@ def test_minibatches_of_a_fixed_size_are_not_dropped_at_an_uneven_end():
     assert sizes == [[6, 6, 6], [6, 6, 6], [6, 0, 0]]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("way", ["shared", "own", "whole"])
 def test_a_pass_owns_the_dataset_that_it_reads(monkeypatch, way):
     """Its thread that reads ahead asks that dataset for types; freed, it ended the process."""
@@ -989,6 +994,7 @@ def test_freezing_without_compiling_anew_starts_a_new_block():
     assert moved == [False, False, True, True]
 
 
+@pytest.mark.nightly
 @pytest.mark.one_version
 def test_compiling_anew_keeps_the_global_model_and_the_counts():
     strategy = make_strategy(tfpara.EASGD(0.2), averages={"ma": tfpara.MA()})
@@ -1113,7 +1119,7 @@ class Masked(keras.layers.Layer):
         return keras.ops.softmax(masked)[:, :, 0]
 
 
-@pytest.mark.nightly_cases("None-inf", "1-huge")
+@pytest.mark.nightly
 @pytest.mark.parametrize("value", [float(np.finfo("float32").min), -math.inf], ids=["huge", "inf"])
 @pytest.mark.parametrize("device_sync_period", [None, 1])
 def test_state_of_huge_numbers_that_does_not_move_is_no_error(value, device_sync_period):
@@ -1201,6 +1207,7 @@ def _expect_averages_equal_to_the_model(strategy, model):
                 np.testing.assert_allclose(got, want, atol=1e-6)
 
 
+@pytest.mark.nightly
 @pytest.mark.one_version
 def test_the_average_of_a_layer_that_is_trained_later_begins_with_its_weights():
     ema = tfpara.EMA(0.9, num_updates=False, zero_debias=True)
@@ -1344,7 +1351,7 @@ def test_models_that_share_weights_are_refused():
         other.fit(distributed(strategy), verbose=0)
 
 
-@pytest.mark.nightly_cases("rule1-deleted")
+@pytest.mark.nightly
 @pytest.mark.parametrize(("rule", "way"), [(None, "forgotten"), (tfpara.EASGD(0.0), "deleted")])
 @pytest.mark.one_version
 def test_a_new_head_is_trained_on_layers_that_were_trained_before(rule, way):
@@ -1422,6 +1429,7 @@ def test_a_loop_whose_models_are_forgotten_tracks_them_anew():
             strategy.run(step, args=batch)
 
 
+@pytest.mark.nightly
 @pytest.mark.one_version
 def test_a_deleted_model_goes_while_the_loop_of_another_is_traced():
     strategy = make_strategy()
@@ -1450,6 +1458,7 @@ def test_a_deleted_model_goes_while_the_loop_of_another_is_traced():
     assert strategy.statistics().syncs == 3 * 3
 
 
+@pytest.mark.nightly
 def test_models_that_are_deleted_do_not_stay():
     strategy = make_strategy()
     models, optimizers = [], []
@@ -1520,6 +1529,7 @@ def test_bad_arguments(rule, options, error, message):
         tfpara.PeriodicSyncStrategy(tfpara.BSP() if rule is None else rule, **options)
 
 
+@pytest.mark.nightly
 @pytest.mark.one_version
 def test_unknown_weights_are_refused_with_a_list():
     strategy = make_strategy(averages={"ema": tfpara.EMA(0.9)})

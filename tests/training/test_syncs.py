@@ -136,7 +136,9 @@ CONSTRAINED = {
 }
 
 
-@pytest.mark.nightly_cases("Adam", "compressed", "whose replicas stay apart")
+@pytest.mark.nightly_cases(
+    "Adam", "compressed", "of two levels", "sharded, of unequal shares", "whose replicas stay apart"
+)
 @pytest.mark.one_version
 @pytest.mark.parametrize("case", CONSTRAINED)
 def test_constraints_hold_in_what_replicas_go_on_from_and_in_what_is_shown(case):
@@ -151,6 +153,7 @@ def test_constraints_hold_in_what_replicas_go_on_from_and_in_what_is_shown(case)
             np.testing.assert_allclose(found, wanted, atol=1e-6, err_msg=which)
 
 
+@pytest.mark.nightly
 def test_replicas_that_begin_beside_the_broadcast_point_keep_their_lead_where_it_is_compressed():
     """As those of a resumed run do, whose fragments were trained since their last sync."""
     strategy, _ = check("bmuf", EVEN, epochs=1, compression="bf16", atol=1e-2, constrained=True)
@@ -189,6 +192,7 @@ def test_devices_of_a_worker_are_averaged_more_often(name, overlap):
     check(name, UNEVEN, device_sync_period=1, overlap=overlap, delay=TAU if overlap else 0)
 
 
+@pytest.mark.nightly_cases("bmuf-int4-True", "easgd-int8-False")
 @pytest.mark.quick
 @pytest.mark.parametrize(
     ("name", "kind", "adam"),
@@ -531,6 +535,7 @@ def test_a_sync_that_fails_leaves_its_block_open(fragments):
         np.testing.assert_allclose(got, shares @ [first, second], atol=1e-6)
 
 
+@pytest.mark.nightly
 def test_weights_set_while_a_sync_is_in_the_air_stay():
     strategy = make(tfpara.BMUF(0.6), overlap=2, compression="int8")
     model = network(strategy)

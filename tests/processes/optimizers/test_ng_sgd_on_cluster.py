@@ -90,7 +90,7 @@ def simulated(tmp_path_factory):
     return run(tmp_path_factory.mktemp("simulated"), workers=1, devices=2)
 
 
-@pytest.mark.nightly_cases("keep")
+@pytest.mark.nightly
 @pytest.mark.parametrize("local_state", STATES)
 def test_two_processes_equal_numpy(real, local_state):
     workers = real[local_state]

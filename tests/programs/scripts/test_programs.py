@@ -66,6 +66,7 @@ def test_single_training_learns_and_leaves_its_results(single, corpus_directory)
     assert "Epoch 1/2" in ended.out and "Epoch 2/2" in ended.out
 
 
+@pytest.mark.nightly
 def test_two_workers_train_on_from_the_given_weights(single, pair):
     before = history(single[0])["epochs"]
     content = history(pair[0])

@@ -60,6 +60,7 @@ def test_two_workers_train_as_plain_models_averaged_by_hand(tmp_path):
             np.testing.assert_allclose(worker[f"state_{replica}_{i}"], variable.numpy(), atol=2e-6)
 
 
+@pytest.mark.nightly
 def test_state_matters_to_training():
     """Without it the same data give another model: what the tests above compare is real."""
     kept, cleared = compiled(), compiled()

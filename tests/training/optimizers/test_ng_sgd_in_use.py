@@ -119,6 +119,7 @@ def test_two_replicas_equal_two_models_averaged_by_hand():
         np.testing.assert_allclose(got, want, atol=1e-5)
 
 
+@pytest.mark.nightly
 def test_attached_after_a_fit_that_was_refused_trains_as_if_attached_before():
     x, y = minibatches(8, 32)
     data = tf.data.Dataset.from_tensor_slices((x, y))
@@ -145,6 +146,7 @@ def test_attached_after_a_fit_that_was_refused_trains_as_if_attached_before():
     assert [v.shape for v in late_scatters] == [v.shape for v in scatters] != []
 
 
+@pytest.mark.nightly
 def test_the_remedy_after_loading_a_model_of_mixed_float16(tmp_path):
     x, y = (a[0] for a in minibatches(1))
     keras.mixed_precision.set_global_policy("mixed_float16")
@@ -180,7 +182,7 @@ def test_mixed_precision_with_loss_scaling():
     assert all(np.isfinite(v.numpy()).all() for v in model.optimizer.variables)
 
 
-@pytest.mark.nightly_cases("{'gradient_accumulation_steps'*")
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "options",
     [{"clipnorm": 1.0}, {"gradient_accumulation_steps": 2, "weight_decay": 1e-4, "nesterov": True}],

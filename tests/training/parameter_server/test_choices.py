@@ -208,6 +208,7 @@ def test_the_mean_starts_again_where_the_average_does():
         assert means() == (0.0, pytest.approx(0.2))
 
 
+@pytest.mark.nightly
 def test_the_mean_starts_at_the_same_push_however_long_the_pushes_take(monkeypatch):
     """The chief looks after every push, and after chunks only."""
     noisy = X @ TRUE + np.random.default_rng(3).normal(size=(128, 1)).astype("float32")

@@ -266,6 +266,7 @@ def test_training_that_is_stopped_in_an_epoch_ends_with_whole_pushes(every_push)
     assert strategy.statistics(model).pushes == counted.pushes + MINIBATCHES
 
 
+@pytest.mark.nightly
 def test_a_pause_stands_still_and_loses_nothing(every_push):
     seen = []
 

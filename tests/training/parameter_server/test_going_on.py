@@ -121,6 +121,7 @@ def test_within_an_epoch_every_minibatch_is_trained_once(tmp_path):
     assert again.statistics(resumed).samples == 2 * 96
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("hook", ["on_train_batch_end", "on_epoch_end"])
 def test_a_stop_in_the_epoch_in_which_the_process_is_asked_to_end_is_kept(tmp_path, hook):
     """And so are the weights that a callback sets at the end, as EarlyStopping does."""
@@ -191,6 +192,7 @@ class Seen(keras.layers.Layer):
         return x * self.sums
 
 
+@pytest.mark.nightly
 def test_random_layers_have_other_numbers_in_each_fit_and_the_same_after_a_resumption(tmp_path):
     """One minibatch is an epoch, and the layer's mask what it adds to the weights."""
 
@@ -220,7 +222,7 @@ def test_random_layers_have_other_numbers_in_each_fit_and_the_same_after_a_resum
     np.testing.assert_array_equal(resumed, three[2:])
 
 
-@pytest.mark.nightly_cases("x-y-", "shuffle-")
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("other", "told"),
     [
@@ -280,6 +282,7 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path):
         train(same, model, 2, [tfpara.AsyncCheckpoint(tmp_path, data_plan={"corpus": "b"})])
 
 
+@pytest.mark.nightly
 def test_a_damaged_checkpoint_is_passed_over_and_refused_if_it_is_the_last(tmp_path):
     strategy, model = made()
     train(strategy, model, 3, [tfpara.AsyncCheckpoint(tmp_path)])
@@ -397,6 +400,7 @@ def test_weights_that_a_callback_sets_are_trained_on(rule, hooks):
             are_all(model.get_weights(), value)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("hook", ["on_epoch_end", "on_train_end"])
 def test_weights_that_are_set_are_in_the_checkpoint_of_the_same_hook(tmp_path, hook):
     def callbacks(*first):
@@ -474,7 +478,7 @@ KINDS = {
 }
 
 
-@pytest.mark.nightly_cases("AsyncEASGD(elasticity=0.3)-adam", "ASGD(*-schedule")
+@pytest.mark.nightly_cases("ASGD(*", "AsyncEASGD(elasticity=0.3)-adam")
 @pytest.mark.parametrize(
     ("rule", "optimizer"),
     [*zip(RULES, ["momentum", "schedule", "adam"], strict=True), (tfpara.ASGD(), "schedule")],
@@ -506,6 +510,7 @@ def test_a_snapshot_goes_back_to_all_that_training_changes(rule, optimizer):
     assert strategy._models.of(model).server.learning_rate == 0.0
 
 
+@pytest.mark.nightly_cases("ASGD(*")
 @pytest.mark.parametrize(
     ("rule", "optimizer"),
     [(tfpara.ASGD(), "adam"), (tfpara.AveragedASGD(running_rate=0.2), "momentum")],
@@ -547,6 +552,7 @@ def test_an_epoch_that_newbob_rejects_leaves_no_trace_but_in_the_rate(rule, opti
         np.testing.assert_array_equal(got, expected)
 
 
+@pytest.mark.nightly
 def test_newbob_goes_back_to_the_model_that_workers_with_their_own_began_with():
     for rule in (tfpara.AsyncEASGD(), tfpara.Downpour()):
         strategy, model = made(rule, workers=2)
@@ -614,6 +620,7 @@ def in_order(model):
     return model.fit(X, Y, **options).history
 
 
+@pytest.mark.nightly
 def test_a_model_that_is_compiled_again_with_the_same_optimizer_has_the_new_loss_and_metrics():
     """The optimizer's slots stay, as Keras' do."""
     _, own = made(workers=1)
@@ -702,6 +709,7 @@ def test_a_searched_rate_outlasts_a_resumption_and_a_second_fit(tmp_path):
     assert again._models.of(resumed).server.learning_rate == pytest.approx(0.125)
 
 
+@pytest.mark.nightly_cases("on_train_batch_end")
 @pytest.mark.parametrize("hook", ["on_epoch_end", "on_train_batch_end"])
 def test_a_rate_that_a_callback_has_set_last_is_the_servers_after_a_resumption(tmp_path, hook):
     """A checkpoint has it, though the servers are told of it after the hook."""
@@ -749,6 +757,7 @@ def test_a_rate_by_position_goes_on_within_an_epoch(tmp_path, monkeypatch):
         assert rate == pytest.approx(0.1 * (1 - batch / 24))
 
 
+@pytest.mark.nightly
 def test_scores_within_an_epoch_go_on_where_they_were(tmp_path, monkeypatch):
     monkeypatch.setattr("tfpara.parameter_server.fit._POLL_SECONDS", 0.0)
     table = tmp_path / "scores.csv"
@@ -841,6 +850,7 @@ def test_tensorboard_shows_pushes_and_their_staleness(tmp_path):
     assert {"epoch_staleness_max", "epoch_samples_per_second"} <= {tag for tag, _ in written}
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", ["start_mean", "held_out"])
 def test_models_that_are_scored_together_are_of_one_moment(kind, monkeypatch):
     """Though workers push between two scores: here the server's model and its mean move."""
@@ -864,6 +874,7 @@ def test_models_that_are_scored_together_are_of_one_moment(kind, monkeypatch):
         np.testing.assert_allclose(one, other, atol=1e-4)
 
 
+@pytest.mark.nightly
 def test_model_checkpoint_within_an_epoch_has_the_weights_of_the_servers(tmp_path, monkeypatch):
     """And not those of the epoch's begin, which the chief's model has."""
     monkeypatch.setattr("tfpara.parameter_server.fit._POLL_SECONDS", 0.0)
@@ -969,7 +980,7 @@ def test_a_checkpoint_of_other_variables_is_refused_before_any_is_set(tmp_path):
         np.testing.assert_array_equal(got, expected)
 
 
-@pytest.mark.nightly_cases("AsyncEASGD(elasticity=0.3)-adam")
+@pytest.mark.nightly_cases("AsyncEASGD(elasticity=0.3)-adam", "Downpour(*")
 @pytest.mark.parametrize(
     ("rule", "optimizer"), zip(RULES, ["adam", "momentum", "adam"], strict=True), ids=str
 )

@@ -46,7 +46,7 @@ def trained(rule, optimizer, numbers, period=1, epochs=2, jit_compile=False, sha
 GOOD = [number for number in range(COUNT) if number not in BAD]
 
 
-@pytest.mark.nightly_cases("rule1-sgd-False")
+@pytest.mark.nightly_cases("rule0-adam-False", "rule1-sgd-False")
 @pytest.mark.parametrize(
     ("rule", "optimizer", "jit_compile"),
     [(tfpara.ASGD(), adam, False), (tfpara.Downpour(), sgd, False), (tfpara.ASGD(), sgd, True)],

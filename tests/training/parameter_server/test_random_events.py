@@ -98,6 +98,7 @@ class Worker:
         self.chunk, self.start, self.pulled = chunk, start, None
 
 
+@pytest.mark.nightly_cases("easgd-3", "sgd-2", "slower-3")
 @pytest.mark.parametrize(("kind", "servers"), [(k, 2 + n % 2) for n, k in enumerate(RULES)])
 def test_any_order_of_events_is_as_by_hand(kind, servers):
     """A worker may die before its push, or when only some servers have it; a chunk may have two."""

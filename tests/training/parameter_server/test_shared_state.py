@@ -43,6 +43,7 @@ class Scale(keras.layers.Layer):
         return x * keras.ops.cast(self.scale[0], x.dtype)
 
 
+@pytest.mark.nightly_cases("?2, 3?", "?True, False?")
 @pytest.mark.parametrize("numbers", [[2, 3], [2, 3, 4], [True, False]], ids=str)
 def test_workers_have_the_integers_of_the_chief(numbers):
     strategy = tfpara.simulate_async(2, tfpara.ASGD())
@@ -76,7 +77,7 @@ def pushed_minibatches(strategy, model, period, epochs):
     assert done == [epochs * each] * CHUNKS
 
 
-@pytest.mark.nightly_cases("ASGD(max_staleness=None, delay*", "Downpour(*-8-1")
+@pytest.mark.nightly_cases("ASGD(max_staleness=None, delay*", "Downpour(*)-24-4", "Downpour(*-8-1")
 @pytest.mark.parametrize(
     ("rule", "period", "workers"),
     [

@@ -376,6 +376,7 @@ def test_no_push_is_staler_than_the_bound(kind, bound):
     assert bound == 0 or statistics.staleness[bound] > 0  # the bound is made use of
 
 
+@pytest.mark.nightly
 def test_a_bound_that_is_never_reached_changes_nothing():
     speeds = [Speed(1.0), Speed(1.3), Speed(2.9)]
     free, _ = train(simulate_async(3, ASGD(), speeds=speeds))
@@ -427,6 +428,7 @@ def test_speeds_have_their_mean():
     assert Speed(3.0).draw(generator) == 3.0
 
 
+@pytest.mark.nightly
 def test_a_model_that_is_forgotten_goes_and_may_be_trained_anew():
     strategy = simulate_async(2, ASGD(), averages={"ema": EMA(0.5)})
     model, _ = train(strategy)
@@ -451,6 +453,7 @@ def test_a_model_that_is_forgotten_goes_and_may_be_trained_anew():
     assert server() is None and gone() is None
 
 
+@pytest.mark.nightly_cases("rule0")
 @pytest.mark.parametrize("rule", [ASGD(), Downpour()])
 def test_a_compiled_minibatch_is_the_minibatch_but_for_rounding(rule, monkeypatch):
     compiled = []

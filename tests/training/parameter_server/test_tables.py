@@ -99,6 +99,7 @@ def test_rows_train_as_whole_tables_do(rule, period, options, capfd):
     assert (found["weight/0"][:30] != start[:30]).any(-1).sum() > 20
 
 
+@pytest.mark.nightly_cases("Downpour(*")
 @pytest.mark.parametrize("rule", [tfpara.ASGD(), tfpara.Downpour()], ids=str)
 @pytest.mark.one_version
 def test_adagrad_of_rows_is_that_of_whole_tables(rule):
@@ -271,7 +272,7 @@ def test_a_function_that_gives_a_rate_of_0_hides_nothing():
     assert step_of_rows(optimizers.Lamb(lambda: 0.0), "embedding/embeddings") == (False, False)
 
 
-@pytest.mark.nightly_cases("1")
+@pytest.mark.nightly
 @pytest.mark.parametrize("period", [3, 1])
 def test_elements_may_have_none_in_place_of_sample_weights(period):
     """A period of 3 leaves a shorter block at the end of each chunk."""
@@ -372,6 +373,7 @@ def test_a_table_that_is_needed_whole_travels_whole_and_the_user_is_told(
     assert why in note
 
 
+@pytest.mark.nightly
 @pytest.mark.one_version
 def test_an_optimizer_that_needs_all_rows_steps_the_whole_table_on_the_server():
     """Adafactor's step depends on all rows; the rest of a gradient is zero."""
@@ -382,7 +384,7 @@ def test_an_optimizer_that_needs_all_rows_steps_the_whole_table_on_the_server():
     is_equal(found, trained(rule, adafactor, False, 2)[-1], rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.nightly_cases("ASGD(*")
+@pytest.mark.nightly
 @pytest.mark.parametrize("rule", [tfpara.AveragedASGD(), tfpara.ASGD()], ids=str)
 def test_a_run_goes_on_from_a_checkpoint_bit_for_bit(rule, tmp_path):
     def adam():
@@ -396,6 +398,7 @@ def test_a_run_goes_on_from_a_checkpoint_bit_for_bit(rule, tmp_path):
     is_equal(found, wanted, rtol=0)
 
 
+@pytest.mark.nightly
 @pytest.mark.one_version
 def test_a_minibatch_that_is_left_out_leaves_its_rows_alone():
     y = Y.copy()
@@ -413,6 +416,7 @@ def test_a_minibatch_that_is_left_out_leaves_its_rows_alone():
     assert all(np.isfinite(value).all() for value in found.values())
 
 
+@pytest.mark.nightly
 @pytest.mark.one_version
 def test_other_data_and_a_search_of_the_rate():
     """The search pulls whole tables; a second fit has longer inputs."""
@@ -442,6 +446,7 @@ def test_ids_may_be_selected_among_other_numbers(kind):
     assert WorkerStep(model, tfpara.ASGD(), spec, 1).tables.indices == [0]
 
 
+@pytest.mark.nightly
 @pytest.mark.one_version
 def test_the_simulation_traces_the_ids_once(monkeypatch):
     traced = []
