@@ -182,7 +182,8 @@ class Meeting:
             case {"begins": int() as fit, "histories": list() as histories}:
                 self._tell(state.begins(task, fit, histories))
             case {"register": _, "terms": dict() as terms, "fit": int() as fit}:
-                self._register(channel, task, terms, fit, now)
+                address, name = self._addresses[task], self._names[task]
+                self._tell(state.register(task, address, terms, now, name, fit))
             case {"met": int() as generation, "report": report, "failed": bool() as failed}:
                 admits = message.get("admits") is not False
                 self._tell(state.met(task, generation, report, failed, now, admits))
@@ -196,17 +197,6 @@ class Meeting:
                 self._tell(state.wants_out(task, now))
             case {"waits": int() | float() as seconds, "place": str() as place}:
                 self._waits.hear(task, seconds, _printable(place, _LONGEST_PLACE), now)
-
-    def _register(
-        self, channel: Channel, task: int, terms: Mapping[str, Json], fit: int, now: float
-    ) -> None:
-        registered, said = self.state.register(
-            self._addresses[task], terms, now, task, self._names[task], fit
-        )
-        if registered is None:
-            channel.send(**said[0][1])
-        else:
-            self._tell(said)
 
     def _enrol(
         self,
@@ -257,8 +247,7 @@ class Meeting:
         if founding:
             # A founder is registered at once. So when the last founder is here, the run begins, and
             # a later worker learns that it is to join.
-            _, said = self.state.register(address, {}, now, task, name)
-            self._tell(said)
+            self._tell(self.state.register(task, address, {}, now, name))
 
     def _tell(self, said: list[Say]) -> None:
         members: list[list[Any]] = []  # the same in all messages "form"

@@ -223,37 +223,30 @@ class Membership:
 
     def register(
         self,
+        task: int,
         address: str,
         terms: Mapping[str, Any],
         now: float,
-        task: int | None = None,
         name: str = "",
         fit: int = 0,
-    ) -> tuple[int | None, list[Say]]:
+    ) -> list[Say]:
         """Event: a worker has come, and takes part if it has the `terms` that were `agreed`.
 
         Args:
+            task: its number, from `number`, under which it may have been a member before.
             address: "host:port" at which the others reach it.
             terms: values that must be the same on all workers; empty while the run begins.
             now: the time.
-            task: its number, from `number`, under which it may have been a member before. None
-                gives it a new number.
             name: its name in messages; "worker" and its number if empty.
             fit: the call of `fit` in which it wants to take part.
-
-        Returns:
-            Its task number, and the messages; for a refused worker None, and one message.
         """
         if self.is_over or fit < self.fit:
-            return None, [(-1, self.where())]
+            return [(task, self.where())]
         differing = _differences(self.terms, terms) if self.terms and terms else ""
         if differing:
-            return None, [(-1, {"refused": differing})]
-        task = self.number() if task is None else task
-        if not 0 <= task < self._next_task or task in self._workers:
-            return None, [(-1, {"refused": f"the run has given the number {task} to another"})]
+            return [(task, {"refused": differing})]
         self._workers[task] = _Worker(address, dict(terms), name or f"worker {task}", fit)
-        return task, self._go_on(now)
+        return self._go_on(now)
 
     def agreed(self, task: int, terms: Mapping[str, Any], fit: int = 0) -> list[Say]:
         """Event: the members of a call of `fit` agree on `terms`, which joiners must have."""

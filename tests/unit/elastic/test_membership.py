@@ -15,11 +15,17 @@ def limits(founders=3, min_workers=1, max_workers=None):
     return Limits(founders, min_workers, max_workers, 60.0, 30.0, 300.0)
 
 
+def came(membership, address, terms, now, **more):
+    """A worker comes: its number, and what is said."""
+    task = membership.number()
+    return task, membership.register(task, address, terms, now, **more)
+
+
 def begun(founders=3, **options):
     """A run whose founders train, in generation 1."""
     membership = Membership(limits(founders, **options), 0.0)
     for number in range(founders):
-        task, said = membership.register(f"host{number}:1", TERMS, 0.0)
+        task, said = came(membership, f"host{number}:1", TERMS, 0.0)
         assert task == number
     assert [to for to, _ in said if "form" in _] == list(range(founders))
     for task in range(founders):
@@ -54,7 +60,7 @@ def test_a_member_is_lost():
 
 def test_somebody_comes_and_somebody_leaves():
     membership = begun(max_workers=3)
-    task, said = membership.register("host3:1", TERMS, 1.0)
+    task, said = came(membership, "host3:1", TERMS, 1.0)
     assert (task, said) == (3, [])  # it waits, since there are enough
     assert membership.wants_out(1, 2.0) == [(task, {"wanted": True}) for task in range(3)]
     assert membership.wants_out(1, 2.0) == []
@@ -70,7 +76,7 @@ def test_somebody_comes_and_somebody_leaves():
 def test_only_those_are_said_to_have_come_that_are_let_in():
     membership = begun(max_workers=3)
     for name in ("one", "two", "three"):
-        membership.register(f"{name}:1", TERMS, 1.0, name=name)
+        came(membership, f"{name}:1", TERMS, 1.0, name=name)
     membership.gone(3, "is lost", 2.0)
     membership.gone(0, "is lost", 2.0)
     membership.met(1, 1, {}, True, 3.0)
@@ -83,7 +89,7 @@ def test_only_those_are_said_to_have_come_that_are_let_in():
 @pytest.mark.parametrize("stays", [True, False])
 def test_members_that_meet_for_a_worker_that_cannot_join_do_not_say_that_it_has_come(stays):
     membership = begun(founders=2)
-    task, said = membership.register("host2:1", TERMS, 1.0)
+    task, said = came(membership, "host2:1", TERMS, 1.0)
     assert said == [(0, {"wanted": True}), (1, {"wanted": True})]
     if not stays:
         membership.gone(task, "is lost", 2.0)
@@ -125,7 +131,7 @@ def test_somebody_who_wanted_out_is_gone_before_the_meeting():
 
 def test_a_member_is_lost_on_the_way_to_an_agreed_meeting():
     membership = begun()
-    membership.register("host3:1", TERMS, 1.0)
+    came(membership, "host3:1", TERMS, 1.0)
     assert membership.met(0, 1, {}, False, 2.0) == []
     # Worker 1 waits in the sync before the meeting, for one that does not come.
     told = [(0, {"lost": 2}), (1, {"lost": 2}), (1, {"abort": 1})]
@@ -193,7 +199,7 @@ def test_too_few_are_left():
     assert said["last"] == "1 of at least 2 workers are left"
     # It has only to write a checkpoint and to end: who comes now is told to start anew later.
     ended = {"ended": "the run has come to its end", "complete": False}
-    assert membership.register("host3:1", TERMS, 32.5) == (None, [(-1, ended)])
+    assert came(membership, "host3:1", TERMS, 32.5) == (3, [(3, ended)])
     membership.ready(2, 2, 33.0)
     assert membership.done(2, 34.0) == [] and membership.phase == "ended"
 
@@ -213,11 +219,11 @@ def test_all_are_asked_to_end():
 
 def test_the_run_ends_and_who_waits_or_comes_has_nothing_to_do():
     membership = begun(2, max_workers=2)
-    task, _ = membership.register("host2:1", TERMS, 1.0)
+    task, _ = came(membership, "host2:1", TERMS, 1.0)
     assert membership.done(0, 2.0) == []
     ended = {"ended": "the run has come to its end", "complete": True}
     assert membership.done(1, 2.0) == [(task, ended)]
-    assert membership.register("host3:1", TERMS, 3.0) == (None, [(-1, ended)])
+    assert came(membership, "host3:1", TERMS, 3.0) == (3, [(3, ended)])
 
 
 def test_others_come_within_the_grace():
@@ -225,7 +231,7 @@ def test_others_come_within_the_grace():
     membership.gone(0, "is lost", 1.0)
     membership.gone(1, "is lost", 1.0)
     membership.met(2, 1, {"syncs": 4}, True, 2.0)
-    task, said = membership.register("host3:1", TERMS, 20.0)
+    task, said = came(membership, "host3:1", TERMS, 20.0)
     assert said[1][1]["members"] == [[2, "host2:1"], [3, "host3:1"]]
     assert said[1][1]["reports"] == [{"syncs": 4}, None]
 
@@ -235,14 +241,14 @@ NOBODY = "the run has ended, since no member of it is left"
 
 def test_nobody_with_the_state_is_left():
     membership = begun()
-    membership.register("host3:1", TERMS, 1.0)
+    came(membership, "host3:1", TERMS, 1.0)
     for task in range(3):
         assert not any("ended" in message for _, message in membership.gone(task, "is lost", 1.0))
     assert membership.tick(30.9) == [] and not membership.is_over
     task, said = membership.tick(31.0)[-1]
     assert task == 3 and said["ended"].startswith(NOBODY) and not said["complete"]
     # Who is started again is told the same, and does not take the run for done.
-    assert membership.register("host4:1", TERMS, 40.0) == (None, [(-1, said)])
+    assert came(membership, "host4:1", TERMS, 40.0) == (4, [(4, said)])
     assert membership.where() == said and not membership.is_complete
 
 
@@ -290,7 +296,7 @@ def test_the_meeting_point_stood_still_and_nobody_meets_for_it():
     for task in range(3):
         assert membership.gone(task, "is lost", 100.1) == []  # nobody is told to be lost
     assert membership.phase == "training"
-    _, said = membership.register("host3:1", TERMS, 100.2)
+    _, said = came(membership, "host3:1", TERMS, 100.2)
     assert (0, {"wanted": True}) in said  # which is not heard there
     for task in range(2):
         assert membership.returned(task, 1, "") == [(task, {"wanted": True})]
@@ -337,12 +343,12 @@ def test_a_member_is_lost_where_another_has_done_its_work():
 
 def test_founders_that_do_not_come():
     membership = Membership(limits(3, min_workers=2), 0.0)
-    membership.register("host0:1", TERMS, 0.0)
-    membership.register("host1:1", TERMS, 1.0)
+    came(membership, "host0:1", TERMS, 0.0)
+    came(membership, "host1:1", TERMS, 1.0)
     assert membership.tick(59.0) == []
     assert [message["form"] for _, message in membership.tick(60.0)] == [1, 1]
     membership = Membership(limits(3, min_workers=2), 0.0)
-    membership.register("host0:1", TERMS, 0.0)
+    came(membership, "host0:1", TERMS, 0.0)
     said = membership.tick(60.0)
     assert said == [
         (0, {"ended": "3 workers were to begin, and 1 have come within 60 s", "complete": False})
@@ -351,18 +357,19 @@ def test_founders_that_do_not_come():
 
 def test_who_differs_is_refused_and_the_run_goes_on():
     membership = begun()
-    task, said = membership.register("host9:1", {**TERMS, "rule": "EASGD()"}, 1.0)
-    assert task is None
-    assert said == [(-1, {"refused": "rule: the run has 'BSP()', this worker has 'EASGD()'"})]
+    task, said = came(membership, "host9:1", {**TERMS, "rule": "EASGD()"}, 1.0)
+    assert said == [(task, {"refused": "rule: the run has 'BSP()', this worker has 'EASGD()'"})]
     assert membership.phase == "training"
     assert membership.waiting == ()
     membership.agreed(7, {})  # no member
-    assert membership.register("host9:1", {**TERMS, "rule": "EASGD()"}, 1.0)[0] is None
+    assert came(membership, "host9:1", {**TERMS, "rule": "EASGD()"}, 1.0)[1][0][1].keys() == {
+        "refused"
+    }
 
 
 def test_who_waits_for_a_call_of_fit_that_is_over_is_told():
     membership = begun(2, max_workers=2)
-    task, _ = membership.register("host2:1", TERMS, 1.0)
+    task, _ = came(membership, "host2:1", TERMS, 1.0)
     assert membership.gone(1, "is lost", 1.0)
     membership.met(0, 1, {}, True, 1.0, admits=False)  # it is at the end of the call
     assert (0, {"wanted": True}) in membership.ready(0, 2, 1.0)
@@ -372,8 +379,8 @@ def test_who_waits_for_a_call_of_fit_that_is_over_is_told():
     assert membership.where() == where
     # What all have alike in this call has to be told anew, and nobody is let in before.
     assert membership.agreed(0, TERMS, 0) == []
-    assert membership.register("host2:1", TERMS, 2.0, task, fit=0) == (None, [(-1, where)])
-    assert membership.register("host2:1", TERMS, 2.0, task, fit=1)[0] == task
+    assert membership.register(task, "host2:1", TERMS, 2.0, fit=0) == [(task, where)]
+    assert membership.register(task, "host2:1", TERMS, 2.0, fit=1) == []
     assert membership.tick(2.1) == []
     membership.agreed(0, TERMS, 1)
     assert membership.tick(2.2) == [(0, {"wanted": True})]
@@ -443,8 +450,8 @@ class Run:
             assert form["reports"][0] is not None  # rank 0 has been there
 
     def register(self):
-        task, said = self.membership.register("host:1", TERMS, self.now)
-        if task is not None:
+        task, said = came(self.membership, "host:1", TERMS, self.now)
+        if task in self.membership.waiting + self.membership.members:
             self.workers[task] = Worker()
         self.deliver(said)
 
