@@ -24,7 +24,8 @@ DEADLINE = 150.0  # seconds; reached only by a hang, or on a machine with far to
 def views(workers: int, ps: int) -> dict[str, AsyncCluster]:
     """Returns each process's view of one cluster, by its name: "chief", "worker 0", "ps 0", ..."""
     chief, *others = (f"127.0.0.1:{port}" for port in free_ports(1 + workers + ps))
-    first = AsyncCluster(chief, tuple(others[:workers]), tuple(others[workers:]), "chief", 0)
+    jobs = {"chief": (chief,), "worker": tuple(others[:workers]), "ps": tuple(others[workers:])}
+    first = AsyncCluster(jobs, "chief", 0)
     return {"chief": first} | {
         f"{job} {index}": first._replace(task_type=job, task_index=index)
         for job, index in first.members

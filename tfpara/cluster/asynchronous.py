@@ -32,27 +32,15 @@ class AsyncCluster(NamedTuple):
     """All processes of an asynchronous run, and which of them this one is.
 
     Attributes:
-        chief_address: "host:port" of the chief, which runs the training program.
-        worker_addresses: "host:port" of each worker, by index.
-        ps_addresses: "host:port" of each parameter server, by index.
+        jobs: "host:port" of each process by job and index; "chief" has one. The chief runs the
+            training program.
         task_type: "chief", "worker" or "ps", as in TF_CONFIG.
         task_index: index within the job `task_type`, as in TF_CONFIG.
     """
 
-    chief_address: str
-    worker_addresses: tuple[str, ...]
-    ps_addresses: tuple[str, ...]
+    jobs: Mapping[str, tuple[str, ...]]
     task_type: str
     task_index: int
-
-    @property
-    def num_workers(self) -> int:
-        """Number of workers, without the chief."""
-        return len(self.worker_addresses)
-
-    @property
-    def num_ps(self) -> int:
-        return len(self.ps_addresses)
 
     @property
     def is_chief(self) -> bool:
@@ -61,7 +49,7 @@ class AsyncCluster(NamedTuple):
 
     @property
     def address(self) -> str:
-        return self.spec()[self.task_type][self.task_index]
+        return self.jobs[self.task_type][self.task_index]
 
     @property
     def name(self) -> str:
@@ -71,12 +59,12 @@ class AsyncCluster(NamedTuple):
     @property
     def members(self) -> tuple[tuple[str, int], ...]:
         """Job and index of every process but the chief, the parameter servers first."""
-        counts = (("ps", self.num_ps), ("worker", self.num_workers))
-        return tuple((job, index) for job, count in counts for index in range(count))
+        others = ("ps", "worker")
+        return tuple((job, index) for job in others for index in range(len(self.jobs[job])))
 
     def describe(self, job: str, index: int) -> str:
         """Names a process in messages: "chief (10.0.0.1:4000)" or "ps 0 (10.0.0.4:4000)"."""
-        return f"{label(job, index)} ({self.spec()[job][index]})"
+        return f"{label(job, index)} ({self.jobs[job][index]})"
 
     def spec(self, chief_address: str | None = None) -> dict[str, list[str]]:
         """Returns the addresses by job, for `tf.train.ClusterSpec`.
@@ -85,16 +73,12 @@ class AsyncCluster(NamedTuple):
             chief_address: the chief's address to return. None: that of TF_CONFIG, which the chief's
                 control channel uses, so TensorFlow's server in the chief has another.
         """
-        return {
-            "chief": [chief_address or self.chief_address],
-            "worker": list(self.worker_addresses),
-            "ps": list(self.ps_addresses),
-        }
+        spec = {job: list(addresses) for job, addresses in self.jobs.items()}
+        return {**spec, "chief": [chief_address]} if chief_address else spec
 
     def tf_config(self) -> str:
         """Returns a TF_CONFIG from which `read` makes this cluster."""
-        jobs = {job: tuple(addresses) for job, addresses in self.spec().items()}
-        return tf_config.dump(jobs, self.task_type, self.task_index)
+        return tf_config.dump(self.jobs, self.task_type, self.task_index)
 
 
 def label(job: str, index: int) -> str:
@@ -140,5 +124,4 @@ def read(environ: Mapping[str, str] = os.environ) -> AsyncCluster:
             "TF_CONFIG has no 'worker' addresses, but the workers compute the gradients. Add "
             '"worker": ["host:port", ...] to the cluster.'
         )
-    (chief,) = jobs["chief"]
-    return AsyncCluster(chief, jobs["worker"], jobs["ps"], found.task_type, found.task_index)
+    return AsyncCluster(jobs, found.task_type, found.task_index)

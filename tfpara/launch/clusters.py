@@ -37,11 +37,13 @@ def local_async_clusters(
     For the other arguments and the errors see `local_clusters`.
     """
     first, *others = local_clusters(1 + workers + ps, host, port)[0].addresses
-    chief = async_cluster.AsyncCluster(
-        first, tuple(others[:workers]), tuple(others[workers:]), "chief", 0
-    )
-    tasks = [("worker", k) for k in range(workers)] + [("ps", k) for k in range(ps)]
-    return [chief, *(chief._replace(task_type=job, task_index=k) for job, k in tasks)]
+    jobs = {"chief": (first,), "worker": tuple(others[:workers]), "ps": tuple(others[workers:])}
+    tasks = [
+        ("chief", 0),
+        *(("worker", k) for k in range(workers)),
+        *(("ps", k) for k in range(ps)),
+    ]
+    return [async_cluster.AsyncCluster(jobs, *task) for task in tasks]
 
 
 def ports(host: str, base: int, count: int) -> list[int]:

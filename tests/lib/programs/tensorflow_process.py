@@ -31,7 +31,7 @@ coordinator = tf.distribute.coordinator.ClusterCoordinator(
     tf.distribute.ParameterServerStrategy(resolver)
 )
 counters = []
-for index in range(found.num_ps):
+for index in range(len(found.jobs["ps"])):
     with tf.device(f"/job:ps/replica:0/task:{index}"):
         counters.append(tf.Variable(0, dtype=tf.int64))
 

@@ -256,7 +256,7 @@ def test_members_name_the_chief_that_never_started():
 def test_all_report_a_tf_config_that_differs():
     with Processes(2, 1) as run:
         other = run.views["worker 1"]
-        other = other._replace(ps_addresses=("127.0.0.1:9",))
+        other = other._replace(jobs={**other.jobs, "ps": ("127.0.0.1:9",)})
         run.start("chief", "ps 0")
         run["ps 0"].wait_for("serving")
         run.start("worker 1", view=other)

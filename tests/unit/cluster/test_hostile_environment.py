@@ -91,8 +91,8 @@ def checked(read, environ):
         assert 0 <= found.rank < found.num_workers <= 10**9
         assert found.size or found.address or found.num_workers == 1
     if isinstance(found, asynchronous.AsyncCluster):
-        jobs = {"chief": (1,), "worker": found.worker_addresses, "ps": found.ps_addresses}
-        assert 0 <= found.task_index < len(jobs[found.task_type])
+        assert len(found.jobs["chief"]) == 1
+        assert 0 <= found.task_index < len(found.jobs[found.task_type])
     return found
 
 

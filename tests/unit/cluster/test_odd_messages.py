@@ -259,7 +259,7 @@ def test_whereabouts_are_told_on():
 def test_a_lobby_listens_on():
     draw = random.Random(5)
     chief, own, server = (f"127.0.0.1:{port}" for port in free_ports(3))
-    view = AsyncCluster(chief, (own,), (server,), "chief", 0)
+    view = AsyncCluster({"chief": (chief,), "worker": (own,), "ps": (server,)}, "chief", 0)
     hello = {"hello": view.spec(), "job": "worker", "index": 0, "version": version.__version__}
     known = [hello, {"serving": True}, {"leaving": "SIGTERM"}, {"problem": "x"}]
     hall = lobby.Lobby(view, LONG, LONG)

@@ -41,7 +41,8 @@ def workers(count):
 def views(workers, ps):
     """The views of an asynchronous cluster, by name."""
     chief, *others = (f"127.0.0.1:{port}" for port in free_ports(1 + workers + ps))
-    first = AsyncCluster(chief, tuple(others[:workers]), tuple(others[workers:]), "chief", 0)
+    jobs = {"chief": (chief,), "worker": tuple(others[:workers]), "ps": tuple(others[workers:])}
+    first = AsyncCluster(jobs, "chief", 0)
     return {"chief": first} | {
         f"{job} {index}": first._replace(task_type=job, task_index=index)
         for job, index in first.members

@@ -25,7 +25,8 @@ class Chief:
         self.worker_address = f"127.0.0.1:{listener.getsockname()[1]}"
         chief, server = (f"127.0.0.1:{port}" for port in free_ports(2))
         self._stack, self._listener = stack, listener
-        self.view = AsyncCluster(chief, (self.worker_address,), (server,), "chief", 0)
+        jobs = {"chief": (chief,), "worker": (self.worker_address,), "ps": (server,)}
+        self.view = AsyncCluster(jobs, "chief", 0)
         self.hall = lobby.Lobby(self.view, LONG, timeout_seconds)
         stack.callback(self.hall.fail, "the test is over")
 
@@ -38,7 +39,7 @@ class Chief:
 
     def guest(self):
         """The connection of a worker that the lobby has let in."""
-        guest = messages.connect(self.view.chief_address, b"", member.PURPOSE, LONG)
+        guest = messages.connect(self.view.address, b"", member.PURPOSE, LONG)
         self._stack.callback(guest.close)
         guest.send(hello=self.view.spec(), job="worker", index=0, version=version.__version__)
         assert "welcome" in guest.wait(time.monotonic() + LONG)

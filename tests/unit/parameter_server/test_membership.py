@@ -16,13 +16,12 @@ from tfpara.parameter_server.control.membership import (
 )
 
 WORKERS, PS = 12, 11  # numbers of two digits: worker 10 comes after worker 9
-CLUSTER = AsyncCluster(
-    "c:1",
-    tuple(f"w{k}:1" for k in range(WORKERS)),
-    tuple(f"p{k}:1" for k in range(PS)),
-    "chief",
-    0,
-)
+JOBS = {
+    "chief": ("c:1",),
+    "worker": tuple(f"w{k}:1" for k in range(WORKERS)),
+    "ps": tuple(f"p{k}:1" for k in range(PS)),
+}
+CLUSTER = AsyncCluster(JOBS, "chief", 0)
 STARTUP, TIMEOUT, BEAT = 100.0, 10.0, 2.0
 GONE = "its connection ended"
 

@@ -72,7 +72,7 @@ class Lobby:
     ) -> None:
         self._cluster = cluster
         shared = secret.read()
-        secret.warn_without(shared, itertools.chain(*cluster.spec().values()))
+        secret.warn_without(shared, itertools.chain(*cluster.jobs.values()))
         listener = startup.listen(cluster.address, cluster.name, len(cluster.members))
         self._door = Door[membership.Task](listener, shared, PURPOSE, len(cluster.members))
         self.tensorflow_address = _free_address(cluster)
@@ -204,7 +204,7 @@ class Lobby:
         """Closes the connection of a task, and keeps TensorFlow from waiting for the task."""
         self._door.drop(self._door.guests[task])
         job, index = task
-        address = self._cluster.spec()[job][index]
+        address = self._cluster.jobs[job][index]
         # Connections are cut by IP address, because the task's host name may lead to another
         # machine by now, or nowhere. They are cut at once, because the task's new process may be
         # let in next.
@@ -245,7 +245,7 @@ def _astray(cluster: AsyncCluster) -> str | None:
     TensorFlow would wait for them forever.
     """
     addresses = {
-        cluster.describe(job, index): cluster.spec()[job][index] for job, index in cluster.members
+        cluster.describe(job, index): cluster.jobs[job][index] for job, index in cluster.members
     }
     found = reach.accepting(tuple(addresses.values()), _ANSWER_SECONDS)
     names = [name for name, address in addresses.items() if address not in found]
@@ -264,7 +264,7 @@ def _free_address(cluster: AsyncCluster) -> str:
     tfpara.StartupError.
     """
     host, _, own = cluster.address.rpartition(":")
-    addresses = itertools.chain.from_iterable(cluster.spec().values())
+    addresses = itertools.chain.from_iterable(cluster.jobs.values())
     taken = {int(address.rpartition(":")[2]) for address in addresses}
     for port in itertools.chain(range(int(own) + 1, 1 << 16), range(_FIRST_FREE_PORT, int(own))):
         if port not in taken:

@@ -123,7 +123,7 @@ def _enter(
         if received:
             raise _Over(128 + received[0], "")
         wait = max(RETRY_SECONDS, min(_ANSWER_SECONDS, deadline - time.monotonic()))
-        channel = messages.connect(cluster.chief_address, shared, PURPOSE, wait)
+        channel = messages.connect(cluster.jobs["chief"][0], shared, PURPOSE, wait)
         welcome = _greet(cluster, channel, deadline)
         if welcome:
             return channel, welcome
