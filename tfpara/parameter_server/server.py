@@ -66,17 +66,17 @@ class Server:
         weights = model.trainable_variables
         self.names = [v.path for v in weights]
         self.state_names = [v.path for v in state]
-        self.shards = [Shard(device, number) for number, device in enumerate(devices)]
-        self.first = self.shards[0]
         sizes = [v.value.shape.num_elements() for v in weights]
-        loads = [0] * len(devices)
+        loads, parts = [0] * len(devices), [list[int]() for _ in devices]
         for index in sorted(range(len(weights)), key=lambda k: -sizes[k]):
             number = loads.index(min(loads))
             loads[number] += sizes[index]
-            self.shards[number].indices.append(index)
-        for shard in self.shards:
-            shard.indices.sort()
-            shard.fill(weights, rule, averages, model.optimizer, lazy)
+            parts[number].append(index)
+        self.shards = [
+            Shard(device, number, sorted(part), weights, rule, averages, model.optimizer, lazy)
+            for number, (device, part) in enumerate(zip(devices, parts, strict=True))
+        ]
+        self.first = self.shards[0]
         bound = getattr(rule, "max_staleness", None)
         self.order = self.shards if bound is None else [*self.shards[1:], self.first]
         self._local_rate: tf.Variable | None = None  # learning rate of the workers' optimizers

@@ -24,8 +24,12 @@ class Shard:
     Methods marked "inside the lock" must be called in `locked`. `device` and `number` (from 0) are
     those of the parameter server.
 
-    Attributes:
+    Args:
         indices: the indices of the shard's weights among the model's trainable weights.
+        weights: the model's trainable weights, whose values are the initial ones.
+        lazy: the indices of the tables of which a push changes only the rows that it contains.
+
+    Attributes:
         weights, optimizer: the variables of the weights, and of the state of `steps`.
         averages: for each average, by name, a list of states, one for each weight; the fields of
             a state are variables.
@@ -33,14 +37,31 @@ class Shard:
         steps: the optimizer's step; None if the workers have the optimizers.
         version: number of pushes applied so far.
         progress: counts the minibatches of each chunk that are in the shard's weights.
+
+    Raises:
+        ValueError: the rule has `rate_by_staleness`, and the optimizer has a schedule.
     """
 
-    def __init__(self, device: str, number: int) -> None:
-        self.device, self.number = device, number
-        self.indices: list[int] = []
-        self.names: list[str] = []
-        self.weights: list[tf.Variable] = []
-        self.averages: dict[str, list[State]] = {}
+    def __init__(
+        self,
+        device: str,
+        number: int,
+        indices: Sequence[int],
+        weights: Sequence[keras.Variable],
+        rule: AsyncRule,
+        averages: Mapping[str, AsyncAverage],
+        optimizer: keras.optimizers.Optimizer,
+        lazy: Collection[int],
+    ) -> None:
+        self.device, self.number, self.indices = device, number, indices
+        # Typed as Any, since rules have different methods. Flags of a rule, such as `local_steps`,
+        # tell which methods it has.
+        self._rule: Any = rule
+        self._averages: Mapping[str, Any] = averages
+        self._lazy = lazy
+        own = [weights[k] for k in indices]
+        self.names = [v.path for v in own]
+        self._constraints = [v.constraint for v in own]
         self.kept: list[State] = []
         self.steps: KerasSteps | None = None
         self.optimizer: list[tf.Variable] = []
@@ -50,34 +71,11 @@ class Shard:
             self.lock = tf.CriticalSection(name=f"shard_{number}")
             self.version = tf.Variable(0, dtype=tf.int64, trainable=False)
             self.progress = Progress(1)
-
-    def fill(
-        self,
-        weights: Sequence[keras.Variable],
-        rule: AsyncRule,
-        averages: Mapping[str, AsyncAverage],
-        optimizer: keras.optimizers.Optimizer,
-        lazy: Collection[int] = (),
-    ) -> None:
-        """Creates the shard's variables, with values from the model's `weights`.
-
-        `lazy` has the indices of the tables of which a push changes only the rows that it contains.
-
-        Raises:
-            ValueError: the rule has `rate_by_staleness`, and the optimizer has a schedule.
-        """
-        # Typed as Any, since rules have different methods. Flags of a rule, such as `local_steps`,
-        # tell which methods it has.
-        self._rule: Any = rule
-        self._averages: Mapping[str, Any] = averages
-        self.names = [weights[k].path for k in self.indices]
-        self._constraints = [weights[k].constraint for k in self.indices]
-        self._lazy = lazy
-        own = [weights[k] for k in self.indices]
-        with tf.device(self.device):
             self.weights = [variable(v.value) for v in own]
-            for name, average in averages.items():
-                self.averages[name] = [_states(_start(average, precise(v.value))) for v in own]
+            self.averages = {
+                name: [_states(_start(average, precise(v.value))) for v in own]
+                for name, average in averages.items()
+            }
             if isinstance(rule, AsyncBMUF):
                 self.kept = [_states(rule.init(v.value)) for v in own]
             if isinstance(rule, ASGD):
