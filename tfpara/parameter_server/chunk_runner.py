@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -135,15 +134,14 @@ def chunk_function(training: Training) -> Callable[..., tf.Tensor]:
             with tf.control_dependencies([at.go]):
                 _, rows = work.tables.split(at.element.get_value())
                 pulled = exchange.pull(worker, rows).with_rate(rate)
-                kept = local.read(pulled.weights, generation, rows) if local else _Kept([], [])
-            begun = work.begin(pulled, at.own, kept.weights, kept.optimizer, rows)
+                kept = local.read(pulled.weights, generation, rows) if local else ([], [])
+            begun = work.begin(pulled, at.own, *kept, rows)
             trained, element = _minibatches(work, begun, at.element, iterator, sync_period)
             place = Place(epoch, chunk, at.done)
             answer = exchange.push(work.push(trained, pulled, worker, place, rate), pulled)
             written: list[tf.Operation] = []
             if local:
-                now = _Kept(*work.kept(trained, answer.moves), kept.there)
-                written += local.write(now, generation, rows)
+                written += local.write(*work.kept(trained, answer.moves), rows)
             with tf.control_dependencies(written):
                 # If a push was not applied, the loop ends: the servers would refuse all later
                 # pushes of this chunk, because each push must have the next minibatches of its
@@ -190,14 +188,6 @@ def _minibatches(
     )
 
 
-class _Kept(NamedTuple):
-    """What a worker keeps between blocks; `there`: whether its variables had the values."""
-
-    weights: list[tf.Tensor]
-    optimizer: list[tf.Tensor]
-    there: tf.Tensor | None = None
-
-
 class _LocalModel:
     """A worker's local optimizer, and local weights if the rule has them, kept between blocks.
 
@@ -210,87 +200,77 @@ class _LocalModel:
 
     def __init__(self, work: WorkerStep, server: Server) -> None:
         self._run = f"tfpara_local_{server.number}"
-        self._count = len(server.names) if work.local_models else 0
-        start = work.optimizer_start
-        self._shapes = {k: start[k].shape for k in work.slots_by_rows}
+        weights = work.weights if work.local_models else []
+        self._count, start = len(weights), work.optimizer_start
+        self._tables = {self._count + k: table for k, table in work.slots_by_rows.items()}
+        self._shapes = [*(v.shape for v in weights), *(value.shape for value in start)]
         # The rows of a table's optimizer slot all begin with the same values (`step_of_rows`). So
-        # the graph has one row, which is repeated for the rows in use.
+        # the graph has one row.
         self._start = [
-            tf.convert_to_tensor(value[:1] if k in self._shapes else value)
+            tf.convert_to_tensor(value[:1] if k in work.slots_by_rows else value)
             for k, value in enumerate(start)
         ]
-        self._tables = work.slots_by_rows
+        self._types = [*(tf.as_dtype(v.dtype) for v in weights), *(v.dtype for v in self._start)]
 
-    def read(self, weights: Sequence[tf.Tensor], generation: tf.Tensor, rows: Rows) -> _Kept:
+    def read(
+        self, weights: Sequence[tf.Tensor], generation: tf.Tensor, rows: Rows
+    ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
         """Returns the kept weights and optimizer; at first, `weights` and a new optimizer."""
-        start = [
-            tf.repeat(value, tf.size(rows[self._tables[k]]), 0) if k in self._tables else value
-            for k, value in enumerate(self._start)
-        ]
-        first = [*weights[: self._count], *start, generation]
-        handles = self._handles(first)
+        handles = self._handles()
+        of_all = self._handle("generation", tf.int64, [])  # the generation of all these values
 
-        def kept(number: int) -> tf.Tensor:
-            resource, dtype = handles[number], first[number].dtype
-            table = self._table(number)
-            if table is None:
-                return tf.raw_ops.ReadVariableOp(resource=resource, dtype=dtype)
-            return tf.raw_ops.ResourceGather(resource=resource, indices=rows[table], dtype=dtype)
+        def begin() -> tf.Tensor:
+            start = [*weights[: self._count], *self._start]
+            whole = map(tf.broadcast_to, start, self._shapes)
+            written = [_assign(*each) for each in zip(handles, whole, strict=True)]
+            # The generation is written last, since it is the sign that the values are there.
+            with (
+                tf.control_dependencies(written),
+                tf.control_dependencies([_assign(of_all, generation)]),
+            ):
+                return tf.constant(True)
 
         there = tf.cond(
-            tf.raw_ops.VarIsInitializedOp(resource=handles[-1]),
-            lambda: tf.equal(kept(-1), generation),
+            tf.raw_ops.VarIsInitializedOp(resource=of_all),
+            lambda: tf.equal(
+                tf.raw_ops.ReadVariableOp(resource=of_all, dtype=tf.int64), generation
+            ),
             lambda: False,
         )
-        values = tf.cond(
-            there,
-            lambda: [kept(k) for k in range(len(first))],
-            lambda: [tf.identity(value) for value in first],
-        )
-        for value, start in zip(values, first, strict=True):
-            value.set_shape(start.shape)
-        return _Kept(values[: self._count], values[self._count : -1], there)
+        values = []
+        with tf.control_dependencies([tf.cond(there, lambda: True, begin)]):
+            for k, (resource, dtype) in enumerate(zip(handles, self._types, strict=True)):
+                if k in self._tables:
+                    ids = rows[self._tables[k]]
+                    value = tf.raw_ops.ResourceGather(resource=resource, indices=ids, dtype=dtype)
+                else:
+                    value = tf.raw_ops.ReadVariableOp(resource=resource, dtype=dtype)
+                    value.set_shape(self._shapes[k])
+                values.append(value)
+        return values[: self._count], values[self._count :]
 
-    def write(self, kept: _Kept, generation: tf.Tensor, rows: Rows) -> list[tf.Operation]:
-        """Writes weights, optimizer and their generation; returns the operations."""
-        values = [*kept.weights, *kept.optimizer, generation]
-        handles = self._handles(values)
-        written: list[tf.Operation] = []
-        for number, (handle, value) in enumerate(zip(handles, values, strict=True)):
-            table = self._table(number)
-            if table is None:
-                # The generation is written after all other values, since `read` takes it as the
-                # sign that these are there.
-                with tf.control_dependencies(written):
-                    written.append(tf.raw_ops.AssignVariableOp(resource=handle, value=value))
-                continue
-            there = tf.cond(kept.there, lambda: True, functools.partial(self._make, number))
-            with tf.control_dependencies([there]):
-                written.append(
-                    tf.raw_ops.ResourceScatterUpdate(
-                        resource=handle, indices=rows[table], updates=value
-                    )
-                )
-        return written
-
-    def _table(self, number: int) -> int | None:
-        """Returns the table of which value `number` is a slot; None: the value is kept whole."""
-        return self._tables.get(number - self._count)
-
-    def _make(self, number: int) -> tf.Tensor:
-        """Initializes all rows of value `number`, a table's slot."""
-        slot = number - self._count
-        value = tf.broadcast_to(self._start[slot], self._shapes[slot])
-        handle = self._handle(number, value.dtype, value.shape)
-        with tf.control_dependencies([tf.raw_ops.AssignVariableOp(resource=handle, value=value)]):
-            return tf.constant(True)
-
-    def _handles(self, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    def write(
+        self, weights: Sequence[tf.Tensor], optimizer: Sequence[tf.Tensor], rows: Rows
+    ) -> list[tf.Operation]:
+        """Writes weights and optimizer after `read`; returns the operations."""
         return [
-            self._handle(k, v.dtype, self._shapes.get(k - self._count, v.shape))
-            for k, v in enumerate(values)
+            tf.raw_ops.ResourceScatterUpdate(
+                resource=handle, indices=rows[self._tables[k]], updates=value
+            )
+            if k in self._tables
+            else _assign(handle, value)
+            for k, (handle, value) in enumerate(
+                zip(self._handles(), [*weights, *optimizer], strict=True)
+            )
         ]
 
-    def _handle(self, number: int, dtype: tf.DType, shape: Sequence[int]) -> tf.Tensor:
-        name = f"{self._run}_{number}"
-        return tf.raw_ops.VarHandleOp(dtype=dtype, shape=shape, shared_name=name)
+    def _handles(self) -> list[tf.Tensor]:
+        kinds = zip(self._types, self._shapes, strict=True)
+        return [self._handle(str(k), *kind) for k, kind in enumerate(kinds)]
+
+    def _handle(self, name: str, dtype: tf.DType, shape: Sequence[int]) -> tf.Tensor:
+        return tf.raw_ops.VarHandleOp(dtype=dtype, shape=shape, shared_name=f"{self._run}_{name}")
+
+
+def _assign(handle: tf.Tensor, value: tf.Tensor) -> tf.Operation:
+    return tf.raw_ops.AssignVariableOp(resource=handle, value=value)
