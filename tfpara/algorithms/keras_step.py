@@ -312,6 +312,11 @@ class KerasSteps(_Step):
         return values[: len(self._weights)], values[len(self._weights) :]
 
 
+def clipped(optimizer: keras.optimizers.Optimizer, gradients: list[tf.Tensor]) -> list[tf.Tensor]:
+    """Returns the gradients, clipped as the optimizer is configured."""
+    return list(optimizer._clip_gradients(gradients))
+
+
 def step_of_rows(optimizer: keras.optimizers.Optimizer, path: str) -> tuple[bool, bool]:
     """Finds out, by steps on a small matrix, how an optimizer treats the rows of a weight.
 

@@ -16,7 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfpara.algorithms.asgd import ASGD, AsyncRule
-from tfpara.algorithms.keras_step import KerasSteps, check_local
+from tfpara.algorithms.keras_step import KerasSteps, check_local, clipped
 from tfpara.algorithms.local_momentum import in_a_block
 from tfpara.keras_model import (
     carried_states,
@@ -549,20 +549,6 @@ def _left(tape: tf.GradientTape, block: Block, state: Sequence[tf.Tensor]) -> li
         kept * tf.clip_by_value(tf.cast(slope, kept.dtype), 0.0, 1.0)
         for kept, slope in zip(block.kept, slopes, strict=True)
     ]
-
-
-def clipped(
-    optimizer: keras.optimizers.Optimizer, gradients: Sequence[tf.Tensor]
-) -> list[tf.Tensor]:
-    """Returns the gradients, clipped as the Keras optimizer is configured."""
-    if optimizer.clipnorm:
-        return [tf.clip_by_norm(g, optimizer.clipnorm) for g in gradients]
-    if optimizer.global_clipnorm:
-        return list(tf.clip_by_global_norm(gradients, optimizer.global_clipnorm)[0])
-    if optimizer.clipvalue:
-        bound = optimizer.clipvalue
-        return [tf.clip_by_value(g, -bound, bound) for g in gradients]
-    return list(gradients)
 
 
 def _check(model: keras.Model) -> None:
