@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -160,8 +161,9 @@ class Strategy:
 
         If the state has `HAS_WEIGHTS`, the arrays of the object's `weights` are kept, too.
         """
+        self.states[name] = holder
 
-    @property
+    @functools.cached_property
     def states(self) -> dict[str, StateHolder]:
         """The objects given to `keep_state`, by name. Removing an object drops its state."""
         return {}

@@ -28,7 +28,7 @@ from tfpara.parameter_server.fit import Fit
 from tfpara.parameter_server.models import Models
 from tfpara.parameter_server.search import ChunkRateSearch
 from tfpara.parameter_server.workers import Workers
-from tfpara.strategy import StateHolder, Strategy
+from tfpara.strategy import Strategy
 from tfpara.typing import Data, Nest
 from tfpara.whole_number import checked_seconds, checked_whole
 
@@ -161,7 +161,6 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy, Strategy):
             rule = rule.resolve(self._processes.num_workers)
         super().__init__(self._processes.chief_device)
         self.timeout_seconds = timeout_seconds
-        self._states: dict[str, StateHolder] = {}
         self._models = Models(
             self._processes,
             rule,
@@ -518,13 +517,6 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy, Strategy):
     def end_with(self, exit_code: int, sentence: str) -> None:
         """Sets the exit code and the last sentence of the processes that end after this one."""
         self._processes.end_with(exit_code, sentence)
-
-    def keep_state(self, name: str, holder: StateHolder) -> None:
-        self._states[name] = holder
-
-    @property
-    def states(self) -> dict[str, StateHolder]:
-        return self._states
 
 
 def checked_rule(rule: object) -> AsyncRule:

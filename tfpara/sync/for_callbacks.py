@@ -31,9 +31,6 @@ class ForCallbacks(Strategy):
     def _company(self) -> Company:
         return self.extended.worker.company
 
-    def keep_state(self, name: str, holder: StateHolder) -> None:
-        self.extended.states[name] = holder
-
     @property
     def states(self) -> dict[str, StateHolder]:
         return self.extended.states
