@@ -49,7 +49,7 @@ try:
         if commands:
             word, _, rest = commands.pop(0).strip().partition(" ")
             if word == "finish":
-                lobby.finish()
+                lobby.fail("", 0)
                 sys.exit(0)
             if word == "leave":  # as at the end of the chief's program
                 lobby.end_with_process()

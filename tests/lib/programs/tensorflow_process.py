@@ -73,6 +73,6 @@ except (ParameterServerError, tf.errors.OpError):
     lobby.fail(lobby.state.failure)  # which waits until the others have ended
     print(lobby.state.failure, flush=True)
     os._exit(1)  # TensorFlow's own end may wait for them
-lobby.finish()
+lobby.fail("", 0)
 sys.stdout.flush()
 os._exit(0)

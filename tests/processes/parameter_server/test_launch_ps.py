@@ -80,7 +80,7 @@ def test_each_process_reads_its_place(script):
 
 
 def test_a_run_ends_with_the_chief_and_has_its_threads_shared_out(script):
-    path = script(SERVING + "hall.finish()\n")
+    path = script(SERVING + "hall.fail('', 0)\n")
     names = ["OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS"]
     env = {name: value for name, value in os.environ.items() if name not in names}
     code, out, err = launch("-n", 2, "--ps", 1, path, env=env)
@@ -97,7 +97,7 @@ while ("worker", 1) in hall.state.serving: time.sleep(0.01)
 while ("worker", 1) not in hall.state.serving: time.sleep(0.01)
 print("joined 1", flush=True)
 while not os.path.exists(sys.argv[1]): time.sleep(0.01)
-hall.finish()
+hall.fail("", 0)
 """
     )
     end, logs = tmp_path / "end", tmp_path / "logs"
@@ -128,7 +128,7 @@ def test_others_go_on_without_a_worker_that_is_not_started_again(script, tmp_pat
 while len(hall.state.serving) == 3: time.sleep(0.01)
 print("without", flush=True)
 while not os.path.exists(sys.argv[1]): time.sleep(0.01)
-hall.finish()
+hall.fail("", 0)
 """
     )
     end = tmp_path / "end"
@@ -229,7 +229,7 @@ def test_all_are_started_again_where_the_chief_has_failed(script, tmp_path):
 if not os.path.exists(sys.argv[1]):
     open(sys.argv[1], "w").close()
     os.kill(os.getpid(), signal.SIGKILL)
-hall.finish()
+hall.fail("", 0)
 """
     )
     code, out, err = launch("-n", 2, "--ps", 1, "--max_restarts=1", path, tmp_path / "failed")

@@ -345,7 +345,7 @@ def test_no_stranger_ends_an_asynchronous_run(monkeypatch):
                 send(chief.address, text)
             assert hall.state.asked_to_end is None and hall.state.failure is None
             assert set(hall.state.serving) == {("worker", 0), ("ps", 0)}
-        hall.finish()
+        hall.fail("", 0)
         for thread in threads:
             thread.join(LONG)
     assert endings["worker 0"] == endings["ps 0"] == (0, "")
@@ -367,7 +367,7 @@ def test_only_a_parameter_server_asks_for_the_end():
                 time.sleep(0.02)
             asked = hall.state.asked_to_end
             assert re.match(words, asked) if words else asked is None
-    hall.finish()
+    hall.fail("", 0)
 
 
 def test_members_and_lobby_name_another_secret(caplog):

@@ -121,10 +121,6 @@ class Lobby:
             found, self.state.lost = self.state.lost, []
         return found
 
-    def finish(self) -> None:
-        """Tells all processes that the run is over, waits until they end, and stops listening."""
-        self.fail("", 0)
-
     def end_with_process(self, code: int = 0, sentence: str = "") -> None:
         """Tells all processes to end as soon as this process is gone; arguments as for `fail`.
 
