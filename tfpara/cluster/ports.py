@@ -219,12 +219,7 @@ def _bind(family: int, host: str, port: int, reuse: bool) -> socket.socket:
 
 def unknown(addresses: Iterable[str]) -> bool:
     """Returns whether some host among addresses "host:port" cannot be resolved now."""
-    for host in {split(address)[0] for address in addresses}:
-        try:
-            socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
-        except (OSError, UnicodeError):
-            return True
-    return False
+    return not all(map(places, addresses))
 
 
 def is_place(host: str, port: int) -> bool:

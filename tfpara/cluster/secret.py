@@ -93,7 +93,6 @@ def _contents(path: str) -> bytes:
 def is_loopback(address: str) -> bool:
     """Returns whether an address "host:port" leads to this machine alone."""
     host = ports.split(address)[0]
-    try:
+    if ports.is_address(host):
         return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
+    return host == "localhost"

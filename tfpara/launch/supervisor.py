@@ -7,9 +7,8 @@ Each method of `Supervisor` takes an event and returns the resulting actions, in
 |---|---|---|---|---|
 | `running` | work | restart, run without it, or → `settling` | passed on, → `asked` | none |
 | `settling` | report errors, end | may be the cause | as above | SIGTERM, → `stopping` |
-| `stopping` | end, since one has failed | is a consequence | passed on | SIGKILL, → `killed` |
-| `asked` | end, since the user wants it | the first is the cause | SIGKILL | SIGKILL, → `killed` |
-| `killed` | are gone soon | is a consequence | passed on | SIGKILL again |
+| `stopping` | end, after a failure or SIGKILL | is a consequence | passed on | SIGKILL |
+| `asked` | end, since the user wants it | the first is the cause | SIGKILL | SIGKILL, → `stopping` |
 
 - A second signal is SIGKILL in every phase.
 - SIGKILL at the deadline is delayed while a process that got a signal writes a checkpoint.
@@ -42,7 +41,7 @@ _LOOK_SECONDS = 1.0  # time between two checks whether processes still write a c
 _NEVER = float("inf")
 _NOT_NOW = "training has not begun, or comes to its end"
 
-Phase = Literal["running", "settling", "stopping", "asked", "killed"]
+Phase = Literal["running", "settling", "stopping", "asked"]
 
 
 class Process(NamedTuple):
@@ -214,7 +213,7 @@ class Supervisor:
 
     def is_forced(self, end: Exit) -> bool:
         """Returns whether a process ends now because it was asked to, or others have failed."""
-        return self.phase in ("stopping", "asked", "killed") or self._workers[end.rank].removed
+        return self.phase in ("stopping", "asked") or self._workers[end.rank].removed
 
     def said(self, rank: int, said: Mapping[str, Json]) -> None:
         """Event: a process has sent messages since its start; see `cluster/parent.py`."""
@@ -225,7 +224,7 @@ class Supervisor:
         worker = self._workers[rank]
         end = Exit.of(rank, status)
         worker.running, worker.end = False, end
-        forced = self.phase in ("stopping", "killed")
+        forced = self.phase == "stopping"
         worker.ended_here |= forced and end.by_signal
         actions: list[Action] = []
         if worker.process.beside:
@@ -353,7 +352,7 @@ class Supervisor:
         if saves and self._policy.grace is None and now < self._saving_until:
             self._deadline = now + _LOOK_SECONDS
             return []
-        self.phase, self._deadline = "killed", _NEVER
+        self.phase, self._deadline = "stopping", _NEVER
         return self._send_all(signal.SIGKILL, self._needed)
 
     def _needed(self, worker: _Worker) -> bool:

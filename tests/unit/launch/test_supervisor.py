@@ -75,7 +75,7 @@ def test_a_failure_is_followed_by_time_to_report_then_sigterm_then_sigkill():
     assert (run.phase, run.due) == ("stopping", 10.0)
     run.ended(4, -TERM, 4.0)
     assert run.tick(10.0) == to(KILL, 0, 1, 2, 3, 5, 6, 7, 8, 9)
-    assert (run.phase, run.due) == ("killed", float("inf"))
+    assert (run.phase, run.due) == ("stopping", float("inf"))
     assert run.tick(99.0) == []
     outcome = end(run, -KILL, 0, 1, 2, 3, 5, 6, 7, 8, 9)
     assert outcome == (
@@ -179,7 +179,7 @@ def test_a_signal_is_passed_on_and_a_second_one_kills():
     run.ended(11, 75, 2.0)
     assert run.due == 8.0  # all have the whole grace
     assert run.signalled(TERM, 3.0) == to(KILL, *rest[:-1])
-    assert run.tick(10.0) == to(KILL, *rest[:-1]) and run.phase == "killed"
+    assert run.tick(10.0) == to(KILL, *rest[:-1]) and run.phase == "stopping"
     outcome = end(run, -KILL, *rest[:-1])
     assert outcome.code == 75 and outcome.signal == INT
     assert outcome.text.startswith("got SIGINT; worker 11 failed first: exit code 75; all")
@@ -201,7 +201,7 @@ def test_a_signal_while_others_settle_or_stop():
     run.tick(3.0)
     assert run.signalled(INT, 4.0) == to(INT, 0, 1) and (run.phase, run.due) == ("stopping", 11.0)
     assert run.signalled(INT, 5.0) == to(KILL, 0, 1)
-    assert run.tick(12.0) == to(KILL, 0, 1) and run.phase == "killed"
+    assert run.tick(12.0) == to(KILL, 0, 1) and run.phase == "stopping"
     assert end(run, -KILL, 0, 1).code == 3
 
 
