@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from tfpara.cluster import Cluster, label, parent
-from tfpara.cluster.reach import unreachable
 
 _PROBE_SECONDS = 3.0
 _HEAR_SECONDS = 1.0  # wait for the last message of a worker that is gone
@@ -159,7 +158,7 @@ def last_words() -> str | None:
 def _gone(cluster: Cluster) -> Explanation | None:
     """Explains the error by workers that have failed, died or ended; None if there are none."""
     names = {rank: cluster.describe(rank) for rank in range(cluster.num_workers)}
-    closed = unreachable(cluster, _PROBE_SECONDS)
+    closed = cluster.unreachable(_PROBE_SECONDS)
     if closed and not _ended:
         time.sleep(_HEAR_SECONDS)
     failed = {rank: f"{names[rank]} has failed ({why})" for rank, why in _ended.items() if why}

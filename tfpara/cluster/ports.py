@@ -13,7 +13,7 @@ import stat
 import struct
 import threading
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 
 # The range from which this module chooses ports. Linux takes ports of outgoing connections from a
 # higher range, so no such connection takes a chosen port before a process listens on the port.
@@ -43,6 +43,30 @@ def connect(address: str, timeout_seconds: float) -> socket.socket:
         connection.close()
         raise ConnectionRefusedError("nobody listens")
     return connection
+
+
+def accepting(addresses: Sequence[str], timeout_seconds: float) -> frozenset[str]:
+    """Returns those of `addresses`, "host:port", that accept a TCP connection now.
+
+    All are tried at once, for at most `timeout_seconds`, name look-up included. An address at which
+    a stopped process listens still accepts connections.
+    """
+    found: set[str] = set()
+
+    def probe(address: str) -> None:
+        with contextlib.suppress(OSError, UnicodeError):
+            connect(address, timeout_seconds).close()
+            found.add(address)
+
+    # The threads are daemons, because a name look-up cannot be cut short, and must not keep the
+    # process alive.
+    threads = [threading.Thread(target=probe, args=(each,), daemon=True) for each in addresses]
+    deadline = time.monotonic() + timeout_seconds
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    return frozenset(found)
 
 
 def without_proxy(addresses: Iterable[str]) -> None:

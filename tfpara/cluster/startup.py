@@ -38,7 +38,6 @@ from tfpara.cluster import (
 )
 from tfpara.cluster.door import Door
 from tfpara.cluster.messages import Channel
-from tfpara.cluster.reach import unreachable
 from tfpara.cluster.waiting import RETRY_SECONDS, tried, until
 from tfpara.typing import Json
 
@@ -413,7 +412,7 @@ def _check_reachable(cluster: Cluster, deadline: float) -> None:
         # unknown, the probe is repeated. Names are looked up before the probe, since one may become
         # known during it.
         unknown = ports.unknown(cluster.addresses)
-        astray = unreachable(cluster, _ANSWER_SECONDS)
+        astray = cluster.unreachable(_ANSWER_SECONDS)
         if not astray or not unknown:
             break
     if astray:

@@ -19,7 +19,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import NamedTuple, TypeVar
 
-from tfpara.cluster import engines, tf_config
+from tfpara.cluster import engines, ports, tf_config
 from tfpara.cluster.tf_config import ClusterError as ClusterError
 
 _Read = TypeVar("_Read")
@@ -96,6 +96,12 @@ class Cluster(NamedTuple):
         """Names a process in messages: "chief (10.0.0.1:4000)" or "worker RANK (10.0.0.2:4000)"."""
         address = f" ({self.addresses[rank]})" if self.addresses else ""
         return label(rank) + address
+
+    def unreachable(self, timeout_seconds: float) -> list[str]:
+        """Lists the other processes that accept no TCP connection now; see `ports.accepting`."""
+        peers = [rank for rank in range(len(self.addresses)) if rank != self.rank]
+        found = ports.accepting([self.addresses[rank] for rank in peers], timeout_seconds)
+        return [self.describe(rank) for rank in peers if self.addresses[rank] not in found]
 
     @property
     def tasks(self) -> tuple[str, ...]:

@@ -306,7 +306,7 @@ def test_all_name_a_port_in_use():
 
 def test_an_address_that_leads_nowhere_is_named(monkeypatch):
     """As behind a firewall: the worker reaches the chief, the chief not the worker."""
-    monkeypatch.setattr(lobby.reach, "accepting", lambda addresses, _: addresses[:1])
+    monkeypatch.setattr(lobby.ports, "accepting", lambda addresses, _: addresses[:1])
     with Processes(1, 1) as run:
         hall = lobby.Lobby(run.views["chief"], 60.0, 60.0)
         run.start("worker 0", "ps 0")

@@ -12,7 +12,6 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tfpara import cluster
-from tfpara.cluster import reach
 
 TWO = {"chief": ["10.0.0.1:4000"], "worker": ["10.0.0.2:4000", "node-3:4000"]}
 
@@ -42,7 +41,7 @@ def test_one_process_without_a_cluster(env):
     assert alone == cluster.Cluster((), "worker", 0)
     assert (alone.num_workers, alone.rank, alone.is_chief, alone.address) == (1, 0, True, "")
     assert alone.describe(0) == "chief"
-    assert reach.unreachable(alone, 1.0) == []
+    assert alone.unreachable(1.0) == []
 
 
 @pytest.mark.parametrize(
@@ -296,12 +295,12 @@ def test_unreachable_lists_peers_that_do_not_listen():
         up, down = (f"127.0.0.1:{s.getsockname()[1]}" for s in (listening, bound))
         own = "127.0.0.1:1"
         made = cluster.Cluster((own, up, down, "name.invalid:4000"), "chief", 0, True)
-        assert reach.unreachable(made, 10.0) == [
+        assert made.unreachable(10.0) == [
             f"worker 2 ({down})",
             "worker 3 (name.invalid:4000)",
         ]
         seen_by_2 = made._replace(task_type="worker", task_index=1)
-        assert reach.unreachable(seen_by_2, 10.0) == [
+        assert seen_by_2.unreachable(10.0) == [
             f"chief ({own})",
             "worker 3 (name.invalid:4000)",
         ]
@@ -317,7 +316,7 @@ def test_unreachable_waits_for_all_peers_at_once():
         address = f"127.0.0.1:{full.getsockname()[1]}"
         made = cluster.Cluster(("a:1", *[address] * 40), "chief", 0, True)
         start = time.monotonic()
-        assert len(reach.unreachable(made, 0.5)) == 40
+        assert len(made.unreachable(0.5)) == 40
         assert time.monotonic() - start < 40 * 0.5  # one after the other would take this long
         for filler in fillers:
             filler.close()

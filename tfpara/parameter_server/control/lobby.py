@@ -25,7 +25,7 @@ import threading
 import time
 from typing import Any, NoReturn
 
-from tfpara.cluster import ports, reach, secret, startup
+from tfpara.cluster import ports, secret, startup
 from tfpara.cluster.asynchronous import AsyncCluster
 from tfpara.cluster.door import Door
 from tfpara.cluster.messages import Channel
@@ -243,7 +243,7 @@ def _astray(cluster: AsyncCluster) -> str | None:
     addresses = {
         cluster.describe(job, index): cluster.jobs[job][index] for job, index in cluster.members
     }
-    found = reach.accepting(tuple(addresses.values()), _ANSWER_SECONDS)
+    found = ports.accepting(tuple(addresses.values()), _ANSWER_SECONDS)
     names = [name for name, address in addresses.items() if address not in found]
     if not names:
         return None

@@ -20,7 +20,6 @@ import tensorflow as tf
 from tfpara import program
 from tfpara.cluster import Cluster, ports, rendezvous, secret, startup
 from tfpara.cluster.call_site import Purpose
-from tfpara.cluster.reach import unreachable
 from tfpara.collectives.horovod import HorovodCollectives, load
 from tfpara.sync.workers.json_exchange import everyones
 from tfpara.sync.workers.meetings import Control
@@ -169,4 +168,4 @@ def with_addresses(found: Cluster, control: Control) -> Cluster:
     whole = found._replace(addresses=tuple(addresses))
     # A live process behind a firewall cannot be reached at its address, and would look dead. So if
     # any address cannot be reached, none of them is used.
-    return found if unreachable(whole, _REACH_SECONDS) else whole
+    return found if whole.unreachable(_REACH_SECONDS) else whole
