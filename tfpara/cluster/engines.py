@@ -33,39 +33,7 @@ _PART = re.compile(rf"[A-Za-z0-9_.-]+|{_RANGES}")
 _HOSTS = re.compile(rf"(?:[A-Za-z0-9_.-]|{_RANGES})+")
 
 
-class Told(NamedTuple):
-    """The rank, the size and the meeting place that an engine has given to this process.
-
-    Attributes:
-        engine: name of the engine.
-        rank: rank of this process, 0 … size − 1.
-        size: number of processes.
-        rank_variable: name of the variable that has the rank.
-        size_variable: name of the variable that has the size.
-        coordinator: "host:port" at which rank 0 waits for the others; empty if unknown.
-        coordinator_from: where `coordinator` comes from, in words.
-    """
-
-    engine: str
-    rank: int
-    size: int
-    rank_variable: str
-    size_variable: str
-    coordinator: str = ""
-    coordinator_from: str = ""
-
-    def described(self) -> str:
-        """Returns these values and the variables that hold them, in words."""
-        found = (
-            f"{self.engine}: rank {self.rank} of {self.size}, from {self.rank_variable} and "
-            f"{self.size_variable}"
-        )
-        if not self.coordinator:
-            return found
-        return f"{found}; all meet at {self.coordinator}, from {self.coordinator_from}"
-
-
-class _Engine(NamedTuple):
+class Engine(NamedTuple):
     """An engine and its variables."""
 
     name: str  # the engine's name in messages
@@ -84,6 +52,36 @@ class _Engine(NamedTuple):
     also: tuple[str, ...] = ()
 
 
+class Told(NamedTuple):
+    """The rank, the size and the meeting place that an engine has given to this process.
+
+    Attributes:
+        engine: the engine.
+        rank: rank of this process, 0 … size − 1.
+        size: number of processes.
+        rank_variable: name of the variable that has the rank.
+        coordinator: "host:port" at which rank 0 waits for the others; empty if unknown.
+        coordinator_from: where `coordinator` comes from, in words.
+    """
+
+    engine: Engine
+    rank: int
+    size: int
+    rank_variable: str
+    coordinator: str = ""
+    coordinator_from: str = ""
+
+    def described(self) -> str:
+        """Returns these values and the variables that hold them, in words."""
+        found = (
+            f"{self.engine.name}: rank {self.rank} of {self.size}, from {self.rank_variable} and "
+            f"{self.engine.size}"
+        )
+        if not self.coordinator:
+            return found
+        return f"{found}; all meet at {self.coordinator}, from {self.coordinator_from}"
+
+
 def find(environ: Mapping[str, str] = os.environ) -> Told | None:
     """Returns the values of the engine that has started this process; None if there is none.
 
@@ -98,14 +96,14 @@ def find(environ: Mapping[str, str] = os.environ) -> Told | None:
     if environ.get(SIZE, "").strip() == "1":
         return _read(_OWN, environ)  # this process trains alone, whatever other engines say
     for outer in (False, True):
-        told = [(e, t) for e in _ENGINES if e.outer == outer and (t := _read(e, environ))]
-        several = [each for each in told if each[1].size > 1]
+        told = [t for e in _ENGINES if e.outer == outer and (t := _read(e, environ))]
+        several = [each for each in told if each.size > 1]
         if not told:
             continue
-        (engine, first), *others = several or told
-        for other, theirs in others:
-            _check_agree(first, theirs, other)
-        return first if first.size == 1 else _with_coordinator(first, engine, environ)
+        first, *others = several or told
+        for other in others:
+            _check_agree(first, other)
+        return first if first.size == 1 else _with_coordinator(first, environ)
     if environ.get(COORDINATOR, "").strip():
         raise ClusterError(
             f"{COORDINATOR}={environ[COORDINATOR]!r} is set, but nothing says which of the "
@@ -154,21 +152,10 @@ def variables() -> tuple[str, ...]:
     return (*itertools.chain(*names), COORDINATOR)
 
 
-def starter(rank_variable: str) -> str:
-    """Names the program that sets a variable of the rank, such as "horovodrun or mpirun"."""
-    known = {engine.rank: engine.starter for engine in _ENGINES}
-    return known.get(rank_variable, "an indexed job")
-
-
-def is_outer(rank_variable: str) -> bool:
-    """Returns whether an outer engine, in which others start processes, sets this variable."""
-    return any(engine.outer and engine.rank == rank_variable for engine in _ENGINES)
-
-
 def no_coordinator(told: Told) -> str:
     """Returns the message that the address of rank 0 is unknown, with the fix."""
     return (
-        f"{told.rank_variable}={told.rank} and {told.size_variable}={told.size} say which process "
+        f"{told.rank_variable}={told.rank} and {told.engine.size}={told.size} say which process "
         f"this is, but not where the others are. {_SET_COORDINATOR}."
     )
 
@@ -211,7 +198,7 @@ def _index(environ: Mapping[str, str]) -> str:
     return environ.get(_INDEX, "").strip()
 
 
-def _read(engine: _Engine, environ: Mapping[str, str]) -> Told | None:
+def _read(engine: Engine, environ: Mapping[str, str]) -> Told | None:
     if engine.rank == "SM_CURRENT_HOST":
         return _sagemaker(engine, environ)
     given = [environ.get(name, "").strip() for name in (engine.rank, engine.size)]
@@ -247,10 +234,10 @@ def _read(engine: _Engine, environ: Mapping[str, str]) -> Told | None:
             "under TF_CONFIG."
         )
     rank, size = map(int, given)
-    return Told(engine.name, rank, size, rank_name, engine.size)
+    return Told(engine, rank, size, rank_name)
 
 
-def _sagemaker(engine: _Engine, environ: Mapping[str, str]) -> Told | None:
+def _sagemaker(engine: Engine, environ: Mapping[str, str]) -> Told | None:
     own, text = environ.get(engine.rank, "").strip(), environ.get(engine.size, "").strip()
     if not own or not text:
         return None
@@ -264,23 +251,23 @@ def _sagemaker(engine: _Engine, environ: Mapping[str, str]) -> Told | None:
             f"{engine.rank}={shown(own)} is not in {engine.size}={shown(text)}, which "
             f"must be a JSON list of hosts. Set {RANK} and {SIZE} in place of them."
         )
-    return Told(engine.name, names.index(own), len(names), engine.rank, engine.size)
+    return Told(engine, names.index(own), len(names), engine.rank)
 
 
-def _check_agree(first: Told, theirs: Told, other: _Engine) -> None:
+def _check_agree(first: Told, theirs: Told) -> None:
     if (first.rank, first.size) != (theirs.rank, theirs.size):
         raise ClusterError(
-            f"{first.rank_variable}={first.rank} of {first.size_variable}={first.size} "
-            f"({first.engine}) contradicts {theirs.rank_variable}={theirs.rank} of "
-            f"{theirs.size_variable}={theirs.size} ({theirs.engine}). Unset those that are left "
-            f"over: {other.starter} sets the latter."
+            f"{first.rank_variable}={first.rank} of {first.engine.size}={first.size} "
+            f"({first.engine.name}) contradicts {theirs.rank_variable}={theirs.rank} of "
+            f"{theirs.engine.size}={theirs.size} ({theirs.engine.name}). Unset those that are left "
+            f"over: {theirs.engine.starter} sets the latter."
         )
 
 
-def _with_coordinator(told: Told, engine: _Engine, environ: Mapping[str, str]) -> Told:
+def _with_coordinator(told: Told, environ: Mapping[str, str]) -> Told:
     given = environ.get(COORDINATOR, "").strip()
     if not given:
-        address, source = engine.coordinator(environ, told.size)
+        address, source = told.engine.coordinator(environ, told.size)
         return told._replace(coordinator=address, coordinator_from=source)
     check_address(given, f"{COORDINATOR}={shown(given)}", ADDRESSES)
     return told._replace(coordinator=given, coordinator_from=COORDINATOR)
@@ -382,14 +369,14 @@ def _of_sagemaker(environ: Mapping[str, str], _size: int) -> tuple[str, str]:
 
 _MPI = "horovodrun or mpirun"
 _MASTER = ("MASTER_ADDR", "MASTER_PORT")
-_OWN = _Engine("tfpara", RANK, SIZE, "whoever starts the processes", _unknown)
+_OWN = Engine("tfpara", RANK, SIZE, "whoever starts the processes", _unknown)
 _ENGINES = (
-    _Engine("Horovod", "HOROVOD_RANK", "HOROVOD_SIZE", _MPI, _unknown),
+    Engine("Horovod", "HOROVOD_RANK", "HOROVOD_SIZE", _MPI, _unknown),
     _OWN,
-    _Engine("Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", _MPI, _under_open_mpi),
-    _Engine("MVAPICH", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "mpirun", _unknown),
-    _Engine("MPI", "PMI_RANK", "PMI_SIZE", "mpiexec", _under_pmi),
-    _Engine(
+    Engine("Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", _MPI, _under_open_mpi),
+    Engine("MVAPICH", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "mpirun", _unknown),
+    Engine("MPI", "PMI_RANK", "PMI_SIZE", "mpiexec", _under_pmi),
+    Engine(
         "torchrun",
         "RANK",
         "WORLD_SIZE",
@@ -397,7 +384,7 @@ _ENGINES = (
         _of_master(*_MASTER, 1, " + 1, since torchrun itself listens at MASTER_PORT"),
         also=_MASTER,
     ),
-    _Engine(
+    Engine(
         "PyTorch's runtime of Kubeflow",
         "PET_NODE_RANK",
         "PET_NNODES",
@@ -406,11 +393,11 @@ _ENGINES = (
         outer=True,
         also=("PET_MASTER_ADDR", "PET_MASTER_PORT"),
     ),
-    _Engine("JAX", "JAX_PROCESS_ID", "JAX_NUM_PROCESSES", "Kubeflow", _of_jax, outer=True),
-    _Engine("SageMaker", "SM_CURRENT_HOST", "SM_HOSTS", "SageMaker", _of_sagemaker, outer=True),
+    Engine("JAX", "JAX_PROCESS_ID", "JAX_NUM_PROCESSES", "Kubeflow", _of_jax, outer=True),
+    Engine("SageMaker", "SM_CURRENT_HOST", "SM_HOSTS", "SageMaker", _of_sagemaker, outer=True),
     # A batch script has SLURM_PROCID, too, but only a task of srun is a worker. Slurm sets
     # SLURM_STEP_ID only for tasks of srun, so this variable must be there, too.
-    _Engine(
+    Engine(
         "Slurm",
         "SLURM_PROCID",
         "SLURM_STEP_NUM_TASKS",

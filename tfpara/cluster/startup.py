@@ -299,7 +299,7 @@ def _terms_of(
         if hello["size"] != told.size:
             return (
                 f"the number of processes differs between workers: the chief has "
-                f"{told.size_variable}={told.size}, and the process with rank {rank} counts "
+                f"{told.engine.size}={told.size}, and the process with rank {rank} counts "
                 f"{hello['size']}. Start all of them as one run, with the same number."
             )
         return _other_collectives(rank, hello, collectives)
@@ -314,7 +314,7 @@ def _terms_of(
             f"two processes have the same rank: both have {told.rank_variable}={rank}. Give each "
             f"a rank of its own, from 0 to {told.size - 1}."
         ),
-        absent=f"Start one process for each rank below {told.size_variable}={told.size}",
+        absent=f"Start one process for each rank below {told.engine.size}={told.size}",
         chief_where=f"rank 0 where this address leads, which is from {told.coordinator_from}",
         shared=shared,
         timeout_seconds=timeout_seconds,

@@ -151,15 +151,16 @@ def read(environ: Mapping[str, str] = os.environ) -> Cluster:
         return found
     if not found.addresses:
         return of_rank(told) if told.size > 1 else found
-    if engines.is_outer(told.rank_variable):
+    if told.engine.outer:
         return found
     if (found.rank, found.num_workers) != (told.rank, told.size):
+        indexed = told.rank_variable != told.engine.rank
+        starter = "an indexed job" if indexed else told.engine.starter
         raise ClusterError(
             f"{told.rank_variable}={told.rank} of {told.size} processes contradicts TF_CONFIG, in "
             f"which this process is {found.describe(found.rank)}, rank {found.rank} of "
-            f"{found.num_workers}. Unset TF_CONFIG for processes that "
-            f"{engines.starter(told.rank_variable)} start, and {told.rank_variable} and "
-            f"{told.size_variable} for others."
+            f"{found.num_workers}. Unset TF_CONFIG for processes that {starter} start, and "
+            f"{told.rank_variable} and {told.engine.size} for others."
         )
     if told.rank_variable not in dict(RANK_VARIABLES):
         return found

@@ -198,7 +198,7 @@ def _checked_elastic(settings: Settings, elastic: object) -> Settings:
             raise
         return settings.elastic()  # an elastic run needs no TF_CONFIG
     if found.num_workers > 1:
-        told = found.told.engine if found.told else "TF_CONFIG"
+        told = found.told.engine.name if found.told else "TF_CONFIG"
         if not meeting_point():
             raise ValueError(
                 f"elastic= needs a meeting point, and {told} has started {found.num_workers} "
