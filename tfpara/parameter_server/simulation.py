@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import heapq
 import time
 import weakref
 from collections.abc import Sequence
@@ -183,7 +182,7 @@ class _Simulation:
         self._workers = [_Worker(k) for k in range(len(speeds))]
         self._kept = kept
         self._waiting: collections.deque[tuple[int, int]] = collections.deque()
-        self._events: list[tuple[float, int]] = []  # heap of the next pushes: (time, worker)
+        self._due: dict[int, float] = {}  # the time of each worker's next push
         self._refused: list[_Worker] = []  # workers whose pushes would make others too stale
         self._chunk_ended = False  # whether a chunk has ended since the last wait
         self._now = 0.0
@@ -212,7 +211,7 @@ class _Simulation:
         until = time.monotonic() + seconds
         while True:
             self._pull_where_free()
-            if not self._events:
+            if not self._due:
                 if self._repeats and self._chunks_left():
                     raise self._other_run("it has no pull that could come next")
                 return True
@@ -225,7 +224,7 @@ class _Simulation:
     def halt(self) -> None:
         """Takes the chunks back from the workers; minibatches that were not pushed are lost."""
         self._waiting.clear()
-        self._events.clear()
+        self._due.clear()
         self._refused.clear()
         for worker in self._workers:
             worker.iterator = worker.element = worker.block = None
@@ -254,7 +253,7 @@ class _Simulation:
                 duration += self._speeds[worker.index].draw(self._random[worker.index])
                 minibatches += 1
             worker.own = worker.block.own
-            heapq.heappush(self._events, (self._now + duration, worker.index))
+            self._due[worker.index] = self._now + duration
 
     def _may_pull(self, worker: _Worker) -> bool:
         """Returns whether the record has a pull of this worker next; True without a record.
@@ -281,13 +280,11 @@ class _Simulation:
             if not self._order:
                 raise self._other_run("it has ended")
             index = self._order.popleft().worker
-            event = next((event for event in self._events if event[1] == index), None)
-            if event is None:
+            if index not in self._due:
                 raise self._other_run(f"worker {index} pushes next in it, but has nothing to push")
-            self._events.remove(event)
-            heapq.heapify(self._events)
-            return self._workers[index]
-        self._now, index = heapq.heappop(self._events)
+        else:
+            self._now, index = min((at, worker) for worker, at in self._due.items())
+        del self._due[index]
         return self._workers[index]
 
     def _chunks_left(self) -> int:
