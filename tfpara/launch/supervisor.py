@@ -8,7 +8,7 @@ Each method of `Supervisor` takes an event and returns the resulting actions, in
 | `running` | work | restart, run without it, or → `settling` | passed on, → `asked` | none |
 | `settling` | report errors, end | may be the cause | as above | SIGTERM, → `stopping` |
 | `stopping` | end, after a failure or SIGKILL | is a consequence | passed on | SIGKILL |
-| `asked` | end, since the user wants it | the first is the cause | SIGKILL | SIGKILL, → `stopping` |
+| `asked` | end, as the user wants it | the first is the cause | SIGKILL | SIGKILL, → `stopping` |
 
 - A second signal is SIGKILL in every phase.
 - SIGKILL at the deadline is delayed while a process that got a signal writes a checkpoint.
