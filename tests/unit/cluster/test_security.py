@@ -19,7 +19,7 @@ from tfpara.cluster import messages, ports, secret, startup
 from tfpara.cluster.asynchronous import AsyncCluster
 from tfpara.cluster.door import Door
 from tfpara.launch import meet
-from tfpara.parameter_server.control import lobby, member
+from tfpara.parameter_server.control import lobby, member, membership
 
 LONG = 60.0  # seconds; reached only by a hang
 OURS, OTHER = b"a secret of this run", b"a secret of another run"
@@ -314,7 +314,7 @@ def asynchronous_run(monkeypatch, names=("worker 0", "worker 1", "ps 0"), **secr
 
 
 def test_no_stranger_ends_an_asynchronous_run(monkeypatch):
-    monkeypatch.setattr(lobby, "beat_seconds", lambda _: 0.1)  # so that a place is soon free again
+    monkeypatch.setattr(membership, "beat_seconds", lambda _: 0.1)  # so that a place is soon free again
     with asynchronous_run(monkeypatch) as (hall, seen, threads, endings, connections):
         chief = seen["chief"]
         place = {"hello": chief.spec(), "job": "worker", "index": 1, "version": version.__version__}

@@ -31,7 +31,7 @@ class Run:
 
     def __init__(self):
         self.now = 1000.0
-        self.state = Membership(CLUSTER, "c:2", STARTUP, TIMEOUT, BEAT, self.now)
+        self.state = Membership(CLUSTER, "c:2", STARTUP, TIMEOUT, self.now)
 
     def hello(self, task, view=None, number=version.__version__):
         return self.state.hello(task, view or CLUSTER.spec(), number, self.now)

@@ -30,7 +30,7 @@ from tfpara.cluster.asynchronous import AsyncCluster
 from tfpara.cluster.door import Door
 from tfpara.cluster.messages import Channel
 from tfpara.parameter_server.control import membership
-from tfpara.parameter_server.control.member import PURPOSE, beat_seconds
+from tfpara.parameter_server.control.member import PURPOSE
 from tfpara.typing import Json
 
 _TICK_SECONDS = 0.1
@@ -81,7 +81,6 @@ class Lobby:
             self.tensorflow_address,
             startup_timeout_seconds,
             timeout_seconds,
-            beat_seconds(timeout_seconds),
             time.monotonic(),
         )
         self._hosts: dict[membership.Task, str] = {}  # IP address from which each task connected
@@ -161,21 +160,18 @@ class Lobby:
                 self._do(self.state.leaves(task, str(signal)))
             case {"serving": _} if task and not channel.closed:
                 self._do(self.state.serves(task))
-            case _ if not task and not channel.closed:
-                self._greet(channel, message)
-
-    def _greet(self, channel: Channel, message: dict[str, Json]) -> None:
-        """Handles the first message of a connection.
-
-        The connection of a refused process stays open until the process or `Door` closes it.
-        """
-        try:
-            task = (str(message["job"]), int(message["index"]))
-            view, version = message["hello"], message["version"]
-        except (KeyError, TypeError, ValueError, OverflowError):  # the sender is not tfpara
-            self._door.drop(channel)
-            return
-        self._do(self.state.hello(task, view, version, time.monotonic()), channel)
+            case {
+                "hello": view,
+                "job": str() as job,
+                "index": int() as index,
+                "version": version,
+            } if not task and not channel.closed:
+                # The connection of a refused process stays open until the process or `Door` closes
+                # it.
+                said = self.state.hello((job, index), view, version, time.monotonic())
+                self._do(said, channel)
+            case _ if not task:  # the sender is not tfpara
+                self._door.drop(channel)
 
     def _lose(self, task: membership.Task) -> None:
         self._do(self.state.gone(task, "its connection ended", time.monotonic()))

@@ -15,6 +15,7 @@ from tfpara.cluster import messages, quiet, secret, startup
 from tfpara.cluster.asynchronous import AsyncCluster
 from tfpara.cluster.messages import Channel
 from tfpara.cluster.waiting import RETRY_SECONDS, tried
+from tfpara.parameter_server.control.membership import beat_seconds
 from tfpara.typing import Json
 
 PURPOSE = "lobby"
@@ -23,11 +24,6 @@ _ANSWER_SECONDS = 10.0
 # For so many seconds a worker goes on serving after a signal has asked it to end, unless the chief
 # ends the run earlier.
 _LEAVING_SECONDS = 3.0
-
-
-def beat_seconds(timeout_seconds: float) -> float:
-    """Returns the seconds between signs of life; `timeout_seconds` is the longest silence."""
-    return min(2.0, timeout_seconds / 5.0)
 
 
 class _Over(Exception):

@@ -55,6 +55,11 @@ _LAST_SECONDS = 60.0
 Task: TypeAlias = tuple[str, int]
 
 
+def beat_seconds(timeout_seconds: float) -> float:
+    """Returns the seconds between signs of life; `timeout_seconds` is the longest silence."""
+    return min(2.0, timeout_seconds / 5.0)
+
+
 class Send(NamedTuple):
     """Send a message to a task; if the task is None, to the connection that said hello."""
 
@@ -105,7 +110,6 @@ class Membership:
         cluster: the chief's view of the cluster.
         tensorflow_address: "host:port" of TensorFlow's server in the chief.
         startup_seconds, timeout_seconds: as in the tables.
-        beat_seconds: seconds between two signs of life.
         now: the time in seconds, of any clock. All methods take the time of the same clock.
 
     Attributes:
@@ -125,7 +129,6 @@ class Membership:
         tensorflow_address: str,
         startup_seconds: float,
         timeout_seconds: float,
-        beat_seconds: float,
         now: float,
     ) -> None:
         self.phase: Literal["gathering", "training", "ended"] = "gathering"
@@ -139,7 +142,8 @@ class Membership:
             "welcome": cluster.spec(tensorflow_address),
             "timeout_seconds": timeout_seconds,
         }
-        self._startup, self._timeout, self._beat = startup_seconds, timeout_seconds, beat_seconds
+        self._startup, self._timeout = startup_seconds, timeout_seconds
+        self._beat = beat_seconds(timeout_seconds)
         self._present: dict[Task, _Present] = {}
         # The message that ends the tasks. It is kept for tasks that connect after the end.
         self._end: dict[str, Json] = {}
