@@ -14,7 +14,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfpara.parameter_server import wire
+from tfpara.parameter_server import messages
 from tfpara.parameter_server.messages import NO_ROWS, Answer, Pulled, Push, Rows
 from tfpara.parameter_server.server import Server
 from tfpara.parameter_server.shard import NOT_FINITE, Shard, commit, taken
@@ -70,7 +70,7 @@ class Exchange:
                 variables += [*server.state, server.counters.halted, *server.for_workers]
             ids += [None] * (len(variables) - len(ids))
             there = shard.locked(sent, functools.partial(_read, variables, ids))
-            versions[shard.number], *values = wire.sent(there, shard.device, None)
+            versions[shard.number], *values = messages.sent(there, shard.device, None)
             for place, index in enumerate(shard.indices):
                 weights[index] = values[place]
                 if held:
@@ -116,7 +116,7 @@ class Exchange:
         moves: list[tf.Tensor] = [None] * len(server.names) if server.rule.local_models else []
         included = []
         for shard, (there, _, *own) in zip(server.shards, answers, strict=True):
-            there, *own = wire.sent([there, *own], shard.device, None)
+            there, *own = messages.sent([there, *own], shard.device, None)
             included.append(there)
             for index, move in zip(shard.indices, own, strict=False):
                 moves[index] = move
@@ -135,7 +135,7 @@ class Exchange:
             metrics=list(push.metrics) if first else [],
             version=pulled.versions[shard.number],
         )
-        return wire.sent(of_shard, None, shard.device)
+        return messages.sent(of_shard, None, shard.device)
 
     def apply(
         self, shard: Shard, part: Push, held: Sequence[tf.Tensor], accepted: tf.Tensor

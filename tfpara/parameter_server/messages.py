@@ -1,4 +1,4 @@
-"""The messages between workers and parameter servers, as tuples of tensors."""
+"""The messages between workers and parameter servers, as tuples of tensors, and their transport."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ from typing import NamedTuple, TypeAlias
 
 import tensorflow as tf
 
+from tfpara.typing import Nest
+
 # For each embedding table of which only some rows are pulled and pushed: the ids of the rows that a
 # block of minibatches uses (int64 [rows], ascending, each id once). The keys are the indices of the
 # tables among the trainable weights.
 Rows: TypeAlias = Mapping[int, tf.Tensor]
 NO_ROWS: Rows = {}  # all weights are pulled and pushed whole
+_SMALL_BYTES = 1 << 18
 
 
 class Pulled(NamedTuple):
@@ -96,3 +99,48 @@ class Moment(NamedTuple):
     weights: dict[str, list[tf.Tensor]]
     state: list[tf.Tensor]  # the moving statistics, in the order of `Server.state`
     pushes: int  # number of pushes on the first server before that moment
+
+
+def sent(values: Nest, source: str | None, target: str | None) -> Nest:
+    """Returns a nest with its tensors on the device `target`.
+
+    TensorFlow fetches each tensor from another process by a separate call. So tensors of up to
+    256 KB travel as one vector for each type: floating-point numbers as they are, whole numbers and
+    booleans as int64. They arrive unchanged.
+
+    Args:
+        values: a nest of tensors, or None in place of some.
+        source: the device of the tensors; None: the device that runs the graph.
+        target: the device to which the tensors are sent; None: as for `source`.
+    """
+    flat = tf.nest.flatten(values)
+    together: dict[tf.DType, list[int]] = {}
+    for place, value in enumerate(flat):
+        if value is None:
+            continue
+        kind = _kind(value)
+        if kind is not None:
+            together.setdefault(kind, []).append(place)
+            continue
+        with tf.device(target):
+            flat[place] = tf.identity(value)
+    for kind, places in together.items():
+        with tf.device(source):
+            parts = [tf.reshape(tf.cast(flat[k], kind), [-1]) for k in places]
+            vector = tf.concat(parts, 0)
+        with tf.device(target):
+            parts = tf.split(vector, [part.shape[0] for part in parts])
+            for place, part in zip(places, parts, strict=True):
+                like = flat[place]
+                flat[place] = tf.cast(tf.reshape(part, like.shape), like.dtype)
+    return tf.nest.pack_sequence_as(values, flat)
+
+
+def _kind(value: tf.Tensor) -> tf.DType | None:
+    """Returns the type of the vector in which a tensor travels; None: the tensor travels alone."""
+    size, dtype = value.shape.num_elements(), value.dtype
+    if size is None or size * dtype.size > _SMALL_BYTES:
+        return None
+    if dtype.is_floating:
+        return dtype
+    return tf.int64 if dtype.is_integer or dtype.is_bool else None

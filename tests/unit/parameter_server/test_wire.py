@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfpara.parameter_server import wire
+from tfpara.parameter_server import messages
 
 
 def operations(graph, kind):
@@ -31,7 +31,7 @@ def test_all_arrive_unchanged(in_graph):
     given = tf.nest.map_structure(lambda v: None if v is None else tf.constant(v), VALUES)
 
     def through():
-        return wire.sent(given, "CPU:1", "CPU:0")
+        return messages.sent(given, "CPU:1", "CPU:0")
 
     got = tf.function(through)() if in_graph else through()
     tf.nest.assert_same_structure(got, given)
@@ -47,7 +47,7 @@ def test_all_arrive_unchanged(in_graph):
 def test_small_tensors_travel_together_and_large_ones_alone():
     @tf.function
     def send(small, large, rows, counts, flags):
-        return wire.sent((small, large, rows, counts, flags), "CPU:1", "CPU:0")
+        return messages.sent((small, large, rows, counts, flags), "CPU:1", "CPU:0")
 
     graph = send.get_concrete_function(
         [tf.TensorSpec([3, n]) for n in range(1, 9)],
