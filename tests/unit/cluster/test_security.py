@@ -314,7 +314,8 @@ def asynchronous_run(monkeypatch, names=("worker 0", "worker 1", "ps 0"), **secr
 
 
 def test_no_stranger_ends_an_asynchronous_run(monkeypatch):
-    monkeypatch.setattr(membership, "beat_seconds", lambda _: 0.1)  # so that a place is soon free again
+    # So that a place is soon free again.
+    monkeypatch.setattr(membership, "beat_seconds", lambda _: 0.1)
     with asynchronous_run(monkeypatch) as (hall, seen, threads, endings, connections):
         chief = seen["chief"]
         place = {"hello": chief.spec(), "job": "worker", "index": 1, "version": version.__version__}
