@@ -175,7 +175,7 @@ def test_a_port_in_use_is_named():
 
 def test_an_address_that_leads_nowhere_is_named(monkeypatch):
     """As behind a firewall: the worker reaches the chief, the chief not the worker."""
-    monkeypatch.setattr(startup, "unreachable", lambda *_: ["worker 1 (10.0.0.1:1)"])
+    monkeypatch.setattr(cluster.Cluster, "unreachable", lambda *_: ["worker 1 (10.0.0.1:1)"])
     messages = meet_all(workers(2), [LONG] * 2)
     assert messages[0] == messages[1]
     assert "worker 1 (10.0.0.1:1) came to the chief, but the chief cannot" in messages[0]
@@ -183,7 +183,7 @@ def test_an_address_that_leads_nowhere_is_named(monkeypatch):
 
 def test_a_name_may_be_known_later_than_its_process_runs(monkeypatch):
     answers = [["worker 1 (pod-1.job:1)"], ["worker 1 (pod-1.job:1)"], []]
-    monkeypatch.setattr(startup, "unreachable", lambda *_: answers.pop(0))
+    monkeypatch.setattr(cluster.Cluster, "unreachable", lambda *_: answers.pop(0))
     monkeypatch.setattr(startup.ports, "unknown", lambda _: True)
     assert meet_all(workers(2), [LONG] * 2) == [None] * 2
     assert not answers
