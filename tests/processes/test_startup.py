@@ -184,7 +184,7 @@ def test_an_address_that_leads_nowhere_is_named(monkeypatch):
 def test_a_name_may_be_known_later_than_its_process_runs(monkeypatch):
     answers = [["worker 1 (pod-1.job:1)"], ["worker 1 (pod-1.job:1)"], []]
     monkeypatch.setattr(cluster.Cluster, "unreachable", lambda *_: answers.pop(0))
-    monkeypatch.setattr(startup.ports, "unknown", lambda _: True)
+    monkeypatch.setattr(startup.ports, "places", lambda _: set())
     assert meet_all(workers(2), [LONG] * 2) == [None] * 2
     assert not answers
 

@@ -241,11 +241,6 @@ def _bind(family: int, host: str, port: int, reuse: bool) -> socket.socket:
     return bound
 
 
-def unknown(addresses: Iterable[str]) -> bool:
-    """Returns whether some host among addresses "host:port" cannot be resolved now."""
-    return not all(map(places, addresses))
-
-
 def is_place(host: str, port: int) -> bool:
     """Returns whether `host` is an IP address and `port` the number of a port."""
     return is_address(host) and 0 < port < 65536

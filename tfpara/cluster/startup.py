@@ -411,9 +411,9 @@ def _check_reachable(cluster: Cluster, deadline: float) -> None:
         # A pod's name may be unknown until some time after the pod's start. While a name is
         # unknown, the probe is repeated. Names are looked up before the probe, since one may become
         # known during it.
-        unknown = ports.unknown(cluster.addresses)
+        known = all(map(ports.places, cluster.addresses))
         astray = cluster.unreachable(_ANSWER_SECONDS)
-        if not astray or not unknown:
+        if known or not astray:
             break
     if astray:
         raise StartupError(
