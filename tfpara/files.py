@@ -26,6 +26,7 @@ _OF_A_MODEL = {
 # Names in the scratch folder, where old content is kept until the new content is in its place.
 # `_FORMER` is an old folder; `_FORMERS` is a folder with all old files, if several are replaced.
 _FORMER, _FORMERS = ".former", ".formers"
+_IRREGULAR = "it is a FIFO or a device, and no regular file"
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # constants for Linux's system call renameat2
 
 
@@ -41,9 +42,12 @@ def whole(path: str | os.PathLike[str]) -> Iterator[Path]:
     folders are made.
 
     Raises:
-        OSError: the place cannot be written to.
+        OSError: the place cannot be written to, or there is a FIFO or a device.
     """
     path = Path(os.path.realpath(path))
+    # A rename would replace a device, such as /dev/null, for all programs of the machine.
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise OSError(errno.EINVAL, _IRREGULAR, os.fspath(path))
     path.parent.mkdir(parents=True, exist_ok=True)
     _clear_up(path)
     scratch = path.with_name(f"{_prefix(path)}{os.getpid()}.partial")
@@ -95,7 +99,7 @@ def regular(path: str | os.PathLike[str], flags: int) -> int:
     os.close(handle)
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
-    raise OSError(errno.EINVAL, "it is a FIFO or a device, and no regular file", path)
+    raise OSError(errno.EINVAL, _IRREGULAR, path)
 
 
 def no_link(path: str | os.PathLike[str], flags: int) -> int:

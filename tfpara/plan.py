@@ -160,7 +160,9 @@ def _notes(plans: Sequence[Plan], options: argparse.Namespace) -> list[str]:
     wrong: list[int] = []
     slow: list[int] = []
     for each in plans:
-        if each.workers > 1 and each.speedup <= 1:
+        if each.workers == 1:
+            continue
+        if each.speedup <= 1:
             slower.append(each.workers)
         elif each.error is None:
             unknown.append(each.workers)
@@ -323,10 +325,14 @@ def _workers(text: str) -> list[int]:
 
 
 def _writable(text: str) -> Path:
-    """Checks that a file's folder exists, and returns the file's path; a `type` for argparse."""
-    folder = Path(text).absolute().parent
-    if not folder.is_dir():
-        raise argparse.ArgumentTypeError(f"{text}: there is no folder {folder}. Make it first")
+    """Checks that a file can be at a path, and returns the path; a `type` for argparse."""
+    place = Path(text).absolute()
+    if not place.parent.is_dir():
+        raise argparse.ArgumentTypeError(
+            f"{text}: there is no folder {place.parent}. Make it first"
+        )
+    if place.exists() and not place.is_file():
+        raise argparse.ArgumentTypeError(f"{place} exists and is no file. Give another path")
     return Path(text)
 
 

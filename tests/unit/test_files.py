@@ -207,3 +207,11 @@ def test_a_link_stays_a_link(tmp_path):
     with files.whole(tmp_path / "link") as scratch:
         scratch.write_text("new")
     assert (tmp_path / "link").is_symlink() and (tmp_path / "real").read_text() == "new"
+
+
+def test_no_file_takes_the_place_of_a_device(tmp_path):
+    place = tmp_path / "fifo"
+    os.mkfifo(place)
+    with pytest.raises(OSError, match="a FIFO or a device"), files.whole(place) as scratch:
+        scratch.write_text("new")
+    assert place.is_fifo()

@@ -125,6 +125,11 @@ def test_workers_that_are_slower_than_one_are_named(run):
     assert "2, 4 workers: no faster than one." in said
 
 
+def test_one_worker_has_no_note(run):
+    said, _ = run(*GIVEN, "--workers=1", "--overlap=yes", "--compression=int4")
+    assert row(said, 1)[-1] == "0" and "workers:" not in said
+
+
 def test_what_is_asked_for_is_what_is_planned(run):
     flags = ("--overlap=yes", "--compression=bf16", "--workers=2", "--loss=0.06")
     said, content = run(*GIVEN, *flags)
@@ -205,6 +210,7 @@ def test_models_are_sharded_from_the_same_size_on():
         (("--slowdown=0.5",), "0.5 must be a number of at least 1"),
         (("--link_delay_ms=-1",), "-1 must be a number of at least 0, since no time is negative"),
         (("--out=/nowhere/plan.json",), "there is no folder /nowhere"),
+        (("--out=/",), "/ exists and is no file"),
         (("--step_ms=1",), "--model_mb, --link_mbit must be given, or --measure SCRIPT.py"),
         ((*GIVEN, "--hosts=a,b"), "--hosts is for --measure SCRIPT.py"),
         (("--hosts=a", "--measure", __file__), "--hosts=a has one machine, and a link needs two"),

@@ -144,6 +144,8 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"program {options.command[0]!r} was not found in PATH. Check its name.")
     if options.report and not options.report.absolute().parent.is_dir():
         parser.error(f"--report={options.report}: the folder does not exist. Make it first.")
+    if options.report and options.report.is_dir():
+        parser.error(f"--report={options.report} is a folder. Give a path of a file.")
     folder = options.checkpoints
     options.checkpoints = Path(folder.replace("{run}", "faults")) if folder else None
     for kind in options.faults:

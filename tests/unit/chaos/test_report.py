@@ -76,6 +76,7 @@ def test_the_seed_chooses_the_victim():
             "'disk_full' cannot be made here: it needs --checkpoints=/not/there on a small file",
         ),
         ("--at=noon -- true", "'noon' is none of begin, join"),
+        ("--report=/ -- true", "--report=/ is a folder"),
     ],
 )
 def test_what_cannot_begin_is_one_sentence(arguments, words, capsys):
