@@ -85,7 +85,7 @@ def statistics(
     """Returns the counts of the training split of the corpus that a run was trained on.
 
     Args:
-        run_dir: directory of the run; the counts are kept there.
+        run_dir: directory of the run; the counts are kept there, if it can be written to.
         description: description of the run.
         corpus: the corpus that is evaluated, if there is one. If the run was trained on it, it is
             not read again.
@@ -119,8 +119,11 @@ def statistics(
             "its priors and bigram do not fit. Train again, or prepare that corpus again."
         )
     content = {**mark, **_count(corpus, mark["stack"])}
-    run_files.record(run_dir, FILE_NAME)
-    common.write_json(path, content)
+    try:
+        run_files.record(run_dir, FILE_NAME)
+        common.write_json(path, content)
+    except OSError as error:  # The run may be another person's. The counts only save time.
+        print(f"{path} cannot be written ({error.strerror}), so counts are not kept.", flush=True)
     return content
 
 

@@ -175,11 +175,6 @@ def _report(scores: dict[str, float], frames: int, phones: dict[str, float]) -> 
         **runs.named_scores(scores),
         **phones,
     }
-    run_dir, name = Path(_RUN_DIR.value), f"{_SPLIT.value}.json"
-    with common.bad_input():
-        if _OUT.value is None:
-            run_files.record(run_dir, name)
-        common.write_json(run_dir / name if _OUT.value is None else Path(_OUT.value), result)
     print(
         f"{result['split']} ({frames} frames), {result['weights']} weights: frame error rate "
         f"{result['frame_error_rate']:.2f} %, cross-entropy {result['cross_entropy']:.4f} nats"
@@ -191,6 +186,11 @@ def _report(scores: dict[str, float], frames: int, phones: dict[str, float]) -> 
             f"{phones['deletions']} deletions, {phones['substitutions']} substitutions), frame "
             f"error rate {phones['decoded_frame_error_rate']:.2f} %"
         )
+    run_dir, name = Path(_RUN_DIR.value), f"{_SPLIT.value}.json"
+    with common.bad_input():
+        if _OUT.value is None:
+            run_files.record(run_dir, name)
+        common.write_json(run_dir / name if _OUT.value is None else Path(_OUT.value), result)
 
 
 if __name__ == "__main__":

@@ -121,7 +121,7 @@ def _write(
     model: keras.Model, layers: list[Pretrained], description: dict[str, Any], out: Path
 ) -> None:
     report = {
-        "flags": common.resolved_flags().split(),
+        "flags": common.resolved_flags().splitlines(),
         "arguments": description["arguments"],
         "layers": [layer._asdict() for layer in layers],
     }

@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         apart = options.link_mbit is not None
         try:
             found = measure(options.measure, options.hosts, apart=apart)
-        except MeasuringError as error:
+        except (MeasuringError, OSError) as error:  # OSError: this machine has no ssh, say
             print(f"{_PROGRAM}: {error}", file=sys.stderr)
             return 1
         except KeyboardInterrupt:

@@ -1,5 +1,6 @@
 """`tfpara-plan`: the plan by hand, and what is said where nothing is good enough."""
 
+import errno
 import json
 import re
 from pathlib import Path
@@ -223,6 +224,16 @@ def test_bad_flags_are_refused_in_one_sentence(capsys, flags, message):
         plan.main(flags)
     (said,) = capsys.readouterr().err.splitlines()
     assert message in said and said.startswith("tfpara-plan: ")
+
+
+def test_hosts_on_a_machine_without_ssh_are_one_sentence(monkeypatch, capsys):
+    def started(*_, **__):
+        raise FileNotFoundError(errno.ENOENT, "No such file or directory", "ssh")
+
+    monkeypatch.setattr(plan, "measure", started)
+    assert plan.main(["--hosts=a,b", "--measure", __file__]) == 1
+    said = "tfpara-plan: [Errno 2] No such file or directory: 'ssh'\n"
+    assert capsys.readouterr().err == said
 
 
 def test_ctrl_c_while_a_script_is_measured_is_one_sentence(monkeypatch, capsys):

@@ -121,7 +121,8 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--for", dest="until", type=_seconds, default=float("inf"), metavar="FOR",
         help="time from the first start after which there are no more (default: until the command "
         "ends), such as 90s, 30m, 1h")  # fmt: skip
-    add("--faults", type=_names(FAULTS), default=["kill"], help="kinds, with commas between")
+    add("--faults", type=_names(FAULTS), default=["kill"],
+        help="kinds, with commas between (default: kill)")  # fmt: skip
     add("--at", type=_names(POINTS), default=[],
         help="points at which there is one more fault after each timed one")  # fmt: skip
     add("--lasting", type=_seconds, default=8.0,

@@ -1,6 +1,7 @@
 """evaluate --decode and --write_loglikes on a tiny corpus, and what is behind them."""
 
 import dataclasses
+import errno
 import json
 import os
 import shutil
@@ -232,7 +233,9 @@ def test_log_likelihoods_are_posteriors_over_priors(evaluated, corpus_directory)
     )
 
 
-def test_counts_are_kept_and_made_anew_for_another_corpus(evaluated, corpus_directory, tmp_path):
+def test_counts_are_kept_and_made_anew_for_another_corpus(
+    evaluated, corpus_directory, tmp_path, monkeypatch, capsys
+):
     run_dir = evaluated[0]
     corpus = index.read(corpus_directory)
     _, description = runs.load(run_dir)
@@ -250,6 +253,13 @@ def test_counts_are_kept_and_made_anew_for_another_corpus(evaluated, corpus_dire
         decoding.statistics(tmp_path, {**description, "corpus_fingerprint": "other"}, corpus)
     with pytest.raises(ValueError, match="frames must be .* Delete it"):
         decoding.hmm({**kept, "frames": [1]}, corpus.class_names)
+
+    def refused(path, line):
+        raise PermissionError(errno.EACCES, "Permission denied", path)
+
+    monkeypatch.setattr(decoding.run_files, "append_line", refused)
+    assert decoding.statistics(tmp_path, description, corpus) == kept and not path.exists()
+    assert f"{path} cannot be written (Permission denied)" in capsys.readouterr().out
 
 
 def test_sequence_models_see_whole_utterances_in_stacks(corpus_directory):
@@ -294,6 +304,13 @@ def test_a_path_that_kaldi_cannot_read_is_refused_before_the_work(run, tmp_path)
     ended = run("evaluate", f"--run_dir={tmp_path}", f"--write_loglikes={tmp_path}/a b/x")
     assert ended.returncode == 1
     assert f"--write_loglikes={tmp_path}/a b/x: Kaldi's tables cannot name a path" in ended.err
+
+
+@pytest.mark.nightly
+def test_scores_are_printed_if_their_file_cannot_be_written(run, trained, tmp_path):
+    ended = run("evaluate", f"--run_dir={trained}", f"--out={tmp_path}")
+    assert ended.returncode == 1 and "frame error rate" in ended.out
+    assert "Is a directory" in ended.err and len(ended.err.splitlines()) == 1
 
 
 def test_scores_are_there_if_log_likelihoods_cannot_be_written(run, trained, tmp_path):
