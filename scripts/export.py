@@ -25,7 +25,9 @@ from scripts import runs, serving
 _RUN_DIR = flags.DEFINE_string(
     "run_dir", None, "directory of a run of scripts.train", required=True
 )
-_OUT = flags.DEFINE_string("out", None, "directory of the SavedModel; RUN_DIR/export if not set")
+_OUT = flags.DEFINE_string(
+    "out", None, "directory or URL of the SavedModel; RUN_DIR/export if not set"
+)
 _WEIGHTS = flags.DEFINE_string(
     "weights", "global", "global, an average such as ema-0.99, or best: by an evaluator's scores"
 )
@@ -39,7 +41,7 @@ def main() -> None:
         common.setup_tensorflow()
         model, description = runs.load(Path(_RUN_DIR.value), _WEIGHTS.value)
         ends = serving.serving(runs.frames(description), description)
-        path = Path(_OUT.value or Path(_RUN_DIR.value) / "export")
+        path = _OUT.value or Path(_RUN_DIR.value) / "export"
         tfpara.export(
             model,
             path,

@@ -119,7 +119,7 @@ def test_evaluate_gives_the_error_of_the_exported_model(run_well, pair, corpus_d
     (line,) = [line for line in ended.out.splitlines() if "frame error rate" in line]
     assert f"{scores['frame_error_rate']:.2f} %" in line
     assert f"{scores['cross_entropy']:.4f} nats" in line
-    run_well("export", f"--run_dir={pair[0]}", f"--out={tmp_path / 'export'}")
+    run_well("export", f"--run_dir={pair[0]}", f"--out=file://{tmp_path}/export")
     corpus = index.read(corpus_directory)
     split = corpus.split("test")
     with index.open_shards(split) as files:
