@@ -254,10 +254,10 @@ def test_counts_are_kept_and_made_anew_for_another_corpus(
     with pytest.raises(ValueError, match="frames must be .* Delete it"):
         decoding.hmm({**kept, "frames": [1]}, corpus.class_names)
 
-    def refused(path, line):
+    def refused(path, content):
         raise PermissionError(errno.EACCES, "Permission denied", path)
 
-    monkeypatch.setattr(decoding.run_files, "append_line", refused)
+    monkeypatch.setattr(decoding.common, "write_json", refused)
     assert decoding.statistics(tmp_path, description, corpus) == kept and not path.exists()
     assert f"{path} cannot be written (Permission denied)" in capsys.readouterr().out
 
