@@ -119,7 +119,7 @@ def test_evaluate_gives_the_error_of_the_exported_model(run_well, pair, corpus_d
     (line,) = [line for line in ended.out.splitlines() if "frame error rate" in line]
     assert f"{scores['frame_error_rate']:.2f} %" in line
     assert f"{scores['cross_entropy']:.4f} nats" in line
-    run_well("export", f"--run_dir={pair[0]}", f"--out=file://{tmp_path}/export")
+    run_well("export", f"--run_dir={pair[0]}", f"--out={tmp_path / 'export'}")
     corpus = index.read(corpus_directory)
     split = corpus.split("test")
     with index.open_shards(split) as files:
@@ -137,6 +137,13 @@ def test_evaluate_gives_the_error_of_the_exported_model(run_well, pair, corpus_d
     assert scores["frames"] == len(labels)
     assert scores["frame_error_rate"] == pytest.approx(wrong, abs=1e-3)
     assert scores["cross_entropy"] == pytest.approx(entropy, abs=1e-4)
+
+
+@pytest.mark.nightly
+def test_the_place_of_an_export_may_be_a_url(run, pair):
+    """Of this URL the library says that it is one of this machine, so it was taken for a URL."""
+    ended = run("export", f"--run_dir={pair[0]}", "--out=file:///nowhere/export")
+    assert ended.returncode == 1 and "'file:///nowhere/export' is of this machine" in ended.err
 
 
 @pytest.mark.nightly
