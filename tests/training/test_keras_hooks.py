@@ -315,6 +315,15 @@ def test_orbax_is_refused_with_several_workers(strategy, monkeypatch):
         make_model(strategy).fit(X, Y, callbacks=[orbax], verbose=0)
 
 
+def test_best_weights_of_each_worker_are_refused_under_easgd(monkeypatch):
+    strategy = tfpara.PeriodicSyncStrategy(tfpara.EASGD(), sync_period=2)
+    best = K.EarlyStopping("loss", restore_best_weights=True)
+    make_model(strategy).fit(X, Y, callbacks=[best], verbose=0)
+    monkeypatch.setattr(type(strategy), "num_workers", 2)
+    with pytest.raises(ValueError, match="other weights on each worker, since under EASGD"):
+        make_model(strategy).fit(X, Y, callbacks=[best], verbose=0)
+
+
 def test_keras_functions_keep_their_signatures_and_are_replaced_once(strategy):
     fit = keras.Model.fit
     tfpara.PeriodicSyncStrategy(tfpara.BSP(), sync_period=1)

@@ -49,6 +49,16 @@ def _refuse(callback: keras.callbacks.Callback, strategy: Any) -> None:
             "momentum and averages nor the other replicas: a run would not go on where it was. Use "
             f"tfpara.callbacks.Checkpoint({os.fspath(callback.backup_dir)!r}) in its place."
         )
+    several = strategy.num_workers > 1 or strategy.members_change
+    restores = getattr(callback, "restore_best_weights", False)
+    if isinstance(callback, _CALLBACKS.EarlyStopping) and restores and several:
+        if not strategy.rule.overwrites:
+            raise ValueError(
+                "EarlyStopping(restore_best_weights=True) would restore other weights on each "
+                f"worker, since under {type(strategy.rule).__name__} the replicas' weights differ "
+                "after a sync, too. Leave restore_best_weights out, and save the best model by "
+                "keras.callbacks.ModelCheckpoint(path, save_best_only=True)."
+            )
     why = getattr(callback, "not_elastic", "")
     if why and strategy.members_change:
         raise ValueError(f"{type(callback).__name__} and elastic= contradict each other: {why}")
