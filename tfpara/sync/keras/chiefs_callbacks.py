@@ -50,15 +50,13 @@ def _refuse(callback: keras.callbacks.Callback, strategy: Any) -> None:
             f"tfpara.callbacks.Checkpoint({os.fspath(callback.backup_dir)!r}) in its place."
         )
     several = strategy.num_workers > 1 or strategy.members_change
-    restores = getattr(callback, "restore_best_weights", False)
-    if isinstance(callback, _CALLBACKS.EarlyStopping) and restores and several:
-        if not strategy.rule.overwrites:
-            raise ValueError(
-                "EarlyStopping(restore_best_weights=True) would restore other weights on each "
-                f"worker, since under {type(strategy.rule).__name__} the replicas' weights differ "
-                "after a sync, too. Leave restore_best_weights out, and save the best model by "
-                "keras.callbacks.ModelCheckpoint(path, save_best_only=True)."
-            )
+    if several and not strategy.rule.overwrites and _restores_best(callback):
+        raise ValueError(
+            "EarlyStopping(restore_best_weights=True) would restore other weights on each worker, "
+            f"since under {type(strategy.rule).__name__} the replicas' weights differ after a "
+            "sync, too. Leave restore_best_weights out, and save the best model by "
+            "keras.callbacks.ModelCheckpoint(path, save_best_only=True)."
+        )
     why = getattr(callback, "not_elastic", "")
     if why and strategy.members_change:
         raise ValueError(f"{type(callback).__name__} and elastic= contradict each other: {why}")
@@ -69,6 +67,14 @@ def _refuse(callback: keras.callbacks.Callback, strategy: Any) -> None:
             "keras.callbacks.ModelCheckpoint, or to go on after a failure "
             "tfpara.callbacks.Checkpoint(directory)."
         )
+
+
+def _restores_best(callback: Any) -> bool:
+    """Returns whether a callback is an EarlyStopping that sets the best weights when `fit` ends."""
+    kind = _CALLBACKS.EarlyStopping
+    if not isinstance(callback, kind) or type(callback).on_train_end is not kind.on_train_end:
+        return False
+    return bool(callback.restore_best_weights)
 
 
 class _Elsewhere(keras.callbacks.Callback):
