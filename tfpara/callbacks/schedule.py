@@ -274,9 +274,9 @@ def check_rate(model: keras.Model) -> None:
     rate = getattr(getattr(model, "optimizer", None), "learning_rate", None)
     if not isinstance(rate, keras.Variable):
         raise TypeError(
-            "the learning rate of the model's optimizer cannot be set: it was compiled with a "
-            "LearningRateSchedule or a function, or not at all. Compile with a number, e.g. "
-            "keras.optimizers.SGD(0.1)."
+            "the learning rate of the model's optimizer cannot be set: the model is compiled with "
+            "a LearningRateSchedule, a function or a MultiOptimizer, or not at all. Compile with "
+            "one optimizer whose rate is a number, e.g. keras.optimizers.SGD(0.1)."
         )
 
 
