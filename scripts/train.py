@@ -312,8 +312,9 @@ def _start_run(
         # run is still writing to the directory.
         except CheckpointError as error:
             raise common.Failure(str(error)) from error
-        common.write_text(run_dir / "flags.txt", common.resolved_flags(_START_OVER))
         common.write_json(run_dir / "model.json", description)
+    # A resumed run may have other flags, such as more epochs.
+    common.write_text(run_dir / "flags.txt", common.resolved_flags(_START_OVER))
 
 
 def _callbacks(

@@ -81,6 +81,8 @@ def test_its_weights_are_those_of_an_uninterrupted_run_bit_for_bit(resumed):
 def test_its_log_has_every_epoch_once(resumed):
     one, two, _ = resumed
     assert len(epochs(one)) == len(epochs(two)) >= 4
+    for run_dir in (one, two):
+        assert f"--epochs={len(epochs(one))}" in (run_dir / "flags.txt").read_text().splitlines()
     for name in ("loss", "frame_accuracy", "validation_loss", "learning_rate"):
         assert [log[name] for log in epochs(one)] == [log[name] for log in epochs(two)]
 
