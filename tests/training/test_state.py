@@ -167,7 +167,7 @@ _NOT_KEPT = {
     "sync_began",
     "flight_committed",
     "flight_rows",
-    "flight_table",
+    "flight_agreed",
     "flight_problem",
 }
 

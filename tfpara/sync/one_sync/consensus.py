@@ -153,11 +153,10 @@ class Consensus:
             (differ,) = in_python(
                 lambda table: [self._are_apart(table)], [reports], tf.TensorSpec([], tf.bool)
             )
-            told = functools.partial(self._told, patient=False)
             numbers = reports[::devices, SAMPLES]
             if self._site.company.unlike_devices:
                 numbers = tf.gather(reports[:, SAMPLES], self._site.first_replicas(0))
-            return numbers, tf.cond(differ, told, lambda: tf.constant(""))
+            return numbers, tf.cond(differ, self._told, lambda: tf.constant(""))
 
     def report(self, running: tf.Tensor | bool, anchors: Buckets) -> tuple[tf.Tensor, tf.Tensor]:
         """Returns when this worker came to the sync, and its reports, [local replicas, columns]."""
@@ -280,7 +279,7 @@ class Consensus:
     def _are_apart(self, table: Array) -> bool:
         return not self._site.is_alone and are_apart(table, self._site.company.changes)
 
-    def _told(self, patient: bool) -> tf.Tensor:
+    def _told(self) -> tf.Tensor:
         """Returns a sentence with each worker's place in its script; all exchange their places."""
         site = self._site
         mine = tf.numpy_function(
@@ -290,47 +289,32 @@ class Consensus:
         table = site.reports.all_gather(mine, f"{site.name}/places")
 
         def text(rows: Array) -> bytes:
-            if patient:
-                time.sleep(_GRACE_SECONDS)
+            time.sleep(_GRACE_SECONDS)
             return sentence(rows).encode()
 
         return tf.numpy_function(text, [table], tf.string)
 
-    def decide(
-        self, reports: tf.Tensor, known: tf.Tensor | str = "", *, patient: bool = True
-    ) -> Verdict:
-        """Returns the decision of all workers from the table of reports.
+    def decide(self, reports: tf.Tensor) -> Verdict:
+        """Returns the decision of all workers from the table of reports."""
+        return self._decide([reports], lambda table: table)
+
+    def _decide(self, given: Sequence[tf.Tensor | bool], table_of: Callable[..., Array]) -> Verdict:
+        """Returns the decision; `table_of`, a Python function, makes the table from `given`.
 
         The decision is Python code. As graph operations it would be a third of a sync's operations,
         which TensorFlow has to make and optimise before the first step.
-
-        Args:
-            known: the sentence of an earlier decision from the same table, or "".
-            patient: whether to wait a little if the sync is forbidden: see `_GRACE_SECONDS`.
         """
-        return self._decide([reports], lambda table: table, known, patient)
-
-    def _decide(
-        self,
-        given: Sequence[tf.Tensor | bool],
-        table_of: Callable[..., Array],
-        known: tf.Tensor | str = "",
-        patient: bool = True,
-    ) -> Verdict:
-        """Returns the decision; `table_of`, a Python function, makes the table from `given`."""
         own = len(self._site.devices)
 
-        def decided(
-            known: bytes, replicas: int, first: int, period: int, *given: Array
-        ) -> Sequence[Any]:
+        def decided(replicas: int, first: int, period: int, *given: Array) -> Sequence[Any]:
             at, table = time.monotonic(), table_of(*given)
-            apart = not known and self._are_apart(table)
-            text = _APART if apart else known.decode() or self._problem_of(table)
-            if text and not apart and patient and not self._site.is_alone:
+            apart = self._are_apart(table)
+            text = _APART if apart else self._problem_of(table)
+            if text and not apart and not self._site.is_alone:
                 time.sleep(_GRACE_SECONDS)
             return at, apart, not text, *self._decision(table, text, replicas, first, period)
 
-        arguments = [known, *self._site.replicas_now(), self._block.period.read_value(), *given]
+        arguments = [*self._site.replicas_now(), self._block.period.read_value(), *given]
         parts, f32, f64 = self._block.parts, tf.float32, tf.float64
         at, apart, allowed, problem, is_last, agreed, counts, trained, *of_parts = in_python(
             decided,
@@ -351,8 +335,7 @@ class Consensus:
             tf.TensorSpec([parts], f32),
         )
         if not self._site.is_alone:
-            told = functools.partial(self._told, patient)
-            problem = tf.cond(apart, told, functools.partial(tf.identity, problem))
+            problem = tf.cond(apart, self._told, functools.partial(tf.identity, problem))
         made = [
             Part(committed, steps, Shares(portions, divisor, of_block), of_all)
             for committed, steps, portions, of_all, divisor, of_block in zip(

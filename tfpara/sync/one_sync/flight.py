@@ -51,7 +51,7 @@ class Flight:
 
     Args:
         fly: does the exchange, called in the thread. It reads `rows`, `fragment` and `snapshots`,
-            and writes `table`, `problem`, `arrived` and `committed`.
+            and writes `agreed`, `problem`, `arrived` and `committed`.
         sizes: lengths of the buckets of all fragments.
         columns: number of columns of a report.
 
@@ -59,7 +59,7 @@ class Flight:
         state: NONE, FLYING or LANDED.
         fragment: number of the fragment that is exchanged.
         rows: this worker's reports, [local replicas, columns].
-        table: the reports of all replicas, [N, columns].
+        agreed: what all workers have agreed on: see `tfpara.sync.one_sync.reports.Decision`.
         problem: the sentence that forbids the sync; "" if none does.
         committed: 1 if the sync was committed, else 0.
         snapshots: for each local replica the buckets of its weights when the flight started.
@@ -72,7 +72,6 @@ class Flight:
         devices: Sequence[str],
         sizes: Sequence[int],
         columns: int,
-        num_replicas: int,
         make: Callable[[Array, str], tf.Variable],
     ) -> None:
         self._fly = fly
@@ -86,7 +85,7 @@ class Flight:
             self.fragment = make(tf.zeros([], tf.int32), "flight_fragment")
             self.committed = make(tf.zeros([], tf.int64), "flight_committed")
             self.rows = make(tf.zeros([len(devices), columns], tf.float64), "flight_rows")
-            self.table = make(tf.zeros([num_replicas, columns], tf.float64), "flight_table")
+            self.agreed = make(tf.zeros([3], tf.float64), "flight_agreed")
             self.problem = make(tf.constant(""), "flight_problem")
         self.snapshots: list[list[tf.Variable]] = []
         self.arrived: list[list[tf.Variable]] = []

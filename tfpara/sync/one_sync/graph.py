@@ -149,7 +149,8 @@ class SyncGraph:
 
         def closed() -> None:
             ended = now()
-            self.note(verdict, committed, tf.stack([ended - began, verdict.at - began]))
+            self.note(verdict.agreed, committed, tf.stack([ended - began, verdict.at - began]))
+            self.dealt.assign_add(verdict.trained)
             balance = self._site.balance
             if balance is not None:
                 (due,) = in_python(lambda: [balance.close()], [], tf.TensorSpec([], tf.int64))
@@ -258,14 +259,13 @@ class SyncGraph:
 
     # -- counters, waits and requests --------------------------------------------------------
 
-    def note(self, verdict: Verdict, committed: tf.Tensor, seconds: tf.Tensor) -> None:
-        """Updates the counters after a sync.
+    def note(self, agreed: tf.Tensor, committed: tf.Tensor, seconds: tf.Tensor) -> None:
+        """Updates the counters after a sync, on whose reports all workers have `agreed`.
 
         `committed` is 1 if the sync was committed, else 0. `seconds` has two numbers: the time for
         which training stood still, and the part of that time spent waiting.
         """
-        self._agreed.assign(verdict.agreed)
-        self.dealt.assign_add(verdict.trained)
+        self._agreed.assign(agreed)
         self._syncs.assign_add(committed)
         # A worker that is alone waits for nobody, so the time measured as waiting is that of its
         # own work.

@@ -36,7 +36,6 @@ class Overlap:
             site.devices,
             layout.bucket_sizes,
             graph.consensus.columns.width,
-            site.num_replicas,
             site.make,
         )
         self._land = not_inlined(self._land_step)
@@ -97,11 +96,10 @@ class Overlap:
         """Exchanges reports and, if they allow it, weights, from the flight's copies."""
         graph, flight = self._graph, self.flight
         reports, _ = graph.consensus.gather(flight.rows.read_value(), now())
-        with tf.control_dependencies([reports]):
-            flight.table.assign(reports)
         # If the reports forbid the sync, no error is raised here: `_touch_down` passes the reason
         # on to the training thread.
-        verdict = graph.consensus.decide(reports, patient=False)
+        verdict = graph.consensus.decide(reports)
+        flight.agreed.assign(verdict.agreed)
         flight.problem.assign(verdict.problem)
         committed = graph.of_fragment(
             flight.fragment,
@@ -159,11 +157,11 @@ class Overlap:
 
     def _touch_down(self, waited: tf.Tensor) -> tf.Tensor:
         graph, flight = self._graph, self.flight
-        verdict = graph.consensus.decide(flight.table.read_value(), flight.problem.read_value())
+        problem = flight.problem.read_value()
 
         def landed() -> None:
             committed = flight.committed.read_value()
-            graph.note(verdict, committed, tf.fill([2], waited))
+            graph.note(flight.agreed.read_value(), committed, tf.fill([2], waited))
             flight.state.assign(tf.where(committed > 0, tf.constant(LANDED, tf.int64), NONE))
 
         def forbidden() -> None:
@@ -171,9 +169,10 @@ class Overlap:
             graph.block.reopen(flight.fragment, rows[0, columns.steps], rows[:, columns.samples])
             flight.state.assign(NONE)
 
-        where(verdict.allowed, landed)
-        where(~verdict.allowed, forbidden)
-        return verdict.problem
+        allowed = tf.equal(problem, "")
+        where(allowed, landed)
+        where(~allowed, forbidden)
+        return problem
 
     def _merge_step(self) -> tuple[tf.Tensor, tf.Tensor]:
         graph, flight = self._graph, self.flight
