@@ -123,16 +123,35 @@ class _Functional(keras.optimizers.Optimizer):
 
 
 class _Step:
-    """A copy of an optimizer that works on `_Value`s, and its step on given tensors."""
+    """A copy of an optimizer that works on `_Value`s, and its step on given tensors.
+
+    Args:
+        kind: the class of the optimizer.
+        config: its settings; the learning rate may be a function.
+        weights: the values that it trains.
+    """
 
     def __init__(
-        self, optimizer: keras.optimizers.Optimizer, config: dict[str, Any], weights: list[_Value]
+        self, kind: type[keras.optimizers.Optimizer], config: dict[str, Any], weights: list[_Value]
     ) -> None:
-        kind = type(optimizer)
         functional: Any = type(kind.__name__, (kind, _Functional), {})
-        self._optimizer = functional.from_config(config)
+        self._optimizer = copy = functional.from_config(config)
         self._weights = weights
         self._lock = threading.Lock()
+        copy.build(weights)
+        # The iterations, the learning rate unless it is a schedule or a function, then the slots.
+        self._state: list[_Value] = []
+        for attribute, value in list(vars(copy).items()):
+            # Keras keeps the iterations, a constant learning rate and Nadam's momentum product in
+            # variables. Stand-ins replace them.
+            if isinstance(value, keras.Variable) and not isinstance(value, _Value):
+                stand_in = _Value(value.numpy(), dtype=value.dtype, autocast=False, name=attribute)
+                setattr(copy, attribute, stand_in)
+                self._state.append(stand_in)
+        self._state += copy._made.slots if hasattr(copy, "_made") else []
+        # When Keras saves an optimizer, it writes the variables of this list. This copy is never
+        # saved.
+        copy._variables.clear()
 
     def _apply(
         self, held: Sequence[_Value], tensors: Sequence[tf.Tensor], gradients: list[tf.Tensor]
@@ -171,38 +190,23 @@ class KerasStep(_Step):
         # The weights are NaN here. So a slot that starts from the weights starts as NaN, by which
         # it is detected.
         unknown = _Value(np.full([1], np.nan, np.float32), autocast=False, name="weights")
-        super().__init__(optimizer, optimizer.get_config(), [unknown])
+        super().__init__(type(optimizer), optimizer.get_config(), [unknown])
         copy = self._optimizer
-        copy.build(self._weights)
-        # Keras keeps the iterations and a constant learning rate in variables. Here a stand-in
-        # replaces the iterations, which schedules read, and a number replaces the rate.
-        self._iterations = copy._iterations = _Value(0, dtype="int64", name="iterations")
-        if isinstance(copy._learning_rate, keras.Variable):
+        others = (copy._iterations, copy._learning_rate)
+        self._slots = [v for v in self._state if not any(v is other for other in others)]
+        if isinstance(copy._learning_rate, _Value):
             copy._learning_rate = shortest(copy._learning_rate.numpy())
-        self._slots = self._find_slots()
-        self.initial = {name: slot.numpy() for name, slot in self._slots.items()}
-        # When Keras saves an optimizer, it writes the variables of this list. This copy is never
-        # saved.
-        copy._variables.clear()
-        fields = ("global_model", *self._slots, "iterations")
+        # A slot that is alone (Nadam's product) is an attribute of the optimizer. The others are in
+        # lists, with one slot for each weight.
+        attributes = {id(value): attribute for attribute, value in vars(copy).items()}
+        names = [attributes.get(id(slot), slot.name).strip("_") for slot in self._slots]
+        self.initial = {n: slot.numpy() for n, slot in zip(names, self._slots, strict=True)}
+        fields = ("global_model", *names, "iterations")
         self.State: Any = collections.namedtuple("OuterState", fields)  # type: ignore[misc]
-
-    def _find_slots(self) -> dict[str, _Value]:
-        """Returns the slots by name; replaces those that Keras made as variables (Nadam's)."""
-        optimizer = self._optimizer
-        slots: dict[str, _Value] = {}
-        for attribute, value in vars(optimizer).items():
-            if isinstance(value, keras.Variable) and value is not self._iterations:
-                slot = _Value(value.numpy(), dtype="float32", autocast=False, name=attribute)
-                slots[attribute.strip("_")] = slot
-                setattr(optimizer, attribute, slot)
-            elif holds_slots(attribute, value):
-                slots |= {slot.name: slot for slot in value if isinstance(slot, _Value)}
-        return slots
 
     def __call__(self, state: State, gradient: Array) -> State:
         """Returns the state after one step. Weights and slots take the dtype of the gradient."""
-        held = [*self._weights, *self._slots.values(), self._iterations]
+        held = [*self._weights, *self._slots, self._optimizer._iterations]
         values = [tf.cast(value, gradient.dtype) for value in state[:-1]]
         values.append(tf.cast(tf.round(state.iterations), tf.int64))
         *values, _ = self._apply(held, values, [gradient])
@@ -245,46 +249,31 @@ class KerasSteps(_Step):
         rate = optimizer._learning_rate
         scheduled = isinstance(rate, keras.optimizers.schedules.LearningRateSchedule)
         self.schedule = rate if told_rate and scheduled else None
-        is_function = callable(rate) and not scheduled
-        if self.schedule is not None or is_function:
+        if self.schedule is not None:
             config["learning_rate"] = 0.0
+        elif callable(rate) and not scheduled:
+            # The config has only the name of a function, from which Keras restores only those that
+            # are registered with it.
+            config["learning_rate"] = rate
         if not clip:
             config |= dict.fromkeys(("clipnorm", "global_clipnorm", "clipvalue"))
         values = [_Value(v.numpy(), dtype=v.dtype, autocast=False, name=v.name) for v in weights]
-        super().__init__(optimizer, config, values)
-        copy = self._optimizer
-        # `from_config` can restore only functions that are registered with Keras.
-        if is_function:
-            copy._learning_rate = rate
-        # The config does not contain what `exclude_from_weight_decay` has set, so the copy is told.
-        copy._exclude_from_weight_decay = {
-            id(value)
-            for value, variable in zip(values, weights, strict=True)
-            if not optimizer._use_weight_decay(variable)
-        }
         for value, variable in zip(values, weights, strict=True):
             value.constraint = variable.constraint
             # Muon reads layers' names in the path. Keras keeps it in this private attribute.
             value._path = variable.path
-        copy.build(values)
-        self._state = []
-        for attribute, value in list(vars(copy).items()):
-            # Keras keeps the iterations, a constant learning rate and Nadam's momentum product in
-            # variables. Stand-ins replace them.
-            if isinstance(value, keras.Variable) and not isinstance(value, _Value):
-                stand_in = _Value(value.numpy(), dtype=value.dtype, autocast=False, name=attribute)
-                setattr(copy, attribute, stand_in)
-                self._state.append(stand_in)
-        self.rate_index = next(
-            (k for k, value in enumerate(self._state) if value is copy._learning_rate), None
-        )
-        self._state += copy._made.slots if hasattr(copy, "_made") else []
+        super().__init__(type(optimizer), config, values)
+        # The config does not contain what `exclude_from_weight_decay` has set, so the copy is told.
+        self._optimizer._exclude_from_weight_decay = {
+            id(value)
+            for value, variable in zip(values, weights, strict=True)
+            if not optimizer._use_weight_decay(variable)
+        }
+        own_rate = self._optimizer._learning_rate
+        self.rate_index = next((k for k, v in enumerate(self._state) if v is own_rate), None)
         self.initial = [value.numpy() for value in self._state]
         places = {id(value): k for k, value in enumerate(values)}
         self.owners = [places.get(id(value.reference)) for value in self._state]
-        # When Keras saves an optimizer, it writes the variables of this list. This copy is never
-        # saved.
-        copy._variables.clear()
 
     def limit_memory(self, most: float, rate_factor: float) -> None:
         """Limits momentum, or β₁, to `most`, and multiplies the steps by `rate_factor`.
@@ -364,11 +353,6 @@ def step_of_rows(optimizer: keras.optimizers.Optimizer, path: str) -> tuple[bool
         for before, after, earlier, later in zip([start, *first], *whole, strict=True)
     )
     return by_rows, unmoved
-
-
-def holds_slots(attribute: str, value: object) -> bool:
-    """Returns whether an attribute of a Keras optimizer is a list of slots, one for each weight."""
-    return isinstance(value, list) and attribute not in ("_variables", "_trainable_variables")
 
 
 def class_names(optimizer: keras.optimizers.Optimizer) -> set[str]:

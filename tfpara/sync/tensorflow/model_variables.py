@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import keras
 import tensorflow as tf
 
-from tfpara.algorithms.keras_step import class_names, holds_slots
+from tfpara.algorithms.keras_step import class_names
 from tfpara.keras_model import minibatches_of_a_step, optimizers
 from tfpara.sync.one_sync.replicas import ReplicaVariables
 from tfpara.sync.settings import Settings
@@ -185,8 +185,9 @@ def _slots(optimizer: keras.optimizers.Optimizer) -> list[tuple[keras.Variable, 
     # scalars, such as the learning rate, only slots do. Keras keeps slots in lists, with one for
     # each weight, and a weight may be a scalar.
     product = getattr(optimizer, "_u_product", None)
-    lists = [value for name, value in vars(optimizer).items() if holds_slots(name, value)]
-    listed = {id(slot) for value in lists for slot in value}
+    others = ("_variables", "_trainable_variables")
+    lists = [v for name, v in vars(optimizer).items() if isinstance(v, list) and name not in others]
+    listed = {id(slot) for slots in lists for slot in slots}
     return [
         (v, 1.0 if v is product else start if v.path.endswith("accumulator") else 0.0)
         for v in optimizer.variables
