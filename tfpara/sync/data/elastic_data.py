@@ -7,12 +7,8 @@ what a lost worker has left, and faster workers can get more.
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import itertools
-import operator
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 import keras
@@ -23,7 +19,7 @@ from tfpara.cluster.call_site import FIT_BEGIN
 from tfpara.steps import mapped
 from tfpara.sync.data import same_data
 from tfpara.sync.data.dealt import rows_of_all, slice_of
-from tfpara.sync.data.reading import Order, ahead, shuffled, shuffled_rows
+from tfpara.sync.data.reading import Order, shuffled_rows
 from tfpara.sync.workers import data_place
 from tfpara.typing import Json
 
@@ -81,7 +77,7 @@ def deal_out_arrays(strategy: Any, began: Began, given: dict[str, Any]) -> None:
     steps = given.get("steps_per_epoch")
     batch_size = given.get("batch_size") or (-(-rows // steps) if steps else _BATCH_SIZE)
     facts: Facts = {"kind": "arrays", "rows": rows, "batch_size": batch_size}
-    order = _agree(strategy, began, {**facts, "values": same_data.values_of(leaves)})
+    order = agreed_order(strategy, began, {**facts, "values": same_data.values_of(leaves)})
     shuffle = given.get("shuffle", True)
     while len(parts) > 1 and parts[-1] is None:
         parts.pop()
@@ -152,105 +148,13 @@ def deal_out_dataset(strategy: Any, began: Began, given: dict[str, Any]) -> None
         f"an order of each epoch's own, give fit data = {_BY_EPOCH}.",
     )
     facts = same_data.facts_of_dataset(dataset)
-    order = _agree(strategy, began, facts)
+    order = agreed_order(strategy, began, facts)
 
     def minibatches(epoch: int, first: int) -> tf.data.Dataset:
         return _parts_of(dataset, order.known()[1], _Own(strategy, first))
 
     given["x"] = strategy.datasets_by_number(minibatches)
     given["x"].facts = _without_values(facts)
-
-
-class Batches(NamedTuple):
-    """The batches of a `keras.utils.PyDataset`, for `deal_out_py_dataset`.
-
-    Attributes:
-        number: number of batches.
-        signature: the spec of a batch.
-        values: some of the first batches' values, by which workers' data are compared.
-        standard: turns an item of the dataset into a batch of the standard form (x, y, …).
-        part_of: `part_of(batch, k, n)` returns part k, from 0, of the n parts of a batch.
-    """
-
-    number: int
-    signature: Any
-    values: list[Json]
-    standard: Callable[[Any], Any]
-    part_of: Callable[[Any, int, int], Any]
-
-
-def deal_out_py_dataset(
-    strategy: Any, began: Began, given: dict[str, Any], batches: Batches
-) -> None:
-    """Replaces a `keras.utils.PyDataset` among the arguments of `fit`, in place.
-
-    Each batch is cut into N minibatches, for the N replicas with which the run begins. Their
-    numbers of rows differ by one at most. Until members change, each of the W workers reads every
-    W-th batch, as without `elastic=`. After that, it reads each batch of which it needs a part.
-
-    Raises:
-        ValueError: the dataset has hooks that change it between epochs, or reads in processes; or
-            workers have different data.
-    """
-    data: keras.utils.PyDataset = given["x"]
-    for hook in ("on_epoch_begin", "on_epoch_end"):
-        if getattr(type(data), hook, None) is not getattr(keras.utils.PyDataset, hook, None):
-            raise ValueError(
-                f"{type(data).__name__}.{hook} changes the dataset, which {began.option} deals out "
-                "by number, also to workers that have not called it. Leave the order to "
-                "fit(shuffle=True)."
-            )
-    if data.use_multiprocessing and data.workers > 0:
-        raise ValueError(
-            f"PyDataset(use_multiprocessing=True) does not go with {began.option}, which would "
-            "start its processes anew whenever it deals data out. Write use_multiprocessing=False, "
-            "for threads."
-        )
-    facts: Facts = {"kind": "PyDataset", "batches": batches.number}
-    order = _agree(strategy, began, {**facts, "values": batches.values})
-    shuffle = given.get("shuffle", True)
-
-    def minibatches(epoch: int, first: int) -> tf.data.Dataset:
-        count, (seed, parts, devices) = batches.number, order.known()
-        in_order = shuffled(count, seed, epoch) if shuffle else range(count)
-        dealt = data_place.dealt()
-        if dealt is not None:
-            # The minibatches that are parts of one batch have successive numbers. So a worker takes
-            # its parts of a batch one after the other, and the cache, which holds the last batch,
-            # mostly saves a second read of that batch.
-            standard, recent = batches.standard, functools.lru_cache(1)(data.__getitem__)
-
-            def one(number: int) -> Iterator[Any]:
-                place, part = divmod(int(number), parts)
-                yield batches.part_of(standard(recent(in_order[place])), part, parts)
-
-            def taken(number: tf.Tensor) -> tf.data.Dataset:
-                return tf.data.Dataset.from_generator(
-                    one, args=(number,), output_signature=batches.signature
-                )
-
-            return dealt.numbers(count * parts).flat_map(taken)
-        numbers = _numbers(strategy, first, count * parts)
-        places = [_place(number, count, parts, devices) for number in numbers]
-        runs = [
-            (in_order[place], [part for _, part in own])
-            for place, own in itertools.groupby(places, operator.itemgetter(0))
-        ]
-
-        def read() -> Iterator[Any]:
-            wanted = (number for number, _ in runs)
-            found = ahead(data, wanted, steady=strategy.extended.worker.company.steady)
-            with contextlib.closing(found):
-                for batch, (_, own) in zip(found, runs, strict=True):
-                    batch = batches.standard(batch)
-                    for part in own:
-                        yield batches.part_of(batch, part, parts)
-
-        return tf.data.Dataset.from_generator(read, output_signature=batches.signature)
-
-    given["x"] = strategy.datasets_by_number(minibatches)
-    given["x"].facts = facts
-    given["class_weight"] = None
 
 
 def by_epoch(strategy: Any, dataset_fn: Callable[[int], tf.data.Dataset]) -> Any:
@@ -338,7 +242,7 @@ def _without_values(facts: Facts) -> Facts:
     return {name: fact for name, fact in facts.items() if name != "values"}
 
 
-def _agree(strategy: Any, began: Began, facts: Facts) -> Order:
+def agreed_order(strategy: Any, began: Began, facts: Facts) -> Order:
     """Returns the run's order of data, with a seed that is equal on all workers.
 
     Raises ValueError if the workers with which the run begins have different data.
@@ -360,7 +264,7 @@ def _agree(strategy: Any, began: Began, facts: Facts) -> Order:
     return order
 
 
-def _numbers(strategy: Any, first: int, count: int) -> list[int]:
+def numbers_of(strategy: Any, first: int, count: int) -> list[int]:
     """Returns the numbers of this worker's minibatches, those from `first` to before `count`."""
     starts = range(first, count, strategy.num_replicas)
     numbers = [start + own for start in starts for own in strategy.local_replica_ids]
@@ -384,7 +288,7 @@ class _Own:
         return tf.reduce_any((since >= 0) & (since % self._replicas == 0))
 
     def numbers(self, end: int) -> tf.data.Dataset:
-        own = np.array(_numbers(self._strategy, self.first, end), np.int64)
+        own = np.array(numbers_of(self._strategy, self.first, end), np.int64)
         return tf.data.Dataset.from_tensor_slices(own)
 
     def among(self, numbered: tf.data.Dataset) -> tf.data.Dataset:
@@ -421,7 +325,7 @@ def _parts_of(dataset: tf.data.Dataset, parts: int, own: _Own) -> tf.data.Datase
     return dealt.among(minibatches.filter(lambda number, minibatch: number >= own.first))
 
 
-def _place(number: int, count: int, parts: int, devices: int) -> tuple[int, int]:
+def place_of(number: int, count: int, parts: int, devices: int) -> tuple[int, int]:
     """Returns the batch of a minibatch, by its place in the epoch's order, and which part it is.
 
     The W = parts / devices workers read W batches at a time, one each, and each worker takes W

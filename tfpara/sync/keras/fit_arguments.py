@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import inspect
+import itertools
+import operator
+from collections.abc import Iterator
 from typing import Any
 
 import keras
@@ -10,16 +15,20 @@ import tensorflow as tf
 
 from tfpara.sync.data.elastic_data import (
     PARTS,
-    Batches,
     Began,
+    Facts,
+    agreed_order,
     are_arrays,
     check_dealt,
     deal_out_arrays,
     deal_out_dataset,
-    deal_out_py_dataset,
+    numbers_of,
+    place_of,
 )
+from tfpara.sync.data.reading import ahead, shuffled
 from tfpara.sync.keras.batches import part_of, shown_values, signature_of, without_none
 from tfpara.sync.keras.replacing import array_slicing, data_adapter_utils, data_adapters
+from tfpara.sync.workers import data_place
 from tfpara.typing import Data, Json
 
 
@@ -52,7 +61,7 @@ def deal_out(strategy: Any, began: Began, given: dict[str, Any]) -> None:
     if isinstance(data, tf.data.Dataset):
         deal_out_dataset(strategy, began, given)
     elif isinstance(data, keras.utils.PyDataset):
-        deal_out_py_dataset(strategy, began, given, _batches_of(data, given))
+        _deal_out_py_dataset(strategy, began, given)
     else:
         divide_and_weight(given)
         deal_out_arrays(strategy, began, given)
@@ -83,21 +92,21 @@ def deal_out_by_speed(strategy: Any, given: dict[str, Any]) -> None:
     )
 
 
-def _batches_of(data: keras.utils.PyDataset, given: dict[str, Any]) -> Batches:
-    """Returns the batches of a PyDataset, which must have the labels and weights, too.
+def _deal_out_py_dataset(strategy: Any, began: Began, given: dict[str, Any]) -> None:
+    """Replaces a `keras.utils.PyDataset` among the arguments of `fit`, in place.
+
+    Each batch is cut into N minibatches, for the N replicas with which the run begins. Their
+    numbers of rows differ by one at most. Until members change, each of the W workers reads every
+    W-th batch, as without `elastic=`. After that, it reads each batch of which it needs a part.
 
     Raises:
-        ValueError: `fit` was given labels, weights or a split apart; or there is no end, or no
-            batch.
+        ValueError: see `_check_py_dataset`; or there is no end, or no batch; or workers have
+            different data.
     """
-    for name in ("y", "sample_weight", "validation_split"):
-        value = given.get(name)
-        if value is not None and (name != "validation_split" or value):
-            raise ValueError(
-                f"{name}= does not go with a PyDataset, whose batches have the labels and weights. "
-                "Leave it out."
-            )
-    adapter = data_adapters.PyDatasetAdapter(data, given.get("class_weight"), given.get("shuffle"))
+    data: keras.utils.PyDataset = given["x"]
+    _check_py_dataset(data, began.option, given)
+    shuffle = given.get("shuffle", True)
+    adapter = data_adapters.PyDatasetAdapter(data, given.get("class_weight"), shuffle)
     adapter.enqueuer = None  # the enqueuer's threads would read batches that nobody uses
     count = adapter.num_batches
     if count is None:
@@ -110,9 +119,81 @@ def _batches_of(data: keras.utils.PyDataset, given: dict[str, Any]) -> Batches:
     def standard(batch: Data) -> Data:
         return without_none(adapter._standardize_batch(batch))
 
-    first = [standard(data[number]) for number in sorted({0, min(1, count - 1), count - 1})]
-    signature = signature_of(first)
-    return Batches(count, signature, shown_values(first), standard, part_of)
+    some = [standard(data[number]) for number in sorted({0, min(1, count - 1), count - 1})]
+    signature = signature_of(some)
+    facts: Facts = {"kind": "PyDataset", "batches": count}
+    order = agreed_order(strategy, began, {**facts, "values": shown_values(some)})
+
+    def minibatches(epoch: int, first: int) -> tf.data.Dataset:
+        seed, parts, devices = order.known()
+        in_order = shuffled(count, seed, epoch) if shuffle else range(count)
+        dealt = data_place.dealt()
+        if dealt is not None:
+            # The minibatches that are parts of one batch have successive numbers. So a worker takes
+            # its parts of a batch one after the other, and the cache, which holds the last batch,
+            # mostly saves a second read of that batch.
+            recent = functools.lru_cache(1)(data.__getitem__)
+
+            def one(number: int) -> Iterator[Any]:
+                place, part = divmod(int(number), parts)
+                yield part_of(standard(recent(in_order[place])), part, parts)
+
+            def taken(number: tf.Tensor) -> tf.data.Dataset:
+                return tf.data.Dataset.from_generator(
+                    one, args=(number,), output_signature=signature
+                )
+
+            return dealt.numbers(count * parts).flat_map(taken)
+        numbers = numbers_of(strategy, first, count * parts)
+        places = [place_of(number, count, parts, devices) for number in numbers]
+        runs = [
+            (in_order[place], [part for _, part in own])
+            for place, own in itertools.groupby(places, operator.itemgetter(0))
+        ]
+
+        def read() -> Iterator[Any]:
+            wanted = (number for number, _ in runs)
+            found = ahead(data, wanted, steady=strategy.extended.worker.company.steady)
+            with contextlib.closing(found):
+                for batch, (_, own) in zip(found, runs, strict=True):
+                    batch = standard(batch)
+                    for part in own:
+                        yield part_of(batch, part, parts)
+
+        return tf.data.Dataset.from_generator(read, output_signature=signature)
+
+    given["x"] = strategy.datasets_by_number(minibatches)
+    given["x"].facts = facts
+    given["class_weight"] = None
+
+
+def _check_py_dataset(data: keras.utils.PyDataset, option: str, given: dict[str, Any]) -> None:
+    """Checks a PyDataset that `option` deals out; it must have the labels and weights, too.
+
+    Raises:
+        ValueError: `fit` was given labels, weights or a split apart; or the dataset has hooks that
+            change it between epochs, or reads in processes.
+    """
+    for name in ("y", "sample_weight", "validation_split"):
+        value = given.get(name)
+        if value is not None and (name != "validation_split" or value):
+            raise ValueError(
+                f"{name}= does not go with a PyDataset, whose batches have the labels and weights. "
+                "Leave it out."
+            )
+    for hook in ("on_epoch_begin", "on_epoch_end"):
+        if getattr(type(data), hook, None) is not getattr(keras.utils.PyDataset, hook, None):
+            raise ValueError(
+                f"{type(data).__name__}.{hook} changes the dataset, which {option} deals out "
+                "by number, also to workers that have not called it. Leave the order to "
+                "fit(shuffle=True)."
+            )
+    if data.use_multiprocessing and data.workers > 0:
+        raise ValueError(
+            f"PyDataset(use_multiprocessing=True) does not go with {option}, which would "
+            "start its processes anew whenever it deals data out. Write use_multiprocessing=False, "
+            "for threads."
+        )
 
 
 def divide_and_weight(given: dict[str, Any]) -> None:
