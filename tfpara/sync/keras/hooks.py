@@ -69,8 +69,8 @@ def install() -> None:
     replace(keras.Model, "evaluate", _placed)
     replace(keras.Model, "train_on_batch", _looked_at)
     replace(keras.Model, "train_on_batch", _refused_beside_fit)
-    replace(keras.Model, "predict", _of_all_rows)
-    replace(keras.Model, "predict_on_batch", _of_each_row)
+    for method in ("predict", "predict_on_batch"):
+        replace(keras.Model, method, _of_all_rows)
     # `fit` and `evaluate` call this method to turn the outputs of a step into their log.
     replace(keras.Model, "_get_metrics_result_or_logs", of_all_workers)
     # An optimizer of a custom training loop becomes known only when it takes a step. So the methods
@@ -169,22 +169,12 @@ def _placed(
 def _of_all_rows(
     predict: Method, strategy: Any, model: keras.Model, *args: object, **kwargs: object
 ) -> object:
-    """Runs `predict` for all rows, on the worker that calls it.
+    """Runs a method that predicts, for each row once, on the worker that calls it.
 
     Within a callback of `fit`, the data of `predict` do not count as data of the epoch.
     """
     extended = strategy.extended
     with extended.call_site.in_call(PREDICT), extended.data.undivided(), predicting():
-        return predict(model, *args, **kwargs)
-
-
-@for_ours
-def _of_each_row(
-    predict: Method, strategy: Any, model: keras.Model, *args: object, **kwargs: object
-) -> object:
-    """Runs `predict_on_batch`, which gives each row once on several devices, too."""
-    del strategy
-    with predicting():
         return predict(model, *args, **kwargs)
 
 
