@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from tfpara.algorithms.rule import Rule
 from tfpara.sync.one_sync.graph_ops import fused
-from tfpara.sync.one_sync.placement import Aggregation, Part, Sharded, cut
+from tfpara.sync.one_sync.placement import ALL, Aggregation, Part, Sharded, cut
 from tfpara.sync.one_sync.replicas import Buckets, Replicas
 from tfpara.sync.one_sync.sized_rule import SizedRule
 from tfpara.sync.one_sync.state_vars import Kind, Slot
@@ -116,26 +116,14 @@ class GlobalState:
         and second moments. The block that ends has `steps` minibatches, which are the fraction
         `share` of a whole block, 0 < share ≤ 1. `iterations` is the local optimizers' step count.
         """
-        updated = []
-        for holder, device in enumerate(self.aggregation.holders):
-            with tf.device(device):
-                new = []
-                for m, v, variables in zip(
-                    first[holder], second[holder], self._states["moments"][holder], strict=True
-                ):
-                    new.append(
-                        self.rule.present().update_moments(
-                            _read(variables),
-                            m,
-                            v,
-                            steps=steps,
-                            iterations=iterations,
-                            num_replicas=self._site.num_replicas,
-                            share=share,
-                        )
-                    )
-                updated.append(new)
-        return updated
+        update = functools.partial(
+            self.rule.present().update_moments,
+            steps=steps,
+            iterations=iterations,
+            num_replicas=self._site.num_replicas,
+            share=share,
+        )
+        return self._of_states("moments", update, first, second)
 
     def commit_moments(self, updated: Sequence[Sequence[State]]) -> None:
         """Writes the moments that `update_moments` returned."""
@@ -247,12 +235,7 @@ class GlobalState:
         """Returns the buckets of the "global" model or an average; every worker must call it."""
         if which == "global":
             return self.whole("rule/global_model")
-        average = self._averages[which]
-        per_holder = []
-        for holder, device in enumerate(self.aggregation.holders):
-            with tf.device(device):
-                states = self._states[f"averages/{which}"][holder]
-                per_holder.append([average.value(_read(s)) for s in states])
+        per_holder = self._of_states(f"averages/{which}", self._averages[which].value)
         return self.aggregation.spread(per_holder, f"{self._name}/value of {which}")[0]
 
     def share_of_start(self, which: str) -> float:
@@ -363,12 +346,7 @@ class GlobalState:
         `received` has, for each holder, its parts of the point from which replicas measure their
         differences (see `Rule.measured_from`). `buckets` is the slice of all buckets that is meant.
         """
-        per_holder, rule = [], self.rule.last()
-        for holder, device in enumerate(self.aggregation.holders):
-            with tf.device(device):
-                states = [_read(state) for state in self._states["rule"][holder][buckets]]
-                per_holder.append(list(map(rule.measured_from, states, received[holder])))
-        return per_holder
+        return self._of_states("rule", self.rule.last().measured_from, received, buckets=buckets)
 
     def restart(self, *of_devices: Sequence[Buckets]) -> list[list[tf.Tensor]]:
         """Returns for each device the buckets from which its replica continues after a sync.
@@ -391,11 +369,8 @@ class GlobalState:
 
         Every worker must call it.
         """
-        per_holder, rule = [], self.rule.last()
-        for holder, device in enumerate(self.aggregation.holders):
-            with tf.device(device):
-                states = [_read(state) for state in self._states["rule"][holder]]
-                per_holder.append([rule.broadcast(state, state) for state in states])
+        rule = self.rule.last()
+        per_holder = self._of_states("rule", lambda state: rule.broadcast(state, state))
         return self.aggregation.spread(per_holder, f"{self._name}/broadcast point")[0]
 
     @property
@@ -417,6 +392,26 @@ class GlobalState:
         for cell in self.cells():
             totals[cell.holder] += cell.variable.shape.num_elements() * cell.variable.dtype.size
         return totals
+
+    def _of_states(
+        self,
+        label: str,
+        function: Callable[..., Any],
+        *arguments: Sequence[Sequence[tf.Tensor]],
+        buckets: slice = ALL,
+    ) -> list[list[Any]]:
+        """Returns, for each holder, the results of a function of each state of a label.
+
+        The function is called with the state, and with one of each of the further `arguments`,
+        which are by holder and bucket, too. `buckets` is the slice of all buckets that is meant.
+        """
+        results = []
+        by_holder = zip(self.aggregation.holders, self._states[label], *arguments, strict=True)
+        for device, states, *others in by_holder:
+            with tf.device(device):
+                read = [_read(state) for state in states[buckets]]
+                results.append([function(*each) for each in zip(read, *others, strict=True)])
+        return results
 
     def _held(self) -> Iterator[tuple[int, Part]]:
         for holder in range(len(self.aggregation.holders)):
