@@ -23,11 +23,15 @@ from tfpara.sync.tensorflow import links
 from tfpara.sync.tensorflow.devices import checked_devices
 from tfpara.sync.tensorflow.distributed_data import DistributedData
 from tfpara.sync.tensorflow.links import BETWEEN_STRATEGIES, LATER_SECONDS, Links
-from tfpara.sync.tensorflow.metric_reads import MetricReads
 from tfpara.sync.tensorflow.nonfinite import Guard
 from tfpara.sync.tensorflow.run_steps import RunSteps
 from tfpara.sync.tensorflow.trained_models import TrainedModels
-from tfpara.sync.tensorflow.variables import InitialValues, plain_variable, with_our_class
+from tfpara.sync.tensorflow.variables import (
+    InitialValues,
+    MetricReads,
+    plain_variable,
+    with_our_class,
+)
 from tfpara.sync.tensorflow.waits import Waits
 from tfpara.sync.tensorflow_private import mwms as _mwms
 from tfpara.sync.tensorflow_private import values as _values
