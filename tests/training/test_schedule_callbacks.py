@@ -172,9 +172,10 @@ def test_newbob_goes_on_from_its_saved_state():
     newbob = Newbob("validation_loss", verbose=0)
     scores = Scores(validation_loss=LOSSES)
     fit(model, [scores, newbob], epochs=4)
-    state = json.loads(json.dumps(newbob.get_state()))
+    state, rate = json.loads(json.dumps(newbob.get_state())), learning_rate(model)
     resumed, model = Newbob("validation_loss", verbose=0), make_model()
     resumed.set_state(state)
+    model.optimizer.learning_rate = rate  # as Checkpoint does
     log = fit(model, [scores, resumed], epochs=7, initial_epoch=4)
     assert log["learning_rate"] == RATES[4:]
     assert resumed.stopped

@@ -34,7 +34,6 @@ class Schedule(Callback):
         self._state_name = name
         self._verbose = verbose
         self._sets_rate = sets_rate
-        self._restored_rate: float | None = None
 
     def set_model(self, model: keras.Model) -> None:
         super().set_model(model)
@@ -43,18 +42,13 @@ class Schedule(Callback):
         if self._state_name:
             self._strategy.keep_state(self._state_name, self)
 
+    # Subclasses with a state have methods for it. A checkpoint itself keeps the learning rate.
     def get_state(self) -> dict[str, Json]:
         """Returns the state to save: numbers and strings by name."""
-        return {"learning_rate": learning_rate(self.model)} if self._sets_rate else {}
+        return {}
 
     def set_state(self, state: Mapping[str, Json]) -> None:
-        """Continues from a saved state; its learning rate is set when the next epoch begins."""
-        self._restored_rate = state.get("learning_rate")
-
-    def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
-        if self._restored_rate is not None:
-            self.model.optimizer.learning_rate = self._restored_rate
-            self._restored_rate = None
+        """Continues from a saved state."""
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         if logs is not None and self._sets_rate:

@@ -24,10 +24,9 @@ class _ByScores(Schedule):
         return self._state.stopped
 
     def get_state(self) -> dict[str, Json]:
-        return {**super().get_state(), **self._state._asdict()}
+        return self._state._asdict()
 
     def set_state(self, state: Mapping[str, Json]) -> None:
-        super().set_state(state)
         kind = type(self._state)
         self._state = kind(**{field: state[field] for field in kind._fields})
 
@@ -104,7 +103,6 @@ class Newbob(_ByScores):
             self._state = self._rule.update(self._state, self._score(scores))
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
-        super().on_epoch_begin(epoch)
         if self._start is not None:
             self._start.note()
 
