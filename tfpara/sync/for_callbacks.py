@@ -137,7 +137,7 @@ class ForCallbacks(Strategy):
         if found:
             return found
         passes = self.extended.data.passes
-        begun = passes.present() if passes is not None else None
+        begun = passes.present() if passes is not None and passes.steps_per_epoch else None
         if begun is not None:
             found["pass"] = dataclasses.asdict(begun)
         return found | {"minibatches": first + steps * self.num_replicas}

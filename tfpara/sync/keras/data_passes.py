@@ -151,14 +151,13 @@ class Passes(trainer.TFEpochIterator):
         if not place.fits or place.calls:
             yield from super()._enumerate_iterator()
             return
-        self.extended.data.last = self
+        self.extended.data.passes = self
         begun = position.begun if self.steps_per_epoch else None
         if position.steps or begun:
             self._note_order(begun.epoch if begun else position.epoch)
         if not self.steps_per_epoch:
             yield from super()._enumerate_iterator()
             return
-        self.extended.data.passes = self
         left = self.steps_per_epoch - position.take_steps()
         if self.present() is None:
             self._began = position.epoch

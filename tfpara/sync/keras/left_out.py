@@ -74,7 +74,7 @@ def _inside(extended: PeriodicSyncExtended, replica: int, numbers: Sequence[int]
         numbers: the numbers of minibatches among those of this replica in the epoch, from 1, in
             rising order.
     """
-    passes = extended.data.last
+    passes = extended.data.passes
     unknown = [""] * len(numbers)
     # With `steps_per_epoch` a pass over the data may last several epochs. Then a minibatch's number
     # in the epoch does not tell its rows.

@@ -55,9 +55,7 @@ class DistributedData:
     Attributes:
         position: the position in the data of `fit`.
         order: the order of data that the library shuffles.
-        passes: the passes over the data of the present `fit`, if it has `steps_per_epoch`; else
-            None.
-        last: the passes over data by which the last epoch of the present `fit` was read.
+        passes: the passes by which the present `fit` reads its data; None before its first epoch.
     """
 
     worker: Worker
@@ -67,7 +65,6 @@ class DistributedData:
     position: Position = dataclasses.field(default_factory=Position, init=False)
     order: Order = dataclasses.field(default_factory=Order, init=False)
     passes: Any = dataclasses.field(default=None, init=False)
-    last: Any = dataclasses.field(default=None, init=False)
 
     @property
     def share(self) -> tuple[int, int]:
@@ -108,7 +105,7 @@ class DistributedData:
     @contextlib.contextmanager
     def in_fit(self, initial_epoch: int) -> Iterator[None]:
         """A context in which a call of `fit` runs that begins with epoch `initial_epoch`."""
-        passes, last, seed = self.passes, self.last, self.order.seed
+        passes, seed = self.passes, self.order.seed
         self.passes = None
         if not self.worker.changes:
             self.order.seed = None  # each call of fit draws a seed, or takes that of a checkpoint
@@ -120,7 +117,7 @@ class DistributedData:
                 self.enter_epoch(initial_epoch)
                 yield
         finally:
-            self.passes, self.last = passes, last
+            self.passes = passes
             if self.balance is not None:
                 self.balance.end()
         if within:
