@@ -12,16 +12,15 @@ import socket
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, ClassVar
 
 import keras
 import tensorflow as tf
 
 from tfpara.checkpoint.local_store import LocalStore
-from tfpara.checkpoint.manifest import OtherKindError
+from tfpara.checkpoint.manifest import is_async
 from tfpara.checkpoint.remote_store import RemoteStore
-from tfpara.checkpoint.store import CheckpointError, Store
+from tfpara.checkpoint.store import MANIFEST, CheckpointError, Store
 from tfpara.cluster.call_site import Purpose
 from tfpara.remote_files import is_url
 from tfpara.strategy import HAS_WEIGHTS, StateHolder
@@ -45,13 +44,12 @@ class Checkpoints(abc.ABC):
         directory, keep: as for `Store`.
     """
 
-    # Keys and types of entries that only manifests of this kind of strategy have.
-    _fields: ClassVar[Mapping[str, type]]
+    _is_async: ClassVar[bool]  # whether these are checkpoints of asynchronous runs
 
     def __init__(self, model: keras.Model, directory: str | os.PathLike[str], keep: int) -> None:
         self._model = model
         self._strategy = model.distribute_strategy
-        self.store = store_at(directory, keep, self._fields)
+        self.store = store_at(directory, keep)
         self._next = 0
 
     # -- defined by each kind of run -------------------------------------------------------------
@@ -236,25 +234,34 @@ class Checkpoints(abc.ABC):
 
         def found() -> str | None:
             try:
-                self.store.check(number, self.store.read_manifest(number))
+                manifest = self.store.read_manifest(number)
+                of_this_kind = is_async(manifest) == self._is_async
+                if of_this_kind:
+                    self.store.check(number, manifest)
             except CheckpointError as error:
-                if isinstance(error.__cause__, OtherKindError):
-                    raise
                 return str(error)
+            if not of_this_kind:
+                raise self._of_other_kind(number)
             return None
 
         return self._together(found, "problem", chief_only=True)[0]
 
+    def _of_other_kind(self, number: int) -> CheckpointError:
+        theirs, callback = "AsyncStrategy", "AsyncCheckpoint"
+        if self._is_async:
+            theirs, callback = "PeriodicSyncStrategy", "callbacks.Checkpoint"
+        return CheckpointError(
+            f"{self.store.path(number)}/{MANIFEST} cannot be used (it is of the other kind of "
+            f"strategy: go on with tfpara.{theirs} and tfpara.{callback}, which have written it, "
+            "or give this run a directory of its own)"
+        )
 
-def store_at(
-    directory: str | os.PathLike[str],
-    keep: int,
-    fields: Mapping[str, type] = MappingProxyType({}),
-) -> Store:
+
+def store_at(directory: str | os.PathLike[str], keep: int) -> Store:
     """Returns the store of a directory, a path or URL (`Store`); raises as `RemoteFolder` does."""
     if is_url(directory):
-        return RemoteStore(os.fspath(directory), keep, fields)
-    return LocalStore(Path(directory), keep, fields)
+        return RemoteStore(os.fspath(directory), keep)
+    return LocalStore(Path(directory), keep)
 
 
 def facts_of_model(model: keras.Model) -> dict[str, Json]:

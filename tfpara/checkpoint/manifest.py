@@ -34,10 +34,14 @@ _FIELDS = {
     "position.finished": bool,
     "states": dict,
 }
-
-
-class OtherKindError(ValueError):
-    """A manifest is of the other kind of strategy: synchronous or asynchronous."""
+# The further keys of manifests of synchronous and of asynchronous runs.
+_OF_SYNC = {
+    "replicas": int,
+    "bucket_sizes": list,
+    "position.steps": int,
+    "position.minibatches": int,
+}
+_OF_ASYNC = {"position.within": bool}
 
 
 def text(content: Mapping[str, Json]) -> str:
@@ -48,13 +52,10 @@ def text(content: Mapping[str, Json]) -> str:
     return json.dumps({**content, _SUM: _sum(content)}, indent=1, sort_keys=True)
 
 
-def parsed(written: bytes, fields: Mapping[str, type]) -> dict[str, Json]:
+def parsed(written: bytes) -> dict[str, Json]:
     """Returns the content of a manifest, whose file has the bytes `written`.
 
-    `fields`: further keys that the manifest must have, and their types, as in `_FIELDS`.
-
     Raises:
-        OtherKindError: it is of the other kind of strategy.
         ValueError: it is damaged, or of another format.
     """
     try:
@@ -72,12 +73,15 @@ def parsed(written: bytes, fields: Mapping[str, type]) -> dict[str, Json]:
         raise ValueError("it is damaged: its SHA-256 is not as written")
     for name, kind in _FIELDS.items():
         _check(content, name, kind)
-    if fields:
-        _check_strategy(content, "position.within" in fields)
-    for name, kind in fields.items():
+    for name, kind in (_OF_ASYNC if is_async(content) else _OF_SYNC).items():
         _check(content, name, kind)
     _check_files(content)
     return content
+
+
+def is_async(content: Mapping[str, Json]) -> bool:
+    """Returns whether a manifest is of an asynchronous run."""
+    return "within" in content["position"]
 
 
 def _sum(content: Mapping[str, Json]) -> str:
@@ -92,20 +96,6 @@ def _check(content: Mapping[str, Json], name: str, kind: type) -> None:
     if not right or (kind is int and int(value) < 0):
         raise ValueError(
             f"its {name} is {str(value)[:40]!r} in place of a {kind.__name__}: it is damaged"
-        )
-
-
-def _check_strategy(content: Mapping[str, Json], is_async: bool) -> None:
-    """Raises OtherKindError unless the manifest is of this kind of strategy."""
-    if ("within" in content["position"]) != is_async:
-        theirs, callback = (
-            ("PeriodicSyncStrategy", "callbacks.Checkpoint")
-            if is_async
-            else ("AsyncStrategy", "AsyncCheckpoint")
-        )
-        raise OtherKindError(
-            f"it is of the other kind of strategy: go on with tfpara.{theirs} and "
-            f"tfpara.{callback}, which have written it, or give this run a directory of its own"
         )
 
 

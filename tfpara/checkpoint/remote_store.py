@@ -28,8 +28,8 @@ class RemoteStore(Store):
 
     directory: str
 
-    def __init__(self, directory: str, keep: int, fields: Mapping[str, type]) -> None:
-        super().__init__(directory, keep, fields)
+    def __init__(self, directory: str, keep: int) -> None:
+        super().__init__(directory, keep)
         self._folder = RemoteFolder(directory)
         self._lease: Lease | None = None
         self._copies = contextlib.ExitStack()

@@ -17,7 +17,6 @@ import json
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
 
 import keras
 import numpy as np
@@ -44,14 +43,7 @@ class SyncCheckpoints(Checkpoints):
         ValueError: the model has an optimizer whose slots cannot be made before its first step.
     """
 
-    _fields = MappingProxyType(
-        {
-            "replicas": int,
-            "bucket_sizes": list,
-            "position.steps": int,
-            "position.minibatches": int,
-        }
-    )
+    _is_async = False
 
     def __init__(
         self,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any
 
 import keras
@@ -30,7 +29,7 @@ class ServerCheckpoints(Checkpoints):
     `data_plan` has the facts and settings that a resumed run must share, by name.
     """
 
-    _fields = MappingProxyType({"position.within": bool})
+    _is_async = True
 
     def __init__(
         self,

@@ -19,7 +19,6 @@ import re
 import weakref
 from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import tensorflow as tf
@@ -68,7 +67,6 @@ class Store(abc.ABC):
     Args:
         directory: path or URL of the directory.
         keep: number of the newest checkpoints that stay.
-        fields: keys, with their types, that only manifests of this kind of run have.
 
     Attributes:
         mark: a text that identifies this run; the same on all its workers.
@@ -76,14 +74,8 @@ class Store(abc.ABC):
             `keep` that stay, and are removed with the older ones.
     """
 
-    def __init__(
-        self,
-        directory: str | os.PathLike[str],
-        keep: int,
-        fields: Mapping[str, type] = MappingProxyType({}),
-    ) -> None:
+    def __init__(self, directory: str | os.PathLike[str], keep: int) -> None:
         self.directory = directory
-        self._fields = fields
         self.mark = "0"
         self.damaged: set[int] = set()
         self._keep = keep
@@ -235,7 +227,7 @@ class Store(abc.ABC):
     def read_manifest(self, number: int) -> dict[str, Json]:
         """Returns a checkpoint's manifest; raises CheckpointError if it is missing or damaged."""
         try:
-            return manifests.parsed(self._manifest(number), self._fields)
+            return manifests.parsed(self._manifest(number))
         except RefusedError:
             raise  # The store has failed. The manifest itself may be good.
         except (OSError, ValueError) as error:

@@ -18,7 +18,7 @@ from tfpara.checkpoint.store import CheckpointError
 from tfpara.remote_files import RefusedError, RemoteFolder
 
 CONTENT = {
-    "position": {"epoch": 1, "finished": False},
+    "position": {"epoch": 1, "finished": False, "within": False},
     **{"run": {}, "states": {}, "versions": {}, "workers": 1},
 }
 

@@ -20,13 +20,12 @@ CONTENT = {
     "versions": {"tfpara version": "0.2.0"},
     "workers": 1,
 }
-FIELDS = {"replicas": int, "bucket_sizes": list, "position.minibatches": int}
 
 
 @pytest.fixture
 def store(tmp_path):
     """A folder with one whole checkpoint."""
-    made = LocalStore(tmp_path, 3, FIELDS)
+    made = LocalStore(tmp_path, 3)
     made.lock()
     made.begin(1)
     files = made.write_part(1, 0, {"x": tf.constant(1.0)})
