@@ -298,12 +298,18 @@ class Balance(EpochUnits):
         return plan.in_the_model([0] * plan.size) + of_block * self._dealt
 
     def position(self) -> dict[str, Json]:
-        """Returns the position at a sync, for a checkpoint.
+        """Returns the position right after a sync, when no carried minibatch is trained.
 
         The minibatches with numbers below `minibatches` are trained, except those in `owed`: if
         `strategy.synchronize()` closes a block early, workers have not trained all of its own.
         """
-        return {} if self.plan is None else position_of(self.plan)
+        if self.plan is None:
+            return {}
+        owed = sorted((*self.plan.owed, *itertools.chain(*self.plan.carried)))
+        first = self.plan.first
+        while owed and owed[-1] == first - 1:
+            first = owed.pop()
+        return {"minibatches": first, "owed": owed, "devices": 1}
 
     def resume(self, epoch: int, position: Mapping[str, Any]) -> None:
         """Continues within an epoch; ValueError: steps are owed of workers with several devices."""
@@ -354,12 +360,3 @@ class Balance(EpochUnits):
         self._blocks, self._shares = state["blocks"], of_tasks(state["shares"])
         self._seconds, self._changes = of_tasks(state["seconds"]), of_tasks(state["changes"])
         self._unmeasured = 1 + any(plan.carried)
-
-
-def position_of(plan: Plan) -> dict[str, Json]:
-    """Returns the position of a plan right after a sync, when no carried minibatch is trained."""
-    owed = sorted((*plan.owed, *itertools.chain(*plan.carried)))
-    first = plan.first
-    while owed and owed[-1] == first - 1:
-        first = owed.pop()
-    return {"minibatches": first, "owed": owed, "devices": 1}

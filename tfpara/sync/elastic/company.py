@@ -230,16 +230,12 @@ class Elastic(Company):
     def write_record(self, syncs: int) -> None:
         self._rejoin.write_record(syncs)
 
-    @property
-    def has_trained(self) -> bool:
-        """Whether the last call of `fit` has returned, or all workers were asked to end in it."""
-        return self._rejoin.progress.fit >= 0 and not self._fit.gave_up
-
     def part(self) -> None:
         self.connection.part(completed=not self._fit.gave_up)
 
     def program_ends(self) -> None:
-        if self.has_trained:
+        # Whether the last call of `fit` has returned, or all workers were asked to end in it.
+        if self._rejoin.progress.fit >= 0 and not self._fit.gave_up:
             self.part()
 
 

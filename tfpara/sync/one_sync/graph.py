@@ -357,6 +357,7 @@ class SyncGraph:
 
     def counted(self) -> list[Slot]:
         """Returns the counters that a new synchronizer of the same model takes over."""
+        left_out = [] if self.left_out is None else [self.left_out.total]
         return [
             Slot("counter/period", Kind.WORKER, self.block.period),
             Slot("counter/steps", Kind.WORKER, self.block.taken),
@@ -365,7 +366,7 @@ class SyncGraph:
             Slot("counter/seconds", Kind.WORKER, self._seconds),
             Slot("counter/distance", Kind.WORKER, self._distance),
             Slot("counter/bytes_sent", Kind.WORKER, self._bytes_sent, absent=0.0),
-            *([] if self.left_out is None else [self.left_out.total_slot()]),
+            *(Slot("counter/left_out", Kind.SUM, total, absent=0.0) for total in left_out),
         ]
 
     def adopt(self, old: SyncGraph) -> None:

@@ -71,7 +71,3 @@ class LeftOut:
         """Yields the counts of the epoch, which go on when a resumed run continues the epoch."""
         for replica, kept in enumerate(self._of_epoch):
             yield Slot("counter/left_out_of_epoch", Kind.BLOCK, kept, replica, absent=0.0)
-
-    def total_slot(self) -> Slot:
-        """Returns the slot of `total`, which a new synchronizer of the same model takes over."""
-        return Slot("counter/left_out", Kind.SUM, self.total, absent=0.0)

@@ -75,11 +75,9 @@ class Agreement(NamedTuple):
         code on all workers has closed the block.
     syncs: committed syncs, plus one that is in flight.
     block_open: whether this worker has taken steps since the last sync.
-    in_flight: whether another sync has begun, whose results are not known yet.
     """
 
     request: Request
     all_running: bool
     syncs: int
     block_open: bool
-    in_flight: bool = False

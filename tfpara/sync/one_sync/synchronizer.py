@@ -209,13 +209,11 @@ class Synchronizer:
     def agreement(self) -> Agreement:
         """Returns the agreement of the last sync that is not in flight."""
         request, all_running = self.graph.agreed()
-        in_flight = self._in_the_air
         return Agreement(
             request=request,
             all_running=all_running,
-            syncs=self.graph.statistics().syncs + in_flight,
+            syncs=self.graph.statistics().syncs + self._in_the_air,
             block_open=int(self.graph.block.steps) > 0,
-            in_flight=in_flight,
         )
 
     # -- weights -----------------------------------------------------------------------------
