@@ -109,7 +109,7 @@ class _Memory:
 
     def get_state(self) -> dict[str, Json]:
         found = {name: getattr(self.callback, name, None) for name in self._attributes}
-        numbers = {name: _number(value) for name, value in found.items()}
+        numbers = {name: number_of(value) for name, value in found.items()}
         numbers = {name: value for name, value in numbers.items() if value is not None}
         return numbers | {HAS_WEIGHTS: self.weights is not None}
 
@@ -121,7 +121,7 @@ class _Memory:
                 setattr(self.callback, name, state[name])
 
 
-def _number(value: Any) -> float | None:
+def number_of(value: Any) -> float | None:
     """Returns a score as Python's number; None if there is none yet, or it is something else."""
     with contextlib.suppress(TypeError, ValueError):  # a user's callback may store any object
         number = np.asarray(value).item()

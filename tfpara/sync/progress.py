@@ -14,6 +14,7 @@ import tensorflow as tf
 from tfpara import cluster
 from tfpara.cluster import parent
 from tfpara.cluster.status_board import Row
+from tfpara.fit_call import number_of
 from tfpara.status.run import RunStatus
 from tfpara.status.server import StatusServer
 from tfpara.sync.workers.company import Company
@@ -62,9 +63,9 @@ class Progress:
 
         `epoch`: its number, from 0. `history`: the logs of all epochs so far, by entry.
         """
-        numbers = {name: _number(values[-1]) for name, values in history.items() if values}
+        numbers = {name: number_of(values[-1]) for name, values in history.items() if values}
         self._scores = {"epoch": epoch + 1.0}
-        self._scores |= {name: value for name, value in numbers.items() if value is not None}
+        self._scores |= {name: float(n) for name, n in numbers.items() if n is not None}
         self.report()
 
     def report(self, last: bool = False) -> None:
@@ -138,11 +139,3 @@ def checked_port(status_port: object, is_elastic: bool) -> int | None:
     if port > 65535:
         raise ValueError(f"status_port={port} is above 65535, the largest number of a port.")
     return port
-
-
-def _number(value: object) -> float | None:
-    """Returns a score as a float; None if it is not a number."""
-    try:
-        return float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
-        return None

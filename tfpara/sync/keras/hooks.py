@@ -40,10 +40,10 @@ from tfpara.sync.keras.replacing import (
     trainer,
 )
 from tfpara.sync.keras.saving import (
-    also_in_stores,
+    asks_store,
     by_the_chief,
     for_any_task,
-    not_of_stores,
+    makes_no_folder,
 )
 from tfpara.sync.tensorflow.run_steps import predicting
 
@@ -57,8 +57,8 @@ def install() -> None:
     replace(saving_lib, "save_weights_only", by_the_chief)
     replace(legacy_h5_format, "save_model_to_hdf5", by_the_chief)
     # ModelCheckpoint calls these two functions for its folder, which may be in an object store.
-    replace(file_utils, "exists", also_in_stores)
-    replace(file_utils, "makedirs", not_of_stores)
+    replace(file_utils, "exists", asks_store)
+    replace(file_utils, "makedirs", makes_no_folder)
     replace(keras.Model, "export", for_any_task)
     replace(keras.Model, "export", by_the_chief)
     for method in ("fit", "evaluate", "predict"):

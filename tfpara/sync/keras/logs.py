@@ -55,13 +55,10 @@ def has_own(model: keras.Model, names: Sequence[str]) -> bool:
 
 def _plain(logs: dict[str, Json]) -> dict[str, Json]:
     """Returns logs as numbers, texts and lists, with nested dicts flattened."""
-    plain: dict[str, Json] = {}
-    for name, value in logs.items():
-        if isinstance(value, dict):
-            plain |= _plain(value)
-        else:
-            plain[name] = keras.tree.map_structure(_decoded, np.asarray(value).tolist())
-    return plain
+    return {
+        name: keras.tree.map_structure(_decoded, np.asarray(value).tolist())
+        for name, value in flat_log(logs).items()
+    }
 
 
 def _decoded(value: Any) -> Any:

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import io
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -69,28 +69,22 @@ def is_of_keras(path: str) -> bool:
     return path.partition("://")[0] in {"hf", "gs", "ram", "file"} and "://" in path
 
 
-def not_of_stores(function: Method) -> Method:
-    """Replaces Keras' `makedirs`: in object stores no folders need to be made."""
+def _for_stores(ours: Callable[[str], object]) -> Callable[[Method], Method]:
+    """Replaces a function of Keras by `ours` for paths in stores that TensorFlow does not know."""
 
-    @functools.wraps(function)
-    def making(path: str | os.PathLike[str]) -> object:
-        if "://" in os.fspath(path) and not is_of_keras(os.fspath(path)):
-            return None
-        return function(path)
+    def make(function: Method) -> Method:
+        @functools.wraps(function)
+        def calling(path: str | os.PathLike[str]) -> object:
+            url = os.fspath(path)
+            return ours(url) if "://" in url and not is_of_keras(url) else function(path)
 
-    return making
+        return calling
+
+    return make
 
 
-def also_in_stores(function: Method) -> Method:
-    """Replaces Keras' `exists`, which cannot ask the stores that TensorFlow does not know."""
-
-    @functools.wraps(function)
-    def asking(path: str | os.PathLike[str]) -> object:
-        if "://" in os.fspath(path) and not is_of_keras(os.fspath(path)):
-            return RemoteFolder(os.fspath(path)).exists()
-        return function(path)
-
-    return asking
+makes_no_folder = _for_stores(lambda url: None)  # object stores need no folders
+asks_store = _for_stores(lambda url: RemoteFolder(url).exists())
 
 
 @contextlib.contextmanager
