@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
+import functools
 import logging
+import threading
+import time
 from collections.abc import Callable, Sequence
 
 from tfpara.cluster import Cluster, failures, status_board
 from tfpara.sync.one_sync.synchronizer import Synchronizer
 from tfpara.sync.tensorflow.links import START
-from tfpara.sync.workers.watchdog import Watchdog
 from tfpara.sync.workers.worker import Worker
 from tfpara.typing import Json
 
+# The first report comes after a wait of this many seconds. Each time the wait has doubled, another
+# report comes.
+_TELL_SECONDS = 10.0
 _log = logging.getLogger(__name__)
 
 
@@ -34,10 +40,36 @@ class Waits:
     abort: Callable[[str], None] = dataclasses.field(init=False)
     progress: Callable[[], dict[str, Json]] = dict
     _status_board: status_board.StatusBoard | None = dataclasses.field(default=None, init=False)
+    _stop: threading.Event = dataclasses.field(default_factory=threading.Event, init=False)
 
     def watch(self, timeout_seconds: float) -> None:
-        """Starts the thread that reports long waits and ends those that last too long."""
-        Watchdog(timeout_seconds, self.since, self._report, self._end)
+        """Starts the watchdog, which reports long waits and ends those that last too long."""
+        watch = functools.partial(self._watch, timeout_seconds)
+        thread = threading.Thread(target=watch, name="tfpara-watchdog", daemon=True)
+        thread.start()
+        # The thread must not call TensorFlow while the interpreter shuts down.
+        atexit.register(thread.join)
+        atexit.register(self._stop.set)
+
+    def _watch(self, timeout_seconds: float) -> None:
+        # When the wait began that this thread has ended last; 0 if it has ended none.
+        ended = 0.0
+        # When the present wait began, and the seconds of waiting after which this thread next
+        # reports it.
+        seen, tell_after = 0.0, _TELL_SECONDS
+        while not self._stop.wait(min(1.0, timeout_seconds / 10.0)):
+            began = self.since()
+            if began != seen:
+                seen, tell_after = began, _TELL_SECONDS
+            waited = time.monotonic() - began
+            if not began or began == ended:
+                continue
+            if waited > timeout_seconds:
+                ended = began
+                self._end()
+            elif waited > tell_after:
+                tell_after *= 2.0
+                self._report(waited)
 
     def connect(self, found: Cluster) -> None:
         """Connects the workers' status boards, for messages on waits; every worker must call it."""

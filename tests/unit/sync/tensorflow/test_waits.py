@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from tfpara.sync.workers.watchdog import Watchdog
+from tfpara.sync.tensorflow.waits import Waits
 
 pytestmark = pytest.mark.latest
 
@@ -30,14 +30,21 @@ class Syncs:
             assert self._looked.acquire(timeout=60)
 
 
+def waits_of(syncs):
+    """Waits in these syncs alone, of which nobody else hears."""
+    waits = Waits(None, None, False)
+    waits.since, waits._report = syncs.waiting_since, syncs.told.append
+    waits._end = lambda: syncs.aborted.append(1)
+    return waits
+
+
 @pytest.fixture
 def syncs():
     syncs = Syncs()
-    watchdog = Watchdog(
-        1.0, syncs.waiting_since, syncs.told.append, lambda: syncs.aborted.append(1)
-    )
+    waits = waits_of(syncs)
+    waits.watch(1.0)
     yield syncs
-    watchdog.stop()
+    waits._stop.set()
 
 
 def test_the_time_of_day_does_not_matter(syncs, monkeypatch):
@@ -60,13 +67,9 @@ def test_each_sync_that_lasts_too_long_is_ended_once(syncs):
 
 
 def test_a_wait_is_told_of_at_growing_intervals(monkeypatch):
-    monkeypatch.setattr("tfpara.sync.workers.watchdog._TELL_SECONDS", 100.0)
+    monkeypatch.setattr("tfpara.sync.tensorflow.waits._TELL_SECONDS", 100.0)
     syncs = Syncs()
-    watchdog = Watchdog(
-        1e6, syncs.waiting_since, syncs.told.append, lambda: syncs.aborted.append(1)
-    )
-    watchdog.stop()
-    assert syncs.told == []
+    waits = waits_of(syncs)
     began = time.monotonic()
     waited = iter([50, 101, 150, 199, 201, 399, 401, 402, 2e6, 2e6])
 
@@ -77,9 +80,9 @@ def test_a_wait_is_told_of_at_growing_intervals(monkeypatch):
             self.now = next(waited, None)
             return self.now is None
 
-    watchdog._stop = steps = Steps()
-    watchdog._waiting_since = lambda: began
-    monkeypatch.setattr("tfpara.sync.workers.watchdog.time.monotonic", lambda: began + steps.now)
-    watchdog._watch()
+    waits._stop = steps = Steps()
+    waits.since = lambda: began
+    monkeypatch.setattr("tfpara.sync.tensorflow.waits.time.monotonic", lambda: began + steps.now)
+    waits._watch(1e6)
     assert syncs.told == [101, 201, 401]
     assert len(syncs.aborted) == 1
