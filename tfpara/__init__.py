@@ -61,7 +61,7 @@ if TYPE_CHECKING:
     from tfpara.sync.one_sync.statistics import SyncStatistics as SyncStatistics
     from tfpara.sync.simulation import simulate as simulate
     from tfpara.sync.strategy import PeriodicSyncStrategy as PeriodicSyncStrategy
-    from tfpara.sync.workers.meetings import MismatchError as MismatchError
+    from tfpara.sync.workers.company import MismatchError as MismatchError
     from tfpara.sync.workers.settings_check import FingerprintError as FingerprintError
 
 # The public names, by the module that defines them.
@@ -89,7 +89,7 @@ _NAMES = {
     "tfpara.sync.one_sync.statistics": "SyncStatistics",
     "tfpara.sync.simulation": "simulate",
     "tfpara.sync.strategy": "PeriodicSyncStrategy",
-    "tfpara.sync.workers.meetings": "MismatchError",
+    "tfpara.sync.workers.company": "MismatchError",
     "tfpara.sync.workers.settings_check": "FingerprintError",
 }
 _LOCATION = {name: module for module, names in _NAMES.items() for name in names.split()}

@@ -21,8 +21,8 @@ from tfpara.sync.one_sync.sized_rule import check_sizes
 from tfpara.sync.one_sync.state_vars import Kind, model_slots
 from tfpara.sync.simulation import make_devices
 from tfpara.sync.strategy import PeriodicSyncStrategy
+from tfpara.sync.workers.company import Company
 from tfpara.sync.workers.data_place import DataPlace, making
-from tfpara.sync.workers.fixed import Fixed
 
 
 def replayed(path, rule, elastic=None, **options):
@@ -58,7 +58,7 @@ class _Replaying(PeriodicSyncStrategy):
         return super().datasets_by_number(self.extended.worker.company.dealt(dataset_fn))
 
 
-class Replay(Fixed):
+class Replay(Company):
     """The workers of an elastic run, as one process plays them."""
 
     changes = True

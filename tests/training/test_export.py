@@ -14,7 +14,7 @@ import tensorflow as tf
 import tfpara
 from tfpara import export
 from tfpara.keras_model import strategy_of
-from tfpara.sync.workers.fixed import Fixed
+from tfpara.sync.workers.company import Company
 
 pytestmark = pytest.mark.latest
 
@@ -225,7 +225,7 @@ def test_exports_the_weights_asked_for_and_leaves_the_model_alone(tmp_path):
 
 def test_only_the_chief_writes(tmp_path, monkeypatch):
     strategy = tfpara.PeriodicSyncStrategy(tfpara.BSP(), sync_period=3)
-    monkeypatch.setattr(Fixed, "is_chief", False)
+    monkeypatch.setattr(Company, "is_chief", False)
     export(make_model(strategy), tmp_path / "model")
     assert not list(tmp_path.iterdir())
 

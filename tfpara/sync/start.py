@@ -27,7 +27,6 @@ from tfpara.sync.tensorflow.devices import check_threads, named_devices
 from tfpara.sync.tensorflow.extended import PeriodicSyncExtended
 from tfpara.sync.workers import horovod_group
 from tfpara.sync.workers.company import Company
-from tfpara.sync.workers.fixed import Fixed
 from tfpara.whole_number import checked_seconds
 
 _log = logging.getLogger(__name__)
@@ -157,7 +156,7 @@ def _fixed_company(
     else:
         starting = startup.guard(found, startup_timeout_seconds)
     with starting:
-        yield Fixed(found, by_horovod)
+        yield Company(found, by_horovod)
 
 
 def _found(settings: Settings, is_simulated: bool) -> cluster.Cluster:

@@ -1,11 +1,9 @@
 """Company: the workers that take part in a run, and their common operations."""
 
-# ruff: noqa: B027 - a run whose members do not change needs no action
-
 from __future__ import annotations
 
-import abc
 import contextlib
+import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TypeAlias
@@ -13,20 +11,27 @@ from typing import Any, TypeAlias
 import keras
 import tensorflow as tf
 
-from tfpara.cluster.call_site import Purpose
+from tfpara.cluster import ALONE, Cluster
+from tfpara.cluster.call_site import END, FIT_END, Purpose, call
 from tfpara.collectives.members import Members
 from tfpara.strategy import EpochUnits, StateHolder
+from tfpara.sync.workers.data_place import first_replica_of, replicas_of
 from tfpara.typing import Json, Scalar
 
 Fit: TypeAlias = Callable[[Mapping[str, Any]], keras.callbacks.History]
 
 
-class Company(abc.ABC):
-    """The workers that take part in a run, and their common operations.
+class MismatchError(RuntimeError):
+    """Workers have reached different exchanges. The message says where each is in its script."""
 
-    It has one subclass for runs whose workers do not change, and one for elastic runs. Other code
-    calls the methods without asking which one it is. Every worker must call the methods marked
-    "All". The methods here that are not abstract are right if members do not change.
+
+class Company:
+    """The workers of a run which no worker leaves or joins, or a single worker.
+
+    A subclass is for elastic runs. Other code calls the methods without asking which one it is.
+    Every worker must call the methods marked "All".
+
+    `by_horovod`: whether Horovod connects the workers; TensorFlow then knows only this worker.
 
     Attributes:
         changes: whether workers may join and leave.
@@ -39,9 +44,13 @@ class Company(abc.ABC):
 
     changes = False
     syncs_in_steps = True
-    epoch_units: EpochUnits
     unlike_devices: Sequence[int] = ()
     kinds: frozenset[str] = frozenset()
+    _extended: Any
+
+    def __init__(self, found: Cluster, by_horovod: bool = False) -> None:
+        self._found, self._by_horovod = found, by_horovod
+        self.epoch_units = EpochUnits()
 
     @property
     def joining(self) -> bool:
@@ -69,35 +78,52 @@ class Company(abc.ABC):
         return ""
 
     @property
-    @abc.abstractmethod
     def is_chief(self) -> bool:
         """Whether this worker writes the files of which the run needs one copy."""
+        return self._found.rank == 0
 
-    @abc.abstractmethod
     def replicas_now(self, devices: int) -> tuple[Scalar, Scalar]:
         """Returns N, and the index of this worker's first replica, if it has so many `devices`.
 
         In an elastic run both are tensors, whose values are read each time the graph runs.
         """
+        unlike = self.unlike_devices
+        replicas = replicas_of(self._found.num_workers, devices, unlike)
+        return replicas, first_replica_of(self._found.rank, devices, unlike)
 
-    @abc.abstractmethod
     def founding_replicas(self, devices: int) -> int:
         """Returns N, the number of replicas, at the start of the run."""
+        return int(self.replicas_now(devices)[0])
 
-    @abc.abstractmethod
     def resolver(self) -> tf.distribute.cluster_resolver.ClusterResolver:
         """Returns the cluster for TensorFlow's server, which is about to start."""
+        found = ALONE if self._by_horovod else self._found
+        if found.num_workers == 1:
+            return tf.distribute.cluster_resolver.SimpleClusterResolver(tf.train.ClusterSpec({}))
+        # TensorFlow is given the cluster that tfpara has checked, so that it does not read
+        # TF_CONFIG itself.
+        return tf.distribute.cluster_resolver.SimpleClusterResolver(
+            tf.train.ClusterSpec(json.loads(found.tf_config())["cluster"]),
+            task_type=found.task_type,
+            task_id=found.task_index,
+            rpc_layer="grpc",
+        )
 
-    @abc.abstractmethod
     def attach(self, extended: Any) -> None:
         """Stores the extended strategy; returns when all workers are connected.
 
         TensorFlow's server must have been started.
         """
+        self._extended = extended
+        if self._by_horovod:
+            extended.take_place(self._found.num_workers, self._found.rank)
 
-    @abc.abstractmethod
     def part(self) -> None:
         """All: waits for the others at the end of the program, if that is needed."""
+        # After this exchange all other workers have finished their work. Errors do not matter,
+        # since nothing follows.
+        with contextlib.suppress(tf.errors.OpError, MismatchError):
+            self._extended.control.together(END)
 
     def program_ends(self) -> None:
         """Tells the others that this program, which has not called `tfpara.run`, ends."""
@@ -115,32 +141,57 @@ class Company(abc.ABC):
         # AutoGraph, which converts what a loop's tf.function calls, cannot convert an empty body.
         return None
 
-    @abc.abstractmethod
     def by_the_chief(self, write: Callable[[], object], name: str) -> None:
         """All: the chief writes a file by `write`; returns when the file exists.
 
         `name`: the function that the user has called, for messages.
         """
+        if self.is_chief:
+            write()
+        self._extended.control.together(call(name))
 
-    @abc.abstractmethod
     def finish_block(self, synchronizer: Any, purpose: Purpose) -> None:
         """All: closes the open block of the model that `synchronizer` belongs to."""
+        with self._extended.call_site.meeting(purpose):
+            synchronizer.finish_block()
 
-    @abc.abstractmethod
     def finish_blocks(self, purpose: Purpose) -> None:
         """All: closes the open blocks of all models."""
+        synchronizers = self._extended.models.in_turn()
+        if synchronizers:
+            with self._extended.call_site.meeting(purpose):
+                for synchronizer in synchronizers:
+                    synchronizer.finish_block()
 
-    @abc.abstractmethod
     def sums(self, parts: Sequence[tf.Tensor], evaluates: bool) -> list[tf.Tensor]:
         """All: returns the sums over the workers of metrics' variables.
 
         `parts`: the variables' values on this worker. `evaluates`: whether the metrics are those of
         an evaluation.
         """
+        del evaluates  # in an evaluation, too, each worker has only a part of the data
+        # All blocks are closed first. This waits until no worker has data left, so that the metrics
+        # cover all data.
+        purpose = self._extended.call_site.of_metric()
+        if self._extended.models.synchronizers:
+            self._extended.models.finish_blocks(purpose)
+        else:
+            self._extended.control.together(purpose)
+        return [self._sum(part) for part in parts]
 
-    @abc.abstractmethod
+    def _sum(self, part: tf.Tensor) -> tf.Tensor:
+        if self._found.num_workers == 1:
+            return part
+        flat, name = tf.reshape(part, [-1]), f"metric/{part.dtype.name}"
+        total = self._extended.control.collectives.all_reduce([flat], name)[0]
+        return tf.reshape(total, part.shape)
+
     def fit(self, model: keras.Model, given: dict[str, Any], fit: Fit) -> keras.callbacks.History:
         """All: calls `fit` with the arguments `given`, by name, which may be changed in place."""
+        history = fit(given)
+        if self._found.num_workers > 1:
+            self._extended.models.finish_blocks(FIT_END)
+        return history
 
     def fit_begins(self) -> None:
         """Admits this worker to a run under way, after the callbacks' `on_train_begin`."""

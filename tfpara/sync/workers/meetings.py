@@ -11,16 +11,12 @@ import tensorflow as tf
 
 from tfpara.cluster.call_site import CallSite, Purpose, sentence
 from tfpara.collectives import Collectives, Loopback
-from tfpara.sync.workers.company import Company
+from tfpara.sync.workers.company import Company, MismatchError
 from tfpara.typing import Json
 
 # Before a worker fails, it waits for this many seconds, so that the others still receive the
 # reason.
 _GRACE_SECONDS = 1.0
-
-
-class MismatchError(RuntimeError):
-    """Workers have reached different exchanges. The message says where each is in its script."""
 
 
 @dataclasses.dataclass(eq=False)

@@ -11,7 +11,7 @@ from tfpara import cluster
 from tfpara.sync.data import elastic_data
 from tfpara.sync.data.reading import Order
 from tfpara.sync.keras import fit_arguments
-from tfpara.sync.workers.fixed import Fixed
+from tfpara.sync.workers.company import Company
 
 pytestmark = pytest.mark.latest
 
@@ -33,7 +33,7 @@ def test_arrays_of_different_lengths():
 
 def strategy_of(order, replicas, ids):
     data = types.SimpleNamespace(order=order)
-    worker = types.SimpleNamespace(company=Fixed(cluster.ALONE))
+    worker = types.SimpleNamespace(company=Company(cluster.ALONE))
     extended = types.SimpleNamespace(data=data, worker=worker, worker_devices=["CPU:0"] * len(ids))
     return types.SimpleNamespace(
         joining=True,
