@@ -75,7 +75,6 @@ class Replay(Company):
 
     def attach(self, extended):
         super().attach(extended)
-        self._extended = extended
         with tf.device("CPU:0"), tf.init_scope():
             self._present = tf.Variable(self._founding_replicas, trainable=False, dtype=tf.int32)
 

@@ -29,7 +29,7 @@ from tfpara.sync.one_sync.global_state import GlobalState
 from tfpara.sync.one_sync.placement import Sharded, cut
 from tfpara.sync.one_sync.replicas import Buckets, Replicas
 from tfpara.sync.one_sync.state_vars import Kind, Slot
-from tfpara.sync.one_sync.weight_exchange import Shares
+from tfpara.sync.one_sync.weight_exchange import PlainWire, Shares, Writes
 
 
 class _Levels(NamedTuple):
@@ -104,22 +104,20 @@ def words_of(length: int, kind: str) -> int:
     return -(-length // group) * (group // (4 * per_byte) + 1)
 
 
-class CompressedWire:
+class CompressedWire(PlainWire):
     """The transport of weights as rounded differences: all-to-all, a local sum, and an all-gather.
 
     In one process nothing is sent. The results are then as if each of its devices were a worker.
     `points` are the buckets of B̂ (see the top of this file).
     """
 
+    _aggregation: Sharded
+
     def __init__(
         self, kind: str, aggregation: Sharded, replicas: Replicas, global_state: GlobalState
     ) -> None:
-        self._kind = kind
-        self._aggregation = aggregation
-        self._replicas = replicas
-        self._collectives = replicas.site.collectives
-        self._global = global_state
-        self._name, make = replicas.site.name, replicas.site.make
+        super().__init__(aggregation, replicas)
+        self._kind, self._global, make = kind, global_state, replicas.site.make
         alone = self._collectives.size == 1
         self._sources = replicas.devices if alone else replicas.devices[:1]
         self._rows = len(self._sources)  # how many rows of a message belong to each worker
@@ -134,8 +132,8 @@ class CompressedWire:
 
     def gather(
         self, local: Sequence[Buckets], shares: Shares, fragment: int
-    ) -> tuple[list[list[tf.Tensor]], list[tuple[tf.Variable, tf.Tensor]]]:
-        """Returns what `Wire.gather` returns; the new errors e are written on commit."""
+    ) -> tuple[list[list[tf.Tensor]], Writes]:
+        """Returns what `PlainWire.gather` returns; the new errors e are written on commit."""
         buckets = self._replicas.layout.buckets[fragment]
         sent, kept = [], []
         for device, errors, moved in zip(
@@ -203,8 +201,8 @@ class CompressedWire:
 
     def spread(
         self, broadcasts: Sequence[Buckets], fragment: int
-    ) -> tuple[list[list[tf.Tensor]], list[tuple[tf.Variable, tf.Tensor]]]:
-        """Returns the new B̂, in the form of `Wire.spread`; `points` is written on commit."""
+    ) -> tuple[list[list[tf.Tensor]], Writes]:
+        """Returns the new B̂, in the form of `PlainWire.spread`; `points` is written on commit."""
         buckets = self._replicas.layout.buckets[fragment]
         size, rank, kept = self._collectives.size, self._collectives.rank, []
         with tf.device(self._replicas.devices[0]):
@@ -221,7 +219,6 @@ class CompressedWire:
         return received, kept
 
     def bytes_sent(self, fragment: int) -> int:
-        """Returns the number of bytes sent to all other workers in `gather` and `spread`."""
         size = self._collectives.size
         lengths = [e.shape[0] for e in self._errors[0][self._replicas.layout.buckets[fragment]]]
         words = sum(words_of(length // (size * self._rows), self._kind) for length in lengths)

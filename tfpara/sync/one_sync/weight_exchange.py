@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import tensorflow as tf
 
@@ -28,7 +28,7 @@ MORE_BYTES = 1 << 16
 # TensorFlow takes a part of a float32 or int32 vector without a copy if the indices at which the
 # part begins and ends are multiples of this number.
 ALIGNED = 16
-# Variables of a `Wire`, the transport of weights. Each is paired with the value that
+# Variables of a wire, the transport of weights. Each is paired with the value that
 # `Averaging.commit` writes to it.
 Writes = list[tuple[tf.Variable, tf.Tensor]]
 
@@ -44,23 +44,6 @@ class Shares(NamedTuple):
     portions: tf.Tensor
     divisor: tf.Tensor
     of_block: tf.Tensor
-
-
-class Wire(Protocol):
-    """The transport of a fragment's weights between devices and holders, as lists of buckets."""
-
-    def gather(
-        self, local: Sequence[Buckets], shares: Shares, fragment: int
-    ) -> tuple[list[list[tf.Tensor]], Writes]:
-        """Returns for each holder its parts of the mean Σ_i share_i w_i over all replicas."""
-
-    def spread(
-        self, broadcasts: Sequence[Buckets], fragment: int
-    ) -> tuple[list[list[tf.Tensor]], Writes]:
-        """Returns for each device the whole buckets that the holders broadcast in parts."""
-
-    def bytes_sent(self, fragment: int) -> int:
-        """Returns the number of bytes that this worker sends in `gather` and `spread` together."""
 
 
 class Arrival(NamedTuple):
@@ -92,7 +75,7 @@ class Moments(NamedTuple):
 class Averaging:
     """The exchanges of one model. `anchors`: the replicas' state as the last sync wrote it."""
 
-    def __init__(self, replicas: Replicas, wire: Wire, global_state: GlobalState) -> None:
+    def __init__(self, replicas: Replicas, wire: PlainWire, global_state: GlobalState) -> None:
         self._replicas = replicas
         self._wire = wire
         self._aggregation = global_state.aggregation
@@ -250,17 +233,21 @@ class Averaging:
 
 
 class PlainWire:
-    """The transport of weights as they are, in float32."""
+    """The transport of a fragment's weights between devices and holders, as lists of buckets.
+
+    The weights are sent as they are, in float32. A subclass compresses them.
+    """
 
     def __init__(self, aggregation: Aggregation, replicas: Replicas) -> None:
         self._aggregation = aggregation
         self._replicas = replicas
-        self._workers = replicas.site.collectives.size
+        self._collectives = replicas.site.collectives
         self._name = replicas.site.name
 
     def gather(
         self, local: Sequence[Buckets], shares: Shares, fragment: int
     ) -> tuple[list[list[tf.Tensor]], Writes]:
+        """Returns for each holder its parts of the mean Σ_i share_i w_i over all replicas."""
         if self._replicas.site.has_one_replica:
             return [list(local[0])], []
         weighted = []
@@ -277,14 +264,16 @@ class PlainWire:
     def spread(
         self, broadcasts: Sequence[Buckets], fragment: int
     ) -> tuple[list[list[tf.Tensor]], Writes]:
+        """Returns for each device the whole buckets that the holders broadcast in parts."""
         buckets = self._replicas.layout.buckets[fragment]
         name = f"{self._name}/broadcast/{fragment}"
         return self._aggregation.spread(broadcasts, name, buckets), []
 
     def bytes_sent(self, fragment: int) -> int:
-        """Returns the bytes of an all-reduce; a reduce-scatter and an all-gather send as many."""
+        """Returns the number of bytes that this worker sends in `gather` and `spread` together."""
+        # A reduce-scatter and an all-gather send as many as an all-reduce.
         elements = sum(self._replicas.layout.sizes[self._replicas.layout.variables[fragment]])
-        return _all_reduce_bytes(elements, self._workers)
+        return _all_reduce_bytes(elements, self._collectives.size)
 
 
 class WithReports:
