@@ -105,8 +105,7 @@ def _deal_out_py_dataset(strategy: Any, began: Began, given: dict[str, Any]) -> 
     """
     data: keras.utils.PyDataset = given["x"]
     _check_py_dataset(data, began.option, given)
-    shuffle = given.get("shuffle", True)
-    adapter = data_adapters.PyDatasetAdapter(data, given.get("class_weight"), shuffle)
+    adapter = data_adapters.PyDatasetAdapter(data, given.get("class_weight"), given.get("shuffle"))
     adapter.enqueuer = None  # the enqueuer's threads would read batches that nobody uses
     count = adapter.num_batches
     if count is None:
@@ -119,6 +118,7 @@ def _deal_out_py_dataset(strategy: Any, began: Began, given: dict[str, Any]) -> 
     def standard(batch: Data) -> Data:
         return without_none(adapter._standardize_batch(batch))
 
+    shuffle = given.get("shuffle", True)
     some = [standard(data[number]) for number in sorted({0, min(1, count - 1), count - 1})]
     signature = signature_of(some)
     facts: Facts = {"kind": "PyDataset", "batches": count}
