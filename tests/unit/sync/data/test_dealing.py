@@ -251,7 +251,7 @@ def test_rows_of_a_py_dataset_are_trained_once(parts, replicas, first, devices, 
 def test_each_part_of_each_batch_has_one_place(workers, devices, count):
     parts = workers * devices
     numbers = range(count * parts)
-    places = [elastic_data._place(number, count, parts, devices) for number in numbers]
+    places = [elastic_data.place_of(number, count, parts, devices) for number in numbers]
     assert sorted(places) == [(batch, part) for batch in range(count) for part in range(parts)]
 
 
