@@ -199,7 +199,7 @@ class KerasStep(_Step):
         # A slot that is alone (Nadam's product) is an attribute of the optimizer. The others are in
         # lists, with one slot for each weight.
         attributes = {id(value): attribute for attribute, value in vars(copy).items()}
-        names = [attributes.get(id(slot), slot.name).strip("_") for slot in self._slots]
+        names = [str(attributes.get(id(slot), slot.name)).strip("_") for slot in self._slots]
         self.initial = {n: slot.numpy() for n, slot in zip(names, self._slots, strict=True)}
         fields = ("global_model", *names, "iterations")
         self.State: Any = collections.namedtuple("OuterState", fields)  # type: ignore[misc]
