@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 FRAMES_VARIABLE = "TFPARA_TRACEBACK"
 # A worker whose exit code is not 0 waits at most this long for the other workers to end, too.
 _PARTING_SECONDS = 10.0
-_OF_CHIEF = "the chief has failed: "
 _RAISE = dis.opmap["RAISE_VARARGS"]  # the bytecode instruction of the statement `raise`
 
 
@@ -106,6 +105,7 @@ def _ran(
         The exit code, whether the other workers come to the same end, and the cause for other
         processes ("" if nothing went wrong).
     """
+    of_chief = "the chief has failed: "
     try:
         main()
     except SystemExit as leaving:
@@ -114,22 +114,23 @@ def _ran(
             # Some schedulers send SIGTERM more than once. A later SIGTERM must not change the exit
             # code, which may ask for a restart.
             signal.signal(signal.SIGTERM, lambda *_: os._exit(code))
-        return code, is_number, "" if is_number else f"{_OF_CHIEF}{leaving.code}"
+        return code, is_number, "" if is_number else f"{of_chief}{leaving.code}"
     except KeyboardInterrupt:
         _say(name, Explanation("interrupted"))
-        return exit_codes.INTERRUPTED, False, f"{_OF_CHIEF}interrupted"
+        return exit_codes.INTERRUPTED, False, f"{of_chief}interrupted"
     except Exception as error:
         failures.say_last(error)
         found = _explained(error)
         sentence = found.sentence if found else ""
         if found is None and explain is not None and (own := explain(error)) is not None:
-            found, sentence = Explanation(own), f"{_OF_CHIEF}{own}"
+            found, sentence = Explanation(own), f"{of_chief}{own}"
         if found is None:
             # Python sets these two attributes if an error is not caught. Debuggers and loggers read
             # them.
             sys.last_value, sys.last_traceback = error, error.__traceback__
             sys.excepthook(type(error), error, error.__traceback__)
-            return 1, False, _OF_CHIEF + failures.first_line(error)
+            first = str(error).strip().splitlines()[:1]
+            return 1, False, of_chief + ": ".join([type(error).__name__, *first])
         if _shows_frames(error):
             traceback.print_exception(error)
         _say(name, found)
@@ -189,11 +190,10 @@ def on_leaving(leave: Callable[[bool], None]) -> None:
 
 
 def tell_of_failure(tell: Callable[[int, str], None]) -> None:
-    """Registers `tell(exit_code, sentence)`, for a chief's failure with parameter servers.
+    """Registers `tell(exit_code, sentence)`, which `run` calls on failure with parameter servers.
 
-    With it the chief ends the other processes together with itself. It is called with any error
-    that ends the program, and by `run`. The sentence is empty if the program has called `sys.exit`
-    with a number.
+    With it the chief ends the other processes together with itself. The sentence is empty if the
+    program has called `sys.exit` with a number.
     """
     _tells.append(tell)
 
@@ -201,8 +201,6 @@ def tell_of_failure(tell: Callable[[int, str], None]) -> None:
 def _hook(previous: Callable[..., object]) -> Callable[..., None]:
     def hook(kind: type[BaseException], error: BaseException, frames: TracebackType | None) -> None:
         failures.say_last(error)
-        for tell in _tells:
-            tell(1, _OF_CHIEF + failures.first_line(error))
         found = _explained(error)
         if found is None and isinstance(error, KeyboardInterrupt) and _has_others():
             found = Explanation("interrupted")

@@ -137,17 +137,13 @@ def note_end(rank: int, why: str) -> None:
 def say_last(error: BaseException) -> None:
     """Stores the error that ends this process, to tell the others unless they get it, too."""
     global _last_words
-    _last_words = first_line(error)[:300]
+    words = [type(error).__name__, *str(error).strip().splitlines()[:1]]
+    _last_words = ": ".join(words)[:300]
     behind: BaseException | None = error
     while behind is not None:
         if is_of_tensorflow(behind) or type(behind).__module__.startswith("tfpara."):
             _last_words = None
         behind = behind.__cause__ or (None if behind.__suppress_context__ else behind.__context__)
-
-
-def first_line(error: BaseException) -> str:
-    """Returns the class of an error, and the first line of its text."""
-    return ": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]])
 
 
 def last_words() -> str | None:

@@ -6,6 +6,7 @@ import atexit
 import itertools
 import os
 import sys
+from types import TracebackType
 from typing import NoReturn
 
 import tensorflow as tf
@@ -58,9 +59,7 @@ class Processes(Workers):
         self._lobby.gather()
         with quiet.starting():
             self._connect(found.spec(self._lobby.tensorflow_address))
-        # Python calls `_end` after the last line of the program, and deletes TensorFlow's objects
-        # only later.
-        atexit.register(self._end)
+        self._watch_the_end()
 
     def _connect(self, spec: dict[str, list[str]]) -> None:
         self.num_workers = len(spec["worker"])
@@ -97,6 +96,21 @@ class Processes(Workers):
         self._failure = (
             sentence or self._failure or f"the chief has ended with exit code {exit_code}."
         )
+
+    def _watch_the_end(self) -> None:
+        previous = sys.excepthook
+
+        def hook(
+            kind: type[BaseException], error: BaseException, traceback: TracebackType | None
+        ) -> None:
+            first = str(error).strip().splitlines()[:1]
+            self.end_with(1, f"the chief has failed: {': '.join([kind.__name__, *first])}")
+            previous(kind, error, traceback)
+
+        sys.excepthook = hook
+        # Python calls `_end` after the last line of the program, and deletes TensorFlow's objects
+        # only later.
+        atexit.register(self._end)
 
     def _end(self) -> None:
         self._lobby.end_with_process(self._exit_code, self._failure)
