@@ -141,7 +141,7 @@ def test_evaluate_gives_the_error_of_the_exported_model(run_well, pair, corpus_d
 
 @pytest.mark.nightly
 def test_the_place_of_an_export_may_be_a_url(run, pair):
-    """Of this URL the library says that it is one of this machine, so it was taken for a URL."""
+    """The message about a URL of this machine shows that the script passes the URL on."""
     ended = run("export", f"--run_dir={pair[0]}", "--out=file:///nowhere/export")
     assert ended.returncode == 1 and "'file:///nowhere/export' is of this machine" in ended.err
 

@@ -103,12 +103,11 @@ class Synchronizer:
                 self._average_devices_if_due()
             if self._overlap is not None:
                 self._overlap.act()
-                return
-            if self._device_period is None:
+            elif self._device_period is None:
                 self.graph.sync(tf.constant(True))  # nothing else can be due
-                return
-            due = self._ends_block(self.graph.block.steps.read_value())
-            where(due, lambda: self.graph.sync(tf.constant(True)))
+            else:
+                due = self._ends_block(self.graph.block.steps.read_value())
+                where(due, lambda: self.graph.sync(tf.constant(True)))
 
     def _ends_block(self, steps: tf.Tensor) -> tf.Tensor:
         return steps >= self.graph.block.due()
