@@ -28,6 +28,7 @@ from tfpara.parameter_server.fit import Fit
 from tfpara.parameter_server.models import Models
 from tfpara.parameter_server.search import ChunkRateSearch
 from tfpara.parameter_server.workers import Workers
+from tfpara.steps import without_tuner
 from tfpara.strategy import Strategy
 from tfpara.typing import Data, Nest
 from tfpara.whole_number import checked_seconds, checked_whole
@@ -210,6 +211,13 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy, Strategy):
                 "validation_steps and validation_split."
             )
         return super().run(fn, args, kwargs, options)
+
+    def experimental_distribute_dataset(
+        self, dataset: tf.data.Dataset, options: tf.distribute.InputOptions | None = None
+    ) -> tf.data.Dataset:
+        """Returns `dataset` for the chief, with tf.data's autotuning off: see `without_tuner`."""
+        # At the end of the process TensorFlow would wait up to a minute for the tuner's thread.
+        return super().experimental_distribute_dataset(without_tuner(dataset), options)
 
     def fit(
         self,

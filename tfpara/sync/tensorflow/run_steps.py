@@ -20,6 +20,7 @@ from tfpara.sync.one_sync.synchronizer import Synchronizer
 from tfpara.sync.settings import Settings
 from tfpara.sync.tensorflow.nonfinite import Guard
 from tfpara.sync.tensorflow.trained_models import TrainedModels
+from tfpara.sync.tensorflow_private import context as _context
 from tfpara.sync.tensorflow_private import values as _values
 from tfpara.typing import Nest, Scalar, Variable
 
@@ -133,7 +134,7 @@ class RunSteps:
         synchronizer = models.for_step(fn)
         if synchronizer is None:
             self._check_loop(models.model_of(fn))
-            with tf.init_scope():
+            with _outside_of_traces():
                 synchronizer = models.make(models.model_of(fn))
             check(models.model_of(fn), self._strategy)
         if not tf.executing_eagerly() and not _is_step_of_keras(fn):
@@ -303,6 +304,17 @@ class RunSteps:
                     "synchronised: the replicas would drift apart. Call strategy.track([...]) with "
                     "all models that are trained."
                 )
+
+
+@contextlib.contextmanager
+def _outside_of_traces() -> Iterator[None]:
+    """A context in eager mode, whose reads of variables are not noted in a graph being traced.
+
+    In `tf.init_scope` alone they are noted, and TensorFlow refuses to run a graph if one of its
+    noted variables is gone. A model's former synchronizer is read in the trace, and goes after it.
+    """
+    with tf.init_scope(), tf.Graph().as_default(), _context.eager_mode():
+        yield
 
 
 def _is_step_of_keras(
