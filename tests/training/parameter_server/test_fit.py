@@ -328,6 +328,21 @@ def test_a_dataset_of_unknown_length_is_for_all_workers():
     assert strategy.statistics(model).pushes == MINIBATCHES
 
 
+def test_the_chief_reads_its_data_without_the_tuner(monkeypatch):
+    strategy, model = made()
+    data = tf.data.Dataset.from_tensor_slices((X[:8], Y[:8])).batch(4)
+    whole, read = tf.distribute.OneDeviceStrategy.experimental_distribute_dataset, []
+
+    def noted(self, dataset, options=None):
+        read.append(dataset.options().autotune.enabled)
+        return whole(self, dataset, options)
+
+    monkeypatch.setattr(tf.distribute.OneDeviceStrategy, whole.__name__, noted)
+    strategy.fit(model, X, Y, **settings(validation_data=data))
+    model.predict(X[:8], verbose=0)
+    assert read == [False, False]
+
+
 @pytest.mark.nightly
 def test_validation_frequencies_are_those_of_keras():
     strategy, model = made()
