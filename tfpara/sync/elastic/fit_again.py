@@ -210,8 +210,8 @@ class FitAgain:
     def _trace_alone(self, model: keras.Model) -> None:
         """Traces a step by taking it while the others train; the step is no part of the run.
 
-        A sync and a step of validation follow. TensorFlow takes long for the first ones of a
-        process, and in the run all workers would wait for that.
+        A sync, a meeting and a step of validation follow. TensorFlow takes long for the first ones
+        of a process, and in the run all workers would wait for that.
         """
         balance = self._extended.balance
         before = [each.graph.statistics() for each in self._extended.models.synchronizers]
@@ -227,6 +227,7 @@ class FitAgain:
                 block.steps.assign(block.period - 1)
                 step.inner(self._alone)
         self._synchronizer.finish_block()
+        self._synchronizer.meet(0.0)
         self._validate()
         self._synchronizer.graph.set_statistics(*before or [NO_SYNCS])
         if balance is not None:
