@@ -1381,6 +1381,34 @@ def test_a_new_head_is_trained_on_layers_that_were_trained_before(rule, way):
             np.testing.assert_allclose(value, want, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("rule", [tfpara.BMUF(0.5), tfpara.EASGD(0.3)], ids=str)
+@pytest.mark.one_version
+def test_frozen_layers_of_another_model_are_saved_as_the_new_head_was_trained_on_them(
+    rule, tmp_path
+):
+    strategy = make_strategy(rule)
+    with strategy.scope():
+        former = compiled(*MODELS["dense"])
+    former.fit(distributed(strategy), verbose=0)
+    with strategy.weights(former, "global"):
+        center = former.get_weights()[0]
+    former.trainable = False
+    with strategy.scope():
+        model = compiled(lambda: with_new_head(former), MODELS["dense"][1])
+    model.fit(distributed(strategy), verbose=0)
+    of_replicas = [own[:-2] for own in components(strategy, model)]
+    for one, other in zip(*of_replicas, strict=True):
+        np.testing.assert_array_equal(one, other)
+    with strategy.weights(model, "global"):
+        wanted = model.get_weights()
+    # The momentum of BMUF has taken the layers beyond their global weights.
+    assert np.array_equal(wanted[0], center) == (rule != tfpara.BMUF(0.5))
+    model.save(tmp_path / "model.keras")
+    saved = keras.models.load_model(tmp_path / "model.keras", compile=False)
+    for found, want in zip(saved.get_weights(), wanted, strict=True):
+        np.testing.assert_array_equal(found, want)
+
+
 def test_forgotten_replicas_go_on_from_the_global_model():
     strategy = make_strategy(tfpara.EASGD(0.3), averages={"ema": tfpara.EMA(0.5)})
     with strategy.scope():

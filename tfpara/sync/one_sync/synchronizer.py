@@ -475,18 +475,17 @@ class Synchronizer:
 
     def leave(
         self,
-        kept: Sequence[Sequence[tf.Variable]],
+        is_left: Callable[[tf.Variable], bool],
         from_chief: Callable[[tf.Tensor], tf.Tensor],
     ) -> None:
-        """Gives all replicas the same values of the model's weights that are not among `kept`.
+        """Gives all replicas the same values of the weights that are left to another synchronizer.
 
-        If there are no syncs, these are the values of the chief's first replica: `from_chief` takes
-        each worker's own tensor and returns the chief's. If the rule leaves the replicas apart,
-        they are the values of the global model. Every worker must call it, while the block is
-        closed.
+        `is_left` tells that by the weight's component on the first device. If there are no syncs,
+        these are the values of the chief's first replica: `from_chief` takes each worker's own
+        tensor and returns the chief's. If the rule leaves the replicas apart, they are the values
+        of the global model. Every worker must call it, while the block is closed.
         """
-        first = {id(variable[0]) for variable in kept}
-        left = [i for i, v in enumerate(self._variables.weights) if id(v[0]) not in first]
+        left = [i for i, v in enumerate(self._variables.weights) if is_left(v[0])]
         if not left:
             return
         graph = self.graph

@@ -273,13 +273,20 @@ class TrainedModels:
         variables = self._agreed_variables(model, settings)
         self._note_settings(model, settings, variables)
         site = self._site()
+        others = [each.synchronizer for each in self._trained if each is not former]
         if former is not None:
-            former.synchronizer.leave(variables.weights, self._chiefs_left)
+            trained = {id(v[0]) for v in variables.weights}
+            former.synchronizer.leave(lambda each: id(each) not in trained, self._chiefs_left)
+        # All replicas must train on the same frozen weights, also on those of another model.
+        frozen = {id(v[0]) for v in variables.frozen}
+        for other in others:
+            if other.has_any_of([v[0] for v in variables.frozen]):
+                self.company.finish_block(other, _TRAIN)
+                other.leave(lambda each: id(each) in frozen, self._chiefs_left)
         synchronizer = Synchronizer(variables, settings, site)
         synchronizer.graph.global_state.rule.change(self._worker.replicas)
         if former is not None:
             synchronizer.graph.adopt(former.synchronizer.graph)
-        others = [each.synchronizer for each in self._trained if each is not former]
         if any(other.has_any_of([v[0] for v in variables.weights]) for other in others):
             raise ValueError(
                 f"model {model.name!r} shares weights with another that was trained under this "
@@ -377,7 +384,7 @@ class TrainedModels:
         """Closes a model's block and gives up its synchronizer; every worker must call it."""
         synchronizer = entry.synchronizer
         self.company.finish_block(synchronizer, purpose)
-        synchronizer.leave([], self._chiefs_left)
+        synchronizer.leave(lambda each: True, self._chiefs_left)
         self._dropped = self._dropped.and_then(synchronizer.graph.statistics())
         self._trained.remove(entry)
         if self._recent is entry:
@@ -410,13 +417,15 @@ class TrainedModels:
     def writing(self, model: keras.Model) -> Iterator[None]:
         """A context in which a model holds the global weights, for writing it to a file.
 
-        Trained models that share weights with it hold their global weights, too.
+        Frozen weights of a trained model are those that it was trained with, whether or not another
+        model trains them. If the model itself was not trained, the models with which it shares
+        weights hold their global weights.
         """
-        weights = self._components(getattr(model, "weights", []))
+        own, weights = self._entry(model), self._components(getattr(model, "weights", []))
+        sharing = [each for each in self._trained if weights.keys() & each.weights.keys()]
         with contextlib.ExitStack() as stack:
-            for trained in self._trained:
-                if weights.keys() & trained.weights.keys():
-                    stack.enter_context(trained.synchronizer.writing(self._notes.tell))
+            for trained in sharing if own is None else [own]:
+                stack.enter_context(trained.synchronizer.writing(self._notes.tell))
             yield
 
     def broadcast_replica(self, model: keras.Model, replica: int) -> None:
