@@ -44,6 +44,13 @@ class OfCluster:
         pass
 
 
+def on_a_cluster(monkeypatch):
+    monkeypatch.setattr(simulation._Simulated, "executor", lambda self, of: OfCluster(of))
+    monkeypatch.setattr(
+        tf.distribute.coordinator, "experimental_get_current_worker_index", lambda: 0
+    )
+
+
 def gradient(x, w):
     return 2 * x.T @ (x @ (w - TRUE)) / len(x)
 
@@ -74,6 +81,18 @@ def test_the_searched_rates_are_those_of_numpy(rule, period):
             w = w - rate * gradient(x, w)
     assert len(set(chosen)) > 1  # it rises or falls
     np.testing.assert_allclose(model.get_weights()[0], w, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+def test_rates_of_other_types_are_searched_on_a_cluster(dtype, request, monkeypatch):
+    request.addfinalizer(lambda: keras.config.set_floatx("float32"))
+    keras.config.set_floatx(dtype)
+    on_a_cluster(monkeypatch)
+    strategy, model = made(0.125)
+    search = tfpara.ChunkRateSearch((0.5, 1.0), minibatches=2)
+    strategy.fit(model, X, X @ TRUE, batch_size=8, verbose=0, chunks=1, search_rate=search)
+    assert strategy._models.of(model).server.learning_rate in (0.0625, 0.125)
 
 
 @pytest.mark.nightly_cases("one")
@@ -123,10 +142,7 @@ def test_a_search_leaves_a_shuffled_dataset_in_its_order(of_cluster, in_chunks, 
         return data.map(lambda k: (tf.one_hot(k, samples), tf.zeros([2, 1])))
 
     if of_cluster:
-        monkeypatch.setattr(simulation._Simulated, "executor", lambda self, of: OfCluster(of))
-        monkeypatch.setattr(
-            tf.distribute.coordinator, "experimental_get_current_worker_index", lambda: 0
-        )
+        on_a_cluster(monkeypatch)
     strategy = tfpara.simulate_async(2, tfpara.ASGD())
     with strategy.scope():
         layer = keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")
