@@ -387,10 +387,11 @@ def check_plain(optimizer: keras.optimizers.Optimizer) -> None:
             "tfpara.PeriodicSyncStrategy."
         )
     if hasattr(optimizer, "inner_optimizer"):
+        own, inner = type(optimizer).__name__, type(optimizer.inner_optimizer).__name__
         raise ValueError(
-            f"the optimizer {type(optimizer).__name__} wraps another one, to scale losses. Give "
-            f"the inner one, {type(optimizer.inner_optimizer).__name__}, and train in float32 or "
-            "bfloat16."
+            f"the optimizer {own} wraps another one, {inner}, to scale losses. Keras' compile adds "
+            "it by itself if the model's dtype policy is mixed_float16. Make the model under "
+            f"keras.config.set_dtype_policy('mixed_bfloat16') or 'float32', and give {inner}."
         )
 
 
