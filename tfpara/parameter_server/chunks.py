@@ -281,6 +281,27 @@ def _as_array(data: Data) -> np.ndarray:
     return array.astype(keras.config.floatx(), copy=False) if array.dtype.kind == "f" else array
 
 
+def limited(chunks: Chunks, minibatches: int) -> Chunks:
+    """Returns the chunks with at most so many `minibatches` in an epoch, and at most so many each.
+
+    Chunk k of n keeps as many as there are among the numbers k, k + n, k + 2n, … < `minibatches`.
+    """
+
+    def part(epoch: tf.Tensor, chunk: tf.Tensor, *arguments: Nest) -> tf.data.Dataset:
+        kept = (minibatches - chunk + chunks.count - 1) // chunks.count
+        return chunks.dataset(epoch, chunk, *arguments).take(kept)
+
+    return _changed(chunks, part, min(chunks.num_minibatches or minibatches, minibatches))
+
+
+def _changed(
+    chunks: Chunks, dataset: Callable[..., tf.data.Dataset], num_minibatches: int | None
+) -> Chunks:
+    changed = Chunks(chunks.count, dataset, chunks.arguments, num_minibatches)
+    changed.shares, changed.facts = chunks.shares, chunks.facts
+    return changed
+
+
 def _weighted(chunks: Chunks, class_weight: Mapping[int, float]) -> Chunks:
     """Returns the chunks with each sample weighted by the weight of its class."""
     classes = np.asarray(list(class_weight), np.int64)
@@ -299,6 +320,4 @@ def _weighted(chunks: Chunks, class_weight: Mapping[int, float]) -> Chunks:
     def part(*arguments: Nest) -> tf.data.Dataset:
         return chunks.dataset(*arguments).map(weigh)
 
-    weighted = Chunks(chunks.count, part, chunks.arguments, chunks.num_minibatches)
-    weighted.shares, weighted.facts = chunks.shares, chunks.facts
-    return weighted
+    return _changed(chunks, part, chunks.num_minibatches)

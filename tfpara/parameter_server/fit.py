@@ -6,6 +6,7 @@ import contextlib
 import os
 import sys
 import time
+import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ from tfpara.checks import too_many_left_out
 from tfpara.clock import for_tensorboard
 from tfpara.keras_model import flat_log
 from tfpara.measuring import is_asked
-from tfpara.parameter_server.chunks import Chunks, as_chunks
+from tfpara.parameter_server.chunks import Chunks, as_chunks, limited
 from tfpara.parameter_server.errors import DivergedError, explained
 from tfpara.parameter_server.models import Models
 from tfpara.parameter_server.search import ChunkRateSearch
@@ -66,6 +67,8 @@ class Fit:
             **data, count=chunks, order=self.order, sent=not workers.is_simulated
         )
         _check_period(models.sync_period, self._chunks)
+        if steps := _limit("max_steps_per_epoch"):
+            self._chunks = limited(self._chunks, steps)
         self._models, self._workers = models, workers
         self.model = model
         self.server, self.work, self._copy = models.for_fit(model, self._chunks.element_spec)
@@ -100,6 +103,7 @@ class Fit:
             raise RuntimeError(
                 "tfpara-plan --measure is for PeriodicSyncStrategy: an AsyncStrategy has no syncs."
             )
+        epochs = min(epochs, _limit("max_epochs") or epochs)
         model = self.model
         model.stop_training = False
         _check_frequency(validation[-1])
@@ -366,6 +370,15 @@ class Fit:
             return_dict=True,
         )
         return {f"val_{name}": value for name, value in results.items()}
+
+
+def _limit(name: str) -> int | None:
+    """Returns Keras' limit of this name, which KERAS_MAX_… sets for a quick try of a script."""
+    # Older versions of Keras lack the limits.
+    limit: int | None = getattr(keras.config, name, lambda: None)()
+    if limit:
+        warnings.warn(f"Keras' limit: {name}={limit}", stacklevel=4)
+    return limit
 
 
 def _minibatches(x: Data, batch_size: int | None) -> int:

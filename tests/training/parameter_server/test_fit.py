@@ -344,6 +344,27 @@ def test_the_chief_reads_its_data_without_the_tuner(monkeypatch):
 
 
 @pytest.mark.nightly
+@pytest.mark.skipif(not hasattr(keras.config, "max_epochs"), reason="Keras has no limits yet")
+@pytest.mark.parametrize("kind", ["arrays", "dataset", "chunks"])
+def test_the_limits_of_keras_for_a_quick_try_hold(kind, request):
+    request.addfinalizer(lambda: keras.config.set_max_epochs(None))
+    request.addfinalizer(lambda: keras.config.set_max_steps_per_epoch(None))
+    keras.config.set_max_epochs(2)
+    keras.config.set_max_steps_per_epoch(4)
+    strategy, model = made(3)
+    rows = tf.data.Dataset.from_tensor_slices((X, Y)).batch(BATCH)
+    data = {
+        "arrays": (X, Y),
+        "dataset": (rows,),
+        "chunks": (tfpara.Chunks(3, lambda epoch, chunk: rows.shard(3, chunk)),),
+    }[kind]
+    options = settings() if kind == "arrays" else {"verbose": 0}
+    with pytest.warns(UserWarning, match="limit: max_"):
+        history = strategy.fit(model, *data, epochs=5, **options)
+    assert history.epoch == [0, 1]
+    assert strategy.statistics(model).samples == 2 * 4 * BATCH
+
+
 def test_validation_frequencies_are_those_of_keras():
     strategy, model = made()
     for every, epochs in [(1, [0, 1, 2]), (2, [1]), ([1, 3], [0, 2])]:
