@@ -68,6 +68,16 @@ class Models(dict[keras.Model, Trained]):
             raise ValueError("the model has not been trained yet: call strategy.fit before.")
         return self[model]
 
+    def whole(self, model: keras.Model) -> keras.Model | None:
+        """Returns the trained model that has all of a model's weights; None if there is none.
+
+        It is the model itself, if trained, or else the one that trains most of these weights.
+        """
+        own = {id(v) for v in model.weights}
+        wholes = [each for each in self if own and own <= {id(v) for v in each.weights}]
+        trains = lambda each: len(own & {id(v) for v in each.trainable_variables})  # noqa: E731
+        return model if model in self else max(wholes, key=trains, default=None)
+
     def check(self) -> None:
         """Raises ParameterServerError if the run cannot go on; else ends waits for lost workers."""
         self.workers.check()

@@ -334,7 +334,7 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy, Strategy):
         Weights that a script has set in the chief's model are sent to the servers first (`write`).
 
         Args:
-            model: a model made in the strategy's scope.
+            model: a model made in the strategy's scope, or a part of one that was trained.
             which: "global" or a name among `averages`.
 
         Raises:
@@ -344,18 +344,19 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy, Strategy):
         known = self.weight_names
         if which not in known:
             raise ValueError(f"which={which!r} is unknown. There are: {', '.join(known)}.")
-        trained = self._models.get(model)
-        if trained is None:  # not trained yet: all averages equal the model
+        whole = self._models.whole(model)
+        if whole is None:  # not trained yet: all averages equal the model
             yield
             return
-        if not trained.copy.shows:
-            self.write(model)
-        with trained.copy.showing(which):
+        copy = self._models[whole].copy
+        if not copy.shows:
+            self.write(whole)
+        with copy.showing(which):
             yield
 
     def has_fitted(self, model: keras.Model) -> bool:
-        """Returns whether `fit` was called with this model."""
-        return model in self._models
+        """Returns whether `fit` was called with this model, or with one that contains it."""
+        return self._models.whole(model) is not None
 
     @contextlib.contextmanager
     def at_one_moment(

@@ -428,6 +428,18 @@ def test_speeds_have_their_mean():
     assert Speed(3.0).draw(generator) == 3.0
 
 
+def test_a_part_of_a_trained_model_has_its_averages():
+    strategy = simulate_async(2, ASGD(), averages={"ema": EMA(0.5)})
+    model, _ = train(strategy)
+    with strategy.scope():
+        part = keras.Sequential(model.layers[:1])
+    with strategy.weights(model, "ema"):
+        wanted = model.get_weights()[0]
+    with strategy.weights(part, "ema"):
+        np.testing.assert_array_equal(part.get_weights()[0], wanted)
+    assert not np.array_equal(part.get_weights()[0], wanted)
+
+
 @pytest.mark.nightly
 def test_a_model_that_is_forgotten_goes_and_may_be_trained_anew():
     strategy = simulate_async(2, ASGD(), averages={"ema": EMA(0.5)})
