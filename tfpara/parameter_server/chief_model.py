@@ -51,6 +51,8 @@ class ChiefModel:
         now = self._server.weights_at_once(["global"])
         _assign(self._weights, now.weights["global"])
         _assign(self._work.state, now.state)
+        # TensorBoard shows scores by this number, and the rate of a schedule.
+        self._work.optimizer._iterations.assign(self._server.steps)
         self._remember()
 
     def write(self, within_epoch: bool, within_fit: bool) -> None:

@@ -124,6 +124,11 @@ class Server:
     def learning_rate(self, rate: float) -> None:
         self.set_rate(tf.constant(rate, tf.float64))
 
+    @property
+    def steps(self) -> int:
+        """The number of steps so far, from which a schedule computes the learning rate."""
+        return int(self.counters.minibatches if self.rule.local_steps else self.first.optimizer[0])
+
     def divide(self, num_chunks: int) -> None:
         """Sets the number of chunks of the next epochs; call it before graphs are made."""
         for shard in self.shards:

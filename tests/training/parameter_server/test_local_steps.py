@@ -89,6 +89,7 @@ def test_a_schedule_counts_the_minibatches_of_all_workers():
     order = [p.chunk for p in strategy.record(model)]
     assert order == sorted(order[:4]) + sorted(order[4:])  # else the data came in another order
     is_by_hand(model, DECAYING)
+    assert int(model.optimizer.iterations) == len(DECAYING)  # what TensorBoard shows scores by
 
 
 @pytest.mark.parametrize("optimizer", [scheduled, lambda: keras.optimizers.SGD(0.05)])
