@@ -75,7 +75,10 @@ class Models(dict[keras.Model, Trained]):
         """
         own = {id(v) for v in model.weights}
         wholes = [each for each in self if own and own <= {id(v) for v in each.weights}]
-        trains = lambda each: len(own & {id(v) for v in each.trainable_variables})  # noqa: E731
+
+        def trains(each: keras.Model) -> int:
+            return len(own & {id(v) for v in each.trainable_variables})
+
         return model if model in self else max(wholes, key=trains, default=None)
 
     def check(self) -> None:

@@ -365,6 +365,7 @@ def test_the_limits_of_keras_for_a_quick_try_hold(kind, request):
     assert strategy.statistics(model).samples == 2 * 4 * BATCH
 
 
+@pytest.mark.nightly
 def test_validation_frequencies_are_those_of_keras():
     strategy, model = made()
     for every, epochs in [(1, [0, 1, 2]), (2, [1]), ([1, 3], [0, 2])]:
