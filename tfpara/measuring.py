@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from tfpara.cluster.ports import bind
+from tfpara.cluster.ports import bind, joined
 from tfpara.cluster.secret import for_start
 from tfpara.planner import calibrated_link
 
@@ -27,6 +27,7 @@ VARIABLE = "TFPARA_MEASURE"
 MARK = "tfpara measured: "
 _SHOWN_LINES = 15  # number of last lines that are shown if a script fails
 _WORKERS = 2  # number of workers, all on this machine, if no hosts are given
+_LOOK_SECONDS = 1.0  # pause between two looks whether a process has failed
 _QUIET_SECONDS = 300.0  # longest time that the script may print no progress
 
 
@@ -123,7 +124,7 @@ def _remote(command: Sequence[str], hosts: Sequence[str]) -> list[tuple[list[str
             VARIABLE: "1",
             "TFPARA_RANK": str(rank),
             "TFPARA_SIZE": str(len(hosts)),
-            "TFPARA_COORDINATOR": f"{hosts[0]}:{port}",
+            "TFPARA_COORDINATOR": joined(hosts[0].rpartition("@")[2], port),  # without ssh's user
             "TF_CPP_MIN_LOG_LEVEL": "3",
         }
         given = " ".join(f"{name}={shlex.quote(value)}" for name, value in variables.items())
@@ -146,14 +147,15 @@ def _run(
     printed: deque[str] = deque(maxlen=_SHOWN_LINES)
     with _Processes(started) as processes:
         for line in processes.lines():
-            # Two processes may write into the same line, so it may contain several marks.
-            before, *texts = line.split(MARK)
-            if not texts:
-                printed.append(before)
+            # Two processes may write into the same line, so it may contain several marks, and parts
+            # of what follows them.
+            _, *texts = line.split(MARK)
+            told = [said for text in texts if (said := _told(text))]
+            if not told:
+                printed.append(line)
                 continue
             processes.is_alive()
-            for text in texts:
-                said, _ = json.JSONDecoder().raw_decode(text)
+            for said in told:
                 if "error" in said:
                     raise MeasuringError(said["error"])
                 if "block" in said:
@@ -167,6 +169,15 @@ def _run(
     if len(results) < count:
         raise MeasuringError(_why(printed, places, processes.was_quiet))
     return results
+
+
+def _told(text: str) -> dict[str, Any]:
+    """Returns what a process has told after a mark; nothing if it cannot be read."""
+    try:
+        said, _ = json.JSONDecoder().raw_decode(text)
+    except ValueError:
+        return {}
+    return said if isinstance(said, dict) else {}
 
 
 class _Processes:
@@ -190,7 +201,7 @@ class _Processes:
         os.close(write)
         for popen, (_, given) in zip(self._popens, self._started, strict=True):
             assert popen.stdin is not None
-            with popen.stdin, contextlib.suppress(BrokenPipeError):
+            with contextlib.suppress(BrokenPipeError), popen.stdin:  # which the end flushes
                 popen.stdin.write(given)
         self.is_alive()
         return self
@@ -199,6 +210,7 @@ class _Processes:
         os.close(self._output)
         for popen in self._popens:
             popen.terminate()  # If the process is a launcher, it ends its workers, too.
+        for popen in self._popens:
             popen.wait()
 
     def is_alive(self) -> None:
@@ -206,11 +218,16 @@ class _Processes:
         self._deadline = time.monotonic() + _QUIET_SECONDS
 
     def lines(self) -> Iterator[str]:
-        """Yields the lines that the processes print, until all end or are quiet for too long."""
+        """Yields the lines that the processes print, until all end or are quiet for too long.
+
+        It also ends if one of them has failed, since the others would wait for it.
+        """
         begun = b""
         while (left := self._deadline - time.monotonic()) > 0:
-            if not select.select([self._output], [], [], left)[0]:
-                break
+            if not select.select([self._output], [], [], min(left, _LOOK_SECONDS))[0]:
+                if any(popen.poll() for popen in self._popens):
+                    return
+                continue
             read = os.read(self._output, 1 << 16)
             if not read:
                 return
@@ -221,12 +238,13 @@ class _Processes:
 
 def _why(printed: Sequence[str], places: str, was_quiet: bool) -> str:
     by_hand = "Measure by hand, and give --step_ms, --model_mb and --link_mbit."
+    said = "\n".join(f"  {line}" for line in printed) or "  (nothing)"
     if was_quiet:
         return (
             f"{places} measured nothing in {_QUIET_SECONDS:.0f} s. The script must call `fit` of a "
-            f"model of a PeriodicSyncStrategy; loops of one's own are not measured. {by_hand}"
+            f"model of a PeriodicSyncStrategy; loops of one's own are not measured. {by_hand} Its "
+            f"last lines were:\n{said}"
         )
-    said = "\n".join(f"  {line}" for line in printed) or "  (nothing)"
     return (
         f"{places}: the script ended before it was measured. It must call `fit` of a model of a "
         f"PeriodicSyncStrategy, for some dozen minibatches. {by_hand} Its last lines were:\n{said}"

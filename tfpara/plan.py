@@ -13,10 +13,12 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from tfpara import files
 from tfpara.cluster import exit_codes
@@ -28,10 +30,28 @@ _USAGE = f"""{_PROGRAM} --step_ms=MS --model_mb=MB --link_mbit=MBIT [more flags]
        {_PROGRAM} [flags] --measure SCRIPT.py [its arguments]"""
 _ASSUMED = {"link_delay_ms": 0.0, "sync_ms": 0.0, "slowdown": 1.0}
 _NEEDED = ("step_ms", "model_mb", "link_mbit")
+_LARGEST = 1e12  # of all numbers; with larger ones the costs would exceed what a float can hold
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints the predictions and recommendations; returns the exit code."""
+    former = signal.signal(signal.SIGTERM, _end)
+    try:
+        return exit_codes.with_output(_PROGRAM, lambda: _run(argv))
+    except KeyboardInterrupt:
+        print(f"{_PROGRAM}: interrupted", file=sys.stderr)
+        return exit_codes.INTERRUPTED
+    finally:
+        signal.signal(signal.SIGTERM, former)
+
+
+def _end(number: int, _: object) -> NoReturn:
+    """Ends the program on a signal, and so the processes that measure."""
+    signal.signal(number, signal.SIG_IGN)  # a second one must not interrupt that
+    sys.exit(exit_codes.in_shell(-number))
+
+
+def _run(argv: Sequence[str] | None) -> int:
     parser = _parser()
     options = parser.parse_args(argv)
     values = {name: getattr(options, name) for name in (*_NEEDED, "batch", *_ASSUMED)}
@@ -49,6 +69,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         _check_script(parser, options.measure)
         if options.batch is not None:
             parser.error("--batch is for a plan without --measure, which finds it in the script")
+        wrong = [host for host in options.hosts if not host or host.startswith("-")]
+        if wrong:
+            parser.error(
+                f"--hosts={','.join(options.hosts)}: {wrong[0]!r} is no machine. Give names with "
+                "commas between them"
+            )
         if len(options.hosts) == 1:
             parser.error(
                 f"--hosts={options.hosts[0]} has one machine, and a link needs two workers: give "
@@ -62,19 +88,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         except (MeasuringError, OSError) as error:  # OSError: this machine has no ssh, say
             print(f"{_PROGRAM}: {error}", file=sys.stderr)
             return 1
-        except KeyboardInterrupt:
-            print(f"{_PROGRAM}: interrupted", file=sys.stderr)
-            return exit_codes.INTERRUPTED
         if apart:
             del found["link_delay_ms"]  # it was measured on another link than the user's
         print(f"Measured with {found['batch']:.0f} samples in a minibatch of a worker.")
         values = found | values
-    _report(options, values)
+    content = _report(options, values)
+    if options.out:
+        try:
+            with files.whole(options.out) as place:
+                place.write_text(json.dumps(content, indent=1) + "\n")
+        except OSError as error:
+            print(f"{_PROGRAM}: --out={options.out} cannot be written: {error}", file=sys.stderr)
+            return 1
     return 0
 
 
-def _report(options: argparse.Namespace, values: dict[str, float]) -> None:
-    """Prints the plan, and writes the file of --out."""
+def _report(options: argparse.Namespace, values: dict[str, float]) -> dict[str, Any]:
+    """Prints the plan; returns the content of the file of --out."""
     assumed = {name: value for name, value in _ASSUMED.items() if name not in values}
     values = assumed | values
     costs = Costs(
@@ -106,18 +136,15 @@ def _report(options: argparse.Namespace, values: dict[str, float]) -> None:
         print(f"Assumed, since not given: {flags}.")
     speed = values["batch"] / costs.step_seconds if "batch" in values else None
     print("\n".join(["", *_table(plans, speed), "", *_notes(plans, options), _errors(plans)]))
-    if options.out:
-        content = {
-            **values,
-            "assumed": assumed,
-            "loss": options.loss,
-            "error": options.error,
-            "plans": [
-                {**each._asdict(), "error": each.error and each.error._asdict()} for each in plans
-            ],
-        }
-        with files.whole(options.out) as place:
-            place.write_text(json.dumps(content, indent=1) + "\n")
+    return {
+        **values,
+        "assumed": assumed,
+        "loss": options.loss,
+        "error": options.error,
+        "plans": [
+            {**each._asdict(), "error": each.error and each.error._asdict()} for each in plans
+        ],
+    }
 
 
 def _table(plans: Sequence[Plan], speed: float | None) -> list[str]:
@@ -298,7 +325,7 @@ def _parser() -> argparse.ArgumentParser:
 def _check_script(parser: argparse.ArgumentParser, command: Sequence[str]) -> None:
     if not command:
         parser.error("--measure needs a script: --measure SCRIPT.py, as the last flag")
-    if command[0] != "-m" and not Path(command[0]).is_file():
+    if command[0] != "-m" and not os.path.isfile(command[0]):
         parser.error(f"--measure: there is no file {command[0]}")
 
 
@@ -310,6 +337,10 @@ def _number(valid: Callable[[float], bool], rule: str) -> Callable[[str], float]
             value = math.nan
         if not (math.isfinite(value) and valid(value)):
             raise argparse.ArgumentTypeError(f"{text} must be {rule}")
+        if value and not 1 / _LARGEST <= value <= _LARGEST:
+            raise argparse.ArgumentTypeError(
+                f"{text} must be from {1 / _LARGEST:g} to {_LARGEST:g}: see the flag's unit"
+            )
         return value
 
     return parse
@@ -327,11 +358,13 @@ def _workers(text: str) -> list[int]:
 def _writable(text: str) -> Path:
     """Checks that a file can be at a path, and returns the path; a `type` for argparse."""
     place = Path(text).absolute()
-    if not place.parent.is_dir():
+    if not os.path.isdir(place.parent):
         raise argparse.ArgumentTypeError(
             f"{text}: there is no folder {place.parent}. Make it first"
         )
-    if place.exists() and not place.is_file():
+    if not os.access(place.parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{text}: {place.parent} cannot be written to")
+    if os.path.exists(place) and not os.path.isfile(place):
         raise argparse.ArgumentTypeError(f"{place} exists and is no file. Give another path")
     return Path(text)
 

@@ -1,5 +1,7 @@
 """What a plan needs, from what workers have measured; and scripts that cannot be measured."""
 
+import json
+import re
 import sys
 
 import pytest
@@ -54,6 +56,7 @@ def test_a_noisy_measurement_gives_possible_numbers():
         ("print('of the script'); raise SystemExit(3)", "ended before it was measured.*script"),
         ("import time; print('x', flush=True); time.sleep(60)", "measured nothing in 2 s"),
         ('print(\'tfpara measured: {"error": "why."}\')', "^why.$"),
+        ("print('tfpara measured: {\"block\": tfpara measured: 3')", 'before it .*: {"block": t'),
     ],
 )
 def test_scripts_that_cannot_be_measured(tmp_path, monkeypatch, script, message):
@@ -94,3 +97,21 @@ def test_hosts_are_reached_by_ssh_with_the_secret_on_their_input(tmp_path, monke
     out = capsys.readouterr()
     assert "measuring: 2 workers on a, b: starting" in out.err
     assert "A minibatch takes 3 ms on one worker, and 1.00 times that" in out.out
+
+
+@pytest.mark.quick
+def test_a_host_that_cannot_be_reached_ends_the_others(tmp_path, monkeypatch):
+    (tmp_path / "ssh").write_text(
+        f"""#!/bin/sh
+case $* in
+*TFPARA_SIZE=1*) echo 'tfpara measured: {json.dumps(ALONE)}' ;;
+*"u@a "*) echo "$*" > {tmp_path}/words; exec sleep 600 ;;
+*) echo no route to b; exit 255 ;;
+esac
+"""
+    )
+    (tmp_path / "ssh").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    with pytest.raises(measuring.MeasuringError, match="(?s)2 workers on u@a, b: .*no route to b"):
+        measuring.measure([__file__], ["u@a", "b"])
+    assert re.search(r"TFPARA_COORDINATOR=a:\d+ ", (tmp_path / "words").read_text())

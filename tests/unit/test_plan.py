@@ -2,7 +2,11 @@
 
 import errno
 import json
+import os
 import re
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -205,6 +209,8 @@ def test_models_are_sharded_from_the_same_size_on():
         (("--error=-1",), "-1 must be a number of at least 0"),
         (("--link_mbit=0",), "0 must be a number above 0, since no sync ends on a link that"),
         (("--model_mb=-50",), "-50 must be a number above 0, since a sync sends weights"),
+        (("--model_mb=1e305",), "1e305 must be from 1e-12 to 1e+12"),
+        (("--loss=1e-320",), "1e-320 must be from 1e-12 to 1e+12"),
         (("--step_ms=nan",), "nan must be a number above 0, since each minibatch takes some time"),
         (("--batch=0",), "0 must be a number of at least 1, since a minibatch has samples"),
         (("--batch=8", "--measure", __file__), "--batch is for a plan without --measure"),
@@ -215,6 +221,9 @@ def test_models_are_sharded_from_the_same_size_on():
         (("--step_ms=1",), "--model_mb, --link_mbit must be given, or --measure SCRIPT.py"),
         ((*GIVEN, "--hosts=a,b"), "--hosts is for --measure SCRIPT.py"),
         (("--hosts=a", "--measure", __file__), "--hosts=a has one machine, and a link needs two"),
+        (("--hosts=a,,b", "--measure", __file__), "--hosts=a,,b: '' is no machine. Give names"),
+        (("--hosts=a,-oX", "--measure", __file__), "--hosts=a,-oX: '-oX' is no machine"),
+        (("--measure", "x" * 300), "there is no file xxx"),
         (("--measure",), "--measure needs a script"),
         (("--measure", "nowhere.py", "--epochs=3"), "there is no file nowhere.py"),
     ],
@@ -224,6 +233,40 @@ def test_bad_flags_are_refused_in_one_sentence(capsys, flags, message):
         plan.main(flags)
     (said,) = capsys.readouterr().err.splitlines()
     assert message in said and said.startswith("tfpara-plan: ")
+
+
+def test_a_file_that_cannot_be_written_is_one_sentence(monkeypatch, capsys, tmp_path):
+    def full(_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(plan.files, "whole", full)
+    assert plan.main([*GIVEN, f"--out={tmp_path}/plan.json"]) == 1
+    said = f"--out={tmp_path}/plan.json cannot be written: [Errno 28] No space left on device\n"
+    assert capsys.readouterr().err == f"tfpara-plan: {said}"
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("place", "code", "said"),
+    [("closed", 141, ""), ("/dev/full", 1, "stdout cannot be written to: No space left on device")],
+)
+def test_a_stdout_that_takes_no_more(place, code, said):
+    reader, closed = os.pipe()
+    os.close(reader)
+    with os.fdopen(closed, "w") if place == "closed" else open(place, "w") as stdout:
+        command = [sys.executable, "-m", "tfpara.plan", *GIVEN]
+        ended = subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True)
+    assert ended.returncode == code
+    assert ended.stderr == (f"tfpara-plan: {said}\n" if said else "")
+
+
+def test_sigterm_ends_what_measures(monkeypatch):
+    def asked_to_end(*_, **__):
+        signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(plan, "measure", asked_to_end)
+    with pytest.raises(SystemExit, match="143"):
+        plan.main(["--measure", __file__])
 
 
 def test_hosts_on_a_machine_without_ssh_are_one_sentence(monkeypatch, capsys):

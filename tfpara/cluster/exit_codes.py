@@ -7,7 +7,9 @@ with `restartPolicy: ExitCode` restarts pods only after codes from 128 on.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import signal
+import sys
+from collections.abc import Callable, Mapping
 
 from tfpara.cluster.tf_config import shown
 
@@ -34,6 +36,28 @@ MEANINGS = {
 def in_shell(status: int) -> int:
     """Returns the code that a shell gives: `status`, or 128 + N if `status` is −N for signal N."""
     return 128 - status if status < 0 else status
+
+
+def with_output(name: str, program: Callable[[], int]) -> int:
+    """Calls a program that prints to stdout; returns its exit code, also if stdout takes no more.
+
+    A reader that has ended, as `head` does, needs no message: the code is then that of SIGPIPE.
+    """
+    try:
+        try:
+            return program()
+        finally:
+            if sys.stdout is not None:  # None: the process was started without it
+                sys.stdout.flush()
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes stdout at its end, too.
+        end = error.__context__
+        if isinstance(end, KeyboardInterrupt) or (isinstance(end, SystemExit) and end.code):
+            raise end from None  # Ctrl-C, say, which has also ended the reader
+        if isinstance(error, BrokenPipeError):
+            return 128 + signal.SIGPIPE
+        print(f"{name}: stdout cannot be written to: {error.strerror}", file=sys.stderr)
+        return 1
 
 
 def restart(given: int | None = None, environ: Mapping[str, str] = os.environ) -> int:
