@@ -55,21 +55,29 @@ minibatch was lost or doubled, or no fault was made; 2 if the drill cannot begin
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the drill; returns the exit code."""
     options = _options(argv)
-    former = signal.signal(signal.SIGTERM, _end)
+    numbers = (signal.SIGTERM, signal.SIGHUP)
+    handled = [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]
+    former = {number: signal.signal(number, _end) for number in handled}
     try:
-        return _run(options)
-    except KeyboardInterrupt:
-        say("interrupted, so there is no report")
-        return exit_codes.INTERRUPTED
+        return exit_codes.with_output("tfpara-chaos", lambda: _until_ctrl_c(options))
     finally:
-        signal.signal(signal.SIGTERM, former)
+        for number, handler in former.items():
+            signal.signal(number, handler)
 
 
 def _end(number: int, _: object) -> NoReturn:
     """Ends the program on a signal: the present fault ends, and so does the run."""
     signal.signal(number, signal.SIG_IGN)  # a second one must not interrupt that
-    say("got SIGTERM, so there is no report")
+    say(f"got {signal.Signals(number).name}, so there is no report")
     sys.exit(exit_codes.in_shell(-number))
+
+
+def _until_ctrl_c(options: argparse.Namespace) -> int:
+    try:
+        return _run(options)
+    except KeyboardInterrupt:
+        say("interrupted, so there is no report")
+        return exit_codes.INTERRUPTED
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -92,9 +100,12 @@ def _run(options: argparse.Namespace) -> int:
     run = Drill(_words(options.command, "faults"), plan).run()
     quiet_seconds = quiet.seconds if quiet else options.quiet_seconds
     found = report.summary(run, report.rate(quiet.steps) if quiet else None, quiet_seconds)
-    print(report.text(found), flush=True)
     if options.report:
-        options.report.write_text(json.dumps(found))
+        try:
+            options.report.write_text(json.dumps(found))
+        except OSError as error:
+            print(f"tfpara-chaos: --report cannot be written: {error}", file=sys.stderr)
+    print(report.text(found), flush=True)
     wrong = not run.faults or any(run.told.get(name) for name in ("lost", "doubled"))
     return run.code or int(bool(options.faults) and wrong)
 

@@ -104,22 +104,37 @@ def test_ctrl_c_is_one_sentence(monkeypatch, capsys):
     assert capsys.readouterr().out == "tfpara-chaos: interrupted, so there is no report\n"
 
 
-def test_sigterm_ends_the_drill_in_order(monkeypatch, capsys):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_the_drill_in_order(monkeypatch, capsys, number):
     """As after Ctrl-C, the present fault is taken back, and the run ends."""
-    cleaned, former = [], signal.getsignal(signal.SIGTERM)
 
     def asked_to_end(_):
         try:
-            signal.raise_signal(signal.SIGTERM)
+            signal.raise_signal(number)
         finally:
             cleaned.append(True)
 
     monkeypatch.setattr(Drill, "run", asked_to_end)
-    with pytest.raises(SystemExit) as ended:
-        main(["--", "true"])
-    assert ended.value.code == 143 and cleaned
-    assert capsys.readouterr().out == "tfpara-chaos: got SIGTERM, so there is no report\n"
-    assert signal.getsignal(signal.SIGTERM) == former
+    cleaned, former = [], signal.signal(number, signal.SIG_DFL)
+    try:
+        with pytest.raises(SystemExit) as ended:
+            main(["--", "true"])
+        assert signal.getsignal(number) == signal.SIG_DFL
+    finally:
+        signal.signal(number, former)
+    assert ended.value.code == 128 + number and cleaned
+    assert capsys.readouterr().out == f"tfpara-chaos: got {number.name}, so there is no report\n"
+
+
+@pytest.mark.quick
+def test_a_report_that_cannot_be_written_is_shown_all_the_same(tmp_path, capsys):
+    (tmp_path / "link").symlink_to("/dev/full")
+    assert main(["--faults=kill", f"--report={tmp_path}/link", "--", "true"]) == 1
+    said = capsys.readouterr()
+    assert (
+        said.err == "tfpara-chaos: --report cannot be written: [Errno 28] No space left on device\n"
+    )
+    assert "0 faults, 1 starts" in said.out
 
 
 @pytest.mark.quick
