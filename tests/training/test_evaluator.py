@@ -367,6 +367,11 @@ def test_a_run_that_stopped_by_itself_has_ended(tmp_path):
     model.fit(X, Y, batch_size=32, epochs=9, verbose=0, callbacks=[Stop(), saves])
     rows = evaluate(tmp_path / "run", tmp_path / "out", epochs=9, averages=None)
     assert [(row["checkpoint"], row["epoch"]) for row in rows] == [("1", "0"), ("2", "1")]
+    # A second `fit` goes on. An evaluator that starts now does not end where the first had stopped.
+    options = {"batch_size": 32, "epochs": 9, "initial_epoch": 1, "verbose": 0}
+    model.fit(X, Y, callbacks=[Stop(), saves], **options)
+    rows = evaluate(tmp_path / "run", tmp_path / "late", epochs=9, averages=None)
+    assert [row["epoch"] for row in rows] == ["0", "1", "2"]
 
 
 def test_a_metric_of_several_values_has_a_column_for_each(tmp_path):
