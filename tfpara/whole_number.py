@@ -6,6 +6,7 @@ import numbers
 
 # Workers send counts as float64, which holds whole numbers exactly up to this one.
 LARGEST_COUNT = 2**53
+LONGEST_SECONDS = 1e9  # 31 years; TensorFlow, sockets and locks cannot wait much longer
 
 
 def checked_whole(
@@ -29,4 +30,9 @@ def checked_seconds(name: str, seconds: float) -> float:
     """Returns a positive number of seconds, else raises ValueError."""
     if not isinstance(seconds, numbers.Real) or not seconds > 0:
         raise ValueError(f"{name}={seconds!r} must be a positive number of seconds.")
+    if seconds > LONGEST_SECONDS:
+        raise ValueError(
+            f"{name}={seconds!r} is above {LONGEST_SECONDS:g} seconds, the longest time for which "
+            "processes can wait."
+        )
     return float(seconds)

@@ -17,6 +17,7 @@ import tfpara
         ({"max_workers": 1.5}, "max_workers=1.5 "),
         ({"grace_seconds": 0}, "grace_seconds=0 must be a positive number of seconds"),
         ({"silence_seconds": float("nan")}, "silence_seconds=nan must be a positive number"),
+        ({"grace_seconds": float("inf")}, "grace_seconds=inf is above 1e+09 seconds, the longest"),
         ({"silence_seconds": "5"}, "silence_seconds='5' must be a positive number of seconds"),
     ],
 )
