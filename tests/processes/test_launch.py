@@ -575,6 +575,18 @@ def test_a_line_is_written_above_the_progress_bar():
     assert err.getvalue() == b"[worker 1] oh\n"
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "label"),
+    [("TERM", "xterm", b"\x1b[36m[a]\x1b[0m"), ("TERM", "dumb", b"[a]"), ("NO_COLOR", "1", b"[a]")],
+)
+def test_names_have_colours_on_terminals_that_show_them(monkeypatch, name, value, label):
+    monkeypatch.setattr(os, "environ", {name: value})
+    out = io.BytesIO()
+    out.isatty = lambda: True
+    launch_output.Console(out, out).line(0, "a", b"text", to_stderr=False)
+    assert out.getvalue() == label + b" text\n"
+
+
 def test_a_closed_stdout_ends_the_workers(script, lifeline):
     path = script(lifeline.hold + "while True: print('more')\n")
     with Launched("-n", 2, path) as launched:

@@ -56,7 +56,8 @@ class Console:
         if not self._prefix:
             return b""
         label = f"[{name}]"
-        if stream.isatty() and not os.environ.get("NO_COLOR"):
+        plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
+        if stream.isatty() and not plain:
             label = f"\x1b[{_COLOURS[rank % len(_COLOURS)]}m{label}\x1b[0m"
         return label.encode() + b" "
 
