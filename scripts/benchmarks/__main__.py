@@ -40,6 +40,10 @@ wall time and of processor time, and the operations of the step's graph. Also th
 that worker's sync. The suite has networks of 0.1, 1.6 and 12.5 million weights, calls of one and 20
 minibatches, and one and two devices.
 
+Suite `start`: milliseconds of processor time that a process uses from its start until the end of
+its first training step, which has the sync's graph in it, and until events before; and of wall
+time. `/plain` is the processor time over that of plain Keras in the same round.
+
 Suite `cluster`: the time that a sync adds, for 2 to 16 replicas (--replicas), each on a worker with
 a link of its own (--link_mbit; needs root); `two levels` has two replicas on each worker. A step is
 a pause of --step_seconds. `over_floor` is the time of a sync over the least that a ring's transfers
@@ -90,7 +94,7 @@ _SUITE = flags.DEFINE_enum(
     "scaling",
     [
         *("scaling", "averages", "memory", "input", "peers"),
-        *("async", "faults", "gpu", "step", "balance", "cluster"),
+        *("async", "faults", "gpu", "step", "start", "balance", "cluster"),
     ],
     "what to measure",
 )
@@ -159,10 +163,12 @@ def main() -> None:
         "input": _input_systems,
         "gpu": _gpu_systems,
         "step": _step_systems,
+        "start": _start_systems,
         "balance": _balance_systems,
     }[_SUITE.value]()
     systems = {name: systems[name] for name in beside_peers.chosen(list(systems))}
-    module = f"{_SUITE.value}_worker" if _SUITE.value in ("gpu", "step", "balance") else "worker"
+    alone = _SUITE.value in ("gpu", "step", "start", "balance")
+    module = f"{_SUITE.value}_worker" if alone else "worker"
     rounds: list[dict[str, dict[str, Any]]] = []
     for number in range(1 if _SUITE.value == "memory" else _ROUNDS.value):
         measured = {}
@@ -222,7 +228,7 @@ def _faults(out: Path) -> None:
         "step_seconds": _STEP_SECONDS.value,
         "epoch_steps": _EPOCH_STEPS.value,
         "width": 256,
-        "sync_period": 20,
+        "sync_period": max(1, round(1.0 / _STEP_SECONDS.value)),  # about a second
         "seed": _SEED.value,
     }
     ways = beside_peers.chosen(list(goodput.WAYS))
@@ -370,6 +376,16 @@ def _balance_systems() -> dict[str, tuple[int, dict[str, Any]]]:
     return systems
 
 
+def _start_systems() -> dict[str, tuple[int, dict[str, Any]]]:
+    plain, ours = {"system": "plain"}, {"system": "tfpara"}
+    return {
+        _PLAIN: (1, plain),
+        "two of plain Keras": (2, plain),
+        "tfpara, one worker": (1, ours),
+        "tfpara, two workers": (2, ours),
+    }
+
+
 def _averages_systems() -> dict[str, tuple[int, dict[str, Any]]]:
     common_options = {"system": "syncs", "syncs": max(3, _STEPS.value // 4), **_sizes()}
     return {
@@ -424,6 +440,8 @@ def _row(
         "ratio_to_plain": ("samples_per_second", _PLAIN),
         "ratio_to_training": ("frames_per_second", "training, data in memory"),
     }
+    if "stepped_ms" in values:
+        bases["ratio_to_plain"] = ("stepped_ms", _PLAIN)
     if options["system"] == "balance":
         bases["ratio_to_off"] = ("samples_per_second", name.replace("balance on", "balance off"))
     if options["system"] == "syncs":
@@ -454,6 +472,11 @@ def _short(figures: dict[str, Any]) -> str:
 
 _COLUMNS = {  # name of a figure: (title, width, format)
     "samples_per_second": ("samples/s", 10, ".0f"),
+    "imported_ms": ("import ms", 9, ".0f"),
+    "made_ms": ("strategy", 8, ".0f"),
+    "begun_ms": ("fit", 8, ".0f"),
+    "stepped_ms": ("stepped", 8, ".0f"),
+    "stepped_wall_ms": ("wall ms", 8, ".0f"),
     "operations": ("operations", 10, ".0f"),
     "plain_operations": ("plain's", 7, ".0f"),
     "step_ms": ("step ms", 8, ".3f"),
