@@ -54,6 +54,8 @@ class Options:
             _check(f"{split}_minutes", self.minutes(split), self.minutes(split) > 0, "positive")
             _check(f"{split}_speakers", self.speakers(split), self.speakers(split) >= 1, ">= 1")
         _check("voices", self.voices, len(self.voices) > 0, "one eSpeak NG voice or more")
+        for name, value in (("min_snr", self.min_snr), ("max_snr", self.max_snr)):
+            _check(name, value, abs(value) <= 200, "in [-200, 200] dB")
         _check("max_snr", self.max_snr, self.max_snr >= self.min_snr, f">= {self.min_snr} dB")
         exponent = self.max_noise_exponent
         _check("max_noise_exponent", exponent, 0 <= exponent <= 4, "in [0, 4]")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import os
 import re
 import signal
@@ -28,9 +29,12 @@ from absl import logging as absl_logging
 import tfpara.cluster
 import tfpara.cluster.asynchronous
 import tfpara.cluster.failures
-from tfpara import files
+from tfpara import remote_files
+from tfpara.cluster import exit_codes
 from tfpara.cluster.startup import StartupError
+from tfpara.whole_number import LARGEST_COUNT
 
+_BAD_INPUT = (ValueError, TypeError, OSError, KeyError, ImportError, OverflowError, StartupError)
 _LONGEST_LINE = 4000  # characters; longer error messages are shortened
 _THREADS = flags.DEFINE_integer(
     "threads",
@@ -38,12 +42,14 @@ _THREADS = flags.DEFINE_integer(
     "CPU threads of TensorFlow in this process; 0: what TF_NUM_INTRAOP_THREADS says, else one per "
     "core",
     lower_bound=0,
+    upper_bound=10000,
 )
 _DEVICES = flags.DEFINE_integer(
     "devices_per_worker",
     0,
     "replicas of this process on logical CPU devices; 0: one per GPU, or one on the CPU",
     lower_bound=0,
+    upper_bound=10000,
 )
 
 
@@ -59,7 +65,7 @@ def bad_input() -> Iterator[None]:
     """Turns errors from checks of arguments and files into a `Failure`."""
     try:
         yield
-    except (ValueError, TypeError, OSError, KeyError, StartupError) as error:
+    except _BAD_INPUT as error:
         raise Failure(_one_line(error)) from error
 
 
@@ -73,6 +79,8 @@ def run(main: Callable[[], None], evaluator: Callable[[], None] | None = None) -
     """
 
     def checked() -> None:
+        with bad_input():
+            _check_numbers()
         if evaluator is not None and tfpara.cluster.is_evaluator():
             evaluator()
             return
@@ -84,7 +92,12 @@ def run(main: Callable[[], None], evaluator: Callable[[], None] | None = None) -
             tfpara.cluster.taking_part(asynchronous.read if meant else tfpara.cluster.read)
         main()
 
-    app.run(lambda argv: tfpara.run(checked, name=program(), explain=_explain), flags_parser=_parse)
+    def ended() -> NoReturn:
+        app.run(
+            lambda argv: tfpara.run(checked, name=program(), explain=_explain), flags_parser=_parse
+        )
+
+    sys.exit(exit_codes.with_output(program(), ended))
 
 
 def program() -> str:
@@ -115,6 +128,16 @@ def only_for(holds: bool, chosen: Iterable[flags.FlagHolder], what: str) -> None
     for flag in chosen:
         if not holds and flag.value != flag.default:
             raise ValueError(f"--{flag.name}={_shown(flag.value)} is for {what}. Leave it out.")
+
+
+def refuse_urls(*chosen: flags.FlagHolder) -> None:
+    """Makes the program refuse URLs as values of flags whose files are on this machine alone."""
+    for flag in chosen:
+        flags.register_validator(
+            flag.name,
+            lambda path: "://" not in (path or ""),
+            "a URL, and here it must be a path of this machine",
+        )
 
 
 def setup_tensorflow() -> list[str] | None:
@@ -166,6 +189,7 @@ def call(
         code = process.wait() if watch is None else _watched(process, log, watch)
     except BaseException:
         process.terminate()
+        process.wait()
         raise
     finally:
         _calls.discard(process)
@@ -185,9 +209,14 @@ def _watched(process: subprocess.Popen[bytes], log: Path, watch: Callable[[str],
             return process.returncode
 
 
-def exit_on_sigterm() -> None:
-    """Makes SIGTERM end the program like an error: what it started ends, half files are removed."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+def exit_on_signals() -> None:
+    """Makes SIGTERM and SIGHUP end the program like an error.
+
+    What it has started ends, and half files are removed. Under nohup SIGHUP stays ignored.
+    """
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, lambda number, _: sys.exit(128 + number))
 
 
 def end_calls() -> None:
@@ -217,14 +246,14 @@ def pyplot(backend: str, what: str = "the plot") -> Any:
     return pyplot
 
 
-def write_text(path: Path, text: str) -> None:
-    """Writes a file that appears whole or not at all."""
-    with files.whole(path) as place:
+def write_text(path: Path | str, text: str) -> None:
+    """Writes a file, perhaps at a URL, that appears whole or not at all."""
+    with remote_files.whole(path) as place:
         place.write_text(text)
 
 
-def write_json(path: Path, content: Any) -> None:
-    """Writes JSON to a file that appears whole or not at all."""
+def write_json(path: Path | str, content: Any) -> None:
+    """Writes JSON to a file, perhaps at a URL, that appears whole or not at all."""
     write_text(path, json.dumps(content, indent=1) + "\n")
 
 
@@ -257,16 +286,31 @@ def _parse(argv: list[str]) -> list[str]:
     return rest
 
 
+def _check_numbers() -> None:
+    """Raises ValueError for NaN, infinity and huge numbers, which pass the bounds of absl."""
+    for flag in flags.FLAGS.get_key_flags_for_module(sys.argv[0]):
+        if isinstance(flag.value, float) and not math.isfinite(flag.value):
+            raise ValueError(f"--{flag.name}={flag.value} must be a finite number.")
+        if isinstance(flag.value, int) and abs(flag.value) > LARGEST_COUNT:
+            raise ValueError(f"--{flag.name}={flag.value} must be at most {LARGEST_COUNT}.")
+
+
 def _explain(error: BaseException) -> str | None:
-    """Returns one line for a `Failure` or an error in the data; None for other errors."""
+    """Returns one line for a `Failure`, or an error of files or in the data; else None."""
     if isinstance(error, Failure):
         return str(error)
+    if isinstance(error, BrokenPipeError):
+        return "nobody reads its output any more"
+    if isinstance(error, OSError):  # the disk is full, say
+        return _one_line(error)
     if not tfpara.cluster.failures.is_of_tensorflow(error):
         return None
     text = str(error)
     for mark in ("CorpusError: ", "ValueError: "):
         if mark in text:
             return _cause(text.split(mark, 1)[1])
+    if type(error).__name__ == "ResourceExhaustedError":
+        return f"there is too little memory for this model and data: {_cause(text)}"
     return None
 
 
@@ -290,5 +334,18 @@ def _one_line(error: Exception) -> str:
 
 
 def _complain(message: str) -> None:
-    sys.stdout.flush()
+    with contextlib.suppress(OSError, AttributeError):  # stdout takes no more, or there is none
+        sys.stdout.flush()
     print(f"{program()}: {message}", file=sys.stderr, flush=True)
+
+
+def _show(kind: type[BaseException], *error: Any) -> None:
+    """Shows an error that ends the program; Ctrl-C, also during imports, is one line."""
+    if issubclass(kind, KeyboardInterrupt):
+        _complain("interrupted")
+    else:
+        _former_hook(kind, *error)
+
+
+# All programs import this module before TensorFlow, whose import takes seconds.
+_former_hook, sys.excepthook = sys.excepthook, _show

@@ -32,6 +32,7 @@ from scripts import runs
 from scripts.data import held_out
 
 _OUT = flags.DEFINE_string("out", "runs/demo", "directory for corpus, runs and results")
+common.refuse_urls(_OUT)
 _TRAIN = flags.DEFINE_float("train_minutes", 14.0, "speech to train on, in minutes", 0.1)
 _HELD_OUT = flags.DEFINE_float(
     "held_out_minutes", 3.0, "speech of each of validation and test, in minutes", 0.1
@@ -93,7 +94,7 @@ _AVERAGES = {"ma": "MA", f"ema-{_EMA_DECAY}": f"EMA({_EMA_DECAY})"}
 def main() -> None:
     started = time.monotonic()
     # Without this, a SIGTERM would end the demo, and the training that it has started would go on.
-    common.exit_on_sigterm()
+    common.exit_on_signals()
     out = Path(_OUT.value)
     with common.bad_input():
         out.mkdir(parents=True, exist_ok=True)

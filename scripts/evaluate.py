@@ -24,6 +24,7 @@ from input import index, kaldi_write
 from models.decoding import Hmm, PhoneStates
 from scripts import decoding, run_files, runs
 from scripts.data import held_out, is_recurrent, stream_options
+from tfpara import remote_files
 from tfpara.algorithms import BSP
 from tfpara.sync.strategy import PeriodicSyncStrategy
 
@@ -37,7 +38,7 @@ _SPLIT = flags.DEFINE_enum("split", "test", index.SPLITS, "the part of the corpu
 _WEIGHTS = flags.DEFINE_string(
     "weights", "global", "global, an average such as ema-0.99, or best: by an evaluator's scores"
 )
-_OUT = flags.DEFINE_string("out", None, "JSON file to write; RUN_DIR/SPLIT.json if not set")
+_OUT = flags.DEFINE_string("out", None, "JSON file or URL to write; RUN_DIR/SPLIT.json if not set")
 _MINIBATCH = flags.DEFINE_integer("minibatch", 1024, "frames of a minibatch", lower_bound=1)
 _DECODE = flags.DEFINE_boolean("decode", False, "find the phones, and report their error rate")
 _ACOUSTIC_SCALE = flags.DEFINE_float(
@@ -57,6 +58,7 @@ _LOGLIKES = flags.DEFINE_string(
     "write PREFIX.ark and PREFIX.scp: log-likelihoods (log posteriors minus log priors) for "
     "Kaldi's decoders; about -100000 for classes without a training frame",
 )
+common.refuse_urls(_LOGLIKES)
 flags.adopt_module_key_flags(common)
 
 
@@ -88,7 +90,7 @@ def main() -> None:
     if strategy is None or strategy.is_chief:
         _report(scores, _frames(corpus, description), phones)
     if _LOGLIKES.value:
-        common.exit_on_sigterm()
+        common.exit_on_signals()
         with common.bad_input():
             posteriors = ((each.id, each.log_posteriors) for each in spoken())
             matrices = decoding.log_likelihoods(posteriors, statistics, every)
@@ -108,6 +110,8 @@ def _check_flags() -> None:
         raise ValueError(f"--acoustic_scale={_ACOUSTIC_SCALE.value} must be a positive number.")
     if not math.isfinite(_INSERTION_PENALTY.value):
         raise ValueError(f"--insertion_penalty={_INSERTION_PENALTY.value} must be a finite number.")
+    if _OUT.value and remote_files.is_url(_OUT.value):
+        remote_files.RemoteFolder(_OUT.value)  # raises an error for a URL that cannot be used
     if _LOGLIKES.value:
         try:
             kaldi_write.prepare(_LOGLIKES.value)
@@ -190,7 +194,7 @@ def _report(scores: dict[str, float], frames: int, phones: dict[str, float]) -> 
     with common.bad_input():
         if _OUT.value is None:
             run_files.record(run_dir, name)
-        common.write_json(run_dir / name if _OUT.value is None else Path(_OUT.value), result)
+        common.write_json(_OUT.value or run_dir / name, result)
 
 
 if __name__ == "__main__":

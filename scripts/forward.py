@@ -35,6 +35,7 @@ _RUN_DIR = flags.DEFINE_string(
 )
 _DATA = flags.DEFINE_string("data", None, "Kaldi data directory", required=True)
 _OUT = flags.DEFINE_string("out", None, "write OUT.ark and OUT.scp", required=True)
+common.refuse_urls(_OUT)
 _WEIGHTS = flags.DEFINE_string(
     "weights", "global", "global, an average such as ema-0.99, or best: by an evaluator's scores"
 )
@@ -75,7 +76,7 @@ flags.adopt_module_key_flags(common)
 def main() -> None:
     skips: Counter[str] = Counter()
     count = 0
-    common.exit_on_sigterm()
+    common.exit_on_signals()
     with common.bad_input(), contextlib.closing(Bars()) as bars:
         if tfpara.cluster.read().num_workers > 1:
             raise ValueError("forward runs in one process. Start it without the launcher.")

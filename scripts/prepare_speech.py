@@ -19,6 +19,7 @@ from scripts.made import summary
 _DEFAULTS = corpus.Options()
 
 _OUT = flags.DEFINE_string("out", None, "directory of the corpus to make", required=True)
+common.refuse_urls(_OUT)
 _TEXT = flags.DEFINE_string(
     "text", None, "UTF-8 file of English sentences to read aloud; Python's documentation if not set"
 )
@@ -81,7 +82,7 @@ class _Bars:
 
 def main() -> None:
     started = time.monotonic()
-    common.exit_on_sigterm()
+    common.exit_on_signals()
     with common.bad_input():
         options = _options()
         source = text.read(_TEXT.value) if _TEXT.value else None

@@ -21,6 +21,7 @@ _DEFAULTS = preparation.Options()
 _EXTRACTION = sources.Extraction()
 
 _OUT = flags.DEFINE_string("out", None, "directory of the corpus to make", required=True)
+common.refuse_urls(_OUT)
 _DATA = flags.DEFINE_string("data", None, "directory of the training data", required=True)
 _VALIDATION = flags.DEFINE_string(
     "validation_data", None, "directory of validation data; training speakers if not set"
@@ -148,7 +149,7 @@ def run(
       allow_pipes: whether commands in cmvn.scp are run.
     """
     started = time.monotonic()
-    common.exit_on_sigterm()
+    common.exit_on_signals()
     with common.bad_input():
         _check()
         options, extraction = _options(), _extraction()

@@ -30,6 +30,7 @@ from tfpara.pretraining import Pretrained, pretrain
 
 _CORPUS = flags.DEFINE_string("corpus", None, "directory of a prepared corpus", required=True)
 _OUT = flags.DEFINE_string("out", None, "weights file (.weights.h5) to write", required=True)
+common.refuse_urls(_OUT)
 
 _EPOCHS = flags.DEFINE_integer(
     "epochs", 1, "passes over the training data for each layer but the first", lower_bound=1
@@ -54,7 +55,7 @@ _MOMENTUM_MINIBATCHES = flags.DEFINE_integer(
     "momentum_minibatches", 1000, "minibatches of a layer until it is there", lower_bound=1
 )
 _DECAY = flags.DEFINE_float("weight_decay", 2e-4, "of the kernels, 0 or more")
-_SEED = flags.DEFINE_integer("seed", 0, "of all that is drawn, and of the order", lower_bound=0)
+_SEED = flags.DEFINE_integer("seed", 0, "of all that is drawn, and of the order", 0, 2**32 - 1)
 _SHUFFLE = flags.DEFINE_integer(
     "shuffle_frames", pipeline.SHUFFLE_FRAMES, "frames that are shuffled together", lower_bound=1
 )

@@ -101,6 +101,7 @@ _SIMULATE = flags.DEFINE_integer(
     0,
     "replicas, or workers of an asynchronous rule, to simulate in this process; 0: none",
     lower_bound=0,
+    upper_bound=10000,
 )
 
 _OVERLAP = flags.DEFINE_boolean(

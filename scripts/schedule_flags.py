@@ -14,6 +14,7 @@ from absl import flags
 from scripts import async_flags, common, model_flags, rule_flags
 from tfpara import callbacks, schedules
 from tfpara.optimizers import NGSGD
+from tfpara.whole_number import LARGEST_COUNT
 
 _OPTIMIZERS = ("sgd", "ngsgd", "adam", "adamw", "adapt")
 _MOMENTUM_DEFAULT = 0.9
@@ -339,7 +340,7 @@ def _by_position(flag: flags.FlagHolder, whole: bool) -> dict[float, int]:
         for number, item in enumerate(flag.value.split(",")):
             position, _, value = item.rpartition(":") if number else ("0", ":", item)
             key = int(position) if whole else float(position)
-            if not last < key < math.inf or int(value) < 1:
+            if not last < key < math.inf or not 1 <= int(value) <= LARGEST_COUNT:
                 raise ValueError
             last = key
             values[key] = int(value)

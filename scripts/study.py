@@ -52,6 +52,7 @@ _PAPER = flags.DEFINE_enum(
 )
 _TABLE = flags.DEFINE_list("table", [], "numbers of its tables; all that are made here if not set")
 _OUT = flags.DEFINE_string("out", "runs/study", "directory for corpus, runs and results")
+common.refuse_urls(_OUT)
 _TRAIN = flags.DEFINE_float("train_minutes", 20.0, "speech to train on, in minutes", 0.1)
 _HELD_OUT = flags.DEFINE_float(
     "held_out_minutes", 3.0, "speech of each of validation and test, in minutes", 0.1
@@ -62,7 +63,7 @@ _SCALE = flags.DEFINE_float(
     "scale", 0.125, "factor of the papers' widths, positive; twice it for LSTM and CLDNN"
 )
 _JOBS = flags.DEFINE_integer("jobs", 0, "runs at a time; 0: one for each core", lower_bound=0)
-_SEED = flags.DEFINE_integer("seed", 0, "of initial weights and data order", lower_bound=0)
+_SEED = flags.DEFINE_integer("seed", 0, "of initial weights and data order", 0, 2**32 - 1)
 _ONLY = flags.DEFINE_list("only", [], "names of the runs to make; all if not set")
 
 _RUNS: dict[str, Sequence[Run]] = {"models": study_runs.MODELS, "async": study_runs.ASYNC}
@@ -154,7 +155,7 @@ def _side_by_side(calls: Iterable[Callable[[], Any]]) -> list[Any]:
     """Calls functions, --jobs at a time; returns their results in order."""
     # Without this, a SIGTERM would end the study, and the trainings that it has started would go
     # on. The trainings that are ended can be resumed later.
-    common.exit_on_sigterm()
+    common.exit_on_signals()
     with concurrent.futures.ThreadPoolExecutor(_jobs()) as pool:
         futures = [pool.submit(call) for call in calls]
         try:

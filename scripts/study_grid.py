@@ -396,7 +396,7 @@ def _checked(flag: str, values: Sequence[str], known: Iterable[str]) -> None:
 
 
 def _numbers(flag: str, values: Sequence[str], least: int) -> list[int]:
-    wrong = [value for value in values if not value.isdigit() or int(value) < least]
+    wrong = [value for value in values if not value.isdecimal() or int(value) < least]
     if wrong or not values:
         raise ValueError(
             f"--{flag}={','.join(values)} must be whole numbers of at least {least}, with commas."

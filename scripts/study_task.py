@@ -39,6 +39,7 @@ _TASK = flags.DEFINE_enum(
 )
 _CORPUS = flags.DEFINE_string("corpus", None, "of speech: directory of a prepared corpus")
 _OUT = flags.DEFINE_string("out", None, "file for the result, JSON", required=True)
+common.refuse_urls(_OUT)
 _RATE = flags.DEFINE_float("rate", None, "highest learning rate, positive", 0.0, required=True)
 _EPOCHS = flags.DEFINE_float(
     "epochs",
@@ -50,7 +51,7 @@ _PERIOD = flags.DEFINE_integer("sync_period", 20, "minibatches of a replica betw
 _FIRST_PERIOD = flags.DEFINE_integer(
     "first_period", 0, "the sync period in the first epoch; 0: --sync_period, too", 0
 )
-_SEED = flags.DEFINE_integer("seed", 0, "of initial weights and data order", lower_bound=0)
+_SEED = flags.DEFINE_integer("seed", 0, "of initial weights and data order", 0, 2**32 - 1)
 
 _MOMENTUM = flags.DEFINE_boolean(
     "local_momentum",
@@ -223,7 +224,7 @@ def main() -> None:
         # must not need more minibatches than a worker has in an epoch.
         period = min(_PERIOD.value, steps)
         strategy = strategy or _strategy(period)
-    keras.utils.set_random_seed(_SEED.value)
+        keras.utils.set_random_seed(_SEED.value)
     with strategy.scope():
         model = task.model()
         highest = _RATE.value / (1.0 if _MOMENTUM.value else 1.0 - _LOCAL_MOMENTUM)

@@ -44,7 +44,7 @@ from tfpara.checkpoint.store import CheckpointError
 _CORPUS = flags.DEFINE_string("corpus", None, "directory of a prepared corpus", required=True)
 _RUN_DIR = flags.DEFINE_string("run_dir", None, "directory for the results", required=True)
 _INIT = flags.DEFINE_string("init", None, "weights file (.weights.h5) to start from")
-_SEED = flags.DEFINE_integer("seed", 0, "of initial weights and data order", lower_bound=0)
+_SEED = flags.DEFINE_integer("seed", 0, "of initial weights and data order", 0, 2**32 - 1)
 _SHUFFLE = flags.DEFINE_integer(
     "shuffle_frames", pipeline.SHUFFLE_FRAMES, "frames that are shuffled together", lower_bound=1
 )
@@ -97,6 +97,7 @@ _TRACE = flags.DEFINE_string(
     "synchronous rules: folder for a timeline of the steps around the second sync, for Chrome's "
     "tracing page or TensorBoard; none if not set",
 )
+common.refuse_urls(_RUN_DIR, _TRACE)
 
 _WAIT_MINUTES = 60.0  # longest wait of the evaluator for a new checkpoint, or the run's begin
 _BEST = "best"  # the name of the weights with the evaluator's best score

@@ -148,10 +148,12 @@ def main() -> None:
     """Measures, prints the table and writes the JSON file."""
     # With this, SIGTERM also ends the processes that this program has started, and removes the
     # network namespaces that it has made for limited links.
-    common.exit_on_sigterm()
+    common.exit_on_signals()
     out = Path(_OUT.value)
     if not out.parent.is_dir():
         raise common.Failure(f"--out={out}: there is no folder {out.parent}. Make it first.")
+    if out.is_dir():
+        raise common.Failure(f"--out={_OUT.value} is a folder. Give the path of a file.")
     own = {"peers": _peers, "async": _async, "faults": _faults, "cluster": _cluster}
     if _SUITE.value in own:
         own[_SUITE.value](out)
@@ -241,8 +243,7 @@ def _faults(out: Path) -> None:
 def _cluster(out: Path) -> None:
     speeds = beside_peers.limited_mbit()
     ways = beside_peers.chosen(list(many_workers.WAYS))
-    with common.bad_input():
-        workers = [int(count) for count in _REPLICAS.value if count != "1"]
+    workers = [count for count in _whole_numbers(_REPLICAS) if count > 1]
     for rows in many_workers.measured(
         ways,
         workers,
@@ -273,8 +274,16 @@ def _sizes() -> dict[str, int]:
 
 
 def _periods() -> list[int]:
-    with common.bad_input():
-        return [int(period) for period in _PERIODS.value]
+    return _whole_numbers(_PERIODS)
+
+
+def _whole_numbers(flag: flags.FlagHolder) -> list[int]:
+    """Returns the values of a flag; raises Failure if they are not whole numbers above 0."""
+    if not flag.value or not all(text.isdecimal() and int(text) for text in flag.value):
+        raise common.Failure(
+            f"--{flag.name}={','.join(flag.value)} must be whole numbers above 0, with commas."
+        )
+    return [int(text) for text in flag.value]
 
 
 def _scaling_systems() -> dict[str, tuple[int, dict[str, Any]]]:
@@ -410,7 +419,7 @@ def _memory_systems() -> dict[str, tuple[int, dict[str, Any]]]:
             },
         )
         for aggregation in ("replicated", "sharded")
-        for replicas in map(int, _REPLICAS.value)
+        for replicas in _whole_numbers(_REPLICAS)
     }
 
 

@@ -32,6 +32,8 @@ def assert_one_line(err, *words):
         (("--nonesterov=1",), ("--nonesterov=1 does not take an argument",)),
         (("--block_momentum=1.0",), ("block_momentum=1.0", "[0, 1)")),
         (("--rule=none", "--simulate_replicas=2"), ("--rule=none", "--simulate_replicas")),
+        (("--timeout_seconds=nan",), ("--timeout_seconds=nan must be a finite number",)),
+        ((f"--shuffle_frames={10**20}",), (f"{10**20} must be at most 9007199254740992",)),
         (("--init=/nowhere.weights.h5",), ("/nowhere.weights.h5", "does not exist")),
     ],
     ids=lambda value: value[0] if isinstance(value, tuple) else value,
@@ -53,6 +55,14 @@ def test_a_flags_file_that_is_no_text_is_named(tmp_path, capsys, between):
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and "Traceback" not in said
     assert f": --flagfile{between}{path}, or a file that it names, is no text in UTF-8" in said
+
+
+@pytest.mark.parametrize(("program", "flag"), [("study", "out"), ("train", "run_dir")])
+def test_a_url_where_a_path_is_needed(run, tmp_path, program, flag):
+    more = [f"--corpus={tmp_path}"] if program == "train" else []
+    ended = run(program, f"--{flag}=s3://bucket/x", *more)
+    assert ended.returncode == 2
+    assert_one_line(ended.err, f"{program}: ", f"--{flag}=s3://bucket/x", "path of this machine")
 
 
 def test_evaluate_of_no_run(run, tmp_path):

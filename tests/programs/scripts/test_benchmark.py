@@ -21,8 +21,17 @@ def test_networks_on_a_card_are_compared_with_plain_keras(run_well, tmp_path):
     assert row["period_5_host_ms"] > 0
 
 
-def test_a_missing_folder_is_one_line(run, tmp_path):
-    ended = run("benchmarks", f"--out={tmp_path / 'nowhere' / 'x.json'}")
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--out=nowhere/x.json",), "there is no folder"),
+        (("--out=/tmp",), "--out=/tmp is a folder"),
+        (("--out=/tmp/x.json", "--suite=memory", "--replicas=2,x"), "--replicas=2,x must be whole"),
+        (("--out=/tmp/x.json", "--sync_periods=0"), "--sync_periods=0 must be whole numbers above"),
+    ],
+)
+def test_what_cannot_be_measured_or_written_is_one_line(run, flags, said):
+    ended = run("benchmarks", *flags)
     assert ended.returncode == 1
     (line,) = ended.err.splitlines()
-    assert line.startswith("benchmarks: ") and "there is no folder" in line
+    assert line.startswith("benchmarks: ") and said in line

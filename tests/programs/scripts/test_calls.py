@@ -1,10 +1,16 @@
 """How the demo and the study run other programs."""
 
+import os
 import signal
+import subprocess
+import sys
 
 import pytest
 
 from scripts import common
+from tests.lib.launched import default_signals
+
+UNREAD = "nobody reads its output any more"
 
 
 def test_a_call_gives_the_lines_that_were_printed(tmp_path):
@@ -39,3 +45,24 @@ def test_a_call_ends_with_who_waits_for_it(tmp_path, monkeypatch):
     finally:
         signal.signal(signal.SIGALRM, former)
     assert started[0].wait(60) == -signal.SIGTERM
+
+
+@pytest.mark.parametrize(
+    ("program", "code", "said"),
+    [
+        ("raise KeyboardInterrupt", -signal.SIGINT, "-c: interrupted\n"),  # of an import, say
+        ("common.exit_on_signals(); signal.raise_signal(signal.SIGHUP)", 129, ""),
+        ("common.exit_on_signals(); signal.raise_signal(signal.SIGTERM)", 143, ""),
+        ("common.run(lambda: print('x', flush=True))", 1, f"-c: {UNREAD}\n"),
+        ("common.run(lambda: sys.exit(7))", 7, ""),
+    ],
+)
+def test_a_program_ends_in_order(program, code, said):
+    """Nobody reads what it prints."""
+    reader, closed = os.pipe()
+    os.close(reader)
+    text = f"import signal, sys\nfrom scripts import common\n{program}"
+    with os.fdopen(closed, "w") as stdout:
+        streams = {"stdout": stdout, "stderr": subprocess.PIPE, "preexec_fn": default_signals}
+        ended = subprocess.run([sys.executable, "-c", text], text=True, **streams)
+    assert (ended.returncode, ended.stderr) == (code, said)

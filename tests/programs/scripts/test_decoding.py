@@ -5,6 +5,7 @@ import errno
 import json
 import os
 import shutil
+from pathlib import Path
 
 import keras
 import numpy as np
@@ -15,6 +16,7 @@ from input import features, index
 from models import decoding as phones
 from scripts import decoding, model_flags, runs
 from scripts.data import held_out
+from tfpara.remote_files import RemoteFolder
 
 if not flags.FLAGS.is_parsed():
     flags.FLAGS.mark_as_parsed()
@@ -290,6 +292,7 @@ def test_sequence_models_see_whole_utterances_in_stacks(corpus_directory):
         (("--acoustic_scale=3",), "--acoustic_scale=3.0 is for --decode. Leave it out."),
         (("--insertion_penalty=4",), "--insertion_penalty=4.0 is for --decode"),
         (("--uncounted_phones=sil",), "--uncounted_phones=sil is for --decode"),
+        (("--out=nothing://x",), "'nothing://x' is no URL that fsspec knows"),
     ],
 )
 def test_bad_flags_are_refused(run, trained, flags, message):
@@ -311,6 +314,12 @@ def test_scores_are_printed_if_their_file_cannot_be_written(run, trained, tmp_pa
     ended = run("evaluate", f"--run_dir={trained}", f"--out={tmp_path}")
     assert ended.returncode == 1 and "frame error rate" in ended.out
     assert "Is a directory" in ended.err and len(ended.err.splitlines()) == 1
+
+
+def test_scores_are_written_to_a_url(run_well, trained, bucket):
+    run_well("evaluate", f"--run_dir={trained}", f"--out={bucket}/scores/test.json")
+    assert "frame_error_rate" in json.loads(RemoteFolder(f"{bucket}/scores").read("test.json"))
+    assert not Path("s3:").exists()
 
 
 def test_scores_are_there_if_log_likelihoods_cannot_be_written(run, trained, tmp_path):

@@ -225,6 +225,7 @@ def test_there_are_never_more_shards_than_utterances(tmp_path):
         ({"train_minutes": 0.0}, "train_minutes must be positive. Received: 0.0"),
         ({"test_speakers": 0}, "test_speakers must be >= 1. Received: 0"),
         ({"voices": ()}, "voices must be one eSpeak NG voice or more"),
+        ({"min_snr": -1e300}, r"min_snr must be in \[-200, 200\] dB"),
         ({"min_snr": 30.0}, "max_snr must be >= 30.0 dB. Received: 20.0"),
         ({"max_noise_exponent": -1.0}, r"max_noise_exponent must be in \[0, 4\]"),
         ({"shard_megabytes": 0.0}, "shard_megabytes must be positive"),
