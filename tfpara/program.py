@@ -297,7 +297,7 @@ def _say(name: str, found: Explanation) -> None:
     """Prints why this process ends, and reports the cause to the launcher."""
     if found.lost:
         parent.tell(because=found.lost, at=time.monotonic())
-    sys.stdout.flush()
+    _flush()
     print(f"{name}: {found.sentence}", file=sys.stderr, flush=True)
 
 
@@ -330,6 +330,12 @@ def _leave(code: str | int | None, orderly: bool) -> NoReturn:
         leave(code == 0)
     with contextlib.suppress(Exception):
         atexit._run_exitfuncs()  # Python has no public function for this.
-    sys.stdout.flush()
-    sys.stderr.flush()
+    _flush()
     os._exit(code)
+
+
+def _flush() -> None:
+    """Writes what the program has printed, unless its output is closed or takes no more."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, AttributeError):  # without output the stream is None
+            stream.flush()
