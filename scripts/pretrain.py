@@ -85,6 +85,8 @@ def _checked_out() -> Path:
     if not out.name.endswith(".weights.h5"):
         raise ValueError(f"--out={out} must end in .weights.h5, as Keras wants it.")
     out.parent.mkdir(parents=True, exist_ok=True)
+    if not os.access(out.parent, os.W_OK):
+        raise ValueError(f"--out={out}: {out.parent} cannot be written to.")
     return out
 
 
