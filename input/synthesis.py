@@ -14,6 +14,7 @@ import ctypes
 import functools
 import os
 import shutil
+import sys
 import tempfile
 from typing import NamedTuple
 
@@ -138,9 +139,18 @@ class Synthesiser:
         self._audio.clear()
         self._phones.clear()
         encoded = text.encode()
-        code = self._library.espeak_Synth(
-            encoded, ctypes.c_size_t(len(encoded) + 1), 0, 1, 0, _UTF8, None, None
-        )
+        # ctypes only reports what a callback raises. A signal's handler mostly runs, and raises,
+        # within one, since Python does nothing else here.
+        raised: list[BaseException | None] = []
+        former, sys.unraisablehook = sys.unraisablehook, lambda lost: raised.append(lost.exc_value)
+        try:
+            code = self._library.espeak_Synth(
+                encoded, ctypes.c_size_t(len(encoded) + 1), 0, 1, 0, _UTF8, None, None
+            )
+        finally:
+            sys.unraisablehook = former
+        for error in filter(None, raised):
+            raise error
         if code:
             raise SynthesisError(f"eSpeak NG failed with code {code} on text {text!r}")
         samples = np.frombuffer(b"".join(self._audio), np.int16)

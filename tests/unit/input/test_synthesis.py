@@ -94,3 +94,14 @@ def test_broken_library_says_what_to_install(monkeypatch, tmp_path):
 )
 def test_phone_names(symbol, name):
     assert synthesis.phone_name(symbol) == name
+
+
+def test_ctrl_c_while_a_sentence_is_spoken_is_not_lost():
+    """ctypes drops what a callback raises."""
+
+    class Interrupted(synthesis.Synthesiser):
+        def _receive(self, *_):
+            raise KeyboardInterrupt
+
+    with Interrupted() as synthesiser, pytest.raises(KeyboardInterrupt):
+        synthesiser.say("one two", "en-us", "", 175, 50)
