@@ -154,6 +154,17 @@ def test_a_first_worker_with_ftrl_is_refused_where_others_may_join():
         strategy.extended.models.make(model)
 
 
+@pytest.mark.nightly
+def test_ftrl_inside_a_multi_optimizer_that_is_not_built_yet_is_refused():
+    """Its function makes the optimizers when slots are made, in the first step at the latest."""
+    strategy = make(tfpara.BSP())
+    model = network(
+        strategy, optimizer=lambda: keras.optimizers.MultiOptimizer(lambda _: OPTIMIZERS["ftrl"]())
+    )
+    with pytest.raises(ValueError, match="would undo the sync before it"):
+        strategy.state_bytes(model)
+
+
 def test_gradients_under_way_stay_through_a_reset():
     """Two minibatches make a step of the optimizer, and three a block."""
     strategy = make(tfpara.BSP(), local_state="reset", replicas=1)

@@ -261,14 +261,16 @@ class TrainedModels:
                 "that has the weights. Call strategy.track(model) once before a custom training "
                 "loop."
             )
-        _refuse(model)
-        several = self._worker.replicas > 1 or self.company.changes
-        check_ftrl(optimizers(model), self.settings.local_state, several)
         former = self._entry(model)
         self._drop_collected(former)
         if former is not None:
             self.company.finish_block(former.synchronizer, COMPILED_ANEW)
+        # These checks need a built optimizer: a MultiOptimizer that is given a function makes the
+        # optimizers inside it when it is built.
         build_optimizer(model)
+        _refuse(model)
+        several = self._worker.replicas > 1 or self.company.changes
+        check_ftrl(optimizers(model), self.settings.local_state, several)
         settings = self.settings.for_optimizers(optimizers(model))
         variables = self._agreed_variables(model, settings)
         self._note_settings(model, settings, variables)
