@@ -124,7 +124,8 @@ class _Memory:
 def number_of(value: Any) -> float | None:
     """Returns a score as Python's number; None if there is none yet, or it is something else."""
     with contextlib.suppress(TypeError, ValueError):  # a user's callback may store any object
-        number = np.asarray(value).item()
+        # NumPy makes no array of a tensor of bfloat16, which Keras' logs have with that `floatx`.
+        number = float(value) if keras.ops.is_tensor(value) else np.asarray(value).item()
         return number if isinstance(number, int | float) else None
     return None
 

@@ -3,6 +3,7 @@
 import csv
 import functools
 import json
+import types
 
 import keras
 import numpy as np
@@ -11,6 +12,7 @@ import tensorflow as tf
 
 import tfpara
 from tests.lib.small import strategy_of
+from tfpara import fit_call
 
 pytestmark = pytest.mark.latest
 
@@ -160,6 +162,18 @@ def states(directory):
     newest = max(directory.glob("checkpoint-*"))
     found = json.loads((newest / "manifest.json").read_text())["states"]
     return {name: state for name, state in found.items() if name != "order of data"}
+
+
+@pytest.mark.parametrize("dtype", [tf.bfloat16, tf.float16, tf.float32])
+def test_the_best_score_is_remembered_in_any_type(dtype):
+    """With the floatx bfloat16, Keras' logs have tensors."""
+    strategy = types.SimpleNamespace(states={})
+    strategy.keep_state = strategy.states.__setitem__
+    stopping = keras.callbacks.EarlyStopping("score")
+    fit_call.keep_memories([stopping], strategy)
+    stopping.best = tf.constant(1.5, dtype)
+    (memory,) = strategy.states.values()
+    assert memory.get_state()["best"] == 1.5
 
 
 def test_what_is_no_number_in_a_class_of_the_users_is_left_out(tmp_path):
