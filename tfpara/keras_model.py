@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from tfpara.group import Group
@@ -238,6 +239,12 @@ def flat_log(log: Mapping[str, Nest]) -> dict[str, Nest]:
     for name, value in log.items():
         flat |= flat_log(value) if isinstance(value, Mapping) else {name: value}
     return flat
+
+
+def array_of(value: Nest) -> np.ndarray[Any, Any]:
+    """Returns a value of a log as an array; bfloat16, of which NumPy makes none, as float32."""
+    bfloat16 = tf.is_tensor(value) and value.dtype == tf.bfloat16
+    return np.asarray(tf.cast(value, tf.float32) if bfloat16 else value)
 
 
 def is_seed(name: str) -> bool:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 import numpy as np
 import tensorflow as tf
 
+from tfpara.keras_model import array_of
 from tfpara.typing import Array, Scalar
 
 _LARGEST = 10_000  # approximate limit of the number of values written for a distribution
@@ -18,7 +19,7 @@ def flat(values: Mapping[str, Scalar | Array]) -> dict[str, Scalar]:
     return {
         f"{name}/{k}" if np.ndim(value) else name: one
         for name, value in values.items()
-        for k, one in enumerate(np.ravel(value))
+        for k, one in enumerate(np.ravel(array_of(value)))
     }
 
 

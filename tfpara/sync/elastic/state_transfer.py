@@ -163,7 +163,7 @@ def _hand_over_together(
     sizes = [each.shape.num_elements() * each.dtype.size for each in variables]
     own = bytes(sum(sizes))
     if hosts.rank == source:
-        own = b"".join(np.asarray(each.read_value()).tobytes() for each in variables)
+        own = b"".join(each.read_value().numpy().tobytes() for each in variables)
     own += note
     words = np.frombuffer(own + bytes(-len(own) % 4), np.int32)
     got = hosts.broadcast(tf.constant(words), name, source).numpy().tobytes()

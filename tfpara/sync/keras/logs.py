@@ -8,7 +8,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from tfpara.keras_model import flat_log
+from tfpara.keras_model import array_of, flat_log
 from tfpara.sync.keras.replacing import Method, for_ours
 from tfpara.typing import Json, Nest
 
@@ -56,7 +56,7 @@ def has_own(model: keras.Model, names: Sequence[str]) -> bool:
 def _plain(logs: dict[str, Json]) -> dict[str, Json]:
     """Returns logs as numbers, texts and lists, with nested dicts flattened."""
     return {
-        name: keras.tree.map_structure(_decoded, np.asarray(value).tolist())
+        name: keras.tree.map_structure(_decoded, array_of(value).tolist())
         for name, value in flat_log(logs).items()
     }
 
@@ -82,10 +82,11 @@ def _counted_nothing(model: keras.Model, name: str, metrics: dict[str, Nest]) ->
     a metric's variables is an exchange of all workers. So they are read only if the metric's value,
     which is the same on all, is 0.
     """
-    if np.any(metrics[name]):
+    if np.any(array_of(metrics[name])):
         return False
     of_name = [metric for metric in model.metrics if metric.name == name]
     # `model.metrics` has the metrics given to `compile` only inside one container metric. The log
     # does not have the container's name.
     of_name = of_name or [metric for metric in model.metrics if metric.name not in metrics]
-    return not any(np.any(v) for metric in of_name for v in metric.variables)
+    values = (keras.ops.convert_to_tensor(v) for metric in of_name for v in metric.variables)
+    return not any(np.any(array_of(value)) for value in values)
