@@ -124,7 +124,7 @@ class _Memory:
 def number_of(value: Any) -> float | None:
     """Returns a score as Python's number; None if there is none yet, or it is something else."""
     with contextlib.suppress(TypeError, ValueError):  # a user's callback may store any object
-        # NumPy makes no array of a tensor of bfloat16, which Keras' logs have with that `floatx`.
+        # NumPy makes no array of a scalar tensor of bfloat16. With this `floatx` Keras logs these.
         number = float(value) if keras.ops.is_tensor(value) else np.asarray(value).item()
         return number if isinstance(number, int | float) else None
     return None

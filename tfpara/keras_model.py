@@ -242,7 +242,7 @@ def flat_log(log: Mapping[str, Nest]) -> dict[str, Nest]:
 
 
 def array_of(value: Nest) -> np.ndarray[Any, Any]:
-    """Returns a value of a log as an array; bfloat16, of which NumPy makes none, as float32."""
+    """Returns a value of a log as an array; of bfloat16 as float32, since a scalar makes none."""
     bfloat16 = tf.is_tensor(value) and value.dtype == tf.bfloat16
     return np.asarray(tf.cast(value, tf.float32) if bfloat16 else value)
 
