@@ -252,10 +252,20 @@ def is_seed(name: str) -> bool:
     return "seed_generator_state" in name
 
 
+def product_left_out(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
+    """Returns Nadam's product of its momenta if it is missing in `optimizer.variables`, else [].
+
+    Keras leaves it out inside a LossScaleOptimizer, which `compile` makes under mixed_float16.
+    """
+    product = getattr(optimizer, "_u_product", None)
+    left_out = product is not None and all(v is not product for v in optimizer.variables)
+    return [product] if left_out else []
+
+
 def training_variables(model: keras.Model) -> Iterator[tuple[str, keras.Variable]]:
     """Yields every variable of the model, its optimizers and its metrics, with a unique name.
 
-    Names begin with "weights/", "state/", "optimizer/", "metrics/" or "carried/".
+    Names begin with "weights/", "state/", "optimizer/", "product/", "metrics/" or "carried/".
     """
     groups = {
         "weights": model.trainable_variables,
@@ -264,6 +274,7 @@ def training_variables(model: keras.Model) -> Iterator[tuple[str, keras.Variable
             *getattr(getattr(model, "optimizer", None), "variables", []),
             *(v for optimizer in optimizers(model) for v in optimizer.variables),
         ],
+        "product": [v for optimizer in optimizers(model) for v in product_left_out(optimizer)],
         "metrics": model.metrics_variables,
         "carried": carried_states(model),
     }

@@ -15,6 +15,7 @@ import tfpara
 from tests.lib import simulation, stepwise_simulation
 from tests.lib.replicas_here import TAU, data_of, make, network, of_replicas
 from tfpara.optimizers import NGSGD
+from tfpara.sync.one_sync.state_vars import model_slots
 from tfpara.sync.settings import Settings, few_syncs, warn_of_outlasting_momentum
 
 EVEN = [[4] * 8] * 2
@@ -1120,3 +1121,17 @@ def test_slots_of_a_weight_without_a_shape_are_those_of_any_weight(kind, local_s
         (a, b), (a_there, b_there) = of_replicas(strategy, model, slots)
         assert a == a_there == b == b_there and (a == 0.0) == (local_state == "reset")
     assert float(model.optimizer.learning_rate) == np.float32(0.1)
+
+
+def test_nadam_inside_a_loss_scale_optimizer_keeps_its_product_of_momenta():
+    strategy = make(tfpara.BSP(), sync_period=1, local_state="reset")
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+        inner = keras.optimizers.Nadam(0.1)
+        model.compile(keras.optimizers.LossScaleOptimizer(inner), "mse")
+    x, y = np.random.default_rng(5).random((2, 8, 3)).astype("float32")
+    model.fit(x, y[:, :1], batch_size=8, verbose=0)
+    products = strategy.experimental_local_results(inner._u_product.value)
+    assert [float(product) for product in products] == [1.0, 1.0]  # a sync has reset them
+    saved = {id(slot.variable) for slot in model_slots(model)}
+    assert all(id(product) in saved for product in products)

@@ -103,7 +103,8 @@ def model_slots(model: keras.Model) -> Iterator[Slot]:
                 kind = _OF_METRIC.get(variable.aggregation, Kind.SUM)
             if is_seed(variable.path):
                 kind = Kind.RANDOM
-            yield Slot(name, kind, component, replica)
+            # Checkpoints of version 0.2.0 lack the product.
+            yield Slot(name, kind, component, replica, absent=1.0 if group == "product" else None)
 
 
 def slots_of(model: keras.Model) -> list[Slot]:

@@ -8,7 +8,7 @@ import keras
 import tensorflow as tf
 
 from tfpara.algorithms.keras_step import class_names
-from tfpara.keras_model import minibatches_of_a_step, optimizers
+from tfpara.keras_model import minibatches_of_a_step, optimizers, product_left_out
 from tfpara.sync.one_sync.replicas import ReplicaVariables
 from tfpara.sync.settings import Settings
 from tfpara.typing import Variable
@@ -190,7 +190,7 @@ def _slots(optimizer: keras.optimizers.Optimizer) -> list[tuple[keras.Variable, 
     listed = {id(slot) for slots in lists for slot in slots}
     return [
         (v, 1.0 if v is product else start if v.path.endswith("accumulator") else 0.0)
-        for v in optimizer.variables
+        for v in [*optimizer.variables, *product_left_out(optimizer)]
         if v.value.dtype.is_floating
         and (v.value.shape.rank or v is product or id(v) in listed)
         and not v.path.endswith("gradient_accumulator")  # it belongs to a step that is under way
