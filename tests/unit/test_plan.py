@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tfpara import plan
+from tfpara.cluster import exit_codes
 from tfpara.planner import _ERRORS, _INT4_ADDS, _OVERLAP_ADDS, Costs, Link, choose, known_error
 from tfpara.sync.one_sync import placement
 
@@ -258,6 +259,11 @@ def test_a_stdout_that_takes_no_more(place, code, said):
         ended = subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True)
     assert ended.returncode == code
     assert ended.stderr == (f"tfpara-plan: {said}\n" if said else "")
+
+
+def test_an_error_of_a_file_is_not_taken_for_one_of_stdout(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        exit_codes.with_output("a program", lambda: len((tmp_path / "x").read_text()))
 
 
 def test_sigterm_ends_what_measures(monkeypatch):

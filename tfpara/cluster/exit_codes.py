@@ -50,6 +50,8 @@ def with_output(name: str, program: Callable[[], int]) -> int:
             if sys.stdout is not None:  # None: the process was started without it
                 sys.stdout.flush()
     except OSError as error:
+        if error.filename is not None:
+            raise  # of a file: stdout has no name
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes stdout at its end, too.
         end = error.__context__
         if isinstance(end, KeyboardInterrupt) or (isinstance(end, SystemExit) and end.code):
