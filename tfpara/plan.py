@@ -35,20 +35,13 @@ _LARGEST = 1e12  # of all numbers; with larger ones the costs would exceed what 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints the predictions and recommendations; returns the exit code."""
-    former = signal.signal(signal.SIGTERM, _end)
     try:
-        return exit_codes.with_output(_PROGRAM, lambda: _run(argv))
+        # SIGTERM also ends the processes that measure.
+        with exit_codes.ended_by(signal.SIGTERM):
+            return exit_codes.with_output(_PROGRAM, lambda: _run(argv))
     except KeyboardInterrupt:
         print(f"{_PROGRAM}: interrupted", file=sys.stderr)
         return exit_codes.INTERRUPTED
-    finally:
-        signal.signal(signal.SIGTERM, former)
-
-
-def _end(number: int, _: object) -> NoReturn:
-    """Ends the program on a signal, and so the processes that measure."""
-    signal.signal(number, signal.SIG_IGN)  # a second one must not interrupt that
-    sys.exit(exit_codes.in_shell(-number))
 
 
 def _run(argv: Sequence[str] | None) -> int:

@@ -13,7 +13,6 @@ import signal
 import sys
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import NoReturn
 
 from tfpara.chaos import report
 from tfpara.chaos.drill import POINTS, PROGRESS, Drill, Plan, say
@@ -48,28 +47,19 @@ that does both:
 
 Exit code: that of the command, 128 + N if signal N ended it; 1 if it has ended with 0 and a
 minibatch was lost or doubled, or no fault was made; 2 if the drill cannot begin; 130 after Ctrl-C;
-143 after SIGTERM.
+143 after SIGTERM; 129 after SIGHUP.
 """
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the drill; returns the exit code."""
     options = _options(argv)
-    numbers = (signal.SIGTERM, signal.SIGHUP)
-    handled = [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]
-    former = {number: signal.signal(number, _end) for number in handled}
-    try:
+    # A signal also takes back the present fault, and ends the run.
+    with exit_codes.ended_by(
+        *(signal.SIGTERM, signal.SIGHUP),
+        say=lambda name: say(f"got {name}, so there is no report"),
+    ):
         return exit_codes.with_output("tfpara-chaos", lambda: _until_ctrl_c(options))
-    finally:
-        for number, handler in former.items():
-            signal.signal(number, handler)
-
-
-def _end(number: int, _: object) -> NoReturn:
-    """Ends the program on a signal: the present fault ends, and so does the run."""
-    signal.signal(number, signal.SIG_IGN)  # a second one must not interrupt that
-    say(f"got {signal.Signals(number).name}, so there is no report")
-    sys.exit(exit_codes.in_shell(-number))
 
 
 def _until_ctrl_c(options: argparse.Namespace) -> int:

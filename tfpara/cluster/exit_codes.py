@@ -6,10 +6,12 @@ with `restartPolicy: ExitCode` restarts pods only after codes from 128 on.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from typing import NoReturn
 
 from tfpara.cluster.tf_config import shown
 
@@ -36,6 +38,28 @@ MEANINGS = {
 def in_shell(status: int) -> int:
     """Returns the code that a shell gives: `status`, or 128 + N if `status` is −N for signal N."""
     return 128 - status if status < 0 else status
+
+
+@contextlib.contextmanager
+def ended_by(*numbers: int, say: Callable[[str], object] = lambda name: None) -> Iterator[None]:
+    """A context in which signals end the program like an error, with the exit code of a shell.
+
+    Signals that are ignored, as under nohup, stay ignored. `say` is called with the name of the
+    signal that has come.
+    """
+
+    def end(number: int, _: object) -> NoReturn:
+        signal.signal(number, signal.SIG_IGN)  # a second one must not interrupt the end
+        say(signal.Signals(number).name)
+        sys.exit(in_shell(-number))
+
+    handled = [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]
+    former = {number: signal.signal(number, end) for number in handled}
+    try:
+        yield
+    finally:
+        for number, handler in former.items():
+            signal.signal(number, handler)
 
 
 def with_output(name: str, program: Callable[[], int]) -> int:
