@@ -21,6 +21,7 @@ from typing import Any
 import keras
 import numpy as np
 
+from tfpara.keras_model import array_of
 from tfpara.remote_files import RemoteFolder, is_url
 from tfpara.strategy import HAS_WEIGHTS, Strategy
 from tfpara.typing import Json
@@ -124,8 +125,7 @@ class _Memory:
 def number_of(value: Any) -> float | None:
     """Returns a score as Python's number; None if there is none yet, or it is something else."""
     with contextlib.suppress(TypeError, ValueError):  # a user's callback may store any object
-        # NumPy makes no array of a scalar tensor of bfloat16. With this `floatx` Keras logs these.
-        number = float(value) if keras.ops.is_tensor(value) else np.asarray(value).item()
+        number = array_of(value).item()
         return number if isinstance(number, int | float) else None
     return None
 
