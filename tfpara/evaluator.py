@@ -219,8 +219,9 @@ class _Evaluator:
         if missing and not self._score(number, manifest, missing):
             return None
         position: dict[str, Json] = dict(manifest["position"])
-        # A second `fit` of the script may have gone on after the end of the first one.
-        position["finished"] &= number >= max(self._store.numbers(), default=number)
+        if position["finished"]:
+            # A second `fit` of the script may have gone on after the end of the first one.
+            position["finished"] = number >= max(self._store.numbers(), default=number)
         return position
 
     def _next(self) -> int | None:
