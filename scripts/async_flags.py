@@ -64,6 +64,7 @@ _SPREAD = flags.DEFINE_float(
     0.2,
     "simulated workers: standard deviation of the logarithm of a minibatch's time",
     lower_bound=0.0,
+    upper_bound=10.0,
 )
 _SLOW = flags.DEFINE_float(
     "slow_worker", 1.0, "simulated workers: how many times slower than the others worker 0 is"

@@ -199,6 +199,16 @@ def call(
     return lines or [""]
 
 
+def whole_numbers(flag: flags.FlagHolder, least: int = 1) -> list[int]:
+    """Returns the values of a list flag; raises Failure if they are not whole numbers ≥ `least`."""
+    if not flag.value or not all(v.isdecimal() and int(v) >= least for v in flag.value):
+        raise Failure(
+            f"--{flag.name}={','.join(flag.value)} must be whole numbers of at least {least}, with "
+            "commas."
+        )
+    return [int(value) for value in flag.value]
+
+
 def _watched(process: subprocess.Popen[bytes], log: Path, watch: Callable[[str], None]) -> int:
     """Waits for a process and returns its exit code."""
     while True:

@@ -129,13 +129,13 @@ def tasks() -> list[str]:
     """Returns the value of --tasks.
 
     Raises:
-        ValueError: a flag of this suite has an unknown value.
+        ValueError, Failure: a flag of this suite has an unknown value.
     """
     _checked("tasks", _TASKS.value, UNITS)
     _checked("rules", _CHOSEN.value, _RULES)
-    _numbers("counts", _COUNTS.value, 2)
-    _numbers("periods", _PERIODS.value, 1)
-    _numbers("seeds", _SEEDS.value, 0)
+    common.whole_numbers(_COUNTS, 2)
+    common.whole_numbers(_PERIODS)
+    common.whole_numbers(_SEEDS, 0)
     for rule, of_adam in (("bmuf-adam", True), ("bmuf-plain", False)):
         if rule in _CHOSEN.value and any((t == "characters") != of_adam for t in _TASKS.value):
             known = [task for task in UNITS if (task == "characters") == of_adam]
@@ -181,7 +181,7 @@ def train(out: Path, each: Each) -> Results:
 
 def seeds() -> list[int]:
     """Returns the value of --seeds."""
-    return _numbers("seeds", _SEEDS.value, 0)
+    return common.whole_numbers(_SEEDS, 0)
 
 
 def ways(out: Path, each: Each, rules: Sequence[str]) -> list[Cell]:
@@ -190,7 +190,7 @@ def ways(out: Path, each: Each, rules: Sequence[str]) -> list[Cell]:
     Trains what is needed to choose the rates.
     """
     first = seeds()[0]
-    counts, periods = _numbers("counts", _COUNTS.value, 2), _numbers("periods", _PERIODS.value, 1)
+    counts, periods = common.whole_numbers(_COUNTS, 2), common.whole_numbers(_PERIODS)
     rates = [Cell(task, "", 1, 0, first, rate) for task in tasks() for rate in _RATES[task]]
     results = results_of(out, rates, each)
     chosen = {}
@@ -393,12 +393,3 @@ def _checked(flag: str, values: Sequence[str], known: Iterable[str]) -> None:
             f"--{flag}={','.join(values)}: there is no {''.join(unknown[:1])!r}. There are: "
             f"{', '.join(known)}."
         )
-
-
-def _numbers(flag: str, values: Sequence[str], least: int) -> list[int]:
-    wrong = [value for value in values if not value.isdecimal() or int(value) < least]
-    if wrong or not values:
-        raise ValueError(
-            f"--{flag}={','.join(values)} must be whole numbers of at least {least}, with commas."
-        )
-    return [int(value) for value in values]

@@ -243,7 +243,7 @@ def _faults(out: Path) -> None:
 def _cluster(out: Path) -> None:
     speeds = beside_peers.limited_mbit()
     ways = beside_peers.chosen(list(many_workers.WAYS))
-    workers = [count for count in _whole_numbers(_REPLICAS) if count > 1]
+    workers = [count for count in common.whole_numbers(_REPLICAS) if count > 1]
     for rows in many_workers.measured(
         ways,
         workers,
@@ -274,16 +274,7 @@ def _sizes() -> dict[str, int]:
 
 
 def _periods() -> list[int]:
-    return _whole_numbers(_PERIODS)
-
-
-def _whole_numbers(flag: flags.FlagHolder) -> list[int]:
-    """Returns the values of a flag; raises Failure if they are not whole numbers above 0."""
-    if not flag.value or not all(text.isdecimal() and int(text) for text in flag.value):
-        raise common.Failure(
-            f"--{flag.name}={','.join(flag.value)} must be whole numbers above 0, with commas."
-        )
-    return [int(text) for text in flag.value]
+    return common.whole_numbers(_PERIODS)
 
 
 def _scaling_systems() -> dict[str, tuple[int, dict[str, Any]]]:
@@ -419,7 +410,7 @@ def _memory_systems() -> dict[str, tuple[int, dict[str, Any]]]:
             },
         )
         for aggregation in ("replicated", "sharded")
-        for replicas in _whole_numbers(_REPLICAS)
+        for replicas in common.whole_numbers(_REPLICAS)
     }
 
 

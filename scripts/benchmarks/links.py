@@ -10,7 +10,6 @@ import contextlib
 import itertools
 import os
 import shutil
-import signal
 import socket
 import subprocess
 from collections.abc import Iterator, Sequence
@@ -127,19 +126,19 @@ class Namespaces:
 def limited(mbit: float, delay_ms: float = 0.0, ends: int = 2) -> Iterator[Namespaces]:
     """Makes `ends` namespaces, with cables of `mbit` Mbit/s and a delay in each direction.
 
-    They are removed at the end, also after an error, Ctrl-C or SIGTERM. The attribute `delay_ms` of
-    the result is 0 if the kernel cannot delay packets.
+    They are removed at the end, also after an error or Ctrl-C, and after SIGTERM in a program that
+    has called `common.exit_on_signals`. The attribute `delay_ms` of the result is 0 if the kernel
+    cannot delay packets.
 
     Raises:
         Failure: this process may not make namespaces, or the tools are missing.
     """
     made = Namespaces(ends)
-    with _ended_by_sigterm():
-        try:
-            made.make(mbit, delay_ms)
-            yield made
-        finally:
-            made.remove()
+    try:
+        made.make(mbit, delay_ms)
+        yield made
+    finally:
+        made.remove()
 
 
 def problem() -> str | None:
@@ -169,18 +168,3 @@ def _run(*command: str) -> None:
 
 def _shown(command: Sequence[str]) -> str:
     return f"`{' '.join(command)}`"
-
-
-@contextlib.contextmanager
-def _ended_by_sigterm() -> Iterator[None]:
-    """Makes SIGTERM end the program by an exception, so that everything is cleaned up."""
-
-    def end(number: int, frame: Any) -> None:
-        del frame
-        raise SystemExit(128 + number)
-
-    former = signal.signal(signal.SIGTERM, end)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, former)

@@ -27,7 +27,7 @@ def test_networks_on_a_card_are_compared_with_plain_keras(run_well, tmp_path):
         (("--out=nowhere/x.json",), "there is no folder"),
         (("--out=/tmp",), "--out=/tmp is a folder"),
         (("--out=/tmp/x.json", "--suite=memory", "--replicas=2,x"), "--replicas=2,x must be whole"),
-        (("--out=/tmp/x.json", "--sync_periods=0"), "--sync_periods=0 must be whole numbers above"),
+        (("--out=/tmp/x.json", "--sync_periods=0"), "--sync_periods=0 must be whole numbers of"),
     ],
 )
 def test_what_cannot_be_measured_or_written_is_one_line(run, flags, said):

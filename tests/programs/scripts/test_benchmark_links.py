@@ -53,7 +53,9 @@ def test_signals_remove_everything(number):
     before = namespaces()
     program = (
         "import time\n"
+        "from scripts import common\n"
         "from scripts.benchmarks import links\n"
+        "common.exit_on_signals()\n"
         "with links.limited(100) as place:\n"
         "    print('made', flush=True)\n"
         "    time.sleep(60)\n"

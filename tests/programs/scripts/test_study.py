@@ -6,7 +6,7 @@ import pytest
 from absl import flags
 from absl.testing import flagsaver
 
-from scripts import study_grid, study_papers, study_runs
+from scripts import common, study_grid, study_papers, study_runs
 
 if not flags.FLAGS.is_parsed():
     flags.FLAGS.mark_as_parsed()
@@ -47,6 +47,9 @@ def test_the_page_of_a_grid_averages_seeds_and_names_what_is_beyond_the_aims(tmp
         assert len(re.findall("<svg", drawn)) == 1
 
 
+WRONG = (ValueError, common.Failure)
+
+
 @pytest.mark.parametrize(
     "given,said",
     [
@@ -60,7 +63,7 @@ def test_the_page_of_a_grid_averages_seeds_and_names_what_is_beyond_the_aims(tmp
     ],
 )
 def test_a_grid_of_what_there_is_not_is_refused(given, said):
-    with flagsaver.flagsaver(**given), pytest.raises(ValueError, match=re.escape(said)):
+    with flagsaver.flagsaver(**given), pytest.raises(WRONG, match=re.escape(said)):
         study_grid.tasks()
 
 
