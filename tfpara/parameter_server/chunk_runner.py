@@ -127,8 +127,7 @@ def chunk_function(training: Training) -> Callable[..., tf.Tensor]:
         rate = tf.constant(-1.0)
         if choose_rate is not None:
             rate = tf.cond(halted, lambda: rate, lambda: choose_rate(read))
-        dataset = read()
-        iterator = iter(work.tables.ahead(dataset.element_spec, sync_period)(dataset))
+        iterator = iter(work.tables.ahead(read(), sync_period))
 
         def block(at: _At) -> tuple[_At]:
             with tf.control_dependencies([at.go]):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import time
 import weakref
 from collections.abc import Sequence
@@ -18,7 +19,6 @@ from tfpara.parameter_server.counters import Pushed
 from tfpara.parameter_server.exchange import Exchange
 from tfpara.parameter_server.messages import NO_ROWS, Answer, Place, Pulled, Rows
 from tfpara.parameter_server.server import Server
-from tfpara.parameter_server.shard import taken
 from tfpara.parameter_server.strategy import AsyncStrategy
 from tfpara.parameter_server.worker_step import Block, stream_of
 from tfpara.parameter_server.workers import Training, Workers
@@ -109,6 +109,14 @@ def simulate_async(
     return AsyncStrategy(rule, _processes=_Simulated(each, order), **options)
 
 
+class _Kept(NamedTuple):
+    """A worker's local model and optimizer between blocks; empty if the rule has none."""
+
+    weights: list[tf.Tensor]
+    optimizer: list[tf.Tensor]
+    generation: int  # the generation of the server's model to which both belong
+
+
 class _Simulated(Workers):
     """Simulated workers, all in the chief's process."""
 
@@ -121,48 +129,37 @@ class _Simulated(Workers):
         self.server_devices = (self.chief_device,)
         self._speeds = speeds
         self._order = order
-        # The workers' local models and optimizers, by server and by the worker's index.
-        self._kept: weakref.WeakKeyDictionary[Server, dict[int, _Kept]] = (
-            weakref.WeakKeyDictionary()
-        )
+        # By server and by the worker's index; they continue from one `fit` to the next.
+        self._kept = weakref.WeakKeyDictionary[Server, dict[int, _Kept]]()
 
     def executor(self, training: Training) -> _Simulation:
         kept = self._kept.setdefault(training.server, {})
         return _Simulation(training, self._speeds, self._order, kept)
 
 
-class _Kept(NamedTuple):
-    """A worker's local model and optimizer between blocks, for rules with local steps."""
-
-    weights: list[tf.Tensor]  # empty if the rule has no local models
-    optimizer: list[tf.Tensor]
-    generation: int  # the generation of the server's model to which both belong
-
-
+@dataclasses.dataclass(eq=False)
 class _Worker:
     """A simulated worker: its position in a chunk, and its block between a pull and a push."""
 
-    def __init__(self, index: int) -> None:
-        self.index = index
-        self.epoch = self.chunk = -1
-        self.iterator: Any = None
-        self.element: Nest = None  # the next minibatch
-        self.rows: Rows = NO_ROWS  # the rows of the block to which `element` belongs
-        self.own: list[tf.Tensor] = []  # random seeds and carried recurrent states (`Block.own`)
-        self.start = 0  # position in the chunk of the block's first minibatch
-        self.idle_since = 0  # number of pushes of all workers when this one pushed last
-        self.rate = tf.constant(-1.0)
-        self.pulled: Pulled | None = None
-        self.block: Block | None = None
+    index: int
+    epoch: int = -1
+    chunk: int = -1
+    iterator: Any = None
+    element: Nest = None  # the next minibatch
+    rows: Rows = NO_ROWS  # the rows of the block to which `element` belongs
+    own: Sequence[tf.Tensor] = ()  # random seeds and carried recurrent states (`Block.own`)
+    start: int = 0  # position in the chunk of the block's first minibatch
+    idle_since: int = 0  # number of pushes of all workers when this one pushed last
+    rate: tf.Tensor = dataclasses.field(default_factory=lambda: tf.constant(-1.0))
+    pulled: Pulled | None = None
+    block: Block | None = None
 
 
 class _Simulation:
     """Trains chunks on simulated workers, as `ChunkRunner` does on those of a cluster.
 
-    Each worker pulls, computes `sync_period` minibatches, pushes, and pulls again at once. Its
-    speed gives the simulated time of a block. Pushes are made in the order of their simulated times
-    (if these are equal, in the order of the workers), or in the order of the record `order`. `kept`
-    has the workers' local models and optimizers, which continue from one `fit` to the next.
+    Pushes are made in the order of their simulated times (if these are equal, in the order of the
+    workers), or in the order of the record `order`.
     """
 
     def __init__(
@@ -175,7 +172,6 @@ class _Simulation:
         self._training = training
         self._server, self._work, self._chunks = training.server, training.work, training.chunks
         self._exchange = exchange = Exchange(training.server)
-        self._choose_rate = tf.function(self._rate_of, autograph=False, reduce_retracing=True)
         self._speeds = speeds
         self._random = [np.random.default_rng([training.seed, k]) for k in range(len(speeds))]
         self._start = [tf.convert_to_tensor(value) for value in self._work.optimizer_start]
@@ -188,13 +184,15 @@ class _Simulation:
         self._now = 0.0
         self._order = collections.deque(order or ())
         self._repeats = order is not None
+        graph = functools.partial(tf.function, autograph=False, reduce_retracing=True)
+        self._choose_rate = graph(self._rate_of)
         # A graph makes the dataset of each chunk, since a dataset from Python takes much longer.
-        self._minibatches = tf.function(self._ahead, autograph=False, reduce_retracing=True)
-        self._pull = tf.function(exchange.read, autograph=False, reduce_retracing=True)
-        self._ask = tf.function(lambda w: exchange.ask_to_pull(w, waits=False), autograph=False)
-        self._begin = tf.function(self._work.begin, autograph=False, reduce_retracing=True)
-        self._add = tf.function(self._work.add, autograph=False, reduce_retracing=True)
-        self._push = tf.function(self._push_block, autograph=False, reduce_retracing=True)
+        self._minibatches = graph(self._ahead)
+        self._pull = graph(exchange.read)
+        self._ask = graph(lambda worker: exchange.ask_to_pull(worker, waits=False))
+        self._begin = graph(self._work.begin)
+        self._add = graph(self._work.add)
+        self._push = graph(self._push_block)
 
     def submit(self, epoch: int, chunks: Sequence[int]) -> None:
         """Appends chunks of an epoch to the queue of chunks without a worker."""
@@ -241,32 +239,28 @@ class _Simulation:
             rows = worker.rows
             worker.pulled = self._pull(rows).with_rate(worker.rate)
             kept = self._kept_of(worker)
-            local = (kept.weights or worker.pulled.weights, self._of_rows(kept.optimizer, rows))
-            worker.block = self._begin(
-                worker.pulled, worker.own, *(local if self._work.local else ((), ())), rows
-            )
-            minibatches = 0
+            weights = kept.weights or worker.pulled.weights
+            optimizer = self._of_rows(kept.optimizer, rows)
+            worker.block = self._begin(worker.pulled, worker.own, weights, optimizer, rows)
             duration = 0.0
-            while minibatches < self._training.sync_period and worker.element is not None:
+            for _ in range(self._training.sync_period):
                 worker.block = self._add(worker.block, worker.element)
                 worker.element = self._next_element(worker)
                 duration += self._speeds[worker.index].draw(self._random[worker.index])
-                minibatches += 1
+                if worker.element is None:
+                    break
             worker.own = worker.block.own
             self._due[worker.index] = self._now + duration
 
     def _may_pull(self, worker: _Worker) -> bool:
-        """Returns whether the record has a pull of this worker next; True without a record.
-
-        If the worker needs a chunk, its chunk in the record is moved to the front of the queue.
-        """
+        """Returns whether the record has a pull of this worker next; True without a record."""
         if not self._repeats:
             return True
         coming = next((p for p in self._order if p.worker == worker.index), None)
         if coming is None or coming.pulled != int(self._server.first.version):
             return False
-        # The worker has no minibatch left. It needs the chunk that it had next in the record, whose
-        # pushes are in `_order`.
+        # A worker without a minibatch needs the chunk that it had next in the record. That chunk
+        # moves to the front of the queue.
         if worker.element is None:
             mine = [place for place in self._waiting if place[1] == coming.chunk]
             if not mine:
@@ -324,10 +318,7 @@ class _Simulation:
         return choose(lambda: self._rest_of(*place))
 
     def _ahead(self, *place: Nest) -> tf.data.Dataset:
-        """Returns the minibatches of the rest of a chunk, with the rows of their blocks."""
-        dataset = self._rest_of(*place)
-        ahead = self._work.tables.ahead(dataset.element_spec, self._training.sync_period)
-        return ahead(dataset)
+        return self._work.tables.ahead(self._rest_of(*place), self._training.sync_period)
 
     def _next_element(self, worker: _Worker) -> Nest:
         try:
@@ -349,23 +340,19 @@ class _Simulation:
 
     def _of_rows(self, optimizer: Sequence[tf.Tensor], rows: Rows) -> list[tf.Tensor]:
         """Returns the state of a local optimizer; of the slots of tables only `rows`."""
-        tables = self._work.slots_by_rows
-        return [
-            taken(value, rows[tables[k]] if k in tables else None)
-            for k, value in enumerate(optimizer)
-        ]
+        part = list(optimizer)
+        for k, table in self._work.slots_by_rows.items():
+            part[k] = tf.gather(part[k], rows[table])
+        return part
 
     def _with_rows(
         self, optimizer: Sequence[tf.Tensor], changed: Sequence[tf.Tensor], rows: Rows
     ) -> list[tf.Tensor]:
         """Returns a local optimizer's whole new state; of slots of tables only `rows` change."""
-        tables = self._work.slots_by_rows
-        return [
-            tf.tensor_scatter_nd_update(value, rows[tables[k]][:, None], new)
-            if k in tables
-            else new
-            for k, (value, new) in enumerate(zip(optimizer, changed, strict=True))
-        ]
+        whole = list(changed)
+        for k, table in self._work.slots_by_rows.items():
+            whole[k] = tf.tensor_scatter_nd_update(optimizer[k], rows[table][:, None], changed[k])
+        return whole
 
     def _push_of(self, worker: _Worker) -> bool:
         """Offers a push; returns False, and keeps it, if the bound on staleness forbids it."""
@@ -378,11 +365,9 @@ class _Simulation:
         worker.block = None
         worker.start += int(block.minibatches)
         worker.idle_since = int(answer.versions[0])
-        if self._work.local:
-            weights, optimizer = self._work.kept(block, answer.moves)
-            whole = self._kept_of(worker).optimizer
-            optimizer = self._with_rows(whole, optimizer, block.rows)
-            self._kept[worker.index] = _Kept(weights, optimizer, self._server.generation)
+        weights, optimizer = self._work.kept(block, answer.moves)
+        optimizer = self._with_rows(self._kept_of(worker).optimizer, optimizer, block.rows)
+        self._kept[worker.index] = _Kept(weights, optimizer, self._server.generation)
         if worker.element is None:
             self._finish(worker)
         return True

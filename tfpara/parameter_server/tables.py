@@ -110,16 +110,15 @@ class Tables:
                     "AsyncStrategy(sparse_embeddings=False) does as Keras"
                 )
 
-    def ahead(self, spec: Nest, period: int) -> Callable[[tf.data.Dataset], tf.data.Dataset]:
-        """Returns a function that adds to each element of a dataset the rows of its block.
+    def ahead(self, dataset: tf.data.Dataset, period: int) -> tf.data.Dataset:
+        """Returns the dataset with pairs (minibatch, rows) in place of minibatches.
 
-        The function takes a dataset of minibatches with the element spec `spec`, and returns one of
-        pairs (minibatch, rows). A block has `period` minibatches (the last block may have fewer),
-        and all of these have the same rows. Without tables the function returns the dataset as it
-        is.
+        A block has `period` minibatches (the last block may have fewer), and all of these have the
+        same rows. Without tables the dataset is returned as it is.
         """
         if not self.indices:
-            return lambda dataset: dataset
+            return dataset
+        spec = dataset.element_spec
         rows_of = self._program(spec)
         unpacked = type(spec) is tuple  # tf.data passes the parts of a tuple as arguments
 
@@ -127,7 +126,7 @@ class Tables:
             return minibatch if unpacked else minibatch[0]
 
         if period == 1:
-            return lambda data: data.map(lambda *batch: (whole(batch), rows_of(batch)))
+            return dataset.map(lambda *batch: (whole(batch), rows_of(batch)))
 
         # An element may have None in place of sample weights. tf.data makes no windows of None, so
         # such parts are left out of the windows.
@@ -147,7 +146,7 @@ class Tables:
             rows = minibatches.map(lambda *flat: rows_of(flat)).reduce(none, _union)
             return minibatches.map(lambda *flat: (packed(iter(flat)), rows))
 
-        return lambda dataset: dataset.map(parts).window(period).flat_map(block)
+        return dataset.map(parts).window(period).flat_map(block)
 
     def split(self, element: Nest) -> tuple[Nest, Rows]:
         """Returns the minibatch and the rows of an element of `ahead`."""
