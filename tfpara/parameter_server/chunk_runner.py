@@ -145,17 +145,17 @@ def chunk_function(training: Training) -> Callable[..., tf.Tensor]:
                 # If a push was not applied, the loop ends: the servers would refuse all later
                 # pushes of this chunk, because each push must have the next minibatches of its
                 # chunk.
-                go = tf.logical_and(answer.included, tf.logical_not(pulled.halted))
+                go = answer.included & ~pulled.halted
                 return (_At(element, trained.own, at.done + trained.minibatches, go),)
 
         first = iterator.get_next_as_optional()
-        at = _At(first, work.own_start(stream + done), done, tf.logical_not(halted))
-        (at,) = tf.while_loop(lambda p: tf.logical_and(p.go, p.element.has_value()), block, (at,))
+        at = _At(first, work.own_start(stream + done), done, ~halted)
+        (at,) = tf.while_loop(lambda p: p.go & p.element.has_value(), block, (at,))
         with tf.control_dependencies([at.go]):
             # If the last push was not applied, the chunk is not finished, and the chief hands it
             # out again.
             all_in = exchange.done(chunk) >= at.done
-            ended = tf.logical_and(tf.logical_not(at.element.has_value()), all_in)
+            ended = ~at.element.has_value() & all_in
             return exchange.finish(epoch, chunk, ended)
 
     return train
@@ -181,7 +181,7 @@ def _minibatches(
     if count == 1:
         return block, element
     return tf.while_loop(
-        lambda b, e: tf.logical_and(b.minibatches < count, e.has_value()),
+        lambda b, e: (b.minibatches < count) & e.has_value(),
         lambda b, e: (added(b, e), iterator.get_next_as_optional()),
         (block, element),
     )
@@ -231,9 +231,7 @@ class _LocalModel:
 
         there = tf.cond(
             tf.raw_ops.VarIsInitializedOp(resource=of_all),
-            lambda: tf.equal(
-                tf.raw_ops.ReadVariableOp(resource=of_all, dtype=tf.int64), generation
-            ),
+            lambda: tf.raw_ops.ReadVariableOp(resource=of_all, dtype=tf.int64) == generation,
             lambda: False,
         )
         values = []

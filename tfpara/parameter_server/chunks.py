@@ -313,7 +313,7 @@ def _weighted(chunks: Chunks, class_weight: Mapping[int, float]) -> Chunks:
         x, y = data
         one_hot = y.shape.rank == 2 and y.shape[-1] != 1
         labels = tf.argmax(y, -1) if one_hot else tf.cast(tf.reshape(y, [-1]), tf.int64)
-        is_of = tf.equal(labels[:, None], classes)  # bool [samples, classes]
+        is_of = labels[:, None] == classes  # bool [samples, classes]
         weights = tf.reduce_sum(tf.where(is_of, of_classes, 0.0), -1)
         return x, y, tf.where(tf.reduce_any(is_of, -1), weights, 1.0)
 

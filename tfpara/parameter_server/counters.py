@@ -138,19 +138,17 @@ class Progress:
 
     def is_of(self, epoch: tf.Tensor) -> tf.Tensor:
         """Returns whether pushes of this epoch are accepted."""
-        return tf.equal(self._epoch, epoch)
+        return self._epoch == epoch
 
     def next_is(self, push: Push) -> tf.Tensor:
         """Returns whether a push has the next minibatches of its chunk."""
         done = tf.gather(self.done.read_value(), push.place.chunk)
-        return tf.logical_and(self.is_of(push.place.epoch), tf.equal(done, push.place.start))
+        return self.is_of(push.place.epoch) & (done == push.place.start)
 
     def includes(self, push: Push) -> tf.Tensor:
         """Returns whether the minibatches of a push are in the weights."""
         done = tf.gather(self.done.read_value(), push.place.chunk)
-        return tf.logical_and(
-            self.is_of(push.place.epoch), done >= push.place.start + push.minibatches
-        )
+        return self.is_of(push.place.epoch) & (done >= push.place.start + push.minibatches)
 
     def change(self, push: Push) -> Change:
         """Returns the variable `done`, and the value that a push gives it."""

@@ -171,7 +171,7 @@ class Exchange:
                 local = part.values if self.server.rule.local_models else ()
                 return [tf.identity(shard.version), *map(tf.zeros_like, local)]
 
-        fresh = tf.logical_and(accepted, shard.takes(part))
+        fresh = accepted & shard.takes(part)
         result = tf.cond(fresh, write, leave)
         with tf.control_dependencies(result):
             return [shard.progress.includes(part), *result]
@@ -275,7 +275,5 @@ class Exchange:
         epoch, chunk, ended = first.sent((epoch, chunk, ended))
         return first.locked(
             (epoch, chunk, ended),
-            lambda: counters.finish(
-                chunk, tf.logical_and(ended, first.progress.is_of(epoch)), ended
-            ),
+            lambda: counters.finish(chunk, ended & first.progress.is_of(epoch), ended),
         )

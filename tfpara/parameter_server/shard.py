@@ -115,7 +115,7 @@ class Shard:
         if bound is None:
             return next_is
         staleness = tf.identity(self.version) - push.version
-        return tf.logical_and(next_is, staleness <= bound)
+        return next_is & (staleness <= bound)
 
     def changes(
         self, push: Push, held: Sequence[tf.Tensor]

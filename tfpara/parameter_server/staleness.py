@@ -48,7 +48,7 @@ def _none() -> tf.Tensor:
 def _others(outstanding: tf.Tensor, worker: tf.Tensor) -> tf.Tensor:
     """Returns the other workers' outstanding pulls; `_NEVER` stands for none."""
     workers = tf.range(tf.size(outstanding, tf.int64), dtype=tf.int64)
-    there = tf.logical_and(outstanding >= 0, tf.not_equal(workers, worker))
+    there = (outstanding >= 0) & (workers != worker)
     return tf.where(there, outstanding, _NEVER)
 
 
@@ -87,10 +87,10 @@ class Staleness:
         before = self._outstanding.read_value()
         may = may_pull(before, worker, self._bound)
         now = tf.tensor_scatter_nd_update(before, [[worker]], [tf.where(may, version, _none())])
-        given_up = tf.logical_and(tf.gather(before, worker) >= 0, tf.logical_not(may))
+        given_up = (tf.gather(before, worker) >= 0) & ~may
         done = [self._outstanding.assign(now), *self._wake(given_up)]
         with tf.control_dependencies(done):
-            done += self._announce(worker, tf.logical_not(may), waits)
+            done += self._announce(worker, ~may, waits)
         with tf.control_dependencies(done):
             return tf.identity(may)
 
@@ -110,18 +110,18 @@ class Staleness:
         be offered again; if the worker `waits`, a token will say when.
         """
         pushing = self._pushing.read_value()
-        free = tf.logical_or(tf.equal(pushing, _NONE), tf.equal(pushing, worker))
+        free = (pushing == _NONE) | (pushing == worker)
         allowed = may_push(self._outstanding.read_value(), worker, version, self._bound)
-        stays = tf.logical_and(due, version - pulled <= self._bound)
-        goes = tf.logical_and(stays, tf.logical_and(allowed, free))
-        waiting = tf.logical_and(stays, tf.logical_not(goes))
+        stays = due & (version - pulled <= self._bound)
+        goes = stays & allowed & free
+        waiting = stays & ~goes
         turn = self._pushing.assign(tf.where(goes, worker, pushing))
         with tf.control_dependencies([turn]):
-            done = self._leave(tf.logical_and(self._is(worker), tf.logical_not(stays)))
+            done = self._leave(self._is(worker) & ~stays)
         with tf.control_dependencies(done):
             done += self._announce(worker, waiting, waits)
         with tf.control_dependencies(done):
-            return [tf.logical_not(waiting), tf.identity(goes)]
+            return [~waiting, tf.identity(goes)]
 
     def begin(self, worker: tf.Tensor, chunk: tf.Tensor) -> tf.Tensor:
         """Notes that a worker begins a chunk; returns the chunk.
@@ -130,14 +130,14 @@ class Staleness:
         if this worker begins the chunk, TensorFlow has abandoned the calls that made them.
         """
         chunks = self._chunks.read_value()
-        former = tf.logical_or(tf.equal(chunks, chunk), self._is(worker))
+        former = (chunks == chunk) | self._is(worker)
         now = tf.where(self._is(worker), chunk, tf.where(former, _none(), chunks))
         with tf.control_dependencies([*self._leave(former), self._chunks.assign(now)]):
             return tf.identity(chunk)
 
     def leave(self, worker: tf.Tensor, condition: bool | tf.Tensor = True) -> tf.Tensor:
         """Ends the pull and push of a worker that is done or lost, if the condition holds."""
-        with tf.control_dependencies(self._leave(tf.logical_and(self._is(worker), condition))):
+        with tf.control_dependencies(self._leave(self._is(worker) & condition)):
             return tf.identity(worker)
 
     def clear(self) -> None:
@@ -151,12 +151,12 @@ class Staleness:
 
     def _is(self, worker: tf.Tensor) -> tf.Tensor:
         """Returns bool [workers], true for this worker only."""
-        return tf.equal(tf.range(len(self._queues), dtype=tf.int64), worker)
+        return tf.range(len(self._queues), dtype=tf.int64) == worker
 
     def _leave(self, leaving: tf.Tensor) -> list[tf.Tensor | tf.Operation]:
         """Ends the pulls and pushes of the workers for which `leaving`, bool [workers], is true."""
         pushing = self._pushing.read_value()
-        ends = tf.reduce_any(tf.logical_and(leaving, self._is(pushing)))
+        ends = tf.reduce_any(leaving & self._is(pushing))
         return [
             self._outstanding.assign(tf.where(leaving, _none(), self._outstanding.read_value())),
             self._pushing.assign(tf.where(ends, _none(), pushing)),
@@ -167,7 +167,7 @@ class Staleness:
         """Counts a waiting call of the worker, if `waiting` (a tensor) and `waits` are true."""
         if not waits:
             return []
-        waiting = tf.cast(tf.logical_and(self._is(worker), waiting), tf.int32)
+        waiting = tf.cast(self._is(worker) & waiting, tf.int32)
         return [self._waiting.assign(self._waiting.read_value() + waiting)]
 
     def _wake(self, condition: tf.Tensor) -> list[tf.Tensor | tf.Operation]:
