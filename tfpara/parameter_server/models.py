@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 import keras
@@ -27,34 +28,21 @@ class Trained(NamedTuple):
     copy: ChiefModel  # the model in the chief
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class Models(dict[keras.Model, Trained]):
-    """The parts of each trained model, by model; arguments as for `AsyncStrategy`.
+    """The parts of each trained model, by model; most fields are as for `AsyncStrategy`."""
 
-    Attributes:
-        workers: the workers of the run.
-        fits: `next(fits)` is the number of a new call of `fit`; it determines the data's order.
-    """
-
-    def __init__(
-        self,
-        workers: Workers,
-        rule: AsyncRule,
-        averages: Mapping[str, AsyncAverage],
-        *,
-        sync_period: int,
-        seed: int,
-        record: bool,
-        nonfinite: str,
-        nonfinite_share: float,
-        sparse_embeddings: bool,
-    ) -> None:
-        super().__init__()
-        self.workers = workers
-        self.rule, self.averages = rule, averages
-        self.sync_period, self.seed, self._record = sync_period, seed, record
-        self.skips, self.nonfinite_share = nonfinite == "skip", nonfinite_share
-        self._by_rows = sparse_embeddings
-        self.fits = itertools.count()
+    workers: Workers
+    rule: AsyncRule
+    averages: Mapping[str, AsyncAverage]
+    sync_period: int
+    seed: int
+    record: bool
+    skips: bool  # whether minibatches with NaN or Inf change nothing (nonfinite="skip")
+    nonfinite_share: float
+    sparse_embeddings: bool
+    # `next(fits)` is the number of a new call of `fit`; it determines the data's order.
+    fits: Iterator[int] = dataclasses.field(default_factory=itertools.count)
 
     def of(self, model: keras.Model | None) -> Trained:
         """Returns a model's parts; for None, those of the model whose first `fit` began last.
@@ -109,7 +97,7 @@ class Models(dict[keras.Model, Trained]):
         return self[model]
 
     def _work(self, model: keras.Model, rule: AsyncRule, spec: Nest) -> WorkerStep:
-        return WorkerStep(model, rule, spec, self.sync_period, self.skips, self._by_rows)
+        return WorkerStep(model, rule, spec, self.sync_period, self.skips, self.sparse_embeddings)
 
     def _created(self, model: keras.Model, spec: Nest) -> Trained:
         rule, optimizer = self.rule, model.optimizer
@@ -128,7 +116,7 @@ class Models(dict[keras.Model, Trained]):
             self.averages,
             self.workers.server_devices,
             self.workers.num_workers,
-            self._record,
+            self.record,
             work.tables.lazy,
         )
         return Trained(server, work, ChiefModel(model, server, work))

@@ -63,7 +63,11 @@ class Workers:
         return []
 
     def answer_leaving(self, exit_code: int | None) -> None:
-        """Sets the exit code of workers that a signal ends; None: 128 plus its number."""
+        """Sets the exit code of workers that a signal ends while the run continues.
+
+        As long as SIGTERM in the chief leads to a checkpoint, this is the code that asks for a
+        restart. None: 128 plus the number of the signal.
+        """
 
     def end_with(self, exit_code: int, sentence: str) -> None:
         """Sets the exit code and the last sentence of the processes that end after this one.
