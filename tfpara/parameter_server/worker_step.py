@@ -164,7 +164,7 @@ class WorkerStep:
     def _trace(self, data: Nest, values: Sequence[Sequence[tf.Tensor]]) -> None:
         """Computes a minibatch, its loss and metrics; `values`: the arguments of `_scope`."""
         with self._scope(*values):
-            _measure(self.model, data, training=True)
+            _measured(self.model, data, training=True)
 
     @property
     def has_these_weights(self) -> bool:
@@ -254,16 +254,14 @@ class WorkerStep:
 
     def _add(self, block: Block, data: Nest) -> Block:
         model = self.model
-        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
-        samples = tf.convert_to_tensor(batch_size(x))
+        samples = tf.convert_to_tensor(batch_size(data))
         of_state = tf.GradientTape(watch_accessed_variables=False)
         with tf.GradientTape() as tape, of_state:
             scope = self._scope(block.weights, block.state, block.own, block.metrics, tape)
             tape.watch(block.weights)
             of_state.watch(block.state)
             with scope, self.tables.looked_up(block.rows):
-                outputs = model(x, training=True)
-                loss = _loss(model, x, y, outputs, sample_weight, training=True)
+                loss, measure = _forward(model, data, training=True)
         self._check_assigned(scope.assigned)
         check_read(self.weights, tape.watched_variables())
         stood = [
@@ -282,7 +280,7 @@ class WorkerStep:
             for metric in model.metrics:
                 if metric.name == "loss":
                     metric.update_state(loss, sample_weight=samples)
-            model.compute_metrics(x, y, outputs, sample_weight=sample_weight)
+            measure()
 
         def now(variables: Sequence[keras.Variable]) -> list[tf.Tensor]:
             found = [(scope.get_current_value(v), v) for v in variables]
@@ -354,12 +352,10 @@ class WorkerStep:
         data: Nest,
     ) -> tuple[tf.Tensor, tf.Tensor]:
         """Returns the loss of a minibatch, as in evaluation, and its number of samples (float)."""
-        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
         zeros = [tf.zeros_like(v.value) for v in self._metrics]
         with self._scope(weights, state, own, zeros):
-            outputs = self.model(x, training=False)
-            loss = _loss(self.model, x, y, outputs, sample_weight, training=False)
-        return tf.cast(loss, tf.float32), tf.cast(batch_size(x), tf.float32)
+            loss, _ = _forward(self.model, data, training=False)
+        return tf.cast(loss, tf.float32), tf.cast(batch_size(data), tf.float32)
 
     def _scope(
         self,
@@ -500,36 +496,33 @@ class _Scope(keras.StatelessScope):
         super().add_update((variable, value))
 
 
-def _loss(
-    model: keras.Model, x: Nest, y: Nest, outputs: Nest, sample_weight: Nest, training: bool
-) -> tf.Tensor:
-    """Calls `compute_loss` as Keras does: an overridden one may lack the argument `training`."""
-    known = "training" in inspect.signature(model.compute_loss).parameters
-    told = {"training": training} if known else {}
-    return model.compute_loss(x, y, outputs, sample_weight, **told)
-
-
-def _measure(model: keras.Model, data: Nest, training: bool) -> None:
-    """Computes a minibatch, its loss and metrics, in a graph that is never run."""
+def _forward(
+    model: keras.Model, data: Nest, training: bool
+) -> tuple[tf.Tensor, Callable[[], object]]:
+    """Returns the loss of a minibatch, and a function that updates the model's metrics."""
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
     outputs = model(x, training=training)
-    _loss(model, x, y, outputs, sample_weight, training=training)
-    model.compute_metrics(x, y, outputs, sample_weight=sample_weight)
+    # As in Keras, an overridden `compute_loss` may lack the argument `training`.
+    known = "training" in inspect.signature(model.compute_loss).parameters
+    told = {"training": training} if known else {}
+    loss = model.compute_loss(x, y, outputs, sample_weight, **told)
+    return loss, lambda: model.compute_metrics(x, y, outputs, sample_weight=sample_weight)
+
+
+def _measured(model: keras.Model, data: Nest, training: bool) -> None:
+    _, measure = _forward(model, data, training)
+    measure()
 
 
 def _build_metrics(model: keras.Model, spec: Nest) -> None:
     """Creates the variables of the metrics, which Keras would create at the first minibatch."""
-
-    @tf.function(autograph=False)
-    def measure(data: Nest) -> None:
-        _measure(model, data, training=False)
-
     # The graph is never run, because dimensions of its minibatch may be unknown. Keras creates the
     # metrics' variables when the scope ends, and drops what the graph assigned to other variables.
     # The scope has the weights' values, because regularizers read them.
+    graph = tf.function(lambda data: _measured(model, data, training=False), autograph=False)
     weights = [(v, v.value) for v in model.trainable_variables]
     with keras.StatelessScope(weights, collect_losses=True):
-        measure.get_concrete_function(spec)
+        graph.get_concrete_function(spec)
 
 
 def _are_same(some: Sequence[keras.Variable], others: Sequence[keras.Variable]) -> bool:
