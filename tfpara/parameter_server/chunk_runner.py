@@ -12,15 +12,16 @@ from tfpara.parameter_server.exchange import Exchange
 from tfpara.parameter_server.messages import Place, Rows
 from tfpara.parameter_server.server import Server
 from tfpara.parameter_server.worker_step import Block, WorkerStep, stream_of
-from tfpara.parameter_server.workers import Training
+from tfpara.parameter_server.workers import Executor, Training
 from tfpara.typing import Nest
 
 
-class ChunkRunner:
+class ChunkRunner(Executor):
     """Trains chunks on the workers of a cluster, by TensorFlow's coordinator.
 
     If a worker dies, another one gets its chunk, and continues with the first minibatch that is not
-    in the model yet.
+    in the model yet. A run of a chunk ends at its end, after a push that was not applied, or when
+    workers are halted.
     """
 
     def __init__(
@@ -28,13 +29,11 @@ class ChunkRunner:
     ) -> None:
         self._coordinator = coordinator
         self._training = training
-        # For each scheduled chunk: (epoch, chunk), and the coordinator's handle for the chunk's
-        # result.
+        # For each scheduled chunk: (epoch, chunk), and the coordinator's handle for the result.
         self._scheduled: list[tuple[tuple[int, int], Any]] = []
         self._train = chunk_function(training)
 
     def submit(self, epoch: int, chunks: Sequence[int]) -> None:
-        """Schedules chunks of an epoch on the workers; each worker gets one chunk at a time."""
         training = self._training
         for chunk in chunks:
             stream = stream_of(training.order, epoch, chunk)
@@ -45,15 +44,6 @@ class ChunkRunner:
             self._scheduled.append(((epoch, chunk), value))
 
     def wait(self, seconds: float) -> bool:
-        """Waits at most `seconds`; returns whether the runs of all chunks have ended.
-
-        A run ends at the end of its chunk, after a push that was not applied, or when workers are
-        halted.
-
-        Raises:
-            tf.errors.OpError: a chunk has failed; the other chunks are cancelled. The error's
-                attribute `chunk` is (epoch, chunk) of the failed chunk, or None if it is not known.
-        """
         until = time.monotonic() + seconds
         try:
             while not self._coordinator.done():
@@ -79,9 +69,6 @@ class ChunkRunner:
             except tf.errors.OpError:
                 return place
         return None
-
-    def halt(self) -> None:
-        """Does nothing: workers stop by themselves when `Counters.halted` is set."""
 
 
 class _At(NamedTuple):

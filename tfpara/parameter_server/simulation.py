@@ -21,7 +21,7 @@ from tfpara.parameter_server.messages import NO_ROWS, Answer, Place, Pulled, Row
 from tfpara.parameter_server.server import Server
 from tfpara.parameter_server.strategy import AsyncStrategy
 from tfpara.parameter_server.worker_step import Block, stream_of
-from tfpara.parameter_server.workers import Training, Workers
+from tfpara.parameter_server.workers import Executor, Training, Workers
 from tfpara.typing import Nest
 from tfpara.whole_number import checked_whole
 
@@ -155,7 +155,7 @@ class _Worker:
     block: Block | None = None
 
 
-class _Simulation:
+class _Simulation(Executor):
     """Trains chunks on simulated workers, as `ChunkRunner` does on those of a cluster.
 
     Pushes are made in the order of their simulated times (if these are equal, in the order of the
@@ -177,7 +177,7 @@ class _Simulation:
         self._start = [tf.convert_to_tensor(value) for value in self._work.optimizer_start]
         self._workers = [_Worker(k) for k in range(len(speeds))]
         self._kept = kept
-        self._waiting: collections.deque[tuple[int, int]] = collections.deque()
+        self._waiting = collections.deque[tuple[int, int]]()  # chunks without a worker
         self._due: dict[int, float] = {}  # the time of each worker's next push
         self._refused: list[_Worker] = []  # workers whose pushes would make others too stale
         self._chunk_ended = False  # whether a chunk has ended since the last wait
@@ -195,7 +195,6 @@ class _Simulation:
         self._push = graph(self._push_block)
 
     def submit(self, epoch: int, chunks: Sequence[int]) -> None:
-        """Appends chunks of an epoch to the queue of chunks without a worker."""
         self._waiting.extend((epoch, chunk) for chunk in chunks)
 
     def wait(self, seconds: float) -> bool:
@@ -220,7 +219,7 @@ class _Simulation:
                 return False
 
     def halt(self) -> None:
-        """Takes the chunks back from the workers; minibatches that were not pushed are lost."""
+        # Minibatches that were not pushed are lost.
         self._waiting.clear()
         self._due.clear()
         self._refused.clear()

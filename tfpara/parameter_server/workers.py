@@ -31,10 +31,14 @@ class Executor(Protocol):
         """Schedules chunks of an epoch on the workers; each worker gets one chunk at a time."""
 
     def wait(self, seconds: float) -> bool:
-        """Waits at most `seconds`; returns whether the runs of all chunks have ended."""
+        """Waits at most `seconds`; returns whether the runs of all chunks have ended.
+
+        A `tf.errors.OpError` that it raises may have an attribute `chunk`: (epoch, chunk) of the
+        failed chunk, or None if it is not known.
+        """
 
     def halt(self) -> None:
-        """Takes the chunks back from workers that do not stop by themselves."""
+        """Takes the chunks back from workers that do not stop when `Counters.halted` is set."""
 
 
 class Workers:
