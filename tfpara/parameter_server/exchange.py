@@ -107,12 +107,13 @@ class Exchange:
             settled, accepted = self._turn(parts[0], waits)
         answers: list[Any] = [None] * len(server.shards)
         for shard in server.order:
+            turn: list[tf.Tensor] = []
+            if self._staleness is not None and shard is server.first:
+                # The first server applies the push last, if all others have it, and ends its turn.
+                turn, everywhere = [accepted], [accepted, *(there for there, *_ in answers[1:])]
+                accepted = tf.reduce_all(tf.stack(everywhere))
             part = parts[shard.number]
-            if self._staleness is None or shard is not server.first:
-                answers[shard.number] = self.apply(shard, part, pulled.held, accepted)
-            else:  # the first server applies the push last, and ends the push's turn
-                everywhere = tf.stack([accepted, *(there for there, *_ in answers[1:])])
-                answers[0] = self._end_turn(part, pulled.held, accepted, tf.reduce_all(everywhere))
+            answers[shard.number] = self.apply(shard, part, pulled.held, accepted, turn)
         moves: list[tf.Tensor] = [None] * len(server.names) if server.rule.local_models else []
         included = []
         for shard, (there, _, *own) in zip(server.shards, answers, strict=True):
@@ -138,20 +139,20 @@ class Exchange:
         return messages.sent(of_shard, None, shard.device)
 
     def apply(
-        self, shard: Shard, part: Push, held: Sequence[tf.Tensor], accepted: tf.Tensor
+        self,
+        shard: Shard,
+        part: Push,
+        held: Sequence[tf.Tensor],
+        accepted: tf.Tensor,
+        turn: Sequence[tf.Tensor] = (),
     ) -> list[tf.Tensor]:
-        """Takes a shard's lock, and applies its part of a push as `_take` does."""
-        accepted = shard.sent(accepted)
-        return shard.locked((part, accepted), lambda: self._take(shard, part, held, accepted))
+        """Applies a shard's part of a push, with its lock held, if it is `accepted` and due.
 
-    def _take(
-        self, shard: Shard, part: Push, held: Sequence[tf.Tensor], accepted: tf.Tensor
-    ) -> list[tf.Tensor]:
-        """Applies a shard's part of a push if it is `accepted` and due; inside the lock.
-
-        Returns whether the push's minibatches are in the shard's weights now, the shard's version,
-        and the moves (`Shard.changes`).
+        If `turn` has an element, this tells whether the push's turn ends. Returns whether the
+        push's minibatches are in the shard's weights now, the shard's version, and the moves
+        (`Shard.changes`).
         """
+        accepted, *turn = shard.sent([accepted, *turn])
 
         def write() -> list[tf.Tensor]:
             # The graphs of tf.cond's branches do not inherit the device scope.
@@ -171,10 +172,16 @@ class Exchange:
                 local = part.values if self.server.rule.local_models else ()
                 return [tf.identity(shard.version), *map(tf.zeros_like, local)]
 
-        fresh = accepted & shard.takes(part)
-        result = tf.cond(fresh, write, leave)
-        with tf.control_dependencies(result):
-            return [shard.progress.includes(part), *result]
+        def inside() -> list[tf.Tensor]:
+            result = tf.cond(accepted & shard.takes(part), write, leave)
+            with tf.control_dependencies(result):
+                answer = [shard.progress.includes(part), *result]
+            with tf.control_dependencies(answer):
+                ended = [self._staleness.leave(part.worker, goes) for goes in turn]
+            with tf.control_dependencies(ended):
+                return [tf.identity(tensor) for tensor in answer]
+
+        return shard.locked((part, accepted, *turn), inside)
 
     def _shared(self, part: Push, staleness: tf.Tensor) -> list[tuple[tf.Variable, tf.Tensor]]:
         """Returns the changes of the variables that only the first server has."""
@@ -225,22 +232,6 @@ class Exchange:
         if not waits:
             return tuple(first.locked(part, inside))
         return self._until_settled(part.worker, 2, lambda: first.locked(part, inside))
-
-    def _end_turn(
-        self, part: Push, held: Sequence[tf.Tensor], goes: tf.Tensor, everywhere: tf.Tensor
-    ) -> list[tf.Tensor]:
-        """Applies a push on the first server if all other servers have it; ends its turn."""
-        first = self.server.first
-        goes, everywhere = first.sent((goes, everywhere))
-
-        def inside() -> list[tf.Tensor]:
-            answer = self._take(first, part, held, everywhere)
-            with tf.control_dependencies(answer):
-                left = self._staleness.leave(part.worker, goes)
-            with tf.control_dependencies([left]):
-                return [tf.identity(tensor) for tensor in answer]
-
-        return first.locked((part, goes, everywhere), inside)
 
     def begin(self, worker: tf.Tensor, chunk: tf.Tensor) -> tf.Tensor:
         """Begins a chunk on a worker; returns how many of the chunk's minibatches are done.
