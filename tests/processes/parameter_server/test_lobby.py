@@ -228,7 +228,7 @@ def test_a_worker_that_is_asked_to_end_does_so():
 
 def test_who_waits_for_the_chief_may_be_asked_to_end():
     for name in ("worker 0", "ps 0"):
-        ended = member.attend(views(1, 1)[name], print, 2.0, [signal.SIGTERM], b"")
+        ended = member.attend(views(1, 1)[name], print, 2.0, [signal.SIGTERM])
         assert ended == (128 + signal.SIGTERM, "")
 
 

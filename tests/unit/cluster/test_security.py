@@ -371,10 +371,11 @@ def test_only_a_parameter_server_asks_for_the_end():
     hall.fail("", 0)
 
 
-def test_members_and_lobby_name_another_secret(caplog):
+def test_members_and_lobby_name_another_secret(caplog, monkeypatch):
     seen = views(1, 1)
     hall = lobby.Lobby(seen["chief"], 2.0, LONG)
-    code, sentence = member.attend(seen["worker 0"], print, LONG, [], OTHER)
+    monkeypatch.setenv("TFPARA_SECRET", OTHER.decode())
+    code, sentence = member.attend(seen["worker 0"], print, LONG, [])
     assert code == 1
     assert sentence.startswith(
         f"this process has another secret than chief ({seen['chief'].address}"

@@ -83,21 +83,13 @@ def attend(
     start_server: Callable[[dict[str, list[str]]], None],
     startup_timeout_seconds: float,
     received: list[int],
-    shared: bytes | None = None,
 ) -> tuple[int, str]:
     """Takes part in a run as `serve` does, but returns the exit code and cause.
 
-    Args:
-        cluster, start_server, startup_timeout_seconds: as for `serve`.
-        received: a list to which a signal handler appends signals that ask this process to end.
-        shared: the secret of the run. None: the secret of the environment.
-
-    Raises:
-        tfpara.cluster.secret.SecretError: the secret of the environment is not valid.
+    A signal handler appends to `received` the signals that ask this process to end.
     """
-    shared = secret.read() if shared is None else shared
     try:
-        channel, welcome = _enter(cluster, shared, startup_timeout_seconds, received)
+        channel, welcome = _enter(cluster, startup_timeout_seconds, received)
         try:
             _start(cluster, channel, start_server, welcome["welcome"])
             _stay(cluster, channel, float(welcome["timeout_seconds"]), received)
@@ -109,20 +101,29 @@ def attend(
 
 
 def _enter(
-    cluster: AsyncCluster, shared: bytes, startup_timeout_seconds: float, received: list[int]
+    cluster: AsyncCluster, startup_timeout_seconds: float, received: list[int]
 ) -> tuple[Channel, dict[str, Json]]:
     """Connects to the chief, retrying as needed; returns the connection and the welcome."""
     deadline = time.monotonic() + startup_timeout_seconds
-    chief = cluster.describe("chief", 0)
+    chief, shared = cluster.describe("chief", 0), secret.read()
 
     def enter() -> tuple[Channel, dict[str, Json]]:
         if received:
             raise _Over(128 + received[0], "")
         wait = max(RETRY_SECONDS, min(_ANSWER_SECONDS, deadline - time.monotonic()))
         channel = messages.connect(cluster.jobs["chief"][0], shared, PURPOSE, wait)
-        welcome = _greet(cluster, channel, deadline)
-        if welcome:
-            return channel, welcome
+        channel.send(
+            hello=cluster.spec(),
+            job=cluster.task_type,
+            index=cluster.task_index,
+            version=version.__version__,
+        )
+        answer = channel.wait(min(deadline, time.monotonic() + _ANSWER_SECONDS)) or {}
+        if channel.differs:
+            raise _Over(1, messages.other_secret(chief))
+        _obey(answer)
+        if "welcome" in answer:
+            return channel, answer
         channel.close()
         raise ConnectionError("it did not answer")
 
@@ -135,21 +136,6 @@ def _enter(
             "TF_CONFIG within startup_timeout_seconds."
         )
         raise _Over(1, sentence) from error
-
-
-def _greet(cluster: AsyncCluster, channel: Channel, deadline: float) -> dict[str, Json] | None:
-    """Sends hello; returns the chief's welcome, or None if none came."""
-    channel.send(
-        hello=cluster.spec(),
-        job=cluster.task_type,
-        index=cluster.task_index,
-        version=version.__version__,
-    )
-    answer = channel.wait(min(deadline, time.monotonic() + _ANSWER_SECONDS))
-    if channel.differs:
-        raise _Over(1, messages.other_secret(cluster.describe("chief", 0)))
-    _obey(answer or {})
-    return answer if answer and "welcome" in answer else None
 
 
 def _start(
