@@ -267,29 +267,23 @@ class Shard:
     def start_mean(self, name: str) -> None:
         """Makes the running average `name` continue as a mean."""
 
-        def start() -> tf.Tensor:
-            kept = self.averages[name]
-            means = [self._averages[name].start_mean(_read(state)).mean for state in kept]
-            done = [state.mean.assign(mean) for state, mean in zip(kept, means, strict=True)]
-            with tf.control_dependencies(done):
-                return tf.constant(True)
+        def start() -> list[tf.Tensor]:
+            average = self._averages[name]
+            means = [(s.mean, average.start_mean(_read(s)).mean) for s in self.averages[name]]
+            return [tf.identity(kept.assign(mean)) for kept, mean in means]
 
-        with tf.device(self.device):
-            self.lock.execute(start)
+        self.locked((), start)
 
     def variables(self) -> dict[str, tf.Variable]:
         """Returns the variables that a checkpoint must hold, by name."""
         found: dict[str, tf.Variable] = {}
         for k, weight in zip(self.indices, self.weights, strict=True):
             found[f"weight/{k}"] = weight
-        for name, states in self.averages.items():
-            for k, state in zip(self.indices, states, strict=True):
-                for field, part in zip(state._fields, state, strict=True):
-                    found[f"average/{name}/{k}/{field}"] = part
-        for k, state in zip(self.indices, self.kept, strict=False):
-            for field, part in zip(state._fields, state, strict=True):
-                found[f"rule/{k}/{field}"] = part
-        found.update({f"optimizer/{self.number}/{k}": v for k, v in enumerate(self.optimizer)})
+        kinds = {f"average/{name}": states for name, states in self.averages.items()}
+        for kind, states in {**kinds, "rule": self.kept}.items():
+            for k, state in zip(self.indices, states, strict=False):  # `kept` may be empty
+                found |= {f"{kind}/{k}/{field}": v for field, v in state._asdict().items()}
+        found |= {f"optimizer/{self.number}/{k}": v for k, v in enumerate(self.optimizer)}
         found[f"version/{self.number}"] = self.version
         found[f"progress/{self.number}"] = self.progress.done
         return found
