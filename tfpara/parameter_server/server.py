@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -31,11 +31,10 @@ class Server:
         state: the model's non-trainable variables that workers share: moving statistics.
         rule: a resolved rule of `tfpara.algorithms.asgd`.
         averages: averages of the global model, by name.
-        devices: devices of the parameter servers. The weights are placed in the order of their
-            size, largest first, each on the device with the fewest elements so far.
+        devices: devices of the parameter servers.
         num_workers: number of workers.
         record: whether to record each push.
-        lazy: indices of the tables of which a push changes only the rows that it contains.
+        lazy: as of `Shard`.
 
     Attributes:
         number: a number that no other `Server` of this process has.
@@ -66,6 +65,7 @@ class Server:
         weights = model.trainable_variables
         self.names = [v.path for v in weights]
         self.state_names = [v.path for v in state]
+        # Each weight, the largest first, goes to the device with the fewest elements so far.
         sizes = [v.value.shape.num_elements() for v in weights]
         loads, parts = [0] * len(devices), [list[int]() for _ in devices]
         for index in sorted(range(len(weights)), key=lambda k: -sizes[k]):
@@ -92,10 +92,9 @@ class Server:
         self.measure(model)
 
     def _rates(self) -> list[tuple[Shard, tf.Variable]]:
-        """Returns pairs of a server and its variable of the learning rate.
+        """Returns the servers with a variable of the learning rate, and these variables.
 
-        If the workers have the optimizers, only the first server has such a variable; else each
-        server has one. If the rate is a schedule, there is none.
+        If the workers have the optimizers, that is the first server. A schedule has none.
         """
         if self._local_rate is not None:
             return [(self.first, self._local_rate)]
@@ -103,7 +102,7 @@ class Server:
         return [] if at is None else [(shard, shard.optimizer[at]) for shard in self.order]
 
     def rate(self) -> tf.Tensor:
-        """Returns the learning rate, in a graph; the rate must not be a schedule."""
+        """Returns the learning rate, which must not be a schedule."""
         with tf.device(self.first.device):
             return tf.identity(dict(self._rates())[self.first])
 
@@ -153,14 +152,13 @@ class Server:
             started.assign(tf.zeros_like(started))
         if self.staleness is not None:
             self.staleness.clear()
-        self.counters.halted.assign(False)
+        counters.halted.assign(False)
 
     def close(self) -> None:
         """Makes the servers refuse all pushes until `open_epoch`.
 
-        So their state does not change, even if workers are between a pull and a push. Each server
-        has applied an earlier push completely or not at all. If only some of several servers have
-        applied it, the others will accept the next push of the same minibatches.
+        If only some of several servers have applied an earlier push, the others will accept the
+        next push of the same minibatches.
         """
         for shard in self.shards:
             shard.locked((), shard.progress.close)
@@ -201,25 +199,21 @@ class Server:
         optimizers restart. No worker may be between a pull and a push.
         """
         self.generation += 1
+        rule: Any = self.rule
         for shard in self.shards:
             for place, index in enumerate(shard.indices):
                 with tf.device(shard.device):
                     value = tf.identity(weights[index])
-                    shard.weights[place].assign(value)
-                    for kept, new in self._started(shard, place, value):
-                        kept.assign(tf.cast(new, kept.dtype))
-
-    def _started(
-        self, shard: Shard, place: int, weight: tf.Tensor
-    ) -> Iterator[tuple[tf.Variable, tf.Tensor]]:
-        """Yields a weight's variables of state, and their values if a run starts at `weight`."""
-        if shard.kept:
-            rule: Any = self.rule
-            for name, new in rule.init(weight)._asdict().items():
-                if name not in rule.lasting:
-                    yield getattr(shard.kept[place], name), new
-        for name, average in self.averages.items():
-            yield from zip(shard.averages[name][place], average.init(precise(weight)), strict=True)
+                    begun = [(shard.weights[place], value)]
+                    if shard.kept:
+                        kept, state = shard.kept[place], rule.init(value)._asdict()
+                        begun += [(getattr(kept, k), state[k]) for k in {*state} - {*rule.lasting}]
+                    for name, average in self.averages.items():
+                        begun += zip(
+                            shard.averages[name][place], average.init(precise(value)), strict=True
+                        )
+                    for held, new in begun:
+                        held.assign(tf.cast(new, held.dtype))
 
     def set_state(self, state: Sequence[tf.Tensor]) -> None:
         """Replaces the moving statistics, given in the order of the attribute `state`."""
@@ -268,10 +262,10 @@ class Server:
         """Returns the variables that a checkpoint must hold, by name."""
         found: dict[str, tf.Variable] = {}
         for shard in self.shards:
-            found.update(shard.variables())
-        found.update({f"state/{k}": v for k, v in enumerate(self.state)})
-        found.update({f"metric/{k}": v for k, v in enumerate(self.metrics)})
-        found.update(self.counters.variables())
+            found |= shard.variables()
+        found |= {f"state/{k}": v for k, v in enumerate(self.state)}
+        found |= {f"metric/{k}": v for k, v in enumerate(self.metrics)}
+        found |= self.counters.variables()
         if self._local_rate is not None:
             found["local_rate"] = self._local_rate
         return found
