@@ -105,7 +105,6 @@ class Counters:
         """Returns the variables that a checkpoint must hold, by name.
 
         `by_worker` and the record are left out, because they count from the start of this process.
-        The progress is among the variables of each `Shard`.
         """
         kept = ("histogram", "samples", "finished", "minibatches", "left_out")
         return {f"books/{name}": getattr(self, name) for name in kept}
@@ -114,10 +113,9 @@ class Counters:
 class Progress:
     """The number of minibatches of each chunk that are in the weights of one parameter server.
 
-    A worker may die after its push and before it gets the answer; another worker then pushes the
-    same minibatches again. The numbers `done` (int64 [chunks]) show that the second push is a
-    repetition, which is not applied. The variables are created on the current device and used while
-    the server's lock is held.
+    If a worker dies between its push and the answer, another worker pushes the same minibatches
+    again. The numbers `done` (int64 [chunks]) show that this push is a repetition, which is not
+    applied. The variables are made on the current device and used while the server's lock is held.
     """
 
     def __init__(self, num_chunks: int) -> None:

@@ -40,11 +40,7 @@ class Exchange:
             return self.read(rows)
 
     def ask_to_pull(self, worker: tf.Tensor, waits: bool = True) -> tf.Tensor:
-        """Returns whether a worker may pull now; if so, counts the pull as done.
-
-        If not, and if `waits` is true, the worker gets a token (`Staleness.wait`) when it should
-        ask again.
-        """
+        """Returns whether a worker may pull now; arguments as of `Staleness.ask_to_pull`."""
         if self._staleness is None:
             return tf.constant(True)
         first = self.server.first
@@ -87,19 +83,15 @@ class Exchange:
         `tf.errors.InvalidArgumentError` and `NOT_FINITE` in its message; nothing is written on the
         server that has the weight.
 
-        Args:
-            push: the push.
-            pulled: the pulled model from which the push was computed.
-            waits: whether to wait until the bound on staleness, if there is one, allows the push.
-                Without waiting, the answer may not be `settled`.
+        `pulled` is the model from which the push was computed. If `waits`, this waits until the
+        bound on staleness, if there is one, allows the push. Else the answer may not be `settled`.
         """
         server = self.server
         # Every part of the push waits until the pulls from all servers are over. Otherwise two
         # workers could wait for each other forever: TensorFlow releases a graph's locks in the
         # order in which the graph names them, those of the pull first. So a push that takes a lock
-        # too early would keep it while the pull still waits for a lock of another worker. The wait
-        # must be explicit, because a weight's gradient may not depend on the weights of all
-        # servers, and would then be ready before some pull is over.
+        # too early would keep it while the pull still waits for a lock of another worker. A
+        # gradient may not depend on the weights of all servers, and so be ready that early.
         with tf.control_dependencies(pulled.versions):
             parts = [self.part(shard, push, pulled) for shard in server.shards]
         settled = accepted = tf.constant(True)
@@ -220,8 +212,7 @@ class Exchange:
     def _turn(self, part: Push, waits: bool) -> tuple[tf.Tensor, ...]:
         """Asks the first server to give a push the turn: then no other push is applied.
 
-        Waits, if `waits`, until the push is settled: it has the turn, or it will never be applied.
-        Returns whether the push is settled, and whether it has the turn.
+        Waits, if `waits`, until the push is settled. Returns as `Staleness.ask_to_push` does.
         """
         first, staleness = self.server.first, self._staleness
 
@@ -229,9 +220,10 @@ class Exchange:
             due, version = first.progress.next_is(part), tf.identity(first.version)
             return staleness.ask_to_push(part.worker, part.version, version, due, waits)
 
-        if not waits:
-            return tuple(first.locked(part, inside))
-        return self._until_settled(part.worker, 2, lambda: first.locked(part, inside))
+        def ask() -> list[tf.Tensor]:
+            return first.locked(part, inside)
+
+        return self._until_settled(part.worker, 2, ask) if waits else tuple(ask())
 
     def begin(self, worker: tf.Tensor, chunk: tf.Tensor) -> tf.Tensor:
         """Begins a chunk on a worker; returns how many of the chunk's minibatches are done.

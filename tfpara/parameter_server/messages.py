@@ -106,20 +106,15 @@ def sent(values: Nest, source: str | None, target: str | None) -> Nest:
 
     TensorFlow fetches each tensor from another process by a separate call. So tensors of up to
     256 KB travel as one vector for each type: floating-point numbers as they are, whole numbers and
-    booleans as int64. They arrive unchanged.
-
-    Args:
-        values: a nest of tensors, or None in place of some.
-        source: the device of the tensors; None: the device that runs the graph.
-        target: the device to which the tensors are sent; None: as for `source`.
+    booleans as int64. They arrive unchanged. `source` is the device of the tensors. A device None
+    is the one that runs the graph; a tensor may also be None.
     """
     flat = tf.nest.flatten(values)
     together: dict[tf.DType, list[int]] = {}
     for place, value in enumerate(flat):
         if value is None:
             continue
-        kind = _kind(value)
-        if kind is not None:
+        if (kind := _kind(value)) is not None:
             together.setdefault(kind, []).append(place)
             continue
         with tf.device(target):

@@ -11,11 +11,8 @@ _NEVER = tf.int64.max // 2
 def may_pull(outstanding: tf.Tensor, worker: tf.Tensor, bound: int) -> tf.Tensor:
     """Returns whether a worker may pull now: at most s others have pulled but not pushed yet.
 
-    Args:
-        outstanding: int64 [workers], number of pushes before each worker's last pull; −1 for a
-            worker that has pushed since that pull.
-        worker: the worker that asks.
-        bound: s, the largest staleness.
+    `outstanding`, int64 [workers], has the number of pushes before each worker's last pull; −1 for
+    a worker that has pushed since that pull. `bound` is s, the largest staleness.
     """
     return tf.reduce_sum(tf.cast(_others(outstanding, worker) < _NEVER, tf.int32)) <= bound
 
@@ -30,10 +27,7 @@ def may_push(
     p_0 ≤ p_1 ≤ … are the numbers of pushes before the outstanding pulls of the other workers. If
     these workers push in this order, v + 1 + i pushes come before the i-th. As `may_pull` limits
     the outstanding pulls, the worker with the oldest pull may always push: there is no deadlock.
-
-    Args:
-        outstanding, worker, bound: as for `may_pull`.
-        version: v, number of pushes so far.
+    `version` is v, the number of pushes so far.
     """
     pulls = tf.sort(_others(outstanding, worker))
     turns = version + 1 + tf.range(tf.size(pulls, tf.int64), dtype=tf.int64)
@@ -127,7 +121,7 @@ class Staleness:
         """Notes that a worker begins a chunk; returns the chunk.
 
         Earlier pulls and pushes of this worker, and of a previous worker of the chunk, are dropped:
-        if this worker begins the chunk, TensorFlow has abandoned the calls that made them.
+        TensorFlow has abandoned the calls that made them.
         """
         chunks = self._chunks.read_value()
         former = (chunks == chunk) | self._is(worker)
