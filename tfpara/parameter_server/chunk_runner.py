@@ -39,7 +39,7 @@ class ChunkRunner(Executor):
             stream = stream_of(training.order, epoch, chunk)
             numbers = (epoch, chunk, training.server.generation, stream)
             place = [tf.constant(number, tf.int64) for number in numbers]
-            arguments = training.chunks.sent(epoch, chunk)
+            arguments = training.chunks.arguments(epoch, chunk)
             value = self._coordinator.schedule(self._train, args=(*place, *arguments))
             self._scheduled.append(((epoch, chunk), value))
 
@@ -85,10 +85,8 @@ def chunk_function(training: Training) -> Callable[..., tf.Tensor]:
 
     The function is called as `fn(epoch, chunk, generation, stream, *arguments)`. The first four are
     int64 scalars: `generation` is the server's, and `stream` is the chunk's `stream_of`. The
-    `arguments` are the chunk's, as `Chunks.sent` returns them. The function starts with the first
-    minibatch that is not in the model yet, and repeats: pull, `sync_period` minibatches, push. The
-    last push of a chunk may have fewer minibatches. The loop ends early when workers are halted or
-    a push is not applied.
+    `arguments` are those of `Chunks`. The function starts with the first minibatch that is not in
+    the model yet, and repeats: pull, `sync_period` minibatches, push.
     """
     server, work, chunks, sync_period, choose_rate, *_ = training
     exchange = Exchange(server)
@@ -129,9 +127,8 @@ def chunk_function(training: Training) -> Callable[..., tf.Tensor]:
             if local:
                 written += local.write(*work.kept(trained, answer.moves), rows)
             with tf.control_dependencies(written):
-                # If a push was not applied, the loop ends: the servers would refuse all later
-                # pushes of this chunk, because each push must have the next minibatches of its
-                # chunk.
+                # After a push that was not applied the servers would refuse all later ones of this
+                # chunk, because each push must have its next minibatches.
                 go = answer.included & ~pulled.halted
                 return (_At(element, trained.own, at.done + trained.minibatches, go),)
 
@@ -155,10 +152,7 @@ def _minibatches(
     iterator: tf.data.Iterator,
     count: int,
 ) -> tuple[Block, tf.experimental.Optional]:
-    """Returns the block with up to `count` more minibatches, and the element after these.
-
-    The first minibatch is in `element`, which must have a value; `iterator` has the others.
-    """
+    """Returns the block with `element` and up to `count` − 1 more minibatches, and what is next."""
 
     def added(block: Block, element: tf.experimental.Optional) -> Block:
         return work.add(block, work.tables.split(element.get_value())[0])
@@ -177,11 +171,10 @@ def _minibatches(
 class _LocalModel:
     """A worker's local optimizer, and local weights if the rule has them, kept between blocks.
 
-    The values are kept in variables of the worker's process. A graph finds the variables by name
-    on the worker that runs the graph, so the next `fit` continues with them. A worker begins with
-    the server's model if it has no such variables (because it is new or was restarted), or if they
-    are of an earlier generation of the server's model. If a table is pulled by rows, only the same
-    rows of its slots are read and written.
+    A graph finds their variables by name on the worker that runs the graph, so the next `fit`
+    continues with them. A worker begins with the server's model if it has no such variables
+    (because it is new or was restarted), or if they are of an earlier generation of that model. If
+    a table is pulled by rows, only the same rows of its slots are read and written.
     """
 
     def __init__(self, work: WorkerStep, server: Server) -> None:

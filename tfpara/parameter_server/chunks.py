@@ -88,15 +88,12 @@ class Chunks:
     @property
     def element_spec(self) -> Nest:
         zero = tf.zeros([], tf.int64)
-        return self.dataset(zero, zero, *self.sent(0, 0)).element_spec
+        return self.dataset(zero, zero, *self.arguments(0, 0)).element_spec
 
     def arguments(self, epoch: int, chunk: int) -> tuple[Nest, ...]:
-        """Returns the arrays that are sent to the worker with a chunk."""
-        return () if self._arguments is None else tuple(self._arguments(epoch, chunk))
-
-    def sent(self, epoch: int, chunk: int) -> tuple[Nest, ...]:
-        """Returns the `arguments` as tensors."""
-        return tf.nest.map_structure(tf.convert_to_tensor, self.arguments(epoch, chunk))
+        """Returns the tensors that are sent to the worker with a chunk."""
+        found = () if self._arguments is None else tuple(self._arguments(epoch, chunk))
+        return tf.nest.map_structure(tf.convert_to_tensor, found)
 
     def check(self, epoch: int, done: Sequence[int]) -> None:
         """Checks that an epoch had minibatches and, if `shares`, that all chunks read the same.
@@ -137,14 +134,9 @@ def as_chunks(
     order: Sequence[int] = (0,),
     sent: bool = True,
 ) -> Chunks:
-    """Returns the data of a `fit` as chunks.
+    """Returns the data of a `fit` as chunks; the other arguments are those of `fit`.
 
     Args:
-        x, y, sample_weight: arrays (or structures of arrays); or x alone, a `tf.data.Dataset` of
-            minibatches or `Chunks`.
-        batch_size, shuffle: as in Keras, for arrays; `shuffle` has no effect on datasets and
-            `Chunks`.
-        class_weight: sample weight of each class, for integer or one-hot labels.
         count: chunks of an epoch; 1 if None.
         order: the numbers that, with the epoch, determine the order of the samples. They are read
             when a chunk is handed out, so changing the list changes the order of later chunks.
@@ -161,9 +153,9 @@ def as_chunks(
         if isinstance(x, Chunks):
             _refuse("Chunks", chunks=count)
             _check(x)
-        chunks = (
-            x if isinstance(x, Chunks) else _of_dataset(x, _positive("chunks", count, 1), order)
-        )
+            chunks = x
+        else:
+            chunks = _of_dataset(x, _positive("chunks", count, 1), order)
     elif x is None or isinstance(x, _NO_DATA) or hasattr(x, "__next__"):
         raise TypeError(
             f"x is a {type(x).__name__}. The workers read the data without Python, so give arrays, "
@@ -191,7 +183,7 @@ def _check(chunks: Chunks) -> None:
         return tf.data.experimental.to_variant(chunks.dataset(*place_and_arguments))
 
     zero = tf.zeros([], tf.int64)
-    graph = read.get_concrete_function(zero, zero, *chunks.sent(0, 0)).graph.as_graph_def()
+    graph = read.get_concrete_function(zero, zero, *chunks.arguments(0, 0)).graph.as_graph_def()
     check_order(graph, "the dataset of a chunk")
     check_seeds(graph)
 

@@ -43,8 +43,7 @@ class Fit:
             numbers determine the order of the data and what random layers draw.
         within_epoch: whether an epoch has begun and is not over, even if workers are paused.
         chunks_done: number of chunks of the epoch that are completely in the model.
-        at_poll: a function that is called several times a second while workers train, also if there
-            are no new pushes.
+        at_poll: a function that is called several times a second while workers train.
     """
 
     def __init__(
@@ -80,11 +79,9 @@ class Fit:
         self._executor = workers.executor(Training(self.server, self.work, self._chunks, *of_run))
         self._seen = 0  # number of this epoch's minibatches at the last call of batch hooks
         self._resumed_epoch: int | None = None
-        self.epoch = 0
+        self.epoch = self._epochs = self.chunks_done = 0
         self.within_epoch = False
-        self.chunks_done = 0
         self.at_poll: Callable[[], None] = lambda: None
-        self._epochs = 0
 
     def run(
         self,
@@ -170,20 +167,17 @@ class Fit:
 
         Args:
             epoch: the epoch to continue with.
-            within: whether the checkpoint is from the middle of that epoch; the servers' restored
-                counters then tell which minibatches are in the model.
+            within: whether the checkpoint is from the middle of that epoch.
             finished: whether the run had already been stopped (`stop_training`).
             order: the attribute `order` at the time of the checkpoint.
         """
         self.epoch = epoch
         self.order[:] = order
-        # Workers keep local weights and local optimizers only for one generation of the servers'
-        # model. In the new generation they start again from the servers' restored state.
         self.server.generation += 1
         self._resumed_epoch = epoch if within else None
-        # The checkpoint has the learning rate of the chief's optimizer and that of the servers. If
-        # they differ, the cause is a ChunkRateSearch, which changes the servers' rate only. So the
-        # chief's rate counts as sent, and `follow_rate` does not overwrite the servers'.
+        # If the restored rates of the chief and the servers differ, the cause is a ChunkRateSearch,
+        # which changes the servers' rate only. So the chief's rate counts as sent, and
+        # `follow_rate` does not overwrite the servers'.
         self.server.told_rate = self._chiefs_rate()
         self.work.read_frozen()
         self._copy.read()
@@ -219,10 +213,7 @@ class Fit:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Pauses the workers inside the context, so that the servers' state does not change.
-
-        Unfinished chunks continue afterwards.
-        """
+        """Pauses the workers inside the context, so that the servers' state does not change."""
         self._halt()
         yield
         self.server.open_epoch(self.epoch, anew=False)
@@ -265,7 +256,7 @@ class Fit:
             if done and (self.model.stop_training or not self._left()):
                 return
             if done:
-                self._submit()  # submits again those chunks that are not finished
+                self._submit()  # the chunks that are not finished
 
     def _check_left_out(self, *, is_over: bool) -> int:
         """Returns how many minibatches the epoch left out; raises DivergedError for too many."""

@@ -297,7 +297,7 @@ class _Simulation(Executor):
             epoch, chunk = self._waiting.popleft()
             worker.epoch, worker.chunk = epoch, chunk
             worker.start = done = int(self._exchange.done(_long(chunk)))
-            arguments = self._chunks.sent(epoch, chunk)
+            arguments = self._chunks.arguments(epoch, chunk)
             place = (_long(done), _long(epoch), _long(chunk), *arguments)
             if self._training.choose_rate is not None:
                 worker.rate = self._choose_rate(*place)

@@ -35,9 +35,8 @@ from tfpara.parameter_server.tables import Tables
 from tfpara.steps import batch_size
 from tfpara.typing import Nest
 
-# 2^64 divided by the golden ratio, as a signed number. A stream of random numbers has an integer,
-# which is multiplied by `_MIX`. The products of neighbouring integers differ in their upper bits,
-# from which the seeds are made. So neighbouring streams get very different seeds.
+# 2^64 divided by the golden ratio, as a signed number. Products of neighbouring integers with it
+# differ in their upper bits, from which the seeds of random streams are made.
 _MIX = 0x9E3779B97F4A7C15 - (1 << 64)
 _SEEDS = 1 << 31
 
@@ -212,11 +211,8 @@ class WorkerStep:
     ) -> Block:
         """Returns a block without minibatches.
 
-        Args:
-            pulled: the servers' model, and the block's learning rate for local steps.
-            own: `Block.own` of the previous block in the same chunk, or `own_start`.
-            weights, optimizer: the local model and optimizer, if the rule has them.
-            rows: the rows with which the model was pulled.
+        `own` is that of the previous block in the same chunk, or `own_start`; `weights` and
+        `optimizer` are the local model and optimizer, if the rule has them.
         """
         optimizer = list(optimizer)
         if pulled.rate is not None:
@@ -313,8 +309,6 @@ class WorkerStep:
         steps = self._steps
         if steps is not None:
             optimizer = list(block.optimizer)
-            # The schedule's step is the number of minibatches in the global model plus that in the
-            # block.
             if steps.schedule is not None:
                 self._set_rate(optimizer, steps.schedule(block.before + _trained(block)))
             weights, optimizer = steps(block.weights, optimizer, gradients)
@@ -415,10 +409,7 @@ class WorkerStep:
     def kept(
         self, block: Block, moves: Sequence[tf.Tensor]
     ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
-        """Returns the local weights, after their constraints, and optimizer for the next block.
-
-        Without a local model there are no weights. `moves` is that of the push's `Answer`.
-        """
+        """Returns the local weights and optimizer for the next block; `moves`: of the `Answer`."""
         if not self.local_models:
             return [], block.optimizer
         moved = [w - m for w, m in zip(block.weights, moves, strict=True)]
@@ -453,9 +444,9 @@ class _Scope(keras.StatelessScope):
     be some rows of the table, which Keras' own `mapping` does not allow. `is_read` is called with
     the index when a table is read or assigned to.
 
-    Keras' own gradient of a weight counts its uses before and after such an assignment, but does
-    not flow through the assignment. In this scope, therefore, the gradient is the sum of the
-    gradients of all tensors that stood for the weight; the tape watches these tensors.
+    As in Keras, the gradient of a weight counts its uses before and after such an assignment, but
+    does not flow through it: it is the sum of the gradients of all tensors that stood for the
+    weight, which the tape watches.
 
     Attributes:
         assigned: by the variable's id, the values assigned to a weight, in order.
@@ -532,9 +523,8 @@ def _are_same(some: Sequence[keras.Variable], others: Sequence[keras.Variable]) 
 def _left(tape: tf.GradientTape, block: Block, state: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """Returns `Block.kept` after one more minibatch.
 
-    Each element is multiplied by the derivative of the new state with respect to the previous one:
-    ρ for S ← ρ S + (1 − ρ) x, and 1 if S is unchanged or only added to. The derivative is clipped
-    to [0, 1].
+    Each element is multiplied by the derivative, in [0, 1], of the new state with respect to the
+    previous one: ρ for S ← ρ S + (1 − ρ) x, and 1 if S is unchanged or only added to.
     """
     zero = tf.UnconnectedGradients.ZERO
     slopes = tape.gradient(state, block.state, unconnected_gradients=zero) if state else []

@@ -34,7 +34,7 @@ class OfCluster:
         for chunk in chunks:
             stream = stream_of(self.training.order, epoch, chunk)
             place = (epoch, chunk, self.training.server.generation, stream)
-            arguments = self.training.chunks.sent(epoch, chunk)
+            arguments = self.training.chunks.arguments(epoch, chunk)
             self.train(*(tf.constant(number, tf.int64) for number in place), *arguments)
 
     def wait(self, seconds):

@@ -80,7 +80,7 @@ def test_an_input_may_be_none():
     x, y = numbered(5)
     chunks = as_chunks({"a": None, "b": x}, y, batch_size=3, shuffle=False, count=1)
     zero = tf.zeros([], tf.int64)
-    first, second = chunks.dataset(zero, zero, *chunks.sent(0, 0))
+    first, second = chunks.dataset(zero, zero, *chunks.arguments(0, 0))
     for rows, (inputs, labels) in ((slice(3), first), (slice(3, 5), second)):
         assert inputs["a"] is None
         np.testing.assert_array_equal(inputs["b"], x[rows])
@@ -407,7 +407,7 @@ def test_two_datasets_of_a_graph_have_one_order():
         return [next(iter(dataset)) for dataset in datasets]
 
     zero = tf.zeros([], tf.int64)
-    np.testing.assert_array_equal(*read_twice(zero, zero, *chunks.sent(0, 0)))
+    np.testing.assert_array_equal(*read_twice(zero, zero, *chunks.arguments(0, 0)))
 
 
 def test_chunks_may_shuffle_with_the_epoch_as_a_seed():
