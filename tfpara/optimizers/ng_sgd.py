@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import keras
@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from tfpara.optimizers.layer_plan import MATRIX, PLAIN, ROWS, plan
 from tfpara.optimizers.online_natural_gradient import OnlineNaturalGradient, sensible_rank
-from tfpara.optimizers.preconditioner import Preconditioner, hook, precondition_matrix
+from tfpara.optimizers.preconditioner import Preconditioner, Side, hook, precondition_matrix
 from tfpara.typing import Array, Json
 from tfpara.whole_number import checked_whole
 
@@ -124,7 +124,8 @@ class NGSGD(keras.optimizers.SGD):
         self.delta = delta
         self.max_change = max_change
         self._layers_plan = [dict(entry) for entry in layers] if layers else []
-        self._sides: list[tuple[Preconditioner | None, Preconditioner | None]] = []
+        # For each entry of the plan: what preconditions the rows of inputs, and those of outputs.
+        self._sides: list[tuple[Side, Side]] = []
         self._attached = False
 
     def attach(self, model: keras.Model) -> NGSGD:
@@ -169,8 +170,7 @@ class NGSGD(keras.optimizers.SGD):
 
         for number, (layer, entry) in enumerate(layers):
             if entry["kind"] == ROWS:
-                input_side, output_side = map(_or_unchanged, self._sides[number])
-                hook(layer, input_side, output_side, active)
+                hook(layer, *self._sides[number], active)
         # If training was refused before, TensorFlow would not let the function that Keras has made
         # for it create the variables of metrics.
         model.train_function = None
@@ -187,17 +187,15 @@ class NGSGD(keras.optimizers.SGD):
     def _make_sides(self, variables: Sequence[keras.Variable]) -> None:
         for number, entry in enumerate(self._layers_plan):
             if entry["kind"] == PLAIN:
-                self._sides.append((None, None))
+                self._sides.append((tf.identity, tf.identity))
                 continue
-            kernel = variables[entry["variables"][0]]
+            outputs = variables[entry["variables"][0]].shape[-1]
             by_rows = entry["kind"] == ROWS
             # Keras numbers layers' names by how many layers the process has made before. So the
             # layer's own name may differ between workers, and is not used.
             name = f"layer{number}"
             input_side = self._make_side(self.input_rank, entry["width"], by_rows, f"{name}_input")
-            output_side = self._make_side(
-                self.output_rank, kernel.shape[-1], by_rows, f"{name}_output"
-            )
+            output_side = self._make_side(self.output_rank, outputs, by_rows, f"{name}_output")
             self._sides.append((input_side, output_side))
 
     def apply(
@@ -227,32 +225,24 @@ class NGSGD(keras.optimizers.SGD):
                 continue
             if entry["kind"] == MATRIX and len(found) == len(entry["variables"]):
                 bias = found[1] if len(found) > 1 else None
-                sides = map(_or_unchanged, self._sides[number])
-                found = precondition_matrix(found[0], bias, *sides)
+                found = precondition_matrix(found[0], bias, *self._sides[number])
             for place, gradient in zip(places, self._limited(found), strict=True):
                 changed[place] = gradient
         super().apply(changed, trainable_variables)
 
     def get_config(self) -> dict[str, Json]:
         names = (
-            "input_rank",
-            "output_rank",
-            "update_period",
-            "history",
-            "alpha",
-            "epsilon",
-            "delta",
-            "max_change",
+            *("input_rank", "output_rank", "update_period", "history"),
+            *("alpha", "epsilon", "delta", "max_change"),
         )
         own = {name: getattr(self, name) for name in names}
         layers = [dict(entry) for entry in self._layers_plan]
         return {**super().get_config(), **own, "layers": layers}
 
-    def _make_side(self, rank: int, width: int, by_rows: bool, name: str) -> Preconditioner | None:
+    def _make_side(self, rank: int, width: int, by_rows: bool, name: str) -> Side:
         rank = sensible_rank(rank, width)
         if not rank:
-            return None
-
+            return tf.identity
         method = OnlineNaturalGradient(
             rank,
             self.history,
@@ -307,7 +297,3 @@ def _scaled(gradient: Gradient, scale: tf.Tensor) -> Gradient:
         values = gradient.values * tf.cast(scale, gradient.dtype)
         return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
     return gradient * tf.cast(scale, gradient.dtype)
-
-
-def _or_unchanged(side: Preconditioner | None) -> Callable[[tf.Tensor], tf.Tensor]:
-    return side if side is not None else tf.identity

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import keras
 import tensorflow as tf
@@ -18,6 +18,9 @@ FIRST_UPDATES = 10
 # F starts at an arbitrary value. So, as in Kaldi, the very first minibatch makes this number of
 # further updates.
 START_UPDATES = 3
+
+# Preconditions float32 rows [N, D] of a layer's inputs, or of the derivatives of its outputs.
+Side: TypeAlias = Callable[[tf.Tensor], tf.Tensor]
 
 
 @dataclasses.dataclass(eq=False)
@@ -85,8 +88,8 @@ def affine(
     inputs: tf.Tensor,
     kernel: tf.Tensor,
     bias: tf.Tensor | None,
-    input_side: Callable[[tf.Tensor], tf.Tensor],
-    output_side: Callable[[tf.Tensor], tf.Tensor],
+    input_side: Side,
+    output_side: Side,
 ) -> tf.Tensor:
     """Returns inputs · kernel + bias, with the natural gradient for kernel and bias.
 
@@ -129,10 +132,7 @@ def affine(
 
 
 def hook(
-    layer: keras.layers.Dense,
-    input_side: Callable[[tf.Tensor], tf.Tensor],
-    output_side: Callable[[tf.Tensor], tf.Tensor],
-    active: Callable[[], bool],
+    layer: keras.layers.Dense, input_side: Side, output_side: Side, active: Callable[[], bool]
 ) -> None:
     """Makes training calls of a Dense layer use `affine` while `active()` is true.
 
@@ -154,10 +154,7 @@ def hook(
 
 
 def precondition_matrix(
-    kernel: tf.Tensor,
-    bias: tf.Tensor | None,
-    input_side: Callable[[tf.Tensor], tf.Tensor],
-    output_side: Callable[[tf.Tensor], tf.Tensor],
+    kernel: tf.Tensor, bias: tf.Tensor | None, input_side: Side, output_side: Side
 ) -> list[tf.Tensor]:
     """Returns the natural gradient of a convolution, from its summed gradient.
 
@@ -175,12 +172,9 @@ def precondition_matrix(
     if bias is not None:
         matrix = tf.concat([matrix, tf.cast(bias, tf.float32)[None]], 0)
     matrix = output_side(tf.transpose(input_side(tf.transpose(matrix))))
-    if bias is None:
-        return [tf.cast(tf.reshape(matrix, tf.shape(kernel)), kernel.dtype)]
-    return [
-        tf.cast(tf.reshape(matrix[:-1], tf.shape(kernel)), kernel.dtype),
-        tf.cast(matrix[-1], bias.dtype),
-    ]
+    rows = matrix if bias is None else matrix[:-1]
+    found = [tf.cast(tf.reshape(rows, tf.shape(kernel)), kernel.dtype)]
+    return found if bias is None else [*found, tf.cast(matrix[-1], bias.dtype)]
 
 
 def _rows(tensor: tf.Tensor) -> tf.Tensor:

@@ -207,15 +207,12 @@ def _of_dataset(dataset: tf.data.Dataset, count: int, order: Sequence[int]) -> C
         )
     program = RepeatableProgram(dataset)
 
-    def seeds(epoch: int, chunk: int) -> tuple[tf.Tensor]:
-        del chunk
-        return (program.seeds(order, epoch),)
-
-    def part(epoch: tf.Tensor, chunk: tf.Tensor, seeds: tf.Tensor) -> tf.data.Dataset:
-        del epoch
-        return program.dataset(seeds).shard(count, chunk)
-
-    chunks = Chunks(count, part, seeds, size if size >= 0 else None)
+    chunks = Chunks(
+        count,
+        lambda epoch, chunk, seeds: program.dataset(seeds).shard(count, chunk),
+        lambda epoch, chunk: (program.seeds(order, epoch),),
+        size if size >= 0 else None,
+    )
     chunks.shares = True
     return chunks
 
