@@ -19,16 +19,15 @@ from tfpara.typing import Array, Variable
 class ChiefModel:
     """Exchanges weights between the chief's model and the servers, which begin with equal weights.
 
-    A `ChiefModel` finds out which weights were set in the chief's model, and sends these weights to
-    the servers.
+    Attributes:
+        shown: the argument of `showing`, while its context is active; else None.
     """
 
     def __init__(self, model: keras.Model, server: Server, work: WorkerStep) -> None:
         self._server = server
         self._work = work
         self._weights = model.trainable_variables
-        # The argument of `showing`, while its context is active; else None.
-        self._shown: str | None = None
+        self.shown: str | None = None
         # What `at_one_moment` has read, while its context is active; else None.
         self._moment: Moment | None = None
         self._remember()
@@ -40,11 +39,6 @@ class ChiefModel:
         """
         self._seen = _values(self._weights)
         self._seen_state = _values(self._work.state)
-
-    @property
-    def shows(self) -> bool:
-        """True inside the context of `showing`."""
-        return self._shown is not None
 
     def read(self) -> None:
         """Copies the servers' model into the chief's."""
@@ -58,26 +52,23 @@ class ChiefModel:
     def write(self, within_epoch: bool, within_fit: bool) -> None:
         """Sends the weights and moving statistics that were set in the chief's model since `read`.
 
-        `within_epoch`: whether workers are training now. `within_fit`: whether a `fit` is running;
-        the frozen weights are constants in its graphs.
-
-        Raises:
-            ValueError: weights were set that cannot be sent now. The message says when they can be.
+        `within_epoch` and `within_fit` tell whether workers are training now, and whether a `fit`
+        is running. Raises ValueError if weights were set that cannot be sent now.
         """
-        if self._shown is not None:
+        if self.shown is not None:
             raise ValueError(
-                f"the model shows its {self._shown!r} weights, from which training cannot go on: "
+                f"the model shows its {self.shown!r} weights, from which training cannot go on: "
                 "leave `with strategy.weights(...)` before."
             )
         weights = _differ(self._weights, self._seen)
+        if within_epoch and weights:
+            raise ValueError(
+                f"{self._weights[weights[0]].path!r} was set while workers train. In the middle of "
+                "an epoch the chief's model is that of the epoch's beginning, and what is set "
+                "there would be lost. Set weights in on_epoch_begin or on_epoch_end, or between "
+                "two fits."
+            )
         if within_epoch:
-            if weights:
-                raise ValueError(
-                    f"{self._weights[weights[0]].path!r} was set while workers train. In the "
-                    "middle of an epoch the chief's model is that of the epoch's beginning, and "
-                    "what is set there would be lost. Set weights in on_epoch_begin or "
-                    "on_epoch_end, or between two fits."
-                )
             return
         if not within_fit:
             self._work.read_frozen()
@@ -100,25 +91,21 @@ class ChiefModel:
             ValueError: weights were set inside the context.
         """
         variables = [*self._weights, *self._work.state]
-        kept, former = _values(variables), self._shown
-        moment = self._moment
+        kept, moment = _values(variables), self._moment
         if moment is None or which not in moment.weights:
             moment = self._server.weights_at_once([which])
-        _assign(self._weights, moment.weights[which])
-        _assign(self._work.state, moment.state)
-        self._shown = which
+        _assign(variables, [*moment.weights[which], *moment.state])
         put_in = _values(self._weights)
         try:
-            yield
-            changed = _differ(self._weights, put_in)
-            if changed:
+            with attributes(self, shown=which):
+                yield
+            if changed := _differ(self._weights, put_in):
                 raise ValueError(
                     f"{self._weights[changed[0]].path!r} was set inside `with strategy.weights(..."
                     f", {which!r})`, and would be lost on leaving. Read the weights inside, leave, "
                     "and set them then."
                 )
         finally:
-            self._shown = former
             _assign(variables, kept)
 
     @contextlib.contextmanager

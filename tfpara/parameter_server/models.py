@@ -81,8 +81,7 @@ class Models(dict[keras.Model, Trained]):
 
         The parts are created again, from the weights of the chief's model, if since the last `fit`
         the model was compiled with another optimizer, or layers were frozen or unfrozen. Otherwise
-        weights that were set in the chief's model are sent to the servers. `spec` is the element
-        spec of the minibatches.
+        weights that were set in the chief's model are sent to the servers.
         """
         trained = self.get(model)
         if trained is None or not trained.work.has_these_weights:

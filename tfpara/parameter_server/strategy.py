@@ -349,7 +349,7 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy, Strategy):
             yield
             return
         copy = self._models[whole].copy
-        if not copy.shows:
+        if copy.shown is None:
             self.write(whole)
         with copy.showing(which):
             yield
@@ -420,7 +420,7 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy, Strategy):
             ValueError: inside `fit` or `strategy.weights(...)`.
         """
         trained = self._models.get(model)
-        shown = trained is not None and trained.copy.shows
+        shown = trained is not None and trained.copy.shown is not None
         if self.running is not None or shown:
             where = "inside strategy.weights(...)" if shown else "in a callback of fit"
             raise ValueError(f"strategy.forget() {where}: a model is in use. Call it afterwards.")
