@@ -9,6 +9,7 @@ decides which worker may continue.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,7 +22,8 @@ from tfpara.parameter_server.shard import NOT_FINITE, Shard, commit, taken
 
 
 def _read(variables: Sequence[tf.Variable], rows: Sequence[tf.Tensor | None]) -> list[tf.Tensor]:
-    return [taken(variable, ids) for variable, ids in zip(variables, rows, strict=True)]
+    """Reads variables, of which the first ones have `rows`; None: all rows."""
+    return [taken(*each) for each in itertools.zip_longest(variables, rows)]
 
 
 class Exchange:
@@ -56,25 +58,22 @@ class Exchange:
         weights: list[tf.Tensor] = [None] * len(server.names)
         held = list(weights) if getattr(server.rule, "delay_compensation", 0.0) else []
         versions: list[tf.Tensor] = [None] * len(server.shards)
-        state: list[tf.Tensor] = []
-        of_first: list[tf.Tensor] = []  # from the first server: `halted`, then `for_workers`
+        of_first: list[tf.Tensor] = []
         for shard in server.order:
             variables = [shard.version, *shard.weights]
             sent = shard.sent({k: rows[k] for k in shard.indices if k in rows})
             ids = [None, *map(sent.get, shard.indices)]
             if shard is server.first:
                 variables += [*server.state, server.counters.halted, *server.for_workers]
-            ids += [None] * (len(variables) - len(ids))
             there = shard.locked(sent, functools.partial(_read, variables, ids))
             versions[shard.number], *values = messages.sent(there, shard.device, None)
             for place, index in enumerate(shard.indices):
                 weights[index] = values[place]
                 if held:
                     held[index] = there[1 + place]
-            if shard is server.first:
-                rest = values[len(shard.indices) :]
-                state, of_first = rest[: len(server.state)], rest[len(server.state) :]
-        return Pulled(weights, state, versions, *of_first)._replace(held=held)
+            of_first += values[len(shard.indices) :]
+        state, numbers = of_first[: len(server.state)], of_first[len(server.state) :]
+        return Pulled(weights, state, versions, *numbers)._replace(held=held)
 
     def push(self, push: Push, pulled: Pulled, waits: bool = True) -> Answer:
         """Applies a push on each server that has not applied it yet.
