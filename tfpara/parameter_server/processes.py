@@ -28,11 +28,7 @@ _joined: dict[str, Processes] = {}  # by TF_CONFIG, so that several strategies s
 def join(timeout_seconds: float, startup_timeout_seconds: float) -> Processes:
     """Returns the processes of TF_CONFIG to the chief; a worker or parameter server never returns.
 
-    A process counts as lost after `timeout_seconds` of silence.
-
-    Raises:
-        tfpara.cluster.ClusterError: TF_CONFIG is wrong.
-        tfpara.StartupError: processes did not connect in time, or have another TF_CONFIG.
+    Arguments and errors are those of `AsyncStrategy`.
     """
     found = taking_part(cluster.read)
     if not found.is_chief:
@@ -122,13 +118,7 @@ class Processes(Workers):
 
 
 def serve_forever(found: cluster.AsyncCluster, startup_timeout_seconds: float) -> NoReturn:
-    """Runs TensorFlow's server for the chief; ends the process when the run is over.
-
-    The numbers of threads are those of `tf.config.threading`, or else of TF_NUM_INTRAOP_THREADS and
-    TF_NUM_INTEROP_THREADS. There is at least one more inter-op thread than workers: a worker's call
-    may occupy a thread of this server while it waits for another process, so fewer threads could
-    lead to a deadlock. A parameter server uses no GPU. Arguments as for `member.serve`.
-    """
+    """Runs TensorFlow's server for the chief; ends the process when the run is over."""
 
     def start(spec: dict[str, list[str]]) -> None:
         ports.without_proxy(itertools.chain(*spec.values()))
@@ -146,7 +136,13 @@ def serve_forever(found: cluster.AsyncCluster, startup_timeout_seconds: float) -
 
 
 def server_config(job: str, num_workers: int) -> tf.compat.v1.ConfigProto:
-    """Returns the configuration of TensorFlow's server for a job, "worker" or "ps"."""
+    """Returns the configuration of TensorFlow's server for a job, "worker" or "ps".
+
+    The numbers of threads are those of `tf.config.threading`, or else of TF_NUM_INTRAOP_THREADS and
+    TF_NUM_INTEROP_THREADS. There is at least one more inter-op thread than workers: a worker's call
+    may occupy a thread of this server while it waits for another process, so fewer threads could
+    lead to a deadlock. A parameter server uses no GPU.
+    """
     threading = tf.config.threading
     given = int(os.environ.get("TF_NUM_INTEROP_THREADS") or 0)
     wanted = threading.get_inter_op_parallelism_threads() or given or os.cpu_count() or 1

@@ -95,12 +95,7 @@ class RepeatableProgram:
             node.input[place] = scope.add_number(self._mark)
 
     def seeds(self, order: Sequence[int], epoch: int) -> tf.Tensor:
-        """Returns the seeds of all shuffles: the argument of `dataset`.
-
-        Args:
-            order: numbers ≥ 0 that, with the epoch, determine the order of the dataset.
-            epoch: the epoch, from 0.
-        """
+        """Returns the seeds of all shuffles, for `dataset`; `order` is that of `as_chunks`."""
         found: list[int] = []
         for number, anew in enumerate(self._anew):
             # The dataset's own seeds are not used: under a global seed they depend on the number of
@@ -124,12 +119,7 @@ class RepeatableProgram:
 
 
 def check_order(graph: tf.compat.v1.GraphDef, what: str) -> None:
-    """Refuses a dataset, in messages called `what`, whose order or elements cannot be repeated.
-
-    Raises:
-        ValueError: the dataset has Python functions, reads from tf.data's service, caches elements
-            in a file, or has randomness that decides which elements come.
-    """
+    """Refuses a dataset, in messages called `what`, whose order or elements cannot be repeated."""
     for node in all_nodes(graph):
         if node.op in _PYTHON:
             raise ValueError(
@@ -142,8 +132,7 @@ def check_order(graph: tf.compat.v1.GraphDef, what: str) -> None:
                 f"{what} reads from tf.data's service, which gives every reader another order. "
                 "Read the files themselves."
             )
-    file = cache_file(graph)
-    if file:
+    if file := cache_file(graph):
         raise ValueError(
             f"{what} has cache({file!r}), and all workers that read it would write this one file. "
             "Keep the data in memory, with cache(), or write them to TFRecord files beforehand."
@@ -159,19 +148,13 @@ def check_order(graph: tf.compat.v1.GraphDef, what: str) -> None:
 
 
 def check_seeds(graph: tf.compat.v1.GraphDef) -> None:
-    """Refuses chunks whose order may differ each time they are read.
-
-    Raises:
-        ValueError: a chunk has a shuffle without a seed, or operations that do not keep the order.
-    """
-    op = unordered(graph)
-    if op:
+    """Refuses chunks whose order may differ each time they are read."""
+    if op := unordered(graph):
         raise ValueError(
             f"the dataset of a chunk has deterministic=False in a {op}, so a chunk that is taken "
             "up again would have another order. Leave it out."
         )
-    op = unseeded(graph)
-    if op:
+    if op := unseeded(graph):
         raise ValueError(
             f"the dataset of a chunk has a {op} without a seed, so a chunk that is taken up again "
             "would have another order. Give it one, as in dataset.shuffle(size, seed=epoch)."

@@ -57,12 +57,7 @@ class ChunkRateSearch:
             raise ValueError(f"minibatches={self.minibatches!r} must be at least 1.")
 
     def function(self, server: Server, work: WorkerStep, chunks: Chunks) -> ChooseRate:
-        """Returns the graph function that chooses a chunk's rate, with the chunk's dataset anew.
-
-        Raises:
-            ValueError: the rate is a schedule, or workers have models of their own, or the number
-                of minibatches is not known.
-        """
+        """Returns the graph function that chooses a chunk's rate; refuses what it is not for."""
         if server.learning_rate is None or work.local_models:
             raise ValueError(
                 "search_rate needs an optimizer with a number as its learning rate, and a rule "
@@ -130,9 +125,7 @@ class _Trial:
             loss, samples = self._work.loss(weights, state, own, data)
             return total[0] + loss * samples, total[1] + samples
 
-        first = (pulled.weights, pulled.state, start)
-        weights, state, _ = sample().reduce(
-            tuple(tuple(tf.identity(t) for t in tensors) for tensors in first), train
-        )
+        first = (tuple(pulled.weights), tuple(pulled.state), tuple(start))
+        weights, state, _ = sample().reduce(tf.nest.map_structure(tf.identity, first), train)
         total, samples = sample().reduce((tf.zeros([]), tf.zeros([])), score)
         return total / samples

@@ -200,10 +200,8 @@ class _Simulation(Executor):
     def wait(self, seconds: float) -> bool:
         """Trains until a chunk ends, or for `seconds` of real time, but at least one push.
 
-        The real time differs from run to run, but a wait ends at the end of every chunk. So what
-        callbacks do after a chunk comes between the same pushes in all runs.
-
-        Returns whether all chunks are done. Raises ValueError if the record is of another run.
+        As a wait ends at the end of every chunk, what callbacks do after a chunk comes between the
+        same pushes in all runs. Raises ValueError if the record is of another run.
         """
         until = time.monotonic() + seconds
         while True:
@@ -331,7 +329,7 @@ class _Simulation(Executor):
         return minibatch
 
     def _kept_of(self, worker: _Worker) -> _Kept:
-        """Returns the worker's local model and optimizer; without any, those to begin with."""
+        """Returns what the worker has kept of the server's present model, or else begins with."""
         kept = self._kept.get(worker.index)
         if kept is None or kept.generation != self._server.generation:
             return _Kept([], self._start, self._server.generation)
