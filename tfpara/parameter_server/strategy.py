@@ -138,10 +138,7 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy, Strategy):
         startup_timeout_seconds: float = 300.0,
         _processes: Workers | None = None,
     ) -> None:
-        """Joins the other processes; returns in the chief only. Arguments as above.
-
-        `_processes` replaces the processes of TF_CONFIG by simulated ones.
-        """
+        """Joins the processes of TF_CONFIG, or `_processes`; returns in the chief only."""
         program.explain_errors()
         check_backend()
         quiet.install()

@@ -71,11 +71,8 @@ class Tables:
     ) -> None:
         """Finds out which of the tables can be pulled and pushed by rows.
 
-        Args:
-            trace: computes a minibatch and its loss in a graph, from its data and the values of all
-                variables.
-            spec: the element spec of the minibatches.
-            values: specs of the values of all variables.
+        `trace` computes a minibatch and its loss in a graph, from its data (`spec`) and the values
+        of all variables (`values` has their specs).
         """
         self._trace, self._values = trace, values
         if not self._layers:
@@ -176,10 +173,9 @@ class Tables:
     def is_read(self, index: int, assigned: bool) -> None:
         """Notes that the model reads one of the `known` tables, or that a layer assigned to it.
 
-        Reads by a layer that looks ids up do not count. Raises ValueError if only rows of the table
-        were pulled.
+        Raises ValueError if only rows of the table were pulled.
         """
-        if self._looking and not assigned:
+        if self._looking and not assigned:  # the layer looks ids up
             return
         self._read_whole.add(index)
         if self._by_rows:
@@ -216,9 +212,8 @@ class Tables:
     def _graph(self, spec: Nest) -> tuple[dict[int, list[tf.Tensor]], dict[int, str], list[str]]:
         """Traces a minibatch of this element spec.
 
-        Returns:
-            For each table, the ids that are looked up in it; for each table that cannot be pulled
-            by rows, the reason; and the names of the tensors of the data.
+        Returns, by table, the ids that are looked up in it, and why it cannot be pulled by rows (if
+        so); and the names of the data's tensors.
         """
         ids: dict[int, list[tf.Tensor]] = {index: [] for index in self._layers}
         unfit: dict[int, str] = {}
@@ -330,10 +325,7 @@ def _reach_beyond(tensor: tf.Tensor, graph: tf.Graph, data: Sequence[str]) -> bo
 
 
 def _may_round(tensor: tf.Tensor) -> bool:
-    """Returns whether a tensor may be rounded differently in another graph.
-
-    That is so if floating-point arithmetic is among its ancestors, or a call of a graph function,
-    whose operations are not examined.
+    """Returns whether a tensor needs floating-point arithmetic, or a graph function, which may.
 
     TensorFlow may compute x / 0.1 as x * 10 in one graph and not in another. So the input pipeline
     could find other ids than the training step does.
