@@ -49,13 +49,8 @@ class ParameterServerError(RuntimeError):
 class Lobby:
     """Gathers the workers and parameter servers, and watches them until the run is over.
 
-    A `Lobby` listens on the chief's address as soon as it is made.
-
-    Args:
-        cluster: the chief's view of the cluster.
-        startup_timeout_seconds: longest wait for all processes to connect.
-        timeout_seconds: silence after which a process counts as lost; also how long the run waits
-            when no worker is left.
+    A `Lobby` listens on the chief's address as soon as it is made. `cluster` is the chief's view of
+    the cluster; the time limits are those of `AsyncStrategy`.
 
     Attributes:
         tensorflow_address: "host:port" on which TensorFlow's server of the chief is to listen.
@@ -92,11 +87,7 @@ class Lobby:
     def gather(self) -> None:
         """Waits until TensorFlow's server listens in every worker and parameter server.
 
-        Raises:
-            tfpara.StartupError: a process did not connect in time, has another TF_CONFIG or another
-                version of tfpara, has the same task as another, could not start its server, or has
-                an address that cannot be reached. All connected processes end with the same
-                message.
+        Raises tfpara.StartupError if that cannot be; all connected processes end with its message.
         """
         state = self.state
         while state.phase == "gathering":
@@ -129,10 +120,9 @@ class Lobby:
             self._do(self.state.end(code, sentence, "finishing"))
 
     def fail(self, sentence: str, code: int = 1) -> None:
-        """Tells all processes to end with an error, waits until they do, and stops listening.
+        """Tells all processes to end, waits until they do, and stops listening.
 
-        They print the cause, `sentence`, if the code is not 0. `code` is their exit code; 75 if the
-        chief has written a checkpoint and asks for a restart.
+        They print the cause, `sentence`, if their exit code, `code`, is not 0.
         """
         with self._changed:
             self._do(self.state.end(code, sentence))
@@ -166,8 +156,7 @@ class Lobby:
                 "index": int() as index,
                 "version": version,
             } if not task and not channel.closed:
-                # The connection of a refused process stays open until the process or `Door` closes
-                # it.
+                # A refused process, or `Door`, closes the connection later.
                 said = self.state.hello((job, index), view, version, time.monotonic())
                 self._do(said, channel)
             case _ if not task:  # the sender is not tfpara
@@ -199,11 +188,9 @@ class Lobby:
         address = self._cluster.jobs[job][index]
         # Connections are cut by IP address, because the task's host name may lead to another
         # machine by now, or nowhere. They are cut at once, because the task's new process may be
-        # let in next.
+        # let in next. Later cuts look the host name up, which may take long.
         lost = {(self._hosts[task], int(ports.split(address)[1]))}
         ports.cut(lost)
-        # The later cuts are made in a thread of their own, because they look the host name up,
-        # which may take long.
         threading.Thread(target=self._keep_cut, args=(task, address, lost), daemon=True).start()
 
     def _keep_cut(self, task: membership.Task, address: str, lost: set[tuple[str, int]]) -> None:
@@ -252,8 +239,7 @@ def _astray(cluster: AsyncCluster) -> str | None:
 def _free_address(cluster: AsyncCluster) -> str:
     """Returns "host:port": the chief's host, and a free port that no address of the cluster has.
 
-    The search goes up from the chief's own port, and then from 1024. If no port is free, it raises
-    tfpara.StartupError.
+    The search goes up from the chief's own port, and then from 1024.
     """
     host, _, own = cluster.address.rpartition(":")
     addresses = itertools.chain.from_iterable(cluster.jobs.values())

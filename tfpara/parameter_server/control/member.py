@@ -47,18 +47,19 @@ def serve(
     repeated SIGTERM changes nothing, since some schedulers repeat it. SIGINT after another signal
     ends a parameter server at once.
 
-    Args:
-        cluster: this process's view of the cluster.
-        start_server: starts TensorFlow's server, given the addresses by job.
-        startup_timeout_seconds: longest wait for the chief.
+    `start_server` starts TensorFlow's server, given the addresses by job.
     """
     received: list[int] = []
+
+    def note(number: int, frame: object) -> None:
+        if received and number == signal.SIGINT:
+            os._exit(128 + number)
+        received.append(number)
+
     for number in (signal.SIGTERM, signal.SIGINT):
         if signal.getsignal(number) != signal.SIG_IGN:
-            if number == signal.SIGTERM or cluster.task_type == "ps":
-                signal.signal(number, lambda n, _: _note(received, n))
-            else:
-                signal.signal(number, signal.SIG_DFL)
+            noted = number == signal.SIGTERM or cluster.task_type == "ps"
+            signal.signal(number, note if noted else signal.SIG_DFL)
     # TensorFlow's notes are suppressed until the end, since the chief may connect again.
     with quiet.starting():
         code, sentence = attend(cluster, start_server, startup_timeout_seconds, received)
@@ -70,12 +71,6 @@ def serve(
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(code)
-
-
-def _note(received: list[int], number: int) -> None:
-    if received and number == signal.SIGINT:
-        os._exit(128 + number)
-    received.append(number)
 
 
 def attend(
