@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import keras
 import numpy as np
@@ -21,6 +21,7 @@ class ChiefModel:
 
     Attributes:
         shown: the argument of `showing`, while its context is active; else None.
+        moment: the models that `showing` has; None: those at the call.
     """
 
     def __init__(self, model: keras.Model, server: Server, work: WorkerStep) -> None:
@@ -28,8 +29,7 @@ class ChiefModel:
         self._work = work
         self._weights = model.trainable_variables
         self.shown: str | None = None
-        # What `at_one_moment` has read, while its context is active; else None.
-        self._moment: Moment | None = None
+        self.moment: Moment | None = None
         self._remember()
 
     def _remember(self) -> None:
@@ -91,7 +91,7 @@ class ChiefModel:
             ValueError: weights were set inside the context.
         """
         variables = [*self._weights, *self._work.state]
-        kept, moment = _values(variables), self._moment
+        kept, moment = _values(variables), self.moment
         if moment is None or which not in moment.weights:
             moment = self._server.weights_at_once([which])
         _assign(variables, [*moment.weights[which], *moment.state])
@@ -107,23 +107,6 @@ class ChiefModel:
                 )
         finally:
             _assign(variables, kept)
-
-    @contextlib.contextmanager
-    def at_one_moment(self, names: Sequence[str]) -> Iterator[int]:
-        """Reads the models `names` now, for `showing` in this context; yields the push count."""
-        moment = self._server.weights_at_once(names)
-        with attributes(self, _moment=moment):
-            yield moment.pushes
-
-    def snapshot(self) -> Callable[[], None]:
-        """Keeps the servers' model and optimizer; returns a function that restores them."""
-        restore = self._server.snapshot()
-
-        def go_back() -> None:
-            restore()
-            self.read()
-
-        return go_back
 
 
 def _values(variables: Sequence[Variable]) -> list[tf.Tensor]:

@@ -15,7 +15,7 @@ import keras
 import tensorflow as tf
 
 from tfpara.algorithms.asgd import AsyncAverage, AsyncRule, RunningState
-from tfpara.parameter_server.counters import Counters
+from tfpara.parameter_server.counters import Counters, Progress
 from tfpara.parameter_server.messages import Moment
 from tfpara.parameter_server.shard import Shard, precise, variable
 from tfpara.parameter_server.staleness import Staleness
@@ -131,7 +131,9 @@ class Server:
     def divide(self, num_chunks: int) -> None:
         """Sets the number of chunks of the next epochs; call it before graphs are made."""
         for shard in self.shards:
-            shard.divide(num_chunks)
+            shard.progress.close()  # for later pushes of earlier fits
+            with tf.device(shard.device):
+                shard.progress = Progress(num_chunks)
         with tf.device(self.first.device):
             self.counters.divide(num_chunks)
 

@@ -102,12 +102,6 @@ class Shard:
         with tf.device(self.device), tf.control_dependencies(tf.nest.flatten(sent)):
             return self.lock.execute(inside)
 
-    def divide(self, num_chunks: int) -> None:
-        """Sets the number of chunks of the next epochs; refuses later pushes of earlier fits."""
-        self.progress.close()
-        with tf.device(self.device):
-            self.progress = Progress(num_chunks)
-
     def takes(self, push: Push) -> tf.Tensor:
         """Returns whether a push has the next minibatches and is not too stale; inside the lock."""
         next_is = self.progress.next_is(push)

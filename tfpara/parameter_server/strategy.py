@@ -21,6 +21,7 @@ from tfpara.checks import (
     checked_period,
 )
 from tfpara.cluster import quiet
+from tfpara.contexts import attributes
 from tfpara.parameter_server import processes
 from tfpara.parameter_server.counters import Pushed
 from tfpara.parameter_server.errors import lost
@@ -369,8 +370,9 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy, Strategy):
         if trained is None:
             yield lambda: 0
             return
-        with trained.copy.at_one_moment(names) as pushes:
-            yield lambda: pushes
+        moment = trained.server.weights_at_once(names)
+        with attributes(trained.copy, moment=moment):
+            yield lambda: moment.pushes
 
     def read(self, model: keras.Model) -> None:
         """Copies weights and moving statistics from the servers into a trained model."""
@@ -439,14 +441,15 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy, Strategy):
             ValueError: it is the middle of an epoch, or the model has not been trained yet. The
                 returned function also raises ValueError in the middle of an epoch.
         """
-        copy = self._models.of(model).copy
+        server, _, copy = self._models.of(model)
         self._check_between_epochs()
         self.write(model)
-        restore = copy.snapshot()
+        restore = server.snapshot()
 
         def go_back() -> None:
             self._check_between_epochs()
             restore()
+            copy.read()
 
         return go_back
 
