@@ -62,11 +62,11 @@ class StartMean(Callback):
 
     def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
         running = self.model.distribute_strategy.running
-        self._compare(running.epoch * running.num_chunks + running.chunks_done)
+        self._compare(running.epoch * running.chunks.count + running.chunks_done)
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         running = self.model.distribute_strategy.running
-        self._compare((epoch + 1) * running.num_chunks)
+        self._compare((epoch + 1) * running.chunks.count)
         if logs is not None:
             started = self.model.distribute_strategy.mean_started(self.model)
             logs["mean_started"] = float(started)

@@ -50,12 +50,12 @@ class ServerCheckpoints(Checkpoints):
                 "sync_period": strategy.sync_period,
                 "averages": {name: repr(a) for name, a in strategy.averages.items()},
                 "parameter servers": len(self._running.server.shards),
-                "chunks": self._running.num_chunks,
+                "chunks": self._running.chunks.count,
                 **facts_of_model(self._model),
                 **{f"data_plan.{key}": value for key, value in self._plan.items()},
             },
             "versions": versions(),
-            "data": self._running.data_facts,
+            "data": self._running.chunks.facts,
             "learning_rate": float(rate) if isinstance(rate, keras.Variable) else None,
         }
 

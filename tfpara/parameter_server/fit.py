@@ -26,7 +26,7 @@ from tfpara.parameter_server.search import ChunkRateSearch
 from tfpara.parameter_server.server import metric_variables
 from tfpara.parameter_server.workers import Training
 from tfpara.strategy import Strategy
-from tfpara.typing import Data, Json, Logs
+from tfpara.typing import Data, Logs
 
 _POLL_SECONDS = 0.2
 # Longest wait for workers to finish their blocks after a signal has asked the run to end. Little
@@ -62,21 +62,21 @@ class Fit:
             minibatches = _minibatches(x, data["batch_size"])
             if minibatches:
                 chunks = min(chunks, max(1, minibatches // models.sync_period))
-        self._chunks = as_chunks(
+        self.chunks = as_chunks(
             **data, count=chunks, order=self.order, sent=not workers.is_simulated
         )
-        _check_period(models.sync_period, self._chunks)
+        _check_period(models.sync_period, self.chunks)
         if steps := _limit("max_steps_per_epoch"):
-            self._chunks = limited(self._chunks, steps)
+            self.chunks = limited(self.chunks, steps)
         self._models, self._workers = models, workers
         self.model = model
-        self.server, self.work, self._copy = models.for_fit(model, self._chunks.element_spec)
-        self.server.divide(self._chunks.count)
+        self.server, self.work, self._copy = models.for_fit(model, self.chunks.element_spec)
+        self.server.divide(self.chunks.count)
         choose_rate = None
         if search_rate is not None:
-            choose_rate = search_rate.function(self.server, self.work, self._chunks)
+            choose_rate = search_rate.function(self.server, self.work, self.chunks)
         of_run = (models.sync_period, choose_rate, self.order, models.seed)
-        self._executor = workers.executor(Training(self.server, self.work, self._chunks, *of_run))
+        self._executor = workers.executor(Training(self.server, self.work, self.chunks, *of_run))
         self._seen = 0  # number of this epoch's minibatches at the last call of batch hooks
         self._resumed_epoch: int | None = None
         self.epoch = self._epochs = self.chunks_done = 0
@@ -114,7 +114,7 @@ class Fit:
                 add_progbar=verbose != 0,
                 verbose=verbose,
                 epochs=epochs,
-                steps=self._chunks.num_minibatches,
+                steps=self.chunks.num_minibatches,
                 model=model,
             )
         fit_call.keep_memories(callbacks.callbacks, Strategy.of(model))
@@ -140,7 +140,7 @@ class Fit:
         self.within_epoch = True
         self._train_epoch(callbacks)
         if not model.stop_training:
-            self._chunks.check(self.epoch, self.server.first.progress.done.numpy().tolist())
+            self.chunks.check(self.epoch, self.server.first.progress.done.numpy().tolist())
         # While `within_epoch` is true, `_write` sends nothing: it only raises an error if weights
         # of the chief's model were set during the epoch.
         self._write()
@@ -202,15 +202,6 @@ class Fit:
         """Whether all epochs are trained, or training was stopped."""
         return self.epoch >= self._epochs or bool(self.model.stop_training)
 
-    @property
-    def num_chunks(self) -> int:
-        return self._chunks.count
-
-    @property
-    def data_facts(self) -> dict[str, Json]:
-        """The known settings that decide which samples a minibatch has: `Chunks.facts`."""
-        return self._chunks.facts
-
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Pauses the workers inside the context, so that the servers' state does not change."""
@@ -239,7 +230,7 @@ class Fit:
         first = True
         while True:
             done = self._wait()
-            self.chunks_done = self.num_chunks - len(self._left())
+            self.chunks_done = self.chunks.count - len(self._left())
             if self._tell(callbacks) and first:
                 # `_write` raises an error if a batch hook has set weights. Without this call, the
                 # error would come only at the end of the epoch.

@@ -239,7 +239,7 @@ class Once(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch, logs=None):
         strategy = self.model.distribute_strategy
-        if self.function and strategy.running.chunks_done < strategy.running.num_chunks:
+        if self.function and strategy.running.chunks_done < strategy.running.chunks.count:
             function, self.function = self.function, None
             function(self.model)
 
