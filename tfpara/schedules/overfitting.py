@@ -6,6 +6,8 @@ import dataclasses
 import math
 from typing import NamedTuple
 
+from tfpara.whole_number import checked_whole
+
 
 class OverfittingState(NamedTuple):
     """The state of the guard between epochs.
@@ -58,10 +60,7 @@ class OverfittingRule:
             raise ValueError(
                 f"threshold={self.threshold!r} must be positive: the gap always varies a little."
             )
-        if isinstance(self.patience, bool) or self.patience != int(self.patience):
-            raise ValueError(f"patience={self.patience!r} must be a whole number of epochs.")
-        if self.patience < 1:
-            raise ValueError(f"patience={self.patience!r} must be at least 1 epoch.")
+        checked_whole("patience", self.patience, of="epochs")
 
     def init(self) -> OverfittingState:
         """Returns the state before the first epoch."""
