@@ -236,8 +236,9 @@ class _Simulation(Executor):
             rows = worker.rows
             worker.pulled = self._pull(rows).with_rate(worker.rate)
             kept = self._kept_of(worker)
-            weights = kept.weights or worker.pulled.weights
-            optimizer = self._of_rows(kept.optimizer, rows)
+            weights, optimizer = kept.weights or worker.pulled.weights, list(kept.optimizer)
+            for k, table in self._work.slots_by_rows.items():
+                optimizer[k] = tf.gather(optimizer[k], rows[table])
             worker.block = self._begin(worker.pulled, worker.own, weights, optimizer, rows)
             duration = 0.0
             for _ in range(self._training.sync_period):
@@ -335,22 +336,6 @@ class _Simulation(Executor):
             return _Kept([], self._start, self._server.generation)
         return kept
 
-    def _of_rows(self, optimizer: Sequence[tf.Tensor], rows: Rows) -> list[tf.Tensor]:
-        """Returns the state of a local optimizer; of the slots of tables only `rows`."""
-        part = list(optimizer)
-        for k, table in self._work.slots_by_rows.items():
-            part[k] = tf.gather(part[k], rows[table])
-        return part
-
-    def _with_rows(
-        self, optimizer: Sequence[tf.Tensor], changed: Sequence[tf.Tensor], rows: Rows
-    ) -> list[tf.Tensor]:
-        """Returns a local optimizer's whole new state; of slots of tables only `rows` change."""
-        whole = list(changed)
-        for k, table in self._work.slots_by_rows.items():
-            whole[k] = tf.tensor_scatter_nd_update(optimizer[k], rows[table][:, None], changed[k])
-        return whole
-
     def _push_of(self, worker: _Worker) -> bool:
         """Offers a push; returns False, and keeps it, if the bound on staleness forbids it."""
         block: Any = worker.block
@@ -363,7 +348,10 @@ class _Simulation(Executor):
         worker.start += int(block.minibatches)
         worker.idle_since = int(answer.versions[0])
         weights, optimizer = self._work.kept(block, answer.moves)
-        optimizer = self._with_rows(self._kept_of(worker).optimizer, optimizer, block.rows)
+        whole, optimizer = self._kept_of(worker).optimizer, list(optimizer)
+        for k, table in self._work.slots_by_rows.items():
+            ids = block.rows[table][:, None]
+            optimizer[k] = tf.tensor_scatter_nd_update(whole[k], ids, optimizer[k])
         self._kept[worker.index] = _Kept(weights, optimizer, self._server.generation)
         if worker.element is None:
             self._finish(worker)
