@@ -237,10 +237,10 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy, Strategy):
         chunks: int | None = None,
         search_rate: ChunkRateSearch | None = None,
     ) -> keras.callbacks.History:
-        """Trains the model on the workers; arguments, callbacks and history are as in Keras' `fit`.
+        """Trains the model on the workers; callbacks and history are as in Keras' `fit`.
 
-        Keras' `steps_per_epoch`, `validation_steps` and `validation_split` are not among the
-        arguments.
+        So are the arguments that are not explained below. Keras' `steps_per_epoch`,
+        `validation_steps` and `validation_split` are not among the arguments.
 
         An epoch is divided into chunks. A chunk is trained by one worker at a time. If the worker
         dies, another worker continues with the chunk's first minibatch that is not in the model
@@ -260,16 +260,7 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy, Strategy):
                 order in every epoch.
             y: the targets, if `x` is arrays.
             batch_size: rows of a worker's minibatch, if `x` is arrays. None: 32.
-            epochs: as in Keras.
-            verbose: as in Keras.
-            callbacks: as in Keras.
-            validation_data: as in Keras.
             shuffle: whether arrays have a new order in every epoch.
-            class_weight: as in Keras, for arrays.
-            sample_weight: as in Keras, for arrays.
-            initial_epoch: as in Keras.
-            validation_batch_size: as in Keras.
-            validation_freq: as in Keras.
             chunks: number of chunks of an epoch, for arrays and datasets. None: four times the
                 number of workers for arrays, and the number of workers for a dataset, because each
                 chunk reads the whole dataset; but fewer if a chunk would have fewer than
