@@ -85,11 +85,7 @@ class ChiefModel:
 
     @contextlib.contextmanager
     def showing(self, which: str) -> Iterator[None]:
-        """A context in which the chief's model has the "global" weights or those of an average.
-
-        Raises:
-            ValueError: weights were set inside the context.
-        """
+        """A context in which the chief's model has the "global" weights or those of an average."""
         variables = [*self._weights, *self._work.state]
         kept, moment = _values(variables), self.moment
         if moment is None or which not in moment.weights:

@@ -45,11 +45,7 @@ class Models(dict[keras.Model, Trained]):
     fits: Iterator[int] = dataclasses.field(default_factory=itertools.count)
 
     def of(self, model: keras.Model | None) -> Trained:
-        """Returns a model's parts; for None, those of the model whose first `fit` began last.
-
-        Raises:
-            ValueError: the model was not trained.
-        """
+        """Returns a model's parts; for None, those of the model whose first `fit` began last."""
         if model is None and self:
             return list(self.values())[-1]
         if model not in self:

@@ -36,15 +36,7 @@ _PYTHON = {"EagerPyFunc", "PyFunc", "PyFuncStateless"}
 
 
 class RepeatableProgram:
-    """A dataset as a graph that any process can read; its order depends only on the given seeds.
-
-    Args:
-        dataset: a finite dataset without Python functions.
-
-    Raises:
-        ValueError: the dataset contains more than 1 GB of data, Python functions, a cache in a
-            file, or randomness that decides which elements come.
-    """
+    """A finite dataset as a graph that any process can read; only the seeds determine its order."""
 
     def __init__(self, dataset: tf.data.Dataset) -> None:
         program = tf.raw_ops.DatasetToGraphV2(

@@ -26,15 +26,8 @@ _numbers = itertools.count()
 class Server:
     """The global model with its optimizer, averages and counters, on one or several devices.
 
-    Args:
-        model: built and compiled; the initial weights are read from it.
-        state: the model's non-trainable variables that workers share: moving statistics.
-        rule: a resolved rule of `tfpara.algorithms.asgd`.
-        averages: averages of the global model, by name.
-        devices: devices of the parameter servers.
-        num_workers: number of workers.
-        record: whether to record each push.
-        lazy: as of `Shard`.
+    The initial weights are those of `model`, which is built and compiled. `state` has its variables
+    that workers share: moving statistics. `devices` are those of the parameter servers.
 
     Attributes:
         number: a number that no other `Server` of this process has.
@@ -225,9 +218,8 @@ class Server:
     def snapshot(self) -> Callable[[], None]:
         """Keeps weights, moving statistics, averages, and the optimizers' slots and step counts.
 
-        Returns:
-            A function that restores all these; workers' local models and optimizers then restart.
-            The function changes neither the learning rate nor whether an average has become a mean.
+        Returns a function that restores all these; workers' local models and optimizers then
+        restart. It changes neither the learning rate nor whether an average has become a mean.
         """
         left_out = {id(rate) for _, rate in self._rates()}
         left_out |= {

@@ -37,9 +37,6 @@ class Shard:
         steps: the optimizer's step; None if the workers have the optimizers.
         version: number of pushes applied so far.
         progress: counts the minibatches of each chunk that are in the shard's weights.
-
-    Raises:
-        ValueError: the rule has `rate_by_staleness`, and the optimizer has a schedule.
     """
 
     def __init__(
@@ -116,11 +113,8 @@ class Shard:
     ) -> tuple[list[Change], list[tf.Tensor], tf.Tensor]:
         """Computes the changes that this shard's part of a push makes; inside the lock.
 
-        `held` is `Pulled.held` of the pull before the push.
-
-        Returns:
-            The changes; the moves, one for each local weight, which the worker subtracts from it
-            (empty without local models); and the staleness.
+        `held` is that of `Pulled`. Returns the changes; the moves, one for each local weight, which
+        the worker subtracts from it (empty without local models); and the staleness.
         """
         # For each weight: the ids of the rows that change, or None if the whole weight changes.
         ids = [push.rows.get(k) if k in self._lazy else None for k in self.indices]

@@ -39,10 +39,6 @@ _EXACT = {
 class Tables:
     """The tables of a model that are pulled and pushed by rows, and the layers that use them.
 
-    Args:
-        model: built and compiled.
-        rule: a resolved rule of `tfpara.algorithms.asgd`.
-
     Attributes:
         known: all large tables, by rows or not, as indices among the model's trainable weights.
         indices: those of the `known` tables that are pulled and pushed by rows.

@@ -84,13 +84,7 @@ class Block(NamedTuple):
 class WorkerStep:
     """The functions by which a worker trains on minibatches, for one model and rule.
 
-    Args:
-        model: built and compiled.
-        rule: a resolved rule of `tfpara.algorithms.asgd`.
-        spec: the element spec of the minibatches.
-        sync_period: τ, minibatches of a block.
-        skips: whether minibatches whose loss or gradients have NaN or Inf change nothing.
-        by_rows: whether large tables are pulled and pushed by rows, where possible.
+    `spec` is the element spec of the minibatches; the other arguments are those of `Models`.
 
     Attributes:
         state: the model's variables whose values are in `Block.state`.
@@ -100,10 +94,6 @@ class WorkerStep:
         slots_by_rows: the index of the table for each slot of these tables; the keys are positions
             in the local optimizer's state.
         fit: how the local momentum was fitted to the block, in words; empty if it was not fitted.
-
-    Raises:
-        ValueError: the model is not built or compiled, or has a training step of its own; or its
-            optimizer does not work on workers.
     """
 
     def __init__(
@@ -188,10 +178,7 @@ class WorkerStep:
         return [] if self._steps is None else list(self._steps.initial)
 
     def own_start(self, stream: tf.Tensor) -> list[tf.Tensor]:
-        """Returns a worker's own state (`Block.own`) at the beginning of its work on a chunk.
-
-        Different values of `stream`, int64, give different random numbers.
-        """
+        """Returns `Block.own` for the beginning of a chunk, with the random numbers of `stream`."""
         shift = tf.math.floormod(tf.bitwise.right_shift(stream * _MIX, 33), _SEEDS)
         return [
             # A seed generator of Keras has a state of two numbers: the seed and a counter.
@@ -372,10 +359,7 @@ class WorkerStep:
     def push(
         self, block: Block, pulled: Pulled, worker: tf.Tensor, place: Place, rate: tf.Tensor
     ) -> Push:
-        """Returns the push of a finished block that began from `pulled`.
-
-        The other arguments are those of `Push`.
-        """
+        """Returns the push of a finished block; the other arguments are those of `Push`."""
         values, squares = block.weights, block.squares
         if self.local and not self.local_models:
             between = zip(block.weights, pulled.weights, strict=True)
