@@ -203,11 +203,7 @@ class NGSGD(keras.optimizers.SGD):
         grads: Sequence[Gradient | None],
         trainable_variables: Sequence[keras.Variable] | None = None,
     ) -> None:
-        """Takes a step with the tape's gradients, which are already natural for Dense layers.
-
-        Raises:
-            ValueError: `attach` was not called.
-        """
+        """Takes a step with the tape's gradients, which are already natural for Dense layers."""
         if not self._attached:
             raise ValueError(
                 "NGSGD has not been shown the model. Compile with NGSGD(...).attach(model), or "

@@ -97,11 +97,8 @@ def affine(
     the inputs, with a 1 appended for the bias, and Ē the preconditioned rows of the outputs'
     derivatives. The derivative for the inputs is the ordinary one.
 
-    Args:
-        inputs: [..., in].
-        kernel: [in, out].
-        bias: [out], or None.
-        input_side, output_side: precondition float32 rows [N, in + 1] and [N, out].
+    Shapes: inputs [..., in], kernel [in, out], bias [out] or None; the sides get float32 rows
+    [N, in + 1] and [N, out].
     """
 
     @tf.custom_gradient
@@ -159,14 +156,9 @@ def precondition_matrix(
     """Returns the natural gradient of a convolution, from its summed gradient.
 
     As in Kaldi's convolutions, the gradient itself is the matrix whose rows are preconditioned:
-    first the rows of the output channels, [out, in + 1] with the bias, then those of the inputs,
-    [in + 1, out].
-
-    Args:
-        kernel: the kernel's gradient [..., channels, out]; `in` is the size of all axes but the
-            last.
-        bias: the bias' gradient [out], or None.
-        input_side, output_side: precondition float32 rows [out, in + 1] and [in + 1, out].
+    first the rows of the output channels, float32 [out, in + 1] with the bias, then those of the
+    inputs, [in + 1, out]. `kernel` is the kernel's gradient [..., out], and `in` the size of all
+    axes but the last; `bias` is the gradient of the bias, [out], or None.
     """
     matrix = tf.cast(tf.reshape(kernel, [-1, kernel.shape[-1]]), tf.float32)
     if bias is not None:

@@ -98,13 +98,7 @@ class Chunks:
     def check(self, epoch: int, done: Sequence[int]) -> None:
         """Checks that an epoch had minibatches and, if `shares`, that all chunks read the same.
 
-        Args:
-            epoch: the epoch, from 0.
-            done: number of trained minibatches of each chunk.
-
-        Raises:
-            ValueError: the epoch had no minibatch; or the numbers in `done` contradict each other,
-                so that minibatches were left out or trained twice.
+        `done` has the number of trained minibatches of each chunk.
         """
         total = sum(done)
         if not total:
@@ -142,11 +136,6 @@ def as_chunks(
             when a chunk is handed out, so changing the list changes the order of later chunks.
         sent: whether other processes read the chunks. If so, the graph that reads a chunk contains
             a copy of all arrays; else all graphs share one copy.
-
-    Raises:
-        TypeError: data of another kind.
-        ValueError: arrays of different lengths, arguments that do not apply to such data, or a
-            dataset that has a Python function in it or an order that cannot be repeated.
     """
     if isinstance(x, Chunks | tf.data.Dataset):
         _refuse(type(x).__name__, y=y, sample_weight=sample_weight, batch_size=batch_size)

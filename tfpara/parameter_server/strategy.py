@@ -67,13 +67,10 @@ class AsyncStatistics(NamedTuple):
     ) -> dict[str, float]:
         """Returns what TensorBoard shows for an epoch; `self` has the statistics at its end.
 
-        Args:
-            begin: the statistics at the start of the epoch.
-            first: the statistics at the first batch hook, before which workers have pushed already.
-            seconds: the time since the first batch hook.
-            times: not used, because `samples` already counts the samples of all workers.
+        `begin` has those at its start, and `first` those at the first batch hook, before which
+        workers have pushed already; since then `seconds` have passed.
         """
-        del times
+        del times  # `samples` already counts the samples of all workers
         epoch = self._replace(staleness=self.staleness - begin.staleness)
         return {
             "samples_per_second": (self.samples - first.samples) / seconds,

@@ -48,11 +48,8 @@ class RBM:
         hidden: the number of hidden units, which are Bernoulli.
         visible_kind: "gaussian" (of unit variance) or "bernoulli".
         seed: two numbers, which determine all random numbers.
-        learning_rate: as in `pretrain`, like the following arguments.
-        momentum: the highest momentum.
-        momentum_minibatches: number of minibatches after which the momentum is the highest.
-        weight_decay: decay of the kernel.
-        initial_stddev: standard deviation of the kernel's initial values.
+
+    The other arguments are those of `pretrain`.
     """
 
     def __init__(
@@ -88,11 +85,7 @@ class RBM:
         )
 
     def start_bias(self, data: Iterable[tf.Tensor]) -> None:
-        """Sets the visible units' bias from their mean over minibatches [b, visible].
-
-        Raises:
-            ValueError: there is no minibatch.
-        """
+        """Sets the visible units' bias from their mean over minibatches [b, visible]."""
         total, count = tf.zeros_like(self.visible_bias), 0
         for rows in data:
             total += tf.reduce_sum(rows, 0)
