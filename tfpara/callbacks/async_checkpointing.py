@@ -83,7 +83,7 @@ class AsyncCheckpoint(CheckpointBase):
         self._restore(self._checkpoints)
         fit_call.at_end(self._stand_down)
         self._running.at_poll = self._look
-        self.model.distribute_strategy.processes.answer_leaving(self._exit_code)
+        self._processes.state.restart_code = self._exit_code
         if threading.current_thread() is threading.main_thread():
             self._former_handler = signal.signal(signal.SIGTERM, self._terminate)
         self._note_saved(self._running.epoch)
@@ -115,7 +115,7 @@ class AsyncCheckpoint(CheckpointBase):
             signal.signal(signal.SIGTERM, self._former_handler)
             self._former_handler = None
         if not self._asked_to_end:
-            self.model.distribute_strategy.processes.answer_leaving(None)
+            self._processes.state.restart_code = None
         self._checkpoints.store.release()
 
     @property
@@ -123,8 +123,12 @@ class AsyncCheckpoint(CheckpointBase):
         return self.model.distribute_strategy.running
 
     @property
+    def _processes(self) -> Any:
+        return self.model.distribute_strategy.processes
+
+    @property
     def _asked_to_end(self) -> bool:
-        return self.model.distribute_strategy.processes.asked_to_end is not None
+        return self._processes.state.asked_to_end is not None
 
     def _save(self, epoch: int, *, within: bool = False, finished: bool = False) -> None:
         # Callbacks before this one may have changed the model, so it is written to the servers.
@@ -140,13 +144,12 @@ class AsyncCheckpoint(CheckpointBase):
 
     def _terminate(self, number: int, frame: object) -> None:
         del number, frame
-        processes = self.model.distribute_strategy.processes
-        processes.asked_to_end = "the chief was asked to end (SIGTERM)."
+        self._processes.state.asked_to_end = "the chief was asked to end (SIGTERM)."
         parent.tell(saves=True)
 
     def _leave_if_asked(self) -> None:
         if not self._asked_to_end:
             return
-        self.model.distribute_strategy.processes.end_with(self._exit_code, _SENTENCE)
+        self._processes.end_with(self._exit_code, _SENTENCE)
         self._say_end(f"exit code {self._exit_code}")
         raise Preempted(self._exit_code)

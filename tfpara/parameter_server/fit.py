@@ -219,7 +219,7 @@ class Fit:
         self._executor.halt()
         begun = time.monotonic()
         while not self._wait():
-            asked = self._workers.asked_to_end is not None
+            asked = self._workers.state.asked_to_end is not None
             if time.monotonic() - begun > (_LEAVING_SECONDS if asked else longest_seconds):
                 break
         self.server.close()

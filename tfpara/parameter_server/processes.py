@@ -52,6 +52,7 @@ class Processes(Workers):
         self._exit_code = 0
         self._failure = ""
         self._lobby = Lobby(found, startup_timeout_seconds, timeout_seconds)
+        self.state = self._lobby.state
         self._lobby.gather()
         with quiet.starting():
             self._connect(found.spec(self._lobby.tensorflow_address))
@@ -72,17 +73,6 @@ class Processes(Workers):
 
     def check(self) -> None:
         self._lobby.check()
-
-    @property
-    def asked_to_end(self) -> str | None:
-        return self._lobby.state.asked_to_end
-
-    @asked_to_end.setter
-    def asked_to_end(self, sentence: str | None) -> None:
-        self._lobby.state.asked_to_end = sentence
-
-    def answer_leaving(self, exit_code: int | None) -> None:
-        self._lobby.state.restart_code = exit_code
 
     def lost(self) -> list[int]:
         return self._lobby.lost()

@@ -6,6 +6,7 @@ import collections
 import dataclasses
 import functools
 import time
+import types
 import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -121,6 +122,7 @@ class _Simulated(Workers):
     """Simulated workers, all in the chief's process."""
 
     def __init__(self, speeds: list[Speed], order: Sequence[Pushed] | None) -> None:
+        self.state = types.SimpleNamespace(asked_to_end=None, restart_code=None)
         self.num_workers = len(speeds)
         # The full name of this device is read, because it differs if this process is a cluster's
         # chief.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from tfpara.parameter_server.chunks import Chunks
 from tfpara.parameter_server.server import Server
@@ -45,15 +45,14 @@ class Workers:
     """The workers of a run. The methods of this class suit workers that cannot be lost.
 
     Attributes:
-        asked_to_end: a sentence if the chief or a parameter server was asked to end and waits for
-            the end of the run; else None. If it was the chief, the chief's program sets it.
+        state: an object whose `asked_to_end` and `restart_code` are those of `Membership`.
     """
 
+    state: Any
     is_simulated: bool = True  # whether all workers are simulated in this process
     num_workers: int
     chief_device: str  # device of the chief's model
     server_devices: Sequence[str]
-    asked_to_end: str | None = None
 
     def executor(self, training: Training) -> Executor:
         """Returns the object that trains chunks on the workers."""
@@ -65,13 +64,6 @@ class Workers:
     def lost(self) -> list[int]:
         """Returns the indices of workers that were lost since the last call."""
         return []
-
-    def answer_leaving(self, exit_code: int | None) -> None:
-        """Sets the exit code of workers that a signal ends while the run continues.
-
-        As long as SIGTERM in the chief leads to a checkpoint, this is the code that asks for a
-        restart. None: 128 plus the number of the signal.
-        """
 
     def end_with(self, exit_code: int, sentence: str) -> None:
         """Sets the exit code and the last sentence of the processes that end after this one.
