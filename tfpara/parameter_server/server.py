@@ -72,37 +72,32 @@ class Server:
         self.first = self.shards[0]
         bound = getattr(rule, "max_staleness", None)
         self.order = self.shards if bound is None else [*self.shards[1:], self.first]
-        self._local_rate: tf.Variable | None = None  # learning rate of the workers' optimizers
+        # The variables of the learning rate: one on each server, or, if the workers have the
+        # optimizers, one on the first server. A schedule has none.
+        self._rates: dict[Shard, tf.Variable] = {}
         with tf.device(self.first.device):
             if rule.local_steps and isinstance(model.optimizer.learning_rate, keras.Variable):
-                self._local_rate = variable(model.optimizer.learning_rate.value)
+                self._rates = {self.first: variable(model.optimizer.learning_rate.value)}
             self.state = [variable(v.value) for v in state]
             self.counters = Counters(num_workers, record)
             self.staleness = None if bound is None else Staleness(num_workers, bound)
-        self.for_workers = [self.counters.minibatches] if rule.local_steps else []
-        self.for_workers += [] if self._local_rate is None else [self._local_rate]
+        numbers = [self.counters.minibatches, *self._rates.values()]
+        self.for_workers = numbers if rule.local_steps else []
+        if self.first.steps is not None and self.first.steps.rate_index is not None:
+            at = self.first.steps.rate_index
+            self._rates = {shard: shard.optimizer[at] for shard in self.order}
         self.told_rate = self.learning_rate
         self.measure(model)
-
-    def _rates(self) -> list[tuple[Shard, tf.Variable]]:
-        """Returns the servers with a variable of the learning rate, and these variables.
-
-        If the workers have the optimizers, that is the first server. A schedule has none.
-        """
-        if self._local_rate is not None:
-            return [(self.first, self._local_rate)]
-        at = None if self.first.steps is None else self.first.steps.rate_index
-        return [] if at is None else [(shard, shard.optimizer[at]) for shard in self.order]
 
     def rate(self) -> tf.Tensor:
         """Returns the learning rate, which must not be a schedule."""
         with tf.device(self.first.device):
-            return tf.identity(dict(self._rates())[self.first])
+            return tf.identity(self._rates[self.first])
 
     def set_rate(self, rate: tf.Tensor) -> list[tf.Tensor]:
         """Sets the learning rate on all servers; returns tensors that are computed afterwards."""
         done = []
-        for shard, kept in self._rates():
+        for shard, kept in self._rates.items():
             value = shard.sent(tf.cast(rate, kept.dtype))
             done.append(shard.locked(value, functools.partial(_assigned, kept, value)))
         return done
@@ -110,7 +105,7 @@ class Server:
     @property
     def learning_rate(self) -> float | None:
         """The servers' learning rate; None if it is a schedule."""
-        return float(self.rate()) if self._rates() else None
+        return float(self.rate()) if self._rates else None
 
     @learning_rate.setter
     def learning_rate(self, rate: float) -> None:
@@ -221,7 +216,7 @@ class Server:
         Returns a function that restores all these; workers' local models and optimizers then
         restart. It changes neither the learning rate nor whether an average has become a mean.
         """
-        left_out = {id(rate) for _, rate in self._rates()}
+        left_out = {id(rate) for rate in self._rates.values()}
         left_out |= {
             id(state.mean)
             for shard in self.shards
@@ -260,9 +255,7 @@ class Server:
         found |= {f"state/{k}": v for k, v in enumerate(self.state)}
         found |= {f"metric/{k}": v for k, v in enumerate(self.metrics)}
         found |= self.counters.variables()
-        if self._local_rate is not None:
-            found["local_rate"] = self._local_rate
-        return found
+        return found | {"local_rate": rate for rate in self.for_workers[1:]}
 
 
 def _assigned(kept: tf.Variable, value: tf.Tensor) -> tf.Tensor:
