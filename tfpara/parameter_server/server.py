@@ -255,7 +255,9 @@ class Server:
         found |= {f"state/{k}": v for k, v in enumerate(self.state)}
         found |= {f"metric/{k}": v for k, v in enumerate(self.metrics)}
         found |= self.counters.variables()
-        return found | {"local_rate": rate for rate in self.for_workers[1:]}
+        if self.for_workers[1:]:
+            found["local_rate"] = self.for_workers[1]
+        return found
 
 
 def _assigned(kept: tf.Variable, value: tf.Tensor) -> tf.Tensor:
