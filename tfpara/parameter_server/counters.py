@@ -11,8 +11,13 @@ from tfpara.parameter_server.messages import Push
 # The last element of the histogram counts the pushes with this or any higher staleness.
 LARGEST_STALENESS = 255
 
-# A variable and its next value. If that is tf.IndexedSlices, it has only some of the rows.
-Change = tuple[tf.Variable, tf.Tensor | tf.IndexedSlices]
+
+class Change(NamedTuple):
+    """A variable and its next value, or the value of some of its rows."""
+
+    variable: tf.Variable
+    value: tf.Tensor
+    ids: tf.Tensor | None = None  # of these rows; None: all rows
 
 
 class Pushed(NamedTuple):
@@ -73,13 +78,13 @@ class Counters:
         changed: list[Change] = []
         for left_out in push.left_out:
             trained -= left_out
-            changed = [(self.left_out, self.left_out + left_out)]
+            changed = [Change(self.left_out, self.left_out + left_out)]
         return [
             *changed,
             _counted(self.histogram, row, one),
             _counted(self.by_worker, push.worker, one),
-            (self.samples, self.samples + push.samples),
-            (self.minibatches, self.minibatches + trained),
+            Change(self.samples, self.samples + push.samples),
+            Change(self.minibatches, self.minibatches + trained),
         ]
 
     def record(self, push: Push, staleness: tf.Tensor) -> None:
@@ -149,9 +154,9 @@ class Progress:
         return self.is_of(push.place.epoch) & (done >= push.place.start + push.minibatches)
 
     def change(self, push: Push) -> Change:
-        """Returns the variable `done`, and the value that a push gives it."""
+        """Returns the change of `done` by a push."""
         return _counted(self.done, push.place.chunk, push.minibatches)
 
 
 def _counted(counters: tf.Variable, index: tf.Tensor, by: tf.Tensor) -> Change:
-    return counters, tf.tensor_scatter_nd_add(counters.read_value(), [[index]], [by])
+    return Change(counters, tf.tensor_scatter_nd_add(counters.read_value(), [[index]], [by]))

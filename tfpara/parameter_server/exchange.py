@@ -16,6 +16,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfpara.parameter_server import messages
+from tfpara.parameter_server.counters import Change
 from tfpara.parameter_server.messages import NO_ROWS, Answer, Pulled, Push, Rows
 from tfpara.parameter_server.server import Server
 from tfpara.parameter_server.shard import NOT_FINITE, Shard, commit, taken
@@ -174,7 +175,7 @@ class Exchange:
 
         return shard.locked((part, accepted, *turn), inside)
 
-    def _shared(self, part: Push, staleness: tf.Tensor) -> list[tuple[tf.Variable, tf.Tensor]]:
+    def _shared(self, part: Push, staleness: tf.Tensor) -> list[Change]:
         """Returns the changes of the variables that only the first server has."""
         server = self.server
         # The graph fails before a NaN gets into a moving statistic, where it would stay.
@@ -185,8 +186,8 @@ class Exchange:
         state = zip(server.state, part.kept, added, strict=True)
         metrics = zip(server.metrics, part.metrics, strict=True)
         return [
-            *((v, v * kept + s) for v, kept, s in state),
-            *((v, v + d) for v, d in metrics),
+            *(Change(v, v * kept + s) for v, kept, s in state),
+            *(Change(v, v + d) for v, d in metrics),
             *server.counters.changes(part, staleness),
         ]
 

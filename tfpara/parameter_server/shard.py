@@ -125,7 +125,7 @@ class Shard:
         after = self._finite(after)
         if self._rule.local_steps:  # else the optimizer's step has applied the constraints
             after = constrained(after, self._constraints)
-        of_weights = [_change(*each) for each in zip(self.weights, after, ids, strict=True)]
+        of_weights = [Change(*each) for each in zip(self.weights, after, ids, strict=True)]
         changes = [*of_weights, *state]
         for name, average in self._averages.items():
             for kept, change in zip(self.averages[name], of_weights, strict=True):
@@ -134,9 +134,11 @@ class Shard:
         # of the push were left out, the values stay as they are.
         for left_out in push.left_out:
             some = push.minibatches > left_out
-            changes = [_change_if(some, change) for change in changes]
+            changes = [
+                c._replace(value=tf.where(some, c.value, taken(c.variable, c.ids))) for c in changes
+            ]
             moves = [tf.where(some, move, tf.zeros_like(move)) for move in moves]
-        changes += [(self.version, version + 1), self.progress.change(push)]
+        changes += [Change(self.version, version + 1), self.progress.change(push)]
         return changes, moves, staleness
 
     def _finite(self, weights: list[tf.Tensor]) -> list[tf.Tensor]:
@@ -230,7 +232,7 @@ class Shard:
             after, state = steps(weights, state, corrected)
             state[at] = own
         of_state = zip(self.optimizer, state, of_slots, strict=True)
-        return after, [], [_change(*each) for each in of_state]
+        return after, [], [Change(*each) for each in of_state]
 
     def _spread(
         self, values: Sequence[tf.Tensor], ids: Sequence[tf.Tensor | None], push: Push
@@ -286,16 +288,16 @@ def commit(changes: Sequence[Change], record: Callable[[], None] = lambda: None)
     """
 
     @tf.function(autograph=False, experimental_attributes={"_noinline": True})
-    def write(values: list[tf.Tensor]) -> tf.Tensor:
-        for (changed, _), value in zip(changes, values, strict=True):
-            if isinstance(value, tf.IndexedSlices):
-                changed.scatter_update(value)
+    def write(values: list[tuple[tf.Tensor, tf.Tensor | None]]) -> tf.Tensor:
+        for change, (value, ids) in zip(changes, values, strict=True):
+            if ids is None:
+                change.variable.assign(value)
             else:
-                changed.assign(value)
+                change.variable.scatter_update(tf.IndexedSlices(value, ids))
         record()
         return tf.constant(True)
 
-    return write([value for _, value in changes])
+    return write([(change.value, change.ids) for change in changes])
 
 
 def taken(value: Array | tf.Variable, ids: tf.Tensor | None) -> tf.Tensor:
@@ -303,25 +305,12 @@ def taken(value: Array | tf.Variable, ids: tf.Tensor | None) -> tf.Tensor:
     return tf.identity(value) if ids is None else tf.gather(value, ids)
 
 
-def _change(variable: tf.Variable, value: tf.Tensor, ids: tf.Tensor | None) -> Change:
-    return variable, value if ids is None else tf.IndexedSlices(value, ids)
-
-
 def _whole(change: Change) -> tf.Tensor:
     """Returns the next value of the whole variable."""
-    variable, new = change
-    if not isinstance(new, tf.IndexedSlices):
-        return new
-    return tf.tensor_scatter_nd_update(tf.identity(variable), new.indices[:, None], new.values)
-
-
-def _change_if(some: tf.Tensor, change: Change) -> Change:
-    """Returns the change if `some` is true, else a change to the present value."""
-    variable, new = change
-    if not isinstance(new, tf.IndexedSlices):
-        return variable, tf.where(some, new, tf.identity(variable))
-    kept = tf.gather(variable, new.indices)
-    return variable, tf.IndexedSlices(tf.where(some, new.values, kept), new.indices)
+    variable, value, ids = change
+    if ids is None:
+        return value
+    return tf.tensor_scatter_nd_update(tf.identity(variable), ids[:, None], value)
 
 
 def precise(weights: Array) -> tf.Tensor:
@@ -351,4 +340,4 @@ def _read(state: State) -> State:
 
 def _stored(variables: State, state: State) -> list[Change]:
     """Returns the changes that give the `variables` of a state the values in `state`."""
-    return [(v, tf.cast(x, v.dtype)) for v, x in zip(variables, state, strict=True)]
+    return [Change(v, tf.cast(x, v.dtype)) for v, x in zip(variables, state, strict=True)]
