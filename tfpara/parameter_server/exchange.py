@@ -59,7 +59,7 @@ class Exchange:
         weights: list[tf.Tensor] = [None] * len(server.names)
         held = list(weights) if getattr(server.rule, "delay_compensation", 0.0) else []
         versions: list[tf.Tensor] = [None] * len(server.shards)
-        of_first: list[tf.Tensor] = []
+        of_first: list[tf.Tensor] = []  # the first server's state, `halted` and `for_workers`
         for shard in server.order:
             variables = [shard.version, *shard.weights]
             sent = shard.sent({k: rows[k] for k in shard.indices if k in rows})
