@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from tfpara.parameter_server.chunks import Chunks
 from tfpara.parameter_server.server import Server
@@ -24,11 +24,12 @@ class Training(NamedTuple):
     seed: int  # only for the random times of simulated workers
 
 
-class Executor(Protocol):
+class Executor:
     """Trains the chunks of a `fit` on the workers."""
 
     def submit(self, epoch: int, chunks: Sequence[int]) -> None:
         """Schedules chunks of an epoch on the workers; each worker gets one chunk at a time."""
+        raise NotImplementedError
 
     def wait(self, seconds: float) -> bool:
         """Waits at most `seconds`; returns whether the runs of all chunks have ended.
@@ -36,6 +37,7 @@ class Executor(Protocol):
         A `tf.errors.OpError` that it raises may have an attribute `chunk`: (epoch, chunk) of the
         failed chunk, or None if it is not known.
         """
+        raise NotImplementedError
 
     def halt(self) -> None:
         """Takes the chunks back from workers that do not stop when `Counters.halted` is set."""
