@@ -18,7 +18,7 @@ from tfpara import program
 from tfpara.algorithms.asgd import AsyncRule
 from tfpara.parameter_server.counters import Pushed
 from tfpara.parameter_server.exchange import Exchange
-from tfpara.parameter_server.messages import NO_ROWS, Answer, Place, Pulled, Rows
+from tfpara.parameter_server.messages import Answer, Place, Pulled, Rows
 from tfpara.parameter_server.server import Server
 from tfpara.parameter_server.strategy import AsyncStrategy
 from tfpara.parameter_server.worker_step import Block, stream_of
@@ -148,7 +148,8 @@ class _Worker:
     chunk: int = -1
     iterator: Any = None
     element: Nest = None  # the next minibatch
-    rows: Rows = NO_ROWS  # the rows of the block to which `element` belongs
+    # the rows of the block to which `element` belongs
+    rows: Rows = dataclasses.field(default_factory=dict)
     own: Sequence[tf.Tensor] = ()  # random seeds and carried recurrent states (`Block.own`)
     start: int = 0  # position in the chunk of the block's first minibatch
     idle_since: int = 0  # number of pushes of all workers when this one pushed last
