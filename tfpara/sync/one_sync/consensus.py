@@ -121,10 +121,10 @@ class Consensus:
         """
         if self._site.is_alone:
             began, read = self._read(running, anchors)
-            return began, self._decide(read, self._rows), []
+            return began, self.decide(read, self._rows), []
         began, rows = self.report(running, anchors)
         table, arrived = self.gather(rows, began, carried)
-        return began, self.decide(table), arrived
+        return began, self.decide([table]), arrived
 
     def met(self, number: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         """Exchanges one number of each worker.
@@ -282,24 +282,24 @@ class Consensus:
     def _told(self) -> tf.Tensor:
         """Returns a sentence with each worker's place in its script; all exchange their places."""
         site = self._site
-        mine = tf.numpy_function(
-            lambda: np.array(site.call_site.told(), np.int32), [], tf.int32, stateful=True
-        )
-        mine.set_shape([TEXT_BYTES])
+        place = tf.TensorSpec([TEXT_BYTES], tf.int32)
+        (mine,) = in_python(lambda: [site.call_site.told()], [], place)
         table = site.reports.all_gather(mine, f"{site.name}/places")
 
-        def text(rows: Array) -> bytes:
+        def text(rows: Array) -> list[str]:
             time.sleep(_GRACE_SECONDS)
-            return sentence(rows).encode()
+            return [sentence(rows)]
 
-        return tf.numpy_function(text, [table], tf.string)
+        return in_python(text, [table], tf.TensorSpec([], tf.string))[0]
 
-    def decide(self, reports: tf.Tensor) -> Verdict:
-        """Returns the decision of all workers from the table of reports."""
-        return self._decide([reports], lambda table: table)
+    def decide(
+        self,
+        given: Sequence[tf.Tensor | bool],
+        table_of: Callable[..., Array] = lambda reports: reports,
+    ) -> Verdict:
+        """Returns the decision of all workers from the table of reports.
 
-    def _decide(self, given: Sequence[tf.Tensor | bool], table_of: Callable[..., Array]) -> Verdict:
-        """Returns the decision; `table_of`, a Python function, makes the table from `given`.
+        `table_of`, a Python function, makes the table from `given`.
 
         The decision is Python code. As graph operations it would be a third of a sync's operations,
         which TensorFlow has to make and optimise before the first step.
@@ -312,7 +312,8 @@ class Consensus:
             text = _APART if apart else self._problem_of(table)
             if text and not apart and not self._site.is_alone:
                 time.sleep(_GRACE_SECONDS)
-            return at, apart, not text, *self._decision(table, text, replicas, first, period)
+            decision = self._decision(table, text, replicas, first, period)
+            return at, apart, not text, text, *decision
 
         arguments = [*self._site.replicas_now(), self._block.period.read_value(), *given]
         parts, f32, f64 = self._block.parts, tf.float32, tf.float64

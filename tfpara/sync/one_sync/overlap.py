@@ -98,7 +98,7 @@ class Overlap:
         reports, _ = graph.consensus.gather(flight.rows.read_value(), now())
         # If the reports forbid the sync, no error is raised here: `_touch_down` passes the reason
         # on to the training thread.
-        verdict = graph.consensus.decide(reports)
+        verdict = graph.consensus.decide([reports])
         flight.agreed.assign(verdict.agreed)
         flight.problem.assign(verdict.problem)
         committed = graph.of_fragment(

@@ -163,8 +163,8 @@ def are_apart(reports: Array, elastic: bool = False) -> bool:
 def problem_of(
     reports: Array,
     columns: Columns,
-    weight_names: Sequence[str] | None = None,
-    first_replicas: Sequence[int] | None = None,
+    weight_names: Sequence[str],
+    first_replicas: Sequence[int],
     share: float = 1.0,
 ) -> str:
     """Returns the sentence that says why the table of reports forbids a sync, or "".
@@ -173,23 +173,18 @@ def problem_of(
     checked here: `tfpara.cluster.call_site.sentence` returns the sentence for these.
 
     Args:
-        weight_names: names of the weights, by the index that a report gives; None: the sentence
-            has the index.
-        first_replicas: the number of each worker's first replica; None: each worker has one.
+        weight_names: names of the weights, by the index that a report gives.
+        first_replicas: the number of each worker's first replica.
         share: the share of an epoch's minibatches that may be left out for NaN or Inf.
     """
 
     def owner(replica: int) -> str:
-        worker = replica
-        if first_replicas is not None:
-            worker = bisect.bisect(first_replicas, replica) - 1
-        return f"replica {replica} (worker {worker})"
+        return f"replica {replica} (worker {bisect.bisect(first_replicas, replica) - 1})"
 
     bad = reports[:, NONFINITE]
     if not (bad < 0.0).all():
         replica = int(bad.argmax())
-        index = int(max(bad[replica], 0.0))
-        name = index if weight_names is None else weight_names[index]
+        name = weight_names[int(max(bad[replica], 0.0))]
         return (
             f'{owner(replica)} has NaN or Inf in weight "{name}"; nothing was averaged and the '
             "other replicas keep their weights. Lower the learning rate or clip the gradients, and "
@@ -218,15 +213,15 @@ def problem_of(
             "in the mean of the replicas. Look at the sample weights, or at the function given to "
             "strategy.weigh_minibatches."
         )
-    differing = np.argwhere(_differing_others(reports, columns))
+    differing = _differing(reports, columns, columns.others)
     if len(differing):
-        one, other = map(int, differing[0])
+        one, other, _ = map(int, differing[0])
         return (
             f"{owner(other)} has other frozen weights or statistics, such as those of batch "
             f"normalisation or of adapt, than replica {one}. Load and set them on every worker "
             "alike, and adapt layers to the same data."
         )
-    differing = np.argwhere(_differing_rates(reports, columns))
+    differing = _differing(reports, columns, columns.rates, _ROUNDING)
     if len(differing):
         *pair, optimizer = map(int, differing[0])
         rates = reports[:, columns.rates]
@@ -251,44 +246,27 @@ def _leaves_out_too_many(reports: Array, columns: Columns, share: float) -> bool
     return bool(too_many_left_out(left_out, of_epoch, share, is_over))
 
 
-def _differing_rates(reports: Array, columns: Columns) -> Array:
-    """Returns which pairs of replicas wrongly differ in which optimizer's rate, for K optimizers.
+def _differing(reports: Array, columns: Columns, which: slice, rounding: float = 0.0) -> Array:
+    """Returns [replica, replica, column] for values in `which` that wrongly differ.
 
-    The result is bool [N, N, K], or empty. Two replicas must have the same rate only if they have
-    taken equally many minibatches, both in the open block and in all, since a callback may set the
-    rate before every minibatch.
+    They must be equal only after equally many minibatches, both in the open block and in all, since
+    a callback may set them before every minibatch.
     """
-    rates = reports[:, columns.rates]
-    if (rates == rates[0]).all():
-        # In most syncs all rates are equal, so that no pairs need to be compared.
-        return np.zeros([0, 0, 0], bool)
-    alike = _alike(reports, columns)[:, :, np.newaxis]
-    larger = np.maximum(np.abs(rates[:, np.newaxis]), np.abs(rates))
-    with np.errstate(invalid="ignore"):  # the difference of two infinite rates is NaN
-        return alike & (np.abs(rates[:, np.newaxis] - rates) > _ROUNDING * larger)
-
-
-def _differing_others(reports: Array, columns: Columns) -> Array:
-    """Returns which pairs of replicas wrongly differ in state or frozen weights, [N, N] or empty.
-
-    As with rates, these must be equal only after equally many minibatches.
-    """
-    others = reports[:, columns.others]
-    if (others == others[0]).all():
-        return np.zeros([0, 0], bool)
-    return _alike(reports, columns) & (others != others.T)
-
-
-def _alike(reports: Array, columns: Columns) -> Array:
-    """Returns which pairs of replicas have taken equally many minibatches, bool [N, N]."""
+    values = reports[:, which]
+    if (values == values[0]).all():
+        # In most syncs all values are equal, so that no pairs need to be compared.
+        return np.zeros([0, 3], int)
     taken = np.concatenate([reports[:, columns.steps], reports[:, columns.taken]], 1)
-    return (taken[:, np.newaxis] == taken).all(2)
+    alike = (taken[:, np.newaxis] == taken).all(2)[:, :, np.newaxis]
+    larger = np.maximum(np.abs(values[:, np.newaxis]), np.abs(values))
+    with np.errstate(invalid="ignore"):  # the difference of two infinite rates is NaN
+        differ = np.abs(values[:, np.newaxis] - values) > rounding * larger
+    return np.argwhere(alike & differ)
 
 
 class Decision(NamedTuple):
     """The decision of all workers from the table of reports; only `portions` differ by worker.
 
-    problem: the sentence that says why the reports forbid the sync, "" if nothing does.
     is_last: whether no replica has data left.
     agreed: the largest request; the number of replicas with data left; the number of replicas.
     counts: for each of the shared step counts the largest value over all replicas; if blocks are by
@@ -303,7 +281,6 @@ class Decision(NamedTuple):
     of_block: by part, the length of its block as a fraction of a whole block, 0 < f ≤ 1.
     """
 
-    problem: str
     is_last: bool
     agreed: Array
     counts: Array
@@ -322,25 +299,23 @@ def decide(
     problem: str,
     *,
     local: slice,
+    first_replicas: Sequence[int],
     replicas: int,
     block: float,
     by_speed: bool = False,
-    first_replicas: Sequence[int] = (),
 ) -> Decision:
     """Returns the decision that follows from the table of reports.
 
     Args:
         problem: the sentence that forbids the sync, "" if nothing does.
         local: the rows of this worker's replicas.
+        first_replicas: the rows of the workers' first replicas.
         replicas: N. The table may have more than N rows, the later ones of idle replicas.
         block: minibatches of a whole block.
         by_speed: whether replicas have different numbers of minibatches in a whole block; `block`
             is their mean. Then `steps` and `counts` are means over the replicas.
-        first_replicas: the rows of the workers' first replicas; empty: all workers have as many
-            replicas as this one.
     """
     running = reports[:, RUNNING]
-    firsts = list(first_replicas) or slice(0, None, local.stop - local.start)
     samples = _counted(reports, columns, replicas, block)
     totals = samples.sum(0)
     portions = (samples / np.where(totals > 0.0, totals, 1.0)).T
@@ -348,11 +323,10 @@ def decide(
     steps = steps.mean(0) if by_speed else steps.max(0)
     alike = (samples == samples[0]).all(0)
     return Decision(
-        problem=problem,
         is_last=not running.any(),
         agreed=np.array([reports[:, REQUEST].max(), running.sum(), len(reports)]),
         counts=np.rint(counts.mean(0)) if by_speed else counts.max(0),
-        trained=reports[firsts, columns.steps.start],
+        trained=reports[list(first_replicas), columns.steps.start],
         committed=(totals > 0.0) & (problem == ""),
         steps=steps,
         portions=portions[:, local],

@@ -41,8 +41,9 @@ def test_the_decision_by_hand():
             report([0.0, 0.0], [0.0, 0.0], count=2, running=False),
         ]
     )
-    found = decide(table, COLUMNS, "", local=slice(2, 4), replicas=4, block=8.0)
-    assert not found.is_last and found.problem == ""
+    alike = {"local": slice(2, 4), "first_replicas": [0, 2]}
+    found = decide(table, COLUMNS, "", replicas=4, block=8.0, **alike)
+    assert not found.is_last
     assert found.agreed.tolist() == [2.0, 3.0, 4.0]
     assert found.counts.tolist() == [9.0]
     assert found.trained.tolist() == [4.0, 6.0]
@@ -67,7 +68,7 @@ def test_the_decision_by_hand():
 def test_what_is_not_trained_is_compared_after_the_same_minibatches(taken, words):
     """A callback may set it before every minibatch, and a worker may have more of these."""
     rows = [report([8.0, 8.0], [4.0, 4.0], taken=t, others=float(k)) for k, t in enumerate(taken)]
-    problem = problem_of(np.stack(rows), COLUMNS)
+    problem = problem_of(np.stack(rows), COLUMNS, ["v", "w"], [0, 1])
     assert problem.startswith(words) and bool(problem) == bool(words)
 
 
@@ -83,7 +84,7 @@ def test_each_sentence_is_found_in_the_error_that_tensorflow_makes_of_it():
             report([8.0, 8.0], [4.0, 4.0]),
             report(**{"samples": [8.0, 8.0]} | changed, steps=[4.0, 4.0]),
         ]
-        problem = problem_of(np.stack(rows), COLUMNS)
+        problem = problem_of(np.stack(rows), COLUMNS, ["v", "w"], [0, 1])
         assert problem, changed
         text = f"assertion failed: [{problem}]\n\t [[{{{{node cond/Assert}}}}]] [Op:__inference_1]"
         error = tf.errors.InvalidArgumentError(None, None, text)
@@ -93,7 +94,7 @@ def test_each_sentence_is_found_in_the_error_that_tensorflow_makes_of_it():
 def test_where_all_sample_weights_are_0_those_count_that_took_steps():
     """Of three replicas the second has had no data; the last row is of an idle one."""
     rows = [report([0.0, 8.0], [steps, 2.0]) for steps in (3.0, 0.0, 2.0, 3.0)]
-    given = {"local": slice(0, 4), "replicas": 3}
+    given = {"local": slice(0, 4), "first_replicas": [0], "replicas": 3}
     found = decide(np.stack(rows), COLUMNS, "", block=4.0, **given)
     assert found.committed.tolist() == [True, True]
     assert found.portions[0].tolist() == [0.5, 0.0, 0.5, 0.0]
@@ -104,7 +105,8 @@ def test_where_all_sample_weights_are_0_those_count_that_took_steps():
 @pytest.mark.parametrize("block", [6.0, 3.0, float(2**62)])
 def test_a_block_is_at_most_whole_and_a_problem_forbids_all(block):
     table = np.stack([report([8.0, 8.0], [6.0, 3.0], running=False)] * 2)
-    found = decide(table, COLUMNS, "NaN", local=slice(0, 2), replicas=2, block=block)
+    given = {"local": slice(0, 2), "first_replicas": [0], "replicas": 2}
+    found = decide(table, COLUMNS, "NaN", block=block, **given)
     assert found.of_block.tolist() == [min(1.0, 6 / block), min(1.0, 3 / block)]
     assert found.is_last and not found.committed.any()
     assert found.divisor.tolist() == [2.0, 2.0]
@@ -119,8 +121,9 @@ def test_shares_of_all_workers_add_up_to_one(samples, workers):
     counted = [[float(n) for n in each] for each in samples]
     rows = [report(each, [min(n, 1.0) for n in each]) for each in counted] * workers
     table, own = np.stack(rows), len(samples)
+    given = {"first_replicas": range(0, len(rows), own), "replicas": 9, "block": 1.0}
     found = [
-        decide(table, COLUMNS, "", local=slice(w * own, (w + 1) * own), replicas=9, block=1.0)
+        decide(table, COLUMNS, "", local=slice(w * own, (w + 1) * own), **given)
         for w in range(workers)
     ]
     portions = np.concatenate([each.portions for each in found], 1)
