@@ -19,13 +19,9 @@ from tfpara.typing import Scalar
 
 
 class Block:
-    """The counters of an open block.
-
-    Args:
-        whole: whether each sync exchanges the whole model, so that there is one part.
+    """The counters of an open block; `whole`: there is one part, the whole model.
 
     Attributes:
-        parts: number of parts.
         counts: the variable with all counters below except `turn`.
         period: a variable with τ, or with `NEVER` while there are no syncs.
         steps: minibatches of each replica since the last sync of any part; when they reach
@@ -46,8 +42,6 @@ class Block:
         self._whole = whole
         self.parts = settings.fragments + (0 if whole else 1)
         self.period, self._balance = site.period, site.balance
-        # All counters are in one variable, so that a step writes only one variable. float64 is
-        # exact for whole numbers up to 2^53.
         parts, replicas = self.parts, range(len(site.devices))
         counts = make(tf.zeros([3 + parts * (1 + len(replicas))], tf.float64), "counts")
         self.counts = counts
@@ -92,10 +86,8 @@ class Block:
     ) -> tf.Tensor:
         """Counts a minibatch of each local replica; returns the new value of `steps`.
 
-        Args:
-            samples: number of samples of all these minibatches together, float64.
-            weights: weight of each minibatch in the mean of the replicas, float64.
-            each: number of samples of each minibatch. A replica without samples takes no step.
+        `samples`, float64, is the sum of `each`, the numbers of samples of these minibatches. A
+        replica without samples takes no step. `weights`, float64, are the minibatches' weights.
         """
         if self._stepped is not None:
             stepped = tf.stack([tf.cast(own, tf.int64) > 0 for own in each])

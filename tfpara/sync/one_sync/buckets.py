@@ -26,12 +26,12 @@ class Piece:
 
 
 class Layout:
-    """The layout of a list of variables in buckets.
+    """The layout of a list of variables in buckets of at most `bucket_bytes` bytes of float32.
 
-    A large variable, flattened, has buckets of its own. If it fits into one bucket, it is sent and
-    received without a copy. Small variables share buckets. A bucket has at most `bucket_bytes`
-    bytes of float32. A fragment is a run of consecutive variables, at least one of them not empty;
-    all fragments have about equal size. No bucket belongs to two fragments.
+    A large variable, flattened, has buckets of its own, and small ones share buckets: see
+    docs/design.md, "A large variable shares no bucket". A fragment is a run of consecutive
+    variables, at least one of them not empty; all fragments have about equal size. No bucket
+    belongs to two fragments.
 
     Attributes:
         sizes: number of elements of each variable.

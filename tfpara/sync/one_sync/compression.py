@@ -50,10 +50,7 @@ _LEVELS = {"int8": _Levels(127, 256, 1), "int4": _Levels(7, 64, 2)}
 
 
 def encode(rows: tf.Tensor, kind: str) -> tf.Tensor:
-    """Encodes float32 rows [count, length] as rows of int32 words, which every backend can send.
-
-    The length must be static, and `kind` "bf16", "fp16", "int8" or "int4".
-    """
+    """Encodes float32 rows [count, length] as rows of int32 words, which every backend can send."""
     count, length = rows.shape
     if kind in _HALVES:
         # Numbers beyond the range of float16 are clipped. The part that is cut off counts as a
@@ -105,10 +102,10 @@ def words_of(length: int, kind: str) -> int:
 
 
 class CompressedWire(PlainWire):
-    """The transport of weights as rounded differences: all-to-all, a local sum, and an all-gather.
+    """The transport of weights as rounded differences: see the top of this file.
 
     In one process nothing is sent. The results are then as if each of its devices were a worker.
-    `points` are the buckets of B̂ (see the top of this file).
+    `points` are the buckets of B̂.
     """
 
     _aggregation: Sharded
@@ -133,7 +130,6 @@ class CompressedWire(PlainWire):
     def gather(
         self, local: Sequence[Buckets], shares: Shares, fragment: int
     ) -> tuple[list[list[tf.Tensor]], Writes]:
-        """Returns what `PlainWire.gather` returns; the new errors e are written on commit."""
         buckets = self._replicas.layout.buckets[fragment]
         sent, kept = [], []
         for device, errors, moved in zip(
@@ -202,7 +198,6 @@ class CompressedWire(PlainWire):
     def spread(
         self, broadcasts: Sequence[Buckets], fragment: int
     ) -> tuple[list[list[tf.Tensor]], Writes]:
-        """Returns the new B̂, in the form of `PlainWire.spread`; `points` is written on commit."""
         buckets = self._replicas.layout.buckets[fragment]
         size, rank, kept = self._collectives.size, self._collectives.rank, []
         with tf.device(self._replicas.devices[0]):
@@ -238,8 +233,7 @@ class CompressedWire(PlainWire):
     ) -> None:
         """Takes over the points and errors of the wire that the same model had before.
 
-        `of_weights` takes the former and the present buckets. It returns the present buckets, with
-        the former values of all weights that are in both.
+        `of_weights` returns the present buckets, with the former ones' values of weights in both.
         """
         self.set_points(of_weights(former.points, self.points))
         sizes = [int(point.shape[0]) for point in self.points]
@@ -251,7 +245,6 @@ class CompressedWire(PlainWire):
                 error.assign(self._aggregation.padded(value))
 
     def set_points(self, buckets: Buckets) -> None:
-        """Sets B̂ to weights that all replicas have."""
         for point, value in zip(self.points, buckets, strict=True):
             point.assign(value)
 

@@ -70,20 +70,16 @@ class Consensus:
     """The reports of a model's replicas, and the decision of all workers from them.
 
     Attributes:
-        columns: the columns of a report that depend on the model.
         signatures: for each weight a number that must be equal on all replicas.
         other_signatures: such numbers for the state and the frozen weights. The number of a state
             variable is that of its first value, or of the value that Python code has set last.
         request: the request of this worker (see `Request`), a float64 variable.
-        began: the time, on the clock of `now`, since which the sync waits for other workers; 0 if
-            it does not wait.
-        weights_seen: an array with a number for each replica, 0 until a sync counts a minibatch of
-            that replica.
+        began: the time, on the clock of `now`, since which the sync waits for others; 0: not now.
+        weights_seen: for each replica a number, 0 until a sync counts a minibatch of it.
         divided_in: the minibatches that this worker had taken before the block within which the
             data were divided anew; −1: none. In this block rates may differ: a schedule by the
             position in the epoch got other positions before and after that.
-        carried: how many float32 numbers, the weights and padding, travel with each worker's
-            report, a multiple of `ALIGNED`; 0: the weights follow in an exchange of their own.
+        carried: how many float32 numbers travel with each worker's report; see `WithReports`.
     """
 
     def __init__(
@@ -109,15 +105,9 @@ class Consensus:
     ) -> tuple[tf.Tensor, Verdict, list[tf.Tensor]]:
         """Takes part in the decision of all workers on a sync.
 
-        Args:
-            running: whether this worker has data left.
-            anchors: buckets of the replicas' state as the last sync wrote it.
-            carried: vectors that travel with this worker's report, `self.carried` float32 numbers
-                in all.
-
-        Returns:
-            The time, on the clock of `now`, when this worker came to the sync; the decision; and
-            for each worker, by rank, the vector that has travelled with its report.
+        `running` says whether this worker has data left. The vectors `carried` travel with its
+        report. Returns the time when this worker came to the sync; the decision; and for each
+        worker, by rank, the vector that has travelled with its report.
         """
         if self._site.is_alone:
             began, read = self._read(running, anchors)
@@ -127,14 +117,10 @@ class Consensus:
         return began, self.decide([table]), arrived
 
     def met(self, number: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        """Exchanges one number of each worker.
+        """Exchanges one number of each worker; returns all by rank, and the error's text or "".
 
         The number travels in a report, by the collective that gathers the reports before a sync. So
         if another worker runs a sync meanwhile, all workers notice.
-
-        Returns:
-            The numbers by rank; and the error's text if workers came to different exchanges, else
-            "".
         """
         columns, devices = self.columns, len(self._site.devices)
 
@@ -202,16 +188,7 @@ class Consensus:
         period: Array,
         *each: Array,
     ) -> Array:
-        """Returns the reports of the local replicas, [local replicas, columns]; see `report_of`.
-
-        Args:
-            began: the time, on the clock of `now`, when this worker came to the sync.
-            since: the time when the block began on this worker, 0 if that is not known.
-            others: the signatures of the state and the frozen weights.
-            counts: the counters of the block, `Block.counts`.
-            stepped: `Block.stepped`.
-            *each: `Replicas.summary` of each local replica; then `LeftOut.of_epoch` of each.
-        """
+        """Returns the reports of the local replicas, [local replicas, columns], from `_read`."""
         names = len(self._replicas.averaged_names)
         shared = len(self._replicas.variables.counts)
         own, block = len(self._site.devices), self._block

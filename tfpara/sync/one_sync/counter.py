@@ -10,13 +10,9 @@ from tfpara.typing import Array
 
 
 class Counter:
-    """One or more elements of a variable that holds several counters, used as a variable.
+    """Elements of a variable that holds several counters: a scalar, or a vector of shape [n].
 
-    Args:
-        whole: the variable, a float64 vector, exact for whole numbers up to 2^53.
-        start: the index of the counter's first element.
-        shape: [] for one element, [n] for n of them.
-        dtype: the type of `read_value`.
+    `whole` is a float64 vector, exact for whole numbers up to 2^53; `dtype` is that of `read_value`.
     """
 
     def __init__(
@@ -27,7 +23,6 @@ class Counter:
         self.shape, self.dtype = tf.TensorShape(shape), dtype
 
     def read_value(self) -> tf.Tensor:
-        """Returns the value."""
         return tf.cast(self._whole.read_value()[self._part], self.dtype)
 
     def of(self, whole: Array) -> Array:
@@ -35,11 +30,9 @@ class Counter:
         return whole[self._part]
 
     def assign(self, value: Array | float) -> None:
-        """Sets the value."""
         self._whole[self._part].assign(tf.cast(value, tf.float64))
 
     def assign_add(self, value: Array | float) -> None:
-        """Adds to the value."""
         self.assign(self._whole.read_value()[self._part] + tf.cast(value, tf.float64))
 
     def __int__(self) -> int:

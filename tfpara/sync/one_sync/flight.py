@@ -57,9 +57,8 @@ class Flight:
 
     Attributes:
         state: NONE, FLYING or LANDED.
-        fragment: number of the fragment that is exchanged.
         rows: this worker's reports, [local replicas, columns].
-        agreed: what all workers have agreed on: see `tfpara.sync.one_sync.reports.Decision`.
+        agreed: see `tfpara.sync.one_sync.reports.Decision`.
         problem: the sentence that forbids the sync; "" if none does.
         committed: 1 if the sync was committed, else 0.
         snapshots: for each local replica the buckets of its weights when the flight started.
@@ -76,7 +75,7 @@ class Flight:
     ) -> None:
         self._fly = fly
         self._thread: threading.Thread | None = None
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._end: tuple[str, bool] | None = _NOT_STARTED  # None while the thread runs
         with tf.device("CPU:0"), tf.init_scope():
             self._ends = tf.queue.FIFOQueue(1, [tf.string, tf.bool], [[], []])
@@ -110,26 +109,22 @@ class Flight:
     def start(
         self, rows: tf.Tensor, fragment: tf.Tensor, local: Sequence[Buckets], buckets: slice
     ) -> tf.Tensor:
-        """Copies what the exchange needs, and starts the thread.
+        """Copies what the exchange needs, and starts the thread; then the result is computed.
 
-        `local` are each local replica's buckets of the fragment; `buckets` is the slice of the list
-        of all buckets that they are.
-        The returned tensor is computed once the thread has started.
+        `local` are each local replica's `buckets`, a slice of all of them, those of the fragment.
         """
         with tf.control_dependencies([tf.numpy_function(self._prepare, [], tf.int64)]):
             copies = [self.state.assign(FLYING), self.rows.assign(rows)]
         copies.append(self.fragment.assign(fragment))
-        for device, kept, values in zip(
-            [s[0].device for s in self.snapshots], self.snapshots, local, strict=True
-        ):
-            with tf.device(device):
+        for kept, values in zip(self.snapshots, local, strict=True):
+            with tf.device(kept[0].device):
                 copies += [k.assign(v) for k, v in zip(kept[buckets], values, strict=True)]
         with tf.control_dependencies(copies):
             return tf.numpy_function(self._launch, [], tf.int64)
 
     def landing(self) -> tuple[tf.Tensor, tf.Tensor]:
         """Waits for the end of the flight; returns it, a pair as described at `_WELL`."""
-        with tf.control_dependencies([tf.numpy_function(self._remind, [], tf.int64)]):
+        with tf.control_dependencies([tf.numpy_function(self._tell, [], tf.int64)]):
             message, of_collective = self._ends.dequeue()
         return message, of_collective
 
@@ -151,14 +146,12 @@ class Flight:
         options: dict[str, Any] = {"empty": int(self.state) != LANDED, "absent": NONE}
         yield Slot("open/state", Kind.BLOCK, self.state, **options)
         yield Slot("open/fragment", Kind.BLOCK, self.fragment, **options)
-        for replica, (snapshots, arrived) in enumerate(
-            zip(self.snapshots, self.arrived, strict=True)
-        ):
-            for k, (snapshot, value) in enumerate(zip(snapshots, arrived, strict=True)):
-                name = f"sync/flight/snapshot/{k}"
-                yield Slot(name, Kind.BLOCK, snapshot, replica, **options)
-                # The arrived value is the same on all devices, so the slots of all devices have one
-                # name.
+        for replica, snapshots in enumerate(self.snapshots):
+            for k, snapshot in enumerate(snapshots):
+                yield Slot(f"sync/flight/snapshot/{k}", Kind.BLOCK, snapshot, replica, **options)
+        # The arrived value is the same on all devices, so the slots of all devices have one name.
+        for arrived in self.arrived:
+            for k, value in enumerate(arrived):
                 yield Slot(f"open/arrived/{k}", Kind.BLOCK, value, **options)
 
     def _prepare(self) -> int:
@@ -185,14 +178,11 @@ class Flight:
             self._end = end
             self._tell()
 
-    def _remind(self) -> int:
+    def _tell(self) -> int:
         with self._lock:
-            self._tell()
+            if self._end is not None and not int(self._ends.size()):
+                self._ends.enqueue(self._end)
         return 0
-
-    def _tell(self) -> None:
-        if self._end is not None and not int(self._ends.size()):
-            self._ends.enqueue(self._end)
 
     def wait(self, seconds: float | None = None) -> None:
         """Waits for the end of the thread, if there is one, and changes nothing."""

@@ -57,29 +57,25 @@ class Update(NamedTuple):
 class GlobalState:
     """The state of the rule and of the averages.
 
-    When this object is made, the replicas' weights must be equal on all workers, and so must their
-    moments, if the rule filters these.
+    When this object is made, the replicas' weights and filtered moments must be equal on all
+    workers.
 
     Attributes:
         is_new: whether the rule has taken no step since its state was made or has restarted.
-        rule: the rule, whose hyper-parameters may follow the number of replicas.
     """
 
     def __init__(self, aggregation: Aggregation, settings: Settings, replicas: Replicas) -> None:
         rule: Any = settings.rule  # typed as Any, since BMUFAdam has methods that Rule lacks
         self.rule = SizedRule(rule, settings.following_rule, replicas.site.make)
         averages, make = settings.averages, replicas.site.make
-        self._absent = rule.absent
+        self._absent, self._averages = rule.absent, dict(averages)
         self.aggregation = aggregation
-        self._averages = dict(averages)
-        self._devices = replicas.devices
-        self._site = replicas.site
-        self._name = replicas.site.name
+        self._site, self._name, self._devices = replicas.site, replicas.site.name, replicas.devices
         buckets = replicas.weights(0)
         moments = replicas.moments(0) if replicas.variables.moments else None
         self.bucket_sizes = [int(b.shape[0]) for b in buckets]
-        # The variables of the state, by label ("rule", "averages/NAME" or "moments"). For each
-        # label there is a list for every holder, with one State for each of the holder's parts.
+        # The variables of the state, by label ("rule", "averages/NAME" or "moments"), holder and
+        # bucket.
         self._states: dict[str, list[list[State]]] = {}
         for holder, device in enumerate(aggregation.holders):
             with tf.device(device):
@@ -112,9 +108,8 @@ class GlobalState:
     ) -> list[list[State]]:
         """Returns the moments for the next block, for each holder; nothing is written.
 
-        `first` and `second` have, for each holder, its parts of the means of the replicas' first
-        and second moments. The block that ends has `steps` minibatches, which are the fraction
-        `share` of a whole block, 0 < share ≤ 1. `iterations` is the local optimizers' step count.
+        `first` and `second` have, for each holder, its parts of the means of the replicas' moments.
+        For the other arguments see `BMUFAdam.update_moments`.
         """
         update = functools.partial(
             self.rule.present().update_moments,
@@ -137,7 +132,7 @@ class GlobalState:
         """Takes the rule's and the averages' steps on every local holder; nothing is written.
 
         `means` has, for each holder, its parts of the mean of the replicas' models, in the slice
-        `buckets` of all buckets. The block is the fraction `share` of a whole one, 0 < share ≤ 1.
+        `buckets` of all buckets. The block is the fraction `share` of a whole one.
         """
         labels = [f"averages/{label}" for label in self._averages]
         update = Update(buckets, [], {label: [] for label in ("rule", *labels)})
@@ -171,36 +166,31 @@ class GlobalState:
         replicas: int | tf.Tensor,
         share: tf.Tensor,
     ) -> list[tuple[list[State], tf.Tensor]]:
-        return [self._step(rule, *each, replicas, share) for each in before]
-
-    def _step(
-        self,
-        rule: Any,
-        state: State,
-        averaged: Sequence[State],
-        mean: tf.Tensor,
-        replicas: int | tf.Tensor,
-        share: tf.Tensor,
-    ) -> tuple[list[State], tf.Tensor]:
-        """Takes one bucket's step; returns the rule's and averages' states, and the broadcast."""
+        """Takes buckets' steps; returns the rule's and averages' states, and the broadcasts."""
         if isinstance(replicas, tf.Tensor):
-            replicas = tf.cast(replicas, mean.dtype)
-        # Most blocks are whole, so that `share` is 1. For these the rule is called without `share`,
-        # since it then needs fewer passes over the weights.
-        after = tf.cond(
-            share < 1.0,
-            lambda: rule.update(state, mean, replicas, share),
-            lambda: rule.update(state, mean, replicas),
-        )
-        broadcast = rule.broadcast(state, after)
-        # The averages are updated after the broadcast is computed, so that it can be sent
-        # meanwhile.
-        with tf.control_dependencies([broadcast]):
-            new = [
-                average.update(before, after.global_model, share)
-                for average, before in zip(self._averages.values(), averaged, strict=True)
-            ]
-        return [after, *new], broadcast
+            replicas = tf.cast(replicas, tf.float32)
+
+        def step(
+            state: State, averaged: Sequence[State], mean: tf.Tensor
+        ) -> tuple[list[State], tf.Tensor]:
+            # Most blocks are whole, so that `share` is 1. For these the rule is called without
+            # `share`, since it then needs fewer passes over the weights.
+            after = tf.cond(
+                share < 1.0,
+                lambda: rule.update(state, mean, replicas, share),
+                lambda: rule.update(state, mean, replicas),
+            )
+            broadcast = rule.broadcast(state, after)
+            # The averages are updated after the broadcast is computed, so that it can be sent
+            # meanwhile.
+            with tf.control_dependencies([broadcast]):
+                new = [
+                    average.update(before, after.global_model, share)
+                    for average, before in zip(self._averages.values(), averaged, strict=True)
+                ]
+            return [after, *new], broadcast
+
+        return [step(*each) for each in before]
 
     def _fused(self, steps: Callable[..., Nest], rule: Any, device: str) -> Callable[..., Nest]:
         """Returns `steps`, fused unless a rule or average is a user's: XLA may not compile it."""
@@ -320,7 +310,7 @@ class GlobalState:
         yield Slot("counter/is_new", Kind.SHARED, self.is_new, absent=False)
 
     def set_field(self, field: str, buckets: Sequence[tf.Tensor] | tf.Tensor) -> None:
-        """Sets a field from whole buckets; a scalar field from one number, or one per bucket."""
+        """Sets a field from whole buckets; a scalar one from one number, or one for each bucket."""
         self.is_new.assign(False)
         for cell in self.cells():
             if cell.field != field:
@@ -341,11 +331,7 @@ class GlobalState:
     def measured_from(
         self, received: Sequence[Sequence[tf.Tensor]], buckets: slice
     ) -> list[list[tf.Tensor]]:
-        """Returns for each holder its parts of the point to which the mean difference is added.
-
-        `received` has, for each holder, its parts of the point from which replicas measure their
-        differences (see `Rule.measured_from`). `buckets` is the slice of all buckets that is meant.
-        """
+        """Returns `Rule.measured_from` of each holder's parts of the points `received`."""
         return self._of_states("rule", self.rule.last().measured_from, received, buckets=buckets)
 
     def restart(self, *of_devices: Sequence[Buckets]) -> list[list[tf.Tensor]]:
@@ -365,10 +351,7 @@ class GlobalState:
         return restarted
 
     def broadcast_point(self) -> list[tf.Tensor]:
-        """Returns the buckets from which replicas that took no part in the last sync continue.
-
-        Every worker must call it.
-        """
+        """See `Synchronizer.broadcast_point`."""
         rule = self.rule.last()
         per_holder = self._of_states("rule", lambda state: rule.broadcast(state, state))
         return self.aggregation.spread(per_holder, f"{self._name}/broadcast point")[0]
@@ -400,10 +383,9 @@ class GlobalState:
         *arguments: Sequence[Sequence[tf.Tensor]],
         buckets: slice = ALL,
     ) -> list[list[Any]]:
-        """Returns, for each holder, the results of a function of each state of a label.
+        """Returns, for each holder, a function of each state of a label in a slice of the buckets.
 
-        The function is called with the state, and with one of each of the further `arguments`,
-        which are by holder and bucket, too. `buckets` is the slice of all buckets that is meant.
+        The function also gets one of each of the `arguments`, which are by holder and bucket, too.
         """
         results = []
         by_holder = zip(self.aggregation.holders, self._states[label], *arguments, strict=True)
@@ -420,7 +402,7 @@ class GlobalState:
 
 
 def _variables(state: State, name: str, make: MakeVariable) -> State:
-    """Returns a NamedTuple of variables with the values of the NamedTuple `state`."""
+    """Returns variables with the values of `state`."""
     return type(state)(
         *(
             make(tf.convert_to_tensor(value), f"{name}_{field}")
@@ -430,7 +412,7 @@ def _variables(state: State, name: str, make: MakeVariable) -> State:
 
 
 def _read(variables: State, after: tf.Tensor | None = None) -> State:
-    """Reads a NamedTuple of variables, once the tensor `after` is computed."""
+    """Reads variables, once the tensor `after` is computed."""
     with tf.control_dependencies([] if after is None else [after]):
         return type(variables)(*(v.read_value() for v in variables))
 

@@ -1,9 +1,7 @@
 """One sync as operations of a graph: reports, a decision, the exchange of weights, the commit.
 
-Every replica first sends a short *report* (samples since the last sync, whether it still has data,
-whether its weights are finite, its worker's request). All workers decide from the same table of
-reports: stop with an error, skip, or commit. Then they exchange the weights; those of a small model
-have come with the reports. No replica's weights change before every buffer has arrived.
+See docs/design.md, "A sync has two phases". No replica's weights change before every buffer has
+arrived.
 
 If the model is divided into fragments, each sync exchanges one fragment, and the fragments take
 turns. When no replica has data left, a sync exchanges all fragments.
@@ -118,7 +116,6 @@ class SyncGraph:
             return tf.identity(numbers)
 
     def _sync_step(self, running: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        """Runs a sync; returns whether no replica has data left, and why it is forbidden, or ""."""
         own, sent = [], []
         if self._with_reports is not None:
             own = self.replicas.weights(0)
@@ -133,7 +130,7 @@ class SyncGraph:
         """Averages and commits what the reports allow; then updates the counters.
 
         If an exchange fails, or the reports forbid the sync, the counters stay as they are.
-        `carried` are the weights that have travelled with the reports, as `_commit_now` takes them.
+        `carried`: see `_commit_now`.
         """
 
         def one(fragment: int) -> tf.Tensor:
@@ -243,7 +240,8 @@ class SyncGraph:
         self._distance.assign(distance)
         others = self.averaging.bytes_sent_of_others if self.whole else 0
         together = self._with_reports
-        sent = self.averaging.bytes_sent(fragment) if together is None else together.bytes_sent
+        wire = self.averaging.wire
+        sent = wire.bytes_sent(fragment) if together is None else together.bytes_sent
         self._bytes_sent.assign_add(float(sent + others))
         self.averaging.commit(arrival)
 

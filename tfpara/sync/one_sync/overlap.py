@@ -30,22 +30,15 @@ class Overlap:
         self._graph = graph
         self._overlap = overlap
         self._flight_in_graph = tf.function(self._fly_step, autograph=False)
-        layout = graph.replicas.layout
-        self.flight = Flight(
-            self._fly,
-            site.devices,
-            layout.bucket_sizes,
-            graph.consensus.columns.width,
-            site.make,
-        )
+        sizes, columns = graph.replicas.layout.bucket_sizes, graph.consensus.columns.width
+        self.flight = Flight(self._fly, site.devices, sizes, columns, site.make)
         self._land = not_inlined(self._land_step)
         self._merge = not_inlined(self._merge_step)
         self._start = not_inlined(self._start_step)
 
     def is_due(self, steps: tf.Tensor) -> tf.Tensor:
         """Returns whether `act` has something to do, `steps` steps after the last sync began."""
-        arrives, begins = self._due(steps)
-        return arrives | begins
+        return tf.logical_or(*self._due(steps))
 
     def act(self) -> None:
         """Merges a sync if that is due, then starts the next sync if that is due."""

@@ -66,11 +66,9 @@ class Replicated:
 class Sharded:
     """Every replica keeps 1/N of each bucket, on its own device: paper 000, section 3.2.
 
-    A sync is a reduce-scatter, the rule applied to the local parts, and an all-gather. Buckets are
-    padded with zeros to N equal parts. If the workers' numbers of devices differ, all workers have
-    equal parts, and each worker divides its part equally among its devices.
-
-    `unlike` are the workers' numbers of devices, if they differ; else it is empty.
+    Buckets are padded with zeros to N equal parts. If the workers' numbers of devices differ (they
+    are then `unlike`), all workers have equal parts, and each divides its part equally among its
+    devices.
     """
 
     def __init__(

@@ -1,7 +1,6 @@
 """The second phase of a sync: workers exchange weights and apply the rule and the averages.
 
-Nothing is written before everything has arrived: `exchange` returns an `Arrival`, which `commit`
-then writes.
+Nothing is written before everything has arrived: first an `exchange`, then its `commit`.
 """
 
 from __future__ import annotations
@@ -49,7 +48,6 @@ class Shares(NamedTuple):
 class Arrival(NamedTuple):
     """The result of an exchange, not written yet.
 
-    update: the step of the rule and the averages.
     received: for each device the buckets that the rule broadcast.
     means: for each holder its parts of the mean.
     writes: the wire's variables and their new values.
@@ -77,7 +75,7 @@ class Averaging:
 
     def __init__(self, replicas: Replicas, wire: PlainWire, global_state: GlobalState) -> None:
         self._replicas = replicas
-        self._wire = wire
+        self.wire = wire
         self._aggregation = global_state.aggregation
         self._collectives = replicas.site.collectives
         self._global = global_state
@@ -97,23 +95,19 @@ class Averaging:
         shares: Shares,
         means: list[list[tf.Tensor]] | None = None,
     ) -> Arrival:
-        """Averages a fragment and takes the global step; nothing is written.
+        """Averages a fragment of the `local` replicas' weights and takes the global step.
 
-        Args:
-            fragment: the number of the fragment.
-            local: each local replica's buckets of its weights.
-            shares: the shares of the local replicas.
-            means: each holder's parts of the mean; None: they are still to be exchanged.
+        `means` are each holder's parts of the mean; None: they are still to be exchanged.
         """
         buckets = self._replicas.layout.buckets[fragment]
         writes: Writes = []
         if means is None:
             with phase("reduce"):
-                means, writes = self._wire.gather(local, shares, fragment)
+                means, writes = self.wire.gather(local, shares, fragment)
         with phase("rule"):
             update = self._global.update(means, buckets, shares.of_block)
         with phase("reduce"):
-            received, more = self._wire.spread(update.broadcasts, fragment)
+            received, more = self.wire.spread(update.broadcasts, fragment)
         return Arrival(update, received, means, writes + more)
 
     def commit(self, arrival: Arrival) -> None:
@@ -123,7 +117,7 @@ class Averaging:
             variable.assign(value)
 
     def exchange_others(self, shares: Shares) -> list[tf.Tensor]:
-        """Returns buckets of the mean state minus `anchors`, and of the mean slots; writes none."""
+        """Returns buckets of the mean state minus `anchors`, and of the mean slots."""
         with phase("pack"):
             weighted = []
             for replica, device in enumerate(self._replicas.devices):
@@ -144,19 +138,12 @@ class Averaging:
         self._replicas.write_others(state, slots)
 
     def exchange_moments(self, shares: Shares, steps: tf.Tensor, iterations: tf.Tensor) -> Moments:
-        """Computes the local optimizers' moments for the next block; nothing is written.
+        """Computes the local optimizers' moments for the next block: `GlobalState.update_moments`.
 
-        `steps`, the length of the block, must be at least 1: an empty block has no mean gradient.
-        `iterations` is the local optimizers' step count.
+        `steps` must be at least 1: an empty block has no mean gradient.
         """
-        first, second = self.mean_moments(shares.portions)
-        kept = self._global.update_moments(
-            first,
-            second,
-            tf.cast(steps, tf.float32),
-            tf.cast(iterations, tf.float32),
-            shares.of_block,
-        )
+        means = self.mean_moments(shares.portions)
+        kept = self._global.update_moments(*means, steps, iterations, shares.of_block)
         spread = {
             field: self._aggregation.spread(
                 [[getattr(m, field) for m in parts] for parts in kept], f"{self._name}/{field}"
@@ -184,10 +171,7 @@ class Averaging:
         ]
 
     def start_moments(self) -> None:
-        """Sets the moments of all replicas to those with which the open block began.
-
-        Every worker must call it. Nothing happens if the rule filters no moments.
-        """
+        """Sets filtered moments of all replicas to those with which the open block began."""
         if self._replicas.variables.moments:
             for field in ("momentum", "velocity"):
                 buckets = self._global.whole(f"moments/{field}")
@@ -204,7 +188,7 @@ class Averaging:
         self._global.set_field("moments/equivalent_steps", tf.constant(0.0))
 
     def distance(self, fragment: int, local: Sequence[Buckets], arrival: Arrival) -> tf.Tensor:
-        """Returns the relative distance ‖w_i − w̄‖ / ‖w̄‖ of the local replicas, root mean square.
+        """Returns `SyncStatistics.distance`.
 
         If the global state is sharded, a replica's distance is that of the part which it holds, so
         that nothing more has to be sent.
@@ -220,10 +204,6 @@ class Averaging:
                     norms.append(2.0 * tf.nn.l2_loss(mean))
         return tf.sqrt(tf.add_n(squares) / tf.maximum(tf.add_n(norms), 1e-30))
 
-    def bytes_sent(self, fragment: int) -> int:
-        """Returns the number of bytes that this worker sends to others in a fragment's exchange."""
-        return self._wire.bytes_sent(fragment)
-
     @property
     def bytes_sent_of_others(self) -> int:
         """The number of bytes that this worker sends to others for state and slots."""
@@ -233,10 +213,7 @@ class Averaging:
 
 
 class PlainWire:
-    """The transport of a fragment's weights between devices and holders, as lists of buckets.
-
-    The weights are sent as they are, in float32. A subclass compresses them.
-    """
+    """The transport of a fragment's weights between devices and holders, in float32."""
 
     def __init__(self, aggregation: Aggregation, replicas: Replicas) -> None:
         self._aggregation = aggregation
@@ -284,7 +261,6 @@ class WithReports:
 
     Attributes:
         sizes: the lengths of the buckets, and of the zeros that are sent after them.
-        elements: the sum of `sizes`.
     """
 
     def __init__(self, replicas: Replicas) -> None:
