@@ -10,9 +10,9 @@ from tfpara.typing import Array
 
 
 class Counter:
-    """Elements of a variable that holds several counters: a scalar, or a vector of shape [n].
+    """One element of a variable that holds several counters, or, with `shape` [n], n of them.
 
-    `whole` is a float64 vector, exact for whole numbers up to 2^53; `dtype` is that of `read_value`.
+    The variable `whole` is a float64 vector, exact for whole numbers up to 2^53.
     """
 
     def __init__(

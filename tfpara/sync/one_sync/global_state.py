@@ -146,7 +146,7 @@ class GlobalState:
                 for mean, (kept, *of_averages) in zip(means[holder], of_holder, strict=True):
                     # The state is read after the bucket's mean has arrived. An earlier read would
                     # run during the exchange of the means, and take time from it.
-                    (state,) = self.rule.carried([_read(kept, after=mean)])
+                    state = self.rule.carried(_read(kept, after=mean))
                     before.append((state, [_read(each, after=mean) for each in of_averages], mean))
                 steps = self._fused(functools.partial(self._steps, rule), rule, device)
                 # With one replica nothing is sent, so a single function can take the steps of all

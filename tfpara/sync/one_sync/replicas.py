@@ -31,13 +31,10 @@ class Site(NamedTuple):
 
     name: prefix of the names of the model's exchanges; unique in a run, the same on every worker.
     num_replicas: N, over all workers, at the start of the run.
-    company: the workers that take part in the run.
     devices: one for each local replica, the lead device first.
     collectives: between the workers' lead devices, for the weights.
     reports: collectives between the workers' hosts, for the reports.
-    call_site: the place of this process in its script.
-    make: creates a plain variable, `make(initial_value, name)`, or `make(value, name, shape)` for
-        one whose shape may change.
+    make: see `tfpara.sync.tensorflow.variables.plain_variable`.
     period: a variable with the sync period in minibatches, for all models of the strategy.
     balance: the lengths of the workers' blocks; None: all blocks are as long as the sync period.
     """
@@ -82,7 +79,7 @@ class ReplicaVariables:
     """The variables that a sync reads and writes: for each, its component on each local device.
 
     weights: trainable variables, to which the rule is applied.
-    constraints: the Keras constraint of each weight, or None; empty if no weight has one.
+    constraints: the Keras constraint of each weight, or None.
     state: other float variables, such as batch-norm statistics, which are averaged without a rule.
     slots: the optimizers' slots that a sync resets or averages.
     slot_resets: values of the slots after a reset.
@@ -98,20 +95,20 @@ class ReplicaVariables:
 
     weights: Sequence[Sequence[tf.Variable]]
     weight_names: Sequence[str]
+    constraints: Sequence[Callable[[tf.Tensor], tf.Tensor] | None]
     state: Sequence[Sequence[tf.Variable]]
     state_names: Sequence[str]
     slots: Sequence[Sequence[tf.Variable]]
     slot_names: Sequence[str]
     slot_resets: Sequence[float]
-    local_state: str = "keep"
-    frozen: Sequence[Sequence[tf.Variable]] = ()
-    moments: Sequence[Sequence[Sequence[tf.Variable]]] = ()
-    counts: Sequence[Sequence[tf.Variable]] = ()
-    cycles: Sequence[int] = ()
-    counts_to_reset: Sequence[Sequence[tf.Variable]] = ()
-    cycles_to_reset: Sequence[int] = ()
-    rates: Sequence[Sequence[tf.Variable]] = ()
-    constraints: Sequence[Callable[[tf.Tensor], tf.Tensor] | None] = ()
+    local_state: str
+    frozen: Sequence[Sequence[tf.Variable]]
+    moments: Sequence[Sequence[Sequence[tf.Variable]]]
+    counts: Sequence[Sequence[tf.Variable]]
+    cycles: Sequence[int]
+    counts_to_reset: Sequence[Sequence[tf.Variable]]
+    cycles_to_reset: Sequence[int]
+    rates: Sequence[Sequence[tf.Variable]]
 
     def places(self) -> dict[int, tuple[str, int]]:
         """Returns (kind, number in its kind) by the `id` of each variable's first component."""
@@ -169,11 +166,9 @@ class Replicas:
             return self.layout.pack([v[replica] for v in own], fragment)
 
     def all_weights(self, fragment: int) -> list[list[tf.Tensor]]:
-        """Returns for each local replica the buckets of a fragment."""
         return [self.weights(replica, fragment) for replica in range(len(self.devices))]
 
     def moments(self, replica: int) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
-        """Returns the buckets of a replica's first and second moments."""
         with tf.device(self.devices[replica]):
             first, second = (
                 self.layout.pack([v[replica] for v in slots]) for slots in self.variables.moments
@@ -181,7 +176,6 @@ class Replicas:
         return first, second
 
     def write_counts(self, furthest: tf.Tensor) -> None:
-        """Sets the variables' `counts` to `furthest`."""
         for k, count in enumerate(self.variables.counts):
             cycle = self.variables.cycles[k]
             for component in count:
@@ -200,7 +194,6 @@ class Replicas:
             return [*moved, *self.slot_layout.pack([v[replica] for v in self.averaged_slots])]
 
     def _moved(self, replica: int, anchors: Buckets) -> list[tf.Tensor]:
-        """Returns the buckets of a replica's state minus `anchors`."""
         state = self.state_layout.pack([v[replica] for v in self.variables.state])
         return [_difference(s, a) for s, a in zip(state, anchors, strict=True)]
 
@@ -245,10 +238,7 @@ class Replicas:
                 assign_on(replica, slots, self.layout.unpack(buckets))
 
     def write_others(self, state: Buckets, slots: Buckets) -> None:
-        """Writes the same state and averaged slots on all devices.
-
-        With local_state="reset" it also resets the slots.
-        """
+        """Writes the same state and averaged slots on all devices; resets slots if they are."""
         for layout, buckets, variables in (
             (self.state_layout, state, self.variables.state),
             (self.slot_layout, slots, self.averaged_slots),
@@ -273,15 +263,15 @@ class Replicas:
 
             w_i ← w_0 + Σ_j (n_j / Σ_k n_k) (w_j − w_0),  then the weight's constraint
 
-        n_i, in `samples`, is what replica i has trained since the replicas were last equal: the sum
-        of its minibatches' weights. If all n_i are 0, nothing changes.
+        n_i, in `samples`, is the sum of the weights of replica i's minibatches since the replicas
+        were last equal. If all n_i are 0, nothing changes.
         """
         total = tf.reduce_sum(samples)
         shares = tf.unstack(tf.cast(tf.math.divide_no_nan(samples, total), tf.float32))
-        weights, state = self.variables.weights, self.variables.state
-        constraints = self.variables.constraints or [None] * len(weights)
-        kinds = [(v, tf.subtract, c) for v, c in zip(weights, constraints, strict=True)]
-        kinds += [(v, _difference, None) for v in state]
+        variables = self.variables
+        weights = zip(variables.weights, variables.constraints, strict=True)
+        kinds = [(v, tf.subtract, constraint) for v, constraint in weights]
+        kinds += [(v, _difference, None) for v in variables.state]
         for variable, minus, constraint in kinds:
             with tf.device(self.devices[0]):
                 values = [tf.cast(component, tf.float32) for component in variable]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
@@ -24,9 +24,8 @@ class SizedRule:
     If hyper-parameters follow that number (`Elastic.rule_follows`), the values that `Rule.resolve`
     gives for N are variables, in two versions. The *present* values, for the present N, are used in
     the next global step. The *last* values were used in the last global step, and give the point
-    from which the replicas started the block. When a sync commits, it copies the present values to
-    the last ones, so a state always has the values that belong to it. If hyper-parameters do not
-    follow N, both versions are the rule itself.
+    from which the replicas started the block. If hyper-parameters do not follow N, both versions
+    are the rule itself.
 
     Args:
         rule: the result of `resolve` for the number of replicas at the start.
@@ -64,12 +63,9 @@ class SizedRule:
             object.__setattr__(rule, name, variable.read_value())
         return rule
 
-    def carried(self, states: Sequence[State]) -> list[State]:
-        """Returns the states after the last step, converted for the rule `present`."""
-        if not self._present:
-            return list(states)
-        present, last = self.present(), self.last()
-        return [present.carry(state, last) for state in states]
+    def carried(self, state: State) -> State:
+        """Returns a state after the last step, converted for the rule `present`."""
+        return self.present().carry(state, self.last()) if self._present else state
 
     def commit(self) -> None:
         """Notes that a step was taken with the present hyper-parameters."""

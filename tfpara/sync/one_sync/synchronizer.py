@@ -30,9 +30,9 @@ class Synchronizer:
         # model's variables; else None.
         self._own: list[list[tf.Tensor]] | None = None
         self._shown: str | None = None  # inside the context of `showing`: the name given to it
-        # These two are used if the global model is in parts on several workers. `_gathered` is the
-        # chief's copy of the whole model, as buckets in the host's memory. `_gathered_at` is the
-        # number of syncs when the copy was made; -1: there is no copy, or it is out of date.
+        # These two are used if the global model is in parts on several workers: the chief's copy of
+        # the whole model, as buckets in the host's memory, and the number of syncs when it was
+        # made; -1: there is no copy, or it is out of date.
         self._gathered: list[tf.Tensor] = []
         self._gathered_at = -1
         self._places = variables.places()
@@ -56,10 +56,8 @@ class Synchronizer:
     ) -> tf.Tensor:
         """Counts a minibatch of each local replica; returns whether `act` has something to do.
 
-        Args:
-            samples: number of samples that each local replica has just processed.
-            weights: weight of each of these minibatches in the mean of the replicas.
-            nonfinite: whether each was left out for NaN or Inf; empty: none is ever left out.
+        Given are each minibatch's number of samples, its weight in the mean of the replicas, and
+        whether it was left out for NaN or Inf; `nonfinite` is empty if none is ever left out.
         """
         # The host decides by the result whether to call `act`. If a GPU computed the result, the
         # host would have to wait for the GPU in every step.
@@ -80,7 +78,7 @@ class Synchronizer:
             if self._overlap is not None:
                 due = self._overlap.is_due(steps)
             else:
-                due = self._ends_block(steps)
+                due = steps >= self.graph.block.due()
             if self._device_period is not None:
                 self._device_samples.assign_add(tf.stack(counts))
                 due |= self._device_steps.assign_add(1) >= self._device_period
@@ -94,10 +92,7 @@ class Synchronizer:
             where(due, self._average_devices_if_due)
 
     def act(self) -> None:
-        """Averages the local replicas if that is due; syncs all replicas if that is due.
-
-        To be called if `count` says that something is due.
-        """
+        """Averages the local replicas if that is due; syncs all replicas if that is due."""
         with tf.device("CPU:0"):
             if self._device_period is not None:
                 self._average_devices_if_due()
@@ -106,11 +101,8 @@ class Synchronizer:
             elif self._device_period is None:
                 self.graph.sync(tf.constant(True))  # nothing else can be due
             else:
-                due = self._ends_block(self.graph.block.steps.read_value())
+                due = self.graph.block.steps.read_value() >= self.graph.block.due()
                 where(due, lambda: self.graph.sync(tf.constant(True)))
-
-    def _ends_block(self, steps: tf.Tensor) -> tf.Tensor:
-        return steps >= self.graph.block.due()
 
     def _average_devices_if_due(self) -> None:
         with tf.device("CPU:0"):
@@ -142,11 +134,8 @@ class Synchronizer:
     def meet(self, number: float) -> list[float]:
         """Exchanges a number between all workers; returns the numbers by rank.
 
-        Every worker must call it. The call first waits for a sync in flight.
-
-        Raises:
-            tf.errors.InvalidArgumentError: on every worker, if some worker has come to a different
-                exchange, such as a sync.
+        The call first waits for a sync in flight. It raises InvalidArgumentError on every worker if
+        some worker has come to a different exchange, such as a sync.
         """
         self.land()
         with self._watched():
@@ -314,13 +303,14 @@ class Synchronizer:
     @contextlib.contextmanager
     def _holding(self, per_device: Sequence[Sequence[tf.Tensor]]) -> Iterator[None]:
         """Puts weights into the variables for a while; `per_device` has a list for each device."""
-        held, outer = self.local_weights(), self._own
+        weights, outer = self._variables.weights, self._own
+        held = [[tf.identity(v[k]) for v in weights] for k in range(len(self._site.devices))]
         try:
             self._own = held if outer is None else outer
-            self.set_weights(per_device)
+            assign(weights, per_device)
             yield
         finally:
-            self.set_weights(held)
+            assign(weights, held)
             self._own = outer
 
     # -- the global model in files -----------------------------------------------------------
@@ -392,23 +382,9 @@ class Synchronizer:
         self._gathered_at = self.graph.statistics().syncs
 
     def was_put_back(self) -> None:
-        """Notes that the state of an earlier point of the run was restored.
-
-        Every worker must call it, while the block is closed.
-        """
+        """Notes that the state of an earlier point of the run was restored."""
         self._gathered_at = -1
         self._gather()
-
-    def local_weights(self) -> list[list[tf.Tensor]]:
-        """Returns copies of the weights in the model's variables, one list for each device."""
-        return [
-            [tf.identity(v[replica]) for v in self._variables.weights]
-            for replica in range(len(self._site.devices))
-        ]
-
-    def set_weights(self, per_device: Sequence[Sequence[tf.Tensor]]) -> None:
-        """Writes weights to the model's variables, from one list for each device."""
-        assign(self._variables.weights, per_device)
 
     def restart(self, tensors: Sequence[tf.Tensor], state: Sequence[tf.Tensor]) -> None:
         """Sets all replicas to these weights and state; momentum and averages restart from them.
@@ -455,7 +431,7 @@ class Synchronizer:
         worker must call it.
         """
         graph, count = self.graph, len(self._site.devices)
-        self.set_weights([graph.replicas.constrained(weights)] * count)
+        assign(self._variables.weights, [graph.replicas.constrained(weights)] * count)
         graph.averaging.start_moments()
         if graph.compressed is not None:
             # The next sync sends how far the weights are from these points.

@@ -44,7 +44,7 @@ def test_block_momentum_that_follows_the_replicas(sizes, zeta, nesterov, warmup)
     for blocks, size in enumerate(sizes):
         average = np.float32(began + draws.normal(size=2))
         rule.change(size)
-        (before,) = rule.carried([state])
+        before = rule.carried(state)
         present = rule.present()
         state = present.update(before, tf.constant(average), float(size))
         sent = present.broadcast(before, state)
