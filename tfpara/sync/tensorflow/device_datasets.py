@@ -37,7 +37,7 @@ def iterator_over(data: Any, begin: Callable[[], Iterator[Nest]]) -> Iterator[Ne
     with tf.device(data._input_workers.worker_devices[0]):
         iterator = iter(dataset)
     if tf.executing_eagerly():
-        _plain_iterators[iterator] = os.getpid(), dataset
+        _iterators[iterator] = os.getpid(), dataset
     return iterator
 
 
@@ -104,14 +104,8 @@ def _shared(
     def make() -> Any:
         # The constructor looks this name up.
         with attributes(_multi_device, _PerDeviceGenerator=_Generator):
-            return _Generator(
-                shard_num,
-                resource,
-                incarnation_id,
-                source_device,
-                element_spec,
-                iterator_is_anonymous=iterator_is_anonymous,
-            )
+            args = shard_num, resource, incarnation_id, source_device, element_spec
+            return _Generator(*args, iterator_is_anonymous=iterator_is_anonymous)
 
     if not tf.executing_eagerly():
         return make()
@@ -157,26 +151,11 @@ class _OwningIterator(_multi_device.OwnedMultiDeviceIterator):
         super().__init__(made, *args, **kwargs)
         self._kept = made  # set after the iterator's attributes, to be deleted after them
         if made is not None and tf.executing_eagerly():
-            self._process = os.getpid()
-            _open_iterators.add(self)
-
-    def end(self) -> None:
-        """Ends the thread that reads ahead, by giving the iterator a dataset without elements."""
-        if self._kept is None or self._process != os.getpid():
-            return  # a forked process has no such thread
-        with tf.device(self._source_device):
-            tf.raw_ops.MultiDeviceIteratorInit(
-                dataset=self._kept.with_its_options.take(0)._variant_tensor,
-                multi_device_iterator=self._multi_device_iterator_resource,
-                max_buffer_size=1,
-            )
+            _iterators[self] = os.getpid(), made
 
 
-_open_iterators: weakref.WeakSet[_OwningIterator] = weakref.WeakSet()
-# Iterators over the data of a single device. For each: the id of the process that made it, and the
-# dataset that it reads.
-_plain_iterators: weakref.WeakKeyDictionary[Any, tuple[int, tf.data.Dataset]]
-_plain_iterators = weakref.WeakKeyDictionary()
+# For each iterator the id of the process that made it, and the dataset that it reads.
+_iterators: weakref.WeakKeyDictionary[Any, tuple[int, Any]] = weakref.WeakKeyDictionary()
 
 
 def _end_iterators() -> None:
@@ -186,22 +165,29 @@ def _end_iterators() -> None:
     then the thread that reads ahead can call no generator any more, but the end of the iterator
     waits for this thread.
     """
-    for iterator in list(_open_iterators):
-        with contextlib.suppress(tf.errors.OpError):
-            iterator.end()
-    for iterator, (process, dataset) in list(_plain_iterators.items()):
-        if process == os.getpid():
+    for iterator, (process, dataset) in list(_iterators.items()):
+        if process == os.getpid():  # a forked process has no thread that reads ahead
             with contextlib.suppress(tf.errors.OpError):
-                tf.raw_ops.MakeIterator(
-                    dataset=dataset.take(0)._variant_tensor, iterator=iterator._iterator_resource
-                )
+                _give_no_elements(iterator, dataset)
+
+
+def _give_no_elements(iterator: Any, dataset: Any) -> None:
+    if not isinstance(iterator, _OwningIterator):
+        none = dataset.take(0)._variant_tensor
+        tf.raw_ops.MakeIterator(dataset=none, iterator=iterator._iterator_resource)
+        return
+    with tf.device(iterator._source_device):
+        tf.raw_ops.MultiDeviceIteratorInit(
+            dataset=dataset.with_its_options.take(0)._variant_tensor,
+            multi_device_iterator=iterator._multi_device_iterator_resource,
+            max_buffer_size=1,
+        )
 
 
 def _forget_iterators(orderly: bool) -> None:
     """Forgets the iterators of a process that ends at once, without waiting for a generator."""
     del orderly
-    _open_iterators.clear()
-    _plain_iterators.clear()
+    _iterators.clear()
 
 
 atexit.register(_end_iterators)
