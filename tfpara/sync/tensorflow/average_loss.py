@@ -24,12 +24,7 @@ from tfpara.typing import Scalar
 def install() -> None:
     """Replaces both functions of TensorFlow; a second call changes nothing."""
     average, scale = tf.nn.compute_average_loss, tf.nn.scale_regularization_loss
-    for module in (tf.nn, tf.compat.v2.nn):
-        module.compute_average_loss = _averaging(average)
-        module.scale_regularization_loss = _scaling(scale)
 
-
-def _averaging(average: Callable[..., tf.Tensor]) -> Callable[..., tf.Tensor]:
     @functools.wraps(average, updated=())
     @tf.autograph.experimental.do_not_convert
     def averaging(
@@ -50,10 +45,6 @@ def _averaging(average: Callable[..., tf.Tensor]) -> Callable[..., tf.Tensor]:
         # own samples.
         return _share(average(per_example_loss, sample_weight), replicas)
 
-    return averaging
-
-
-def _scaling(scale: Callable[..., tf.Tensor]) -> Callable[..., tf.Tensor]:
     @functools.wraps(scale, updated=())
     @tf.autograph.experimental.do_not_convert
     def scaling(regularization_loss: tf.Tensor) -> tf.Tensor:
@@ -61,7 +52,9 @@ def _scaling(scale: Callable[..., tf.Tensor]) -> Callable[..., tf.Tensor]:
         loss = scale(regularization_loss)
         return loss if replicas is None else _share(loss, replicas)
 
-    return scaling
+    for module in (tf.nn, tf.compat.v2.nn):
+        module.compute_average_loss = averaging
+        module.scale_regularization_loss = scaling
 
 
 def _replicas() -> int | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 from collections.abc import Sequence
 
 import tensorflow as tf
@@ -12,14 +11,13 @@ import tensorflow as tf
 from tfpara.cluster import cuda
 
 _log = logging.getLogger(__name__)
-_TASK = re.compile(r"/job:(\w+)(?:/replica:\d+)?/task:(\d+)")
 # If a function spans more devices than this, TensorFlow prepares it in its threads for operations,
 # and not in the thread that calls the function.
 _MANY_DEVICES = 8
 
 
 def named_devices(devices: object) -> list[str]:
-    """Returns a worker's devices, for None `default_devices`; raises TypeError if it is no list."""
+    """Returns a worker's devices; TypeError: they are no list."""
     if devices is None:
         return default_devices()
     if isinstance(devices, list | tuple) and all(isinstance(name, str) for name in devices):
@@ -33,8 +31,7 @@ def named_devices(devices: object) -> list[str]:
 def default_devices() -> list[str]:
     """Returns all logical GPUs of this process, else its first CPU device.
 
-    The function works before TensorFlow has started, too. The devices of other processes, which
-    TensorFlow may list, make no difference.
+    The function works before TensorFlow has started, too.
     """
     return [f"GPU:{number}" for number in range(len(cards_of_gpus()))] or ["CPU:0"]
 
@@ -49,18 +46,16 @@ def cards_of_gpus() -> list[int]:
 
 
 def checked_devices(wanted: Sequence[str], listed: Sequence[str], worker: str) -> list[str]:
-    """Returns the full names of a worker's devices.
+    """Returns the full names of a worker's devices; ValueError: this process lacks one of them.
 
     Args:
         wanted: the devices, such as "GPU:0".
         listed: all logical devices that TensorFlow lists, maybe of all processes.
         worker: this worker's device name, such as "/job:worker/task:1"; "" if it is alone.
-
-    Raises:
-        ValueError: `wanted` is empty, or this process lacks one of these devices.
     """
-    own = [name for name in listed if not worker or _task(name) == _task(worker)]
-    available = [name.split("device:")[-1] for name in own]
+    here, specs = tf.DeviceSpec.from_string(worker), map(tf.DeviceSpec.from_string, listed)
+    own = [s for s in specs if not worker or (s.job, s.task) == (here.job, here.task)]
+    available = [f"{s.device_type}:{s.device_index}" for s in own]
     if not wanted or any(device.upper() not in available for device in wanted):
         raise ValueError(
             f"devices={list(wanted)!r}: this process has {available}. Logical "
@@ -69,16 +64,10 @@ def checked_devices(wanted: Sequence[str], listed: Sequence[str], worker: str) -
     return [f"{worker}/device:{device.upper()}" for device in wanted]
 
 
-def _task(device: str) -> tuple[str, ...]:
-    found = _TASK.match(device)
-    return found.groups() if found else ()
-
-
 def card_of(gpu: str) -> str | None:
-    """Returns an identifier of a logical GPU's card, unique among all machines.
+    """Returns an identifier of the card of a logical GPU, such as "GPU:0", unique in the world.
 
-    It is None if CUDA's driver does not tell the card. `gpu` is the name of a device, which ends
-    with "GPU:" and the number of the logical GPU.
+    It is None if CUDA's driver does not tell the card.
     """
     return cuda.identifier(cards_of_gpus()[int(gpu.rpartition(":")[2])])
 
@@ -89,9 +78,6 @@ def check_threads(devices: int) -> None:
     The training step calls the sync, a function that spans all devices. The step runs in one of
     TensorFlow's threads for operations, and waits there while TensorFlow prepares the sync in
     threads of the same pool. With one thread the step would wait for itself for ever.
-
-    Raises:
-        RuntimeError: TensorFlow has already started with one thread.
     """
     if devices <= _MANY_DEVICES or _threads() > 1:
         return
