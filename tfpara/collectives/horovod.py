@@ -129,8 +129,7 @@ class HorovodCollectives:
     def __init__(
         self, size: int, rank: int, device: str, timeout_seconds: float, group: int = 0
     ) -> None:
-        self.size = size
-        self.rank = rank
+        self.size, self.rank = size, rank
         self._hvd = load()
         on_gpu = "GPU" in device.upper()
         self._by_nccl = on_gpu and self._hvd.nccl_built()
@@ -142,8 +141,7 @@ class HorovodCollectives:
         # sent.
         longest = 1 if self._hvd.gloo_enabled() else 2
         self.scatters_well = self._by_nccl or size <= longest
-        self._timeout = float(timeout_seconds)
-        self._group = group
+        self._timeout, self._group = float(timeout_seconds), group
         self._functions: dict[Hashable, Callable[[Nest], Nest]] = {}
 
     @_operation
@@ -209,8 +207,8 @@ class HorovodCollectives:
         a training step. A worker in such a sync and one in a sync that Python code calls would then
         wait for each other forever. In a function that is not inlined an operation keeps its name.
         """
-        node = ".".join(map(str, ("tfpara", self._group, *name))).replace("/", ".")
-        node = node.replace(" ", "_")
+        node = ".".join(map(str, ("tfpara", self._group, *name)))
+        node = node.replace("/", ".").replace(" ", "_")
 
         def run(tensor: tf.Tensor) -> tf.Tensor:
             with tf.device(self._device):
@@ -220,8 +218,6 @@ class HorovodCollectives:
         return tf.function(run, autograph=False, experimental_attributes=attributes)(buffer)
 
     def _function(self, operation: Callable[..., Nest], value: Nest, name: str) -> Nest:
-        """Returns a concrete function for tensors of any shapes."""
-
         def run(*tensors: tf.Tensor) -> Nest:
             with tf.device(self._device):
                 return operation(self, tf.nest.pack_sequence_as(value, tensors), name)

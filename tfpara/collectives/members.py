@@ -15,11 +15,10 @@ _LARGEST_KEY = 0x7FFFFFFF
 
 
 def order_of(tasks: Sequence[str]) -> list[int]:
-    """Returns the ranks of all workers, in the order that TensorFlow gives a group of workers.
+    """Returns the ranks of all workers in TensorFlow's order, that of the rows of its collectives.
 
-    TensorFlow orders the members of a group by the text of their tasks' names, so task 10 comes
-    before task 2. The rows of its all-gathers and all-to-alls have this order. `tasks` has the
-    names, such as "/job:worker/task:10", by rank.
+    TensorFlow orders a group by the text of its tasks' names, such as "/job:worker/task:10", so
+    task 10 comes before task 2. `tasks` has the names by rank.
     """
     return sorted(range(len(tasks)), key=tasks.__getitem__)
 

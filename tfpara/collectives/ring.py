@@ -58,8 +58,7 @@ class TensorFlowCollectives:
         # None if TensorFlow orders the workers by rank; then nothing is sorted.
         self._order = None if order == list(range(len(tasks))) else order
         self._waiting = waiting
-        self._device = device
-        self._timeout = float(timeout_seconds)
+        self._device, self._timeout = device, float(timeout_seconds)
         self._communication = communication.lower()
         self._group_key = _GROUP_KEY + group
         self._names: dict[int, str] = {}  # names of the operations so far, by key
@@ -92,12 +91,12 @@ class TensorFlowCollectives:
         with self._place():
             return [
                 tf.raw_ops.CollectiveReduceV2(
-                    input=buffer,
+                    input=b,
                     merge_op="Add",
                     final_op="Id",
-                    **self._attributes(f"reduce/{name}/{index}", buffer),
+                    **self._attributes(f"reduce/{name}/{k}", b),
                 )
-                for index, buffer in enumerate(buffers)
+                for k, b in enumerate(buffers)
             ]
 
     def reduce_scatter(self, buffers: Sequence[tf.Tensor], name: str) -> list[tf.Tensor]:
@@ -111,10 +110,7 @@ class TensorFlowCollectives:
         rows = self._ordered(tf.reshape(buffer, [self.size, -1]))
         if self._by_nccl:
             part = tf.raw_ops.CollectiveReduceScatterV2(
-                input=rows,
-                merge_op="Add",
-                final_op="Id",
-                **self._attributes(name, rows),
+                input=rows, merge_op="Add", final_op="Id", **self._attributes(name, rows)
             )
             return tf.reshape(part, [-1])
         # TensorFlow has a reduce-scatter for NCCL alone. An all-to-all with a local sum does the
@@ -127,17 +123,13 @@ class TensorFlowCollectives:
 
     def _all_to_all(self, rows: tf.Tensor, name: str) -> tf.Tensor:
         """Sends and returns rows in TensorFlow's order of the workers."""
-        return tf.raw_ops.CollectiveAllToAllV2(
-            input=rows,
-            **self._attributes(f"all to all/{name}", rows),
-        )
+        attributes = self._attributes(f"all to all/{name}", rows)
+        return tf.raw_ops.CollectiveAllToAllV2(input=rows, **attributes)
 
     def all_gather(self, buffer: tf.Tensor, name: str) -> tf.Tensor:
         with self._place():
-            gathered = tf.raw_ops.CollectiveGatherV2(
-                input=buffer[tf.newaxis],
-                **self._attributes(f"gather/{name}", buffer),
-            )
+            attributes = self._attributes(f"gather/{name}", buffer)
+            gathered = tf.raw_ops.CollectiveGatherV2(input=buffer[tf.newaxis], **attributes)
             gathered.set_shape([None if self._members else self.size, *buffer.shape])
             return self._by_rank(gathered)
 
@@ -157,31 +149,22 @@ class TensorFlowCollectives:
     def barrier(self, name: str) -> None:
         self.all_gather(tf.zeros([1]), f"barrier/{name}")
 
-    def _order_now(self) -> tf.Tensor | list[int] | None:
-        """Returns the ranks in TensorFlow's order of the workers; None if this is also by rank."""
-        return self._members.order() if self._members else self._order
-
     def _ordered(self, rows: tf.Tensor) -> tf.Tensor:
         """Sorts rows from rank order to TensorFlow's order of the workers."""
-        order = self._order_now()
+        order = self._members.order() if self._members else self._order
         return rows if order is None else tf.gather(rows, order)
 
     def _by_rank(self, rows: tf.Tensor) -> tf.Tensor:
         """Sorts rows from TensorFlow's order of the workers to rank order."""
-        order = self._order_now()
+        order = self._members.order() if self._members else self._order
         return rows if order is None else tf.gather(rows, tf.math.invert_permutation(order))
 
     @contextlib.contextmanager
     def _place(self) -> Iterator[None]:
         """A context on the device and, for an eager operation, in the caller's `waiting`."""
-        watched = self._watched
+        watched = self._waiting if tf.executing_eagerly() else None
         with tf.device(self._device), watched() if watched else contextlib.nullcontext():
             yield
-
-    @property
-    def _watched(self) -> Callable[[], AbstractContextManager[None]] | None:
-        """The caller's `waiting` for an eager operation, else None."""
-        return self._waiting if tf.executing_eagerly() else None
 
     def _attributes(self, name: str, buffer: tf.Tensor) -> dict:
         token = self._shared_token
@@ -194,16 +177,13 @@ class TensorFlowCollectives:
     def _keys(self, name: str, buffer: tf.Tensor) -> dict:
         key = self._key(f"{name}/{buffer.dtype.name}{buffer.shape}")
         if self._members is None:
-            keys = {
-                "group_size": tf.constant(self.size),
-                "group_key": tf.constant(self._group_key),
-                "instance_key": tf.constant(key),
-            }
+            numbers = {"group_size": self.size, "group_key": self._group_key, "instance_key": key}
+            keys = {name: tf.constant(number) for name, number in numbers.items()}
         else:
             keys = self._members.keys(self._group_key, key)
         return keys | {
             "communication_hint": self._communication,
-            "timeout_seconds": 0.0 if self._watched else self._timeout,
+            "timeout_seconds": 0.0 if self._waiting and tf.executing_eagerly() else self._timeout,
         }
 
     def _key(self, name: str) -> int:
