@@ -70,11 +70,8 @@ class RunSteps:
         models: TrainedModels,
         guard: Guard | None,
     ) -> None:
-        self._strategy = strategy
-        self._local_results = strategy.experimental_local_results
-        self._settings = settings
-        self._models = models
-        self.guard = guard
+        self._strategy, self._local_results = strategy, strategy.experimental_local_results
+        self._settings, self._models, self.guard = settings, models, guard
         self.minibatch_weight: Callable[..., Scalar] | None = None
         self.trace = StepTrace()
         self._left: list[tuple[tf.Tensor, Callable[[], None]]] | None = None
@@ -95,18 +92,13 @@ class RunSteps:
     ) -> Nest:
         """Runs `fn` on every local replica; counts a step if `fn` takes an optimizer step.
 
-        Args:
-            run: TensorFlow's method `run`.
-            fn: the function of a replica's step.
-            args: the arguments of `fn`, with a component for each local replica.
-            kwargs: the named arguments of `fn`; None: there are none.
-            check: called as `check(model, strategy)` if the model had no synchronizer before its
-                step.
+        `run` is TensorFlow's method, with its arguments. `check(model, strategy)` is called if the
+        model had no synchronizer before its step.
         """
         if _PREDICTS.get():
             return self._predicted(run, fn, args, kwargs, options)
-        models = self._models
-        if tf.executing_eagerly() and models.for_step(fn) is None:
+        models, eager = self._models, tf.executing_eagerly()
+        if eager and models.for_step(fn) is None:
             model = models.model_of(fn)
             if _is_train_step(fn) or (model is models.tracked and _has_weights(model)):
                 # The synchronizer is made before the step runs, so that it starts from the present
@@ -114,7 +106,7 @@ class RunSteps:
                 models.make(model)
         # If `fn` was traced in an earlier call, `trace` stays empty. Then only the step counts of
         # optimizers show that `fn` takes steps.
-        counts = self.step_counts() if tf.executing_eagerly() else []
+        counts = self.step_counts() if eager else []
         trace = self.trace = StepTrace()
         outputs = run(skip_empty(self._guarded(fn)), args, kwargs, options)
         locals_ = self._local_results((args, kwargs or {}))
@@ -123,9 +115,7 @@ class RunSteps:
             outputs = self.of_those_that_stepped(outputs, samples)
         self._stepping.update((id(each), each) for each in trace.optimizers)
         nonfinite = [] if self.guard is None else self.guard.taken()
-        stepped = bool(trace.written) or (
-            tf.executing_eagerly() and (self.have_stepped(counts) or any(nonfinite))
-        )
+        stepped = trace.written or (eager and (self.step_counts() != counts or any(nonfinite)))
         if not stepped and not _is_train_step(fn):
             return outputs
         self.check_optimizers(models.model_of(fn), trace.optimizers)
@@ -137,7 +127,7 @@ class RunSteps:
             with _outside_of_traces():
                 synchronizer = models.make(models.model_of(fn))
             check(models.model_of(fn), self._strategy)
-        if not tf.executing_eagerly() and not _is_step_of_keras(fn):
+        if not eager and not _is_step_of_keras(fn):
             self._in_loops.add(synchronizer)
         self.check_written(synchronizer, trace.written)
         self._models.company.check_in_fit()
@@ -154,20 +144,15 @@ class RunSteps:
         return outputs
 
     def _predicted(
-        self,
-        run: Callable[..., Nest],
-        fn: Callable[..., Nest],
-        args: Nest,
-        kwargs: Nest,
-        options: object,
+        self, run: Callable[..., Nest], fn: Callable[..., Nest], args: Nest, *others: Any
     ) -> Nest:
         """Returns the predictions of all rows, each row once."""
-        leaves = tf.nest.flatten((args, kwargs))
+        leaves = tf.nest.flatten((args, others))
         if not any(isinstance(leaf, tf.distribute.DistributedValues) for leaf in leaves):
             # `predict_on_batch` gives all rows to every replica.
-            outputs = run(fn, args, kwargs, options)
+            outputs = run(fn, args, *others)
             return tf.nest.map_structure(lambda leaf: self._local_results(leaf)[0], outputs)
-        return run(_of_a_row_if_empty(fn), args, kwargs, options)
+        return run(_of_a_row_if_empty(fn), args, *others)
 
     def _guarded(self, fn: Callable[..., Nest]) -> Callable[..., Nest]:
         """Returns `fn`, guarded against NaN and Inf if there is a guard and `fn` trains a model."""
@@ -249,11 +234,6 @@ class RunSteps:
 
         return [(optimizer, count(optimizer)) for optimizer in list(self._stepping.values())]
 
-    def have_stepped(self, counts: Sequence[tuple[keras.optimizers.Optimizer, int]]) -> bool:
-        """Returns whether any optimizer has taken a step since `step_counts` returned `counts`."""
-        before = {id(optimizer): steps for optimizer, steps in counts}
-        return any(before.get(id(each)) != steps for each, steps in self.step_counts())
-
     def optimizers_of(self, model: keras.Model) -> list[keras.optimizers.Optimizer]:
         """Returns the optimizers that have taken steps on weights of a model."""
         own = {id(variable) for variable in model.trainable_variables}
@@ -274,9 +254,8 @@ class RunSteps:
             check_optimizers_known(model, used, 'nonfinite="skip"')
         if settings.slots_at_sync == "keep" and not hasattr(settings.rule, "check_optimizer"):
             return
-        setting = (
-            "" if settings.local_state == "keep" else f", local_state={settings.local_state!r}"
-        )
+        local_state = settings.local_state
+        setting = "" if local_state == "keep" else f", local_state={local_state!r}"
         # The message has the class name of the rule, not its repr. The repr of the rule `Outer`
         # reads a Keras optimizer, which is not possible in a graph.
         check_optimizers_known(model, used, f"{type(settings.rule).__name__}{setting}")

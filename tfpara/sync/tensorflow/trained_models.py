@@ -48,7 +48,6 @@ class _Trained:
     Attributes:
         model: returns the model; None once Python has collected it.
         identity: what `_identity` returned for the model when its synchronizer was made.
-        synchronizer: its synchronizer.
         weights: by `id`, the components on the first device of all weights, also of frozen ones.
     """
 
@@ -62,7 +61,6 @@ class TrainedModels:
     """The models that were trained, in the order of their first steps, the same on all workers.
 
     Attributes:
-        company: the workers that train.
         rule: the rule of the model whose synchronizer was made last.
         tracked: the model, or group of models, that `track` has named for a custom loop; else None.
         blocks_closed: how often Python code has closed the blocks; the same on all workers.
@@ -78,14 +76,9 @@ class TrainedModels:
         notes: Notes,
         balance: Balance | None,
     ) -> None:
-        self._strategy = strategy
-        self.settings = settings
-        self._worker = worker
-        self._call_site = worker.call_site
-        self._links = links
-        self._momentum = momentum
-        self._notes, self._balance = notes, balance
-        self.company = worker.company
+        self._strategy, self.settings, self._links = strategy, settings, links
+        self._worker, self._call_site, self.company = worker, worker.call_site, worker.company
+        self._momentum, self._notes, self._balance = momentum, notes, balance
         self.rule: Rule = settings.rule
         self.tracked: keras.Model | None = None
         self.blocks_closed = 0
@@ -141,23 +134,18 @@ class TrainedModels:
         return owner if isinstance(owner, keras.Model) else self.tracked
 
     def for_step(self, fn: Callable[..., Nest]) -> Synchronizer | None:
-        """Returns the synchronizer of the model whose step `fn` is.
-
-        It is None if the model has none, or was compiled anew or changed since that was made.
-        """
-        model = self.model_of(fn)
-        trained = self._entry(model)
-        if model is None or trained is None or trained.identity != self._identity(model):
-            return None
-        return trained.synchronizer
+        """Returns the synchronizer of the model whose step `fn` is, as by `_present`."""
+        return self._present(self.model_of(fn))
 
     def synchronizer_of(self, model: keras.Model) -> Synchronizer:
         """Returns the synchronizer of a built and compiled model; makes it if need be."""
         model = self._owner(model)
-        trained = self._entry(model)
-        if trained is None or trained.identity != self._identity(model):
-            return self.make(model)
-        return trained.synchronizer
+        return self._present(model) or self.make(model)
+
+    def _present(self, model: keras.Model | None) -> Synchronizer | None:
+        """Returns a model's synchronizer; None: it has none for what it is now (`_identity`)."""
+        entry = self._entry(model)
+        return entry.synchronizer if entry and entry.identity == self._identity(model) else None
 
     def trained(self, model: keras.Model) -> Synchronizer | None:
         """Returns the synchronizer of a model, or of a trained one that contains it; else None."""
@@ -325,7 +313,6 @@ class TrainedModels:
     def _note_settings(
         self, model: keras.Model, settings: Settings, variables: ReplicaVariables
     ) -> None:
-        """Prints notes about a model that is about to be trained with these settings."""
         self._momentum.note(model, settings)
         if self._worker.replicas > 1 and "sum" in reductions(getattr(model, "loss", None)):
             self._notes.tell(
@@ -345,7 +332,6 @@ class TrainedModels:
             )
 
     def _site(self) -> Site:
-        """Returns this worker's place among the workers that train the next model."""
         site = Site(
             # The name must be the same on all workers. A worker that joins an elastic run has made
             # fewer synchronizers than the others, so `_made` may differ. But an elastic run trains
@@ -368,10 +354,7 @@ class TrainedModels:
         return self._worker.control.broadcast(value, "left weights")
 
     def _drop_collected(self, former: _Trained | None) -> None:
-        """Drops the synchronizers of models that no worker has any more; every worker must call it.
-
-        `former` is the entry of the model that is about to be trained, if it has one.
-        """
+        """Drops the synchronizers of models that no worker has any more, except `former`."""
         if all(each is former for each in self._trained):
             return
         gc.collect()  # models are in reference cycles, so they stay until a collection
