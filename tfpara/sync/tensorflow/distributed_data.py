@@ -37,8 +37,8 @@ from tfpara.sync.workers.json_exchange import everyones
 from tfpara.sync.workers.worker import Worker
 from tfpara.typing import Json, Nest
 
-# The types of three functions: TensorFlow's function that distributes a dataset; a user's function
-# that makes datasets; TensorFlow's function that distributes the datasets of a user's function.
+# TensorFlow's function that distributes a dataset; a user's function that makes datasets;
+# TensorFlow's function that distributes the datasets of a user's function.
 _Distribute = Callable[[tf.data.Dataset], tf.distribute.DistributedDataset]
 _DatasetFn = Callable[[tf.distribute.InputContext], tf.data.Dataset]
 _FromFunction = Callable[[_DatasetFn], Any]
@@ -52,10 +52,7 @@ _UNDIVIDED = contextvars.ContextVar("tfpara_undivided", default=False)
 class DistributedData:
     """The data of a run: the position in them, their order, and their division among the workers.
 
-    Attributes:
-        position: the position in the data of `fit`.
-        order: the order of data that the library shuffles.
-        passes: the passes by which the present `fit` reads its data; None before its first epoch.
+    `passes` are those by which the present `fit` reads its data; None before its first epoch.
     """
 
     worker: Worker
@@ -109,8 +106,7 @@ class DistributedData:
         self.passes = None
         if not self.worker.changes:
             self.order.seed = None  # each call of fit draws a seed, or takes that of a checkpoint
-        # Whether this `fit` was called in a callback of another `fit`.
-        within = self.worker.call_site.fits > 0
+        within = self.worker.call_site.fits > 0  # it is called in a callback of another `fit`
         aside = self.position.aside(lambda: self.models.steps_seen)
         try:
             with aside if within else contextlib.nullcontext():
@@ -137,10 +133,7 @@ class DistributedData:
         return self.position.begin(self.models.steps_seen)
 
     def resumed(self, dataset: Any, begin: Callable[[], Iterator[Nest]]) -> Iterator[Nest]:
-        """Begins a pass over a distributed dataset; skips minibatches trained before a resume.
-
-        `begin` returns TensorFlow's iterator over the dataset.
-        """
+        """Begins a pass over a distributed dataset; skips minibatches trained before a resume."""
         for synchronizer in self.models.synchronizers:
             synchronizer.step_is_over()
         iterator = iterator_over(dataset, begin)
@@ -150,20 +143,17 @@ class DistributedData:
         return iterator
 
     def note_length(self, steps: int) -> None:
-        """Notes that a pass over `datasets_by_epoch` begins, which has this many steps.
-
-        From `steps` follows the length of the epoch, if Keras does not know it.
-        """
+        """Notes the steps of a pass over `datasets_by_epoch`, whose length Keras does not know."""
         if self.worker.call_site.fits and not self.worker.call_site.calls:
             done = self.position.first // self.worker.replicas  # the steps before a resume
             self.momentum.set_length(done + steps)
 
     def next_order(self, count: int) -> list[int]:
-        """Returns 0 … count − 1 in the order of the epoch that begins, equal on all workers."""
+        """Returns `shuffled` for the epoch that begins."""
         return shuffled(count, *self._seed_and_epoch())
 
     def next_order_of_rows(self, rows: int, batch_size: int | None) -> NDArray[np.int64]:
-        """Returns what `shuffled_rows` does for the epoch that begins, equal on all workers."""
+        """Returns `shuffled_rows` for the epoch that begins."""
         return shuffled_rows(rows, *self._seed_and_epoch(), batch_size)
 
     def _seed_and_epoch(self) -> tuple[int, int]:
@@ -174,13 +164,9 @@ class DistributedData:
     def check(self, facts: dict[str, Json], drawn: bool) -> None:
         """Compares the data of all workers in `fit` or `evaluate`; every worker must call it.
 
-        Args:
-            facts: facts about this worker's data; see `same_data.difference`.
-            drawn: whether the library draws the order of the data. The seed of that order comes
-                from the chief's Python generator, which `keras.utils.set_random_seed` seeds.
-
-        Raises:
-            ValueError: on every worker, if the workers have different data.
+        For `facts` see `same_data.difference`. `drawn`: the library draws the order of the data.
+        The seed of that order comes from the chief's Python generator, which
+        `keras.utils.set_random_seed` seeds.
         """
         if self.worker.changes or _UNDIVIDED.get():
             return
@@ -198,10 +184,7 @@ class DistributedData:
     # -- datasets --------------------------------------------------------------------------------
 
     def divided(self, dataset: tf.data.Dataset, distribute: _Distribute) -> Any:
-        """Returns a dataset of batches, each divided among the replicas of all workers.
-
-        `distribute` is TensorFlow's function that divides it.
-        """
+        """Returns a dataset of batches, each divided among the replicas of all workers."""
         check_batched(dataset.element_spec, self.worker.replicas > 1)
         dataset = without_tuner(_safe(dataset))
         if _UNDIVIDED.get() or self.worker.changes:
@@ -246,10 +229,7 @@ class DistributedData:
         return tf.data.Dataset.choose_from_datasets(of_replicas, turns, stop_on_empty_dataset=False)
 
     def from_function(self, dataset_fn: _DatasetFn, make: _FromFunction) -> Any:
-        """Returns the data of a user's function, which makes this worker's minibatches.
-
-        `make` is TensorFlow's function that distributes the datasets which a function makes.
-        """
+        """Returns the data of a user's function, which makes this worker's minibatches."""
 
         def prepared(context: tf.distribute.InputContext) -> tf.data.Dataset:
             dataset = dataset_fn(context)
@@ -262,7 +242,7 @@ class DistributedData:
         return dataset
 
     def by_epoch(self, dataset_fn: _DatasetFn, make: _FromFunction) -> Any:
-        """Returns data that `dataset_fn` makes anew for each epoch; `make`: see `from_function`."""
+        """Returns data that `dataset_fn` makes anew for each epoch."""
         if not self.worker.call_site.fits:
             self.position.move(0, self.models.steps_seen)
         with making(self.place_of(0, 0)):
@@ -317,7 +297,6 @@ class _Datasets(_input_lib.DistributedDatasetsFromFunction):
         return minibatches if minibatches < 0 else -(-minibatches // devices)
 
     def map(self, function: Callable[..., Nest]) -> _Datasets:
-        """Returns these data with `function` applied to each element."""
         made = copy.copy(self)
         made._dataset_fn = lambda context: self._dataset_fn(context).map(function)
         made._built = False
@@ -380,7 +359,6 @@ class _Dataset(_input_lib.DistributedDataset):
     prefetch = _not_read_ahead
 
     def map(self, function: Callable[..., Nest]) -> Any:
-        """Returns these data with `function` applied to each element."""
         return self.data.divided(self.given.map(function), self.distribute)
 
     def __iter__(self) -> Iterator[Nest]:

@@ -51,9 +51,6 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
     It overrides the methods by which the parent class makes replicas agree at every step or read.
 
     Attributes:
-        worker: this worker, its place in its script, and its exchanges with the others.
-        momentum: the sync period, and the optimizers' momentum, which is fitted to a block.
-        steps: the steps that calls of `run` take, as TensorFlow and Keras report them.
         states: objects whose state checkpoints keep, by name.
         progress: the `tfpara.sync.progress.Progress` of this worker, once it has begun.
         shown: the name given to `strategy.weights`, inside its context; else None.
@@ -188,10 +185,7 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         return replica_id_in_sync_group - self.worker.first_replica
 
     def take_place(self, num_workers: int, rank: int) -> None:
-        """Sets what TensorFlow has derived from its list of workers.
-
-        `rank` is this worker's number, by which data and seeds are divided; 0 is the chief.
-        """
+        """Sets what TensorFlow has derived from its list of workers."""
         self._num_workers, self._id_in_cluster = num_workers, rank
         self._is_chief = rank == 0
 

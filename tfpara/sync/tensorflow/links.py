@@ -44,7 +44,7 @@ NO_PARTS = {"disable_meta_optimizer", "disable_model_pruning"}
 class Links:
     """The collectives between the workers.
 
-    `earlier` is the number of strategies that this process has made before on the same server.
+    `earlier`: how many strategies this process has made before on the same server.
 
     Attributes:
         collectives: between the lead devices, for the weights.
@@ -53,16 +53,10 @@ class Links:
     """
 
     def __init__(
-        self,
-        found: cluster.Cluster,
-        settings: Settings,
-        worker: Worker,
-        earlier: int,
+        self, found: cluster.Cluster, settings: Settings, worker: Worker, earlier: int
     ) -> None:
-        self._found = found
-        self._settings = settings
-        self._worker = worker
-        self._earlier = earlier
+        self._found, self._settings = found, settings
+        self._worker, self._earlier = worker, earlier
         # TensorFlow's collectives connect only devices of one kind. So if some workers have GPUs
         # and others only CPUs, the hosts of the workers are connected instead.
         lead = worker.host if len(worker.kinds) > 1 else worker.devices[0]
@@ -99,10 +93,7 @@ class Links:
         )
 
     def tell_devices(self) -> None:
-        """Gathers the number and kind of the workers' devices, in runs whose workers do not change.
-
-        Every worker must call it.
-        """
+        """Gathers the number and kind of the workers' devices; every worker must call it."""
         worker, company = self._worker, self._worker.company
         control = Control(self.for_control(), worker.call_site, tuple, company)
         told = everyones([len(worker.devices), worker.kind], control, START)
@@ -171,10 +162,7 @@ class Links:
 
 
 def without_coordination() -> None:
-    """Makes TensorFlow start no coordination service, which would end a run that loses a worker.
-
-    TensorFlow configures this service only if nothing else has configured it before.
-    """
+    """Makes TensorFlow start no coordination service, which would end a run that loses a worker."""
     _context.context().configure_coordination_service(service_type="")
 
 
@@ -197,9 +185,8 @@ def prepare_for_changes(devices: Sequence[str]) -> None:
 def serve(addresses: Mapping[int, str], leader: str) -> None:
     """Gives this process's server another list of workers; variables and functions stay.
 
-    Args:
-        addresses: the addresses of all workers, by task number, in the order of ranks.
-        leader: the device name of the worker that coordinates collectives.
+    `addresses` are those of all workers, by task number, in the order of ranks. `leader` is the
+    device name of the worker that coordinates collectives.
     """
     context = _context.context()
     definition = type(context._collective_ops_server_def)()

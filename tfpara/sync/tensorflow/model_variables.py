@@ -21,15 +21,9 @@ def replica_variables(
 ) -> ReplicaVariables:
     """Returns the model's weights, averaged state and optimizer slots, by device.
 
-    A rule with a method `check_optimizer` filters the optimizer's moments.
-
-    Args:
-        model: a built model, whose optimizer, if it has one, is built too.
-        components_of: returns a distributed variable's component on each local device.
-
-    Raises:
-        ValueError: the rule, or the choice of `local_state`, does not work with the model's
-            optimizer.
+    The model and its optimizers are built. `components_of` returns a distributed variable's
+    component on each local device. A rule with a method `check_optimizer` filters the optimizer's
+    moments. ValueError: the rule, or `local_state`, does not work with the optimizer.
     """
 
     def components(variables: Sequence[keras.Variable]) -> list[tuple[tf.Variable, ...]]:
@@ -104,10 +98,6 @@ def _counting_moments(
     Adam and others correct the bias of their moments by the step count. If moments were reset
     without the count, the correction would be missing, and steps would be several times the
     learning rate.
-
-    Raises:
-        ValueError: a reset would also set a learning-rate schedule back, or an optimizer has slots
-            that do not start from a constant.
     """
     counting = []
     for optimizer in model_optimizers:
@@ -138,20 +128,12 @@ _WITHOUT_COUNT = {"SGD", "RMSprop", "Adagrad", "Adadelta", "Lion"}
 def check_ftrl(
     model_optimizers: Sequence[keras.optimizers.Optimizer], local_state: str, several: bool
 ) -> None:
-    """Refuses Ftrl if its next step would undo a sync.
+    """Raises ValueError for Ftrl, if its next step would undo a sync.
 
     A step of Ftrl computes the weights anew from its slots, which have the gradients so far. So if
     a sync writes the weights alone, the next step takes each replica back to its own weights. If a
-    sync resets the slots, the next step takes the weights to about 0.
-
-    Args:
-        model_optimizers: the local optimizers.
-        local_state: the strategy's argument of this name.
-        several: whether there are several replicas, now or later in an elastic run.
-
-    Raises:
-        ValueError: one of several replicas has Ftrl, and syncs do not average its slots; or syncs
-            reset them.
+    sync resets the slots, the next step takes the weights to about 0. `several`: there are several
+    replicas, now or later in an elastic run.
     """
     if local_state == "average" or (local_state != "reset" and not several):
         return

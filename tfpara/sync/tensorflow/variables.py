@@ -23,10 +23,7 @@ from tfpara.typing import Nest, Variable
 
 
 class _AsNumber:
-    """Lets `float()` and `int()` convert a distributed variable, as they convert a plain one.
-
-    So `float(optimizer.learning_rate)` works in callbacks, as in plain Keras.
-    """
+    """Lets `float(optimizer.learning_rate)` work in callbacks, as in plain Keras."""
 
     def __float__(self) -> float:
         return float(self.read_value())  # type: ignore[attr-defined]
@@ -88,10 +85,7 @@ class MetricReads:
 
     @contextlib.contextmanager
     def reading(self, model: keras.Model) -> Iterator[None]:
-        """A context in which all reads of a model's metrics sum over the same workers.
-
-        If workers may change, all variables are summed at once, on entry.
-        """
+        """A context in which all reads of a model's metrics sum over the same workers."""
         if not self.worker.changes:
             yield
             return
@@ -196,12 +190,10 @@ class InitialValues:
     def of_component(
         self, replica_id: int, primary: Variable | None, given: Mapping[str, Any]
     ) -> Callable[[], tf.Tensor]:
-        """Returns a function that gives the initial value of a variable's component.
+        """Returns a function that gives the initial value of a local replica's component.
 
-        Args:
-            replica_id: the local replica that has the component.
-            primary: the component of the first local replica; None if that is the one to be made.
-            given: the arguments with which the variable is created.
+        `primary` is the component of the first local replica; None if that is the one to be made.
+        `given` are the arguments with which the variable is created.
         """
         name, dtype = given.get("name") or "Variable", given.get("dtype")
         shared = given.get("synchronization") != tf.VariableSynchronization.ON_READ

@@ -91,12 +91,10 @@ class Waits:
         return max(self.worker.call_site.began, *syncs, 0.0)
 
     def where(self) -> str:
-        """Returns the place of this process in its script, in words."""
         text, line = self.worker.call_site.text(False), status_board.line_of_script()
         return f"{text} [{line}]" if line else text
 
     def _exchanges(self) -> list[str]:
-        """Returns the names of the exchanges in which this process waits."""
         names = [s.name for s in self.synchronizers() if s.graph.waiting_since()]
         return [*names, "meeting"] if self.worker.call_site.began else names
 
