@@ -17,10 +17,8 @@ def choose(collectives: str, found: Cluster) -> tuple[str, str]:
 
     "auto" means Horovod if horovodrun or mpirun has started the process, as rank variables in its
     environment show. It means TensorFlow in a cluster of TF_CONFIG or of any other engine, and also
-    under mpirun if Horovod cannot be used there.
-
-    Raises:
-        ValueError: TensorFlow cannot connect the processes, as their addresses are unknown.
+    under mpirun if Horovod cannot be used there. ValueError: TensorFlow does not know the addresses
+    of the processes.
     """
     if collectives == "auto":
         if not found.rank_variable:
@@ -59,9 +57,6 @@ def choose_communication(
         cards: for each worker, by rank, an identifier of the card (the physical GPU) of its lead
             device; None if unknown.
         members_change: whether workers may join and leave; `cards` may then lack some workers.
-
-    Raises:
-        ValueError: NCCL is requested, but the lead devices are CPUs, or two are on one card.
     """
     shared = _of_one_card(cards)
     if asked == "NCCL":

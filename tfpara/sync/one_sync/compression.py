@@ -29,7 +29,7 @@ from tfpara.sync.one_sync.global_state import GlobalState
 from tfpara.sync.one_sync.placement import Sharded, cut
 from tfpara.sync.one_sync.replicas import Buckets, Replicas
 from tfpara.sync.one_sync.state_vars import Kind, Slot
-from tfpara.sync.one_sync.weight_exchange import PlainWire, Shares, Writes
+from tfpara.sync.one_sync.weight_exchange import PlainWire, Shares, Writes, weighted
 
 
 class _Levels(NamedTuple):
@@ -180,16 +180,13 @@ class CompressedWire(PlainWire):
         self, local: Sequence[Buckets], shares: Shares, buckets: slice
     ) -> list[list[tf.Tensor]]:
         """Returns for each device in `_sources` the sum of n_i (w_i − B̂) over its replicas."""
-        weighted = []
-        for replica, device in enumerate(self._replicas.devices):
-            with tf.device(device):
-                weighted.append([shares.portions[replica] * b for b in local[replica]])
-        portions = tf.unstack(shares.portions, num=len(self._replicas.devices))
+        devices = self._replicas.devices
+        terms = weighted(shares.portions, local, devices)
+        portions = tf.unstack(shares.portions, num=len(devices))
         if self._rows == 1:
-            weighted = [sum_on_first_device(weighted, self._replicas.devices)]
-            portions = [tf.add_n(portions)]
+            terms, portions = [sum_on_first_device(terms, devices)], [tf.add_n(portions)]
         moved = []
-        for device, own, portion in zip(self._sources, weighted, portions, strict=True):
+        for device, own, portion in zip(self._sources, terms, portions, strict=True):
             with tf.device(device):
                 points = [v.read_value() for v in self.points[buckets]]
                 moved.append([b - portion * p for b, p in zip(own, points, strict=True)])

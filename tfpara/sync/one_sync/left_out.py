@@ -28,10 +28,7 @@ class LeftOut:
         self.total = site.make(tf.zeros([], tf.float64), "left_out")
 
     def count(self, nonfinite: Sequence[tf.Tensor]) -> None:
-        """Counts a minibatch of each local replica, and notes whether it was left out.
-
-        `nonfinite` tells this by a scalar for each replica, for which the host does not wait.
-        """
+        """Counts a minibatch of each local replica, and notes whether it was left out."""
         for kept, bad in zip(self._of_epoch, nonfinite, strict=True):
             value, one = kept.read_value(), tf.cast(bad, tf.float64)
             number = value[0] + 1.0
@@ -41,7 +38,6 @@ class LeftOut:
             self.total.assign_add(one)
 
     def begin_epoch(self) -> None:
-        """Begins to count an epoch."""
         for kept in self._of_epoch:
             kept.assign(tf.zeros_like(kept))
 
@@ -61,8 +57,7 @@ class LeftOut:
     def told(self) -> list[Json]:
         """Returns for each local replica how many it has left out in the epoch, and their numbers.
 
-        A number counts the replica's minibatches in the epoch, from 1. At most `NAMED` numbers are
-        returned, the first ones.
+        Minibatches are numbered in the epoch from 1.
         """
         values = [kept.numpy() for kept in self._of_epoch]
         return [[int(v[1]), v[2:][v[2:] > 0.0].astype(np.int64).tolist()] for v in values]

@@ -47,11 +47,7 @@ _ROUNDING = 1e-6
 
 
 class Columns(NamedTuple):
-    """The columns of a report that depend on the model, in their order: see the top of this file.
-
-    samples, steps: since the last sync, one column for each part.
-    left_out: an empty slice if no minibatches are ever left out.
-    """
+    """The columns of a report that depend on the model, in the order at the top of this file."""
 
     samples: slice
     steps: slice
@@ -64,13 +60,11 @@ class Columns(NamedTuple):
 
     @classmethod
     def of(cls, parts: int, counts: int, rates: int, left_out: bool = False) -> Columns:
-        """Returns the columns for these numbers of parts, shared step counts and learning rates."""
         ends = np.cumsum([SAMPLES, parts, parts, counts, 1, 1, 1, 2 * left_out, rates]).tolist()
         return cls(*map(slice, ends[:-1], ends[1:]))
 
     @property
     def width(self) -> int:
-        """The number of all columns of a report."""
         return self.rates.stop
 
 
@@ -104,15 +98,9 @@ def report_of(
 ) -> Array:
     """Returns a replica's report, a row of the table; arguments and result are NumPy's.
 
-    Args:
-        weights: a number for each averaged variable, NaN or Inf if one of its elements is.
-        running: whether the replica has data left.
-        seconds: how long this worker has trained the block; 0 or less if that is not known.
-        any_rates: whether the replica's rates may differ from those of others, as after a block in
-            which it has trained nothing.
-        never: whether the replicas are independent, so that nothing is averaged.
-        left_out: how many minibatches the epoch has had, and how many of them were left out; empty
-            if none are ever left out.
+    `weights` has a number for each averaged variable, NaN or Inf if one of its elements is.
+    `any_rates`: the rates may differ from those of others, as after a block in which the replica
+    has trained nothing. `never`: the replicas are independent, so that nothing is averaged.
     """
     bad = np.flatnonzero(~np.isfinite(weights))
     if never:
@@ -126,9 +114,7 @@ def report_of(
 def signature_of(value: tf.Tensor) -> tf.Tensor:
     """Returns a whole number below 2^40, as float64, by which tensors are compared.
 
-    Equal tensors have the same number; different ones almost surely have different numbers. The
-    number is a weighted sum of the elements' bits as integers, so the order of addition does not
-    matter.
+    It is a weighted sum of the elements' bits as integers, so the order of addition may differ.
     """
     bits = tf.cast(tf.bitcast(tf.reshape(tf.cast(value, tf.float32), [-1]), tf.int32), tf.int64)
     # The factors make the sum depend on the order of the elements.
@@ -169,13 +155,9 @@ def problem_of(
 ) -> str:
     """Returns the sentence that says why the table of reports forbids a sync, or "".
 
-    The sentence is the same on every worker. Workers that have come to different exchanges are not
-    checked here: `tfpara.cluster.call_site.sentence` returns the sentence for these.
-
-    Args:
-        weight_names: names of the weights, by the index that a report gives.
-        first_replicas: the number of each worker's first replica.
-        share: the share of an epoch's minibatches that may be left out for NaN or Inf.
+    The sentence is the same on every worker. Workers that are apart are not checked here.
+    `first_replicas` has the number of each worker's first replica; `share` is the share of an
+    epoch's minibatches that may be left out for NaN or Inf.
     """
 
     def owner(replica: int) -> str:
@@ -269,12 +251,10 @@ class Decision(NamedTuple):
 
     is_last: whether no replica has data left.
     agreed: the largest request; the number of replicas with data left; the number of replicas.
-    counts: for each of the shared step counts the largest value over all replicas; if blocks are by
-        speed, the mean.
+    counts: each shared step count's largest value over all replicas; with `by_speed`, the mean.
     trained: for each worker, the minibatches of its first replica since the last sync.
     committed: by part, whether it is averaged: a replica has trained it, and there is no problem.
-    steps: by part, the largest number of minibatches that a replica has trained; if blocks are by
-        speed, the mean.
+    steps: by part, the most minibatches that a replica has trained; with `by_speed`, the mean.
     portions: by part, n_i / Σ_j n_j for each local replica i, where n_i are its samples.
     of_all: such portions of all replicas.
     divisor: by part, N if all replicas have equal shares, else 1.
@@ -312,8 +292,7 @@ def decide(
         first_replicas: the rows of the workers' first replicas.
         replicas: N. The table may have more than N rows, the later ones of idle replicas.
         block: minibatches of a whole block.
-        by_speed: whether replicas have different numbers of minibatches in a whole block; `block`
-            is their mean. Then `steps` and `counts` are means over the replicas.
+        by_speed: replicas have different numbers of them, and `block` is the mean.
     """
     running = reports[:, RUNNING]
     samples = _counted(reports, columns, replicas, block)

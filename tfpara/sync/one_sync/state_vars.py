@@ -1,7 +1,6 @@
 """The state of a run: every variable that training changes, as slots of one list.
 
-Each owner of state yields its slots once. A checkpoint, a restore (on the same or another number of
-replicas) and a return to an earlier epoch are loops over these slots.
+A checkpoint, a restore and a return to an earlier epoch are loops over these slots.
 """
 
 from __future__ import annotations
@@ -86,7 +85,6 @@ class Slot(NamedTuple):
     absent: Any = None
 
     def key(self, replica_ids: Sequence[int]) -> str:
-        """Returns the slot's name, with the number that its replica has among all replicas."""
         if self.replica is None:
             return self.name
         return f"replica-{replica_ids[self.replica]}/{self.name}"

@@ -13,7 +13,6 @@ class SyncStatistics(NamedTuple):
     Attributes:
         steps: minibatches taken by each replica.
         samples: samples processed by all local replicas.
-        syncs: committed syncs.
         sync_seconds: seconds for which training stood still for syncs, waiting included. It leaves
             out the work of an overlapped sync beside the training, and the copying of its snapshot
             in the next step.
@@ -46,12 +45,8 @@ class SyncStatistics(NamedTuple):
     ) -> dict[str, float]:
         """Returns TensorBoard's values of an epoch; these are the statistics at its end.
 
-        Args:
-            begin: the statistics at the beginning of the epoch.
-            first: the statistics after the epoch's first step.
-            seconds: the time since the epoch's first step.
-            times: the number of all replicas divided by that of this worker's, since statistics
-                count the samples of this worker alone.
+        `first` are those after the epoch's first step, and `seconds` is the time since then.
+        `times` is the number of all replicas divided by that of this worker's.
         """
         waited = self.sync_seconds - first.sync_seconds
         return {

@@ -216,7 +216,7 @@ class Synchronizer:
 
         The new value of a weight also becomes its value in the global model. The weight's momentum
         becomes zero, and its averages restart from the new value. A variable that is not the
-        model's is ignored. `component` is the variable's component on the first device.
+        model's is ignored. `component` is the one on the first device.
         """
         kind, index = self._places.get(id(component), ("", 0))
         if kind == "weight" and self.shows_others:
@@ -267,10 +267,7 @@ class Synchronizer:
                 self._gathered[bucket] = tf.concat([former[:at], new, former[at + len(new) :]], 0)
 
     def global_weights(self, which: str) -> list[tf.Tensor]:
-        """Returns the "global" model or a named average, one tensor for each weight.
-
-        The weights' constraints are applied. Every worker must call it.
-        """
+        """Returns the "global" model or a named average; every worker must call it."""
         with self.graph.waiting():
             return self._whole_weights(self.graph.global_state.value(which))
 
@@ -285,10 +282,9 @@ class Synchronizer:
 
     @contextlib.contextmanager
     def showing(self, which: str) -> Iterator[None]:
-        """Puts the "global" model, a named average or the "local" weights into the variables.
+        """Shows the "global" model, a named average or the "local" weights in the variables.
 
-        On exit the variables get their former values. Every worker must enter, while the block is
-        closed.
+        Every worker must enter, while the block is closed.
         """
         with attributes(self, _shown=which):
             if which == "local" and self._own is None:
@@ -302,7 +298,6 @@ class Synchronizer:
 
     @contextlib.contextmanager
     def _holding(self, per_device: Sequence[Sequence[tf.Tensor]]) -> Iterator[None]:
-        """Puts weights into the variables for a while; `per_device` has a list for each device."""
         weights, outer = self._variables.weights, self._own
         held = [[tf.identity(v[k]) for v in weights] for k in range(len(self._site.devices))]
         try:
@@ -322,8 +317,7 @@ class Synchronizer:
         Nothing is exchanged, since the chief may write alone. The variables stay as they are inside
         `showing`, or if there are no syncs. Within a block the global model is that of the last
         sync, and `note` prints a note. If each worker has only a part of the model, the chief has
-        the whole as of the last block that was closed. If there was a sync after that, the
-        variables stay as they are, too.
+        the whole as of the last block that was closed; after a later sync, the variables stay.
         """
         if self._shown is not None or self.sync_period is None:
             yield
@@ -424,11 +418,9 @@ class Synchronizer:
         return self.graph.replicas.layout.unpack(self.graph.global_state.broadcast_point())
 
     def start_from(self, weights: Sequence[tf.Tensor]) -> None:
-        """Makes all replicas begin the block anew from these weights.
+        """Makes all replicas begin the block anew from these weights; every worker must call it.
 
-        Their moments become those with which the block began. This is for replicas that took no
-        part in the last sync, and for a run that is resumed on another number of replicas. Every
-        worker must call it.
+        Their moments become those with which the block began.
         """
         graph, count = self.graph, len(self._site.devices)
         assign(self._variables.weights, [graph.replicas.constrained(weights)] * count)

@@ -118,14 +118,12 @@ class Averaging:
 
     def exchange_others(self, shares: Shares) -> list[tf.Tensor]:
         """Returns buckets of the mean state minus `anchors`, and of the mean slots."""
+        devices = self._replicas.devices
         with phase("pack"):
-            weighted = []
-            for replica, device in enumerate(self._replicas.devices):
-                others = self._replicas.others(replica, self.anchors)
-                with tf.device(device):
-                    weighted.append([shares.portions[replica] * b for b in others])
+            own = [self._replicas.others(replica, self.anchors) for replica in range(len(devices))]
+            terms = weighted(shares.portions, own, devices)
         with phase("reduce"):
-            sums = sum_on_first_device(weighted, self._replicas.devices)
+            sums = sum_on_first_device(terms, devices)
             return self._collectives.all_reduce(sums, f"{self._name}/others")
 
     def commit_others(self, means: Sequence[tf.Tensor]) -> None:
@@ -160,14 +158,11 @@ class Averaging:
 
     def mean_moments(self, portions: tf.Tensor) -> list[list[list[tf.Tensor]]]:
         """Returns for each of the two moments, for each holder, its parts of the replicas' mean."""
-        weighted: list[list[list[tf.Tensor]]] = [[], []]
-        for replica, device in enumerate(self._replicas.devices):
-            with tf.device(device):
-                for kind, buckets in zip(weighted, self._replicas.moments(replica), strict=True):
-                    kind.append([portions[replica] * b for b in buckets])
+        devices = self._replicas.devices
+        own = [self._replicas.moments(replica) for replica in range(len(devices))]
         return [
-            self._aggregation.gather(kind, f"{self._name}/moments/{k}")
-            for k, kind in enumerate(weighted)
+            self._aggregation.gather(weighted(portions, kind, devices), f"{self._name}/moments/{k}")
+            for k, kind in enumerate(zip(*own, strict=True))
         ]
 
     def start_moments(self) -> None:
@@ -227,11 +222,11 @@ class PlainWire:
         """Returns for each holder its parts of the mean Σ_i share_i w_i over all replicas."""
         if self._replicas.site.has_one_replica:
             return [list(local[0])], []
-        weighted = []
+        terms = []
         for replica, device in enumerate(self._replicas.devices):
             with tf.device(device):
-                weighted.append(_weighted(local[replica], shares, replica))
-        sums = self._aggregation.gather(weighted, f"{self._name}/weights/{fragment}")
+                terms.append(_terms(local[replica], shares, replica))
+        sums = self._aggregation.gather(terms, f"{self._name}/weights/{fragment}")
         means = []
         for device, parts in zip(self._aggregation.holders, sums, strict=True):
             with tf.device(device):
@@ -322,7 +317,18 @@ def _all_reduce_bytes(elements: int, workers: int) -> int:
     return round(4 * elements * 2 * (workers - 1) / workers)
 
 
-def _weighted(buckets: Buckets, shares: Shares, replica: int) -> Buckets:
+def weighted(
+    portions: tf.Tensor, per_device: Sequence[Buckets], devices: Sequence[str]
+) -> list[list[tf.Tensor]]:
+    """Returns the replicas' buckets times their portions, each replica's on its device."""
+    terms = []
+    for replica, device in enumerate(devices):
+        with tf.device(device):
+            terms.append([portions[replica] * bucket for bucket in per_device[replica]])
+    return terms
+
+
+def _terms(buckets: Buckets, shares: Shares, replica: int) -> Buckets:
     """Returns a replica's terms of the mean.
 
     If all shares are equal, these are the buckets as they are. Each holder then divides its part of

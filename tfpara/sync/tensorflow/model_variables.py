@@ -51,7 +51,13 @@ def replica_variables(
         counting = [*counting, *scheduled]
     rule = settings.rule
     if hasattr(rule, "check_optimizer"):
-        (optimizer,) = _only_optimizer(model)
+        found = optimizers(model)
+        if len(found) != 1:
+            raise ValueError(
+                f"the model has {len(found)} optimizers, and BMUFAdam filters the moments of one. "
+                "Use tfpara.BMUF."
+            )
+        optimizer = found[0]
         rule.check_optimizer(optimizer)
         # The optimizer may also have moments of frozen weights. So the moments of `weights` are
         # found by the index that Keras has for each weight.
@@ -146,21 +152,10 @@ def check_ftrl(
             )
 
 
-def _only_optimizer(model: keras.Model) -> list[keras.optimizers.Optimizer]:
-    found = optimizers(model)
-    if len(found) != 1:
-        raise ValueError(
-            f"the model has {len(found)} optimizers, and BMUFAdam filters the moments of one. "
-            "Use tfpara.BMUF."
-        )
-    return found
-
-
 def _slots(optimizer: keras.optimizers.Optimizer) -> list[tuple[keras.Variable, float]]:
     """Returns the optimizer's slots, each with its initial value.
 
-    Variables with a true attribute `of_one_replica` are left out, since a sync does not change
-    them.
+    Variables with a true attribute `of_one_replica` are left out: a sync does not change them.
     """
     start = float(getattr(optimizer, "initial_accumulator_value", 0.0))
     # Nadam keeps the product of all its momenta so far, which belongs to its moments. Of the other

@@ -423,14 +423,9 @@ class TrainedModels:
         own = self._worker.replica_ids
         has_it = replica in own
         weights, state = synchronizer.replica_values(own.index(replica) if has_it else 0)
-
-        def from_worker(k: int, tensor: tf.Tensor) -> tf.Tensor:
-            mine = tensor if has_it else tf.zeros_like(tensor)
-            flat = tf.reshape(mine, [-1])
-            total = self._worker.control.collectives.all_reduce([flat], f"replica/{k}")[0]
-            return tf.reshape(total, tensor.shape)
-
-        values = [from_worker(k, t) for k, t in enumerate([*weights, *state])]
+        mine = [tf.reshape(t if has_it else tf.zeros_like(t), [-1]) for t in (*weights, *state)]
+        sums = self._worker.control.collectives.all_reduce(mine, "replica")
+        values = [tf.reshape(s, t.shape) for s, t in zip(sums, (*weights, *state), strict=True)]
         synchronizer.restart(values[: len(weights)], values[len(weights) :])
 
 
