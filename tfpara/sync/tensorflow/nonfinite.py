@@ -47,7 +47,6 @@ class Guard:
         def guarded(*args: Nest, **kwargs: Nest) -> Nest:
             before = self._values(model)
             outputs = fn(*args, **kwargs)
-            _check_known(model, len(before), len(self._own(model)))
             of_keras = getattr(fn, "__self__", None) is model
             return self._taken_back(model, before, outputs, of_keras)
 
@@ -83,8 +82,15 @@ class Guard:
         """Restores variables if the step has met NaN or Inf; returns the step's outputs.
 
         If `fit` runs a step that is taken back, metrics in its outputs are those without the
-        minibatch.
+        minibatch. ValueError: the step has made variables, whose former values are not known.
         """
+        made = len(self._own(model)) - len(before)
+        if made:
+            raise ValueError(
+                f'nonfinite="skip" takes steps back, and the first step of model {model.name!r} '
+                f"makes {made} variables of optimizers or metrics. Make them before it, in "
+                "strategy.scope(): optimizer.build(weights) for each optimizer."
+            )
         replica = local_replica()
         bad = self._found[replica].read_value() > 0.0
 
@@ -97,9 +103,6 @@ class Guard:
             # used.
             for variable, value in before:
                 variable.assign(tf.where(bad, value, variable.read_value()))
-        elif tf.executing_eagerly():
-            if bad:
-                restore()
         else:
             where(bad, restore)
         if not of_keras or not isinstance(outputs, dict):
@@ -111,13 +114,3 @@ class Guard:
             else value
             for name, value in outputs.items()
         }
-
-
-def _check_known(model: keras.Model, before: int, after: int) -> None:
-    """Raises ValueError if a step has made variables, whose former values are not known."""
-    if before != after:
-        raise ValueError(
-            f'nonfinite="skip" takes steps back, and the first step of model {model.name!r} makes '
-            f"{after - before} variables of optimizers or metrics. Make them before it, in "
-            "strategy.scope(): optimizer.build(weights) for each optimizer."
-        )

@@ -209,11 +209,11 @@ class InitialValues:
                     first = self._chiefs_value(first, name)
             else:
                 first = tf.identity(primary.read_value())
-            if is_seed(given.get("name") or "") and (primary is None or replica_id > 0):
+            if is_seed(name):
                 # Every replica gets a seed of its own, so that the dropout of different replicas is
                 # independent.
-                number = self._worker.first_replica if primary is None else 0
-                offset = tf.cast((number + replica_id) * 1_000_003, first.dtype)
+                number = self._worker.first_replica if primary is None else replica_id
+                offset = tf.cast(number * 1_000_003, first.dtype)
                 first = first + tf.one_hot(
                     0, first.shape[0], offset, tf.zeros_like(offset), dtype=first.dtype
                 )
