@@ -175,20 +175,9 @@ class Consensus:
                 *((() if left_out is None else left_out.of_epoch(r)) for r in each),
             ]
 
-    def _rows(
-        self,
-        began: Array,
-        since: Array,
-        running: Array,
-        request: Array,
-        signatures: Array,
-        others: Array,
-        counts: Array,
-        stepped: Array,
-        period: Array,
-        *each: Array,
-    ) -> Array:
+    def _rows(self, *read: Array) -> Array:
         """Returns the reports of the local replicas, [local replicas, columns], from `_read`."""
+        began, since, running, request, signatures, others, counts, stepped, period, *each = read
         names = len(self._replicas.averaged_names)
         shared = len(self._replicas.variables.counts)
         own, block = len(self._site.devices), self._block

@@ -46,7 +46,7 @@ class Update(NamedTuple):
 
     buckets: the slice of the list of buckets that the step updates.
     broadcasts: for each holder the tensors that the rule broadcasts, one for each bucket.
-    states: the new states, by label ("rule" or "averages/NAME"), holder and bucket.
+    states: the new states, by label, holder and bucket.
     """
 
     buckets: slice
@@ -119,12 +119,6 @@ class GlobalState:
             share=share,
         )
         return self._of_states("moments", update, first, second)
-
-    def commit_moments(self, updated: Sequence[Sequence[State]]) -> None:
-        """Writes the moments that `update_moments` returned."""
-        for kept, new in zip(self._states["moments"], updated, strict=True):
-            for variables, values in zip(kept, new, strict=True):
-                _assign(variables, values)
 
     def update(
         self, means: Sequence[Sequence[tf.Tensor]], buckets: slice, share: tf.Tensor

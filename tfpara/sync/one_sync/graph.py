@@ -213,7 +213,7 @@ class SyncGraph:
             means = self._with_reports.mean(everyones, of_all, shares)
         arrival, distance = self.exchange(fragment, local, shares, means)
         arrived = [distance, *others, *tf.nest.flatten(arrival.received)]
-        moments = None
+        moments: dict[str, list[list[tf.Tensor]]] = {}
         if self._variables.moments:
             steps = tf.maximum(block_steps, 1.0)
             (counted,) = tf.unstack(verdict.counts, num=1)
@@ -221,12 +221,12 @@ class SyncGraph:
             # does not. The rule divides by 1 − β^(counted + a), where a is above −`steps`, so
             # `counted` must be at least `steps`.
             counted = tf.maximum(tf.cast(counted, tf.float32), steps)
-            moments = self.averaging.exchange_moments(shares, steps, counted)
-            arrived += tf.nest.flatten(moments.spread)
+            moments = self.averaging.exchange_moments(arrival.update, shares, steps, counted)
+            arrived += tf.nest.flatten(moments)
         with tf.control_dependencies(arrived), phase("unpack"):
             self.commit(fragment, arrival, distance)
-            if moments is not None:
-                self.averaging.commit_moments(moments)
+            for field, spread in moments.items():
+                self.replicas.write_moments(field, spread)
             restarted = self.global_state.restart(local, arrival.received)
             self.replicas.write_weights(restarted, fragment)
             if self.whole:

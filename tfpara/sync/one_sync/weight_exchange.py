@@ -16,7 +16,6 @@ from tfpara.sync.one_sync.global_state import GlobalState, Update
 from tfpara.sync.one_sync.placement import Aggregation, Replicated, cut
 from tfpara.sync.one_sync.replicas import Buckets, Replicas
 from tfpara.sync.one_sync.state_vars import Kind, Slot
-from tfpara.typing import State
 
 # Weights are sent together with the reports, without an all-reduce, if two numbers are small
 # enough. The bytes of all workers' weights together must be at most WITH_REPORTS_BYTES. The bytes
@@ -57,17 +56,6 @@ class Arrival(NamedTuple):
     received: list[list[tf.Tensor]]
     means: list[list[tf.Tensor]]
     writes: Writes
-
-
-class Moments(NamedTuple):
-    """New moments of the local optimizers.
-
-    kept: for each holder the new states of its parts.
-    spread: by field, "momentum" or "velocity", the buckets of each device.
-    """
-
-    kept: list[list[State]]
-    spread: dict[str, list[list[tf.Tensor]]]
 
 
 class Averaging:
@@ -135,26 +123,23 @@ class Averaging:
                 anchor.assign(value)
         self._replicas.write_others(state, slots)
 
-    def exchange_moments(self, shares: Shares, steps: tf.Tensor, iterations: tf.Tensor) -> Moments:
-        """Computes the local optimizers' moments for the next block: `GlobalState.update_moments`.
+    def exchange_moments(
+        self, update: Update, shares: Shares, steps: tf.Tensor, iterations: tf.Tensor
+    ) -> dict[str, list[list[tf.Tensor]]]:
+        """Adds the local optimizers' moments for the next block to an `update`.
 
-        `steps` must be at least 1: an empty block has no mean gradient.
+        Returns each device's buckets of them by field, "momentum" or "velocity". `steps` must be at
+        least 1: an empty block has no mean gradient.
         """
         means = self.mean_moments(shares.portions)
         kept = self._global.update_moments(*means, steps, iterations, shares.of_block)
-        spread = {
+        update.states["moments"] = kept
+        return {
             field: self._aggregation.spread(
                 [[getattr(m, field) for m in parts] for parts in kept], f"{self._name}/{field}"
             )
             for field in ("momentum", "velocity")
         }
-        return Moments(kept, spread)
-
-    def commit_moments(self, moments: Moments) -> None:
-        """Writes the moments that `exchange_moments` returned."""
-        self._global.commit_moments(moments.kept)
-        for field, spread in moments.spread.items():
-            self._replicas.write_moments(field, spread)
 
     def mean_moments(self, portions: tf.Tensor) -> list[list[list[tf.Tensor]]]:
         """Returns for each of the two moments, for each holder, its parts of the replicas' mean."""

@@ -91,12 +91,9 @@ class MetricReads:
             return
         values = [variable.value for variable in model.metrics_variables]
         variables = [value for value in values if isinstance(value, Metric)]
-        try:
-            for variable, total in zip(variables, self._sums_of(variables), strict=True):
-                self._sums[id(variable)] = total
+        sums = zip(map(id, variables), self._sums_of(variables), strict=True)
+        with attributes(self, _sums=dict(sums)):
             yield
-        finally:
-            self._sums.clear()
 
     def over_all(self, variable: Metric, mean: bool) -> tf.Tensor:
         """Returns the sum or mean of a variable over all replicas; every worker must call it.
