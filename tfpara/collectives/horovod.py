@@ -114,8 +114,7 @@ class HorovodCollectives:
 
     Args:
         device: this worker's lead device.
-        timeout_seconds: longest wait for the other workers inside one eager operation; 0 waits
-            forever.
+        timeout_seconds: longest wait for the others inside one eager operation; 0: forever.
         group: number of the group, which is part of its operations' names.
 
     Attributes:

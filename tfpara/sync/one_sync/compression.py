@@ -8,13 +8,11 @@ received, w_i the local models, n_i their shares in the mean, and Q the rounding
     B̂ ← B̂ + Q(B' − B̂)                                    everywhere, from the owner of each part
 
 where B are the weights that the rule broadcast at the last sync, which the owner of each part has
-without rounding, and B' those that it broadcasts now. EASGD does not overwrite the replicas, and
-its equation needs their true mean, so for EASGD w̄ = B̂ + Σ q (`measured_from` of the rules). Sums
-are computed from decoded numbers, in float32.
-
-Both rounding errors are sent later. The error in the first line is e, the *error feedback* of Seide
-et al., "1-bit stochastic gradient descent" (2014), and Karimireddy et al., "Error feedback fixes
-SignSGD" (2019). The error in the third line is part of the next difference B' − B̂.
+without rounding, and B' those that it broadcasts now. docs/syncs.md tells more. EASGD does not
+overwrite the replicas, and its equation needs their true mean, so for EASGD w̄ = B̂ + Σ q
+(`measured_from` of the rules). Sums are computed from decoded numbers, in float32. The error e is
+the *error feedback* of Seide et al., "1-bit stochastic gradient descent" (2014), and Karimireddy et
+al., "Error feedback fixes SignSGD" (2019).
 """
 
 from __future__ import annotations
@@ -35,7 +33,6 @@ from tfpara.sync.one_sync.weight_exchange import PlainWire, Shares, Writes, weig
 class _Levels(NamedTuple):
     """A format of whole numbers: x is sent as round(x / s), where s = max|x| / `highest`.
 
-    highest: the largest whole number; the smallest is −`highest`.
     group: how many numbers x have one scale s in common, which is sent with them.
     per_byte: how many numbers a byte holds.
     """

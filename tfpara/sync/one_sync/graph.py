@@ -67,9 +67,7 @@ class SyncGraph:
             if self._with_reports is not None:
                 self.consensus.carried = self._with_reports.elements
             self._make_counters()
-        # These functions are not inlined. In a while loop TensorFlow would otherwise not match the
-        # collectives of workers that sync at different iterations: see docs/design.md, "The
-        # function of a sync is not inlined".
+        # See docs/design.md, "The function of a sync is not inlined".
         self._sync = not_inlined(self._sync_step, tf.TensorSpec([], tf.bool))
         self._meet = not_inlined(self.consensus.met, tf.TensorSpec([], tf.float64))
 

@@ -16,11 +16,7 @@ from tfpara.typing import Nest
 def in_python(
     function: Callable[..., Sequence[Any]], arguments: Sequence[Any], *specs: tf.TensorSpec
 ) -> list[tf.Tensor]:
-    """Calls a Python function from a graph, with `arguments` as NumPy arrays.
-
-    The arguments are tensors, or values that become tensors. The results of the function are
-    returned as tensors of the `specs`.
-    """
+    """Calls a Python function from a graph; its results are returned as tensors of the `specs`."""
 
     def called(*values: np.ndarray) -> list[np.ndarray]:
         returned = function(*values)

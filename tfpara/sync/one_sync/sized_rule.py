@@ -27,10 +27,8 @@ class SizedRule:
     from which the replicas started the block. If hyper-parameters do not follow N, both versions
     are the rule itself.
 
-    Args:
-        rule: the result of `resolve` for the number of replicas at the start.
-        asked: the user's rule, if its hyper-parameters follow N; else None.
-        make: creates a plain variable, `make(initial_value, name)`.
+    `rule` is the result of `resolve` at the start; `asked` is the user's rule, if its
+    hyper-parameters follow N, else None.
     """
 
     def __init__(
@@ -111,14 +109,9 @@ def sized_fields(rule: Rule) -> list[str]:
 
 
 def check_sizes(rule: Rule, max_workers: int | None, devices: int) -> Rule:
-    """Checks a rule for every number of workers that may train; returns it for the largest one.
+    """Checks a rule for each number of workers that may train; returns it for the largest one.
 
-    Args:
-        max_workers: largest number of workers; None: any number.
-        devices: number of devices of each worker.
-
-    Raises:
-        ValueError: the rule is unstable for one of these numbers.
+    `max_workers` is that number; None: there is none. `devices` is that of each worker.
     """
     numbers = range(1, max_workers + 1) if max_workers else _LARGE
     for workers in numbers:

@@ -398,14 +398,12 @@ class Synchronizer:
             self.graph.replicas.write_counts(tf.reduce_max(table, 0))
 
     def replica_values(self, replica: int) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
-        """Returns copies of the weights and the state of a local replica."""
         weights, state = self._variables.weights, self._variables.state
         return [tf.identity(v[replica]) for v in weights], [tf.identity(v[replica]) for v in state]
 
     # -- state -------------------------------------------------------------------------------
 
     def slots(self) -> Iterator[Slot]:
-        """Yields the state of the syncs, without the model's own variables."""
         yield from self.graph.slots()
         if self._overlap is not None:
             yield from self._overlap.flight.slots()

@@ -17,10 +17,9 @@ from tfpara.sync.one_sync.placement import Aggregation, Replicated, cut
 from tfpara.sync.one_sync.replicas import Buckets, Replicas
 from tfpara.sync.one_sync.state_vars import Kind, Slot
 
-# Weights are sent together with the reports, without an all-reduce, if two numbers are small
-# enough. The bytes of all workers' weights together must be at most WITH_REPORTS_BYTES. The bytes
-# that a worker sends may exceed those of an all-reduce by at most MORE_BYTES. Sending MORE_BYTES
-# takes 5 ms at 100 Mbit/s, about as long as the all-reduce that is saved.
+# Weights are sent with the reports if those of all workers together have at most this many bytes,
+# and if a worker sends at most MORE_BYTES more than in an all-reduce. Sending these takes 5 ms at
+# 100 Mbit/s, about as long as the all-reduce that is saved.
 WITH_REPORTS_BYTES = 2 << 20
 MORE_BYTES = 1 << 16
 # TensorFlow takes a part of a float32 or int32 vector without a copy if the indices at which the
@@ -72,7 +71,6 @@ class Averaging:
         self.anchors = [make(a, f"anchor_{k}") for k, a in enumerate(anchors)]
 
     def slots(self) -> Iterator[Slot]:
-        """Yields the anchors."""
         for k, anchor in enumerate(self.anchors):
             yield Slot(f"counter/anchor/{k}", Kind.SHARED, anchor)
 
@@ -115,7 +113,6 @@ class Averaging:
             return self._collectives.all_reduce(sums, f"{self._name}/others")
 
     def commit_others(self, means: Sequence[tf.Tensor]) -> None:
-        """Writes the means that `exchange_others` returned, on every device."""
         moved, slots = means[: len(self.anchors)], means[len(self.anchors) :]
         with tf.device(self._replicas.devices[0]):
             state = [a + s for a, s in zip(self.anchors, moved, strict=True)]
@@ -237,10 +234,8 @@ class WithReports:
     """The transport of a small model's weights, in float32, together with the reports.
 
     Every worker gets the weights of all workers. The mean is the same as with `PlainWire`, except
-    that all-reduces of three workers and more may add in another order.
-
-    Attributes:
-        sizes: the lengths of the buckets, and of the zeros that are sent after them.
+    that all-reduces of three workers and more may add in another order. `sizes` are the lengths of
+    the buckets, and of the zeros that are sent after them.
     """
 
     def __init__(self, replicas: Replicas) -> None:
@@ -252,10 +247,8 @@ class WithReports:
     def of(cls, aggregation: Aggregation, replicas: Replicas, whole: bool) -> WithReports | None:
         """Returns the transport if the model's weights may travel with the reports, else None.
 
-        They may if each worker keeps a whole global model and has one replica, on a CPU, if each
-        sync exchanges the `whole` model, if the workers do not change, and if the weights are few.
-        Each of N workers sends its weights N − 1 times. In an all-reduce it would send only as much
-        as 2(N − 1)/N times its weights.
+        See docs/design.md, "The weights of a small model travel with the reports". Each of N
+        workers sends its weights N − 1 times.
         """
         site = replicas.site
         fits = (
@@ -274,7 +267,6 @@ class WithReports:
         return made if fits and few else None
 
     def sent(self, buckets: Buckets) -> list[tf.Tensor]:
-        """Returns what travels: the buckets of this worker's weights, and zeros."""
         return [*buckets, tf.zeros(self.sizes[-1:])]
 
     def mean(
@@ -293,7 +285,6 @@ class WithReports:
 
     @property
     def bytes_sent(self) -> int:
-        """The number of bytes that this worker sends."""
         return 4 * self.elements * (self._workers - 1)
 
 

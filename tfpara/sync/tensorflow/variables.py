@@ -135,11 +135,7 @@ def not_aggregated(name: str) -> str:
 
 
 def with_our_class(variable: Any) -> Any:
-    """Returns a variable that TensorFlow has made, as one of the classes of this file.
-
-    Raises:
-        ValueError: it is a metric's variable of booleans, which cannot be added up.
-    """
+    """Returns a variable that TensorFlow has made, as one of the classes of this file."""
     for kind in (Metric, Mirrored):
         if type(variable) is kind.__bases__[-1]:
             variable.__class__ = kind
@@ -166,8 +162,7 @@ def plain_variable(
 ) -> tf.Variable:
     """Returns a variable of the present device alone, also in a strategy's scope.
 
-    `shape` must include the shapes of all values that the variable may get; None: the shape of
-    `value`.
+    `shape`: that of all values that the variable may get, if it is not that of `value`.
     """
     return ResourceVariable(value, name=f"tfpara/{name}", trainable=False, shape=shape)
 
