@@ -35,9 +35,6 @@ from tfpara.typing import Array
 # fail waits for this time, in which the others receive the table of all reports, which has the
 # reason.
 _GRACE_SECONDS = 1.0
-# This text stands for a sentence that is made later, after workers have exchanged their places in
-# the script.
-_APART = "the workers are apart"
 
 
 class Part(NamedTuple):
@@ -45,8 +42,8 @@ class Part(NamedTuple):
 
     committed: tf.Tensor
     steps: tf.Tensor
-    shares: Shares
     of_all: tf.Tensor
+    shares: Shares
 
 
 class Verdict(NamedTuple):
@@ -275,7 +272,7 @@ class Consensus:
         def decided(replicas: int, first: int, period: int, *given: Array) -> Sequence[Any]:
             at, table = time.monotonic(), table_of(*given)
             apart = self._are_apart(table)
-            text = _APART if apart else self._problem_of(table)
+            text = "apart" if apart else self._problem_of(table)  # `_told` makes the sentence
             if text and not apart and not self._site.is_alone:
                 time.sleep(_GRACE_SECONDS)
             decision = self._decision(table, text, replicas, first, period)
@@ -296,19 +293,15 @@ class Consensus:
             tf.TensorSpec([None], tf.int64),
             tf.TensorSpec([parts], tf.bool),
             tf.TensorSpec([parts], f32),
-            tf.TensorSpec([parts, own], f32),
             tf.TensorSpec([parts, None], f32),
+            tf.TensorSpec([parts, own], f32),
             tf.TensorSpec([parts], f32),
             tf.TensorSpec([parts], f32),
         )
         if not self._site.is_alone:
             problem = tf.cond(apart, self._told, functools.partial(tf.identity, problem))
-        made = [
-            Part(committed, steps, Shares(portions, divisor, of_block), of_all)
-            for committed, steps, portions, of_all, divisor, of_block in zip(
-                *map(tf.unstack, of_parts), strict=True
-            )
-        ]
+        by_part = zip(*map(tf.unstack, of_parts), strict=True)
+        made = [Part(done, steps, of_all, Shares(*own)) for done, steps, of_all, *own in by_part]
         return Verdict(at, allowed, problem, is_last, agreed, counts, trained, made)
 
     def _problem_of(self, table: Array) -> str:

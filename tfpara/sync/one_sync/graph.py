@@ -199,7 +199,7 @@ class SyncGraph:
         `carried` is a pair: the buckets of this worker's weights, and for each worker the vector of
         its weights. Both are empty unless the weights have travelled with the reports.
         """
-        _, block_steps, shares, of_all = verdict.parts[fragment]
+        _, block_steps, of_all, shares = verdict.parts[fragment]
         # The wait for other workers is noted before the exchange begins, so that the watchdog sees
         # it.
         with tf.control_dependencies([self.begin_waiting(verdict)]), phase("pack"):

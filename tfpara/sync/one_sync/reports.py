@@ -255,8 +255,8 @@ class Decision(NamedTuple):
     trained: for each worker, the minibatches of its first replica since the last sync.
     committed: by part, whether it is averaged: a replica has trained it, and there is no problem.
     steps: by part, the most minibatches that a replica has trained; with `by_speed`, the mean.
-    portions: by part, n_i / Σ_j n_j for each local replica i, where n_i are its samples.
-    of_all: such portions of all replicas.
+    of_all: by part, n_i / Σ_j n_j for each replica i, where n_i are its samples.
+    portions: such portions of the local replicas.
     divisor: by part, N if all replicas have equal shares, else 1.
     of_block: by part, the length of its block as a fraction of a whole block, 0 < f ≤ 1.
     """
@@ -267,8 +267,8 @@ class Decision(NamedTuple):
     trained: Array
     committed: Array
     steps: Array
-    portions: Array
     of_all: Array
+    portions: Array
     divisor: Array
     of_block: Array
 
@@ -308,8 +308,8 @@ def decide(
         trained=reports[list(first_replicas), columns.steps.start],
         committed=(totals > 0.0) & (problem == ""),
         steps=steps,
-        portions=portions[:, local],
         of_all=portions,
+        portions=portions[:, local],
         divisor=np.where(alike, float(replicas), 1.0),
         of_block=np.minimum(steps / block, 1.0),
     )
