@@ -54,8 +54,8 @@ def choose_communication(
     Args:
         asked: one of `COMMUNICATIONS`.
         kind: kind of the workers' devices, "CPU", "GPU" or "CPU and GPU".
-        cards: for each worker, by rank, an identifier of the card (the physical GPU) of its lead
-            device; None if unknown.
+        cards: for each worker an identifier of the card (the physical GPU) of its lead device; None
+            if unknown.
         members_change: whether workers may join and leave; `cards` may then lack some workers.
     """
     shared = _of_one_card(cards)

@@ -27,11 +27,8 @@ class Members:
     """The workers of a group, this worker's rank, and the generation of the group.
 
     TensorFlow's collectives take sizes and keys as tensors, so graphs read them from a variable.
-    All keys depend on the generation, so a message of an earlier generation finds no receiver.
-
-    Args:
-        device: the device, a CPU, on which the variables are kept.
-        tasks: names of the workers' tasks, such as "/job:worker/task:3", by rank.
+    All keys depend on the generation, so a message of an earlier generation finds no receiver. The
+    variables are kept on `device`, a CPU.
     """
 
     def __init__(self, device: str, tasks: Sequence[str], rank: int, generation: int) -> None:

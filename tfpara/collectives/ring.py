@@ -30,14 +30,12 @@ class TensorFlowCollectives:
 
     Args:
         tasks: names of the workers' tasks, such as "/job:worker/task:3", by rank.
-        rank: this worker, 0 … size − 1.
-        device: full name of this worker's lead device.
         timeout_seconds: longest wait for the other workers inside one operation; 0 waits forever.
             Frequent operations should have none: for each operation that has a timeout, TensorFlow
             keeps a sleeping thread until the timeout is over.
         waiting: returns a context for an eager operation. If given, TensorFlow sets these
             operations no timeout; the giver of `waiting` must end a wait that lasts too long.
-        communication: "RING" or "NCCL", the same on all workers. NCCL needs GPUs.
+        communication: "RING" or "NCCL", the same on all workers.
         group: number of the group; groups on different devices need different numbers.
         members: the members of a group that changes, in place of `tasks` and `rank`.
     """

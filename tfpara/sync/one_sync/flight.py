@@ -49,11 +49,8 @@ _NOT_STARTED = ("a sync was to run beside the training, and the step failed that
 class Flight:
     """The thread of an overlapped sync, with the variables that it reads and writes.
 
-    Args:
-        fly: does the exchange, called in the thread. It reads `rows`, `fragment` and `snapshots`,
-            and writes `agreed`, `problem`, `arrived` and `committed`.
-        sizes: lengths of the buckets of all fragments.
-        columns: number of columns of a report.
+    `fly` does the exchange, called in the thread. It reads `rows`, `fragment` and `snapshots`, and
+    writes `agreed`, `problem`, `arrived` and `committed`.
 
     Attributes:
         state: NONE, FLYING or LANDED.

@@ -45,7 +45,7 @@ class Update(NamedTuple):
     """A global step that is not written yet.
 
     buckets: the slice of the list of buckets that the step updates.
-    broadcasts: for each holder the tensors that the rule broadcasts, one for each bucket.
+    broadcasts: the tensors that the rule broadcasts, by holder and bucket.
     states: the new states, by label, holder and bucket.
     """
 
@@ -331,10 +331,8 @@ class GlobalState:
     def restart(self, *of_devices: Sequence[Buckets]) -> list[list[tf.Tensor]]:
         """Returns for each device the buckets from which its replica continues after a sync.
 
-        Args:
-            *of_devices: two or three lists, each with buckets for every device: the replicas'
-                present weights; if the replicas have trained since the sync began, their weights at
-                its begin; and the weights that the rule broadcast.
+        Given are buckets for every device: the replicas' present weights; if they have trained
+        since the sync began, their weights at its begin; and the weights that the rule broadcast.
         """
         rule = self.rule.present()
         restart = rule.restart if len(of_devices) == 2 else rule.restart_delayed

@@ -48,8 +48,6 @@ class SyncGraph:
     Attributes:
         whole: whether each sync in the training thread exchanges the whole model: the weights, and
             the state that no rule updates. Otherwise that state is averaged when a block is closed.
-        left_out: the minibatches that were left out for NaN or Inf; None if none ever are.
-        compressed: the wire that compresses; None if weights are sent as they are.
         dealt: for each worker, the steps since the data were dealt out that syncs have averaged.
     """
 

@@ -70,7 +70,6 @@ class Slot(NamedTuple):
     """One variable of the state.
 
     name: the key in a checkpoint; "global/FIELD/BUCKET/START" for a holder's part.
-    variable: the TensorFlow variable, or a counter that is a part of one.
     replica: the local replica that owns it; None if it belongs to the whole worker.
     empty: whether its value has no meaning now, so that a checkpoint leaves it out.
     absent: its value if it is missing in a checkpoint of an earlier version; None if every version

@@ -65,7 +65,6 @@ NO_SYNCS = SyncStatistics(0, 0, 0, 0.0, 0.0, 0.0)
 class Agreement(NamedTuple):
     """The agreement of all workers after a sync.
 
-    request: the largest request of any worker.
     all_running: whether every replica still had data; also true if none had data, as when Python
         code on all workers has closed the block.
     syncs: committed syncs, plus one that is in flight.

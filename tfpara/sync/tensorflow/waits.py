@@ -27,8 +27,6 @@ class Waits:
     """The waits of this process, in syncs and in exchanges that Python code calls.
 
     Attributes:
-        overlap: whether syncs run beside the training.
-        synchronizers: returns the synchronizers of all trained models.
         abort: ends the collectives under way, with a message; set before `watch`.
         progress: returns how far this process is, for the live page; set before `connect`.
     """
