@@ -22,6 +22,7 @@ from tfpara.sync.keras.training_state import TrainingState
 from tfpara.sync.one_sync.global_state import GlobalState
 from tfpara.sync.one_sync.placement import Sharded
 from tfpara.sync.one_sync.synchronizer import Synchronizer
+from tfpara.sync.tensorflow.run_steps import predicting
 
 pytestmark = pytest.mark.latest
 
@@ -345,7 +346,7 @@ def test_predict_takes_all_rows_where_fit_takes_a_part(strategy, monkeypatch):
         return rows(strategy.experimental_distribute_dataset(dataset))
 
     dataset = tf.data.Dataset.from_tensor_slices(np.arange(22)).batch(8)
-    with strategy.extended.data.undivided():
+    with predicting():
         np.testing.assert_array_equal(distributed(), range(22))
         # Another thread trains, and gets its part.
         with concurrent.futures.ThreadPoolExecutor() as pool:

@@ -18,6 +18,7 @@ import tensorflow as tf
 import tfpara
 from tfpara.steps import without_tuner
 from tfpara.sync.tensorflow import device_datasets
+from tfpara.sync.tensorflow.run_steps import predicting
 
 pytestmark = pytest.mark.latest
 
@@ -805,7 +806,7 @@ def test_a_pass_owns_the_dataset_that_it_reads(monkeypatch, way):
     if way == "own":
         distributed = strategy.distribute_datasets_from_function(lambda _: data)
     else:
-        with strategy.extended.data.undivided() if way == "whole" else contextlib.nullcontext():
+        with predicting() if way == "whole" else contextlib.nullcontext():
             distributed = strategy.experimental_distribute_dataset(data)
     iterator = iter(distributed)
     next(iterator)

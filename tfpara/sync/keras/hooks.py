@@ -174,7 +174,7 @@ def _of_all_rows(
     Within a callback of `fit`, the data of `predict` do not count as data of the epoch.
     """
     extended = strategy.extended
-    with extended.call_site.in_call(PREDICT), extended.data.undivided(), predicting():
+    with extended.call_site.in_call(PREDICT), predicting():
         return predict(model, *args, **kwargs)
 
 

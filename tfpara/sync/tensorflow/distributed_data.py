@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import copy
 import dataclasses
 import random
@@ -14,7 +13,6 @@ import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
 
-from tfpara.contexts import context_variable
 from tfpara.steps import with_open_batches, with_own_memory, without_tuner
 from tfpara.sync.data.balance import Balance
 from tfpara.sync.data.dealt import Dealt, rows_of_all, slice_of
@@ -30,6 +28,7 @@ from tfpara.sync.data.same_data import (
 )
 from tfpara.sync.momentum_fit import MomentumFit
 from tfpara.sync.tensorflow.device_datasets import iterator_over
+from tfpara.sync.tensorflow.run_steps import PREDICTS
 from tfpara.sync.tensorflow.trained_models import TrainedModels
 from tfpara.sync.tensorflow_private import input_lib as _input_lib
 from tfpara.sync.workers.data_place import DataPlace, making
@@ -42,10 +41,6 @@ from tfpara.typing import Json, Nest
 _Distribute = Callable[[tf.data.Dataset], tf.distribute.DistributedDataset]
 _DatasetFn = Callable[[tf.distribute.InputContext], tf.data.Dataset]
 _FromFunction = Callable[[_DatasetFn], Any]
-
-# Whether this worker gets datasets whole. It is of a thread: one that reads data may predict while
-# another trains.
-_UNDIVIDED = contextvars.ContextVar("tfpara_undivided", default=False)
 
 
 @dataclasses.dataclass(eq=False)
@@ -66,7 +61,7 @@ class DistributedData:
     @property
     def share(self) -> tuple[int, int]:
         """The number of this worker's part of the data, from 0, and the number of parts."""
-        return (0, 1) if _UNDIVIDED.get() else (self.worker.rank, self.worker.num_workers)
+        return (0, 1) if PREDICTS.get() else (self.worker.rank, self.worker.num_workers)
 
     @property
     def is_by_replica(self) -> bool:
@@ -75,7 +70,7 @@ class DistributedData:
         The data are then divided as if each replica were a worker. This worker reads the parts of
         all its replicas, in turn.
         """
-        return self.worker.among_unlike and not _UNDIVIDED.get()
+        return self.worker.among_unlike and not PREDICTS.get()
 
     @property
     def shares(self) -> list[tuple[int, int]]:
@@ -83,10 +78,6 @@ class DistributedData:
         if not self.is_by_replica:
             return [self.share]
         return [(replica, self.worker.replicas) for replica in self.worker.replica_ids]
-
-    def undivided(self) -> contextlib.AbstractContextManager[None]:
-        """A context in which this worker's replicas get every distributed dataset whole."""
-        return context_variable(_UNDIVIDED, True)
 
     def place_of(self, epoch: int, first: int, dealt: Dealt | None = None) -> DataPlace:
         """Returns which part of an epoch's data this worker reads, from minibatch `first` on."""
@@ -168,7 +159,7 @@ class DistributedData:
         The seed of that order comes from the chief's Python generator, which
         `keras.utils.set_random_seed` seeds.
         """
-        if self.worker.changes or _UNDIVIDED.get():
+        if self.worker.changes or PREDICTS.get():
             return
         if drawn and self.order.seed is None:
             self.order.seed = random.getrandbits(48)
@@ -187,7 +178,7 @@ class DistributedData:
         """Returns a dataset of batches, each divided among the replicas of all workers."""
         check_batched(dataset.element_spec, self.worker.replicas > 1)
         dataset = without_tuner(_safe(dataset))
-        if _UNDIVIDED.get() or self.worker.changes:
+        if PREDICTS.get() or self.worker.changes:
             # A worker that joins or leaves would change the others' parts, so in an elastic run
             # each worker evaluates all data.
             with self.worker.alone():

@@ -26,12 +26,12 @@ from tfpara.typing import Nest, Scalar, Variable
 
 # Whether `run` predicts rows. It is of a thread: one that reads data may predict with a model while
 # another one trains.
-_PREDICTS = contextvars.ContextVar("tfpara_predicts", default=False)
+PREDICTS = contextvars.ContextVar("tfpara_predicts", default=False)
 
 
 def predicting() -> contextlib.AbstractContextManager[None]:
-    """A context in which `RunSteps.run` predicts rows, and takes no steps."""
-    return context_variable(_PREDICTS, True)
+    """A context in which `run` predicts rows and takes no steps, and each worker gets all data."""
+    return context_variable(PREDICTS, True)
 
 
 @dataclasses.dataclass(eq=False)
@@ -95,7 +95,7 @@ class RunSteps:
         `run` is TensorFlow's method, with its arguments. `check(model, strategy)` is called if the
         model had no synchronizer before its step.
         """
-        if _PREDICTS.get():
+        if PREDICTS.get():
             return self._predicted(run, fn, args, kwargs, options)
         models, eager = self._models, tf.executing_eagerly()
         if eager and models.for_step(fn) is None:
