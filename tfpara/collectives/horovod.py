@@ -123,8 +123,6 @@ class HorovodCollectives:
 
     summed = frozenset({tf.float16, tf.float32, tf.float64, tf.int8, tf.uint8, tf.int32, tf.int64})
 
-    way = "Horovod"
-
     def __init__(
         self, size: int, rank: int, device: str, timeout_seconds: float, group: int = 0
     ) -> None:

@@ -36,10 +36,6 @@ class Collectives(Protocol):
     @property
     def scatters_well(self) -> bool: ...
 
-    @property
-    def way(self) -> str:
-        """The connection of the workers, in words for the user."""
-
     def all_reduce(self, buffers: Sequence[tf.Tensor], name: str) -> list[tf.Tensor]:
         """Sums each buffer element-wise over the workers; buffers are sent in parallel."""
 

@@ -78,10 +78,6 @@ class TensorFlowCollectives:
         return self._by_nccl or self.size <= 2
 
     @property
-    def way(self) -> str:
-        return "NCCL" if self._by_nccl else "a ring over gRPC"
-
-    @property
     def rank(self) -> int:
         return self._members.rank if self._members else self._rank
 

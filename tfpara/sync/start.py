@@ -86,7 +86,7 @@ def start(
             extended.models.rule,
             strategy.sync_period,
             strategy.averages,
-            extended.links.collectives.way,
+            extended.links.way,
             divided=not strategy.members_change,
             unlike=company.unlike_devices,
             kinds=company.kinds,

@@ -169,6 +169,7 @@ def test_nccl_is_taken_where_each_worker_has_a_card_of_its_own(asked, kind, card
 def test_a_strategy_connects_its_workers_by_what_is_chosen():
     made = []
     links = types.SimpleNamespace(
+        way="a ring over gRPC",
         _settings=types.SimpleNamespace(communication="AUTO"),
         _worker=types.SimpleNamespace(
             changes=False, devices=["/job:worker/task:0/device:GPU:0"], kinds={"GPU"}

@@ -183,20 +183,17 @@ class DistributedData:
             # each worker evaluates all data.
             with self.worker.alone():
                 whole = distribute(dataset)
-            if isinstance(whole, _input_lib.DistributedDataset):
-                whole.__class__ = _UndividedDataset
+            whole.__class__ = _UndividedDataset
             return whole
         check_files(dataset, self.worker.num_workers)
         distributed = distribute(dataset)
-        if isinstance(distributed, _input_lib.DistributedDataset):
-            distributed.__class__ = _Dataset
-            distributed.data, distributed.given = self, dataset
-            distributed.distribute = distribute
-            if not divided_between_workers(dataset) and distributed._cardinality > 0:
-                # Auto-sharding is off, so each worker has data of its own. With W workers
-                # TensorFlow still cuts each batch into W parts, and a step takes one part. So a
-                # worker has W times as many steps as batches.
-                distributed._cardinality *= self.worker.num_workers
+        distributed.__class__ = _Dataset
+        distributed.data, distributed.given, distributed.distribute = self, dataset, distribute
+        if not divided_between_workers(dataset) and distributed._cardinality > 0:
+            # Auto-sharding is off, so each worker has data of its own. With W workers TensorFlow
+            # still cuts each batch into W parts, and a step takes one part. So a worker has W times
+            # as many steps as batches.
+            distributed._cardinality *= self.worker.num_workers
         return distributed
 
     def parts_of(self, dataset: tf.data.Dataset, distribute: _Distribute) -> tf.data.Dataset:

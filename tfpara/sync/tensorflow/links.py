@@ -49,7 +49,8 @@ class Links:
     Attributes:
         collectives: between the lead devices, for the weights.
         reports: between the hosts, for the reports before a sync.
-        connected_by: the connection of the workers' GPUs in words; "" without GPUs.
+        way: the connection of the workers in words; "" if there is none.
+        connected_by: a sentence on the connection of the workers' GPUs; "" without GPUs.
     """
 
     def __init__(
@@ -62,7 +63,13 @@ class Links:
         lead = worker.host if len(worker.kinds) > 1 else worker.devices[0]
         self.collectives = self._between(0, lead)  # `compare` may replace them by NCCL's
         self.reports = self._between(1, worker.host)
+        by_horovod = settings.collectives == "horovod"
+        self.way = "" if self._alone else "Horovod" if by_horovod else "a ring over gRPC"
         self.connected_by = ""
+
+    @property
+    def _alone(self) -> bool:
+        return self._worker.num_workers == 1 and self._worker.company.members is None
 
     def for_control(self) -> Collectives:
         """Returns collectives between the hosts, for exchanges that Python code calls.
@@ -81,13 +88,13 @@ class Links:
         waiting: Callable[[], AbstractContextManager[None]] | None = None,
         communication: str = "RING",
     ) -> Collectives:
-        workers, members = self._worker.num_workers, self._worker.company.members
-        if workers == 1 and members is None:
+        if self._alone:
             return Loopback()
         group += self._earlier * BETWEEN_STRATEGIES
         place = (self._worker.rank, device, timeout_seconds)
         if self._settings.collectives == "horovod":
-            return HorovodCollectives(workers, *place, group)
+            return HorovodCollectives(self._worker.num_workers, *place, group)
+        members = self._worker.company.members
         return TensorFlowCollectives(
             self._found.tasks, *place, communication, group, members, waiting
         )
@@ -146,11 +153,11 @@ class Links:
         )
         if chosen == "NCCL":
             self.collectives = self._between(0, self._worker.devices[0], communication=chosen)
+            self.way = chosen
         if len(kinds) > 1:
             self.connected_by = "workers on GPUs and on CPUs are connected by a ring over gRPC"
         elif kinds == {"GPU"}:
-            way = "NCCL" if chosen == "NCCL" else "a ring over gRPC"
-            self.connected_by = f"the workers' GPUs are connected by {way}: {why}"
+            self.connected_by = f"the workers' GPUs are connected by {self.way}: {why}"
 
     def abort(self, message: str) -> None:
         """Ends the collectives under way with an error."""
