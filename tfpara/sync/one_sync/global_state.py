@@ -72,7 +72,7 @@ class GlobalState:
         self.aggregation = aggregation
         self._site, self._name, self._devices = replicas.site, replicas.site.name, replicas.devices
         buckets = replicas.weights(0)
-        moments = replicas.moments(0) if replicas.variables.moments else None
+        moments = replicas.moments(0)
         self.bucket_sizes = [int(b.shape[0]) for b in buckets]
         # The variables of the state, by label ("rule", "averages/NAME" or "moments"), holder and
         # bucket.
@@ -84,7 +84,7 @@ class GlobalState:
                 states = {"rule": list(map(rule.init, own))}
                 for label, average in averages.items():
                     states[f"averages/{label}"] = list(map(average.init, own))
-                if moments is not None:
+                if moments:
                     both = [[cut(kind[p.bucket], p) for p in parts] for kind in moments]
                     states["moments"] = list(map(rule.init_moments, *both))
                 for label, of_parts in states.items():

@@ -168,12 +168,11 @@ class Replicas:
     def all_weights(self, fragment: int) -> list[list[tf.Tensor]]:
         return [self.weights(replica, fragment) for replica in range(len(self.devices))]
 
-    def moments(self, replica: int) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
+    def moments(self, replica: int) -> list[list[tf.Tensor]]:
+        """Returns the buckets of a replica's first and second moments; empty: none are filtered."""
+        moments = self.variables.moments
         with tf.device(self.devices[replica]):
-            first, second = (
-                self.layout.pack([v[replica] for v in slots]) for slots in self.variables.moments
-            )
-        return first, second
+            return [self.layout.pack([v[replica] for v in slots]) for slots in moments]
 
     def write_counts(self, furthest: tf.Tensor) -> None:
         for k, count in enumerate(self.variables.counts):

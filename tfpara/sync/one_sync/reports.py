@@ -114,7 +114,7 @@ def report_of(
 def signature_of(value: tf.Tensor) -> tf.Tensor:
     """Returns a whole number below 2^40, as float64, by which tensors are compared.
 
-    It is a weighted sum of the elements' bits as integers, so the order of addition may differ.
+    The order of addition does not matter, since the elements' bits are added as integers.
     """
     bits = tf.cast(tf.bitcast(tf.reshape(tf.cast(value, tf.float32), [-1]), tf.int32), tf.int64)
     # The factors make the sum depend on the order of the elements.

@@ -66,13 +66,9 @@ class Synchronizer:
             counts = [tf.cast(n, tf.float64) for n in weights]
             if nonfinite and self.graph.left_out is not None:
                 self.graph.left_out.count(nonfinite)
-                of_each, counts = (
-                    [
-                        tf.where(bad, tf.zeros_like(n), n)
-                        for n, bad in zip(numbers, nonfinite, strict=True)
-                    ]
-                    for numbers in (of_each, counts)
-                )
+                none = tf.zeros([], tf.float64)
+                of_each = [tf.where(b, none, n) for b, n in zip(nonfinite, of_each, strict=True)]
+                counts = [tf.where(b, none, n) for b, n in zip(nonfinite, counts, strict=True)]
             of_all = tf.add_n(of_each)
             steps = self.graph.block.count(of_all, counts, samples)
             if self._overlap is not None:
@@ -319,11 +315,9 @@ class Synchronizer:
         sync, and `note` prints a note. If each worker has only a part of the model, the chief has
         the whole as of the last block that was closed; after a later sync, the variables stay.
         """
-        if self._shown is not None or self.sync_period is None:
-            yield
-            return
         closed = not self.graph.block.is_open and not self.in_flight
-        if closed and self._replicas_have_it:
+        stays = self._shown is not None or self.sync_period is None
+        if stays or (closed and self._replicas_have_it):
             yield
             return
         weights, has = None, "the weights of the chief's first replica"
@@ -339,10 +333,8 @@ class Synchronizer:
                 f"a model is saved within a block: the file has {has}. Save where an epoch ends, "
                 "or call strategy.synchronize() on every worker before."
             )
-        if weights is None:
-            yield
-            return
-        with self._holding([weights] * len(self._site.devices)):
+        given = None if weights is None else [weights] * len(self._site.devices)
+        with self._holding(given) if given else contextlib.nullcontext():
             yield
 
     @property
