@@ -22,7 +22,7 @@ from tfpara.sync.one_sync.replicas import Buckets, Replicas
 from tfpara.sync.one_sync.sized_rule import SizedRule
 from tfpara.sync.one_sync.state_vars import Kind, Slot
 from tfpara.sync.settings import Settings
-from tfpara.typing import Array, Nest, State
+from tfpara.typing import Array, State
 
 MakeVariable = Callable[[Array, str], tf.Variable]
 
@@ -131,6 +131,9 @@ class GlobalState:
         labels = [f"averages/{label}" for label in self._averages]
         update = Update(buckets, [], {label: [] for label in ("rule", *labels)})
         rule, (replicas, _) = self.rule.present(), self._site.replicas_now()
+        # XLA may be unable to compile a user's rule or average.
+        kinds = map(type, (rule, *self._averages.values()))
+        ours = all(kind.__module__.startswith("tfpara.") for kind in kinds)
         for holder, device in enumerate(self.aggregation.holders):
             of_holder = zip(
                 *(self._states[label][holder][buckets] for label in ("rule", *labels)), strict=True
@@ -142,7 +145,8 @@ class GlobalState:
                     # run during the exchange of the means, and take time from it.
                     state = self.rule.carried(_read(kept, after=mean))
                     before.append((state, [_read(each, after=mean) for each in of_averages], mean))
-                steps = self._fused(functools.partial(self._steps, rule), rule, device)
+                plain = functools.partial(self._steps, rule)
+                steps = fused(plain, device) if ours else plain
                 # With one replica nothing is sent, so a single function can take the steps of all
                 # buckets. Otherwise the step of each bucket is taken as soon as the bucket's mean
                 # has arrived.
@@ -185,13 +189,6 @@ class GlobalState:
             return [after, *new], broadcast
 
         return [step(*each) for each in before]
-
-    def _fused(self, steps: Callable[..., Nest], rule: Any, device: str) -> Callable[..., Nest]:
-        """Returns `steps`, fused unless a rule or average is a user's: XLA may not compile it."""
-        ours = all(
-            type(r).__module__.startswith("tfpara.") for r in (rule, *self._averages.values())
-        )
-        return fused(steps, device) if ours else steps
 
     def commit(self, update: Update) -> None:
         """Writes the step that `update` returned."""
@@ -255,7 +252,9 @@ class GlobalState:
             inside = part.bucket == bucket and start < end
             piece = values[start - at : end - at] if inside else values[:0]
             if inside:
-                _assign_at(own, self.rule.last().init(piece), start - part.start)
+                for variable, value in zip(own, self.rule.last().init(piece), strict=True):
+                    if variable.shape.rank:  # scalars are common to all elements, and stay
+                        variable[start - part.start : end - part.start].assign(value)
             for label, average in self._averages.items():
                 state = self._states[f"averages/{label}"][holder][part.bucket]
                 # An average whose count is 0 needs no restart: it is new, or it was restarted when
@@ -412,10 +411,3 @@ def _read(variables: State, after: tf.Tensor | None = None) -> State:
 def _assign(variables: State, values: State) -> None:
     for variable, value in zip(variables, values, strict=True):
         variable.assign(tf.cast(value, variable.dtype))
-
-
-def _assign_at(variables: State, values: State, at: int) -> None:
-    """Assigns to elements `at` … of the flat variables. Scalars, common to all elements, stay."""
-    for variable, value in zip(variables, values, strict=True):
-        if variable.shape.rank:
-            variable[at : at + value.shape[0]].assign(value)
