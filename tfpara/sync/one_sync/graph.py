@@ -112,33 +112,25 @@ class SyncGraph:
             return tf.identity(numbers)
 
     def _sync_step(self, running: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        """Averages and commits what the reports allow; then updates the counters.
+
+        If an exchange fails, or the reports forbid the sync, the counters stay as they are. Returns
+        whether no replica has data left, and why the sync is forbidden, or "".
+        """
         own, sent = [], []
         if self._with_reports is not None:
             own = self.replicas.weights(0)
             sent = self._with_reports.sent(own)
         began, verdict, arrived = self.consensus.reached(running, self.averaging.anchors, sent)
-        self._close_block(verdict, began, (own, arrived))
-        return verdict.is_last, verdict.problem
-
-    def _close_block(
-        self, verdict: Verdict, began: tf.Tensor, carried: tuple[Buckets, Buckets]
-    ) -> None:
-        """Averages and commits what the reports allow; then updates the counters.
-
-        If an exchange fails, or the reports forbid the sync, the counters stay as they are.
-        `carried`: see `_commit_now`.
-        """
 
         def one(fragment: int) -> tf.Tensor:
-            return if_any(
-                verdict.parts[fragment], lambda: self._commit_now(fragment, verdict, carried)
-            )
-
-        def rest() -> tf.Tensor:
-            return if_any(verdict.parts[-1], lambda: self._commit_others(verdict))
+            part = verdict.parts[fragment]
+            return if_any(part, lambda: self._commit_now(fragment, verdict, own, arrived))
 
         def every() -> tf.Tensor:
-            return tf.reduce_max(tf.stack([*map(one, range(self._fragments)), rest()]))
+            weights = [*map(one, range(self._fragments))]
+            others = if_any(verdict.parts[-1], lambda: self._commit_others(verdict))
+            return tf.reduce_max(tf.stack([*weights, others]))
 
         def closed() -> None:
             ended = now()
@@ -158,6 +150,7 @@ class SyncGraph:
             committed = tf.cond(verdict.is_last, every, lambda: self.of_fragment(turn, one))
         with tf.control_dependencies([committed]):
             where(verdict.allowed, closed)
+        return verdict.is_last, verdict.problem
 
     def of_fragment(self, number: tf.Tensor, function: Callable[[int], tf.Tensor]) -> tf.Tensor:
         """Returns `function(number)`, where the fragment's number is a tensor."""
@@ -190,18 +183,17 @@ class SyncGraph:
     # -- the commit --------------------------------------------------------------------------
 
     def _commit_now(
-        self, fragment: int, verdict: Verdict, carried: tuple[Buckets, Buckets]
+        self, fragment: int, verdict: Verdict, own: Buckets, everyones: Buckets
     ) -> tf.Tensor:
         """Averages a fragment, applies the rule and writes the result; returns 1.
 
-        `carried` is a pair: the buckets of this worker's weights, and for each worker the vector of
-        its weights. Both are empty unless the weights have travelled with the reports.
+        If the weights have travelled with the reports, `own` are the buckets of this worker's, and
+        `everyones` has the vector of each worker's. Otherwise both are empty.
         """
         _, block_steps, of_all, shares = verdict.parts[fragment]
         # The wait for other workers is noted before the exchange begins, so that the watchdog sees
         # it.
         with tf.control_dependencies([self.begin_waiting(verdict)]), phase("pack"):
-            own, everyones = carried
             local = [own] if own else self.replicas.all_weights(fragment)
         others = self.averaging.exchange_others(shares) if self.whole else []
         means = None
