@@ -272,10 +272,9 @@ class Consensus:
         def decided(replicas: int, first: int, period: int, *given: Array) -> Sequence[Any]:
             at, table = time.monotonic(), table_of(*given)
             apart = self._are_apart(table)
-            text = "apart" if apart else self._problem_of(table)  # `_told` makes the sentence
+            text, decision = self._decision(table, apart, replicas, first, period)
             if text and not apart and not self._site.is_alone:
                 time.sleep(_GRACE_SECONDS)
-            decision = self._decision(table, text, replicas, first, period)
             return at, apart, not text, text, *decision
 
         arguments = [*self._site.replicas_now(), self._block.period.read_value(), *given]
@@ -304,26 +303,24 @@ class Consensus:
         made = [Part(done, steps, of_all, Shares(*own)) for done, steps, of_all, *own in by_part]
         return Verdict(at, allowed, problem, is_last, agreed, counts, trained, made)
 
-    def _problem_of(self, table: Array) -> str:
-        """Returns the problem that forbids the sync, or ""; if "", adds to `weights_seen`."""
+    def _decision(
+        self, table: Array, apart: bool, replicas: int, first: int, period: int
+    ) -> tuple[str, Decision]:
+        """Returns the problem that forbids the sync, or "", and the decision from the table."""
+        own, balance = len(self._site.devices), self._site.balance
         names, firsts = self._replicas.averaged_names, self._site.first_replicas(len(table))
-        text = problem_of(table, self.columns, names, firsts, self._share)
+        text = "apart"  # `_told` makes the sentence
+        if not apart:
+            text = problem_of(table, self.columns, names, firsts, self._share)
         if not text and len(table) == len(self.weights_seen):
             self.weights_seen += table[:, self.columns.samples].max(1)
-        return text
-
-    def _decision(
-        self, table: Array, text: str, replicas: int, first: int, period: int
-    ) -> Decision:
-        """Returns the decision from the table; `text` is the problem that forbids it, or ""."""
-        own, balance = len(self._site.devices), self._site.balance
         share = None if balance is None else balance.mean_steps()
         found = decide(
             table,
             self.columns,
             text,
             local=slice(first, first + own),
-            first_replicas=self._site.first_replicas(len(table)),
+            first_replicas=firsts,
             replicas=replicas,
             # With F fragments, the block of each fragment is F sync periods long.
             block=share or float(period) * self._fragments,
@@ -334,7 +331,7 @@ class Consensus:
             # worker. In a simulation each replica stands for a worker.
             steps, seconds = table[:, self.columns.steps], table[:, self.columns.seconds]
             balance.reported = steps[:, 0].astype(int), seconds[:, 0]
-        return found
+        return text, found
 
 
 def _signatures(variables: Sequence[Sequence[tf.Variable]]) -> tf.Tensor:
