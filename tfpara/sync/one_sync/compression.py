@@ -153,25 +153,17 @@ class CompressedWire(PlainWire):
                     sent[0][k], f"{self._name}/words/{fragment}/{k}"
                 )
                 sums.append(tf.reduce_sum(decode(words, length, self._kind), 0))
-        means = []
-        for device, moves, points in zip(
-            self._aggregation.holders,
-            self._aggregation.to_holders(sums),
-            self._global.measured_from(self._received(buckets), buckets),
-            strict=True,
-        ):
+        holders, received, means = self._aggregation.holders, [], []
+        for holder, device in enumerate(holders):
+            with tf.device(device):  # the holder's parts of B̂
+                parts = self._aggregation.parts(holder)[buckets]
+                received.append([cut(self.points[p.bucket], p) for p in parts])
+        begins = self._global.measured_from(received, buckets)
+        moves = self._aggregation.to_holders(sums)
+        for device, points, moved in zip(holders, begins, moves, strict=True):
             with tf.device(device):
-                means.append([p + m for p, m in zip(points, moves, strict=True)])
+                means.append([p + m for p, m in zip(points, moved, strict=True)])
         return means, kept
-
-    def _received(self, buckets: slice) -> list[list[tf.Tensor]]:
-        """Returns for each holder its parts of B̂."""
-        per_holder = []
-        for holder, device in enumerate(self._aggregation.holders):
-            parts = self._aggregation.parts(holder)[buckets]
-            with tf.device(device):
-                per_holder.append([cut(self.points[p.bucket], p) for p in parts])
-        return per_holder
 
     def _moved(
         self, local: Sequence[Buckets], shares: Shares, buckets: slice
