@@ -86,10 +86,9 @@ class ReplicaVariables:
     local_state: "keep", "reset" or "average": the effect of a sync on the slots.
     frozen: weights that are not trained, which no sync reads or writes.
     moments: the first and the second moments, if the rule filters them.
-    counts: step counts of optimizers that are the same on all replicas after a sync.
-    cycles: for each of `counts`, the number of steps over which gradients are accumulated.
-    counts_to_reset: step counts that a sync sets back together with `slots`.
-    cycles_to_reset: like `cycles`, for `counts_to_reset`.
+    counts: step counts of optimizers that are the same on all replicas after a sync, each with the
+        number of steps over which gradients are accumulated.
+    counts_to_reset: the same, of optimizers whose count a sync sets back together with `slots`.
     rates: learning rates that Python code can set. They must be equal on all replicas.
     """
 
@@ -104,10 +103,8 @@ class ReplicaVariables:
     local_state: str
     frozen: Sequence[Sequence[tf.Variable]]
     moments: Sequence[Sequence[Sequence[tf.Variable]]]
-    counts: Sequence[Sequence[tf.Variable]]
-    cycles: Sequence[int]
-    counts_to_reset: Sequence[Sequence[tf.Variable]]
-    cycles_to_reset: Sequence[int]
+    counts: Sequence[tuple[Sequence[tf.Variable], int]]
+    counts_to_reset: Sequence[tuple[Sequence[tf.Variable], int]]
     rates: Sequence[Sequence[tf.Variable]]
 
     def places(self) -> dict[int, tuple[str, int]]:
@@ -154,7 +151,8 @@ class Replicas:
         finite = [tf.reduce_all(tf.math.is_finite(m)) for m in moved]
         state = [tf.bitcast(tf.where(each, 0, _BITS_OF_NAN), tf.float32) for each in finite]
         sums = tf.stack([*weights, *state, *slots])
-        others = [v[replica] for v in (*self.variables.counts, *self.variables.rates)]
+        counts = [count for count, _ in self.variables.counts]
+        others = [v[replica] for v in (*counts, *self.variables.rates)]
         exact = [tf.cast(other, tf.float64)[tf.newaxis] for other in others]
         return tf.concat([tf.cast(sums, tf.float64), *exact], 0)
 
@@ -175,8 +173,7 @@ class Replicas:
             return [self.layout.pack([v[replica] for v in slots]) for slots in moments]
 
     def write_counts(self, furthest: tf.Tensor) -> None:
-        for k, count in enumerate(self.variables.counts):
-            cycle = self.variables.cycles[k]
+        for k, (count, cycle) in enumerate(self.variables.counts):
             for component in count:
                 with tf.device(component.device):
                     newest = tf.cast(furthest[k], component.dtype)
@@ -251,8 +248,7 @@ class Replicas:
                 for component in slot:
                     with tf.device(component.device):
                         component.assign(tf.fill(component.shape, tf.cast(value, component.dtype)))
-            cycles = self.variables.cycles_to_reset
-            for count, cycle in zip(self.variables.counts_to_reset, cycles, strict=True):
+            for count, cycle in self.variables.counts_to_reset:
                 for component in count:
                     with tf.device(component.device):
                         component.assign(component % cycle)

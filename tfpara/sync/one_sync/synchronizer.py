@@ -384,7 +384,7 @@ class Synchronizer:
             self.was_set(variable[0])
         if self._variables.moments:
             self.graph.averaging.restart_moments()
-            counts = [[tf.cast(c, tf.float64) for c in own] for own in self._variables.counts]
+            counts = [[tf.cast(c, tf.float64) for c in own] for own, _ in self._variables.counts]
             largest = tf.reduce_max(tf.stack(counts), 1)  # over this worker's replicas
             table = self._site.reports.all_gather(largest, f"{self.name}/counts")
             self.graph.replicas.write_counts(tf.reduce_max(table, 0))

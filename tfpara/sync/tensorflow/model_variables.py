@@ -79,10 +79,10 @@ def replica_variables(
         local_state=local_state,
         frozen=components(frozen),
         moments=moments,
-        counts=components([optimizer._iterations for optimizer in counting]),
-        cycles=[minibatches_of_a_step(optimizer) for optimizer in counting],
-        counts_to_reset=components([optimizer._iterations for optimizer in resetting]),
-        cycles_to_reset=[minibatches_of_a_step(optimizer) for optimizer in resetting],
+        counts=[(components_of(o._iterations.value), minibatches_of_a_step(o)) for o in counting],
+        counts_to_reset=[
+            (components_of(o._iterations.value), minibatches_of_a_step(o)) for o in resetting
+        ],
         rates=components([o.learning_rate for o in optimizers(model) if _rate_can_be_set(o)]),
     )
 
