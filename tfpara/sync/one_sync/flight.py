@@ -12,7 +12,6 @@ Each wait first puts the flight's end, if it is known, into the queue again: see
 from __future__ import annotations
 
 import atexit
-import re
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -29,21 +28,14 @@ NONE, FLYING, LANDED = range(3)
 # The longest wait, when the program ends, for the thread of a flight. If another worker was lost,
 # the exchange fails, and the thread ends at once.
 _PATIENCE_SECONDS = 5.0
-# The types of errors that a failed collective raises, with any backend. The message of such an
-# error also matches `_WORDS`.
-_OF_COLLECTIVES = (
-    tf.errors.UnavailableError,
-    tf.errors.DeadlineExceededError,
-    tf.errors.AbortedError,
-    tf.errors.CancelledError,
-    tf.errors.InternalError,
-    tf.errors.UnknownError,
+# The end of a flight is described by the text of its error, or by "" if there was none.
+_FAILED = "the sync beside the training failed"
+_NOT_STARTED = "a sync was to run beside the training, and the step failed that starts it"
+# Matches the text of an error that a collective has raised, with any backend.
+OF_COLLECTIVE = (
+    rf"(?s){_FAILED}: (Unavailable|DeadlineExceeded|Aborted|Cancelled|Internal|Unknown)Error: "
+    ".*(ollective|RecvBuf|Horovod has).*"
 )
-_WORDS = re.compile("ollective|RecvBuf|Horovod has")
-# The end of a flight is described by a pair: the text of its error, or "" if there was none; and
-# whether a collective has raised that error.
-_WELL = ("", False)
-_NOT_STARTED = ("a sync was to run beside the training, and the step failed that starts it", False)
 
 
 class Flight:
@@ -73,9 +65,9 @@ class Flight:
         self._fly = fly
         self._thread: threading.Thread | None = None
         self._lock = threading.RLock()
-        self._end: tuple[str, bool] | None = _NOT_STARTED  # None while the thread runs
+        self._end: str | None = _NOT_STARTED  # None while the thread runs
         with tf.device("CPU:0"), tf.init_scope():
-            self._ends = tf.queue.FIFOQueue(1, [tf.string, tf.bool], [[], []])
+            self._ends = tf.queue.FIFOQueue(1, [tf.string], [[]])
         with tf.device("CPU:0"):
             self.state = make(tf.constant(NONE, tf.int64), "flight")
             self.fragment = make(tf.zeros([], tf.int32), "flight_fragment")
@@ -119,11 +111,10 @@ class Flight:
         with tf.control_dependencies(copies):
             return tf.numpy_function(self._launch, [], tf.int64)
 
-    def landing(self) -> tuple[tf.Tensor, tf.Tensor]:
-        """Waits for the end of the flight; returns it, a pair as described at `_WELL`."""
+    def landing(self) -> tf.Tensor:
+        """Waits for the end of the flight; returns the text of its error, or ""."""
         with tf.control_dependencies([tf.numpy_function(self._tell, [], tf.int64)]):
-            message, of_collective = self._ends.dequeue()
-        return message, of_collective
+            return self._ends.dequeue()
 
     def give_up(self) -> None:
         """Waits for the end of a flight and drops its results."""
@@ -165,12 +156,11 @@ class Flight:
         return 0
 
     def _run(self) -> None:
-        end = _WELL
+        end = ""
         try:
             self._fly()
         except BaseException as error:  # any error is passed on to the training thread
-            message = f"the sync beside the training failed: {type(error).__name__}: {error}"
-            end = message, isinstance(error, _OF_COLLECTIVES) and bool(_WORDS.search(message))
+            end = f"{_FAILED}: {type(error).__name__}: {error}"
         with self._lock:
             self._end = end
             self._tell()

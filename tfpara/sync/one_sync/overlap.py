@@ -11,7 +11,7 @@ from __future__ import annotations
 import tensorflow as tf
 
 from tfpara.sync.one_sync.consensus import Verdict
-from tfpara.sync.one_sync.flight import FLYING, LANDED, NONE, Flight
+from tfpara.sync.one_sync.flight import FLYING, LANDED, NONE, OF_COLLECTIVE, Flight
 from tfpara.sync.one_sync.graph import SyncGraph, if_any
 from tfpara.sync.one_sync.graph_ops import not_inlined, now, on_host, where
 from tfpara.sync.one_sync.replicas import Site
@@ -54,11 +54,11 @@ class Overlap:
 
     def await_landing(self) -> None:
         """Waits until the flight, if any, has landed; notes the decision of all workers."""
-        self._stop_if(*self._land())
+        self._stop_if(self._land())
 
     def merge(self) -> None:
         """Waits for the flight, if there is one, and merges its results into the weights."""
-        self._stop_if(*self._merge())
+        self._stop_if(self._merge())
 
     def _start_step(self) -> None:
         """Starts the sync of the block that ends here, and opens the next block."""
@@ -113,7 +113,7 @@ class Overlap:
                     variable.assign(value)
         return tf.constant(1, tf.int64)
 
-    def _stop_if(self, problem: tf.Tensor, of_collective: tf.Tensor) -> None:
+    def _stop_if(self, problem: tf.Tensor) -> None:
         """Raises the error that ended the flight, in the training thread.
 
         If a collective has failed, all later collectives fail with the same error. So another one
@@ -123,30 +123,27 @@ class Overlap:
         def again() -> None:
             self._graph.consensus.gather(self.flight.rows.read_value(), now())
 
+        with tf.device("CPU:0"):
+            of_collective = tf.strings.regex_full_match(problem, OF_COLLECTIVE)
         with tf.control_dependencies([where(of_collective, again)]):
             stop_if(problem)
 
-    def _land_step(self) -> tuple[tf.Tensor, tf.Tensor]:
+    def _land_step(self) -> tf.Tensor:
         """Waits for the flight, if one is in the air; returns its end, as `Flight.landing` does.
 
         A flight that failed never lands, so a second call returns the same error. If the reports
         forbid the sync, they do so on all workers: the flight is then over, and its block is open
         again.
         """
-        return tf.cond(
-            self.flight.state == FLYING,
-            self._wait,
-            lambda: (tf.constant(""), tf.constant(False)),
-        )
+        return tf.cond(self.flight.state == FLYING, self._wait, lambda: tf.constant(""))
 
-    def _wait(self) -> tuple[tf.Tensor, tf.Tensor]:
+    def _wait(self) -> tf.Tensor:
         began = now()
         with tf.control_dependencies([began]), phase("wait"):
-            message, of_collective = self.flight.landing()
+            message = self.flight.landing()
         with tf.control_dependencies([message]):
             waited = now() - began
-        problem = tf.cond(message == "", lambda: self._touch_down(waited), lambda: message)
-        return problem, of_collective
+        return tf.cond(message == "", lambda: self._touch_down(waited), lambda: message)
 
     def _touch_down(self, waited: tf.Tensor) -> tf.Tensor:
         graph, flight = self._graph, self.flight
@@ -167,9 +164,9 @@ class Overlap:
         where(~allowed, forbidden)
         return problem
 
-    def _merge_step(self) -> tuple[tf.Tensor, tf.Tensor]:
+    def _merge_step(self) -> tf.Tensor:
         graph, flight = self._graph, self.flight
-        problem, of_collective = self._land_step()
+        problem = self._land_step()
         with tf.control_dependencies([problem]):
             began = now()
 
@@ -191,4 +188,4 @@ class Overlap:
             done = where(flight.state == LANDED, merged)
         with tf.control_dependencies([done]):
             graph.stood_still(began)
-        return problem, of_collective
+        return problem
