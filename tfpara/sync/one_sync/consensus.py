@@ -35,6 +35,7 @@ from tfpara.typing import Array
 # fail waits for this time, in which the others receive the table of all reports, which has the
 # reason.
 _GRACE_SECONDS = 1.0
+_APART = "the workers are apart"  # `_told` returns the sentence
 
 
 class Part(NamedTuple):
@@ -50,11 +51,10 @@ class Verdict(NamedTuple):
     """The decision of all workers, as tensors: see `Decision`.
 
     at: the time of the decision, on the clock of `now`.
-    allowed: whether there is no problem.
+    problem: the sentence that forbids the sync; "" if none does.
     """
 
     at: tf.Tensor
-    allowed: tf.Tensor
     problem: tf.Tensor
     is_last: tf.Tensor
     agreed: tf.Tensor
@@ -271,20 +271,17 @@ class Consensus:
 
         def decided(replicas: int, first: int, period: int, *given: Array) -> Sequence[Any]:
             at, table = time.monotonic(), table_of(*given)
-            apart = self._are_apart(table)
-            text, decision = self._decision(table, apart, replicas, first, period)
-            if text and not apart and not self._site.is_alone:
+            text, decision = self._decision(table, replicas, first, period)
+            if text not in ("", _APART) and not self._site.is_alone:
                 time.sleep(_GRACE_SECONDS)
-            return at, apart, not text, text, *decision
+            return at, text, *decision
 
         arguments = [*self._site.replicas_now(), self._block.period.read_value(), *given]
         parts, f32, f64 = self._block.parts, tf.float32, tf.float64
-        at, apart, allowed, problem, is_last, agreed, counts, trained, *of_parts = in_python(
+        at, problem, is_last, agreed, counts, trained, *of_parts = in_python(
             decided,
             arguments,
             tf.TensorSpec([], f64),
-            tf.TensorSpec([], tf.bool),
-            tf.TensorSpec([], tf.bool),
             tf.TensorSpec([], tf.string),
             tf.TensorSpec([], tf.bool),
             tf.TensorSpec([3], f64),
@@ -298,19 +295,20 @@ class Consensus:
             tf.TensorSpec([parts], f32),
         )
         if not self._site.is_alone:
-            problem = tf.cond(apart, self._told, functools.partial(tf.identity, problem))
+            otherwise = functools.partial(tf.identity, problem)
+            problem = tf.cond(tf.equal(problem, _APART), self._told, otherwise)
         by_part = zip(*map(tf.unstack, of_parts), strict=True)
         made = [Part(done, steps, of_all, Shares(*own)) for done, steps, of_all, *own in by_part]
-        return Verdict(at, allowed, problem, is_last, agreed, counts, trained, made)
+        return Verdict(at, problem, is_last, agreed, counts, trained, made)
 
     def _decision(
-        self, table: Array, apart: bool, replicas: int, first: int, period: int
+        self, table: Array, replicas: int, first: int, period: int
     ) -> tuple[str, Decision]:
         """Returns the problem that forbids the sync, or "", and the decision from the table."""
         own, balance = len(self._site.devices), self._site.balance
         names, firsts = self._replicas.averaged_names, self._site.first_replicas(len(table))
-        text = "apart"  # `_told` makes the sentence
-        if not apart:
+        text = _APART
+        if not self._are_apart(table):
             text = problem_of(table, self.columns, names, firsts, self._share)
         if not text and len(table) == len(self.weights_seen):
             self.weights_seen += table[:, self.columns.samples].max(1)

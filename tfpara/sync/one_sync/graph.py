@@ -149,7 +149,7 @@ class SyncGraph:
             turn = self.block.turn
             committed = tf.cond(verdict.is_last, every, lambda: self.of_fragment(turn, one))
         with tf.control_dependencies([committed]):
-            where(verdict.allowed, closed)
+            where(tf.equal(verdict.problem, ""), closed)
         return verdict.is_last, verdict.problem
 
     def of_fragment(self, number: tf.Tensor, function: Callable[[int], tf.Tensor]) -> tf.Tensor:
