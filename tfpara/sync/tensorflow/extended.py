@@ -70,7 +70,6 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
     ) -> None:
         self._wanted_devices = devices
         self.settings = settings
-        self._timeout_seconds = settings.timeout_seconds  # used in `super().__init__`
         self.shown: str | None = None
         self.progress: Any = None
         self.worker = Worker(company)
@@ -105,26 +104,17 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         """Makes the strategy's parts, once TensorFlow's server runs; every worker must call it.
 
         In this method a worker may wait for others. So it is called outside of `startup.guard`,
-        whose limit is shorter than `timeout_seconds`.
+        whose limit is shorter than `timeout_seconds`. Each part gets the earlier ones it needs.
         """
-        found = self.waits.found
-        if not self.worker.changes and found.num_workers > 1:
-            first = Links(found, self.settings, self.worker, self._earlier)
+        found, worker, strategy = self.waits.found, self.worker, self._container_strategy()
+        if not worker.changes and found.num_workers > 1:
+            first = Links(found, self.settings, worker, self._earlier)
             self.waits.abort = first.abort
             self.waits.watch(self.settings.timeout_seconds)
             first.tell_devices()
             self._resolve()
-        self.links = Links(found, self.settings, self.worker, self._earlier)
-        self._make_parts()
-
-    def _resolve(self) -> None:
-        """Resolves the rule for the number of replicas with which the run begins."""
-        replicas = self.worker.company.founding_replicas(len(self.worker_devices))
-        self.settings = self.settings.resolved(replicas)
-
-    def _make_parts(self) -> None:
-        """Makes the parts of the strategy; each part gets the earlier parts that it needs."""
-        strategy, settings, worker = self._container_strategy(), self.settings, self.worker
+        settings = self.settings
+        self.links = Links(found, settings, worker, self._earlier)
         self.notes = Notes(settings, worker)
         self.momentum = MomentumFit(settings, worker, self.notes, plain_variable)
         self.balance: Balance | None = None
@@ -151,6 +141,11 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
             )
             if not worker.changes:
                 worker.company.epoch_units = self.balance
+
+    def _resolve(self) -> None:
+        """Resolves the rule for the number of replicas with which the run begins."""
+        replicas = self.worker.company.founding_replicas(len(self.worker_devices))
+        self.settings = self.settings.resolved(replicas)
 
     # -- the workers -----------------------------------------------------------------------------
 
@@ -194,7 +189,7 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         # ends all processes if a worker sends no heartbeat for 10 s, for example because its
         # process is stopped. So this limit is raised.
         updated = super()._update_config_proto(config_proto)
-        limit = math.ceil(1000 * (self._timeout_seconds + LATER_SECONDS))
+        limit = math.ceil(1000 * (self.settings.timeout_seconds + LATER_SECONDS))
         updated.experimental.coordination_config.heartbeat_timeout_in_ms = limit
         if self.worker.company.leader:
             updated.experimental.collective_group_leader = self.worker.company.leader
