@@ -52,26 +52,10 @@ class SyncGraph:
     """
 
     def __init__(self, variables: ReplicaVariables, settings: Settings, site: Site) -> None:
-        self._variables = variables
-        self._site = site
-        self._fragments = settings.fragments
+        self._variables, self._site, self._fragments = variables, site, settings.fragments
         self.whole = settings.fragments == 1 and not settings.overlap
-        self.replicas = Replicas(variables, settings, site)
-        self._make_state(settings)
-        with tf.device("CPU:0"):
-            self.block = Block(settings, self.whole, site)
-            self.left_out = LeftOut(site) if settings.nonfinite == "skip" else None
-            self.consensus = Consensus(self.replicas, self.block, settings, self.left_out)
-            if self._with_reports is not None:
-                self.consensus.carried = self._with_reports.elements
-            self._make_counters()
-        # See docs/design.md, "The function of a sync is not inlined".
-        self._sync = not_inlined(self._sync_step, tf.TensorSpec([], tf.bool))
-        self._meet = not_inlined(self.consensus.met, tf.TensorSpec([], tf.float64))
-
-    def _make_state(self, settings: Settings) -> None:
-        site, replicas, compression = self._site, self.replicas, settings.compression
-        aggregation = settings.aggregation
+        self.replicas = replicas = Replicas(variables, settings, site)
+        aggregation, compression, make = settings.aggregation, settings.compression, site.make
         if compression != "none" and aggregation == "auto":
             aggregation = "sharded"
         sizes = replicas.layout.bucket_sizes
@@ -85,17 +69,21 @@ class SyncGraph:
             wire = self.compressed or PlainWire(chosen, replicas)
             self.averaging = Averaging(replicas, wire, self.global_state)
         self._with_reports = WithReports.of(chosen, replicas, self.whole)
-
-    def _make_counters(self) -> None:
-        make = self._site.make
-        # Three results of the last sync's reports: the largest `Request` of all workers, the number
-        # of replicas that had data left, and the number of all replicas.
-        self._agreed = make(tf.zeros([3], tf.float64), "agreed")
-        self._syncs = make(tf.zeros([], tf.int64), "syncs")
-        self._seconds = make(tf.zeros([2], tf.float64), "seconds")
-        self._distance = make(tf.zeros([]), "distance")
-        self._bytes_sent = make(tf.zeros([], tf.float64), "bytes_sent")
-        self.dealt = make(tf.zeros([self._site.reports.size], tf.int64), "dealt", [None])
+        with tf.device("CPU:0"):
+            self.block = Block(settings, self.whole, site)
+            self.left_out = LeftOut(site) if settings.nonfinite == "skip" else None
+            self.consensus = Consensus(replicas, self.block, settings, self.left_out)
+            if self._with_reports is not None:
+                self.consensus.carried = self._with_reports.elements
+            self._agreed = make(tf.zeros([3], tf.float64), "agreed")  # see `Decision`
+            self._syncs = make(tf.zeros([], tf.int64), "syncs")
+            self._seconds = make(tf.zeros([2], tf.float64), "seconds")
+            self._distance = make(tf.zeros([]), "distance")
+            self._bytes_sent = make(tf.zeros([], tf.float64), "bytes_sent")
+            self.dealt = make(tf.zeros([site.reports.size], tf.int64), "dealt", [None])
+        # See docs/design.md, "The function of a sync is not inlined".
+        self._sync = not_inlined(self._sync_step, tf.TensorSpec([], tf.bool))
+        self._meet = not_inlined(self.consensus.met, tf.TensorSpec([], tf.float64))
 
     # -- in the training thread --------------------------------------------------------------
 
