@@ -99,26 +99,16 @@ class GlobalState:
             self.is_new = make(tf.constant(True), "is_new")
 
     def update_moments(
-        self,
-        first: Sequence[Sequence[tf.Tensor]],
-        second: Sequence[Sequence[tf.Tensor]],
-        steps: tf.Tensor,
-        iterations: tf.Tensor,
-        share: tf.Tensor,
+        self, *means: Sequence[Sequence[tf.Tensor]], **of_block: tf.Tensor
     ) -> list[list[State]]:
         """Returns the moments for the next block, for each holder; nothing is written.
 
-        `first` and `second` have, for each holder, its parts of the means of the replicas' moments.
-        For the other arguments see `BMUFAdam.update_moments`.
+        `means` are two, with each holder's parts of the means of the replicas' first and second
+        moments. For the other arguments see `BMUFAdam.update_moments`.
         """
-        update = functools.partial(
-            self.rule.present().update_moments,
-            steps=steps,
-            iterations=iterations,
-            num_replicas=self._site.num_replicas,
-            share=share,
-        )
-        return self._of_states("moments", update, first, second)
+        replicas, update = self._site.num_replicas, self.rule.present().update_moments
+        with_block = functools.partial(update, num_replicas=replicas, **of_block)
+        return self._of_states("moments", with_block, *means)
 
     def update(
         self, means: Sequence[Sequence[tf.Tensor]], buckets: slice, share: tf.Tensor

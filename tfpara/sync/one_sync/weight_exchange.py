@@ -129,7 +129,8 @@ class Averaging:
         least 1: an empty block has no mean gradient.
         """
         means = self.mean_moments(shares.portions)
-        kept = self._global.update_moments(*means, steps, iterations, shares.of_block)
+        of_block = {"steps": steps, "iterations": iterations, "share": shares.of_block}
+        kept = self._global.update_moments(*means, **of_block)
         update.states["moments"] = kept
         return {
             field: self._aggregation.spread(
