@@ -129,7 +129,7 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         self.control = Control(collectives, worker.call_site, self.models.in_turn, worker.company)
         worker.control = self.control
         guard = Guard(strategy, worker.devices) if settings.nonfinite == "skip" else None
-        self.steps = RunSteps(strategy, settings, self.models, guard)
+        self.steps = RunSteps(strategy, self.models, guard)
         self.data = DistributedData(worker, self.models, self.momentum, self.balance)
         self.metrics = MetricReads(worker)
         self.initial_values = InitialValues(worker)

@@ -17,7 +17,6 @@ from tfpara.keras_model import build_optimizer, check_optimizers_known
 from tfpara.steps import after, batch_size, skip_empty, weight_of
 from tfpara.sync.data.dealt import rows_of, slice_of
 from tfpara.sync.one_sync.synchronizer import Synchronizer
-from tfpara.sync.settings import Settings
 from tfpara.sync.tensorflow.nonfinite import Guard
 from tfpara.sync.tensorflow.trained_models import TrainedModels
 from tfpara.sync.tensorflow_private import context as _context
@@ -64,14 +63,10 @@ class RunSteps:
     """
 
     def __init__(
-        self,
-        strategy: tf.distribute.Strategy,
-        settings: Settings,
-        models: TrainedModels,
-        guard: Guard | None,
+        self, strategy: tf.distribute.Strategy, models: TrainedModels, guard: Guard | None
     ) -> None:
         self._strategy, self._local_results = strategy, strategy.experimental_local_results
-        self._settings, self._models, self.guard = settings, models, guard
+        self._models, self.guard = models, guard
         self.minibatch_weight: Callable[..., Scalar] | None = None
         self.trace = StepTrace()
         self._left: list[tuple[tf.Tensor, Callable[[], None]]] | None = None
@@ -247,7 +242,7 @@ class RunSteps:
         self, model: keras.Model | None, used: Sequence[keras.optimizers.Optimizer]
     ) -> None:
         """Raises ValueError if syncs or the guard write slots, and an optimizer is not known."""
-        settings = self._settings
+        settings = self._models.settings
         if model is None:
             return
         if self.guard is not None:
