@@ -27,7 +27,6 @@ NAME = "TFPARA_WORKER_NAME"
 PURPOSE = "meeting"
 TICK_SECONDS = 0.05
 _ANSWER_SECONDS = 10.0
-_ERRORS = (OSError, ValueError)
 _RENUMBERED = "the meeting point is new, and has another number for this worker: start it again"
 
 
@@ -65,37 +64,22 @@ class Ended(MeetingError):
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """A new generation, in the message to its members.
-
-    Attributes:
-        number: number of the generation.
-        tasks: the members' task numbers, by rank.
-        addresses: the members' "host:port", by rank.
-        reports: the members' reports from the meeting before it; None for new members.
-        why: the change of members, in words.
-        last: the reason why the members must write a checkpoint and end; "" if they continue.
-    """
+    """A new generation, in the message to its members."""
 
     number: int
-    tasks: tuple[int, ...]
-    addresses: tuple[str, ...]
-    reports: tuple[Json, ...]
-    why: str
-    last: str = ""
+    tasks: tuple[int, ...]  # the members' task numbers, by rank
+    addresses: tuple[str, ...]  # the members' "host:port", by rank
+    reports: tuple[Json, ...]  # the members' reports to the meeting before; None for new members
+    why: str  # the change of members, in words
+    last: str = ""  # why the members must write a checkpoint and end; "" if they continue
 
 
 class Line:
     """A worker's connection to the meeting point, with a thread that keeps it alive.
 
-    Args:
-        address: "host:port" of the meeting point.
-        secret: the secret of the run; may be empty.
-        port: port at which the others will reach this worker.
-        settings: the settings of the run: ``min_workers``, ``max_workers``, ``grace_seconds`` and
-            ``silence_seconds``, and other values that must be the same for all workers.
-        timeout_seconds: longest wait for the meeting point, now and whenever it is gone later.
-        task: the earlier number of this process; None for a new process.
-        name: name of this worker in messages; "worker" and its number if empty.
+    `settings` are those of `Elastic`. `port` is the port at which the others will reach this
+    worker, and `timeout_seconds` the longest wait for the meeting point, now and whenever it is
+    gone later. `task` is the earlier number of this process, None for a new one.
 
     Attributes:
         task: this worker's number.
@@ -119,10 +103,10 @@ class Line:
         task: int | None = None,
         name: str = "",
     ) -> None:
-        self.address = address
+        self._address = address
         self.wanted = False
         self.lost: frozenset[int] = frozenset()
-        self.generation = 0
+        self._generation = 0
         # The line's thread calls `on_abort(generation, why)` if a member is lost, and
         # `on_silence()` again and again while there is no answer.
         self.on_abort: Callable[[int, str], None] = lambda generation, why: None
@@ -146,26 +130,23 @@ class Line:
         answer = self._channel.wait(time.monotonic() + _ANSWER_SECONDS)
         if self._channel.differs:
             raise MeetingError(messages.other_secret(f"the meeting point at {address}"))
-        if answer and "refused" in answer:
-            raise MeetingError(f"this worker cannot take part: {answer['refused']}.")
-        if answer is None or "enrolled" not in answer or not _is_known(answer):
-            raise MeetingError(f"the meeting point at {address} did not answer.")
-        self.task, self.founding = int(answer["enrolled"]), bool(answer["founding"])
-        self.founders = int(answer["founders"])
+        match answer:
+            case {"enrolled": int() as own, "founding": bool() as founding, "founders": int() as n}:
+                self.task, self.founding, self.founders = own, founding, n
+            case {"refused": why}:
+                raise MeetingError(f"this worker cannot take part: {why}.")
+            case _:
+                raise MeetingError(f"the meeting point at {address} did not answer.")
         self._open = True
         self._thread = threading.Thread(target=self._run, name="tfpara-line", daemon=True)
         self._thread.start()
 
     def where(self) -> tuple[int, list[Json]]:
-        """Returns the run's present call of `fit`, from 0, and the results of earlier calls.
-
-        Raises:
-            Evicted, Left, Ended, MeetingError: there is none, or this worker cannot take part.
-        """
+        """Returns the run's present call of `fit`, from 0, and the results of earlier calls."""
         self._ask(where=True)
         answer = self._answer("fit")
         self._asked = None
-        return int(answer["fit"]), list(answer["histories"])
+        return answer["fit"], answer["histories"]
 
     def begins(self, fit: int, histories: list[Json]) -> None:
         """Reports that this worker begins a call of `fit`, and the results of earlier calls."""
@@ -183,16 +164,10 @@ class Line:
         self._send(agreed=self._fits["fit"], terms=self._terms)
 
     def met(self, generation: int, report: Json, failed: bool, admits: bool = True) -> Form:
-        """Reports to the meeting that ends a generation; returns the next generation.
+        """Reports to the meeting that ends this worker's generation; returns the next generation.
 
-        Args:
-            generation: this worker's generation.
-            report: this worker's position, for the others.
-            failed: whether an exchange has failed; otherwise all have agreed to meet.
-            admits: whether others may join now.
-
-        Raises:
-            Evicted, Left, Ended: this worker is not in the next generation.
+        `report` is this worker's position, for the others. `failed`: whether an exchange has
+        failed; otherwise all have agreed to meet. `admits`: whether others may join now.
         """
         self._ask(met=generation, report=report, failed=failed, admits=admits)
         return self.formed()
@@ -200,26 +175,23 @@ class Line:
     def formed(self) -> Form:
         """Waits for the generation in which this worker is a member.
 
-        Raises:
-            Passed: the members have begun a later call of `fit` than that of `register`.
-            Evicted, Left, Ended, MeetingError: this worker does not become a member.
+        Raises `Passed` if the members have begun a later call of `fit` than that of `register`.
         """
         answer = self._answer("form", "fit")
         self._asked = None
         if "fit" in answer:
-            raise Passed(int(answer["fit"]), list(answer["histories"]))
+            raise Passed(answer["fit"], answer["histories"])
         # `wanted` is reset. If a worker still waits to join, the meeting point sends the message
         # `wanted` again.
-        self.generation, self.wanted = int(answer["form"]), False
+        self._generation, self.wanted = answer["form"], False
         tasks, addresses = map(tuple, zip(*answer["members"], strict=True))
         reports, why, last = tuple(answer["reports"]), answer["why"], answer["last"]
-        return Form(self.generation, tasks, addresses, reports, why, last)
+        return Form(self._generation, tasks, addresses, reports, why, last)
 
     def ready(self, generation: int) -> bool:
         """Reports that this worker is connected to the others, and waits until all are.
 
-        Returns:
-            Whether all are connected. Otherwise one was lost, and all meet again.
+        Returns False if one was lost instead, so that all meet again.
         """
         self._ask(ready=generation)
         while True:
@@ -257,28 +229,25 @@ class Line:
     def _answer(self, *kinds: str) -> dict[str, Json]:
         """Returns the next message of some kinds; raises an error if this worker's part is over."""
         while True:
-            message = self._next()
+            message = self._heard.get()
+            match message:
+                case {"evicted": why}:
+                    raise Evicted(f"the run goes on without this worker: {why}.")
+                case {"ended": why, "complete": complete}:
+                    raise Ended(f"{why}.", complete)
+                case {"farewell": _}:
+                    raise Left(
+                        "asked to end: this worker has left the run, which goes on without it."
+                    )
+                case {"refused": why}:
+                    raise MeetingError(f"this worker cannot take part: {why}.")
+                case {"closed": _}:
+                    raise MeetingError(
+                        f"the meeting point at {self._address} is gone, and was not there again "
+                        f"within {self._timeout:g} s. Start it again, and the workers."
+                    )
             if message.keys() & set(kinds):
                 return message
-
-    def _next(self) -> dict[str, Json]:
-        """Returns the next message; raises an error if this worker's part in the run is over."""
-        message = self._heard.get()
-        match message:
-            case {"evicted": why}:
-                raise Evicted(f"the run goes on without this worker: {why}.")
-            case {"ended": why, "complete": complete}:
-                raise Ended(f"{why}.", bool(complete))
-            case {"farewell": _}:
-                raise Left("asked to end: this worker has left the run, which goes on without it.")
-            case {"refused": why}:
-                raise MeetingError(f"this worker cannot take part: {why}.")
-            case {"closed": _}:
-                raise MeetingError(
-                    f"the meeting point at {self.address} is gone, and was not there again within "
-                    f"{self._timeout:g} s. Start it again, and the workers."
-                )
-        return message
 
     def _send(self, **message: Json) -> None:
         with self._lock:
@@ -294,11 +263,7 @@ class Line:
         while self._open:
             said, closed = self._listen()
             for message in said:
-                if _is_known(message):
-                    self._hear(message)
-                else:
-                    what = "the meeting point has another version of tfpara, and says"
-                    self._heard.put({"refused": f"{what} {reprlib.repr(message)}"})
+                self._hear(message)
             if closed and (self._over or not self._found_again()):
                 self._heard.put({"closed": True})
                 break
@@ -315,10 +280,9 @@ class Line:
             if now >= self._beat_at:
                 self._beat_at = now + self._silence / 5.0
                 self._channel.send()
-            # The meeting point sends signs of life as often as this worker does, so a connection
-            # without any for some time is closed. But if the meeting point has never answered on
-            # this connection, its process may be standing still (SIGSTOP). A new connection would
-            # not help then, so this one is kept for longer.
+            # The meeting point sends signs of life, too, so a silent connection is closed. But a
+            # meeting point that has never answered on this one may be stopped (SIGSTOP). A new
+            # connection would not help then, so this one is kept for longer.
             answers = self._channel.known
             patience = self._silence if answers else max(self._silence, self._timeout)
             if now - self._channel.heard > patience:
@@ -329,30 +293,48 @@ class Line:
         return said, closed
 
     def _hear(self, message: dict[str, Json]) -> None:
-        if "wanted" in message:
-            self.wanted = bool(message["wanted"])
-        elif "lost" in message:
-            self.lost |= {int(message["lost"])}
-        elif "enrolled" in message:
-            former, self.task = self.task, int(message["enrolled"])
-            if self._awaits_founding and not message["founding"]:
-                self._heard.put({"evicted": BEGUN})
-            elif not self._awaits_founding and self.task != former:
-                # TensorFlow's server, which a joiner has already, cannot take another number.
-                self._over = True
-                self._heard.put({"ended": _RENUMBERED, "complete": False})
-        elif message:
-            self._over = "evicted" in message or "ended" in message or "farewell" in message
-            if "form" in message:
-                self._form = {"form": message["form"], "members": message["members"]}
-                self.lost = frozenset()
+        """Takes a message of the meeting point; an empty one is a sign of life."""
+        match message:
+            case {"wanted": bool() as wanted}:
+                self.wanted = wanted
+                return
+            case {"lost": int() as task}:
+                self.lost |= {task}
+                return
+            case {"enrolled": int() as task, "founding": bool() as founding}:
+                former, self.task = self.task, task
+                if self._awaits_founding and not founding:
+                    self._heard.put({"evicted": BEGUN})
+                elif not self._awaits_founding and task != former:
+                    # TensorFlow's server, which a joiner has already, cannot take another number.
+                    self._over = True
+                    self._heard.put({"ended": _RENUMBERED, "complete": False})
+                return
             # The abort comes before the message is queued. The main thread may be waiting in a
             # collective, and reads the queue only when that has been aborted.
-            if "abort" in message:
-                self.on_abort(int(message["abort"]), "a worker is lost")
-            elif "evicted" in message:
-                self.on_abort(self.generation, "this worker was given up")
-            self._heard.put(message)
+            case {"abort": int() as generation}:
+                self.on_abort(generation, "a worker is lost")
+            case {"evicted": str()}:
+                self._over = True
+                self.on_abort(self._generation, "this worker was given up")
+            case {"ended": str(), "complete": bool()} | {"farewell": bool()}:
+                self._over = True
+            case {
+                "form": int() as number,
+                "members": [_, *_] as members,
+                "reports": list() as reports,
+                "why": str(),
+                "last": str(),
+            } if len(members) == len(reports) and all(map(is_member, members)):
+                self._form, self.lost = {"form": number, "members": members}, frozenset()
+            case {"fit": int(), "histories": list()} | {"go": int()} | {"refused": str()}:
+                pass
+            case _ if message:
+                what = "the meeting point has another version of tfpara, and says"
+                message = {"refused": f"{what} {reprlib.repr(message)}"}
+            case _:
+                return
+        self._heard.put(message)
 
     @property
     def _awaits_founding(self) -> bool:
@@ -363,32 +345,33 @@ class Line:
         channel.send(enrol=own, task=task, **more, **self._enrolment)
 
     def _call(self) -> Channel:
-        return messages.connect(self.address, self._secret, PURPOSE, _ANSWER_SECONDS)
+        return messages.connect(self._address, self._secret, PURPOSE, _ANSWER_SECONDS)
 
     def _connect(self) -> Channel:
-        if not ports.split(self.address)[1].isdecimal():
+        if not ports.split(self._address)[1].isdecimal():
             raise MeetingError(
-                f"{ADDRESS}={self.address!r} must be HOST:PORT, as tfpara-meet prints it."
+                f"{ADDRESS}={self._address!r} must be HOST:PORT, as tfpara-meet prints it."
             )
         deadline = time.monotonic() + self._timeout
         try:
-            return tried(self._call, deadline, f"the meeting point {self.address}", _ERRORS)
-        except _ERRORS as error:
+            return tried(self._call, deadline, f"the meeting point {self._address}")
+        except (OSError, UnicodeError) as error:
             raise MeetingError(
-                f"nobody answers at the meeting point {self.address} (last answer: {error}), tried "
-                f"for {self._timeout:g} s. Start tfpara-meet there, or tfpara-launch --elastic."
+                f"nobody answers at the meeting point {self._address} (last answer: {error}), "
+                f"tried for {self._timeout:g} s. Start tfpara-meet there, or tfpara-launch "
+                "--elastic."
             ) from None
 
     def _found_again(self) -> bool:
         """Waits for a meeting point, the same or a new one, and sends it this worker's state."""
-        gone = f"the meeting point {self.address}, which is gone"
+        gone = f"the meeting point {self._address}, which is gone"
         for _ in until(time.monotonic() + self._timeout, lambda: gone):
             if not self._open:
                 break
             self.on_silence()
             try:
                 channel = self._call()
-            except _ERRORS:
+            except (OSError, UnicodeError):
                 continue
             again = self._form and {**self._form, **self._fits}
             self._enrol(channel, self.task, founds=self._awaits_founding, again=again)
@@ -411,29 +394,3 @@ def is_member(told: Json) -> bool:
         case [int() as task, str()]:
             return task >= 0
     return False
-
-
-def _is_known(message: Mapping[str, Json]) -> bool:
-    """Returns whether this is a message of the meeting point; an empty one is a sign of life."""
-    match message:
-        case {"form": int(), "members": [_, *_] as members, "reports": list() as reports}:
-            texts = message.get("why"), message.get("last")
-            return (
-                all(map(is_member, members))
-                and len(members) == len(reports)
-                and all(isinstance(text, str) for text in texts)
-            )
-        case (
-            {"wanted": bool()}
-            | {"lost": int()}
-            | {"enrolled": int(), "founding": bool(), "founders": int()}
-            | {"fit": int(), "histories": list()}
-            | {"abort": int()}
-            | {"go": int()}
-            | {"farewell": bool()}
-            | {"evicted": str()}
-            | {"refused": str()}
-            | {"ended": str(), "complete": bool()}
-        ):
-            return True
-    return not message
