@@ -52,17 +52,11 @@ class Meeting:
     """The service, which listens until `close`.
 
     Args:
-        host: address to listen on; all interfaces if empty, or if it is this machine's name and
-            the machine itself resolves it to loopback, as Debian does. Other machines resolve it to
-            another address.
+        host: address to listen on; all interfaces if empty.
         port: port to listen on; 0 takes a free one.
         founders: number of workers with which the run begins.
         start_seconds: longest wait for them.
         secret: the secret of the run; may be empty.
-
-    Attributes:
-        port: port of the service.
-        state: the members; read-only for others.
 
     Raises:
         OSError: the port is in use.
@@ -74,9 +68,8 @@ class Meeting:
         listener = ports.listen(_to_listen_on(host), port)
         self.port = int(listener.getsockname()[1])
         self._workers, self._start_seconds = founders, start_seconds
-        self._founders = founders  # at most the run's `max_workers`
-        # This state is provisional. The first worker sends the limits of the run; then a state with
-        # these limits replaces it.
+        # The members, read-only for others. This state is provisional: the first worker sends the
+        # limits of the run, and then a state with these limits replaces it.
         now = time.monotonic()
         self.state = Membership(Limits(founders, 1, None, math.inf, math.inf, math.inf), now)
         self._settings: dict[str, Json] | None = None  # the first worker's settings
@@ -214,7 +207,7 @@ class Meeting:
             if limits is None:
                 channel.send(refused=f"the meeting point cannot read its elastic={settings}")
                 return
-            self._settings, self._founders = settings, limits.founders
+            self._settings = settings
             self._addresses.clear()
             self._names.clear()
             self._silence, self._beat_at = float(settings["silence_seconds"]), now
@@ -229,20 +222,20 @@ class Meeting:
             self._lose(wanted, "is lost")
         again, missed = _membership_of(message.get("again")), list[Say]()
         if again is not None and isinstance(wanted, int):
-            self._tell(self.state.resume(*again, now))
-            told = self.state.returned(wanted, again[0], name)
+            generation, members, fit, histories = again
+            self._tell(self.state.resume(generation, members, now))
+            told = self.state.returned(wanted, generation, name)
             if told is None:
                 evicted = {"evicted": "the others have gone on without it"}
                 channel.send(**(self.state.where() if self.state.is_over else evicted))
                 return
-            missed = told + self.state.begins(wanted, *_fits_of(message["again"]))
+            missed = told + self.state.begins(wanted, fit, histories)
         known = isinstance(wanted, int) and (wanted in self._addresses or again is not None)
-        task: int | None = wanted if known and wanted not in guests else None
-        task = self.state.number() if task is None else task
+        task = wanted if known and wanted not in guests else self.state.number()
         self._addresses[task], self._names[task] = address, name
         self._door.let_in(channel, task)
         founding = self.state.phase == "founding" and message.get("founds") is True
-        channel.send(enrolled=task, founding=founding, founders=self._founders)
+        channel.send(enrolled=task, founding=founding, founders=self.state.limits.founders)
         self._tell(missed)
         if founding:
             # A founder is registered at once. So when the last founder is here, the run begins, and
@@ -288,21 +281,16 @@ def _to_listen_on(host: str) -> str:
     return "" if is_here else host
 
 
-def _membership_of(told: Json) -> tuple[int, dict[int, str]] | None:
-    """Returns a worker's own generation and its members; None if the worker has none."""
+def _membership_of(told: Json) -> tuple[int, dict[int, str], int, list[Json]] | None:
+    """Returns a worker's own generation, its members, its call of `fit`, and earlier histories.
+
+    Returns None if the worker is in no generation.
+    """
     match told:
-        case {"form": int() as generation, "members": [_, *_] as members}:
-            if all(map(is_member, members)):
-                return generation, dict(members)
+        case {"form": int() as form, "members": [_, *_] as members, "fit": int() as fit,
+              "histories": list() as histories} if all(map(is_member, members)):  # fmt: skip
+            return form, dict(members), fit, histories
     return None
-
-
-def _fits_of(told: Json) -> tuple[int, list[Json]]:
-    """Returns a member's call of `fit`, and the histories of earlier calls."""
-    match told:
-        case {"fit": int() as fit, "histories": list() as histories}:
-            return fit, histories
-    return 0, []
 
 
 def _printable(told: Json, longest: int) -> str:

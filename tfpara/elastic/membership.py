@@ -45,25 +45,16 @@ BEGUN = "others have begun the run without it"
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """The limits of numbers of workers, and of waits.
+    """The limits of numbers of workers, and of waits."""
 
-    Attributes:
-        founders: number of workers in the first generation, ≥ 1.
-        min_workers: fewest workers with which training continues, ≥ 1.
-        max_workers: most workers; further workers wait as spares. None: any number.
-        start_seconds: longest wait for the founders. If `min_workers` have come by then, they begin
-            without the others.
-        grace_seconds: longest wait for others if fewer than `min_workers` are left, and for absent
-            members.
-        meeting_seconds: longest wait, from the first member that comes to a meeting, for a member
-            that is connected and does not come.
-    """
-
-    founders: int
-    min_workers: int
-    max_workers: int | None
+    founders: int  # number of workers in the first generation, ≥ 1
+    min_workers: int  # fewest workers with which training continues, ≥ 1
+    max_workers: int | None  # most workers; further ones wait as spares. None: any number
+    # Longest wait for the founders. If `min_workers` have come by then, they begin without others.
     start_seconds: float
+    # Longest wait for others if fewer than `min_workers` are left, and for absent members.
     grace_seconds: float
+    # Longest wait, from the first member that comes to a meeting, for one that does not come.
     meeting_seconds: float
 
 
@@ -111,33 +102,25 @@ class Membership:
     * ``ended``: a sentence; no member is left. ``complete``: whether nothing is left to do.
 
     `now` is the time in seconds of a monotonic clock, as in all methods.
-
-    Attributes:
-        phase: see the table above.
-        history: the generations so far.
-        absent: the task numbers of absent members.
-        terms: the terms on which all members agree; empty before they are `agreed`.
-        fit: the members' present or latest call of `fit`, from 0.
-        histories: the result of each earlier call of `fit`, as JSON.
-        is_complete: whether the run has ended, and nothing is left to do.
     """
 
     def __init__(self, limits: Limits, now: float) -> None:
         self.limits = limits
-        self.phase: Phase = "founding"
+        self.phase: Phase = "founding"  # see the table above
         self.history: list[Generation] = []
         self._workers: dict[int, _Worker] = {}
         self._members: tuple[int, ...] = ()
         self._next_task = 0
-        self.terms: Mapping[str, Any] = {}
-        self.fit, self.histories = 0, list[Any]()
+        self.terms: Mapping[str, Any] = {}  # those on which all members have `agreed`
+        self.fit = 0  # the members' present or latest call of `fit`
+        self.histories: list[Any] = []  # the result of each earlier call of `fit`, as JSON
         self._since = now  # time when the phase began
         self._short_since: float | None = None  # time since which there are too few workers
         self._wanted = False  # whether members were told to meet because a worker joins or leaves
         self._why: list[str] = []  # the reasons for the next generation, as texts
         self._lost: dict[int, _Worker] = {}  # members lost since the last generation was formed
-        self.absent: set[int] = set()
-        self._awaited_until = now  # end of the wait for absent members
+        self.absent: set[int] = set()  # the task numbers of absent members
+        self._awaited_until = now  # end of the wait for them
         # Until this time a member whose connection ends counts as absent, and not as lost.
         self._doubts_until = now
         self._aborted = False  # whether members were told to abort the generation's collectives
@@ -147,7 +130,7 @@ class Membership:
         self._last = False
         self._finishing = False  # whether a worker has completed its program, or all must end
         self._ended = ""  # the reason for the end of the run
-        self.is_complete = False
+        self.is_complete = False  # whether the run has ended, and nothing is left to do
 
     @property
     def generation(self) -> int:
@@ -210,9 +193,8 @@ class Membership:
     def returned(self, task: int, generation: int, name: str) -> list[Say] | None:
         """Event: a member of a generation has connected again.
 
-        Returns:
-            The messages that the member may have missed; None if it was not absent, and must join
-            again.
+        Returns the messages that it may have missed; None if it was not absent, and must join
+        again.
         """
         if generation != self.generation or task not in self.absent:
             return None
@@ -230,15 +212,10 @@ class Membership:
         name: str = "",
         fit: int = 0,
     ) -> list[Say]:
-        """Event: a worker has come, and takes part if it has the `terms` that were `agreed`.
+        """Event: a worker has come, and takes part in a call of `fit` if it has the agreed `terms`.
 
-        Args:
-            task: its number, from `number`, under which it may have been a member before.
-            address: "host:port" at which the others reach it.
-            terms: values that must be the same on all workers; empty while the run begins.
-            now: the time.
-            name: its name in messages; "worker" and its number if empty.
-            fit: the call of `fit` in which it wants to take part.
+        It may have been a member with the number `task` before. `terms` are empty while the run
+        begins, and `name` is empty for "worker" and its number.
         """
         if self.is_over or fit < self.fit:
             return [(task, self.where())]
@@ -359,13 +336,9 @@ class Membership:
     ) -> list[Say]:
         """Event: a member has come to the meeting that ends a generation.
 
-        Args:
-            task, generation: the member, and its generation.
-            report: its position, for all members of the next generation.
-            failed: whether one of its collectives has failed; otherwise all have agreed to meet.
-            now: the time.
-            admits: whether others may join now. They may not while members are in an exchange
-                that newcomers could not complete with them.
+        `report` is its position, for all members of the next generation. `failed`: whether one of
+        its collectives has failed; otherwise all have agreed to meet. `admits`: whether others may
+        join now; they may not while members are in an exchange that they could not complete.
         """
         if task not in self.members or generation != self.generation:
             return [(task, {"evicted": f"generation {generation} is over"})]
@@ -427,8 +400,7 @@ class Membership:
                     )
             case "training":
                 wish = any(self._workers[task].leaves for task in self.members)
-                wish |= bool(self.waiting) and self._room() != 0
-                if wish and not self._wanted and self._admits:
+                if (wish or self._fitting) and not self._wanted and self._admits:
                     self._wanted = True
                     return self._to_members(wanted=True)
             case "meeting":
@@ -476,10 +448,8 @@ class Membership:
         self._last |= bool(last)
         self._finishing |= self._last
         former = self.members
-        admits = all(self._workers[task].admits for task in former)
-        admits = not former or (admits and self._admits)
-        room = self._room() if admits else 0
-        new = self.waiting if room is None else self.waiting[:room]
+        admits = self._admits and all(self._workers[task].admits for task in former)
+        new = self._fitting if admits or not former else ()
         members = tuple(sorted((*former, *new)))
         come = [f"{self._workers[task].name} has come" for task in new if former]
         # If nobody has aborted, the members have met for a worker that wanted to join, and could
@@ -529,12 +499,11 @@ class Membership:
         if phase != self.phase:
             self.phase, self._since = phase, now
 
-    def _room(self) -> int | None:
-        """Returns the number of workers that may still join; None for any number."""
-        most = self.limits.max_workers
-        if most is None:
-            return None
-        return max(0, most - sum(not self._workers[task].leaves for task in self.members))
+    @property
+    def _fitting(self) -> tuple[int, ...]:
+        """The waiting workers for which there is room."""
+        most, stay = self.limits.max_workers, [not self._workers[t].leaves for t in self.members]
+        return self.waiting if most is None else self.waiting[: max(0, most - sum(stay))]
 
 
 def _differences(wanted: Mapping[str, Any], given: Mapping[str, Any]) -> str:

@@ -24,22 +24,15 @@ class Plan:
     The worker of rank r has the units `carried[r]` in its open block when the plan begins. Then it
     trains `owed[r::n]`, and then `first + r`, `first + r + n`, and so on to the end of the epoch.
     These are its *steps*, counted from 0 with the carried ones.
-
-    Attributes:
-        epoch: number of the epoch, from 0.
-        tasks: the task numbers of the workers, by rank.
-        carried: for each rank the units that it has trained and that are not in the model yet.
-        owed: units below `first` that must be trained first, in rising order.
-        first: the first of the units of which none is trained.
-        fit: number of the epoch's call of `fit`, from 0.
     """
 
-    epoch: int
-    tasks: tuple[int, ...]
+    epoch: int  # number of the epoch, from 0
+    tasks: tuple[int, ...]  # the task numbers of the workers, by rank
+    # For each rank the units that it has trained and that are not in the model yet.
     carried: tuple[tuple[int, ...], ...]
-    owed: tuple[int, ...] = ()
-    first: int = 0
-    fit: int = 0
+    owed: tuple[int, ...] = ()  # units below `first` that must be trained first, in rising order
+    first: int = 0  # the first of the units of which none is trained
+    fit: int = 0  # number of the epoch's call of `fit`, from 0
 
     @property
     def at(self) -> tuple[int, int]:
@@ -63,24 +56,19 @@ class Plan:
         """Returns the owed units of a rank as few progressions, in their order."""
         found: list[range] = []
         for unit in self.owed_to(rank):
-            last = found[-1] if found else None
-            if last is None:
-                found.append(range(unit, unit + 1))
-            elif len(last) == 1:
-                found[-1] = range(last.start, unit + 1, unit - last.start)
-            elif unit == last[-1] + last.step:
-                found[-1] = range(last.start, unit + 1, last.step)
+            last = found[-1] if found else range(0)
+            step = unit - last.start if len(last) == 1 else last.step
+            if last and unit == last[-1] + step:
+                found[-1] = range(last.start, unit + 1, step)
             else:
                 found.append(range(unit, unit + 1))
         return found
 
     def after(self, dealt: Sequence[int], open_steps: Sequence[int], tasks: Sequence[int]) -> Plan:
-        """Returns the plan of the next generation.
+        """Returns the plan of the next generation, whose workers are `tasks`.
 
-        Args:
-            dealt: for each rank the number of its steps that are in the model.
-            open_steps: for each rank how many further steps are in its open block; 0 if it is lost.
-            tasks: the workers of the next generation.
+        `dealt` has for each rank the number of its steps that are in the model, and `open_steps`
+        how many further steps are in its open block; 0 if it is lost.
         """
         trained = [sum(pair) for pair in zip(dealt, open_steps, strict=True)]
         listed = [self.carried[rank] + self.owed_to(rank) for rank in range(self.size)]
