@@ -154,8 +154,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 of_workers = stores.enter_context(contextlib.ExitStack())
                 processes = functools.partial(_processes, options, of_workers)
             if options.evaluator:
-                processes = _and_evaluator(options, processes)
-            launcher = Launcher(console, options.log_dir, policy, options.max_restarts)
+                processes = functools.partial(_with_evaluator, options, processes)
+            launcher = Launcher(console, policy, options.log_dir, options.max_restarts)
             if options.status_port is not None:
                 given = f"--status_port={options.status_port}"
                 page = StatusServer(options.status_port, launcher.status.now, given)
@@ -280,31 +280,21 @@ def _elastic(
         # as a mistake in the script, would make it fail again.
         return not meeting.state.is_over and (meeting.state.has_begun or killed)
 
-    restarts = options.restart_workers
-    restarts = _ELASTIC_RESTARTS if restarts is None else restarts
+    restarts = _ELASTIC_RESTARTS if options.restart_workers is None else options.restart_workers
     policy = Policy(
-        options.grace,
-        restarts,
-        takes_in,
-        worker,
-        meeting.follow,
-        lambda: meeting.state.is_deserted,
+        options.grace, restarts, takes_in, worker, meeting.follow, lambda: meeting.state.is_deserted
     )
     return policy, lambda: [worker(number) for number in range(options.workers + options.spares)]
 
 
-def _and_evaluator(
+def _with_evaluator(
     options: argparse.Namespace, processes: Callable[[], list[Process]]
-) -> Callable[[], list[Process]]:
-    """Returns a function that returns the processes and, as the last one, the evaluator."""
-
-    def with_evaluator() -> list[Process]:
-        others = processes()
-        task = {"TF_CONFIG": json.dumps({"task": {"type": "evaluator", "index": 0}})}
-        environment = {**_common(options, len(others) + 1), **cards.NONE, **task}
-        return [*others, Process("evaluator", environment, beside=True)]
-
-    return with_evaluator
+) -> list[Process]:
+    """Returns the processes and, as the last one, the evaluator."""
+    others = processes()
+    task = {"TF_CONFIG": json.dumps({"task": {"type": "evaluator", "index": 0}})}
+    environment = {**_common(options, len(others) + 1), **cards.NONE, **task}
+    return [*others, Process("evaluator", environment, beside=True)]
 
 
 def _common(options: argparse.Namespace, count: int) -> dict[str, str]:

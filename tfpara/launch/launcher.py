@@ -43,29 +43,23 @@ class _Child(NamedTuple):
 
 
 class Launcher:
-    """Runs processes to their end, and restarts all after a failure.
+    """Runs processes to their end, and restarts all after a failure, at most `max_restarts` times.
 
-    Args:
-        console: the terminal for the processes' output.
-        log_dir: an existing folder for one file of output per process; None for no files.
-        policy: the policy for failures and signals.
-        max_restarts: how often at most all processes are restarted after one has failed.
-
-    Attributes:
-        status: the status of the run, for its live page and its summary.
+    `log_dir` is an existing folder for one file of output per process; None for no files.
     """
 
     def __init__(
         self,
         console: output.Console,
+        policy: Policy,
         log_dir: Path | None = None,
-        policy: Policy | None = None,
         max_restarts: int = 0,
     ) -> None:
         self._console, self._log_dir = console, log_dir
         self._policy, self._max_restarts = policy, max_restarts
         self._restarts = 0
         self._run_id = secrets.token_hex(8)
+        # For the live page of the run, and its summary.
         self.status = RunStatus("the processes that this launcher has started")
         # An event is (rank, status) at the end of a process, or the number of a received signal.
         self._events: queue.SimpleQueue[tuple[int, int] | int] = queue.SimpleQueue()

@@ -45,45 +45,34 @@ Phase = Literal["running", "settling", "stopping", "asked"]
 
 
 class Process(NamedTuple):
-    """A process to start.
+    """A process to start."""
 
-    Attributes:
-        name: the process's name, for messages, the prefix of its output and its log file.
-        environment: the environment variables.
-        expendable: whether the run can go on without it while another expendable process runs.
-        beside: whether the process takes no part in the run, such as an evaluator. Its end does not
-            affect the run, and it may finish its work after the run's end.
-    """
-
-    name: str
+    name: str  # for messages, the prefix of its output and its log file
     environment: dict[str, str]
-    expendable: bool = False
+    expendable: bool = False  # whether the run can go on without it while another such one runs
+    # Whether the process takes no part in the run, such as an evaluator. Its end does not affect
+    # the run, and it may finish its work after the run's end.
     beside: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
-    """The policy for failures and signals.
+    """The policy for failures and signals."""
 
-    Attributes:
-        grace: seconds between asking processes to end and SIGKILL. None: 10, and up to 300 for
-            processes that write a checkpoint.
-        restart_workers: number of restarts of each expendable process while the others run.
-        takes_in: returns whether a restarted process could take part in the run now. Its argument
-            is whether the process was killed, and so made no mistake of its own.
-        another: given a rank, returns a process to be added on SIGUSR1; None forbids that.
-        follow: called with the name of an expendable process that has failed. It returns a function
-            that tells, at the end, whether the run continued without that process. If it did not,
-            the process's failure is that of the run.
-        goes_on_later: returns whether a run whose first failure was a kill is to be started again,
-            to go on from a checkpoint.
-    """
-
+    # Seconds between asking processes to end and SIGKILL. None: 10, and up to 300 for processes
+    # that write a checkpoint.
     grace: float | None = None
-    restart_workers: int = 0
+    restart_workers: int = 0  # number of restarts of each expendable process while the others run
+    # Returns whether a restarted process could take part in the run now. Its argument is whether
+    # the process was killed, and so made no mistake of its own.
     takes_in: Callable[[bool], bool] = lambda killed: True
+    # Given a rank, returns a process to be added on SIGUSR1; None forbids that.
     another: Callable[[int], Process] | None = None
+    # Called with the name of an expendable process that has failed. Returns a function that tells,
+    # at the end, whether the run continued without that process; else its failure is the run's.
     follow: Callable[[str], Callable[[], bool]] = lambda name: lambda: True
+    # Returns whether a run whose first failure was a kill is to be started again, to go on from a
+    # checkpoint.
     goes_on_later: Callable[[], bool] = lambda: False
 
 
@@ -166,11 +155,11 @@ class Supervisor:
     see the table above.
     """
 
-    def __init__(self, processes: Sequence[Process], policy: Policy | None = None) -> None:
+    def __init__(self, processes: Sequence[Process], policy: Policy) -> None:
         self.phase: Phase = "running"
         self._workers = [_Worker(process) for process in processes]
-        self._policy = policy or Policy()
-        self._grace = _GRACE_SECONDS if self._policy.grace is None else self._policy.grace
+        self._policy = policy
+        self._grace = _GRACE_SECONDS if policy.grace is None else policy.grace
         self._deadline = _NEVER
         self._failure: Exit | None = None  # the first failure that ends the run
         self._signal: int | None = None  # the first received signal
@@ -269,10 +258,10 @@ class Supervisor:
             return []
         else:
             first = self._signal is None
+            self._signal = number if self._signal is None else self._signal
             passed_on = signal.SIGTERM if number == signal.SIGPIPE else number
             actions = self._send_all(passed_on if first else signal.SIGKILL)
             self._saving_until = now + SAVING_SECONDS if first else 0.0
-            self._signal = number if self._signal is None else self._signal
             self._deadline = now + self._grace
             if self.phase in ("running", "settling"):
                 self.phase = "asked"
@@ -347,28 +336,21 @@ class Supervisor:
     def _at_deadline(self, now: float) -> list[Action]:
         if self.phase == "settling":
             self.phase, self._deadline = "stopping", now + self._grace
-            return self._send_all(signal.SIGTERM, self._needed)
+            return self._send_all(signal.SIGTERM)
         saves = any(w.running and w.said.get("saves") is True for w in self._workers)
         if saves and self._policy.grace is None and now < self._saving_until:
             self._deadline = now + _LOOK_SECONDS
             return []
         self.phase, self._deadline = "stopping", _NEVER
-        return self._send_all(signal.SIGKILL, self._needed)
+        return self._send_all(signal.SIGKILL)
 
-    def _needed(self, worker: _Worker) -> bool:
-        """Returns whether a process may finish its work now.
-
-        A process beside the run (an evaluator) may, unless the run has failed or got a signal.
-        """
-        return worker.process.beside and not (self._failure or self._signal)
-
-    def _send_all(
-        self, number: int, spared: Callable[[_Worker], bool] = lambda worker: False
-    ) -> list[Action]:
+    def _send_all(self, number: int) -> list[Action]:
+        # An evaluator may finish its work, unless the run has failed or got a signal.
+        to_all = self._failure or self._signal
         return [
             Send(rank, number)
             for rank, worker in enumerate(self._workers)
-            if worker.running and not spared(worker)
+            if worker.running and (to_all or not worker.process.beside)
         ]
 
     def _start_again(self, worker: _Worker, now: float) -> list[Action]:
