@@ -36,28 +36,16 @@ _AGAIN_SECONDS = 1.0  # pause between the end of the command and a restart
 
 
 class Plan(NamedTuple):
-    """The plan of a drill: kinds and times of the faults.
+    """The plan of a drill: kinds and times of the faults."""
 
-    Attributes:
-        kinds: kinds of faults to draw from; none for a quiet run.
-        every: mean seconds between two faults; each wait is drawn from half to one and a half times
-            this.
-        until: seconds from the first start of the command after which there are no more faults.
-        lasting: duration in seconds of faults that have an end.
-        points: names of `POINTS`, at each of which there is one more fault after each timed one.
-        seed: seed of all random choices.
-        checkpoints: the folder of the run's checkpoints, if it was given.
-        starts: largest number of starts of the command.
-    """
-
-    kinds: Sequence[str] = ()
-    every: float = 30.0
-    until: float = float("inf")
-    lasting: float = 8.0
-    points: Sequence[str] = ()
-    seed: int = 0
-    checkpoints: Path | None = None
-    starts: int = 20
+    kinds: Sequence[str] = ()  # kinds of faults to draw from; none for a quiet run
+    every: float = 30.0  # mean seconds between two faults; each wait is drawn from 0.5 to 1.5 times
+    until: float = float("inf")  # seconds after the first start, from which on there are no faults
+    lasting: float = 8.0  # duration in seconds of faults that have an end
+    points: Sequence[str] = ()  # of `POINTS`; at each is one more fault after each timed one
+    seed: int = 0  # seed of all random choices
+    checkpoints: Path | None = None  # the folder of the run's checkpoints, if it was given
+    starts: int = 20  # largest number of starts of the command
 
 
 class Drill:

@@ -36,21 +36,13 @@ class Missed(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Scene:
-    """The circumstances of a fault.
+    """The circumstances of a fault."""
 
-    Attributes:
-        launcher: id of the process that has started the workers.
-        workers: the workers to choose from.
-        draw: the random generator.
-        seconds: duration of a fault that has an end.
-        checkpoints: the folder of the run's checkpoints, if it was given.
-    """
-
-    launcher: int
-    workers: Sequence[Worker]
+    launcher: int  # id of the process that has started the workers
+    workers: Sequence[Worker]  # the workers to choose from
     draw: random.Random
-    seconds: float
-    checkpoints: Path | None = None
+    seconds: float  # duration of a fault that has an end
+    checkpoints: Path | None = None  # the folder of the run's checkpoints, if it was given
 
     def victim(self) -> Worker:
         if not self.workers:
@@ -62,7 +54,7 @@ def kill(scene: Scene) -> str:
     """SIGKILL of a worker."""
     victim = scene.victim()
     _send(victim, signal.SIGKILL)
-    _await(lambda: processes.has_ended(victim.pid), f"{victim} has not ended", _FIRED_SECONDS)
+    _await_end(victim, _FIRED_SECONDS)
     return f"{victim} was killed, and is gone"
 
 
@@ -70,7 +62,7 @@ def term(scene: Scene) -> str:
     """SIGTERM of a worker, as before a machine is taken away."""
     victim, began = scene.victim(), time.monotonic()
     _send(victim, signal.SIGTERM)
-    _await(lambda: processes.has_ended(victim.pid), f"{victim} has not ended", _END_SECONDS)
+    _await_end(victim, _END_SECONDS)
     return f"{victim} was asked to end, and has {time.monotonic() - began:.1f} s later"
 
 
@@ -109,7 +101,7 @@ def memory(scene: Scene) -> str:
     except (OSError, ValueError) as error:
         raise Missed(f"{victim} cannot be limited: {error}") from None
     try:
-        _await(lambda: processes.has_ended(victim.pid), f"{victim} has not ended", _END_SECONDS)
+        _await_end(victim, _END_SECONDS)
     except Missed:
         resource.prlimit(victim.pid, resource.RLIMIT_AS, former)
         raise
@@ -225,6 +217,10 @@ def _folder(scene: Scene) -> Path:
 def _send(worker: Worker, number: int) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.kill(worker.pid, number)
+
+
+def _await_end(worker: Worker, seconds: float) -> None:
+    _await(lambda: processes.has_ended(worker.pid), f"{worker} has not ended", seconds)
 
 
 def _await(holds: Callable[[], bool], otherwise: str, seconds: float) -> None:

@@ -52,23 +52,17 @@ class Sample(NamedTuple):
 
 
 class Run(NamedTuple):
-    """A run of the command, from its first start to its end.
-
-    Attributes:
-        starts: number of starts of the command.
-        faults, missed: the faults that were made, and those that did not happen.
-        told: what the script reported at its end about minibatches: trained, lost and doubled ones.
-    """
+    """A run of the command, from its first start to its end."""
 
     seconds: float
     code: int
-    starts: int
+    starts: int  # number of starts of the command
     lines: Sequence[Line]
     faults: Sequence[Made]
-    missed: Sequence[Made]
+    missed: Sequence[Made]  # the faults that did not happen
     steps: Sequence[Step]
     samples: Sequence[Sample]
-    told: dict[str, Any]
+    told: dict[str, Any]  # minibatches: trained, lost and doubled ones, as the script reported
 
 
 def rate(steps: Sequence[Step]) -> float | None:

@@ -29,18 +29,11 @@ _KIND = tf_config.Kind(
 
 
 class AsyncCluster(NamedTuple):
-    """All processes of an asynchronous run, and which of them this one is.
+    """All processes of an asynchronous run, and which of them this one is."""
 
-    Attributes:
-        jobs: "host:port" of each process by job and index; "chief" has one. The chief runs the
-            training program.
-        task_type: "chief", "worker" or "ps", as in TF_CONFIG.
-        task_index: index within the job `task_type`, as in TF_CONFIG.
-    """
-
-    jobs: Mapping[str, tuple[str, ...]]
-    task_type: str
-    task_index: int
+    jobs: Mapping[str, tuple[str, ...]]  # "host:port" of each process by job and index
+    task_type: str  # "chief", "worker" or "ps", as in TF_CONFIG
+    task_index: int  # index within the job `task_type`, as in TF_CONFIG
 
     @property
     def is_chief(self) -> bool:
@@ -69,9 +62,8 @@ class AsyncCluster(NamedTuple):
     def spec(self, chief_address: str | None = None) -> dict[str, list[str]]:
         """Returns the addresses by job, for `tf.train.ClusterSpec`.
 
-        Args:
-            chief_address: the chief's address to return. None: that of TF_CONFIG, which the chief's
-                control channel uses, so TensorFlow's server in the chief has another.
+        The chief's control channel uses the chief's address of TF_CONFIG, so TensorFlow's server in
+        the chief has another, `chief_address`.
         """
         spec = {job: list(addresses) for job, addresses in self.jobs.items()}
         return {**spec, "chief": [chief_address]} if chief_address else spec

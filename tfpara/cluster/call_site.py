@@ -22,18 +22,12 @@ TEXT_BYTES = 512  # length in bytes of the result of `CallSite.told`
 
 
 class Purpose(NamedTuple):
-    """The purpose of an exchange that all workers must reach.
+    """The purpose of an exchange that all workers must reach."""
 
-    Attributes:
-        text: where a worker in this exchange is in its script, as in "worker 0 is TEXT".
-        advice: the fix, if not all workers reach the exchange.
-        awaits_data: whether a worker may reach the exchange while others still have data for this
-            epoch.
-    """
-
-    text: str
+    text: str  # where a worker in this exchange is in its script, as in "worker 0 is TEXT"
+    # The fix, if not all workers reach the exchange.
     advice: str = "do the same on every worker, in the same order"
-    awaits_data: bool = False
+    awaits_data: bool = False  # whether others may still have data for this epoch
 
     @property
     def number(self) -> float:
@@ -71,22 +65,15 @@ _BESIDE_FIT = contextvars.ContextVar[tuple[Purpose, ...]]("tfpara_calls_beside_f
 
 
 class CallSite:
-    """The place of this process in its script, updated by functions that Keras and scripts call.
-
-    Attributes:
-        fits: number of running calls of `fit`.
-        met: number of completed exchanges that Python code, not a graph, has started.
-        began: time (seconds of `time.monotonic()`) when this process began to wait in an exchange
-            that Python code has started; 0 if it does not wait in one.
-        failed: purpose of the last exchange that failed in this process; None if none failed.
-        in_first_epoch: whether the epoch that `fit` began last is the first that this call trains.
-    """
+    """The place of this process in its script, updated by functions that Keras and scripts call."""
 
     def __init__(self) -> None:
-        self.failed: Purpose | None = None
-        self.fits = 0
-        self.met = 0
-        self.in_first_epoch = False
+        self.failed: Purpose | None = None  # purpose of the last exchange that failed here
+        self.fits = 0  # number of running calls of `fit`
+        self.met = 0  # number of completed exchanges that Python code, not a graph, has started
+        self.in_first_epoch = False  # whether `fit` began last the first epoch that it trains
+        # The time (`time.monotonic()`) when this process began to wait in an exchange that Python
+        # code has started; 0 if it does not wait in one.
         self.began = 0.0
         self._calls: list[Purpose] = []
         self._thread = 0  # the thread in which `fit` runs

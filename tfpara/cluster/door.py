@@ -34,21 +34,14 @@ class Door(Generic[Key]):
     dropped, even if it is still sending. If there are too many strangers, the oldest of the host
     with the most of them is dropped. So strangers cannot block the run.
 
-    Args:
-        listener: a listening socket, which `close` closes.
-        secret: the run's secret; may be empty.
-        purpose: purpose of the connections; the connecting processes must state the same.
-        guests: number of processes that are expected.
-
-    Attributes:
-        guests: the admitted connections, by key.
-        turned_away: a sentence that names the hosts of processes with another secret, or "".
+    `close` closes the `listener`. `guests` processes are expected, which must connect for the same
+    `purpose`.
     """
 
     def __init__(self, listener: socket.socket, secret: bytes, purpose: str, guests: int) -> None:
         listener.setblocking(False)
-        self.guests: dict[Key, Channel] = {}
-        self.turned_away = ""
+        self.guests: dict[Key, Channel] = {}  # the admitted connections
+        self.turned_away = ""  # a sentence that names the hosts of processes with another secret
         self._listener, self._secret, self._purpose = listener, secret, purpose
         self._most = min(_STRANGERS + guests, _open_files() // _SHARE)
         self._keys: dict[Channel, Key] = {}  # the key of each guest
@@ -68,14 +61,11 @@ class Door(Generic[Key]):
     ) -> None:
         """Handles what has arrived, without waiting.
 
-        Only messages with a valid signature are handled. Connections that have ended are handled
-        first, since a process may have left and connected again. If `hear` fails on a message, only
-        the connection that sent the message is dropped.
-
-        Args:
-            hear: called with each message: the connection, its key (None for a stranger, which
-                `hear` may admit), and the message.
-            lost: called with the key of each guest whose connection has ended.
+        `hear` is called with each message that has a valid signature: with the connection, its key
+        (None for a stranger, which `hear` may admit), and the message. `lost` is called with the
+        key of each guest whose connection has ended. Connections that have ended are handled first,
+        since a process may have left and connected again. If `hear` fails on a message, only the
+        connection that sent the message is dropped.
         """
         for channel, messages in self._arrived():
             for message in messages:

@@ -53,23 +53,14 @@ class Engine(NamedTuple):
 
 
 class Told(NamedTuple):
-    """The rank, the size and the meeting place that an engine has given to this process.
-
-    Attributes:
-        engine: the engine.
-        rank: rank of this process, 0 … size − 1.
-        size: number of processes.
-        rank_variable: name of the variable that has the rank.
-        coordinator: "host:port" at which rank 0 waits for the others; empty if unknown.
-        coordinator_from: where `coordinator` comes from, in words.
-    """
+    """The rank, the size and the meeting place that an engine has given to this process."""
 
     engine: Engine
-    rank: int
-    size: int
-    rank_variable: str
-    coordinator: str = ""
-    coordinator_from: str = ""
+    rank: int  # 0 … size − 1
+    size: int  # number of processes
+    rank_variable: str  # name of the variable that has the rank
+    coordinator: str = ""  # "host:port" at which rank 0 waits for the others; empty if unknown
+    coordinator_from: str = ""  # where `coordinator` comes from, in words
 
     def described(self) -> str:
         """Returns these values and the variables that hold them, in words."""

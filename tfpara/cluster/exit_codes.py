@@ -89,21 +89,14 @@ def with_output(name: str, program: Callable[[], int]) -> int:
 def restart(given: int | None = None, environ: Mapping[str, str] = os.environ) -> int:
     """Returns the exit code of a program that was asked to end and is to be started again.
 
-    Args:
-        given: the program's own choice; None takes TFPARA_RESTART_EXIT_CODE, or 75.
-        environ: the environment.
-
-    Raises:
-        ValueError: the code is no number from 1 to 255.
+    `given` is the program's own choice; None takes TFPARA_RESTART_EXIT_CODE, or 75. Raises
+    ValueError if the code is no number from 1 to 255.
     """
     return _checked("restart_exit_code", given, RESTART_VARIABLE, _RESTART, environ)
 
 
 def lost_worker(given: int | None = None, environ: Mapping[str, str] = os.environ) -> int:
-    """Returns the exit code of a program that ends because another worker was lost.
-
-    Arguments and errors as for `restart`, with TFPARA_LOST_WORKER_EXIT_CODE, or 1.
-    """
+    """Returns the code if another worker was lost: see `restart`, with the variable of that, or 1."""
     return _checked("lost_worker_exit_code", given, LOST_VARIABLE, _LOST, environ)
 
 

@@ -42,26 +42,17 @@ _OF_A_SYNC = re.compile(f"ollective|RecvBuf|Horovod has|{_CANCELLED}")
 
 
 class Explanation(NamedTuple):
-    """The explanation of an error.
+    """The explanation of an error."""
 
-    Attributes:
-        sentence: the cause, and the fix.
-        is_loss: whether another worker was lost.
-        lost: the names, as launchers use them ("chief", "worker 1"), of those lost workers that
-            are known.
-    """
-
-    sentence: str
-    is_loss: bool = False
-    lost: Sequence[str] = ()
+    sentence: str  # the cause, and the fix
+    is_loss: bool = False  # whether another worker was lost
+    lost: Sequence[str] = ()  # the known names, as launchers use them ("worker 1"), of lost workers
 
 
 def explain(error: BaseException, cluster: Cluster) -> Explanation | None:
     """Returns the explanation of an error that a collective raised; None for any other error.
 
-    Args:
-        error: the error that `fit` or another call raised.
-        cluster: the workers; the explanation names those that no longer accept a connection.
+    It names those workers of the `cluster` that no longer accept a connection.
     """
     import tensorflow as tf
 

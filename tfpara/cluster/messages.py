@@ -40,11 +40,8 @@ _TICK_SECONDS = 0.1
 class Signer:
     """The signatures of one end of a connection: it signs messages and checks the other end's.
 
-    Args:
-        secret: the run's secret; may be empty.
-        purpose: purpose of the connection, the same at both ends.
-        numbers: the random numbers of the end that connected and of the other end.
-        caller: whether this is the end that connected.
+    `purpose` is the same at both ends. `numbers` are the random numbers of the end that connected
+    and of the other end. `caller`: whether this is the end that connected.
     """
 
     def __init__(
@@ -79,12 +76,6 @@ class Channel:
     """One end of a TCP connection, which sends and receives messages without waiting.
 
     For the arguments see `Signer`.
-
-    Attributes:
-        heard: time of the last data from the other end, in seconds of `time.monotonic()`.
-        closed: whether the connection has ended; invalid data from the other end also end it.
-        known: whether a message has arrived, so that the other end has the same secret.
-        differs: whether the other end has another secret.
     """
 
     def __init__(
@@ -100,8 +91,10 @@ class Channel:
         self._waiting: list[bytes] = []  # messages that are not signed yet
         self._leaving = b"tfpara %s\n" % self._number
         self._arrived = b""
-        self.heard = time.monotonic()
-        self.closed = self.known = self.differs = False
+        self.heard = time.monotonic()  # time of the last data from the other end
+        self.closed = False  # whether the connection has ended; invalid data also end it
+        self.known = False  # whether a message has come, so that the other end has the same secret
+        self.differs = False  # whether the other end has another secret
         self._flush()
 
     def fileno(self) -> int:

@@ -81,13 +81,11 @@ def _pipe(environ: Mapping[str, str]) -> int:
 
 
 class Reports:
-    """The launcher's end of the pipe from one process.
-
-    Attributes:
-        writer: descriptor of the writing end. Close it here once the process has inherited it.
-    """
+    """The launcher's end of the pipe from one process."""
 
     def __init__(self) -> None:
+        # The launcher closes `writer`, the descriptor of the writing end, once the process has
+        # inherited it.
         self._reader, self.writer = os.pipe()
         os.set_blocking(self._reader, False)
         os.set_blocking(self.writer, False)  # so that a process never waits for the launcher

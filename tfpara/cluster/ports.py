@@ -144,14 +144,10 @@ class OpenPort:
 def own_host(host: str) -> str:
     """Returns the IP address to listen on, so that others reach this machine by `host`.
 
-    Args:
-        host: a name or IP address of this machine, as others know it.
-
-    Returns:
-        The IP address of `host`, of version 4 if there is one. In two cases it is empty, which
-        means all interfaces: the address is not of this machine (behind address translation); or
-        the name leads to loopback on this machine, as Debian configures it, though other machines
-        resolve the name to another address.
+    It is of version 4 if there is one. In two cases it is empty, which means all interfaces: the
+    address is not of this machine (behind address translation); or the name leads to loopback on
+    this machine, as Debian configures it, though other machines resolve the name to another
+    address.
     """
     host = host.strip("[]")
     named = not is_address(host) and host != "localhost"
@@ -169,15 +165,11 @@ def own_host(host: str) -> str:
 
 
 def bind(host: str, port: int, reuse: bool = True) -> socket.socket:
-    """Returns a socket that is bound to an address of this machine, and does not listen yet.
+    """Returns a socket that is bound to an IP address of this machine, and does not listen yet.
 
-    Args:
-        host: an IP address; empty for all interfaces.
-        port: 0 for a free one.
-        reuse: whether a port whose connections have just ended counts as free.
-
-    Raises:
-        OSError: the port is in use, or the address is not this machine's.
+    An empty `host` means all interfaces, and 0 a free `port`. `reuse`: whether a port whose
+    connections have just ended counts as free. Raises OSError if the port is in use, or the address
+    is not this machine's.
     """
     if not host and socket.has_dualstack_ipv6():
         try:

@@ -27,10 +27,7 @@ class SecretError(ValueError):
 
 
 def read(environ: Mapping[str, str] = os.environ) -> bytes:
-    """Returns the secret of the environment, without white space at its ends.
-
-    Returns:
-        The secret; empty if there is none, so that anyone may take part.
+    """Returns the secret of the environment; empty if there is none, so that anyone may take part.
 
     Raises:
         SecretError: both variables are set, the file cannot be read, or the secret is too short or
@@ -54,10 +51,7 @@ def read(environ: Mapping[str, str] = os.environ) -> bytes:
 def for_start(environ: Mapping[str, str]) -> dict[str, str]:
     """Returns the variable TFPARA_SECRET with a new secret, to be set for the workers.
 
-    The dict is empty if `environ` has a secret already.
-
-    Raises:
-        SecretError: as by `read`.
+    The dict is empty if `environ` has a secret already. Errors as for `read`.
     """
     return {} if read(environ) else {VARIABLE: secrets.token_hex(32)}
 

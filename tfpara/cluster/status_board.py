@@ -40,17 +40,11 @@ _LIBRARIES = tuple(
 
 
 class Row(NamedTuple):
-    """A row of the board: the place of a worker in its script.
+    """A row of the board: the place of a worker in its script."""
 
-    Attributes:
-        text: the place of the worker, as in "worker 1 is TEXT"; empty if it does not answer.
-        waits: the names of the exchanges in which the worker waits for others.
-        progress: the worker's progress, for the live page.
-    """
-
-    text: str
-    waits: Sequence[str] = ()
-    progress: Json = None
+    text: str  # as in "worker 1 is TEXT"; empty if the worker does not answer
+    waits: Sequence[str] = ()  # the names of the exchanges in which the worker waits for others
+    progress: Json = None  # for the live page
 
 
 _SILENT = Row("")
@@ -128,11 +122,8 @@ def _innermost(lines: Iterable[tuple[FrameType, int]]) -> str:
 class StatusBoard:
     """The thread of this process that exchanges rows of the board with the other workers.
 
-    Args:
-        found: the cluster, with addresses.
-        here: returns the row of this process; called in the thread.
-        listener: the chief's listening socket; None on the other workers.
-        port: the port of that socket.
+    `here` returns the row of this process; called in the thread. `listener` is the chief's
+    listening socket, None on the other workers, and `port` its port.
     """
 
     def __init__(

@@ -51,48 +51,31 @@ EVALUATOR = {
 
 
 class Kind(NamedTuple):
-    """A kind of cluster: its jobs, and texts for messages about mistakes.
+    """A kind of cluster: its jobs, and texts for messages about mistakes."""
 
-    Attributes:
-        jobs: names of the jobs, in the order of messages.
-        expected: the jobs in words, e.g. "the jobs are 'chief' (one, optional) and 'worker'".
-        example: an example of a TF_CONFIG.
-        otherwise: an alternative to setting TF_CONFIG, e.g. ", or unset it to …"; may be empty.
-        without_part: for jobs that may be listed but do not train, the reason. Their addresses are
-            not read, and their processes have nothing to do.
-    """
-
-    jobs: tuple[str, ...]
-    expected: str
-    example: str
-    otherwise: str = ""
+    jobs: tuple[str, ...]  # names of the jobs, in the order of messages
+    expected: str  # the jobs in words, as in "the jobs are 'chief' (one, optional) and 'worker'"
+    example: str  # an example of a TF_CONFIG
+    otherwise: str = ""  # an alternative to setting TF_CONFIG, as in ", or unset it to …"
+    # For jobs that may be listed but do not train, the reason. Their addresses are not read, and
+    # their processes have nothing to do.
     without_part: Mapping[str, str] = EVALUATOR
 
 
 class TFConfig(NamedTuple):
-    """The content of a valid TF_CONFIG.
+    """The content of a valid TF_CONFIG."""
 
-    Attributes:
-        jobs: "host:port" of each process by job, without empty jobs; all distinct.
-        task_type: this process's job.
-        task_index: this process's index within the job.
-        left_out: the jobs that have addresses, but do not train.
-    """
-
-    jobs: dict[str, tuple[str, ...]]
-    task_type: str
-    task_index: int
-    left_out: tuple[str, ...] = ()
+    jobs: dict[str, tuple[str, ...]]  # "host:port" of each process by job; none twice
+    task_type: str  # this process's job
+    task_index: int  # this process's index within the job
+    left_out: tuple[str, ...] = ()  # the jobs that have addresses, but do not train
 
 
 def read(environ: Mapping[str, str], kind: Kind) -> TFConfig | None:
     """Reads and checks TF_CONFIG in `environ`, or Vertex AI's CLUSTER_SPEC in its place.
 
     The chief may be called "master". Jobs that do not train are left out. Addresses may be a map
-    from indices.
-
-    Returns:
-        The content; None if TF_CONFIG is unset or blank, or has no addresses.
+    from indices. Returns None if TF_CONFIG is unset or blank, or has no addresses.
 
     Raises:
         NoPart: this process's job does not train.

@@ -17,12 +17,10 @@ _log = logging.getLogger(__name__)
 def until(
     deadline: float, say: Callable[[], str], pause: Callable[[float], object] = time.sleep
 ) -> Iterator[None]:
-    """Yields at once, and again after each pause, until the deadline has passed.
+    """Yields at once, and again after each pause, until the `deadline` (monotonic) has passed.
 
-    Args:
-        deadline: in seconds of `time.monotonic()`.
-        say: returns the names of the awaited processes, for a warning every 30 s; "" for none.
-        pause: waits the given number of seconds, or less.
+    `say` returns the names of the awaited processes, for a warning every 30 s; "" for none.
+    `pause` waits the given number of seconds, or less.
     """
     log_at = time.monotonic() + _LOG_SECONDS
     seconds = _FIRST_PAUSE_SECONDS
@@ -46,11 +44,8 @@ def tried(
 ) -> _Result:
     """Calls a function until it succeeds; returns its result, or raises its error at the deadline.
 
-    Args:
-        act: the function; called at least once.
-        deadline: in seconds of `time.monotonic()`.
-        awaited: the name of the awaited process, for a warning every 30 s; "" for none.
-        errors: the errors after which the function is called again.
+    `awaited` is the name of the awaited process, for a warning every 30 s; "" for none. The
+    function is called again after the given `errors`.
     """
     failures: list[Exception] = []
     for _ in until(deadline, lambda: awaited and f"{awaited} ({failures[-1]})"):
