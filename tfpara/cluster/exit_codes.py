@@ -96,7 +96,7 @@ def restart(given: int | None = None, environ: Mapping[str, str] = os.environ) -
 
 
 def lost_worker(given: int | None = None, environ: Mapping[str, str] = os.environ) -> int:
-    """Returns the code if another worker was lost: see `restart`, with the variable of that, or 1."""
+    """Returns the exit code after the loss of another worker; see `restart` for the arguments."""
     return _checked("lost_worker_exit_code", given, LOST_VARIABLE, _LOST, environ)
 
 

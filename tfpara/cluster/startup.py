@@ -17,6 +17,7 @@ import contextlib
 import ctypes
 import errno
 import faulthandler
+import json
 import logging
 import signal
 import socket
@@ -65,13 +66,9 @@ def guard(cluster: Cluster, timeout_seconds: float) -> Iterator[None]:
     """A context that first waits for all workers; its body starts TensorFlow's server.
 
     If the body takes over two minutes, the process prints a traceback and exits with code 1. That
-    happens if a worker dies between the meeting and TensorFlow's connection. Afterwards SIGTERM has
-    its former handler. The context does nothing in a cluster of one process, or in one that this
-    process has met before.
-
-    Raises:
-        StartupError: as by `meet`; or this process has met another cluster before, as a Python
-            worker of Spark may have, which serves one job after the other.
+    happens if a worker dies between the meeting and TensorFlow's connection. The context does
+    nothing in a cluster of one process, or in one that this process has met before. Raises
+    StartupError as `meet` does, or if this process has met another cluster before.
     """
     if cluster.num_workers == 1 or cluster in _met:
         yield
@@ -99,7 +96,10 @@ def elastic_run() -> Iterator[None]:
 
 
 def _refuse_another() -> None:
-    """Raises StartupError if TensorFlow's server serves other workers already."""
+    """Raises StartupError if TensorFlow's server serves other workers already.
+
+    A Python worker of Spark, for example, may serve one job after the other.
+    """
     if not _met and not _in_elastic_run:
         return
     which = [", ".join(former.addresses) for former in _met] or ["an elastic run"]
@@ -136,12 +136,8 @@ def meet(
 ) -> None:
     """Waits until every worker of the cluster has called this with the same arguments.
 
-    During the call this process listens on its port.
-
-    Args:
-        cluster, timeout_seconds: the workers, and the longest wait for them.
-        collectives: the backend that the worker starts after the call.
-        shared: the secret of the run; None takes that of the environment.
+    During the call this process listens on its port. `collectives` is the backend that the worker
+    starts after the call. `shared` is the secret of the run; None takes that of the environment.
 
     Raises:
         StartupError: a worker did not come in time, has another TF_CONFIG, other collectives or
@@ -155,9 +151,8 @@ def meet(
     terms = _terms(cluster, collectives, shared, timeout_seconds)
     listener = listen(cluster.address, cluster.describe(cluster.rank), cluster.num_workers)
     if not cluster.is_chief:
-        hello = {"rank": cluster.rank, "cluster": _view(cluster), "collectives": collectives}
-        with contextlib.closing(ports.OpenPort(listener)):
-            _report_to_chief(terms, lambda _: hello)
+        with contextlib.closing(ports.OpenPort(listener)) as own:
+            _report_to_chief(terms, cluster.rank, own.port)
         return
     secret.warn_without(shared, cluster.addresses)
     with _gathered(terms, listener) as (door, _):
@@ -170,15 +165,8 @@ def find_each_other(
 ) -> Cluster:
     """Returns the cluster with addresses, for processes that know only their ranks.
 
-    A cluster with addresses, or of a single process, is returned unchanged. Arguments as for
-    `meet`.
-
-    Raises:
-        ClusterError: the address of rank 0 is not known.
-        StartupError: a worker did not come in time, has another number of processes, another secret
-            or other collectives, or has the same rank as another; or rank 0 cannot listen at the
-            coordinator's address. All workers that came raise it.
-        tfpara.cluster.secret.SecretError: the environment's secret is not valid.
+    A cluster with addresses, or of a single process, is returned unchanged. Arguments and errors
+    are as for `meet`; and ClusterError is raised if the address of rank 0 is not known.
     """
     told = cluster.told
     if told is None:
@@ -194,9 +182,7 @@ def find_each_other(
     with contextlib.closing(ports.reserve()) as own:
         port = own.getsockname()[1]
         if told.rank:
-            hello = {"rank": told.rank, "size": told.size, "collectives": collectives}
-            answer = _report_to_chief(terms, lambda chief: {**hello, "at": [chief.own_host, port]})
-            addresses = answer["addresses"]
+            addresses = _report_to_chief(terms, told.rank, port)["addresses"]
         else:
             with _gathered(terms, _listen_as_coordinator(told)) as (door, guests):
                 addresses = _addresses(port, guests)
@@ -248,12 +234,12 @@ class _Terms(NamedTuple):
     size: int  # number of workers
     chief: str  # "host:port" at which the chief listens
     describe: Callable[[int], str]  # returns the name, for messages, of the worker with a rank
-    # From a rank and its first message ("hello"), returns what is wrong with the hello, or None.
-    check: Callable[[int, Mapping[str, Json]], str | None]
-    known: Callable[[Mapping[str, Json]], bool]  # returns whether a hello has the right form
+    view: Json  # what all workers must know alike: the cluster, or the number of processes
+    differs: Callable[[int, Json], str]  # returns the error text for a rank with another view
     twice: Callable[[int], str]  # returns the error text for two workers with the given rank
     absent: str  # the fix if workers do not come to the meeting
     chief_where: str  # the place where the chief must be started, in words
+    collectives: str
     shared: bytes  # the secret of the run
     timeout_seconds: float
     deadline: float  # the end of the meeting, in seconds of `time.monotonic()`
@@ -261,29 +247,23 @@ class _Terms(NamedTuple):
 
 def _terms(cluster: Cluster, collectives: str, shared: bytes, timeout_seconds: float) -> _Terms:
     """Returns the terms for workers of TF_CONFIG."""
-
-    def check(rank: int, hello: Mapping[str, Json]) -> str | None:
-        view = hello["cluster"]
-        if view != _view(cluster):
-            return (
-                f"TF_CONFIG differs between workers: {cluster.describe(0)} has the cluster "
-                f"{_view(cluster)[0]}, worker {rank} has {view[0]} (or other jobs). "
-                "Give all workers the same cluster; only the task differs."
-            )
-        return _other_collectives(rank, hello, collectives)
-
     return _Terms(
         size=cluster.num_workers,
         chief=cluster.addresses[0],
         describe=cluster.describe,
-        check=check,
-        known=lambda hello: isinstance(hello.get("cluster"), list) and len(hello["cluster"]) == 2,
+        view=_view(cluster),
+        differs=lambda rank, view: (
+            f"TF_CONFIG differs between workers: {cluster.describe(0)} has the cluster "
+            f"{_view(cluster)}, worker {rank} has {view}. "
+            "Give all workers the same cluster; only the task differs."
+        ),
         twice=lambda rank: (
             "two processes have the same task in TF_CONFIG: both are "
             f"{cluster.describe(rank)}. Give each worker an index of its own."
         ),
         absent="Start one process for each address of TF_CONFIG",
         chief_where="the chief at its own",
+        collectives=collectives,
         shared=shared,
         timeout_seconds=timeout_seconds,
         deadline=time.monotonic() + timeout_seconds,
@@ -294,50 +274,39 @@ def _terms_of(
     told: engines.Told, collectives: str, shared: bytes, timeout_seconds: float
 ) -> _Terms:
     """Returns the terms for workers that have their ranks from an engine."""
-
-    def check(rank: int, hello: Mapping[str, Json]) -> str | None:
-        if hello["size"] != told.size:
-            return (
-                f"the number of processes differs between workers: the chief has "
-                f"{told.engine.size}={told.size}, and the process with rank {rank} counts "
-                f"{hello['size']}. Start all of them as one run, with the same number."
-            )
-        return _other_collectives(rank, hello, collectives)
-
     return _Terms(
         size=told.size,
         chief=told.coordinator,
         describe=lambda rank: label(rank) if rank else f"chief ({told.coordinator})",
-        check=check,
-        known=_has_address,
+        view=told.size,
+        differs=lambda rank, size: (
+            f"the number of processes differs between workers: the chief has "
+            f"{told.engine.size}={told.size}, and the process with rank {rank} counts "
+            f"{size}. Start all of them as one run, with the same number."
+        ),
         twice=lambda rank: (
             f"two processes have the same rank: both have {told.rank_variable}={rank}. Give each "
             f"a rank of its own, from 0 to {told.size - 1}."
         ),
         absent=f"Start one process for each rank below {told.engine.size}={told.size}",
         chief_where=f"rank 0 where this address leads, which is from {told.coordinator_from}",
+        collectives=collectives,
         shared=shared,
         timeout_seconds=timeout_seconds,
         deadline=time.monotonic() + timeout_seconds,
     )
 
 
-def _has_address(hello: Mapping[str, Json]) -> bool:
-    """Returns whether a hello has the number of processes and its sender's address."""
-    match hello:
-        case {"size": int(), "at": [str() as host, int() as port]}:
-            return ports.is_place(host, port)
-    return False
-
-
-def _other_collectives(rank: int, hello: Mapping[str, Json], collectives: str) -> str | None:
-    theirs = hello.get("collectives", "tensorflow")
-    if theirs == collectives:
-        return None
-    return (
-        f"collectives: worker 0 has {collectives!r}, worker {rank} has "
-        f"{theirs!r}. Give all workers the same."
-    )
+def _problem(terms: _Terms, rank: int, hello: Mapping[str, Json]) -> str:
+    """Returns what contradicts the terms in a worker's first message ("hello"); else ""."""
+    if hello["view"] != terms.view:
+        return terms.differs(rank, hello["view"])
+    if hello["collectives"] != terms.collectives:
+        return (
+            f"collectives: worker 0 has {terms.collectives!r}, worker {rank} has "
+            f"{hello['collectives']!r}. Give all workers the same."
+        )
+    return ""
 
 
 @contextlib.contextmanager
@@ -364,18 +333,23 @@ def _gather(terms: _Terms, door: Door[int]) -> dict[int, _Guest]:
     problems: list[str] = []
 
     def hear(channel: Channel, known_as: int | None, hello: dict[str, Json]) -> None:
-        rank = hello.get("rank")
         if known_as is not None:
             return
-        if not isinstance(rank, int) or not 0 < rank < terms.size or not terms.known(hello):
-            door.drop(channel)  # the message is not from a worker
-            return
-        is_twin = rank in guests
-        # A second process with the same rank has the key −rank, so that both get an answer.
-        door.let_in(channel, -rank if is_twin else rank)
-        problem = terms.check(rank, hello) or (terms.twice(rank) if is_twin else "")
-        problems.extend([problem] if problem else [])
-        guests[rank] = _Guest(channel.own_host, hello)
+        match hello:
+            case {
+                "rank": int() as rank,
+                "view": _,
+                "collectives": _,
+                "at": [str() as host, int() as port],
+            } if 0 < rank < terms.size and ports.is_place(host, port):
+                is_twin = rank in guests
+                # A second process with the same rank has the key −rank, so that both get an answer.
+                door.let_in(channel, -rank if is_twin else rank)
+                problem = _problem(terms, rank, hello) or (terms.twice(rank) if is_twin else "")
+                problems.extend([problem] if problem else [])
+                guests[rank] = _Guest(channel.own_host, hello)
+            case _:
+                door.drop(channel)  # the message is not from a worker
 
     def missing() -> str:
         return ", ".join(
@@ -422,13 +396,14 @@ def _check_reachable(cluster: Cluster, deadline: float) -> None:
         )
 
 
-def _report_to_chief(
-    terms: _Terms, hello: Callable[[Channel], Mapping[str, Json]]
-) -> dict[str, Json]:
-    """Sends hello until the chief answers; returns the answer, or raises its problem."""
+def _report_to_chief(terms: _Terms, rank: int, port: int) -> dict[str, Json]:
+    """Reports this worker's rank and port until the chief answers; returns the answer.
+
+    Raises StartupError if the answer is a problem.
+    """
     chief = terms.describe(0)
     try:
-        answer = tried(lambda: _ask_chief(terms, hello), terms.deadline, chief)
+        answer = tried(lambda: _ask_chief(terms, rank, port), terms.deadline, chief)
     except (OSError, UnicodeError) as error:
         raise StartupError(
             f"after {terms.timeout_seconds:g} s this worker has not started: {chief} (last answer: "
@@ -439,14 +414,15 @@ def _report_to_chief(
     return answer
 
 
-def _ask_chief(terms: _Terms, hello: Callable[[Channel], Mapping[str, Json]]) -> dict[str, Json]:
+def _ask_chief(terms: _Terms, rank: int, port: int) -> dict[str, Json]:
     """Sends hello to the chief; returns its answer, or raises OSError."""
     wait = max(RETRY_SECONDS, min(_ANSWER_SECONDS, terms.deadline - time.monotonic()))
     # If the chief has started last, it waits up to timeout_seconds for the others before it
     # answers.
     patience = terms.timeout_seconds + 2 * _ANSWER_SECONDS
     with contextlib.closing(messages.connect(terms.chief, terms.shared, _PURPOSE, wait)) as chief:
-        chief.send(**hello(chief))
+        at = [chief.own_host, port]
+        chief.send(rank=rank, view=terms.view, collectives=terms.collectives, at=at)
         answer = chief.wait(time.monotonic() + patience)
     if chief.differs:
         return {"problem": messages.other_secret(terms.describe(0))}
@@ -455,9 +431,9 @@ def _ask_chief(terms: _Terms, hello: Callable[[Channel], Mapping[str, Json]]) ->
     return answer
 
 
-def _view(cluster: Cluster) -> list[Json]:
-    """Returns the values that must agree between all workers, in the form that JSON gives them."""
-    return [list(cluster.addresses), cluster.has_chief_job]
+def _view(cluster: Cluster) -> Json:
+    """Returns the part of TF_CONFIG that must agree between all workers."""
+    return json.loads(cluster.tf_config())["cluster"]
 
 
 def listen(address: str, name: str, guests: int = 0) -> socket.socket:

@@ -278,7 +278,8 @@ def test_a_start_names_what_is_wrong_or_goes_on():
     draw = random.Random(6)
     addresses = tuple(f"127.0.0.1:{port}" for port in free_ports(3))
     view = cluster.Cluster(addresses, "chief", 0, has_chief_job=True)
-    hello = {"rank": 1, "cluster": startup._view(view), "collectives": "tensorflow"}
+    hello = {"rank": 1, "view": startup._view(view), "collectives": "tensorflow"}
+    hello["at"] = ["127.0.0.1", 9]
     for _ in range(8):
         ends = []
 

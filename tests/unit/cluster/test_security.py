@@ -169,17 +169,18 @@ def test_strangers_leave_a_process_most_of_its_files(monkeypatch):
 
 def test_no_stranger_ends_or_delays_a_start():
     chief, one, two = workers(3)
+    said = {"collectives": "tensorflow", "at": ["127.0.0.1", 9]}
     with concurrent.futures.ThreadPoolExecutor(3) as pool:
         meeting = pool.submit(startup.meet, chief, LONG)
         with crowd(chief.address):
             for text in (
                 *BYTES,
                 # Of another cluster: without the secret, that is no reason to stop this one.
-                old_hello(rank=1, cluster=ADDRESSES, collectives="tensorflow"),
-                forged(rank=1, cluster=ADDRESSES, collectives="tensorflow"),
+                old_hello(rank=1, view=ADDRESSES, **said),
+                forged(rank=1, view=ADDRESSES, **said),
                 # In the place of a worker.
-                old_hello(rank=1, cluster=startup._view(chief), collectives="tensorflow"),
-                forged(rank=1, cluster=startup._view(chief), collectives="tensorflow"),
+                old_hello(rank=1, view=startup._view(chief), **said),
+                forged(rank=1, view=startup._view(chief), **said),
             ):
                 answer = send(chief.address, text)
                 assert b"127.0.0.1" not in answer and b"problem" not in answer
