@@ -13,7 +13,7 @@ import stat
 import struct
 import threading
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 # The range from which this module chooses ports. Linux takes ports of outgoing connections from a
 # higher range, so no such connection takes a chosen port before a process listens on the port.
@@ -241,6 +241,26 @@ def is_place(host: str, port: int) -> bool:
 def is_every_interface(host: str) -> bool:
     """Returns whether a host to listen on means all interfaces: others cannot connect to it."""
     return not host or (is_address(host) and ipaddress.ip_address(host).is_unspecified)
+
+
+def is_loopback(host: str) -> bool:
+    """Returns whether a host leads to this machine alone."""
+    return host == "localhost" or (is_address(host) and ipaddress.ip_address(host).is_loopback)
+
+
+def for_all(addresses: Mapping[int, str], reached: Iterable[str]) -> dict[int, str]:
+    """Returns the "host:port" of processes that came here, so that each can reach all others.
+
+    A process that came by loopback is on this machine. If others came from elsewhere, they reach
+    that process at the host at which they have `reached` this one.
+    """
+    outside = next((host for host in reached if not is_loopback(host)), "")
+    found = dict(addresses)
+    for key, address in addresses.items():
+        host, port = split(address)
+        if outside and is_loopback(host):
+            found[key] = joined(outside, int(port))
+    return found
 
 
 def is_address(host: str) -> bool:

@@ -7,7 +7,6 @@ is never sent: messages are signed with keys derived from it.
 from __future__ import annotations
 
 import hmac
-import ipaddress
 import logging
 import os
 import secrets
@@ -64,7 +63,7 @@ def derive(secret: bytes, *purpose: bytes) -> bytes:
 
 def warn_without(secret: bytes, addresses: Iterable[str]) -> None:
     """Warns if there is no secret and other machines can reach one of the "host:port" addresses."""
-    if not secret and not all(is_loopback(address) for address in addresses):
+    if not secret and not all(ports.is_loopback(ports.split(each)[0]) for each in addresses):
         _log.warning(
             "tfpara: the processes' meeting is not authenticated: whoever reaches its port can "
             f"take part in it. Set {FILE_VARIABLE} or {VARIABLE} to the same for all."
@@ -82,11 +81,3 @@ def _contents(path: str) -> bytes:
             f"{FILE_VARIABLE}={path!r} cannot be read ({error}). Name a file that holds the "
             f"secret: {MAKE_ONE}."
         ) from None
-
-
-def is_loopback(address: str) -> bool:
-    """Returns whether an address "host:port" leads to this machine alone."""
-    host = ports.split(address)[0]
-    if ports.is_address(host):
-        return ipaddress.ip_address(host).is_loopback
-    return host == "localhost"

@@ -207,25 +207,19 @@ def _listen_as_coordinator(told: engines.Told) -> socket.socket:
 def _addresses(port: int, guests: Mapping[int, _Guest]) -> list[str]:
     """Returns the addresses of the workers, by rank, at which all workers can reach them.
 
-    A worker that came by loopback is on the chief's machine. If others came from elsewhere, they
-    reach that worker at the same host as the chief.
+    `port` is the port of this process, which is rank 0.
     """
-    at = {rank: guest.hello["at"] for rank, guest in guests.items()}
-    outside = [rank for rank, (host, _) in at.items() if not secret.is_loopback(f"{host}:0")]
-    own = guests[outside[0] if outside else 1].reaches
-    places = [(own, port)]
-    for rank in range(1, len(at) + 1):
-        host, number = at[rank]
-        here = bool(outside) and rank not in outside
-        places.append((own if here else host, number))
-    return [ports.joined(*place) for place in places]
+    others = [guests[rank] for rank in sorted(guests)]
+    addresses = [ports.joined(others[0].reached, port), *(each.address for each in others)]
+    found = ports.for_all(dict(enumerate(addresses)), [each.reached for each in others])
+    return list(found.values())
 
 
 class _Guest(NamedTuple):
     """A worker that has connected to the chief."""
 
-    reaches: str  # the IP address at which this worker has reached the chief
-    hello: Mapping[str, Json]
+    reached: str  # the IP address at which this worker has reached the chief
+    address: str  # "host:port" of this worker, as the chief sees it
 
 
 class _Terms(NamedTuple):
@@ -347,7 +341,7 @@ def _gather(terms: _Terms, door: Door[int]) -> dict[int, _Guest]:
                 door.let_in(channel, -rank if is_twin else rank)
                 problem = _problem(terms, rank, hello) or (terms.twice(rank) if is_twin else "")
                 problems.extend([problem] if problem else [])
-                guests[rank] = _Guest(channel.own_host, hello)
+                guests[rank] = _Guest(channel.own_host, ports.joined(host, port))
             case _:
                 door.drop(channel)  # the message is not from a worker
 

@@ -34,7 +34,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from tfpara.cluster import ports
-from tfpara.cluster import secret as run_secret
 from tfpara.cluster.door import Door
 from tfpara.cluster.messages import Channel
 from tfpara.elastic.long_waits import LongWaits
@@ -254,30 +253,19 @@ class Meeting:
             if "form" in message and task == message["members"][0][0]:
                 _log.info("tfpara: generation %s: %s.", message["form"], message["why"])
 
-    def _reached(self, members: list[list[Any]]) -> list[list[Any]]:
-        """Returns the members with addresses at which all members can reach them.
-
-        A worker that came by loopback is on this machine. If others came from elsewhere, they reach
-        that worker at the same host as this process.
-        """
-        here = [task for task, address in members if run_secret.is_loopback(address)]
+    def _reached(self, members: Json) -> list[list[Any]]:
+        """Returns the members with addresses at which all members can reach them."""
         guests = self._door.guests
         hosts = [guests[task].own_host for task, _ in members if task in guests]
-        outside = [host for host in hosts if not run_secret.is_loopback(ports.joined(host, 0))]
-        if not here or not outside:
-            return members
-        return [
-            [task, ports.joined(outside[0], int(ports.split(at)[1])) if task in here else at]
-            for task, at in members
-        ]
+        found = ports.for_all(dict(members), hosts)
+        return [[task, address] for task, address in found.items()]
 
 
 def _to_listen_on(host: str) -> str:
     """Returns the host to listen on, so that others reach this machine by `host`."""
     if host == "localhost" or ports.is_address(host):
         return host
-    there = ports.places(f"{host}:0")
-    is_here = any(run_secret.is_loopback(ports.joined(*place)) for place in there)
+    is_here = any(ports.is_loopback(own) for own, _ in ports.places(f"{host}:0"))
     return "" if is_here else host
 
 

@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         shared = secret.read()
         if not shared:
-            here = secret.is_loopback(f"{options.host}:0")
+            here = ports.is_loopback(options.host)
             print(f"tfpara-meet: {_no_secret(options.host, here)}", file=sys.stderr, flush=True)
             if not here and not options.without_secret:
                 return 2

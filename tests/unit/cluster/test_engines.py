@@ -257,9 +257,9 @@ def test_an_address_of_the_network_is_told_as_it_is_reached():
     """Who came by loopback is told to the others by the address at which these reach the chief."""
 
     guests = {
-        1: startup._Guest("127.0.0.1", {"at": ["127.0.0.1", 11]}),
-        2: startup._Guest("10.0.0.1", {"at": ["10.0.0.2", 12]}),
-        3: startup._Guest("fd00::1", {"at": ["fd00::3", 13]}),
+        1: startup._Guest("127.0.0.1", "127.0.0.1:11"),
+        2: startup._Guest("10.0.0.1", "10.0.0.2:12"),
+        3: startup._Guest("fd00::1", "[fd00::3]:13"),
     }
     expected = ["10.0.0.1:10", "10.0.0.1:11", "10.0.0.2:12", "[fd00::3]:13"]
     assert startup._addresses(10, guests) == expected
