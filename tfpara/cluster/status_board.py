@@ -79,14 +79,12 @@ def apart(table: Sequence[Row]) -> str:
 
 def silent(table: Sequence[Row] | None, found: Cluster) -> str:
     """Returns the workers that were silent for too long, as in "WHO was silent for longer than"."""
-    ranks = [] if table is None else awaited(table, found.rank)
-    if not ranks or table is None:
+    if table is None:
         return ""
-    names = (
+    return " and ".join(
         found.describe(rank) + (f", {table[rank].text}," if table[rank].text else "")
-        for rank in ranks
+        for rank in awaited(table, found.rank)
     )
-    return " and ".join(names)
 
 
 def mute(table: Sequence[Row] | None, found: Cluster) -> str:

@@ -22,8 +22,6 @@ _repr.maxstring = _repr.maxother = _repr.maxlong = 120
 shown = _repr.repr  # returns a value as text of limited length, for messages
 
 ADDRESSES = "Write host:port, such as '10.0.0.1:4000', 'node1:4000' or '[::1]:4000'"
-# Former names of jobs, mapped to the present ones.
-_FORMER = {"master": "chief"}
 # Names of jobs in Vertex AI's CLUSTER_SPEC, mapped to those of TF_CONFIG.
 _POOLS = {"workerpool0": "chief", "workerpool1": "worker", "workerpool2": "ps"}
 _POOLS["workerpool3"] = "evaluator"
@@ -134,24 +132,19 @@ def _of_pools(text: str) -> dict[str, Json]:
 
 
 def _with_present_names(config: dict[str, Json]) -> dict[str, Json]:
-    """Returns a configuration with present names of jobs; raises ClusterError if one has both."""
+    """Returns a configuration in which "master", the chief's former name, is "chief"."""
     spec, task = config.get("cluster"), config.get("task")
     if isinstance(spec, dict):
-        spec = {job: value for job, value in spec.items() if value or job not in _FORMER}
-        for former, name in _FORMER.items():
-            if former in spec and name in spec:
-                raise ClusterError(
-                    f"TF_CONFIG has both {former!r} and {name!r}, which are names of one job. "
-                    f"Keep {name!r}."
-                )
-        config = {**config, "cluster": {_present(job): value for job, value in spec.items()}}
-    if isinstance(task, dict) and "type" in task:
-        config = {**config, "task": {**task, "type": _present(task["type"])}}
+        spec = {job: value for job, value in spec.items() if value or job != "master"}
+        if {"master", "chief"} <= spec.keys():
+            raise ClusterError(
+                "TF_CONFIG has both 'master' and 'chief', which are names of one job. Keep 'chief'."
+            )
+        spec = {"chief" if job == "master" else job: value for job, value in spec.items()}
+        config = {**config, "cluster": spec}
+    if isinstance(task, dict) and task.get("type") == "master":
+        config = {**config, "task": {**task, "type": "chief"}}
     return config
-
-
-def _present(job: Json) -> Json:
-    return _FORMER.get(job, job) if isinstance(job, str) else job
 
 
 def _check_takes_part(task: Json, kind: Kind) -> None:

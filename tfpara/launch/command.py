@@ -335,9 +335,11 @@ def _environments(
     ]
 
 
-def _number(
+def in_range(
     kind: Callable[[str], float], low: float, high: float, unit: str
 ) -> Callable[..., float]:
+    """Returns a parser of numbers from `low` to `high`, for argparse; `unit` is for its errors."""
+
     def parse(text: str) -> float:
         try:
             value = kind(text)
@@ -353,7 +355,7 @@ def _number(
 def _workers(text: str) -> float:
     if text.startswith("p"):  # argparse reads "-np 2" as "-n" with the value "p"
         raise argparse.ArgumentTypeError("-np is of mpirun and horovodrun: here it is -n")
-    return _number(int, 1, 10000, "a whole number")(text)
+    return in_range(int, 1, 10000, "a whole number")(text)
 
 
 def _misplaced(words: Sequence[str]) -> str:
@@ -378,7 +380,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    whole, many = functools.partial(_number, int, unit="a whole number"), 10**9
+    whole, many = functools.partial(in_range, int, unit="a whole number"), 10**9
 
     def add(*flags: str, **settings: Any) -> None:
         parser.add_argument(*flags, help=_HELP[flags[-1].lstrip("-")], **settings)
@@ -395,7 +397,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--collectives", choices=("tensorflow", "horovod"), default="tensorflow")
     add("--threads", type=whole(1, 10000), default=0, metavar="T")
     add("--gpus_per_worker", type=whole(0, 1000), metavar="G")
-    add("--grace", type=_number(float, 0, 86400, "a number of seconds"), metavar="SECONDS")
+    add("--grace", type=in_range(float, 0, 86400, "a number of seconds"), metavar="SECONDS")
     add("--max_restarts", type=whole(0, many), default=0, metavar="K")
     add("--prefix", action=argparse.BooleanOptionalAction, default=True)
     add("--status_port", type=whole(0, 65535), metavar="PORT")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import math
+import functools
 import os
 import signal
 import socket
@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from tfpara.cluster import exit_codes, ports, secret
 from tfpara.elastic.meeting import ADDRESS
 from tfpara.elastic.meeting_point import Meeting
+from tfpara.launch.command import in_range
 
 _EPILOG = f"""
 The workers of an elastic run (tfpara.PeriodicSyncStrategy with elastic=...) connect to this
@@ -83,12 +84,15 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--workers", "-n", type=int, required=True, help="number of workers that begin the run")
+    whole = functools.partial(in_range, int, unit="a whole number")
+    add("--workers", "-n", type=whole(1, 10000), required=True,
+        help="number of workers that begin the run")  # fmt: skip
     add("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
-    add("--port", type=int, default=0, help="port to listen on (default: 0, any free one)")
+    add("--port", type=whole(0, 65535), default=0,
+        help="port to listen on (default: 0, any free one)")  # fmt: skip
     add(
         "--start_seconds",
-        type=float,
+        type=in_range(float, 0.001, 1e9, "a number of seconds"),
         default=300.0,
         help="longest wait for all --workers in seconds, from the first of them on (default: 300)",
     )
@@ -97,14 +101,7 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
         action="store_true",
         help="listen without a secret, also on a network; only where you trust everybody",
     )
-    options = parser.parse_args(argv)
-    if options.workers < 1:
-        parser.error(f"--workers={options.workers} must be at least 1")
-    if not 0 <= options.port <= 65535:
-        parser.error(f"--port={options.port} must be from 0 to 65535")
-    if not 0 < options.start_seconds < math.inf:
-        parser.error(f"--start_seconds={options.start_seconds:g} must be a positive number")
-    return options
+    return parser.parse_args(argv)
 
 
 def _say(text: str) -> None:
