@@ -223,10 +223,7 @@ def _explained(error: BaseException) -> Explanation | None:
     if _is_ours(error):
         return Explanation(" ".join(str(error).split()))
     if failures.is_of_tensorflow(error):
-        # `cluster.read` reads TF_CONFIG and the variables of engines. In an elastic run these do
-        # not tell which processes are workers.
-        elastic = _strategy is not None and _strategy.members_change
-        return failures.explain(error, cluster.ALONE if elastic else cluster.read())
+        return failures.explain(error)
     raised = _raised_here(error)
     if raised is None:
         return None

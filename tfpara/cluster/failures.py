@@ -8,12 +8,11 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from tfpara.cluster import Cluster, label, parent
+from tfpara.cluster import ALONE, Cluster, label, parent
 
 _PROBE_SECONDS = 3.0
 _HEAR_SECONDS = 1.0  # wait for the last message of a worker that is gone
-# The cluster with its addresses, as given to `know`. The environment may lack the addresses.
-_known: Cluster | None = None
+_known = ALONE  # the cluster, with its addresses, of the strategy that was made last
 _timeout: float | None = None  # timeout_seconds of the strategy that was made last
 # The names of the workers whose silence made this process end a sync; "" if the names are unknown,
 # None if this process has ended no sync.
@@ -49,33 +48,28 @@ class Explanation(NamedTuple):
     lost: Sequence[str] = ()  # the known names, as launchers use them ("worker 1"), of lost workers
 
 
-def explain(error: BaseException, cluster: Cluster) -> Explanation | None:
-    """Returns the explanation of an error that a collective raised; None for any other error.
-
-    It names those workers of the `cluster` that no longer accept a connection.
-    """
+def explain(error: BaseException) -> Explanation | None:
+    """Returns the explanation of an error that a collective raised; None for any other error."""
     import tensorflow as tf
 
     if not isinstance(error, tf.errors.OpError):
         return None
     text = str(error.message)
-    if not cluster.addresses and _known is not None:
-        cluster = _known
     asserted = _ASSERTED.search(text)
     if asserted:
         return Explanation(re.sub(r"\\(.)", r"\1", asserted[1]))
-    if cluster.num_workers == 1 or not _OF_A_SYNC.search(text):
+    if _known.num_workers == 1 or not _OF_A_SYNC.search(text):
         return None
     # `apart` is not None if another worker has found that workers wait in different exchanges.
     apart = _APART.search(text)
     if _apart or apart:
         return Explanation(f"{_apart or (apart[1] if apart else '')}.")
-    gone = _gone(cluster)
+    gone = _gone(_known)
     if gone:
         return gone
     # Horovod's error states no cause. As `_gone` has found, all workers' ports are still open, so
     # no worker has ended: one must be silent.
-    silent = "Horovod has" in text and bool(cluster.addresses)
+    silent = "Horovod has" in text and bool(_known.addresses)
     # `told` is not None if another worker has ended the sync and has named the silent worker.
     told = _WHO_WAS_SILENT.search(text)
     heard_nothing = "heartbeat timeout" in text  # an error of TensorFlow's coordination service

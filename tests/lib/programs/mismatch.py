@@ -13,7 +13,6 @@ import numpy as np
 import tensorflow as tf
 
 import tfpara
-from tfpara import cluster
 from tfpara.cluster import failures
 from tfpara.sync.simulation import make_devices
 
@@ -182,7 +181,7 @@ def main():
         try:
             found = getattr(worker, case)()
         except (tf.errors.OpError, RuntimeError) as error:
-            found = failures.explain(error, cluster.read())
+            found = failures.explain(error)
             found = found.sentence if found else str(error)
         print(f"{case}: {found}", flush=True)
 

@@ -6,7 +6,6 @@ import tensorflow as tf
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tfpara import cluster
 from tfpara.cluster import failures
 from tfpara.sync.one_sync.reports import NONFINITE, SAMPLES, Columns, decide, problem_of, report_of
 from tfpara.sync.settings import NEVER
@@ -88,7 +87,7 @@ def test_each_sentence_is_found_in_the_error_that_tensorflow_makes_of_it():
         assert problem, changed
         text = f"assertion failed: [{problem}]\n\t [[{{{{node cond/Assert}}}}]] [Op:__inference_1]"
         error = tf.errors.InvalidArgumentError(None, None, text)
-        assert failures.explain(error, cluster.ALONE).sentence == problem
+        assert failures.explain(error).sentence == problem
 
 
 def test_where_all_sample_weights_are_0_those_count_that_took_steps():
