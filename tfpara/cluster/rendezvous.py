@@ -99,13 +99,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 class Server(http.server.ThreadingHTTPServer):
     """The store, served until `close` by a thread that ends with the process.
 
-    Args:
-        port: port to listen on; 0 takes a free one.
-        host: address to listen on; all interfaces if empty.
-        shared: the secret of the run; without one, everybody may read and write.
-
-    Raises:
-        OSError: the port is in use.
+    An empty `host` means all interfaces, and 0 a free `port`. Without a secret, `shared`, everybody
+    may read and write. Raises OSError if the port is in use.
     """
 
     daemon_threads = True
@@ -290,11 +285,7 @@ class _Places(NamedTuple):
         # `tried` repeats the request until the deadline, since the process that serves the store
         # may start later than this one.
         try:
-            return tried(
-                lambda: _request(self.address, self.port, method, rank, body),
-                self.deadline,
-                errors=errors,
-            )
+            return tried(lambda: self._request(method, rank, body), self.deadline, errors=errors)
         except errors as error:
             raise StartupError(
                 f"nobody answers where Horovod's processes find each other ({error}): see to it "
@@ -302,19 +293,17 @@ class _Places(NamedTuple):
                 "serves them."
             ) from None
 
-
-def _request(address: str, port: int, method: str, rank: int, body: bytes | None) -> bytes | None:
-    """Returns the store's answer about a rank; None if the store has no value for it."""
-    host, slash, token = address.partition("/")
-    path = f"/{token}:{port}" if slash else ""
-    host = host.rpartition(":")[0] if slash else host
-    connection = http.client.HTTPConnection(host, port, timeout=_ANSWER_SECONDS)
-    try:
-        connection.request(method, f"{path}/tfpara/{rank}", body)
-        answer = connection.getresponse()
-        content = answer.read(_LONGEST_VALUE)
-    finally:
-        connection.close()
-    if answer.status == 403:
-        raise StartupError(messages.other_secret(f"where Horovod's processes meet, {host}:{port}"))
-    return content if answer.status == 200 else None
+    def _request(self, method: str, rank: int, body: bytes | None) -> bytes | None:
+        """Returns the store's answer about a rank; None if the store has no value for it."""
+        host, slash, token = self.address.partition("/")
+        path = f"/{token}:{self.port}" if slash else ""
+        host = host.rpartition(":")[0] if slash else host
+        connection = http.client.HTTPConnection(host, self.port, timeout=_ANSWER_SECONDS)
+        with contextlib.closing(connection):
+            connection.request(method, f"{path}/tfpara/{rank}", body)
+            answer = connection.getresponse()
+            content = answer.read(_LONGEST_VALUE)
+        if answer.status == 403:
+            where = f"where Horovod's processes meet, {host}:{self.port}"
+            raise StartupError(messages.other_secret(where))
+        return content if answer.status == 200 else None

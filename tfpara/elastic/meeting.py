@@ -341,6 +341,7 @@ class Line:
         return self.founding and self._form is None
 
     def _enrol(self, channel: Channel, task: int | None, **more: Json) -> None:
+        """Sends this worker's address and settings; ``founds``: whether it can be a founder."""
         own = [channel.own_host, self._port]
         channel.send(enrol=own, task=task, **more, **self._enrolment)
 

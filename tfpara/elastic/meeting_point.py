@@ -1,27 +1,13 @@
 """The meeting point of an elastic run, which enrols workers, watches them, and lets them meet.
 
 `Meeting` is a thread of the launcher or of `tfpara-meet`. It passes messages between its
-connections and `membership.Membership`, and tells `Membership` the time. `meeting.Line` is a
-worker's connection. When the connection ends, the worker is lost at once. If the connection is
-silent for too long, the worker counts as lost, and learns that when it connects again.
+connections and `membership.Membership`, and tells `Membership` the time. When a worker's connection
+ends, the worker is lost at once. If the connection is silent for too long, the worker counts as
+lost, and learns that when it connects again.
 
-Messages are signed with the run's secret (`messages.py`). Workers send
-
-- ``enrol``: their host and port, with the ``settings`` of the run, and ``founds``: whether the
-  worker can be one of the first, with which the run begins. The answer, ``enrolled``, has a task
-  number, and whether the worker is one of the first.
-- ``where``: a request for the run's present call of `fit`.
-- ``register`` with ``terms`` and ``fit``: a request to join.
-- ``begins``: the number of a call of `fit`, with the ``histories`` of earlier calls.
-- ``agreed``: the number of that call, with the ``terms`` on which all members agree.
-- ``met``: a generation, with ``report``, ``failed`` and ``admits``.
-- ``ready``: a generation.
-- ``out``: a request to leave. ``done``: the worker's program ends.
-- ``waits``, each second: the seconds for which the worker has waited for others, and the ``place``
-  in its script.
-
-Empty messages, from both ends, are signs of life. `Membership` describes the messages to workers.
-Only the standard library is imported.
+The methods of `meeting.Line`, a worker's end of the connection, describe what workers send, and
+`Membership` describes the answers. Messages are signed with the run's secret (`messages.py`); empty
+ones, from both ends, are signs of life. Only the standard library is imported.
 """
 
 from __future__ import annotations
@@ -48,17 +34,10 @@ _log = logging.getLogger(__name__)
 
 
 class Meeting:
-    """The service, which listens until `close`.
+    """The service, which listens until `close`; OSError: the port is in use.
 
-    Args:
-        host: address to listen on; all interfaces if empty.
-        port: port to listen on; 0 takes a free one.
-        founders: number of workers with which the run begins.
-        start_seconds: longest wait for them.
-        secret: the secret of the run; may be empty.
-
-    Raises:
-        OSError: the port is in use.
+    An empty `host` means all interfaces, and 0 a free `port`. `founders` is the number of workers
+    with which the run begins, and `start_seconds` the longest wait for them.
     """
 
     def __init__(

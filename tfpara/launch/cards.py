@@ -26,14 +26,11 @@ def of_machine(environ: Mapping[str, str]) -> list[str]:
 
 
 def divided(cards: Sequence[str], workers: int, per_worker: int | None) -> list[dict[str, str]]:
-    """Returns for each worker the environment that gives it its cards.
+    """Returns for each worker the environment that gives it its cards, of those of `of_machine`.
 
     If `per_worker` is None and there are fewer cards than workers, workers share cards. TensorFlow
     then allocates a card's memory when it needs some, instead of all at once. If there are more,
-    all cards are divided among the workers. `cards` is as from `of_machine`.
-
-    Raises:
-        LaunchError: there are fewer cards than requested.
+    all cards are divided among the workers. Raises LaunchError for fewer cards than requested.
     """
     if not cards and per_worker is None:
         return [{}] * workers

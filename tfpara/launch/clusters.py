@@ -18,10 +18,7 @@ class LaunchError(ValueError):
 def local_clusters(count: int, host: str = "127.0.0.1", port: int = 0) -> list[cluster.Cluster]:
     """Returns a cluster of `count` workers on this machine, as each sees it, the chief first.
 
-    `port` is the first worker's port, and the others' follow; 0 takes free ones.
-
-    Raises:
-        LaunchError: the host is not this machine's, or a port is in use.
+    For `port` and the errors see `ports`.
     """
     addresses = tuple(joined(host, number) for number in ports(host, port, count))
     tasks = [("chief", 0), *(("worker", index) for index in range(count - 1))]
@@ -34,20 +31,21 @@ def local_async_clusters(
     """Returns a cluster with parameter servers on this machine, as each process sees it.
 
     The chief comes first, then the workers, then the parameter servers, of which there are `ps`.
-    For the other arguments and the errors see `local_clusters`.
     """
     first, *others = local_clusters(1 + workers + ps, host, port)[0].addresses
     jobs = {"chief": (first,), "worker": tuple(others[:workers]), "ps": tuple(others[workers:])}
-    tasks = [
-        ("chief", 0),
-        *(("worker", k) for k in range(workers)),
-        *(("ps", k) for k in range(ps)),
+    return [
+        async_cluster.AsyncCluster(jobs, job, index)
+        for job, addresses in jobs.items()
+        for index in range(len(addresses))
     ]
-    return [async_cluster.AsyncCluster(jobs, *task) for task in tasks]
 
 
 def ports(host: str, base: int, count: int) -> list[int]:
-    """Returns `count` free ports: from `base` on, or any if `base` is 0; raises LaunchError."""
+    """Returns `count` free ports: from `base` on, or any if `base` is 0.
+
+    Raises LaunchError if one is in use, or the host is not this machine's.
+    """
     if not base:
         free = (port for port in candidates() if _is_free(host, port))
         return list(itertools.islice(free, count))

@@ -46,14 +46,8 @@ class StatusError(ValueError):
 class StatusServer(socketserver.ThreadingTCPServer):
     """Serves the live page on loopback until `close`.
 
-    Args:
-        port: 0 for a free one.
-        status: returns the status; called in threads.
-        given: the user's setting of the port, for errors, such as "--status_port=8080".
-
-    Attributes:
-        port: the port.
-        url: the address of the page, with its token.
+    `status`, which returns the status, is called in threads. 0 means a free `port`, and `given` is
+    the user's setting of it, such as "--status_port=8080".
 
     Raises:
         StatusError: the port cannot be used.
@@ -76,6 +70,7 @@ class StatusServer(socketserver.ThreadingTCPServer):
                 f"{given}: port {port} of {_HOST} {why}. Give another one, or 0 for a free one."
             ) from None
         self.port = int(self.server_address[1])
+        # The address of the page, with its token.
         self.url = f"http://{_HOST}:{self.port}/?token={self.token}"
         threading.Thread(target=self.serve_forever, name="tfpara-page", daemon=True).start()
 
