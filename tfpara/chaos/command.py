@@ -78,15 +78,7 @@ def _run(options: argparse.Namespace) -> int:
         if quiet.code:
             say(f"the quiet run has ended with {quiet.code}, so there is no drill")
             return quiet.code
-    plan = Plan(
-        kinds=options.faults,
-        every=options.every,
-        until=options.until,
-        lasting=options.lasting,
-        points=options.at,
-        seed=options.seed,
-        checkpoints=options.checkpoints,
-    )
+    plan = Plan(**{name: getattr(options, name) for name in Plan._fields if name != "starts"})
     run = Drill(_words(options.command, "faults"), plan).run()
     quiet_seconds = quiet.seconds if quiet else options.quiet_seconds
     found = report.summary(run, report.rate(quiet.steps) if quiet else None, quiet_seconds)
@@ -97,7 +89,7 @@ def _run(options: argparse.Namespace) -> int:
             print(f"tfpara-chaos: --report cannot be written: {error}", file=sys.stderr)
     print(report.text(found), flush=True)
     wrong = not run.faults or any(run.told.get(name) for name in ("lost", "doubled"))
-    return run.code or int(bool(options.faults) and wrong)
+    return run.code or int(bool(options.kinds) and wrong)
 
 
 def _words(command: Sequence[str], name: str) -> list[str]:
@@ -122,9 +114,9 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--for", dest="until", type=_seconds, default=float("inf"), metavar="FOR",
         help="time from the first start after which there are no more (default: until the command "
         "ends), such as 90s, 30m, 1h")  # fmt: skip
-    add("--faults", type=_names(FAULTS), default=["kill"],
+    add("--faults", dest="kinds", type=_names(FAULTS), default=["kill"], metavar="FAULTS",
         help="kinds, with commas between (default: kill)")  # fmt: skip
-    add("--at", type=_names(POINTS), default=[],
+    add("--at", dest="points", type=_names(POINTS), default=[], metavar="AT",
         help="points at which there is one more fault after each timed one")  # fmt: skip
     add("--lasting", type=_seconds, default=8.0,
         help="duration of each fault that ends by itself (default: 8s)")  # fmt: skip
@@ -150,7 +142,7 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"--report={options.report} is a folder. Give a path of a file.")
     folder = options.checkpoints
     options.checkpoints = Path(folder.replace("{run}", "faults")) if folder else None
-    for kind in options.faults:
+    for kind in options.kinds:
         if missing := FAULTS[kind].need(options.checkpoints):
             parser.error(f"the fault {kind!r} cannot be made here: it needs {missing}")
     return options
