@@ -78,12 +78,10 @@ def label(job: str, index: int) -> str:
     return job if job == "chief" else f"{job} {index}"
 
 
-def is_meant(environ: Mapping[str, str] = os.environ) -> bool:
+def is_meant() -> bool:
     """Returns whether TF_CONFIG, even an invalid one, names parameter servers."""
-    text = environ.get("TF_CONFIG", "")
-    return '"ps"' in text or (
-        not text.strip() and '"workerpool2"' in environ.get("CLUSTER_SPEC", "")
-    )
+    text, pools = os.environ.get("TF_CONFIG", ""), os.environ.get("CLUSTER_SPEC", "")
+    return '"ps"' in text or (not text.strip() and '"workerpool2"' in pools)
 
 
 def read(environ: Mapping[str, str] = os.environ) -> AsyncCluster:

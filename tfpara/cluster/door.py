@@ -8,7 +8,6 @@ import logging
 import resource
 import selectors
 import socket
-import sys
 import time
 from collections.abc import Callable, Hashable
 from typing import Generic, TypeVar
@@ -43,7 +42,10 @@ class Door(Generic[Key]):
         self.guests: dict[Key, Channel] = {}  # the admitted connections
         self.turned_away = ""  # a sentence that names the hosts of processes with another secret
         self._listener, self._secret, self._purpose = listener, secret, purpose
-        self._most = min(_STRANGERS + guests, _open_files() // _SHARE)
+        files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        crowd = _STRANGERS + guests
+        limited = files != resource.RLIM_INFINITY
+        self._most = min(crowd, files // _SHARE) if limited else crowd
         self._keys: dict[Channel, Key] = {}  # the key of each guest
         self._strangers: dict[Channel, tuple[str, float]] = {}  # (host, time it came), oldest first
         self._named: set[str] = set()
@@ -165,9 +167,3 @@ class Door(Generic[Key]):
                 run_secret.FILE_VARIABLE,
                 run_secret.VARIABLE,
             )
-
-
-def _open_files() -> int:
-    """Returns how many files this process may have open."""
-    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return sys.maxsize if most == resource.RLIM_INFINITY else most

@@ -14,6 +14,7 @@ import os
 import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -256,12 +257,19 @@ def _check_agree(first: Told, theirs: Told) -> None:
 
 
 def _with_coordinator(told: Told, environ: Mapping[str, str]) -> Told:
-    given = environ.get(COORDINATOR, "").strip()
-    if not given:
+    address, source = _address_in(COORDINATOR, environ)
+    if not address:
         address, source = told.engine.coordinator(environ, told.size)
-        return told._replace(coordinator=address, coordinator_from=source)
-    check_address(given, f"{COORDINATOR}={shown(given)}", ADDRESSES)
-    return told._replace(coordinator=given, coordinator_from=COORDINATOR)
+    return told._replace(coordinator=address, coordinator_from=source)
+
+
+def _address_in(name: str, environ: Mapping[str, str], _size: int = 0) -> tuple[str, str]:
+    """Returns the address in a variable, and its name; two empty texts if it is not set."""
+    given = environ.get(name, "").strip()
+    if not given:
+        return "", ""
+    check_address(given, f"{name}={shown(given)}", ADDRESSES)
+    return given, name
 
 
 def _port(*words: str) -> int:
@@ -323,43 +331,38 @@ def _ancestor(name: str) -> str:
     return ""
 
 
-def _of_master(host: str, port: str, step: int, why: str) -> Callable[..., tuple[str, str]]:
-    """Returns a function that reads the address of rank 0 from two variables like torchrun's.
+def _of_master(
+    host: str, port: str, step: int, why: str, environ: Mapping[str, str], _size: int
+) -> tuple[str, str]:
+    """Reads the address of rank 0 from the variables `host` and `port`, which are like torchrun's.
 
-    `host` and `port` are the names of the variables. `step` is added to the port, or subtracted if
-    the sum would be no port; `why` gives the reason for that in messages.
+    `step` is added to the port, or subtracted if the sum would be no port; `why` gives the reason
+    for that in messages.
     """
-
-    def coordinator(environ: Mapping[str, str], _size: int) -> tuple[str, str]:
-        name, number = environ.get(host, "").strip(), environ.get(port, "").strip()
-        if not name or not number:
-            return "", ""
-        if ":" in name and not name.startswith("["):
-            name = f"[{name}]"
-        if number.isdecimal() and len(number) < 6:
-            number = str(int(number) + (step if int(number) + step < 65536 else -step))
-        address = f"{name}:{number}"
-        given = f"{host}={shown(name)}, {port}={shown(number)}: the address"
-        check_address(address, given, _SET_COORDINATOR)
-        return address, f"{host} and {port}{why}"
-
-    return coordinator
-
-
-def _of_jax(environ: Mapping[str, str], _size: int) -> tuple[str, str]:
-    given = environ.get("JAX_COORDINATOR_ADDRESS", "").strip()
-    if not given:
+    name, number = environ.get(host, "").strip(), environ.get(port, "").strip()
+    if not name or not number:
         return "", ""
-    check_address(given, f"JAX_COORDINATOR_ADDRESS={shown(given)}", _SET_COORDINATOR)
-    return given, "JAX_COORDINATOR_ADDRESS"
+    if ":" in name and not name.startswith("["):
+        name = f"[{name}]"
+    if number.isdecimal() and len(number) < 6:
+        number = str(int(number) + (step if int(number) + step < 65536 else -step))
+    address = f"{name}:{number}"
+    given = f"{host}={shown(name)}, {port}={shown(number)}: the address"
+    check_address(address, given, _SET_COORDINATOR)
+    return address, f"{host} and {port}{why}"
 
 
 def _of_sagemaker(environ: Mapping[str, str], _size: int) -> tuple[str, str]:
     return f"{json.loads(environ['SM_HOSTS'])[0]}:{_SAGEMAKER_PORT}", "the first of SM_HOSTS"
 
 
-_MPI = "horovodrun or mpirun"
-_MASTER = ("MASTER_ADDR", "MASTER_PORT")
+_MPI, _PYTORCH = "horovodrun or mpirun", "PyTorch's runtime of Kubeflow"
+_MASTER, _PET = ("MASTER_ADDR", "MASTER_PORT"), ("PET_MASTER_ADDR", "PET_MASTER_PORT")
+_SRUN = ("SLURM_STEP_ID",)
+_AFTER_TORCHRUN = " + 1, since torchrun itself listens at MASTER_PORT"
+_under_torchrun = partial(_of_master, *_MASTER, 1, _AFTER_TORCHRUN)
+_under_kubeflow = partial(_of_master, *_PET, 0, "")
+_of_jax = partial(_address_in, "JAX_COORDINATOR_ADDRESS")
 _OWN = Engine("tfpara", RANK, SIZE, "whoever starts the processes", _unknown)
 _ENGINES = (
     Engine("Horovod", "HOROVOD_RANK", "HOROVOD_SIZE", _MPI, _unknown),
@@ -367,34 +370,11 @@ _ENGINES = (
     Engine("Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", _MPI, _under_open_mpi),
     Engine("MVAPICH", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "mpirun", _unknown),
     Engine("MPI", "PMI_RANK", "PMI_SIZE", "mpiexec", _under_pmi),
-    Engine(
-        "torchrun",
-        "RANK",
-        "WORLD_SIZE",
-        "torchrun",
-        _of_master(*_MASTER, 1, " + 1, since torchrun itself listens at MASTER_PORT"),
-        also=_MASTER,
-    ),
-    Engine(
-        "PyTorch's runtime of Kubeflow",
-        "PET_NODE_RANK",
-        "PET_NNODES",
-        "Kubeflow",
-        _of_master("PET_MASTER_ADDR", "PET_MASTER_PORT", 0, ""),
-        outer=True,
-        also=("PET_MASTER_ADDR", "PET_MASTER_PORT"),
-    ),
+    Engine("torchrun", "RANK", "WORLD_SIZE", "torchrun", _under_torchrun, also=_MASTER),
+    Engine(_PYTORCH, "PET_NODE_RANK", "PET_NNODES", "Kubeflow", _under_kubeflow, True, _PET),
     Engine("JAX", "JAX_PROCESS_ID", "JAX_NUM_PROCESSES", "Kubeflow", _of_jax, outer=True),
     Engine("SageMaker", "SM_CURRENT_HOST", "SM_HOSTS", "SageMaker", _of_sagemaker, outer=True),
     # A batch script has SLURM_PROCID, too, but only a task of srun is a worker. Slurm sets
     # SLURM_STEP_ID only for tasks of srun, so this variable must be there, too.
-    Engine(
-        "Slurm",
-        "SLURM_PROCID",
-        "SLURM_STEP_NUM_TASKS",
-        "srun",
-        _on_slurm,
-        outer=True,
-        also=("SLURM_STEP_ID",),
-    ),
+    Engine("Slurm", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "srun", _on_slurm, True, _SRUN),
 )
