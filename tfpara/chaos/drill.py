@@ -88,11 +88,13 @@ class Drill:
                 over.set()
                 watch.join()
             steps, told = self._progress(progress)
-        lines = [line._replace(time=line.time - self._begin) for line in self._lines]
         return report.Run(
-            time.monotonic() - self._begin, code, starts, lines, self._made, self._missed, steps,
-            self._samples, told,
+            self._now(), code, starts, self._lines, self._made, self._missed, steps, self._samples,
+            told,
         )  # fmt: skip
+
+    def _now(self) -> float:
+        return time.monotonic() - self._begin
 
     def _once(self, progress: Path) -> int:
         process = subprocess.Popen(
@@ -122,7 +124,7 @@ class Drill:
     def _read(self, process: subprocess.Popen[str]) -> None:
         assert process.stdout is not None
         for text in process.stdout:
-            self._lines.append(report.Line(time.monotonic(), text))
+            self._lines.append(report.Line(self._now(), text))
             with contextlib.suppress(OSError):
                 sys.stdout.write(text)
                 sys.stdout.flush()
@@ -135,7 +137,7 @@ class Drill:
         point = ""
         with contextlib.suppress(queue.Empty):
             point = self._seen.get(timeout=_POLL_SECONDS)
-        now = time.monotonic() - self._begin
+        now = self._now()
         if self._due is None:
             if not self._plan.kinds or not self._has_begun(progress):
                 return
@@ -148,9 +150,7 @@ class Drill:
         elif now >= self._due:
             self._open = set(self._plan.points)
             self._make(launcher, progress)
-            self._due = (
-                max(self._due, time.monotonic() - self._begin - self._plan.every) + self._wait()
-            )
+            self._due = max(self._due, self._now() - self._plan.every) + self._wait()
 
     def _has_begun(self, progress: Path) -> bool:
         return progress.exists() or any(POINTS["begin"] in line.text for line in self._lines)
@@ -166,7 +166,7 @@ class Drill:
         scene = faults.Scene(
             launcher, workers, self._draw, self._plan.lasting, self._plan.checkpoints
         )
-        began = time.monotonic() - self._begin
+        began = self._now()
         made, seen = self._made, ""
         try:
             if len(workers) < 2 and kind not in ("corrupt", "disk_full"):
@@ -176,7 +176,7 @@ class Drill:
             made, seen = self._missed, str(missed)
         at = f" at {point!r}" if point else ""
         say(f"{began:.1f} s: {kind}{at}: {'not made: ' if made is self._missed else ''}{seen}")
-        made.append(report.Made(kind, began, time.monotonic() - self._begin, seen, point))
+        made.append(report.Made(kind, began, self._now(), seen, point))
 
     def _sample(self, over: threading.Event) -> None:
         while not over.wait(_SAMPLE_SECONDS):
@@ -187,8 +187,8 @@ class Drill:
             for worker in [launcher, *processes.workers(process.pid)]:
                 size = processes.size(worker.pid)
                 if size is not None:
-                    at = time.monotonic() - self._begin
-                    self._samples.append(report.Sample(at, worker.name, worker.pid, size))
+                    sample = report.Sample(self._now(), worker.name, worker.pid, size)
+                    self._samples.append(sample)
 
     def _progress(self, progress: Path) -> tuple[list[report.Step], dict[str, Any]]:
         steps, told = [], {}
