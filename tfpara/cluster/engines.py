@@ -13,7 +13,7 @@ import json
 import os
 import re
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -26,12 +26,10 @@ _INDEX = "JOB_COMPLETION_INDEX"
 _SET_COORDINATOR = (
     f"Set {COORDINATOR}=host:port to rank 0's host and a free port there, the same in all processes"
 )
-# Limit of the characters in a list of hosts, and of the numbers in each range of the list.
-_LONGEST_LIST = 1 << 16
 _SAGEMAKER_PORT = 23456
-_RANGES = r"\[[0-9]{1,9}(?:-[0-9]{1,9})?(?:,[0-9]{1,9}(?:-[0-9]{1,9})?)*\]"
-_PART = re.compile(rf"[A-Za-z0-9_.-]+|{_RANGES}")
-_HOSTS = re.compile(rf"(?:[A-Za-z0-9_.-]|{_RANGES})+")
+# Slurm's compact form of a list of hosts, such as "node[01-03,7],x5": the first item, and others.
+_NUMBERS = r"\[([0-9]+)(?:-[0-9]+)?(?:,[0-9]+(?:-[0-9]+)?)*\]"
+_HOSTS = re.compile(rf"((?:[A-Za-z0-9_.-]|{_NUMBERS})+)(?:,.+)?")
 
 
 class Engine(NamedTuple):
@@ -152,34 +150,6 @@ def no_coordinator(told: Told) -> str:
     )
 
 
-def hosts(nodelist: str) -> Iterator[str]:
-    """Yields the hosts of a list in Slurm's compact form, such as "node[01-03,7],x5", in order.
-
-    Raises ValueError for any other text.
-    """
-    if not nodelist or len(nodelist) > _LONGEST_LIST:
-        raise ValueError(f"a list of {len(nodelist)} characters")
-    for item in re.split(r",(?![^\[]*\])", nodelist):
-        if not _HOSTS.fullmatch(item):
-            raise ValueError(f"{shown(item)} names no hosts")
-        parts = [_choices(part) for part in _PART.findall(item)]
-        yield from map("".join, itertools.product(*parts))
-
-
-def _choices(part: str) -> list[str]:
-    """Returns the texts that part of a host name stands for: itself, or the numbers in brackets."""
-    if not part.startswith("["):
-        return [part]
-    choices: list[str] = []
-    for limits in part[1:-1].split(","):
-        first, _, last = limits.partition("-")
-        numbers = range(int(first), int(last or first) + 1)
-        if not 0 < len(numbers) <= _LONGEST_LIST:
-            raise ValueError(f"{limits!r} is no range")
-        choices += [str(number).zfill(len(first)) for number in numbers]
-    return choices
-
-
 def _index(environ: Mapping[str, str]) -> str:
     """Returns this pod's number in an indexed job of Kubernetes, if it is to be used as the rank.
 
@@ -283,16 +253,16 @@ def _unknown(_environ: Mapping[str, str], _size: int) -> tuple[str, str]:
 
 def _on_slurm(environ: Mapping[str, str], _size: int) -> tuple[str, str]:
     nodes = environ.get("SLURM_STEP_NODELIST", "").strip()
-    try:
-        first, *more = itertools.islice(hosts(nodes), 2)
-    except ValueError as error:
+    found = _HOSTS.fullmatch(nodes)
+    if found is None:
         raise ClusterError(
-            f"SLURM_STEP_NODELIST={shown(nodes)} cannot be read ({error}); Slurm writes hosts "
-            f"as in node[01-03,7],x5. {_SET_COORDINATOR}."
-        ) from None
+            f"SLURM_STEP_NODELIST={shown(nodes)} cannot be read; Slurm writes hosts as in "
+            f"node[01-03,7],x5. {_SET_COORDINATOR}."
+        )
+    first = re.sub(_NUMBERS, r"\1", found[1])
     job, step = environ.get("SLURM_JOB_ID", ""), environ.get("SLURM_STEP_ID", "")
     # If all tasks are on one machine, they need neither the network nor the machine's name.
-    host = first if more else "127.0.0.1"
+    host = "127.0.0.1" if first == nodes else first
     source = f"SLURM_STEP_NODELIST={shown(nodes)} and the numbers of job {job} and step {step}"
     return f"{host}:{_port('slurm', job, step)}", source
 
