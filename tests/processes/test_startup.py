@@ -56,7 +56,7 @@ def test_one_process_need_not_meet():
 
 
 def test_a_process_that_has_trained_with_others_is_refused(monkeypatch):
-    monkeypatch.setattr(startup, "_met", set())
+    monkeypatch.setattr(startup, "_met", None)
     views, (other, _) = workers(2), workers(2)
 
     def start(view):
@@ -65,7 +65,7 @@ def test_a_process_that_has_trained_with_others_is_refused(monkeypatch):
 
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         assert list(pool.map(start, views)) == [0, 1]
-    assert start(views[1]) == 1  # a second strategy of the same cluster
+    assert start(startup._met) == startup._met.rank  # a second strategy of the same cluster
     with pytest.raises(startup.StartupError) as caught:
         start(other)
     message = str(caught.value)
@@ -76,8 +76,7 @@ def test_a_process_that_has_trained_with_others_is_refused(monkeypatch):
 
 
 def test_a_process_takes_part_in_one_elastic_run(monkeypatch):
-    monkeypatch.setattr(startup, "_met", set())
-    monkeypatch.setattr(startup, "_in_elastic_run", False)
+    monkeypatch.setattr(startup, "_met", None)
     with pytest.raises(ConnectionError), startup.elastic_run():
         raise ConnectionError
     with startup.elastic_run():

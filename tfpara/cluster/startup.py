@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 from tfpara.cluster import (
+    ALONE,
     Cluster,
     engines,
     label,
@@ -50,8 +51,8 @@ _ANSWER_SECONDS = 10.0
 _CONNECT_SECONDS = 120.0
 _PURPOSE = "start"
 
-_met: set[Cluster] = set()  # the clusters in which this process has started TensorFlow
-_in_elastic_run = False
+# The cluster in which this process has started TensorFlow; `ALONE` stands for an elastic run.
+_met: Cluster | None = None
 # Clusters that were read without addresses; each is mapped to the same cluster with addresses.
 _found: dict[Cluster, Cluster] = {}
 _log = logging.getLogger(__name__)
@@ -70,7 +71,8 @@ def guard(cluster: Cluster, timeout_seconds: float) -> Iterator[None]:
     nothing in a cluster of one process, or in one that this process has met before. Raises
     StartupError as `meet` does, or if this process has met another cluster before.
     """
-    if cluster.num_workers == 1 or cluster in _met:
+    global _met
+    if cluster.num_workers == 1 or cluster == _met:
         yield
         return
     _refuse_another()
@@ -83,16 +85,16 @@ def guard(cluster: Cluster, timeout_seconds: float) -> Iterator[None]:
             yield
     finally:
         faulthandler.cancel_dump_traceback_later()
-    _met.add(cluster)
+    _met = cluster
 
 
 @contextlib.contextmanager
 def elastic_run() -> Iterator[None]:
     """A context after which this process is part of an elastic run; StartupError: it cannot be."""
-    global _in_elastic_run
+    global _met
     _refuse_another()
     yield
-    _in_elastic_run = True
+    _met = ALONE
 
 
 def _refuse_another() -> None:
@@ -100,11 +102,11 @@ def _refuse_another() -> None:
 
     A Python worker of Spark, for example, may serve one job after the other.
     """
-    if not _met and not _in_elastic_run:
+    if _met is None:
         return
-    which = [", ".join(former.addresses) for former in _met] or ["an elastic run"]
+    which = ", ".join(_met.addresses) or "an elastic run"
     raise StartupError(
-        f"this process has trained with other workers before ({which[0]}), and TensorFlow serves "
+        f"this process has trained with other workers before ({which}), and TensorFlow serves "
         "one cluster, or one elastic run, in the life of a process. Start each training in new "
         "processes; under Spark set spark.python.worker.reuse=false."
     )

@@ -215,7 +215,7 @@ def test_what_is_no_nodelist(bad):
 @pytest.fixture(autouse=True)
 def nobody_has_met(monkeypatch):
     monkeypatch.setattr(startup, "_found", {})
-    monkeypatch.setattr(startup, "_met", set())
+    monkeypatch.setattr(startup, "_met", None)
 
 
 def free_port():

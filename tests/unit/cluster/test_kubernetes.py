@@ -242,7 +242,7 @@ def meet(environ):
 @pytest.fixture(autouse=True)
 def nobody_has_met(monkeypatch):
     monkeypatch.setattr(startup, "_found", {})
-    monkeypatch.setattr(startup, "_met", set())
+    monkeypatch.setattr(startup, "_met", None)
 
 
 @pytest.mark.parametrize("stem", ["job", "trainjob"])
