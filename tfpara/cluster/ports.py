@@ -248,7 +248,7 @@ def is_loopback(host: str) -> bool:
     return host == "localhost" or (is_address(host) and ipaddress.ip_address(host).is_loopback)
 
 
-def for_all(addresses: Mapping[int, str], reached: Iterable[str]) -> dict[int, str]:
+def reached_by_all(addresses: Mapping[int, str], reached: Iterable[str]) -> dict[int, str]:
     """Returns the "host:port" of processes that came here, so that each can reach all others.
 
     A process that came by loopback is on this machine. If others came from elsewhere, they reach

@@ -213,7 +213,7 @@ def _addresses(port: int, guests: Mapping[int, _Guest]) -> list[str]:
     """
     others = [guests[rank] for rank in sorted(guests)]
     addresses = [ports.joined(others[0].reached, port), *(each.address for each in others)]
-    found = ports.for_all(dict(enumerate(addresses)), [each.reached for each in others])
+    found = ports.reached_by_all(dict(enumerate(addresses)), [each.reached for each in others])
     return list(found.values())
 
 

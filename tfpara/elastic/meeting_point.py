@@ -236,7 +236,7 @@ class Meeting:
         """Returns the members with addresses at which all members can reach them."""
         guests = self._door.guests
         hosts = [guests[task].own_host for task, _ in members if task in guests]
-        found = ports.for_all(dict(members), hosts)
+        found = ports.reached_by_all(dict(members), hosts)
         return [[task, address] for task, address in found.items()]
 
 
