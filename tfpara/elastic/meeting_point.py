@@ -135,13 +135,7 @@ class Meeting:
     def _hear(self, channel: Channel, task: int | None, message: Mapping[str, Json]) -> None:
         now, state = time.monotonic(), self.state
         if task is None:
-            match message:
-                case {"enrol": [str() as host, int() as port], "settings": dict() as settings} if (
-                    ports.is_place(host, port)
-                ):
-                    self._enrol(channel, ports.joined(host, port), settings, message, now)
-                case _:
-                    self._door.drop(channel)  # the other end is no worker
+            self._enrol(channel, message, now)
             return
         match message:
             case {"register": _} | {"where": _} if state.phase == "founding":
@@ -169,16 +163,16 @@ class Meeting:
             case {"waits": int() | float() as seconds, "place": str() as place}:
                 self._waits.hear(task, seconds, _printable(place, _LONGEST_PLACE), now)
 
-    def _enrol(
-        self,
-        channel: Channel,
-        address: str,
-        settings: dict[str, Json],
-        message: Mapping[str, Json],
-        now: float,
-    ) -> None:
+    def _enrol(self, channel: Channel, message: Mapping[str, Json], now: float) -> None:
+        match message:
+            case {"enrol": [str() as host, int() as port], "settings": dict() as settings} if (
+                ports.is_place(host, port)
+            ):
+                address, guests = ports.joined(host, port), self._door.guests
+            case _:
+                self._door.drop(channel)  # the other end is no worker
+                return
         wanted, name = message.get("task"), _printable(message.get("name"), _LONGEST_NAME)
-        guests = self._door.guests
         if settings != self._settings and self.state.phase == "founding" and not guests:
             # Nobody is here, so the run takes the settings of this worker.
             limits = _limits_of(settings, self._workers, self._start_seconds)
