@@ -203,7 +203,8 @@ class Meeting:
                 return
             missed = told + self.state.begins(wanted, fit, histories)
         known = isinstance(wanted, int) and (wanted in self._addresses or again is not None)
-        task = wanted if known and wanted not in guests else self.state.number()
+        task: int | None = wanted if known and wanted not in guests else None
+        task = self.state.number() if task is None else task
         self._addresses[task], self._names[task] = address, name
         self._door.let_in(channel, task)
         founding = self.state.phase == "founding" and message.get("founds") is True
