@@ -150,16 +150,6 @@ def no_coordinator(told: Told) -> str:
     )
 
 
-def _index(environ: Mapping[str, str]) -> str:
-    """Returns this pod's number in an indexed job of Kubernetes, if it is to be used as the rank.
-
-    That is so if TFPARA_SIZE is set and TFPARA_RANK is not; otherwise the text is empty.
-    """
-    if environ.get(RANK, "").strip() or not environ.get(SIZE, "").strip():
-        return ""
-    return environ.get(_INDEX, "").strip()
-
-
 def _read(engine: Engine, environ: Mapping[str, str]) -> Told | None:
     if engine.rank == "SM_CURRENT_HOST":
         return _sagemaker(engine, environ)
@@ -171,8 +161,9 @@ def _read(engine: Engine, environ: Mapping[str, str]) -> Told | None:
     rank_name = engine.rank
     if engine.rank == RANK and given == ["", "1"]:
         given[0] = "0"  # a single process needs no TFPARA_RANK
-    elif engine.rank == RANK and _index(environ):
-        given[0], rank_name = _index(environ), _INDEX
+    elif engine.rank == RANK and not given[0] and (index := environ.get(_INDEX, "").strip()):
+        # TFPARA_SIZE is set alone: the rank is the number of a pod in an indexed job of Kubernetes.
+        given[0], rank_name = index, _INDEX
     # isdecimal() also accepts digits that are not ASCII, but int() can read those, too.
     whole = all(value.isdecimal() and len(value) < 10 for value in given)
     if not whole or int(given[0]) >= int(given[1]):

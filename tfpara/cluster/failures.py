@@ -14,19 +14,15 @@ _PROBE_SECONDS = 3.0
 _HEAR_SECONDS = 1.0  # wait for the last message of a worker that is gone
 _known = ALONE  # the cluster, with its addresses, of the strategy that was made last
 _timeout: float | None = None  # timeout_seconds of the strategy that was made last
-# The names of the workers whose silence made this process end a sync; "" if the names are unknown,
-# None if this process has ended no sync.
+# The workers whose silence made this process end a sync: "" if unknown, None if it has ended none.
 _silence: str | None = None
 _who_is_mute: Callable[[], str] = str  # returns the names of silent workers; "" if unknown
 # Returns the fix for the exchange that failed in this process; "" if there is none.
 _advice: Callable[[], str] = str
-# Set if this process has ended an exchange because workers waited in different exchanges: the place
-# of each worker in its script, in words; else "".
-_apart = ""
+_apart = ""  # the places of workers that waited in different exchanges, if this process ended one
 # The error of each worker that has reported its end, by rank; "" if it ended without an error.
 _ended: dict[int, str] = {}
-# The error that ends this process, to be sent to the other workers: "" if there is none; None if
-# the others fail with the same error anyway, so that they need not be told.
+# The error that ends this process, for the others: "" if none, None if they have the same anyway.
 _last_words: str | None = ""
 _APART = re.compile(r"apart: (.*?) \(apart\)")
 _WHO_WAS_SILENT = re.compile(r"; (.*?) was silent \(timeout_seconds\)")
@@ -60,10 +56,9 @@ def explain(error: BaseException) -> Explanation | None:
         return Explanation(re.sub(r"\\(.)", r"\1", asserted[1]))
     if _known.num_workers == 1 or not _OF_A_SYNC.search(text):
         return None
-    # `apart` is not None if another worker has found that workers wait in different exchanges.
-    apart = _APART.search(text)
-    if _apart or apart:
-        return Explanation(f"{_apart or (apart[1] if apart else '')}.")
+    told = _APART.search(text)  # by another worker
+    if apart := _apart or (told[1] if told else ""):
+        return Explanation(f"{apart}.")
     gone = _gone(_known)
     if gone:
         return gone

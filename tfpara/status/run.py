@@ -122,14 +122,13 @@ class RunStatus:
         self._lock = threading.Lock()
         self._workers: dict[str, _Worker] = {}
         self._events: deque[tuple[float, str]] = deque(maxlen=_MOST_EVENTS)
-        self._noted = self._faults = self._starts = 0
+        self._noted = self._faults = 0
         self._total = Grown()
         self._trained_from = self._trained_to = 0.0
 
     def started(self, name: str, pid: int) -> None:
         """Notes that a process was started."""
         with self._lock:
-            self._starts += 1
             starts = self._workers[name].starts if name in self._workers else 0
             self._workers[name] = _Worker(pid, starts + 1)
 
@@ -206,7 +205,7 @@ class RunStatus:
         lines = [
             f"{seconds:.1f} s of training: {total.samples / seconds:,.0f} samples/s; workers "
             f"waited in {total.waited / total.seconds:.0%} of their time; processes: "
-            f"{len(self._workers)}, starts: {self._starts}"
+            f"{len(self._workers)}, starts: {sum(each.starts for each in self._workers.values())}"
         ]
         if self._noted > shown:
             lines.append(f"the last {shown} of {self._noted} faults and changes:")
