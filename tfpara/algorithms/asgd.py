@@ -100,7 +100,7 @@ class ASGD(_Rule):
         return 1.0 / (1.0 + staleness) if self.rate_by_staleness else 1.0
 
 
-@dataclasses.dataclass(frozen=True, init=False)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class AveragedASGD(ASGD):
     """ASGD whose server keeps an average of the models beside the model: `RunningThenMean`.
 
@@ -121,26 +121,16 @@ class AveragedASGD(ASGD):
     Source: paper 002, sections 2.3 and 2.4.
     """
 
+    # Those of `ASGD` are declared again, so that they are keyword-only, too.
+    max_staleness: int | None = None
+    delay_compensation: float = 0.0
+    rate_by_staleness: bool = False
+    reduction: str = "sum"
     running_rate: float = 0.01
 
-    def __init__(
-        self,
-        *unnamed: object,
-        running_rate: float = 0.01,
-        max_staleness: int | None = None,
-        delay_compensation: float = 0.0,
-        rate_by_staleness: bool = False,
-        reduction: str = "sum",
-    ) -> None:
-        if unnamed:
-            raise TypeError(
-                f"AveragedASGD({unnamed[0]!r}) does not say what the number is: write "
-                f"running_rate={unnamed[0]!r} for the average, or max_staleness={unnamed[0]!r}, "
-                "which came first in earlier versions."
-            )
-        super().__init__(max_staleness, delay_compensation, rate_by_staleness, reduction)
-        RunningThenMean(running_rate)
-        object.__setattr__(self, "running_rate", running_rate)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        RunningThenMean(self.running_rate)
 
     @property
     def average(self) -> RunningThenMean:
