@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import threading
+import types
 from collections.abc import Sequence
 from typing import Any
 
@@ -50,13 +51,6 @@ class _Value(keras.Variable):
         return self._value.shape
 
 
-class _Made:
-    """The slots of an optimizer, in an object of their own, since Keras would track a list."""
-
-    def __init__(self) -> None:
-        self.slots: list[_Value] = []
-
-
 class _Functional(keras.optimizers.Optimizer):
     """The second base of an optimizer's class, which makes the class work on `_Value`s.
 
@@ -72,9 +66,9 @@ class _Functional(keras.optimizers.Optimizer):
         make = keras.initializers.get(initializer)
         name, dtype = kwargs.get("name"), kwargs.get("dtype") or "float32"
         value = _Value(make, shape=shape, dtype=dtype, autocast=False, name=name)
-        # The constructor, which is Keras' own, does not make `_made`.
+        # The constructor, which is Keras' own, does not make `_made`. Keras would track a list.
         if not hasattr(self, "_made"):
-            self._made = _Made()
+            self._made = types.SimpleNamespace(slots=[])
         self._made.slots.append(value)
         return value
 
@@ -125,10 +119,7 @@ class _Functional(keras.optimizers.Optimizer):
 class _Step:
     """A copy of an optimizer that works on `_Value`s, and its step on given tensors.
 
-    Args:
-        kind: the class of the optimizer.
-        config: its settings; the learning rate may be a function.
-        weights: the values that it trains.
+    In its `config` the learning rate may be a function.
     """
 
     def __init__(
@@ -309,9 +300,7 @@ def clipped(optimizer: keras.optimizers.Optimizer, gradients: list[tf.Tensor]) -
 def step_of_rows(optimizer: keras.optimizers.Optimizer, path: str) -> tuple[bool, bool]:
     """Finds out, by steps on a small matrix, how an optimizer treats the rows of a weight.
 
-    Args:
-        optimizer: an optimizer of the kind and settings to examine; it is not changed.
-        path: the path of the weight; some optimizers treat embeddings unlike other matrices.
+    `path` is the path of the weight; some optimizers treat embeddings unlike other matrices.
 
     Returns:
         First, whether the step of a row depends on no other row, and all rows of a slot begin
@@ -364,12 +353,7 @@ def class_names(optimizer: keras.optimizers.Optimizer) -> set[str]:
 
 
 def check_plain(optimizer: keras.optimizers.Optimizer) -> None:
-    """Refuses settings that affect more than one step, and optimizers that wrap others.
-
-    Raises:
-        ValueError: gradient accumulation, Keras' own average of the weights, or a loss scale; or
-            several optimizers in one.
-    """
+    """Raises ValueError for settings that affect several steps, and optimizers that wrap others."""
     for setting, instead in (
         ("use_ema", "give the strategy averages={'ema': tfpara.EMA(...)}"),
         ("gradient_accumulation_steps", "choose a larger sync_period"),
@@ -400,9 +384,6 @@ def check_local(optimizer: keras.optimizers.Optimizer) -> None:
 
     Ftrl computes the weights anew from its slots in each step, and ScheduleFreeAdamW does so in its
     first step.
-
-    Raises:
-        ValueError: the optimizer is one of these.
     """
     name = type(optimizer).__name__
     if class_names(optimizer) & {"Ftrl", "ScheduleFreeAdamW"}:
