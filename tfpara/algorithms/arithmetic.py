@@ -8,35 +8,16 @@ from tfpara.typing import Scalar
 
 
 def minimum(a: Scalar, b: Scalar) -> Scalar:
-    """Returns min(a, b): exactly a if a is smaller, else b with a rounding error.
-
-    Example:
-        >>> minimum(0.25, 0.5), minimum(0.5, 0.25)
-        (0.25, 0.25)
-    """
+    """Returns min(a, b): exactly a if a is smaller, else b with a rounding error."""
     return a + 0.5 * ((b - a) - abs(b - a))
 
 
 def check_number(name: str, value: object, usual: str) -> None:
-    """Checks that a hyper-parameter is a number.
-
-    Args:
-        name: name of the argument.
-        value: value of the argument.
-        usual: a usual value.
-
-    Raises:
-        TypeError: the value is not a number.
-    """
+    """Raises TypeError, which tells a `usual` value, if the argument `name` is not a number."""
     if not isinstance(value, numbers.Real):
         raise TypeError(f"{name}={value!r} is no number. Give one, such as {usual}.")
 
 
 def positive_part(x: Scalar) -> Scalar:
-    """Returns max(x, 0).
-
-    Example:
-        >>> positive_part(-2.0), positive_part(2.0)
-        (0.0, 2.0)
-    """
+    """Returns max(x, 0)."""
     return 0.5 * (x + abs(x))

@@ -11,17 +11,13 @@ from tfpara.typing import Array, Scalar
 
 
 class AverageState(NamedTuple):
-    """State of an average.
+    """State of an average."""
 
-    Attributes:
-        average: the average so far, a flat vector; the starting point before the first block.
-        count: number of blocks so far, a float: a block of a share f counts f.
-        bias: the weight that the starting point still has in `average`.
-    """
-
-    average: Array
-    count: Any  # A Scalar. It is declared Any because tuples have a method `count`.
-    bias: Scalar
+    average: Array  # the average so far; the starting point before the first block
+    # The number of blocks so far, a float: a block of a share f counts f. It is a Scalar, declared
+    # Any because tuples have a method `count`.
+    count: Any
+    bias: Scalar  # the weight that the starting point still has in `average`
 
 
 @dataclasses.dataclass(frozen=True)

@@ -28,17 +28,11 @@ _LARGEST_DEFAULT = 0.9
 
 
 class BMUFState(NamedTuple):
-    """State of BMUF.
+    """State of BMUF."""
 
-    Attributes:
-        global_model: W.
-        delta: the update Δ of W, zero before the first sync.
-        blocks: t, number of blocks so far, a float: a share f of a block counts f.
-    """
-
-    global_model: Array
-    delta: Array
-    blocks: Scalar
+    global_model: Array  # W
+    delta: Array  # Δ, the update of W; it is zero before the first sync
+    blocks: Scalar  # t, number of blocks so far, a float: a share f of a block counts f
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,7 +182,7 @@ class BMUF(Rule):
         self, state: BMUFState, average: Array, num_replicas: int, share: Scalar = 1.0
     ) -> BMUFState:
         """Returns the state after a sync; `average` is w̄, and `share` is f, 0 < f ≤ 1."""
-        eta = self._momentum(num_replicas, state.blocks)
+        eta = self.momentum_after(state.blocks, num_replicas)
         update = average - self._anchor(state, eta)
         gain: Scalar = self.block_learning_rate
         if self.compat == "cntk":
@@ -210,7 +204,7 @@ class BMUF(Rule):
             raise ValueError(
                 f"Call resolve(num_replicas) first: block_momentum is {self.block_momentum!r}."
             )
-        return self._anchor(after, self._momentum(1, after.blocks))
+        return self._anchor(after, self.momentum_after(after.blocks))
 
     def carry(self, state: BMUFState, former: Rule) -> BMUFState:
         """Returns the state after a change of η; the point that was broadcast does not change.
@@ -220,12 +214,15 @@ class BMUF(Rule):
         assert isinstance(former, BMUF)
         if not self.nesterov or self.compat:
             return state
-        change = former._momentum(1, state.blocks) - self._momentum(1, state.blocks)
+        change = former.momentum_after(state.blocks) - self.momentum_after(state.blocks)
         return state._replace(global_model=state.global_model + change * state.delta)
 
-    def momentum_after(self, blocks: Scalar) -> Scalar:
-        """Returns η_t of a resolved rule, with t = `blocks`."""
-        return self._momentum(1, blocks)
+    def momentum_after(self, blocks: Scalar, num_replicas: int = 1) -> Scalar:
+        """Returns η_t, with t = `blocks`; a resolved rule needs no `num_replicas`."""
+        eta, slowness = self._steady_momentum(num_replicas), self._blocks_for_one
+        if not slowness:
+            return eta
+        return minimum(eta, 1.0 - slowness / (blocks + slowness))
 
     def has_momentum(self) -> bool:
         return bool(self.block_momentum)
@@ -236,8 +233,9 @@ class BMUF(Rule):
         return self.block_momentum is None or isinstance(self.block_momentum, str)
 
     @property
-    def _scaling(self) -> str:
-        return self.block_momentum if isinstance(self.block_momentum, str) else "linear"
+    def _scaling(self) -> tuple[Callable[[int], float], float]:
+        name = self.block_momentum if isinstance(self.block_momentum, str) else "linear"
+        return _SCALINGS[name]
 
     @property
     def _blocks_for_one(self) -> float:
@@ -245,20 +243,13 @@ class BMUF(Rule):
         given = self.warmup
         if given is None:
             given = self._is_default and self.compat is None
-        return _SCALINGS[self._scaling][1] if given is True else float(given)
+        return self._scaling[1] if given is True else float(given)
 
     def _steady_momentum(self, num_replicas: int) -> float:
         if not self._is_default:
             return self.block_momentum  # type: ignore[return-value]  # in graphs a tensor
-        eta = 1.0 - 1.0 / _SCALINGS[self._scaling][0](num_replicas)
+        eta = 1.0 - 1.0 / self._scaling[0](num_replicas)
         return min(eta, _LARGEST_DEFAULT) if self._blocks_for_one else eta
-
-    def _momentum(self, num_replicas: int, blocks: Scalar) -> Scalar:
-        """Returns η_t, with t = `blocks`."""
-        eta, slowness = self._steady_momentum(num_replicas), self._blocks_for_one
-        if not slowness:
-            return eta
-        return minimum(eta, 1.0 - slowness / (blocks + slowness))
 
     def _anchor(self, state: BMUFState, eta: Scalar) -> Array:
         if self.nesterov and not self.compat:

@@ -14,19 +14,12 @@ if TYPE_CHECKING:
 
 
 class MomentState(NamedTuple):
-    """The moments with which every replica starts a block, and the length of the filter in steps.
+    """The replicas' moments at the start of a block, and the length of the filter in steps."""
 
-    Attributes:
-        momentum: Adam's m at the start of the block.
-        velocity: Adam's v at the start of the block.
-        equivalent_steps: ρ, the number of local steps to which the last update Δ corresponds.
-        blocks: t, the number of blocks so far.
-    """
-
-    momentum: Array
-    velocity: Array
-    equivalent_steps: Scalar
-    blocks: Scalar
+    momentum: Array  # Adam's m at the start of the block
+    velocity: Array  # Adam's v at the start of the block
+    equivalent_steps: Scalar  # ρ, number of local steps to which the last update Δ corresponds
+    blocks: Scalar  # t, number of blocks so far
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,9 +101,6 @@ class BMUFAdam(BMUF):
     def check_optimizer(self, optimizer: keras.optimizers.Optimizer) -> None:
         """Refuses a local optimizer whose moments this rule would filter wrongly.
 
-        Args:
-            optimizer: the Keras optimizer that the replicas train with.
-
         Raises:
             ValueError: the optimizer is not Adam or AdamW, has amsgrad, accumulates gradients, or
                 has other betas than the rule.
@@ -168,13 +158,13 @@ class BMUFAdam(BMUF):
         Returns:
             The new state, with which all replicas continue. The second moment is never negative.
         """
-        eta, zeta = self._momentum(num_replicas, state.blocks), self.block_learning_rate
+        eta, zeta = self.momentum_after(state.blocks, num_replicas), self.block_learning_rate
         blocks = state.blocks + share
         rest = (1.0 - share) * state.equivalent_steps
         equivalent = eta * state.equivalent_steps + (1.0 - eta) * rest + zeta * steps
         # The distance, in steps, from w̄ to B = W + ηΔ (Nesterov) or to W (classical momentum).
         if self.nesterov:
-            ahead = self._momentum(num_replicas, blocks) * equivalent
+            ahead = self.momentum_after(blocks, num_replicas) * equivalent
             ahead += (zeta - 1.0) * steps - eta * rest
         else:
             ahead = equivalent - rest - steps

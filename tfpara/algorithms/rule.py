@@ -180,11 +180,7 @@ _SHARES = (1.0, 0.5, 1.0)
 
 
 def check_rule(rule: Rule, num_replicas: int) -> None:
-    """Tests a rule on three weights, together and one by one.
-
-    Args:
-        rule: the rule as `resolve` returns it for `num_replicas`.
-        num_replicas: the number of replicas.
+    """Tests a rule, as `resolve` returns it for N replicas, on three weights at once and alone.
 
     Raises:
         TypeError: the rule lacks a method, or a method does not return a state.
@@ -220,11 +216,7 @@ def check_rule(rule: Rule, num_replicas: int) -> None:
 
 
 def check_average(average: Average) -> None:
-    """Tests an average on three weights, together and one by one; raises as `check_rule`.
-
-    Args:
-        average: the average.
-    """
+    """Tests an average on three weights, at once and alone; raises as `check_rule`."""
 
     def run(part: slice) -> list[NDArray[np.float32]]:
         weights = _WEIGHTS[part]
@@ -242,8 +234,7 @@ def check_average(average: Average) -> None:
 def mixes_weights(run: Callable[[slice], list[Any]]) -> bool:
     """Returns whether results for three weights together differ from those for each alone.
 
-    Args:
-        run: returns the results, arrays of the shape of the weights, for a slice of three weights.
+    `run` returns the results, arrays of the shape of the weights, for a slice of three weights.
     """
     each = [run(slice(k, k + 1)) for k in range(3)]
     alone = [np.concatenate(values) for values in zip(*each, strict=True)]
@@ -256,7 +247,6 @@ def _check(given: Rule | Average, run: Callable[[slice], list[NDArray[np.float32
             f"{type(given).__name__}: workers and checkpoints compare what it prints, and it "
             "prints an address. Write @dataclasses.dataclass(frozen=True) above the class."
         )
-
     if mixes_weights(run):
         raise ValueError(
             f"{given!r} mixes weights: three of them together give other results than each alone. "

@@ -98,7 +98,7 @@ def test_bmuf_with_a_slow_warmup_by_hand():
     assert [w for w, _ in got] == pytest.approx([1.0, 2.0, 3.0, 4.0, 5.0])
     assert [anchor for _, anchor in got] == pytest.approx(anchors)
     slow = BMUF("sqrt").resolve(4)  # a gain of 2 after 20 blocks
-    momenta = [slow._momentum(4, blocks) for blocks in (0.0, 5.0, 19.0, 20.0, 99.0)]
+    momenta = [slow.momentum_after(blocks, 4) for blocks in (0.0, 5.0, 19.0, 20.0, 99.0)]
     assert momenta == pytest.approx([0.0, 1 / 5, 19 / 39, 0.5, 0.5])
 
 
