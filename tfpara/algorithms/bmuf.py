@@ -112,9 +112,6 @@ class BMUF(Rule):
     compat: str | None = None
     warmup: bool | float | None = None
 
-    # Checkpoints of early versions, which had no warm-up, lack `blocks`. They get so large a number
-    # of blocks that any warm-up is over.
-    absent: ClassVar[Mapping[str, float]] = {"blocks": 1e9}
     # If a script sets weights, their momentum becomes 0. But `blocks` keeps its value, so the
     # warm-up does not restart.
     lasting: ClassVar[tuple[str, ...]] = ("blocks",)

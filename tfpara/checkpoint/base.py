@@ -6,7 +6,6 @@ import abc
 import itertools
 import json
 import os
-import re
 import secrets
 import socket
 import warnings
@@ -70,9 +69,9 @@ class Checkpoints(abc.ABC):
     def _take_over(self, number: int, manifest: Mapping[str, Json]) -> None:
         """Sets all state from a checkpoint. This method must run no collective."""
 
-    def _check_run(self, number: int, theirs: Mapping[str, Json]) -> None:
+    @abc.abstractmethod
+    def _check_run(self, number: int, manifest: Mapping[str, Json]) -> None:
         """Refuses a checkpoint of another run."""
-        check_run(self.store.path(number), theirs, self._facts())
 
     def lock(self) -> None:
         """Locks the directory for this run.
@@ -280,18 +279,7 @@ def check_run(
     raises CheckpointError, which names them.
     """
     mine = json.loads(json.dumps(facts["run"], default=repr))
-    # Version 0.1 listed tfpara's version among the settings. Versions need not be the same.
-    theirs = {k: v for k, v in manifest["run"].items() if k != "tfpara version"}
-    states = (theirs.get("local_state"), mine.get("local_state"))
-    if "tfpara version" in manifest["run"] and states == ("keep", "auto"):
-        theirs["local_state"] = "auto"  # Before there was "auto", the default was "keep".
-    rule = theirs.get("rule")
-    if isinstance(rule, str) and "warmup=" not in rule:
-        # The tfpara version that wrote the checkpoint had no `warmup`. Such a run may go on with
-        # `warmup` None or False.
-        warmup = "False" if "warmup=False" in mine.get("rule", "") else "None"
-        theirs["rule"] = re.sub(r"(^BMUF.*compat=[\w']+)", rf"\1, warmup={warmup}", rule)
-    differing = differences({"the checkpoint": theirs, "this run": mine})
+    differing = differences({"the checkpoint": manifest["run"], "this run": mine})
     if differing:
         raise CheckpointError(
             f"{path} is of another run. {differing}. Resume with the same settings, or give this "

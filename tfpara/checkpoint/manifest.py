@@ -1,8 +1,4 @@
-"""The manifest of a checkpoint as text with a checksum; no TensorFlow.
-
-Format 2 has the key "sha256": the SHA-256 of all other keys and values. Format 1, of version 0.1,
-has no checksum. Both are read, and format 2 is written.
-"""
+"""The manifest of a checkpoint as text; its key "sha256" is the checksum of all others."""
 
 from __future__ import annotations
 
@@ -62,14 +58,13 @@ def parsed(written: bytes) -> dict[str, Json]:
         content = json.loads(written.decode())
         if not isinstance(content, dict):
             raise ValueError("it is no JSON object")
-        said = content.pop(_SUM, None)
-        whole = said == _sum(content) if said is not None else content.get("format") == 1
+        is_whole = content.pop(_SUM, None) == _sum(content)
     except RecursionError:
         raise ValueError("it is no manifest: its brackets are nested too deeply") from None
-    if content.get("format") not in (1, FORMAT):
+    if content.get("format") != FORMAT:
         found = repr(content.get("format"))[:40]
-        raise ValueError(f"it has format {found}; this version reads 1 and {FORMAT}")
-    if not whole:
+        raise ValueError(f"it has format {found}; this version reads {FORMAT}")
+    if not is_whole:
         raise ValueError("it is damaged: its SHA-256 is not as written")
     for name, kind in _FIELDS.items():
         _check(content, name, kind)

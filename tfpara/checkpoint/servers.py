@@ -18,10 +18,6 @@ from tfpara.checkpoint.store import CheckpointError
 from tfpara.checks import versions
 from tfpara.typing import Array, Json
 
-# Checkpoints of older versions lack these variables; they also lack the frozen weights.
-_LATER = ("books/minibatches", "books/left_out", "local_rate")
-_FROZEN = "frozen/"
-
 
 class ServerCheckpoints(Checkpoints):
     """The checkpoints of a model of an `AsyncStrategy` in `fit`.
@@ -61,7 +57,7 @@ class ServerCheckpoints(Checkpoints):
 
     def _variables(self) -> dict[str, tf.Variable]:
         """Returns the variables of a checkpoint: the servers', and the frozen weights."""
-        frozen = {f"{_FROZEN}{k}": v.value for k, v in enumerate(self._running.work.frozen)}
+        frozen = {f"frozen/{k}": v.value for k, v in enumerate(self._running.work.frozen)}
         return {**self._running.server.variables(), **frozen}
 
     def _tensors(self) -> dict[str, Array]:
@@ -70,8 +66,7 @@ class ServerCheckpoints(Checkpoints):
     def _check_run(self, number: int, manifest: Mapping[str, Json]) -> None:
         """Refuses a checkpoint of another run or, if taken in an epoch, of other minibatches."""
         theirs, mine = dict(manifest), self._facts()
-        # Checkpoints of older versions lack "data".
-        if manifest["position"]["within"] and "data" in manifest:
+        if manifest["position"]["within"]:
             for facts in (theirs, mine):
                 facts["run"] = {**facts["run"], **facts["data"]}
         check_run(self.store.path(number), theirs, mine)
@@ -83,23 +78,17 @@ class ServerCheckpoints(Checkpoints):
         there = {name: shape for name, shape in shapes if not name.startswith(ARRAYS)}
         self._check_shapes(number, there, {name: list(v.shape) for name, v in held.items()})
         for name, variable in held.items():
-            if name in there:
-                variable.assign(reader.get_tensor(name))
-            elif name in _LATER:
-                variable.assign(self._missing(name, manifest))
+            variable.assign(reader.get_tensor(name))
         self._give_states(manifest["states"], reader)
         if manifest["learning_rate"] is not None:
             self._model.optimizer.learning_rate = manifest["learning_rate"]
-        # Checkpoints of older versions lack "order", the order of the chunks. In those versions it
-        # depended on the seed alone.
-        self._running.resume(**{"order": [self._strategy.seed], **manifest["position"]})
+        self._running.resume(**manifest["position"])
 
     def _check_shapes(
         self, number: int, there: Mapping[str, Json], mine: Mapping[str, Json]
     ) -> None:
         """Refuses a checkpoint with other variables of the model, its metrics or its optimizer."""
-        later = {name for name in mine if name in _LATER or name.startswith(_FROZEN)}
-        for name in sorted({*there, *mine} - (later - {*there})):
+        for name in sorted({*there, *mine}):
             theirs, own = there.get(name, "none"), mine.get(name, "none")
             if theirs != own:
                 raise CheckpointError(
@@ -107,13 +96,3 @@ class ServerCheckpoints(Checkpoints):
                     f"shape {theirs}, and here {own}. Resume with the same model, metrics and "
                     "optimizer, or give this run a directory of its own."
                 )
-
-    def _missing(self, name: str, manifest: Mapping[str, Json]) -> Any:
-        """Returns the value of a variable that older checkpoints lack."""
-        if name == "books/left_out":
-            return 0
-        if name == "local_rate":  # In older versions workers had the servers' learning rate.
-            return manifest["learning_rate"]
-        # The number of trained minibatches is not known. This is the largest possible one, as if
-        # each push had `sync_period` minibatches; the last push of a chunk may have fewer.
-        return self._running.server.first.version * self._strategy.sync_period

@@ -5,7 +5,7 @@ The checkpoint may be of either kind of run, with any number of replicas or serv
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -95,9 +95,6 @@ class _Tensors:
     def __init__(self, readers: Mapping[str, Any]) -> None:
         self._readers = readers
 
-    def __contains__(self, name: str) -> bool:
-        return name in self._readers
-
     def __getitem__(self, name: str) -> Any:
         if name not in self._readers:
             raise CheckpointError(f"the checkpoint lacks {name}, which this model has")
@@ -151,6 +148,9 @@ def _of_workers(
 def _of_servers(tensors: _Tensors, model: keras.Model, averages: Mapping[str, Any]) -> Weights:
     """Reads the checkpoint of an `AsyncStrategy`."""
     weights = model.trainable_variables
+    frozen, statistics, _ = parts_not_trained(model)
+    others = [(v, tensors[f"state/{k}"]) for k, v in enumerate(statistics)]
+    others += [(v, tensors[f"frozen/{k}"]) for k, v in enumerate(frozen)]
     models = {"global": [tf.constant(tensors[f"weight/{k}"]) for k in range(len(weights))]}
     for name, average in averages.items():
         kind = type(_state_of(average))
@@ -159,17 +159,7 @@ def _of_servers(tensors: _Tensors, model: keras.Model, averages: Mapping[str, An
             for k in range(len(weights))
         )
         models[name] = _cast([average.value(state) for state in states], weights)
-    return Weights(models, list(_of_chief(tensors, model)))
-
-
-def _of_chief(tensors: _Tensors, model: keras.Model) -> Iterator[tuple[keras.Variable, Array]]:
-    """Yields the moving statistics and the frozen weights."""
-    frozen, statistics, _ = parts_not_trained(model)
-    yield from ((v, tensors[f"state/{k}"]) for k, v in enumerate(statistics))
-    # Checkpoints of older versions lack frozen weights. Then the model keeps those that it has.
-    yield from (
-        (v, tensors[f"frozen/{k}"]) for k, v in enumerate(frozen) if f"frozen/{k}" in tensors
-    )
+    return Weights(models, others)
 
 
 def _state_of(average: Any) -> State:
