@@ -27,7 +27,7 @@ def test_a_directory_that_is_not_shared(tmp_path):
     check_refused(
         run,
         "worker 1: ",
-        f", which the chief has made on {HOST}, is not there on {HOST}: ",
+        f", which the chief has made, is not there on {HOST}: ",
         "must be one directory that all workers share",
         directory=[str(tmp_path / "a"), str(tmp_path / "b")],
     )

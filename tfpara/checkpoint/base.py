@@ -110,12 +110,10 @@ class Checkpoints(abc.ABC):
             "states": _collected(self._strategy.states),
         }
         try:
-            begun = self._together(lambda: self.store.begin(number), "begin", chief_only=True)
+            self._together(lambda: self.store.begin(number), "begin", chief_only=True)
             tensors = self._tensors() | self._arrays(manifest["states"])
             rank = self._strategy.worker_index
-            parts = self._together(
-                lambda: self.store.write_part(number, rank, tensors, begun[0]), "write"
-            )
+            parts = self._together(lambda: self.store.write_part(number, rank, tensors), "write")
             manifest["workers"] = len(parts)
             manifest["files"] = {name: mark for part in parts for name, mark in part.items()}
             self._together(lambda: self.store.commit(number, manifest), "commit", chief_only=True)

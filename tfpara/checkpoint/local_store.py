@@ -97,22 +97,20 @@ class LocalStore(Store):
         """Returns the directory of an unfinished checkpoint of this run."""
         return self.directory / f"{_PARTIAL}{number:08d}-{self.mark}"
 
-    def begin(self, number: int) -> str:
+    def begin(self, number: int) -> None:
         cleared(self.partial(number))
         try:
             self.partial(number).mkdir()
         except OSError as error:
             raise self._unwritable(error) from error
-        return socket.gethostname()
 
     @contextlib.contextmanager
-    def _staging(self, number: int, begun_on: str) -> Iterator[Path]:
+    def _staging(self, number: int) -> Iterator[Path]:
         partial = self.partial(number)
         if not partial.is_dir():
             raise CheckpointError(
-                f"{partial}, which the chief has made on {begun_on}, is not there on "
-                f"{socket.gethostname()}: {self.directory} must be one directory that all workers "
-                "share."
+                f"{partial}, which the chief has made, is not there on {socket.gethostname()}: "
+                f"{self.directory} must be one directory that all workers share."
             )
         yield partial
 

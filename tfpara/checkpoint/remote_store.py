@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from tfpara.checkpoint import manifest as manifests
@@ -71,14 +71,11 @@ class RemoteStore(Store):
     def path(self, number: int) -> str:
         return self._folder.place(folder_of(number))
 
-    def begin(self, number: int) -> str:
+    def begin(self, number: int) -> None:
         self.abandon(number)
-        return socket.gethostname()
 
-    @contextlib.contextmanager
-    def _staging(self, number: int, begun_on: str) -> Iterator[Path]:
-        with temporary_folder() as folder:
-            yield folder
+    def _staging(self, number: int) -> contextlib.AbstractContextManager[Path]:
+        return temporary_folder()
 
     def _keep_file(self, number: int, path: Path) -> None:
         self._folder.upload(path, f"{self._parts(number)}/{path.name}")

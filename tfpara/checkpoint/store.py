@@ -104,12 +104,12 @@ class Store(abc.ABC):
         """Returns the directory of a complete checkpoint."""
 
     @abc.abstractmethod
-    def begin(self, number: int) -> str:
-        """Makes room for the parts; returns this host's name, or raises CheckpointError."""
+    def begin(self, number: int) -> None:
+        """Makes room for the parts; may raise CheckpointError."""
 
     @abc.abstractmethod
-    def _staging(self, number: int, begun_on: str) -> contextlib.AbstractContextManager[Path]:
-        """Yields a local folder to write a part into; `begun_on` is what `begin` returned."""
+    def _staging(self, number: int) -> contextlib.AbstractContextManager[Path]:
+        """Yields a local folder to write a part into."""
 
     @abc.abstractmethod
     def _keep_file(self, number: int, path: Path) -> None:
@@ -182,18 +182,14 @@ class Store(abc.ABC):
             f"{error.strerror}). Give one that can."
         )
 
-    def write_part(
-        self, number: int, rank: int, tensors: Mapping[str, Array], begun_on: str = "its host"
-    ) -> dict[str, Json]:
+    def write_part(self, number: int, rank: int, tensors: Mapping[str, Array]) -> dict[str, Json]:
         """Writes a worker's part of a checkpoint; returns the manifest's entries of its files.
-
-        `begun_on` is the host on which the chief called `begin`, for the message.
 
         Raises:
             CheckpointError: the directory is not there, or the part cannot be written.
         """
         try:
-            with self._staging(number, begun_on) as folder:
+            with self._staging(number) as folder:
                 with tf.device("CPU:0"):
                     tf.raw_ops.SaveV2(
                         prefix=os.fspath(folder / part(rank)),
