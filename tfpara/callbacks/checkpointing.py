@@ -120,7 +120,7 @@ class Checkpoint(CheckpointBase):
         strategy.keep_record(self, store_at(self._directory, self._keep).append)
         ended, self._ended = self._ended, False
         former = self._checkpoints
-        if former is not None and former.is_of(self.model) and (ended or strategy.members_change):
+        if former and former.model is self.model and (ended or strategy.members_change):
             # If this worker joins a run, another worker has the lock, and `set_state` calls
             # `_listen`.
             if not strategy.joining:

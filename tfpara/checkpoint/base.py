@@ -36,17 +36,12 @@ _ADVICE = "give tfpara.callbacks.Checkpoint to fit on every worker"
 
 
 class Checkpoints(abc.ABC):
-    """The checkpoints of one model; every process that runs callbacks calls the same methods.
-
-    Args:
-        model: a built and compiled model of one of tfpara's strategies.
-        directory, keep: as for `Store`.
-    """
+    """The checkpoints of one model; every process that runs callbacks calls the same methods."""
 
     _is_async: ClassVar[bool]  # whether these are checkpoints of asynchronous runs
 
     def __init__(self, model: keras.Model, directory: str | os.PathLike[str], keep: int) -> None:
-        self._model = model
+        self.model = model
         self._strategy = model.distribute_strategy
         self.store = store_at(directory, keep)
         self._next = 0
@@ -74,12 +69,7 @@ class Checkpoints(abc.ABC):
         """Refuses a checkpoint of another run."""
 
     def lock(self) -> None:
-        """Locks the directory for this run.
-
-        Raises:
-            CheckpointError: on every worker, if the chief cannot lock it, or if workers see
-                different directories.
-        """
+        """Locks the directory for this run, and checks that all workers share it."""
         # Parts are written under the run's own mark, since a worker of an earlier run may still be
         # writing its part.
         self.store.mark = self._everyones(secrets.token_hex(4), "mark")[0]
@@ -99,9 +89,7 @@ class Checkpoints(abc.ABC):
     def save(self, position: Callable[[], Mapping[str, Json]]) -> None:
         """Writes a checkpoint, with `position()`. No state may change before this returns.
 
-        Raises:
-            CheckpointError: on every worker, if a worker could not write; the message names that
-                worker. Earlier checkpoints are intact.
+        If a worker cannot write, all raise CheckpointError. Earlier checkpoints are intact.
         """
         number, self._next = self._next, self._next + 1
         manifest = {
@@ -127,13 +115,9 @@ class Checkpoints(abc.ABC):
 
         Returns its number and its manifest, or None without any checkpoint.
 
-        Args:
-            if_damaged: what to do if there are checkpoints but all are damaged: "refuse" raises an
-                error, "start" returns None.
-
-        Raises:
-            CheckpointError: on every worker, if all are damaged and `if_damaged` is "refuse", or
-                the newest undamaged checkpoint is of another run or kind of strategy.
+        If there are checkpoints but all are damaged, `if_damaged="refuse"` raises an error, and
+        "start" returns None. If the newest undamaged one is of another run or kind of strategy,
+        this raises CheckpointError.
         """
         problems = []
         for number in self._together(self.store.numbers, "numbers")[0]:
@@ -206,8 +190,7 @@ class Checkpoints(abc.ABC):
     ) -> list[Json]:
         """Runs an action on every worker, or on the chief alone; returns the results by rank.
 
-        Raises:
-            CheckpointError: on all workers, if the action fails on one; the message names that one.
+        If it fails on one, all raise CheckpointError, which names that worker.
         """
         result = problem = None
         if self._strategy.is_chief or not chief_only:
@@ -225,21 +208,18 @@ class Checkpoints(abc.ABC):
     def _problem(self, number: int) -> str | None:
         """Returns why no worker can use a checkpoint; None if all can.
 
-        Raises:
-            CheckpointError: on every worker, if the checkpoint is of the other kind of strategy.
+        Raises CheckpointError if it is of the other kind of strategy.
         """
 
         def found() -> str | None:
             try:
                 manifest = self.store.read_manifest(number)
-                of_this_kind = is_async(manifest) == self._is_async
-                if of_this_kind:
+                if is_async(manifest) == self._is_async:
                     self.store.check(number, manifest)
+                    return None
             except CheckpointError as error:
                 return str(error)
-            if not of_this_kind:
-                raise self._of_other_kind(number)
-            return None
+            raise self._of_other_kind(number)
 
         return self._together(found, "problem", chief_only=True)[0]
 

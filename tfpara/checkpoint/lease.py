@@ -40,7 +40,6 @@ class Lease:
     def __init__(self, folder: RemoteFolder, mark: str) -> None:
         self._folder, self._mark = folder, mark
         self._token, self._beat = secrets.token_hex(8), 0
-        self._seconds = SECONDS
         self._process = os.getpid()
         self._ended = threading.Event()
         # A thread renews the lease, and so does each checkpoint. This lock keeps them from doing so
@@ -51,11 +50,7 @@ class Lease:
         """Takes the lease; a thread renews it until `give_back`.
 
         If a killed run has left a lease, this waits until that lease lapses: at most the number of
-        seconds that it states.
-
-        Raises:
-            CheckpointError: another run holds it.
-            OSError: the store refuses.
+        seconds that it states. If another run holds it, this raises CheckpointError.
         """
         taken_over = False
         while not self._folder.create(LOCK, self._text()):
@@ -70,12 +65,7 @@ class Lease:
         threading.Thread(target=self._keep, name=THREAD, daemon=True).start()
 
     def renew(self) -> None:
-        """Renews the lease.
-
-        Raises:
-            CheckpointError: another run has taken the lease, or it was removed.
-            OSError: the store refuses.
-        """
+        """Renews the lease; raises CheckpointError if it was removed or another run has it."""
         with self._one:
             if self._ended.is_set():
                 return
@@ -101,7 +91,7 @@ class Lease:
                 self._folder.remove([LOCK])
 
     def _keep(self) -> None:
-        while not self._ended.wait(self._seconds / _EVERY):
+        while not self._ended.wait(SECONDS / _EVERY):
             # An error may be temporary, so it is ignored here. The lease is also renewed before
             # each checkpoint, where an error is raised.
             with contextlib.suppress(OSError, CheckpointError):
@@ -154,7 +144,7 @@ class Lease:
     def _text(self) -> bytes:
         holder = f"process {self._process} on {socket.gethostname()}"
         lease = {"holder": holder, "mark": self._mark, "token": self._token}
-        return json.dumps({**lease, "beat": self._beat, "seconds": self._seconds}).encode()
+        return json.dumps({**lease, "beat": self._beat, "seconds": SECONDS}).encode()
 
     def _in_use(self, found: dict[str, Json]) -> CheckpointError:
         return in_use(self._folder.url, self._holder(found))

@@ -49,11 +49,7 @@ def text(content: Mapping[str, Json]) -> str:
 
 
 def parsed(written: bytes) -> dict[str, Json]:
-    """Returns the content of a manifest, whose file has the bytes `written`.
-
-    Raises:
-        ValueError: it is damaged, or of another format.
-    """
+    """Returns a manifest's content; raises ValueError if it is damaged or of another format."""
     try:
         content = json.loads(written.decode())
         if not isinstance(content, dict):

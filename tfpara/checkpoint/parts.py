@@ -16,12 +16,9 @@ from tfpara.typing import Array
 
 
 class Parts:
-    """The parts of a checkpoint, one written by each worker.
+    """The parts of a checkpoint, one written by each worker, with a reader for each.
 
-    Args:
-        readers: a reader for each worker's part.
-        replicas: number of replicas of the run that wrote the checkpoint.
-        sizes: lengths of the buckets of the global state.
+    The run that wrote it had so many `replicas`; `sizes` are the lengths of its global buckets.
     """
 
     def __init__(self, readers: Sequence[Any], replicas: int, sizes: Sequence[int]) -> None:

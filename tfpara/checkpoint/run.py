@@ -38,9 +38,6 @@ class SyncCheckpoints(Checkpoints):
     """The checkpoints of one model of a `PeriodicSyncStrategy`.
 
     `may_change` has those keys of the strategy's `data_plan` that may differ when a run is resumed.
-
-    Raises:
-        ValueError: the model has an optimizer whose slots cannot be made before its first step.
     """
 
     _is_async = False
@@ -62,15 +59,11 @@ class SyncCheckpoints(Checkpoints):
         # The variables that `restore_epoch` is to set, and their values.
         self._of_epoch: list[tuple[tf.Variable, tf.Tensor]] = []
 
-    def is_of(self, model: keras.Model) -> bool:
-        """Returns whether these are the checkpoints of this very model object."""
-        return self._model is model
-
     @property
     def synchronizer(self) -> Synchronizer:
         """The model's synchronizer."""
         with self._strategy.scope():
-            return self._strategy.synchronizer_of(self._model)
+            return self._strategy.synchronizer_of(self.model)
 
     def restore_epoch(self, steps: int) -> None:
         """Restores metrics and the open block again, after `fit` has begun the interrupted epoch.
@@ -114,9 +107,9 @@ class SyncCheckpoints(Checkpoints):
                 self._began_in = None
 
     def _note_unknown_optimizers(self) -> None:
-        used = self._strategy.extended.steps.optimizers_of(self._model)
+        used = self._strategy.extended.steps.optimizers_of(self.model)
         try:
-            check_optimizers_known(self._model, used, "a checkpoint")
+            check_optimizers_known(self.model, used, "a checkpoint")
         except ValueError as error:
             self._strategy.note(f"{error} A resumed run would begin with a new one.")
 
@@ -149,12 +142,12 @@ class SyncCheckpoints(Checkpoints):
         compiled = {}
         # Only the chief's value is kept, since workers may differ: "auto" depends on the device.
         if self._strategy.is_chief:
-            compiled["jit_compile"] = str(bool(getattr(self._model, "jit_compile", False)))
+            compiled["jit_compile"] = str(bool(getattr(self.model, "jit_compile", False)))
         return {
             "run": {
                 **settings.of_a_run(),
                 "sync_period": settings.sync_period,
-                **facts_of_model(self._model),
+                **facts_of_model(self.model),
             },
             "versions": {**versions(), **compiled},
             "replicas": self._strategy.num_replicas,
@@ -185,7 +178,7 @@ class SyncCheckpoints(Checkpoints):
         cells = self._strategy.is_chief or self.synchronizer.graph.global_state.is_sharded
         tensors = {
             slot.key(ids): slot.variable.read_value()
-            for slot in slots_of(self._model)
+            for slot in slots_of(self.model)
             if not slot.empty and (cells or slot.kind is not Kind.HOLDER)
         }
         tensors["random"] = tf.constant(json.dumps(random_states()))
@@ -205,7 +198,7 @@ class SyncCheckpoints(Checkpoints):
         readers = self.store.readers(number, manifest)
         parts = Parts(readers, manifest["replicas"], sizes)
         self._of_epoch = []
-        slots = slots_of(self._model)
+        slots = slots_of(self.model)
         self._check_optimizer(number, parts, slots)
         has_metrics = parts.shapes("metrics") == _shapes(slots, "metrics")
         if not has_metrics and manifest["position"]["steps"]:

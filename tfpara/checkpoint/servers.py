@@ -39,7 +39,7 @@ class ServerCheckpoints(Checkpoints):
         self._plan = data_plan
 
     def _facts(self) -> dict[str, Json]:
-        strategy, rate = self._strategy, self._model.optimizer.learning_rate
+        strategy, rate = self._strategy, self.model.optimizer.learning_rate
         return {
             "run": {
                 "rule": repr(strategy.rule_of_a_run),
@@ -47,7 +47,7 @@ class ServerCheckpoints(Checkpoints):
                 "averages": {name: repr(a) for name, a in strategy.averages.items()},
                 "parameter servers": len(self._running.server.shards),
                 "chunks": self._running.chunks.count,
-                **facts_of_model(self._model),
+                **facts_of_model(self.model),
                 **{f"data_plan.{key}": value for key, value in self._plan.items()},
             },
             "versions": versions(),
@@ -81,7 +81,7 @@ class ServerCheckpoints(Checkpoints):
             variable.assign(reader.get_tensor(name))
         self._give_states(manifest["states"], reader)
         if manifest["learning_rate"] is not None:
-            self._model.optimizer.learning_rate = manifest["learning_rate"]
+            self.model.optimizer.learning_rate = manifest["learning_rate"]
         self._running.resume(**manifest["position"])
 
     def _check_shapes(

@@ -64,9 +64,8 @@ def no_lock(path: object, content: str | bytes) -> CheckpointError:
 class Store(abc.ABC):
     """A directory of checkpoints, shared by all workers. Each writes its part, the chief the rest.
 
-    Args:
-        directory: path or URL of the directory.
-        keep: number of the newest checkpoints that stay.
+    The methods raise CheckpointError if the directory cannot be used, or another run has it. `keep`
+    is the number of the newest checkpoints that stay.
 
     Attributes:
         mark: a text that identifies this run; the same on all its workers.
@@ -150,11 +149,7 @@ class Store(abc.ABC):
     # -- the same for each kind of storage --------------------------------------------------------
 
     def lock(self) -> None:
-        """Locks the directory for this process, until `release` or the end of the process.
-
-        Raises:
-            CheckpointError: another run has locked it, or it cannot be locked or written to.
-        """
+        """Locks the directory for this process, until `release` or the end of the process."""
         if self._is_locked:
             return
         former = _LOCKS.pop(self._key(), None)
@@ -183,11 +178,7 @@ class Store(abc.ABC):
         )
 
     def write_part(self, number: int, rank: int, tensors: Mapping[str, Array]) -> dict[str, Json]:
-        """Writes a worker's part of a checkpoint; returns the manifest's entries of its files.
-
-        Raises:
-            CheckpointError: the directory is not there, or the part cannot be written.
-        """
+        """Writes a worker's part of a checkpoint; returns the manifest's entries of its files."""
         try:
             with self._staging(number) as folder:
                 with tf.device("CPU:0"):

@@ -21,15 +21,11 @@ from tfpara.typing import Array, Json, State
 
 
 class Weights(NamedTuple):
-    """The models of a checkpoint, in memory.
+    """The models of a checkpoint, in memory."""
 
-    Attributes:
-        models: values of the trainable variables, by the name of the model: "global", or that of
-            an average.
-        others: other variables, such as moving statistics and frozen weights, with their values.
-    """
-
+    # The values of the trainable variables, by the name of the model: "global", or an average's.
     models: dict[str, list[tf.Tensor]]
+    # Other variables, such as moving statistics and frozen weights, with their values.
     others: list[tuple[keras.Variable, Array]]
 
     def put_into(self, model: keras.Model, which: str) -> None:
@@ -77,9 +73,7 @@ def read(
 ) -> Weights:
     """Reads the models of a checkpoint that has passed `check`, with the same arguments.
 
-    Raises:
-        CheckpointError: a file is damaged, or the checkpoint lacks a value.
-        OSError, tf.errors.OpError: a file is missing, perhaps since the run has removed it.
+    If a file is missing, perhaps since the run has removed it, it raises OSError or OpError.
     """
     store.check(number, manifest)
     readers = store.readers(number, manifest)
