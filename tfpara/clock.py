@@ -10,13 +10,12 @@ from typing import Any, NamedTuple
 import keras
 
 from tfpara import fit_call
-from tfpara.strategy import Strategy
 from tfpara.typing import Logs
 
 VARIABLE = "TFPARA_TENSORBOARD"
 
 
-class Clock(keras.callbacks.Callback):
+class Clock(fit_call.Callback):
     """Measures each epoch, from the end of its first step, which may compile, to its last sync.
 
     The clock runs before other callbacks, so that it stops before they work. It reads the
@@ -32,8 +31,6 @@ class Clock(keras.callbacks.Callback):
     """
 
     order = fit_call.Order.CLOCK
-    # If this were True, Keras might call the batch hooks later, in another thread.
-    async_safe = False
 
     def __init__(self, samples_per_epoch: int | None = None) -> None:
         super().__init__()
@@ -47,7 +44,7 @@ class Clock(keras.callbacks.Callback):
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         self.measured = {}
         self._first = None
-        self.begin = Strategy.of(self.model).statistics_of(self.model)
+        self.begin = self._strategy.statistics_of(self.model)
         self._steps = 0
 
     def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
@@ -62,12 +59,11 @@ class Clock(keras.callbacks.Callback):
             self.measured = self._since(self._first, last)
 
     def _mark(self) -> _Mark:
-        seconds = time.perf_counter()
-        return _Mark(seconds, self._steps, Strategy.of(self.model).statistics_of(self.model))
+        return _Mark(time.perf_counter(), self._steps, self._strategy.statistics_of(self.model))
 
     def _since(self, first: _Mark, last: _Mark) -> dict[str, float]:
         seconds = max(last.seconds - first.seconds, 1e-9)
-        strategy = Strategy.of(self.model)
+        strategy = self._strategy
         measured: dict[str, float] = {}
         if last.counts is not None:
             times = strategy.num_replicas / len(strategy.local_replica_ids)

@@ -50,6 +50,18 @@ class Order(enum.IntEnum):
     STOPS = 8  # checks whether another callback wants to stop the training
 
 
+class Callback(keras.callbacks.Callback):
+    """A callback that knows its model's strategy, and acts in the thread that trains."""
+
+    # If this were True, Keras might call the batch hooks later, in another thread.
+    async_safe = False
+
+    @property
+    def _strategy(self) -> Strategy:
+        """The strategy of the model; a plain `Strategy` if it is not tfpara's."""
+        return Strategy.of(self.model)
+
+
 def arranged(callbacks: Iterable[keras.callbacks.Callback]) -> list[keras.callbacks.Callback]:
     """Returns callbacks, stably sorted by `order`; raises ValueError if two write checkpoints."""
     callbacks = list(callbacks)

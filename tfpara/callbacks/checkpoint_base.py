@@ -6,7 +6,6 @@ import os
 import time
 
 from tfpara import fit_call
-from tfpara.callbacks.base import Callback
 from tfpara.checkpoint.base import IF_DAMAGED, Checkpoints, store_at
 from tfpara.cluster import exit_codes
 from tfpara.typing import Json
@@ -21,7 +20,7 @@ class Preempted(SystemExit):
     """
 
 
-class CheckpointBase(Callback):
+class CheckpointBase(fit_call.Callback):
     """Checks the arguments, resumes from the newest checkpoint, and prints that the program ends.
 
     Args:

@@ -5,16 +5,14 @@ from __future__ import annotations
 import contextlib
 import inspect
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import keras
 import tensorflow as tf
 
 from tfpara import files, fit_call
-from tfpara.callbacks.base import Callback
 from tfpara.callbacks.scalars import Scalars, flat
-from tfpara.callbacks.schedule import components
 from tfpara.callbacks.sync_watch import SyncWatch
 from tfpara.callbacks.table import Table
 from tfpara.cluster.call_site import of_callback
@@ -26,7 +24,7 @@ from tfpara.whole_number import checked_whole
 _LENGTH = of_callback("HeldOut")
 
 
-class HeldOut(Callback):
+class HeldOut(fit_call.Callback):
     """Scores weights of the run on held-out data: after each epoch, and within epochs if requested.
 
     The scores at the end of an epoch are added to the epoch's log on every worker. For the first of
@@ -168,7 +166,12 @@ class HeldOut(Callback):
             part = self._part(steps)  # 1.0 is the end of the epoch, where `on_epoch_end` scores
             return int(self._times * part) if part < 1.0 else 0
 
-        if self._all_at_a_sync(batch, lambda: due() > self._done):
+        if isinstance(self.model.distribute_strategy, PeriodicSyncStrategy):
+            found = self._watch.after_batch(self.model, batch, lambda _: due() > self._done)
+            scores_now = found is not None
+        else:
+            scores_now = due() > self._done
+        if scores_now:
             self._done, part = due(), self._part(steps)
             with self._epoch_kept():
                 self._score(self._epoch + part)
@@ -209,16 +212,12 @@ class HeldOut(Callback):
             return 0.0
         return min(1.0, self._strategy.epoch_units.trained(steps) / self._length)
 
-    def _all_at_a_sync(self, batch: int, due: Callable[[], bool]) -> bool:
-        if not isinstance(self.model.distribute_strategy, PeriodicSyncStrategy):
-            return due()
-        return self._watch.after_batch(self.model, batch, lambda _: due()) is not None
-
     @contextlib.contextmanager
     def _epoch_kept(self) -> Iterator[None]:
         """A context that restores metrics and carried states, which `evaluate` changes."""
         variables = [*self.model.metrics_variables, *carried_states(self.model)]
-        kept = [(c, tf.identity(c)) for c in components(self.model, variables)]
+        of_replicas = self.model.distribute_strategy.experimental_local_results
+        kept = [(c, tf.identity(c)) for v in variables for c in of_replicas(v.value)]
         try:
             yield
         finally:

@@ -7,20 +7,18 @@ all workers, so all decide alike. The state of a schedule is saved with the stra
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 import keras
-import tensorflow as tf
 
 from tfpara import fit_call
-from tfpara.callbacks.base import Callback
 from tfpara.schedules import AdaComm, AdaCommState, Piecewise
 from tfpara.sync.strategy import PeriodicSyncStrategy
 from tfpara.typing import Json, Logs
 from tfpara.whole_number import checked_whole
 
 
-class Schedule(Callback):
+class Schedule(fit_call.Callback):
     """The base of callbacks that schedule: it keeps state, sets the rate and prints lines.
 
     Args:
@@ -221,7 +219,8 @@ class SyncPeriod(Schedule):
             )
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
-        close_block(self.model)
+        # A failed `fit` may have left a block open. Every worker closes it.
+        self.model.distribute_strategy.synchronize()
         self.model.distribute_strategy.note_scheduled_period()
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
@@ -252,12 +251,6 @@ class SyncPeriod(Schedule):
         self._state = AdaCommState(**state)
 
 
-def close_block(model: keras.Model) -> None:
-    """Closes a block that a failed `fit` has left open; every worker must call it."""
-    if isinstance(model.distribute_strategy, PeriodicSyncStrategy):
-        model.distribute_strategy.synchronize()
-
-
 def learning_rate(model: keras.Model) -> float:
     """Returns the present rate of the model's optimizer."""
     return float(keras.ops.convert_to_numpy(model.optimizer.learning_rate))
@@ -272,9 +265,3 @@ def check_rate(model: keras.Model) -> None:
             "a LearningRateSchedule, a function or a MultiOptimizer, or not at all. Compile with "
             "one optimizer whose rate is a number, e.g. keras.optimizers.SGD(0.1)."
         )
-
-
-def components(model: keras.Model, variables: Sequence[keras.Variable]) -> list[tf.Variable]:
-    """Returns the TensorFlow variables behind Keras variables, of every local replica."""
-    first = model.distribute_strategy.experimental_local_results
-    return [component for v in variables for component in first(v.value)]

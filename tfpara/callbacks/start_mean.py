@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import keras
 
 from tfpara.algorithms import RunningThenMean
-from tfpara.callbacks.base import Callback
 from tfpara.callbacks.held_out import checked_held_out, evaluate
+from tfpara.fit_call import Callback
 from tfpara.typing import Data, Json, Logs
 
 

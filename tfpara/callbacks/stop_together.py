@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from tfpara import fit_call
-from tfpara.callbacks.base import Callback
 from tfpara.callbacks.sync_watch import SyncWatch
 from tfpara.cluster.call_site import of_callback
 from tfpara.sync.one_sync.reports import Request
@@ -13,7 +12,7 @@ from tfpara.typing import Logs
 _WISHES = of_callback("StopTogether")
 
 
-class StopTogether(Callback):
+class StopTogether(fit_call.Callback):
     """Stops all workers at the next sync or at the end of the epoch, if one worker wants to stop.
 
     Use it with a callback that sets `model.stop_training` on one worker, for a reason that other

@@ -100,7 +100,7 @@ class Newbob(_ByScores):
         if self._first is not None and self._state.score is None:
             scores: Logs = {}
             self._first.on_epoch_end(-1, scores)
-            self._state = self._rule.update(self._state, self._score(scores))
+            self._state = self._rule.update(self._state, _entry(scores, self._key))
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         if self._start is not None:
@@ -111,7 +111,7 @@ class Newbob(_ByScores):
         if self._held_out is not None:
             self._held_out.on_epoch_end(epoch, logs)
         super().on_epoch_end(epoch, logs)
-        self._state = self._rule.update(self._state, self._score(logs))
+        self._state = self._rule.update(self._state, _entry(logs, self._key))
         if self._start is not None:
             if self._state.rejected:
                 self._start.go_back()
@@ -132,9 +132,6 @@ class Newbob(_ByScores):
             rate = learning_rate(self.model) * rule.factor
             self.model.optimizer.learning_rate = rate
             self.say(epoch, f"{change}; learning rate {rate:.4g}.")
-
-    def _score(self, logs: Logs) -> float:
-        return _entry(logs, self._key)
 
 
 class OverfittingGuard(_ByScores):

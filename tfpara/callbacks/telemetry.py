@@ -8,7 +8,6 @@ import numpy as np
 
 from tfpara.callbacks.scalars import Scalars
 from tfpara.clock import Clock
-from tfpara.strategy import Strategy
 from tfpara.typing import Logs
 
 
@@ -69,7 +68,7 @@ class Telemetry(Clock):
             return
         epoch, logs = self._unwritten
         self._unwritten = None
-        if not Strategy.of(self.model).is_chief:
+        if not self._strategy.is_chief:
             return
         self._scalars.write(epoch, logs)
         if "staleness" in self.measured:

@@ -13,7 +13,6 @@ import tensorflow as tf
 
 from tfpara import files, fit_call
 from tfpara.callbacks import timeline
-from tfpara.callbacks.base import Callback
 from tfpara.cluster.call_site import Purpose
 from tfpara.sync.keras import hooks
 from tfpara.typing import Logs
@@ -24,7 +23,7 @@ from tfpara.whole_number import checked_whole
 _BEFORE, _AFTER = 20, 5
 
 
-class Trace(Callback):
+class Trace(fit_call.Callback):
     """Records some steps with TensorFlow's profiler and writes a timeline of all workers.
 
     `log_dir/timeline.json` (written by the chief at the end of `fit`) opens in chrome://tracing or
