@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import contextvars
 import dataclasses
 import enum
 import fnmatch
@@ -14,13 +15,13 @@ import functools
 import glob
 import os
 import re
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import keras
 import numpy as np
 
+from tfpara.contexts import context_variable
 from tfpara.keras_model import array_of
 from tfpara.remote_files import RemoteFolder, is_url
 from tfpara.strategy import HAS_WEIGHTS, Strategy
@@ -157,22 +158,17 @@ def _is_written(path: str) -> bool:
     return any(fnmatch.fnmatchcase(f"{folder}/{name}", pattern) for name in names)
 
 
-class _Calls(threading.local):
-    """The calls of `fit` that a thread is in, from the outermost to the innermost."""
-
-    def __init__(self) -> None:
-        self.ends: list[contextlib.ExitStack] = []
-
-
-_calls = _Calls()
+# The end of the innermost call of `fit` in which a thread is.
+_end: contextvars.ContextVar[contextlib.ExitStack | None] = contextvars.ContextVar(
+    "end of fit", default=None
+)
 
 
 @contextlib.contextmanager
 def under_way() -> Iterator[None]:
     """A context for a call of `fit`. It ends by calling the functions given to `at_end`."""
     with contextlib.ExitStack() as end:
-        _calls.ends.append(end)
-        end.callback(_calls.ends.remove, end)
+        end.enter_context(context_variable(_end, end))
         yield
 
 
@@ -183,5 +179,5 @@ def at_end(function: Callable[[], object]) -> None:
     that was registered last is called first. Outside of `fit`, as in a custom loop, the end of
     training is not known, and no function is called.
     """
-    if _calls.ends:
-        _calls.ends[-1].callback(function)
+    if (end := _end.get()) is not None:
+        end.callback(function)
