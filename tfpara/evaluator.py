@@ -38,10 +38,7 @@ from tfpara.whole_number import checked_whole
 _LOOK_SECONDS = 1.0  # pause between two looks for a new checkpoint
 _PLACE = ("checkpoint", "mark", "epoch", "step", "weights")  # the first columns of the table
 _REMOVED = "removed too early; a larger keep= of the run's callback keeps more"
-_BETTER: dict[str, Callable[[float, float], bool]] = {
-    "min": lambda new, best: new < best,
-    "max": lambda new, best: new > best,
-}
+_BEST: dict[str, Callable[..., Any]] = {"min": min, "max": max}
 
 
 def evaluate_checkpoints(
@@ -105,8 +102,8 @@ def evaluate_checkpoints(
             of another model, lack an average, or are not those of the table; or another evaluator
             uses `out`.
     """
-    if mode not in _BETTER:
-        raise ValueError(f"mode={mode!r} must be one of {', '.join(_BETTER)}.")
+    if mode not in _BEST:
+        raise ValueError(f"mode={mode!r} must be one of {', '.join(_BEST)}.")
     if not wait_minutes > 0:
         raise ValueError(f"wait_minutes={wait_minutes!r} must be positive.")
     epochs = checked_whole("epochs", epochs)
@@ -159,7 +156,7 @@ class _Evaluator:
         self._path = path
         self._averages = dict(averages)
         self._names = ["global", *self._averages]
-        self._monitor, self._is_better, self._save = monitor, _BETTER[mode], save
+        self._monitor, self._best_of, self._save = monitor, _BEST[mode], save
         self._table = Table(out / "scores.csv", files.no_link)
         self._scalars = Scalars(out / "tensorboard")
         self._last = 0  # number of the last checkpoint that was read or skipped
@@ -289,7 +286,7 @@ class _Evaluator:
             }
             rows.append({**place, **scores})
             score = scores[self._monitor]
-            is_best = not math.isnan(score) and (best is None or self._is_better(score, best))
+            is_best = not math.isnan(score) and (best is None or self._best_of(best, score) != best)
             if is_best:
                 best = score
                 self._keep()
@@ -331,11 +328,8 @@ class _Evaluator:
 
     def _best(self) -> float | None:
         """Returns the best score in the table, None if there is none."""
-        best = None
-        for row in self._rows():
-            score = float(row.get(self._monitor, "nan"))
-            if not math.isnan(score) and (best is None or self._is_better(score, best)):
-                best = score
+        scores = (float(row.get(self._monitor, "nan")) for row in self._rows())
+        best: float | None = self._best_of((s for s in scores if not math.isnan(s)), default=None)
         return best
 
 

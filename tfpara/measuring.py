@@ -239,16 +239,16 @@ class _Processes:
 def _why(printed: Sequence[str], places: str, was_quiet: bool) -> str:
     by_hand = "Measure by hand, and give --step_ms, --model_mb and --link_mbit."
     said = "\n".join(f"  {line}" for line in printed) or "  (nothing)"
-    if was_quiet:
-        return (
-            f"{places} measured nothing in {_QUIET_SECONDS:.0f} s. The script must call `fit` of a "
-            f"model of a PeriodicSyncStrategy; loops of one's own are not measured. {by_hand} Its "
-            f"last lines were:\n{said}"
-        )
-    return (
+    why = (
         f"{places}: the script ended before it was measured. It must call `fit` of a model of a "
-        f"PeriodicSyncStrategy, for some dozen minibatches. {by_hand} Its last lines were:\n{said}"
+        "PeriodicSyncStrategy, for some dozen minibatches."
     )
+    if was_quiet:
+        why = (
+            f"{places} measured nothing in {_QUIET_SECONDS:.0f} s. The script must call `fit` of a "
+            "model of a PeriodicSyncStrategy; loops of one's own are not measured."
+        )
+    return f"{why} {by_hand} Its last lines were:\n{said}"
 
 
 def _tell(text: str, over: bool = False) -> None:

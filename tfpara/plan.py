@@ -59,7 +59,10 @@ def _run(argv: Sequence[str] | None) -> int:
         if options.hosts:
             parser.error("--hosts is for --measure SCRIPT.py, which is not given")
     else:
-        _check_script(parser, options.measure)
+        if not options.measure:
+            parser.error("--measure needs a script: --measure SCRIPT.py, as the last flag")
+        if options.measure[0] != "-m" and not os.path.isfile(options.measure[0]):
+            parser.error(f"--measure: there is no file {options.measure[0]}")
         if options.batch is not None:
             parser.error("--batch is for a plan without --measure, which finds it in the script")
         wrong = [host for host in options.hosts if not host or host.startswith("-")]
@@ -175,34 +178,26 @@ def _error(plan: Plan) -> str:
 
 def _notes(plans: Sequence[Plan], options: argparse.Namespace) -> list[str]:
     """Returns notes on numbers of workers for which no options are within the limits."""
-    slower: list[int] = []
-    unknown: list[int] = []
-    wrong: list[int] = []
-    slow: list[int] = []
+    slower = "no faster than one. A longer minibatch (more samples) or a faster link helps"
+    unknown = "no error is known of so many replicas with these options"
+    wrong = f"no error of at most {options.error:g} % is known with these options. Give --error"
+    slow = (
+        f"no period with an error of at most {options.error:g} % loses less than "
+        f"{options.loss:.0%} of the speed; this one is the fastest. A longer minibatch, a faster "
+        "link or fewer workers lose less"
+    )
+    told: dict[str, list[str]] = {slower: [], unknown: [], wrong: [], slow: []}
     for each in plans:
-        if each.workers == 1:
+        if each.workers == 1 or (each.is_enough and each.speedup > 1):
             continue
         if each.speedup <= 1:
-            slower.append(each.workers)
+            note = slower
         elif each.error is None:
-            unknown.append(each.workers)
-        elif not each.is_enough:
-            (wrong if each.error.percent > options.error else slow).append(each.workers)
-    said = [
-        (slower, "no faster than one. A longer minibatch (more samples) or a faster link helps"),
-        (unknown, "no error is known of so many replicas with these options"),
-        (
-            wrong,
-            f"no error of at most {options.error:g} % is known with these options. Give --error",
-        ),
-        (
-            slow,
-            f"no period with an error of at most {options.error:g} % loses less than "
-            f"{options.loss:.0%} of the speed; this one is the fastest. A longer minibatch, a "
-            "faster link or fewer workers lose less",
-        ),
-    ]
-    return [f"{', '.join(map(str, numbers))} workers: {text}." for numbers, text in said if numbers]
+            note = unknown
+        else:
+            note = wrong if each.error.percent > options.error else slow
+        told[note].append(str(each.workers))
+    return [f"{', '.join(numbers)} workers: {text}." for text, numbers in told.items() if numbers]
 
 
 def _errors(plans: Sequence[Plan]) -> str:
@@ -313,13 +308,6 @@ def _parser() -> argparse.ArgumentParser:
         "each worker is assumed to have a machine of its own",
     )
     return parser
-
-
-def _check_script(parser: argparse.ArgumentParser, command: Sequence[str]) -> None:
-    if not command:
-        parser.error("--measure needs a script: --measure SCRIPT.py, as the last flag")
-    if command[0] != "-m" and not os.path.isfile(command[0]):
-        parser.error(f"--measure: there is no file {command[0]}")
 
 
 def _number(valid: Callable[[float], bool], rule: str) -> Callable[[str], float]:
