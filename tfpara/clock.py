@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import keras
 
@@ -38,7 +38,7 @@ class Clock(fit_call.Callback):
         self._samples_per_epoch = samples_per_epoch
         self.begin: Any = None
         self.end: Any = None
-        self._first: _Mark | None = None
+        self._first: tuple[float, int, Any] | None = None
         self._steps = 0
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
@@ -54,25 +54,25 @@ class Clock(fit_call.Callback):
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         if self._first is not None:
-            last = self._mark()
-            self.end = last.counts
-            self.measured = self._since(self._first, last)
+            self.measured = self._since(*self._first)
 
-    def _mark(self) -> _Mark:
-        return _Mark(time.perf_counter(), self._steps, self._strategy.statistics_of(self.model))
+    def _mark(self) -> tuple[float, int, Any]:
+        """Returns the time, the epoch's steps so far, and the strategy's counts."""
+        return time.perf_counter(), self._steps, self._strategy.statistics_of(self.model)
 
-    def _since(self, first: _Mark, last: _Mark) -> dict[str, float]:
-        seconds = max(last.seconds - first.seconds, 1e-9)
+    def _since(self, began: float, first_step: int, first_counts: Any) -> dict[str, float]:
+        now, _, self.end = self._mark()
+        seconds = max(now - began, 1e-9)
         strategy = self._strategy
         measured: dict[str, float] = {}
-        if last.counts is not None:
+        if self.end is not None:
             times = strategy.num_replicas / len(strategy.local_replica_ids)
-            measured = last.counts.of_epoch(self.begin, first.counts, seconds, times)
+            measured = self.end.of_epoch(self.begin, first_counts, seconds, times)
             if strategy.members_change:
                 measured["workers"] = float(strategy.num_workers)
         if self._samples_per_epoch is not None:
             # The measured part of the epoch: the steps after the first call of the batch hook.
-            rest = (self._steps - first.step) / max(self._steps, 1)
+            rest = (self._steps - first_step) / max(self._steps, 1)
             measured["samples_per_second"] = rest * self._samples_per_epoch / seconds
         if not measured.get("samples_per_second"):
             measured.pop("samples_per_second", None)
@@ -120,11 +120,3 @@ def for_tensorboard(
     if not boards or timed or os.environ.get(VARIABLE) == "0":
         return list(callbacks)
     return [BoardClock(boards), *callbacks]
-
-
-class _Mark(NamedTuple):
-    """A moment of training: its time, the epoch's steps so far, and the strategy's counts."""
-
-    seconds: float
-    step: int
-    counts: Any

@@ -15,6 +15,7 @@ Times are in seconds, sizes in bytes. No TensorFlow here.
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import functools
 import math
@@ -196,16 +197,10 @@ class Costs:
         """
         if not 0.0 < loss < 1.0:
             raise ValueError(f"loss={loss!r} must be a share between 0 and 1, such as 0.05.")
-        low, high = 1, LONGEST_PERIOD
-        if self.loss(num_workers, high) >= loss:
-            return None
-        while low < high:  # binary search: the loss falls as τ grows
-            middle = (low + high) // 2
-            if self.loss(num_workers, middle) < loss:
-                high = middle
-            else:
-                low = middle + 1
-        return low
+        # The loss falls as τ grows.
+        periods = range(1, LONGEST_PERIOD + 1)
+        found = bisect.bisect(periods, False, key=lambda tau: self.loss(num_workers, tau) < loss)
+        return periods[found] if found < len(periods) else None
 
 
 class KnownError(NamedTuple):

@@ -38,10 +38,9 @@ class Termination:
     def __init__(self, exit_code: int, watcher: Callable[[], bool] | None = None) -> None:
         self.asked = False
         self._exit_code, self._watcher = exit_code, watcher
-        self._unwatched = threading.Event()
         self._former: Callable[..., object] | int | None = None
         self._stopped = threading.Event()
-        self._stopped.set()
+        self._writer: socket.socket | None = None  # None: SIGTERM is not listened to
 
     def start(self, patience_seconds: float) -> None:
         """Begins to listen. Signals are received only if the main thread calls this.
@@ -49,11 +48,10 @@ class Termination:
         `patience_seconds`: how long one TensorFlow call may last after SIGTERM.
         """
         self.stop()
+        self._stopped = threading.Event()
         if self._watcher is not None:
-            self._unwatched = threading.Event()
-            threading.Thread(
-                target=self._ask, args=(self._watcher, self._unwatched), daemon=True
-            ).start()
+            arguments = (self._watcher, self._stopped)
+            threading.Thread(target=self._ask, args=arguments, daemon=True).start()
         if threading.current_thread() is not threading.main_thread():
             if self._watcher is None:
                 _log.warning(
@@ -68,12 +66,9 @@ class Termination:
         reader, self._writer = socket.socketpair()
         self._writer.setblocking(False)
         self._former_fd = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
-        self._stopped = threading.Event()
+        watched = (reader, self._stopped, patience_seconds)
         threading.Thread(
-            target=self._watch,
-            args=(reader, self._stopped, patience_seconds),
-            name="tfpara-sigterm",
-            daemon=True,
+            target=self._watch, args=watched, name="tfpara-sigterm", daemon=True
         ).start()
 
     def stop(self) -> None:
@@ -81,10 +76,9 @@ class Termination:
 
         It may be called more than once.
         """
-        self._unwatched.set()
-        if self._stopped.is_set() or threading.current_thread() is not threading.main_thread():
-            return
         self._stopped.set()
+        if self._writer is None or threading.current_thread() is not threading.main_thread():
+            return
         if signal.getsignal(signal.SIGTERM) == self._note:
             signal.signal(signal.SIGTERM, self._former)
         present = signal.set_wakeup_fd(self._former_fd)
@@ -92,23 +86,24 @@ class Termination:
         if present != self._writer.fileno():
             signal.set_wakeup_fd(present)
         self._writer.close()  # ends `_watch` and its thread, since `recv` now returns b""
+        self._writer = None
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         del number, frame
         self.asked = True
 
-    def _ask(self, watcher: Callable[[], bool], unwatched: threading.Event) -> None:
-        """Calls the watcher, once a second, until it returns true or `unwatched` is set."""
+    def _ask(self, watcher: Callable[[], bool], stopped: threading.Event) -> None:
+        """Calls the watcher, once a second, until it returns true or `stopped` is set."""
         failed = False
-        while not unwatched.is_set() and not self.asked:
+        while not stopped.is_set() and not self.asked:
             try:
-                if watcher() and not unwatched.is_set():
+                if watcher() and not stopped.is_set():
                     self.asked = True
             except Exception as error:
                 if not failed:
                     _log.warning("tfpara: termination_watcher fails (%s); asked again.", error)
                 failed = True
-            unwatched.wait(_WATCH_SECONDS)
+            stopped.wait(_WATCH_SECONDS)
 
     def _watch(self, reader: socket.socket, stopped: threading.Event, patience: float) -> None:
         """Waits for SIGTERM, and then ends the program if the main thread is stuck."""
