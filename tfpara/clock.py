@@ -20,22 +20,17 @@ class Clock(fit_call.Callback):
 
     The clock runs before other callbacks, so that it stops before they work. It reads the
     strategy's counts when an epoch begins, after the first step, and at the end, but not in each
-    step.
-
-    Args:
-        samples_per_epoch: samples of all replicas in an epoch. None: the strategy counts them.
-
-    Attributes:
-        measured: numbers of the last epoch, by name; empty if nothing could be measured.
-        begin, end: the strategy's counts at the beginning and at the end of the last epoch.
+    step. If `samples_per_epoch`, of all replicas, is None, the strategy counts them.
     """
 
     order = fit_call.Order.CLOCK
 
     def __init__(self, samples_per_epoch: int | None = None) -> None:
         super().__init__()
+        # Numbers of the last epoch, by name; empty if nothing could be measured.
         self.measured: dict[str, float] = {}
         self._samples_per_epoch = samples_per_epoch
+        # The strategy's counts at the beginning and at the end of the last epoch.
         self.begin: Any = None
         self.end: Any = None
         self._first: tuple[float, int, Any] | None = None

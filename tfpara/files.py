@@ -39,10 +39,7 @@ def whole(path: str | os.PathLike[str]) -> Iterator[Path]:
     local disks), a new folder replaces a former one in one step. Elsewhere, and with several files,
     there is a moment without `path`, so that no reader finds new files beside a former one. If the
     process is killed in that moment, the next call puts the former content back. Missing parent
-    folders are made.
-
-    Raises:
-        OSError: the place cannot be written to, or there is a FIFO or a device.
+    folders are made. A FIFO or a device at `path` is refused.
     """
     path = Path(os.path.realpath(path))
     # A rename would replace a device, such as /dev/null, for all programs of the machine.
@@ -88,9 +85,6 @@ def regular(path: str | os.PathLike[str], flags: int) -> int:
     """Opens a file; to be given to Python's `open` as `opener`. Refuses a FIFO or a device.
 
     To open a FIFO would wait for its other end, and a device may have no end.
-
-    Raises:
-        OSError: it cannot be opened, or is no regular file.
     """
     handle = os.open(path, flags | os.O_NONBLOCK, 0o666)
     mode = os.fstat(handle).st_mode
@@ -114,11 +108,7 @@ def no_link(path: str | os.PathLike[str], flags: int) -> int:
 
 
 def append_line(path: Path, line: str) -> None:
-    """Adds a line to a file by one call of the system; makes the file if it is missing.
-
-    Raises:
-        OSError: the file cannot be written to, or is a link.
-    """
+    """Adds a line to a file, but not to a link, by one call of the system; makes a missing file."""
     with open(path, "ab", buffering=0, opener=no_link) as file:
         file.write(f"{line}\n".encode())
 

@@ -8,16 +8,7 @@ import keras
 
 
 class Group(keras.Model):
-    """Models that are trained together, with their optimizers.
-
-    Args:
-        models: the models, which must be built.
-        optimizers: optimizers that the loop uses, besides those in the compiled models.
-
-    Raises:
-        TypeError: a model or an optimizer is of another type.
-        ValueError: there is no model.
-    """
+    """Built models that are trained together, with optimizers besides those that they compile."""
 
     def __init__(
         self, models: Sequence[keras.Model], optimizers: Sequence[keras.optimizers.Optimizer]

@@ -48,19 +48,14 @@ def measure(
 ) -> dict[str, float]:
     """Runs a script on one worker and on several, and returns the numbers that a plan needs.
 
+    They have the names of `tfpara-plan`'s flags; `batch` is the samples in a worker's minibatch.
+
     Args:
         command: the script and its arguments.
         hosts: the machines of the workers. ssh must reach them, and the script, its data and
             Python must be at the same paths there. Empty: two processes on this machine.
         apart: whether each worker of the planned run will have a machine of its own. Then the
             single worker is measured with all cores, and workers are taken not to slow each other.
-
-    Returns:
-        The values by the names of `tfpara-plan`'s flags: step_ms, model_mb, link_mbit,
-        link_delay_ms, sync_ms and slowdown; and `batch`, the samples in a worker's minibatch.
-
-    Raises:
-        MeasuringError: the script failed, was too short, or has no `fit` that can be measured.
     """
     count = len(hosts) or _WORKERS
     apart = apart or len(set(hosts)) > 1

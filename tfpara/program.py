@@ -23,13 +23,11 @@ from tfpara.cluster.failures import Explanation
 if TYPE_CHECKING:
     from tfpara.strategy import Strategy
 
-# If this environment variable is set to 1, the traceback of an error is printed before the sentence
-# that explains it.
+# If it is 1, the traceback of an error is printed before the sentence that explains it.
 FRAMES_VARIABLE = "TFPARA_TRACEBACK"
 # A worker whose exit code is not 0 waits at most this long for the other workers to end, too.
 _PARTING_SECONDS = 10.0
 _RAISE = dis.opmap["RAISE_VARARGS"]  # the bytecode instruction of the statement `raise`
-
 
 _explains = False  # whether this module has set `sys.excepthook`
 _strategy: Strategy | None = None  # the synchronous strategy that was made last
@@ -99,11 +97,9 @@ def _ran(
     explain: Callable[[BaseException], str | None] | None,
     lost_code: int,
 ) -> tuple[str | int | None, bool, str]:
-    """Runs `main`.
+    """Runs `main`; returns the exit code, whether all workers come to this end, and the cause.
 
-    Returns:
-        The exit code, whether the other workers come to the same end, and the cause for other
-        processes ("" if nothing went wrong).
+    The cause, which other processes are told, is "" if nothing went wrong.
     """
     of_chief = "the chief has failed: "
     try:
@@ -150,11 +146,7 @@ def explain_errors() -> None:
 
 
 def watch(strategy: Strategy, found: Cluster, timeout_seconds: float) -> None:
-    """Remembers a synchronous strategy that was just made, for the end of the program.
-
-    Raises:
-        ValueError: TFPARA_LOST_WORKER_EXIT_CODE is no exit code.
-    """
+    """Remembers a synchronous strategy that was just made, for the end of the program."""
     global _strategy
     explain_errors()
     if _strategy is None:

@@ -52,12 +52,8 @@ def is_url(path: str | os.PathLike[str]) -> bool:
 class RemoteFolder:
     """A folder at a URL. Names of files are paths relative to it.
 
-    Args:
-        url: URL of the folder. Its bucket must exist; the folder need not.
-
-    Raises:
-        ValueError: the URL has no scheme that fsspec knows, no place, or a character of patterns.
-        ImportError: fsspec, or the package that it needs for this scheme, is not installed.
+    Its bucket must exist; the folder need not. A URL that cannot serve is refused by ValueError, or
+    by ImportError if a package is missing.
     """
 
     def __init__(self, url: str) -> None:
@@ -227,10 +223,6 @@ def whole(path: str | os.PathLike[str]) -> contextlib.AbstractContextManager[Pat
     step. For a folder, such as a SavedModel, the former files directly in it (not in subfolders)
     are removed first, and their new versions written last, so that a reader finds the new model or
     none. If the block raises, nothing changes.
-
-    Raises:
-        OSError: the place cannot be written to.
-        ValueError, ImportError: as by `RemoteFolder`.
     """
     return _uploaded(os.fspath(path)) if is_url(path) else files.whole(path)
 

@@ -37,8 +37,7 @@ class EpochUnits:
     def total(self, steps: int | None) -> int:
         """Returns the length of the epoch; 0 if it is not known.
 
-        Args:
-            steps: steps in an epoch of each replica with which the run began; None if unknown.
+        `steps` is that of each replica with which the run began; None if unknown.
         """
         return steps or 0
 
@@ -55,11 +54,7 @@ class EpochUnits:
         return {}
 
     def resume(self, epoch: int, position: Mapping[str, Any]) -> None:
-        """Continues from a checkpoint's position within the epoch that begins.
-
-        Raises:
-            ValueError: the position is that of an elastic run, or of a run with `balance=`.
-        """
+        """Continues from a checkpoint's position within the epoch that begins."""
         if owed := position.get("owed"):
             raise ValueError(
                 f"the checkpoint owes {len(owed)} steps: workers of its run, which had elastic= or "
@@ -72,12 +67,9 @@ class Strategy:
 
     The methods of this class itself are right for a process that trains alone. So the same
     callbacks work under TensorFlow's own strategies and without a strategy.
-
-    Attributes:
-        running: the present `fit` of an `AsyncStrategy`; else None.
     """
 
-    running: Any = None
+    running: Any = None  # the present `fit` of an `AsyncStrategy`
 
     @staticmethod
     def of(model: keras.Model) -> Strategy:

@@ -21,11 +21,7 @@ class Preempted(SystemExit):
 
 
 class CheckpointBase(fit_call.Callback):
-    """Checks the arguments, resumes from the newest checkpoint, and prints that the program ends.
-
-    Args:
-        directory, every_minutes, keep, if_damaged, restart_exit_code: as in `Checkpoint`.
-    """
+    """Checks the arguments, resumes from the newest checkpoint, and says that the program ends."""
 
     order = fit_call.Order.SAVES
 

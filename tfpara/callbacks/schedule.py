@@ -21,10 +21,7 @@ from tfpara.whole_number import checked_whole
 class Schedule(fit_call.Callback):
     """The base of callbacks that schedule: it keeps state, sets the rate and prints lines.
 
-    Args:
-        name: name of the callback's state in a checkpoint; "" if it has no state.
-        verbose: 1: the chief prints a line for each change; 0: none.
-        sets_rate: whether the callback sets the learning rate.
+    `name` is that of the callback's state in a checkpoint; "" if it has no state.
     """
 
     def __init__(self, name: str, verbose: int, sets_rate: bool) -> None:

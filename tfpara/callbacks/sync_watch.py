@@ -35,11 +35,8 @@ class SyncWatch:
     ) -> Agreement | None:
         """Returns the agreement of all workers if this batch ended with a sync of all; else None.
 
-        Args:
-            model, batch: the trained model, and the last step in this epoch, as Keras counts it.
-            needed: returns whether such a sync requires an action. It must judge by facts that are
-                the same on all workers. A sync that still runs beside the training is awaited only
-                if it requires an action.
+        `needed` returns whether such a sync requires an action, by facts that are the same on all
+        workers. A sync that still runs beside the training is awaited only if it requires one.
         """
         strategy = model.distribute_strategy
         if strategy.blocks_differ:

@@ -25,14 +25,9 @@ class Termination:
 
     SIGTERM sets `asked`; the callback acts on that when all workers are at the same step.
     If the main thread is stuck in a TensorFlow call for `patience_seconds` after SIGTERM, the
-    program ends at once with `exit_code`.
+    program ends at once with `exit_code`, which asks for a restart.
 
-    Args:
-        exit_code: the exit code that asks for a restart.
-        watcher: called once a second, in a thread; returns whether the machine will soon end.
-
-    Attributes:
-        asked: whether SIGTERM has come, or the watcher has returned true.
+    `watcher` is called once a second, in a thread. A true result also sets `asked`.
     """
 
     def __init__(self, exit_code: int, watcher: Callable[[], bool] | None = None) -> None:

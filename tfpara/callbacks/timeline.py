@@ -47,9 +47,6 @@ def spans(recorded: xplane_pb2.XSpace) -> list[Span]:
     """Returns the steps and phases of one worker, sorted by their beginning.
 
     Operations of one phase form one span, unless another phase or step begins between two of them.
-
-    Raises:
-        ValueError: the recording has no step, so its clock is unknown.
     """
     steps: list[Span] = []
     operations: list[Span] = []

@@ -57,9 +57,7 @@ class WarmStart(Schedule):
     def replicas(self, strategy: Strategy | None, epoch: int) -> tuple[int, list[int]]:
         """Returns how many replicas share an epoch's data, and for which of them this worker reads.
 
-        Args:
-            strategy: a strategy of tfpara, or None in a run without one.
-            epoch: number of the epoch, from 0.
+        Epochs are counted from 0. In a run without a strategy of tfpara `strategy` is None.
         """
         self._asked = True
         if strategy is None or epoch < self._epochs:
