@@ -45,7 +45,7 @@ def unseeded(graph: tf.compat.v1.GraphDef) -> str:
     for scope in scopes(graph):
         for node in scope.nodes:
             places = SEEDED.get(node.op, ())[:2]
-            if places and all(scope.number(node.input[place]) == 0 for place in places):
+            if places and all(scope.constant(node.input[place]) == 0 for place in places):
                 return str(node.op)
     return ""
 
@@ -131,11 +131,6 @@ class Scope:
         if node is None or node.op != "Const":
             return None
         return tf.make_ndarray(node.attr["value"].tensor).item()
-
-    def number(self, name: str) -> int | None:
-        """Returns the value of an integer input; None if it is not a constant."""
-        value = self.constant(name)
-        return None if value is None else int(value)
 
     def is_fixed(self, name: str) -> bool:
         """Returns whether an input does not depend on the arguments of the function.

@@ -10,6 +10,7 @@ from tfpara.algorithms import RunningThenMean
 from tfpara.callbacks.held_out import checked_held_out, evaluate
 from tfpara.fit_call import Callback
 from tfpara.typing import Data, Json, Logs
+from tfpara.whole_number import checked_whole
 
 
 class StartMean(Callback):
@@ -33,10 +34,8 @@ class StartMean(Callback):
 
     def __init__(self, dataset: Data, every_chunks: int = 1, verbose: int = 1) -> None:
         super().__init__()
-        if every_chunks < 1:
-            raise ValueError(f"every_chunks={every_chunks!r} must be at least 1.")
         self._dataset = checked_held_out(dataset)
-        self._every = every_chunks
+        self._every = checked_whole("every_chunks", every_chunks, of="chunks")
         self._verbose = verbose
         # The number of chunks, over all epochs, before the last comparison of the two losses.
         self._scored = 0

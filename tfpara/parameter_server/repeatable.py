@@ -80,7 +80,7 @@ class RepeatableProgram:
             return
         anew = any(node.attr[name].b for name in _ANEW if name in node.attr)
         # With fixed seeds of its own, the dataset has the same order in all copies and epochs.
-        if not anew and list(map(scope.number, seeds)) != [0, 0]:
+        if not anew and list(map(scope.constant, seeds)) != [0, 0]:
             return
         self._anew.append(anew)
         for place in (first, second):
