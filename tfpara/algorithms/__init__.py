@@ -1,9 +1,7 @@
 """Synchronisation rules and averages: pure functions over flat arrays.
 
 Every rule derives from `Rule`, and every average from `Average` (`rule.py` describes their
-methods). They are frozen dataclasses with pure methods in plain arithmetic, so the same code runs
-on NumPy arrays (tests, simulation) and on TensorFlow tensors (clusters). The arithmetic is element
-by element, so a rule may be applied to any part of the weights.
+methods). They are frozen dataclasses with pure methods in plain arithmetic.
 
 A block may be closed early, for example at the end of an epoch. Such a block is a share f < 1 of a
 whole block. Its step is f times the step that a whole block would have taken, had the models moved

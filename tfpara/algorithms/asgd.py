@@ -209,16 +209,14 @@ class Downpour(_Rule):
     gradients at W_pulled. With τ = 1 and plain SGD both rules are the same. With one worker,
     `Downpour` equals training without servers, for every τ.
 
-    Only the weights come from the server. The state of the optimizer, such as momentum or Adam's
-    moments, belongs to the worker: it continues from block to block, and is lost when the worker is
-    restarted.
+    The state of the optimizer, such as momentum, belongs to the worker: it continues from block to
+    block, and is lost when the worker is restarted.
 
     Args:
         max_staleness: s ≥ 0, the highest staleness of a push, as for `ASGD`.
         rate_by_staleness: whether a push is divided by 1 + k, with k its staleness.
-        block_learning_rate: ζ > 0. With 1 every local step moves the global model as far as the
-            worker's model. If N workers with a long period diverge, lower ζ: with 1/N, one push of
-            each worker moves the model by the mean of their blocks, as model averaging does.
+        block_learning_rate: ζ > 0. If N workers with a long period diverge, lower ζ: with 1/N, one
+            push of each worker moves the model by the mean of their blocks.
 
     Raises:
         TypeError: a value is not a number.
@@ -327,11 +325,9 @@ class AsyncBMUF(_Rule):
         each push:                 W ← W + ζ d / N
         each N-th push ends a round:  Δ ← ηΔ + ζG;  W ← W + ηΔ,  G the mean of the round's d
 
-    N is the number of workers. A push moves the model at once, but momentum moves it only once in a
-    round, as in a synchronous run. (Momentum at every push would repeat old updates N times as
-    often.) If all workers pull at the beginning of a round and push within it, W after the round is
-    the point from which the replicas of Nesterov `BMUF` with this η continue. With one worker,
-    η = 0 and ζ = 1, the rule equals training without servers.
+    N is the number of workers. If all workers pull at the beginning of a round and push within it,
+    W after the round is the point from which the replicas of Nesterov `BMUF` with this η continue.
+    With one worker, η = 0 and ζ = 1, the rule equals training without servers.
 
     Each worker has its own local optimizer, as for `Downpour`. Its momentum (SGD) or β₁ (Adam,
     Muon) is fitted to blocks of τ steps, as by `PeriodicSyncStrategy` under rules with a momentum.
@@ -340,9 +336,7 @@ class AsyncBMUF(_Rule):
 
     Args:
         block_momentum: η, 0 ≤ η < 1, or "linear" or "sqrt", as for `BMUF`. None: 1 − 1/N, at most
-            0.75, reached over the first rounds. (The limit is lower than the 0.9 of `BMUF`, because
-            pushes are a round old, which acts as a second momentum.) 0.9 with ζ = 0.7 is an
-            asynchronous `DiLoCo`.
+            0.75, reached over the first rounds. 0.9 with ζ = 0.7 is an asynchronous `DiLoCo`.
         block_learning_rate: ζ > 0.
         warmup: number of rounds in which the gain 1/(1 − η) may rise by one, as for `BMUF`. None: 1
             if `block_momentum` is None; over a local optimizer like Adam 5, or 20 if the

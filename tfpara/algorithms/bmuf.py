@@ -65,9 +65,8 @@ class BMUF(Rule):
     So every G moves the model by ζG/(1−η) in the end, as in whole blocks. With η = 0 and ζ = 1 the
     rule is BSP.
 
-    In a long run, momentum multiplies each update by the gain 1/(1−η). At the beginning of a run,
-    the full momentum would repeat the first, large updates. So with `warmup` = k the gain rises by
-    at most one in k blocks. After t blocks (a shorter block counts f) the momentum is
+    With `warmup` = k the gain 1/(1−η) rises by at most one in k blocks. After t blocks (a shorter
+    block counts f) the momentum is
 
         η_t = min(η, 1 − 1/(t/k + 1)),   a gain of t/k + 1
 
@@ -77,11 +76,10 @@ class BMUF(Rule):
     Args:
         block_momentum: η, 0 ≤ η < 1, or how the steady gain grows with the number N of replicas:
             "linear", η = 1 − 1/N (with ζ = 1 that is C = 1 in ζ / (N(1−η)) = C), or "sqrt", η = 1 −
-            1/√N. With `warmup` these η are at most 0.9, because for 16 replicas a gain of 10 was at
-            least as good as one of 16 at all rates and periods that were tried. None: "linear".
-            But if the local optimizer divides by the size of gradients, as Adam does, and `warmup`
-            is not False, then the default of `warmup` is 5, or, if the optimizer's average of
-            gradients cannot be fitted to the block, η is "sqrt".
+            1/√N. With `warmup` these η are at most 0.9. None: "linear". But if the local optimizer
+            divides by the size of gradients, as Adam does, and `warmup` is not False, then the
+            default of `warmup` is 5, or, if the optimizer's average of gradients cannot be fitted
+            to the block, η is "sqrt".
         block_learning_rate: ζ > 0.
         nesterov: which of the forms above.
         compat: None, "cntk" or "fairseq".

@@ -5,9 +5,7 @@ from __future__ import annotations
 from tfpara.algorithms.arithmetic import minimum, positive_part
 from tfpara.typing import Scalar
 
-# `in_a_block` explains both numbers. It shortens the memory of the local momentum m, 1/(1 − m)
-# steps, to at most the block's steps divided by `_MEMORIES`. In blocks of at least `_WHOLE` steps,
-# the factor c of its equations is 1.
+# `in_a_block` explains both numbers.
 _MEMORIES = 5.0
 _WHOLE = 20.0
 
@@ -15,11 +13,9 @@ _WHOLE = 20.0
 def in_a_block(momentum: float, steps: Scalar, delayed: bool = False) -> tuple[Scalar, Scalar]:
     """Returns the momentum for blocks of `steps` steps, and the factor of the learning rate.
 
-    With momentum m, a gradient moves the weights for about 1/(1 − m) steps: the memory of m. If a
-    block is not much longer than that, its update contains movement that earlier blocks began, and
-    block momentum repeats this movement: the local and the block momentum together are stable only
-    at far smaller learning rates than each alone. So the memory is shortened, to a fifth of the
-    block, and steps become longer in return:
+    With momentum m, a gradient moves the weights for about 1/(1 − m) steps: the memory of m. The
+    local and the block momentum together are stable only at far smaller learning rates than each
+    alone. So the memory is shortened, to a fifth of the block, and steps become longer in return:
 
         m' = min(m, max(0, 1 − 5/τ));  rate' = max(1, c (1 − m') / (1 − m)) · rate
         c = min(1, max(½, τ/20))

@@ -21,22 +21,15 @@ _SENTENCE = "the chief was asked to end, and has written a checkpoint; start all
 class AsyncCheckpoint(CheckpointBase):
     """Writes checkpoints of an asynchronous run, resumes from the newest, and handles SIGTERM.
 
-    A checkpoint has the state of the parameter servers (weights, the optimizer's slots, averages,
-    counters, and the progress of each chunk of the epoch), the frozen weights and the states of
-    callbacks. It is written at the end of each epoch, and within epochs if requested. Workers pause
-    while it is written, between two pushes. A restarted program continues from the newest
-    checkpoint. The program must have as many parameter servers and chunks as before, and within an
-    epoch the same minibatches, but may have any number of workers. If their number changes, give
-    `fit` the number of `chunks`, whose default depends on it. A checkpoint does not have the
-    workers' own state. So after a restart the workers' models (AsyncEASGD) begin with the servers'
-    model, and the workers' optimizers (all rules but ASGD) without momentum or moments.
+    A checkpoint has the state of the parameter servers, the frozen weights and the states of
+    callbacks, but not the workers' own state. It is written at the end of each epoch, and within
+    epochs if requested. A restarted program continues from the newest checkpoint. It must have as
+    many parameter servers and chunks as before, and within an epoch the same minibatches, but may
+    have any number of workers. docs/parameter_server.md says more.
 
     On SIGTERM in the chief, or in a parameter server, the chief writes a checkpoint, and
-    `Preempted` ends the program with exit code 75, or TFPARA_RESTART_EXIT_CODE. The chief needs no
-    worker for this, so all processes may get SIGTERM at once; then all end with this code. If a
-    single worker gets SIGTERM, it also ends with this code, and the others continue. A repeated
-    SIGTERM changes nothing. The callback runs after all others, so the checkpoint includes their
-    work.
+    `Preempted` ends the program with exit code 75, or TFPARA_RESTART_EXIT_CODE. The callback runs
+    after all others, so the checkpoint includes their work.
 
     Args:
         directory: folder of the checkpoints; nothing else may write there. A path, or a URL that

@@ -29,21 +29,12 @@ class Checkpoint(CheckpointBase):
     """Writes checkpoints, resumes from the newest one, and ends the program in order on SIGTERM.
 
     A checkpoint is written after each epoch, and at syncs within epochs if requested. In a
-    restarted program, `fit` continues exactly at the newest checkpoint: weights, momentum,
-    averages, slots, dropout, metrics, schedules, and the position in the data. The data must be the
-    same as before the restart: arrays, shuffled or not, the data of `strategy.datasets_by_epoch`,
-    or a dataset with the same order in every epoch. Arrays and such a dataset are read again up to
-    the position.
-
-    If any worker gets SIGTERM, all workers write a checkpoint at the next sync, and raise
-    `Preempted`, which ends the program with exit code 75. Start the program again to continue. A
-    repeated SIGTERM, which some schedulers send, changes nothing. If a call of TensorFlow does not
-    return within the strategy's `timeout_seconds` after SIGTERM, the program ends with the same
-    code and without a checkpoint.
+    restarted program, `fit` continues exactly at the newest one. If any worker gets SIGTERM, all
+    write a checkpoint at the next sync and raise `Preempted`, which ends the program with exit code
+    75. docs/checkpoints.md says what is saved, and which data can be resumed.
 
     A directory holds the checkpoints of one call of `fit`. The callback runs after all others, so a
-    checkpoint includes their work. Within an epoch, checkpoints are only possible after a sync that
-    is at the end of an execution of `steps_per_execution` steps.
+    checkpoint includes their work.
 
     Args:
         directory: folder of the checkpoints, shared by all workers; nothing else may write there. A
@@ -59,9 +50,7 @@ class Checkpoint(CheckpointBase):
             interrupted run, such as the number of epochs.
         restart_exit_code: from 1 to 255, in place of 75. None: TFPARA_RESTART_EXIT_CODE, or 75.
         termination_watcher: called once a second on each worker, in a thread, while `fit` runs:
-            returns whether this machine will soon end. A true result has the effect of SIGTERM. It
-            is for clouds that announce the end of a machine without SIGTERM, and for `fit` in a
-            thread, which gets no signals.
+            returns whether this machine will soon end. A true result has the effect of SIGTERM.
 
     Raises:
         ImportError: the directory is a URL, and fsspec or its package for it is not installed.

@@ -161,9 +161,6 @@ class LearningRate(Schedule):
 class SyncPeriod(Schedule):
     """Changes the strategy's sync period when epochs begin: `SyncPeriod({0: 1, 2: 20, 4: 80})`.
 
-    To sync often at first, while the replicas' models change fast, and rarely later is called
-    post-local SGD (Lin et al., "Don't use large mini-batches, use local SGD", 2020).
-
     Args:
         periods: the periods, τ ≥ 1 minibatches, by the epoch from which each holds; epoch 0 is
             required. Or a function of the epoch, such as `tfpara.schedules.Quadratic`. Or a
@@ -175,6 +172,8 @@ class SyncPeriod(Schedule):
     Raises:
         TypeError: the model's strategy has no sync period, or `periods` has another type.
         ValueError: an epoch or period that is not a whole number in its range.
+
+    Source: Lin et al., "Don't use large mini-batches, use local SGD" (2020): post-local SGD.
     """
 
     order = fit_call.Order.PERIOD

@@ -34,10 +34,8 @@ class _ByScores(Schedule):
 class Newbob(_ByScores):
     """Lowers the learning rate, and stops training, by a score on held-out data after each epoch.
 
-    The rate stays while the score improves enough. Then it is halved after every epoch, and
-    training stops when the score hardly improves any more. `tfpara.schedules.NewbobRule` has the
-    thresholds of the papers. This callback replaces a `HeldOut`: it adds the scores to the epoch's
-    log in the same way.
+    `tfpara.schedules.NewbobRule` is the rule. This callback replaces a `HeldOut`: it adds the
+    scores to the epoch's log in the same way.
 
     Args:
         validation: held-out data in any form that `HeldOut` takes. Or the name of a score in the
@@ -55,10 +53,8 @@ class Newbob(_ByScores):
         verbose: 1: the chief prints a line for each change; 0: none.
 
     With ``reject_worse`` in the rule, an epoch without a better score is discarded. Everything but
-    the learning rate returns, on every replica, to its value at the start of the epoch: weights,
-    statistics, random states, the optimizer with its counts of steps, the global model, block
-    momentum and averages. (If training was resumed in the middle of the epoch, or the worker joined
-    an elastic run within it, everything returns to that point instead.)
+    the learning rate returns, on every replica, to its value at the start of the epoch, or where
+    training was resumed or joined within the epoch.
 
     Raises:
         TypeError: the optimizer has a learning-rate schedule.
