@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import fcntl
 import math
@@ -58,12 +59,8 @@ def evaluate_checkpoints(
     """Scores each checkpoint of a run on held-out data, until the run has ended.
 
     Call it in a process of its own, which does not train (`tfpara.is_evaluator`). It reads the
-    checkpoints of `Checkpoint` or `AsyncCheckpoint`, also those of elastic runs. Training never
-    waits for it. Checkpoints are scored in their order. If the run removes a checkpoint that was
-    not read yet, a printed line says so, and the next checkpoint is scored.
-
-    If this process is started again, it continues after the last checkpoint in the table. After
-    SIGTERM it ends with exit code 75, or TFPARA_RESTART_EXIT_CODE.
+    checkpoints of `Checkpoint` or `AsyncCheckpoint`. Training never waits for it. If this process
+    is started again, it continues after the last checkpoint in the table.
 
     In `out` it writes
 
@@ -137,29 +134,25 @@ def evaluate_checkpoints(
         return evaluator.run(epochs, wait_minutes, leave_late)
 
 
+@dataclasses.dataclass
 class _Evaluator:
-    """Scores checkpoints; the arguments are those of `evaluate_checkpoints`."""
+    """Scores checkpoints; the fields come from the arguments of `evaluate_checkpoints`."""
 
-    def __init__(
-        self,
-        model: keras.Model,
-        store: Store,
-        data: Data,
-        out: Path,
-        averages: Mapping[str, Any],
-        monitor: str,
-        mode: str,
-        path: str | os.PathLike[str],
-        save: Callable[[keras.Model, Path], object] | None,
-    ) -> None:
-        self._model, self._store, self._data, self._out = model, store, data, out
-        self._path = path
-        self._averages = dict(averages)
-        self._names = ["global", *self._averages]
-        self._monitor, self._best_of, self._save = monitor, _BEST[mode], save
-        self._table = Table(out / "scores.csv", files.no_link)
-        self._scalars = Scalars(out / "tensorboard")
-        self._last = 0  # number of the last checkpoint that was read or skipped
+    _model: keras.Model
+    _store: Store
+    _data: Data
+    _out: Path
+    _averages: Mapping[str, Any]
+    _monitor: str
+    _mode: str
+    _path: str | os.PathLike[str]
+    _save: Callable[[keras.Model, Path], object] | None
+    _last: int = 0  # number of the last checkpoint that was read or skipped
+
+    def __post_init__(self) -> None:
+        self._best_of = _BEST[self._mode]
+        self._table = Table(self._out / "scores.csv", files.no_link)
+        self._scalars = Scalars(self._out / "tensorboard")
 
     def run(
         self, epochs: int, wait_minutes: float, leave_late: Callable[[], None]
@@ -253,7 +246,7 @@ class _Evaluator:
                 f"{self._out}."
             )
         there = {row["weights"] for row in rows}
-        return [name for name in self._names if name not in there]
+        return [name for name in ("global", *self._averages) if name not in there]
 
     def _score(self, number: int, manifest: Mapping[str, Json], names: Sequence[str]) -> bool:
         """Scores some models of a checkpoint; returns False if it could not be read."""

@@ -169,14 +169,14 @@ class Costs:
 
         With `overlap` the transfer adds time only if it takes longer than the next block.
         """
-        checked_whole("sync_period", sync_period)
-        slowdown = self.slowdown if num_workers > 1 else 1.0
-        training = sync_period * slowdown * self.step_seconds
+        training = checked_whole("sync_period", sync_period) * self.step_seconds
         sync = self.sync_seconds(num_workers)
+        if num_workers == 1:
+            return training
+        training *= self.slowdown
         if not self.overlap:
             return training + sync
-        local = self.local_seconds if num_workers > 1 else 0.0
-        return max(training, sync - local) + local
+        return max(training, sync - self.local_seconds) + self.local_seconds
 
     def speedup(self, num_workers: int, sync_period: int) -> float:
         """Returns the speed-up over one replica, s(N, τ): equation 17."""

@@ -62,16 +62,14 @@ class EASGD(Rule):
 
     def resolve(self, num_replicas: int) -> EASGD:
         """Returns this rule with the default α, checked against the stability bound."""
-        if self.elasticity is None:
-            return dataclasses.replace(self, elasticity=self._alpha(num_replicas))
-        bound = 2.0 / (num_replicas + 1)
-        if self.elasticity >= bound:
+        alpha, bound = self._alpha(num_replicas), 2.0 / (num_replicas + 1)
+        if alpha >= bound:
             raise ValueError(
                 f"elasticity={self.elasticity!r} is unstable with {num_replicas} replicas: it must "
                 f"be below 2/(N+1) = {bound:.4g}. The usual value is 0.9/N = "
                 f"{0.9 / num_replicas:.4g}."
             )
-        return self
+        return dataclasses.replace(self, elasticity=alpha)
 
     def init(self, weights: Array) -> EASGDState:
         return EASGDState(global_model=weights)

@@ -32,10 +32,8 @@ class HeldOut(fit_call.Callback):
     `NAME_WHICH_METRIC`. This callback runs before Keras' and your callbacks, which may read the
     scores.
 
-    Within an epoch the weights are scored at syncs, when all workers are at the same step. The
-    epoch's metrics, and the states that recurrent layers carry from batch to batch, then continue
-    as if nothing had been scored. With a `tfpara.AsyncStrategy` the workers train on while weights
-    are scored; all weights of a score are from one moment.
+    Within an epoch the weights are scored at syncs, when all workers are at the same step. With a
+    `tfpara.AsyncStrategy` the workers train on; all weights of a score are from one moment.
 
     Args:
         dataset: held-out data: a dataset, a tuple (x, y) or (x, y, sample_weight) of arrays, or

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Mapping
 
@@ -31,7 +32,13 @@ class Scalars:
 
     def __init__(self, directory: str | os.PathLike[str] | None) -> None:
         self._directory = None if directory is None else os.fspath(directory)
-        self._writer: tf.summary.SummaryWriter | None = None
+
+    @functools.cached_property
+    def _writer(self) -> tf.summary.SummaryWriter:
+        # If `fit` runs in the strategy's scope, the writer must not become one of the strategy's
+        # variables.
+        with tf.init_scope():
+            return tf.summary.create_file_writer(self._directory)
 
     def write(self, step: int, values: Mapping[str, Scalar | Array]) -> None:
         """Writes the numbers of a step by name, but no texts.
@@ -40,29 +47,19 @@ class Scalars:
         """
         if self._directory is None:
             return
-        writer = self._made()
-        with writer.as_default(step=step):
+        with self._writer.as_default(step=step):
             for name, value in flat(values).items():
                 if np.asarray(value).dtype.kind not in "SUO":  # a step may return texts, too
                     tf.summary.scalar(name, value)
-        writer.flush()
+        self._writer.flush()
 
     def write_histogram(self, step: int, name: str, values: Array, counts: Array) -> None:
         """Writes a distribution at a step: how often each of `values` has occurred."""
         if self._directory is None:
             return
-        writer = self._made()
         # `tf.summary.histogram` needs each value as often as it has occurred. So large counts are
         # scaled down.
         shares = np.ceil(np.asarray(counts) * min(1.0, _LARGEST / max(1, np.sum(counts))))
-        with writer.as_default(step=step):
+        with self._writer.as_default(step=step):
             tf.summary.histogram(name, np.repeat(values, shares.astype(int)))
-        writer.flush()
-
-    def _made(self) -> tf.summary.SummaryWriter:
-        if self._writer is None:
-            # If `fit` runs in the strategy's scope, the writer must not become one of the
-            # strategy's variables.
-            with tf.init_scope():
-                self._writer = tf.summary.create_file_writer(self._directory)
-        return self._writer
+        self._writer.flush()
