@@ -126,12 +126,7 @@ def weight_of(minibatch: Nest, samples: int | tf.Tensor, loss: Any) -> int | tf.
     of the sample weights; with "sum_over_batch_size" or "mean" their number, padding included; with
     "sum" it is 1, or 0 without samples. If several outputs have sample weights of their own, their
     losses have different divisors, and no single number is exact: then the sum of all is returned.
-
-    Args:
-        minibatch: the argument of `train_step`, (x, y, sample weights) if there are weights.
-        samples: the number of samples in the minibatch. It is the result if there are no sample
-            weights, unless the reduction is "sum".
-        loss: the loss that the model was compiled with.
+    Without sample weights the result is `samples`, unless the reduction is "sum".
     """
     reduced = reductions(loss)
     if reduced == {"sum"}:
