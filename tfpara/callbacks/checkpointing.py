@@ -92,7 +92,6 @@ class Checkpoint(CheckpointBase):
         self._steps_before = 0  # by each replica
         # The number of minibatches of this epoch that each replica has trained so far.
         self._steps = 0
-        self._watcher = termination_watcher
         self._termination = Termination(self._exit_code, termination_watcher)
         self._asked = Request.NOTHING
 
@@ -275,6 +274,6 @@ class Checkpoint(CheckpointBase):
 
     def _listen(self) -> None:
         strategy = self.model.distribute_strategy
-        if strategy.members_change and self._watcher is None:
+        if strategy.members_change and self._termination.watcher is None:
             return  # In an elastic run the strategy handles SIGTERM: the worker leaves the run.
         self._termination.start(strategy.settings.timeout_seconds)

@@ -32,7 +32,7 @@ class Termination:
 
     def __init__(self, exit_code: int, watcher: Callable[[], bool] | None = None) -> None:
         self.asked = False
-        self._exit_code, self._watcher = exit_code, watcher
+        self._exit_code, self.watcher = exit_code, watcher
         self._former: Callable[..., object] | int | None = None
         self._stopped = threading.Event()
         self._writer: socket.socket | None = None  # None: SIGTERM is not listened to
@@ -44,11 +44,11 @@ class Termination:
         """
         self.stop()
         self._stopped = threading.Event()
-        if self._watcher is not None:
-            arguments = (self._watcher, self._stopped)
+        if self.watcher is not None:
+            arguments = (self.watcher, self._stopped)
             threading.Thread(target=self._ask, args=arguments, daemon=True).start()
         if threading.current_thread() is not threading.main_thread():
-            if self._watcher is None:
+            if self.watcher is None:
                 _log.warning(
                     "tfpara: fit runs in a thread, where SIGTERM is not heard: it does what it "
                     "does without a Checkpoint. Give Checkpoint a termination_watcher, which is "

@@ -129,10 +129,10 @@ def _events(recorded: xplane_pb2.XSpace) -> Iterator[tuple[str, int, int, dict[s
 
 def _joined(operations: list[Span], step_begins: Sequence[int]) -> list[Span]:
     """Joins operations of the same phase into spans; see `spans` for the limits of a span."""
-    begins = {phase: sorted(step_begins) for phase in PHASES}
-    for phase in PHASES:
-        begins[phase] += [o.began for o in operations if o.phase != phase]
-        begins[phase].sort()
+    begins = {
+        phase: sorted([*step_begins, *(o.began for o in operations if o.phase != phase)])
+        for phase in PHASES
+    }
     joined: dict[str, list[Span]] = {phase: [] for phase in PHASES}
     for operation in sorted(operations, key=lambda o: o.began):
         done = joined[operation.phase]

@@ -67,8 +67,10 @@ class Trace(fit_call.Callback):
         hooks.watch_fit()
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
+        self._first, self._last = self._steps or (10, 29)
         period = self._strategy.sync_period
-        self._first, self._last = self._steps or _around_the_second_sync(period)
+        if not self._steps and period is not None:
+            self._first, self._last = max(1, 2 * period - _BEFORE), 2 * period + _AFTER - 1
         self._spans: list[timeline.Span] | None = None
         self._before = self._done = 0
         fit_call.at_end(self._give_up)
@@ -134,12 +136,6 @@ class Trace(fit_call.Callback):
         self._recording = False
         tf.profiler.experimental.stop()
         self._spans = timeline.spans(timeline.read(self._worker_dir))
-
-
-def _around_the_second_sync(period: int | None) -> tuple[int, int]:
-    if period is None:
-        return 10, 29
-    return max(1, 2 * period - _BEFORE), 2 * period + _AFTER - 1
 
 
 def _checked(steps: tuple[int, int]) -> tuple[int, int]:
