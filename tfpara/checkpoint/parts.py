@@ -32,12 +32,21 @@ class Parts:
         }
         there = {name.split("/")[0] for name in self._reader_of if name.startswith("replica-")}
         if len(there) != replicas:
-            raise ValueError(f"it has {len(there)} replicas, and its manifest says {replicas}")
+            raise CheckpointError(
+                f"the checkpoint has {len(there)} replicas, and its manifest says {replicas}."
+            )
+
+    def tensor(self, name: str) -> Any:
+        """Returns a tensor of any part."""
+        if name not in self._reader_of:
+            raise _lacks(name)
+        return self._reader_of[name].get_tensor(name)
 
     def value(self, slot: Slot, strategy: PeriodicSyncStrategy) -> Array | None:
         """Returns a slot's value, None if it keeps its own; raises CheckpointError without one."""
         if slot.kind is Kind.HOLDER:
-            return self._of_holder(slot)
+            field, start = slot.name.rsplit("/", 1)
+            return self.piece(field, int(start), slot.variable.shape, slot.absent)
         get: Callable[[int, str], Any]
         if slot.replica is None:
             owner, owners = strategy.worker_index, strategy.num_workers
@@ -88,31 +97,30 @@ class Parts:
         key = f"replica-{replica}/{name}"
         return self._reader_of[key].get_tensor(key) if key in self._reader_of else None
 
-    def _of_holder(self, slot: Slot) -> NDArray[Any]:
-        """Returns the value of a slot that is a piece of a global field, from the former pieces."""
-        field, start = slot.name.rsplit("/", 1)
-        parts = {
-            int(name.rsplit("/", 1)[1]): (name, reader)
-            for name, reader in self._reader_of.items()
-            if name.rsplit("/", 1)[0] == field
-        }
-        if not parts and slot.absent is None:
-            raise _lacks(slot.name)
-        if not parts:
-            return np.full(slot.variable.shape, slot.absent, slot.variable.dtype.as_numpy_dtype)
-        shape, begin, size = slot.variable.shape, int(start), self._sizes[int(field.split("/")[-1])]
-        if not shape.rank:  # a scalar, whose value is the same in all parts
-            name, reader = parts[min(parts)]
-            return reader.get_tensor(name)
-        # The slot may reach beyond the end of the bucket. It has zeros there.
-        value = np.zeros(shape, slot.variable.dtype.as_numpy_dtype)
-        for at, (name, reader) in parts.items():
-            (length,) = reader.get_variable_to_shape_map()[name]
-            first, last = max(at, begin), min(at + length, begin + shape[0], size)
+    def piece(
+        self, field: str, begin: int, shape: Sequence[int], absent: float | None = None
+    ) -> NDArray[Any]:
+        """Returns a piece of a bucket of the global state, from the pieces that workers wrote.
+
+        `field` is "global/FIELD/BUCKET". Beyond the end of the bucket the piece has zeros. If the
+        field is a scalar, this returns its value; if no part has it, `absent`.
+        """
+        names = [name for name in self._shapes if name.startswith(f"{field}/")]
+        starts = sorted((int(name.rsplit("/", 1)[1]), name) for name in names)
+        if not starts:
+            if absent is None:
+                raise _lacks(f"{field}/{begin}")
+            return np.full(shape, absent)
+        if not self._shapes[starts[0][1]]:  # a scalar, whose value is the same in all parts
+            return self.tensor(starts[0][1])
+        end = min(begin + shape[0], self._sizes[int(field.rsplit("/", 1)[1])])
+        found = []
+        for at, name in starts:
+            first, last = max(at, begin), min(at + self._shapes[name][0], end)
             if first < last:
-                piece = reader.get_tensor(name)[first - at : last - at]
-                value[first - begin : last - begin] = piece
-        return value
+                found.append(self.tensor(name)[first - at : last - at])
+        value = np.concatenate(found) if found else np.zeros(0)
+        return np.pad(value, (0, shape[0] - len(value)))
 
 
 def _lacks(name: str) -> CheckpointError:

@@ -9,10 +9,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from tfpara.checkpoint.base import facts_of_model
+from tfpara.checkpoint.manifest import is_async
+from tfpara.checkpoint.parts import Parts
 from tfpara.checkpoint.store import CheckpointError, Store
 from tfpara.keras_model import constrained, is_seed, parts_not_trained, training_variables
 from tfpara.sync.one_sync.buckets import Layout
@@ -76,38 +77,15 @@ def read(
     If a file is missing, perhaps since the run has removed it, it raises OSError or OpError.
     """
     store.check(number, manifest)
-    readers = store.readers(number, manifest)
-    tensors = _Tensors({n: each for each in readers for n in each.get_variable_to_shape_map()})
-    if "bucket_sizes" in manifest:
-        return _of_workers(tensors, manifest, model, averages)
-    return _of_servers(tensors, model, averages)
-
-
-class _Tensors:
-    """The tensors of all parts of a checkpoint, by name."""
-
-    def __init__(self, readers: Mapping[str, Any]) -> None:
-        self._readers = readers
-
-    def __getitem__(self, name: str) -> Any:
-        if name not in self._readers:
-            raise CheckpointError(f"the checkpoint lacks {name}, which this model has")
-        return self._readers[name].get_tensor(name)
-
-    def bucket(self, field: str, number: int, size: int) -> tf.Tensor:
-        """Returns a whole bucket of a field of the global state, or the value of a scalar field."""
-        begin = f"global/{field}/{number}/"
-        starts = sorted(int(n.removeprefix(begin)) for n in self._readers if n.startswith(begin))
-        if not starts:
-            raise CheckpointError(f"the checkpoint lacks {begin}, which this model has")
-        parts = [self[f"{begin}{start}"] for start in starts]
-        # A scalar has the same value in each part. The last part of an array may reach beyond the
-        # end of the bucket.
-        return tf.constant(np.concatenate(parts)[:size] if np.ndim(parts[0]) else parts[0])
+    readers, sizes = store.readers(number, manifest), manifest.get("bucket_sizes", [])
+    parts = Parts(readers, manifest.get("replicas", 0), sizes)
+    if is_async(manifest):
+        return _of_servers(parts, model, averages)
+    return _of_workers(parts, manifest, model, averages)
 
 
 def _of_workers(
-    tensors: _Tensors,
+    parts: Parts,
     manifest: Mapping[str, Json],
     model: keras.Model,
     averages: Mapping[str, Any],
@@ -123,7 +101,8 @@ def _of_workers(
         )
 
     def whole(field: str) -> list[tf.Tensor]:
-        return [tensors.bucket(field, k, size) for k, size in enumerate(layout.bucket_sizes)]
+        sizes = enumerate(layout.bucket_sizes)
+        return [tf.constant(parts.piece(f"global/{field}/{k}", 0, [size])) for k, size in sizes]
 
     found = {"global": whole("rule/global_model")}
     for name, average in averages.items():
@@ -132,24 +111,24 @@ def _of_workers(
         found[name] = [average.value(type(_state_of(average))(*state)) for state in states]
     models = {name: _cast(layout.unpack(buckets), weights) for name, buckets in found.items()}
     others = [
-        (variable, tensors[f"replica-0/{name}"])
+        (variable, parts.tensor(f"replica-0/{name}"))
         for name, variable in training_variables(model)
         if name.startswith("state/") and not is_seed(variable.path)
     ]
     return Weights(models, others)
 
 
-def _of_servers(tensors: _Tensors, model: keras.Model, averages: Mapping[str, Any]) -> Weights:
+def _of_servers(parts: Parts, model: keras.Model, averages: Mapping[str, Any]) -> Weights:
     """Reads the checkpoint of an `AsyncStrategy`."""
     weights = model.trainable_variables
     frozen, statistics, _ = parts_not_trained(model)
-    others = [(v, tensors[f"state/{k}"]) for k, v in enumerate(statistics)]
-    others += [(v, tensors[f"frozen/{k}"]) for k, v in enumerate(frozen)]
-    models = {"global": [tf.constant(tensors[f"weight/{k}"]) for k in range(len(weights))]}
+    others = [(v, parts.tensor(f"state/{k}")) for k, v in enumerate(statistics)]
+    others += [(v, parts.tensor(f"frozen/{k}")) for k, v in enumerate(frozen)]
+    models = {"global": [tf.constant(parts.tensor(f"weight/{k}")) for k in range(len(weights))]}
     for name, average in averages.items():
         kind = type(_state_of(average))
         states = (
-            kind(*(tf.constant(tensors[f"average/{name}/{k}/{field}"]) for field in kind._fields))
+            kind(*(tf.constant(parts.tensor(f"average/{name}/{k}/{f}")) for f in kind._fields))
             for k in range(len(weights))
         )
         models[name] = _cast([average.value(state) for state in states], weights)
