@@ -25,17 +25,9 @@ SEEDED = {
 }
 # Operations that draw new random numbers each time they run.
 RANDOM = {
-    "Multinomial",
-    "ParameterizedTruncatedNormal",
-    "RandomGamma",
-    "RandomPoisson",
-    "RandomPoissonV2",
-    "RandomShuffle",
-    "RandomStandardNormal",
-    "RandomUniform",
-    "RandomUniformInt",
-    "SampleDistortedBoundingBox",
-    "SampleDistortedBoundingBoxV2",
+    *("Multinomial", "ParameterizedTruncatedNormal", "RandomGamma", "RandomPoisson"),
+    *("RandomPoissonV2", "RandomShuffle", "RandomStandardNormal", "RandomUniform"),
+    *("RandomUniformInt", "SampleDistortedBoundingBox", "SampleDistortedBoundingBoxV2"),
     "TruncatedNormal",
 }
 
