@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping
 import keras
 
 from tfpara import fit_call
-from tfpara.schedules import AdaComm, AdaCommState, Piecewise
+from tfpara.schedules import AdaComm, Piecewise
 from tfpara.sync.strategy import PeriodicSyncStrategy
-from tfpara.typing import Json, Logs
+from tfpara.typing import Json, Logs, State
 from tfpara.whole_number import checked_whole
 
 
@@ -24,6 +24,8 @@ class Schedule(fit_call.Callback):
     `name` is that of the callback's state in a checkpoint; "" if it has no state.
     """
 
+    _state: State  # that of the rule which the callback follows, if it follows one
+
     def __init__(self, name: str, verbose: int, sets_rate: bool) -> None:
         super().__init__()
         self._state_name = name
@@ -32,18 +34,26 @@ class Schedule(fit_call.Callback):
 
     def set_model(self, model: keras.Model) -> None:
         super().set_model(model)
-        if self._sets_rate:
-            check_rate(model)
+        rate = getattr(getattr(model, "optimizer", None), "learning_rate", None)
+        if self._sets_rate and not isinstance(rate, keras.Variable):
+            raise TypeError(
+                "the learning rate of the model's optimizer cannot be set: the model is compiled "
+                "with a LearningRateSchedule, a function or a MultiOptimizer, or not at all. "
+                "Compile with one optimizer whose rate is a number, e.g. "
+                "keras.optimizers.SGD(0.1)."
+            )
         if self._state_name:
             self._strategy.keep_state(self._state_name, self)
 
-    # Subclasses with a state have methods for it. A checkpoint itself keeps the learning rate.
+    # A checkpoint itself keeps the learning rate.
     def get_state(self) -> dict[str, Json]:
         """Returns the state to save: numbers and strings by name."""
-        return {}
+        return self._state._asdict()
 
     def set_state(self, state: Mapping[str, Json]) -> None:
         """Continues from a saved state."""
+        kind = type(self._state)
+        self._state = kind(**{field: state[field] for field in kind._fields})
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         if logs is not None and self._sets_rate:
@@ -183,7 +193,6 @@ class SyncPeriod(Schedule):
     ) -> None:
         self._by_loss = periods if isinstance(periods, AdaComm) else None
         super().__init__("sync_period" if self._by_loss else "", verbose, sets_rate=False)
-        self._state = AdaCommState(0)
         self._periods: Callable[[int], int]
         if isinstance(periods, AdaComm):
             self._state = periods.init()
@@ -240,24 +249,7 @@ class SyncPeriod(Schedule):
                 )
             self._state = self._by_loss.update(self._state, loss)
 
-    def get_state(self) -> dict[str, Json]:
-        return self._state._asdict()
-
-    def set_state(self, state: Mapping[str, Json]) -> None:
-        self._state = AdaCommState(**state)
-
 
 def learning_rate(model: keras.Model) -> float:
     """Returns the present rate of the model's optimizer."""
     return float(keras.ops.convert_to_numpy(model.optimizer.learning_rate))
-
-
-def check_rate(model: keras.Model) -> None:
-    """Raises TypeError unless the optimizer's learning rate is a variable that can be set."""
-    rate = getattr(getattr(model, "optimizer", None), "learning_rate", None)
-    if not isinstance(rate, keras.Variable):
-        raise TypeError(
-            "the learning rate of the model's optimizer cannot be set: the model is compiled with "
-            "a LearningRateSchedule, a function or a MultiOptimizer, or not at all. Compile with "
-            "one optimizer whose rate is a number, e.g. keras.optimizers.SGD(0.1)."
-        )

@@ -2,33 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import keras
 
 from tfpara.callbacks.held_out import HeldOut
 from tfpara.callbacks.schedule import Schedule, learning_rate
 from tfpara.schedules import NewbobRule, OverfittingRule
 from tfpara.sync.keras.training_state import EpochStart
-from tfpara.typing import Data, Json, Logs, State
+from tfpara.typing import Data, Logs
 
 
 class _ByScores(Schedule):
-    """A schedule that follows a rule on scores; `_state` is the state of that rule."""
-
-    _state: State
+    """A schedule that follows a rule on scores."""
 
     @property
     def stopped(self) -> bool:
         """Whether the rule has ended training; also true after resuming such a run."""
         return self._state.stopped
-
-    def get_state(self) -> dict[str, Json]:
-        return self._state._asdict()
-
-    def set_state(self, state: Mapping[str, Json]) -> None:
-        kind = type(self._state)
-        self._state = kind(**{field: state[field] for field in kind._fields})
 
 
 class Newbob(_ByScores):
