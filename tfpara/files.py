@@ -23,9 +23,8 @@ _OF_A_MODEL = {
     *("variables", "assets", "assets.extra", "debug"),
     *("config.json", "metadata.json", "model.weights.h5"),
 }
-# Names in the scratch folder, where old content is kept until the new content is in its place.
-# `_FORMER` is an old folder; `_FORMERS` is a folder with all old files, if several are replaced.
-_FORMER, _FORMERS = ".former", ".formers"
+# A folder in the scratch folder, where old content is kept until the new content is in its place.
+_FORMERS = ".formers"
 _IRREGULAR = "it is a FIFO or a device, and no regular file"
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # constants for Linux's system call renameat2
 
@@ -59,15 +58,15 @@ def whole(path: str | os.PathLike[str]) -> Iterator[Path]:
         for entry in entries:
             for written in [*entry.rglob("*"), entry]:
                 sync_to_disk(written)
-        if len(entries) > 1:
-            _take_away(path, entries, scratch / _FORMERS)
-        for entry in entries:
-            _place(entry, path.with_name(entry.name), scratch / _FORMER)
+        places = [path.with_name(entry.name) for entry in entries]
+        if not (len(entries) == 1 and _replaced(entries[0], places[0])):
+            _take_away([path, *places], scratch / _FORMERS)
+            for entry, place in zip(entries, places, strict=True):
+                os.rename(entry, place)
         sync_to_disk(path.parent)
     finally:
         _put_back(path, scratch)
-        if path.exists() or not (scratch / _FORMER).exists():
-            shutil.rmtree(scratch, ignore_errors=True)
+        shutil.rmtree(scratch, ignore_errors=True)
 
 
 def foreign_entries(names: Iterable[str]) -> list[str]:
@@ -131,26 +130,18 @@ def sync_to_disk(path: Path) -> None:
         os.close(handle)
 
 
-def _place(new: Path, place: Path, former: Path) -> None:
-    """Moves a new file or folder to its place, and a former folder to `former`."""
-    if not (new.is_dir() and place.is_dir()):
-        os.replace(new, place)
-        return
-    if _exchange(new, place):
-        return
-    try:
-        os.rename(place, former)
-        os.rename(new, place)
-    except BaseException:
-        if former.exists() and not place.exists():
-            os.rename(former, place)
-        raise
+def _replaced(new: Path, place: Path) -> bool:
+    """Moves a new file or folder to its place in one step; returns False if it cannot."""
+    if new.is_dir() and place.is_dir():
+        return _exchange(new, place)
+    os.replace(new, place)
+    return True
 
 
-def _take_away(path: Path, entries: Iterable[Path], formers: Path) -> None:
-    """Moves the former files to the scratch folder, the one at `path` first."""
+def _take_away(places: Iterable[Path], formers: Path) -> None:
+    """Moves the former files to the scratch folder, in this order."""
     formers.mkdir()
-    for place in [path, *(path.with_name(entry.name) for entry in entries)]:
+    for place in places:
         if place.exists():
             os.rename(place, formers / place.name)
 
@@ -183,8 +174,6 @@ def _clear_up(path: Path) -> None:
         if not number.isdigit() or _runs_beside(int(number)):
             continue
         _put_back(path, left)
-        if (left / _FORMER).exists() and not path.exists():
-            (left / _FORMER).rename(path)
         shutil.rmtree(left, ignore_errors=True)
 
 
