@@ -123,8 +123,7 @@ class RemoteFolder:
 
     def read(self, name: str) -> bytes:
         """Returns the content of a file."""
-        content: bytes = self._tried(lambda: self._fs.cat_file(self._path(name)), name)
-        return content
+        return self._tried(lambda: self._fs.cat_file(self._path(name)), name)
 
     def write(self, name: str, content: bytes) -> None:
         """Writes a file, over a former one."""

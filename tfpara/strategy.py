@@ -119,7 +119,6 @@ class Strategy:
 
     def weights(self, model: keras.Model, which: str) -> contextlib.AbstractContextManager[None]:
         """A context in which `model` has the weights that `which` names."""
-        del model, which
         return contextlib.nullcontext()
 
     def at_one_moment(
@@ -131,7 +130,6 @@ class Strategy:
         weights. Call that function after `weights`, which may sync. `names` are the names with
         which `weights` is called in this context.
         """
-        del names
 
         def syncs() -> int:
             statistics = self.statistics_of(model)
@@ -141,7 +139,6 @@ class Strategy:
 
     def statistics_of(self, model: keras.Model) -> Any:
         """Returns counts and times of the syncs, or of the pushes, of `model`; None without any."""
-        del model
         return self.statistics()
 
     def statistics(self) -> Any:
@@ -197,10 +194,8 @@ class Strategy:
 
         `purpose`: the purpose of the call, for messages.
         """
-        del purpose
         return [value]
 
     def steps_resumed(self, epoch: int) -> int:
         """Returns how many minibatches of this epoch each replica has had in an earlier process."""
-        del epoch
         return 0

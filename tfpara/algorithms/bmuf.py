@@ -194,7 +194,6 @@ class BMUF(Rule):
 
     def broadcast(self, before: BMUFState | None, after: BMUFState) -> Array:
         """Returns the point from which the replicas continue: W or W + ηΔ."""
-        del before
         if self._is_default:
             raise ValueError(
                 f"Call resolve(num_replicas) first: block_momentum is {self.block_momentum!r}."

@@ -81,7 +81,6 @@ class EASGD(Rule):
 
         No momentum lasts beyond the block, so a short block needs no smaller step.
         """
-        del share
         gain = self._alpha(num_replicas) * num_replicas
         return EASGDState(state.global_model + gain * (average - state.global_model))
 
@@ -90,7 +89,6 @@ class EASGD(Rule):
 
     def broadcast(self, before: EASGDState, after: EASGDState) -> Array:
         """Returns the centre before the sync, towards which `restart` moves the replicas."""
-        del after
         return before.global_model
 
     def restart(self, local: Array, broadcast: Array) -> Array:

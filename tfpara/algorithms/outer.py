@@ -109,7 +109,6 @@ class Outer(Rule):
 
     def resolve(self, num_replicas: int) -> Outer:
         """Checks this rule, which does not depend on the number of replicas, and returns it."""
-        del num_replicas
         self._check_element_by_element()
         return self
 
@@ -133,7 +132,6 @@ class Outer(Rule):
 
     def update(self, state: State, average: Array, num_replicas: int, share: Scalar = 1.0) -> State:
         """Returns the state after a sync; `average` is w̄, and `share` is f, 0 < f ≤ 1."""
-        del num_replicas
         step = self._step
         in_numpy = not (tf.is_tensor(average) or tf.is_tensor(state.global_model))
         gradient = (np.asarray(state.global_model) if in_numpy else state.global_model) - average

@@ -55,7 +55,6 @@ class Rule:
         Raises:
             ValueError: a hyper-parameter is unstable for N replicas.
         """
-        del num_replicas
         return self
 
     def init(self, weights: Array) -> State:
@@ -82,12 +81,10 @@ class Rule:
 
     def broadcast(self, before: State, after: State) -> Array:
         """Returns what all replicas receive, given the state before and after the global step."""
-        del before
         return after.global_model
 
     def restart(self, local: Array, broadcast: Array) -> Array:
         """Returns the weights from which a replica continues: by default the received ones."""
-        del local
         return broadcast
 
     def carry(self, state: State, former: Rule) -> State:
@@ -101,7 +98,6 @@ class Rule:
             state: the state after the last step of `former`.
             former: the same rule as `resolve` gave it for the former N.
         """
-        del former
         return state
 
     def has_momentum(self) -> bool:

@@ -136,7 +136,6 @@ class AsyncCheckpoint(CheckpointBase):
         self._saved = (epoch, self._running.server.generation)
 
     def _terminate(self, number: int, frame: object) -> None:
-        del number, frame
         self._processes.state.asked_to_end = "the chief was asked to end (SIGTERM)."
         parent.tell(saves=True)
 

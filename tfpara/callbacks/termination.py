@@ -84,7 +84,6 @@ class Termination:
         self._writer = None
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        del number, frame
         self.asked = True
 
     def _ask(self, watcher: Callable[[], bool], stopped: threading.Event) -> None:
