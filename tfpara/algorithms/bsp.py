@@ -3,16 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
 
-from tfpara.algorithms.rule import Rule
+from tfpara.algorithms.rule import GlobalModel, Rule
 from tfpara.typing import Array, Scalar
-
-
-class BSPState(NamedTuple):
-    """State of BSP. `global_model`: the mean of the local models at the last sync, W."""
-
-    global_model: Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,11 +26,11 @@ class BSP(Rule):
         2.0
     """
 
-    def init(self, weights: Array) -> BSPState:
-        return BSPState(global_model=weights)
+    def init(self, weights: Array) -> GlobalModel:
+        return GlobalModel(weights)
 
     def update(
-        self, state: BSPState, average: Array, num_replicas: int, share: Scalar = 1.0
-    ) -> BSPState:
+        self, state: GlobalModel, average: Array, num_replicas: int, share: Scalar = 1.0
+    ) -> GlobalModel:
         """Returns the state with the average as global model, whatever the block's `share` is."""
-        return BSPState(global_model=average)
+        return GlobalModel(average)

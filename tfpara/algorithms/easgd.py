@@ -3,17 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
 
 from tfpara.algorithms.arithmetic import check_number
-from tfpara.algorithms.rule import Rule
+from tfpara.algorithms.rule import GlobalModel, Rule
 from tfpara.typing import Array, Scalar
-
-
-class EASGDState(NamedTuple):
-    """State of EASGD. `global_model`: the centre W, to which the local models are tied."""
-
-    global_model: Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,23 +64,23 @@ class EASGD(Rule):
             )
         return dataclasses.replace(self, elasticity=alpha)
 
-    def init(self, weights: Array) -> EASGDState:
-        return EASGDState(global_model=weights)
+    def init(self, weights: Array) -> GlobalModel:
+        return GlobalModel(global_model=weights)
 
     def update(
-        self, state: EASGDState, average: Array, num_replicas: int, share: Scalar = 1.0
-    ) -> EASGDState:
+        self, state: GlobalModel, average: Array, num_replicas: int, share: Scalar = 1.0
+    ) -> GlobalModel:
         """Returns the state after a sync, with the same elasticity for any `share` of a block.
 
         No momentum lasts beyond the block, so a short block needs no smaller step.
         """
         gain = self._alpha(num_replicas) * num_replicas
-        return EASGDState(state.global_model + gain * (average - state.global_model))
+        return GlobalModel(state.global_model + gain * (average - state.global_model))
 
     def _alpha(self, num_replicas: int) -> float:
         return 0.9 / num_replicas if self.elasticity is None else self.elasticity
 
-    def broadcast(self, before: EASGDState, after: EASGDState) -> Array:
+    def broadcast(self, before: GlobalModel, after: GlobalModel) -> Array:
         """Returns the centre before the sync, towards which `restart` moves the replicas."""
         return before.global_model
 

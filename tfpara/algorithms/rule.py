@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -142,6 +142,12 @@ class Rule:
     def overwrites(self) -> bool:
         """Whether replicas continue from the broadcast point alone."""
         return type(self).restart is Rule.restart
+
+
+class GlobalModel(NamedTuple):
+    """The state of rules that keep the global model W alone."""
+
+    global_model: Array
 
 
 class Average:
