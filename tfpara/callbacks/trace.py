@@ -27,18 +27,12 @@ class Trace(fit_call.Callback):
     """Records some steps with TensorFlow's profiler and writes a timeline of all workers.
 
     `log_dir/timeline.json` (written by the chief at the end of `fit`) opens in chrome://tracing or
-    ui.perfetto.dev. It has a process for each worker, and in each process the rows
-
-    * step: minibatches, as Keras runs them, syncs included;
-    * check: at a sync, whether the weights are finite; wait: waiting for the other workers;
-    * pack: putting the weights into buckets; reduce: exchanging the buckets;
-    * rule: the rule and the averages; unpack: taking the weights out of the buckets.
-
-    Workers on several machines are aligned by their clocks. `log_dir/worker-K` has all operations
+    ui.perfetto.dev. It has a process for each worker, and in each process a row for steps and for
+    each phase of syncs: docs/benchmarks.md explains them. `log_dir/worker-K` has all operations
     that the profiler recorded, for TensorBoard's profile plugin.
 
-    Recorded steps are some percent slower; other steps are not slower. Each `fit` makes one
-    recording. All workers must have this callback.
+    Workers on several machines are aligned by their clocks. Recorded steps are some percent slower.
+    Each `fit` makes one recording. All workers must have this callback.
 
     Args:
         log_dir: the folder; created if its parent exists.

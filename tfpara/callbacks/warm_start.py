@@ -24,15 +24,8 @@ class WarmStart(Schedule):
     the end of each such epoch all replicas take the weights and batch-norm statistics of replica 0.
     After the last such epoch block momentum and averages begin; the optimizers' slots stay.
 
-    The function that makes the data must ask the callback which part to read, and repeat each
-    minibatch for every replica of the worker:
-
-        warm = WarmStart()
-
-        def minibatches(epoch, first):
-            num_replicas, replica_ids = warm.replicas(strategy, epoch)
-            dataset = ...  # the data of the replicas `replica_ids` among `num_replicas`
-            return warm.to_every_replica(strategy, epoch, dataset)
+    The function that makes the data must ask the method `replicas` which part to read, and return
+    the result of `to_every_replica`: docs/schedules.md has an example.
 
     Args:
         epochs: number of such epochs, ≥ 0.
