@@ -228,26 +228,19 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    above_0 = "a number above 0, since "
-    at_least_0 = _number(lambda x: x >= 0, "a number of at least 0, since no time is negative")
-    add(
-        "--step_ms",
-        type=_number(lambda x: x > 0, f"{above_0}each minibatch takes some time"),
-        help="time of a minibatch on one worker, in milliseconds",
-    )
+    above_0 = _number(lambda x: x > 0, "a number above 0")
+    at_least_0 = _number(lambda x: x >= 0, "a number of at least 0")
+    at_least_1 = _number(lambda x: x >= 1, "a number of at least 1")
+    add("--step_ms", type=above_0, help="time of a minibatch on one worker, in milliseconds")
     add(
         "--model_mb",
-        type=_number(lambda x: x > 0, f"{above_0}a sync sends weights"),
+        type=above_0,
         help="size of the weights in float32, in megabytes (10^6 bytes)",
     )
-    add(
-        "--link_mbit",
-        type=_number(lambda x: x > 0, f"{above_0}no sync ends on a link that carries nothing"),
-        help="speed of each worker's link, in Mbit/s",
-    )
+    add("--link_mbit", type=above_0, help="speed of each worker's link, in Mbit/s")
     add(
         "--batch",
-        type=_number(lambda x: x >= 1, "a number of at least 1, since a minibatch has samples"),
+        type=at_least_1,
         help="samples in a minibatch of one worker; then the plan shows samples/s of all workers",
     )
     add("--link_delay_ms", type=at_least_0, help="delay of the link in ms (default: 0)")
@@ -258,9 +251,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add(
         "--slowdown",
-        type=_number(
-            lambda x: x >= 1, "a number of at least 1, since others at work make no worker faster"
-        ),
+        type=at_least_1,
         help="how many times as long a minibatch takes when all workers train (default: 1)",
     )
     add(
@@ -271,15 +262,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     add(
         "--loss",
-        type=_number(lambda x: 0 < x < 1, "a share between 0 and 1, since syncs cost something"),
+        type=_number(lambda x: 0 < x < 1, "a share between 0 and 1"),
         default=0.05,
         help="share of the speed that the syncs may cost (default: 0.05)",
     )
     add(
         "--error",
-        type=_number(
-            lambda x: x >= 0, "a number of at least 0: less than one replica is not known"
-        ),
+        type=at_least_0,
         default=5.0,
         help="by how many %% the error may be above one replica's (default: 5)",
     )
