@@ -10,6 +10,8 @@ import tensorflow as tf
 # The protocol buffer of a SavedModel file. TensorFlow has no public name for it.
 from tensorflow.core.protobuf import saved_model_pb2
 
+from tfpara.dataset_graph import all_nodes
+
 _TASK = re.compile(r"^/job:[^/]+/replica:\d+/task:\d+")
 
 
@@ -25,13 +27,10 @@ def without_tasks(folder: str | os.PathLike[str]) -> None:
     with tf.io.gfile.GFile(path, "rb") as file:
         saved = saved_model_pb2.SavedModel.FromString(file.read())
     changed = False
-    for meta in saved.meta_graphs:
-        graph = meta.graph_def
-        of_functions = (node for function in graph.library.function for node in function.node_def)
-        for node in (*graph.node, *of_functions):
-            device = _TASK.sub("", node.device)
-            changed |= device != node.device
-            node.device = device
+    for node in (node for meta in saved.meta_graphs for node in all_nodes(meta.graph_def)):
+        device = _TASK.sub("", node.device)
+        changed |= device != node.device
+        node.device = device
     if changed:
         with tf.io.gfile.GFile(path, "wb") as file:
             file.write(saved.SerializeToString(deterministic=True))
