@@ -196,10 +196,7 @@ class _Evaluator:
                 time.sleep(_LOOK_SECONDS)
 
     def _look(self, number: int) -> dict[str, Json] | None:
-        """Scores a checkpoint that the table lacks.
-
-        Returns its position in the run, or None if it cannot be read.
-        """
+        """Scores a checkpoint; returns its position in the run, or None if it cannot be read."""
         try:
             manifest = self._store.read_manifest(number)
         except CheckpointError as error:

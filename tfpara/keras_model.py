@@ -184,10 +184,7 @@ def check_optimizers_known(
 
 
 def carried_states(model: keras.Model) -> list[keras.Variable]:
-    """Returns the states that recurrent layers carry from batch to batch.
-
-    Keras does not count them among the variables of the model.
-    """
+    """Returns the states that recurrent layers carry, which are no variables of the model."""
     # `_flatten_layers` also yields layers inside other layers, which `model.layers` lacks.
     states = [getattr(layer, "states", None) or [] for layer in model._flatten_layers()]
     return [v for v in keras.tree.flatten(states) if isinstance(v, keras.Variable)]
@@ -208,10 +205,7 @@ def lookups(model: keras.Model) -> list[keras.layers.Embedding]:
 def parts_not_trained(
     model: keras.Model,
 ) -> tuple[list[keras.Variable], list[keras.Variable], list[keras.Variable]]:
-    """Returns the non-trainable variables: frozen weights, moving statistics, and the rest.
-
-    The states that recurrent layers carry are not included.
-    """
+    """Returns frozen weights, moving statistics, and other variables, but no carried states."""
     carried = {id(v) for v in carried_states(model)}
     frozen = [v for v in model.non_trainable_variables if v.value.trainable]
     others = [v for v in model.non_trainable_variables if not v.value.trainable]
@@ -223,10 +217,7 @@ def parts_not_trained(
 def constrained(
     weights: Sequence[tf.Tensor], constraints: Sequence[Callable[[Any], Any] | None]
 ) -> list[tf.Tensor]:
-    """Applies each weight's Keras constraint, as Keras does after a step; returns the results.
-
-    `weights` are whole weights, of their variables' dtypes.
-    """
+    """Returns whole weights, of their variables' dtypes, with their Keras constraints applied."""
     return [
         weight if constraint is None else tf.convert_to_tensor(constraint(weight))
         for weight, constraint in zip(weights, constraints, strict=True)
@@ -292,10 +283,7 @@ def inner(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
 
 
 def memory_of(optimizer: keras.optimizers.Optimizer) -> float:
-    """Returns the momentum of SGD and its kin, or β₁ of Adam and its kin, in [0, 1).
-
-    Returns 0 if there is none, or if it is no number. Muon has two, of which the larger counts.
-    """
+    """Returns SGD's momentum or Adam's β₁, the larger of Muon's two; 0 without one in [0, 1)."""
     own = inner(optimizer)
     given = [getattr(own, name, 0.0) for name in ("momentum", "beta_1", "adam_beta_1")]
     memories = [g for g in given if isinstance(g, int | float) and 0.0 <= g < 1.0]

@@ -221,9 +221,6 @@ class KerasSteps(_Step):
         schedule: with `told_rate`, the optimizer's schedule. None: the rate is not a schedule.
         rate_index: the position of the learning rate in the state. None: the state has no rate.
         owners: for each element of the state the index of the weight whose slot it is, or None.
-
-    Raises:
-        ValueError: settings that affect more than one step.
     """
 
     def __init__(
@@ -267,10 +264,7 @@ class KerasSteps(_Step):
         self.owners = [places.get(id(value.reference)) for value in self._state]
 
     def limit_memory(self, most: float, rate_factor: float) -> None:
-        """Limits momentum, or β₁, to `most`, and multiplies the steps by `rate_factor`.
-
-        Call this method before the first step.
-        """
+        """Limits momentum, or β₁, to `most`, and multiplies the steps; call it before the first."""
         self._optimizer.rate_factor = rate_factor
         for name in ("momentum", "beta_1", "adam_beta_1"):
             own = getattr(self._optimizer, name, None)
@@ -283,10 +277,7 @@ class KerasSteps(_Step):
         state: Sequence[tf.Tensor],
         gradients: Sequence[tf.Tensor],
     ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
-        """Returns weights and state after one step, in the same orders.
-
-        Weights and gradients are in the order of the variables; the state is like `initial`.
-        """
+        """Returns weights and state after one step; the state is like `initial`."""
         held = [*self._weights, *self._state]
         values = self._apply(held, [*weights, *state], list(gradients))
         return values[: len(self._weights)], values[len(self._weights) :]

@@ -55,10 +55,7 @@ class CheckpointBase(fit_call.Callback):
         return self._every_minutes is not None and minutes > self._every_minutes
 
     def _restore(self, checkpoints: Checkpoints) -> dict[str, Json] | None:
-        """Locks the directory and resumes from its newest checkpoint.
-
-        Returns the checkpoint's position, or None if there is no checkpoint.
-        """
+        """Locks the directory and resumes from its newest checkpoint; returns its position."""
         checkpoints.lock()
         try:
             restored = checkpoints.restore(self._if_damaged)
@@ -85,10 +82,7 @@ class CheckpointBase(fit_call.Callback):
 def _resumed(
     directory: str | os.PathLike[str], number: int, position: dict[str, Json], epochs: int
 ) -> str:
-    """Returns the message on a resumed run: where it continues, or that it is complete.
-
-    `position` has the "epoch", from 0, the place within it, and whether training was "finished".
-    """
+    """Returns the message on a resumed run: where it continues, or that it is complete."""
     done = position["epoch"]
     if not position["finished"] and done < epochs:
         where = ", within it" if position.get("within") else ""

@@ -139,10 +139,7 @@ class HeldOut(fit_call.Callback):
         self._find_position()
 
     def _find_position(self) -> None:
-        """Continues from the position in the epoch, if this was not yet done.
-
-        `Checkpoint` sets the position in its `on_epoch_begin`, which runs after this callback's.
-        """
+        """Continues from the position, which `Checkpoint` sets after this `on_epoch_begin`."""
         if not self._has_position:
             self._steps_before = self._strategy.steps_resumed(self._epoch)
             self._go_on(self._steps_before)

@@ -49,11 +49,9 @@ class RemoteStore(Store):
             raise
 
     def _incomplete(self, names: Mapping[str, int]) -> list[str]:
-        """Returns the files of checkpoints that other runs have begun, but not completed.
-
-        Parts of this run stay: in an elastic run a worker may become the chief, and so take the
-        lock, while a checkpoint is being written.
-        """
+        """Returns the files of checkpoints that other runs have begun, but not completed."""
+        # Parts of this run stay: in an elastic run a worker may become the chief, and so take the
+        # lock, while a checkpoint is being written.
         places = ((name, *name.split("/")[:2]) for name in names if "/" in name)
         begun = [place for place in places if NAME.fullmatch(place[1]) and place[2] != self.mark]
         return [name for name, at, _ in begun if f"{at}/{MANIFEST}" not in names]

@@ -66,9 +66,8 @@ class SyncCheckpoints(Checkpoints):
             return self._strategy.synchronizer_of(self.model)
 
     def restore_epoch(self, steps: int) -> None:
-        """Restores metrics and the open block again, after `fit` has begun the interrupted epoch.
+        """Restores metrics and the open block again, since `fit` resets them as it begins.
 
-        That is necessary because `fit` closes the block when it begins, and Keras resets metrics.
         `steps` is the number of steps that each replica has made in the epoch.
         """
         for variable, value in self._of_epoch:
@@ -221,10 +220,7 @@ class SyncCheckpoints(Checkpoints):
         self._give_states(manifest["states"], readers[rank])
 
     def _check_optimizer(self, number: int, parts: Parts, slots: Sequence[Slot]) -> None:
-        """Refuses a checkpoint that lacks variables of the optimizer, or has them otherwise.
-
-        It may have more of them.
-        """
+        """Refuses a checkpoint without all variables of the optimizer; it may have more of them."""
         theirs, mine = parts.shapes("optimizer"), _shapes(slots, "optimizer")
         if not mine.items() <= theirs.items():
             of_theirs, own = (list(each.values())[:6] for each in (theirs, mine))
