@@ -1195,8 +1195,8 @@ def test_a_resumed_recurrent_model_carries_its_state_on(tmp_path):
 
 
 def test_a_run_of_an_earlier_version_goes_on_to_the_same_end(tmp_path):
-    # Written at commit d0f83fea (version 0.2.0, TensorFlow 2.17) by this program with two epochs of
-    # six steps, stopped in the second of them, in the sync after four; end.npz is what it ends
+    # Written at d0f83fea (right after 0.2.0, TensorFlow 2.17) by this program with two epochs
+    # of six steps, stopped in the second of them, in the sync after four; end.npz is what it ends
     # with where nothing stops it.
     golden, steps = Path(__file__).parents[1] / "golden", 6
     shutil.copytree(golden / "checkpoint", tmp_path / "run")

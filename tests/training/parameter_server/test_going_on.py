@@ -913,7 +913,7 @@ OLD = pathlib.Path(__file__).parents[2] / "golden" / "parameter_server"
 
 
 def test_a_checkpoint_of_an_earlier_version_goes_on_where_it_was(tmp_path):
-    """In the middle of an epoch of arrays; three workers. Written at commit d0f83fea (0.2.0)."""
+    """In the middle of an epoch of arrays; three workers. Written at d0f83fea (0.2.0)."""
     shutil.copytree(OLD, tmp_path, dirs_exist_ok=True)
     averages = {"ema": tfpara.EMA(0.5, num_updates=False)}
     strategy = tfpara.simulate_async(3, tfpara.ASGD(), averages=averages, seed=5)
