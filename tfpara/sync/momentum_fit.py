@@ -50,10 +50,9 @@ class MomentumFit:
         # For each local replica, its minibatches in the present block. Empty: as many as the sync
         # period.
         self._shares: Sequence[int] = ()
-        # The model that is being trained, if the length of the present epoch is unknown; else None.
-        self._without_length: keras.Model | None = None
-        # The argument `epochs` of `set_epochs`, kept until the length of an epoch is known; else 0.
-        self._epochs_to_note = 0
+        # The arguments `model` and `epochs` of `begin_epoch`, if the length of the present epoch is
+        # unknown; else None.
+        self._without_length: tuple[keras.Model, int] | None = None
         with tf.device("CPU:0"):
             self.period = make(tf.constant(settings.sync_period, tf.int64), "sync_period")
         self._make = make
@@ -86,21 +85,26 @@ class MomentumFit:
             self._shares = shares
             self._write_blocks()
 
-    def begin_epoch(self, model: keras.Model, steps: int | None) -> None:
-        """Notes that an epoch of `fit` begins, or that `fit` ends.
+    def begin_epoch(self, model: keras.Model, steps: int | None, epochs: int = 0) -> None:
+        """Notes that an epoch of `fit` begins; prints notes on what does not go with its length.
 
-        A block ends with the epoch at the latest. `steps`: the epoch's minibatches of each replica;
-        None: not known, or `fit` ends.
+        Args:
+            model: the model that is trained.
+            steps: the epoch's minibatches of each replica; None: `set_length` follows.
+            epochs: in the first epoch of a call that has several: the epochs of the run, with those
+                before a resume. Else 0: a single epoch may be one of several calls.
         """
         self._steps_in_epoch = NEVER if steps is None or self._worker.changes else steps
         self._write_blocks()
-        period = self.sync_period
-        if period and self._steps_in_epoch < period and not self.is_scheduled:
+        period = None if self.is_scheduled else self.sync_period
+        if period and self._steps_in_epoch < period:
             self._notes.tell(
                 f"sync_period={period} is longer than an epoch, at whose end the replicas meet in "
                 f"any case, so after {counted(self._steps_in_epoch, 'step')}"
             )
-        self._without_length = None if steps or self._worker.changes else model
+        if period and epochs and steps is not None:
+            self._notes.few_syncs(period, steps, epochs)
+        self._without_length = None if steps or self._worker.changes else (model, epochs)
         for optimizer in filter(self.settings.fits_momentum, optimizers(model)):
             self._note_fit(optimizer)
             self._note_short_block(optimizer)
@@ -111,32 +115,16 @@ class MomentumFit:
         self._steps_in_epoch = NEVER
         self._write_blocks()
 
-    def set_epochs(self, steps: int | None, epochs: int) -> None:
-        """Notes the length of a call of `fit`; prints a note if its syncs are few (docs/study.md).
-
-        No note is printed if a callback sets the sync period, nor for a single epoch, which may be
-        one of several calls.
-
-        Args:
-            steps: minibatches of each replica in an epoch; None: `set_length` follows.
-            epochs: the epochs of the run, with those before a resume; 0 if this call has a single
-                one.
-        """
-        self._epochs_to_note = epochs if steps is None else 0
-        if epochs and steps is not None and self.sync_period and not self.is_scheduled:
-            self._notes.few_syncs(self.sync_period, steps, epochs)
-
     def set_length(self, steps: int) -> None:
         """Notes the steps of the epoch that has begun, where Keras does not know them."""
         if self._without_length is not None:
-            self.begin_epoch(self._without_length, steps)
-            if self._epochs_to_note:
-                self.set_epochs(steps, self._epochs_to_note)
+            model, epochs = self._without_length
+            self.begin_epoch(model, steps, epochs)
 
     def note(self, model: keras.Model, settings: Settings) -> None:
         """Prints notes on the local momentum of a model that is about to be trained."""
         for optimizer in optimizers(model):
-            steps = self._steps_of_a_block(settings.sync_period) / minibatches_of_a_step(optimizer)
+            steps = self._steps_of_a_block(optimizer, settings.sync_period)
             warn_of_outlasting_momentum(settings, optimizer, steps)
             if settings.fits_momentum(optimizer):
                 self._note_fit(optimizer)
@@ -144,7 +132,7 @@ class MomentumFit:
     def _note_fit(self, optimizer: keras.optimizers.Optimizer) -> None:
         if self.sync_period is None:
             return  # there are no syncs, as in a warm start
-        steps = self._steps_of_a_block(self.sync_period) / minibatches_of_a_step(optimizer)
+        steps = self._steps_of_a_block(optimizer, self.sync_period)
         fitted, factor = in_a_block(memory_of(optimizer), steps)
         text = told_of_fit(optimizer, steps, float(fitted), float(factor))
         if text:
@@ -192,13 +180,15 @@ class MomentumFit:
     def _fit(self, optimizer: keras.optimizers.Optimizer, replica: int) -> tf.Tensor:
         """Returns an optimizer's momentum in a replica's block, and the factor of its rate."""
         period = self._shares[replica] if self._shares else self.sync_period
-        steps = tf.constant(self._steps_of_a_block(period))
-        return tf.stack(in_a_block(memory_of(optimizer), steps / minibatches_of_a_step(optimizer)))
+        steps = tf.constant(self._steps_of_a_block(optimizer, period))
+        return tf.stack(in_a_block(memory_of(optimizer), steps))
 
-    def _steps_of_a_block(self, period: int | None) -> float:
+    def _steps_of_a_block(self, optimizer: keras.optimizers.Optimizer, period: int | None) -> float:
+        """Returns the number of an optimizer's steps in a block of `period` minibatches."""
         if period is None:
             return float(NEVER)
-        return float(min(period * self.settings.fragments, self._steps_in_epoch))
+        block = min(period * self.settings.fragments, self._steps_in_epoch)
+        return block / minibatches_of_a_step(optimizer)
 
     def _write_blocks(self) -> None:
         for optimizer, variables in list(self._fitted.items()):

@@ -31,7 +31,7 @@ class Notes:
     def few_syncs(self, period: int, steps: int, epochs: int) -> None:
         """Prints a note, once, if a call of `fit` has fewer syncs than its replicas need.
 
-        For the arguments see `MomentumFit.set_epochs`.
+        For the arguments see `MomentumFit.begin_epoch`.
         """
         replicas = self.worker.replicas
         if self.settings.device_sync_period:

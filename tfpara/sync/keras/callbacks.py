@@ -113,17 +113,15 @@ def _after(name: str, extended: Any, callbacks: CallbackList, number: int) -> No
     if name == "on_train_begin":
         extended.worker.company.fit_begins()
     elif name == "on_train_end":
-        extended.momentum.begin_epoch(model, None)
+        extended.momentum.end_fit()
         extended.progress.report(last=True)
     elif name == "on_epoch_begin":
         setattr(callbacks, _STEPS_BEFORE, extended.models.steps_seen)
-        steps = callbacks.params.get("steps")
+        epochs = callbacks.params.get("epochs", 1)
+        epochs = epochs if first and epochs - number > 1 else 0
         # `begin_epoch` reads the sync period. The call comes after the callbacks, since they may
         # have changed the period.
-        extended.momentum.begin_epoch(model, steps)
-        if first:
-            epochs = callbacks.params.get("epochs", 1)
-            extended.momentum.set_epochs(steps, epochs if epochs - number > 1 else 0)
+        extended.momentum.begin_epoch(model, callbacks.params.get("steps"), epochs)
     elif name == "on_epoch_end":
         extended.progress.epoch_ends(number, model.history.history)
         if first:
