@@ -187,8 +187,8 @@ class MomentumFit:
         """Returns the number of an optimizer's steps in a block of `period` minibatches."""
         if period is None:
             return float(NEVER)
-        block = min(period * self.settings.fragments, self._steps_in_epoch)
-        return block / minibatches_of_a_step(optimizer)
+        minibatches = min(period * self.settings.fragments, self._steps_in_epoch)
+        return float(minibatches) / minibatches_of_a_step(optimizer)
 
     def _write_blocks(self) -> None:
         for optimizer, variables in list(self._fitted.items()):

@@ -54,19 +54,6 @@ class Dealt:
         return found.map(lambda own, element: element)
 
 
-class _All:
-    """All minibatches of a pass from number `first` on, with the methods of `Dealt`."""
-
-    def __init__(self, first: int) -> None:
-        self.first = first
-
-    def numbers(self, end: int) -> tf.data.Dataset:
-        return tf.data.Dataset.range(self.first, end)
-
-    def among(self, numbered: tf.data.Dataset) -> tf.data.Dataset:
-        return numbered.map(lambda number, element: element)
-
-
 def to_replicas(
     minibatches: Callable[[int, int], tf.data.Dataset],
 ) -> Callable[[int, int], tf.data.Dataset]:
@@ -81,7 +68,7 @@ def to_replicas(
         rows = dealt()
         if rows is None:
             return minibatches(epoch, first)
-        with making(DataPlace(0, 1, 1, epoch, first, _All(first))):
+        with making(DataPlace(0, 1, 1, epoch, first)):
             whole = minibatches(epoch, first)
         kept = _Kept(whole, first)
         signature = tf.nest.map_structure(open_spec, whole.element_spec)

@@ -59,16 +59,13 @@ def deal_out_arrays(strategy: Any, began: Began, given: dict[str, Any]) -> None:
     epoch is trained once. With `shuffle` (the default) each epoch has another order; with
     `shuffle="batch"`, only within each batch. With `steps_per_epoch` an epoch has as many
     minibatches as N replicas train in so many steps, and the next epoch continues at the row where
-    it ended; without `batch_size` it is a pass over all rows. Data that are no arrays stay as they
-    are.
+    it ended; without `batch_size` it is a pass over all rows.
 
     Raises:
         ValueError: arrays of different lengths.
     """
     parts = [given.get(name) for name in PARTS]
     leaves = leaves_of(given)
-    if not are_arrays(given):
-        return
     rows = len(leaves[0])
     if any(len(leaf) != rows for leaf in leaves):
         raise ValueError(
@@ -151,7 +148,7 @@ def deal_out_dataset(strategy: Any, began: Began, given: dict[str, Any]) -> None
     order = agreed_order(strategy, began, facts)
 
     def minibatches(epoch: int, first: int) -> tf.data.Dataset:
-        return _parts_of(dataset, order.known()[1], _Own(strategy, first))
+        return _parts_of(dataset, order.known()[1], _own(strategy, first))
 
     given["x"] = strategy.datasets_by_number(minibatches)
     given["x"].facts = _without_values(facts)
@@ -283,18 +280,18 @@ class _Own:
         self._replicas = strategy.num_replicas
         self._ids = np.array(strategy.local_replica_ids, np.int64)
 
-    def has(self, number: tf.Tensor) -> tf.Tensor:
-        since = number - self.first - self._ids
-        return tf.reduce_any((since >= 0) & (since % self._replicas == 0))
-
     def numbers(self, end: int) -> tf.data.Dataset:
         own = np.array(numbers_of(self._strategy, self.first, end), np.int64)
         return tf.data.Dataset.from_tensor_slices(own)
 
     def among(self, numbered: tf.data.Dataset) -> tf.data.Dataset:
         """Returns this worker's minibatches from a dataset of pairs (number, minibatch)."""
-        found = numbered.filter(lambda number, element: self.has(number))
-        return found.map(lambda number, element: element)
+
+        def is_own(number: tf.Tensor, element: Any) -> tf.Tensor:
+            since = number - self.first - self._ids
+            return tf.reduce_any((since >= 0) & (since % self._replicas == 0))
+
+        return numbered.filter(is_own).map(lambda number, element: element)
 
 
 def _own(strategy: Any, first: int) -> Any:
@@ -302,27 +299,20 @@ def _own(strategy: Any, first: int) -> Any:
     return data_place.dealt() or _Own(strategy, first)
 
 
-def _parts_of(dataset: tf.data.Dataset, parts: int, own: _Own) -> tf.data.Dataset:
-    """Returns this worker's minibatches of a dataset of batches."""
+def _parts_of(dataset: tf.data.Dataset, parts: int, own: Any) -> tf.data.Dataset:
+    """Returns this worker's minibatches of a dataset of batches; `own` is the result of `_own`."""
 
-    dealt = data_place.dealt()
-
-    def cut(batch: tf.Tensor, element: Any) -> tf.data.Dataset:
+    def numbered(batch: tf.Tensor, element: Any) -> tf.data.Dataset:
         rows = rows_of_all(element)
-
-        def part(number: tf.Tensor) -> Any:
-            begin, end = (rows * (number % parts + k) // parts for k in (0, 1))
-            return tf.nest.map_structure(lambda leaf: slice_of(leaf, begin, end), element)
-
         numbers = tf.data.Dataset.range(batch * parts, (batch + 1) * parts)
-        if dealt is None:
-            return numbers.filter(own.has).map(part)
-        return numbers.map(lambda number: (number, part(number)))
+        return numbers.map(lambda number: (number, (number, rows, element)))
 
-    minibatches = dataset.enumerate().flat_map(cut)
-    if dealt is None:
-        return minibatches
-    return dealt.among(minibatches.filter(lambda number, minibatch: number >= own.first))
+    def part(number: tf.Tensor, rows: tf.Tensor, element: Any) -> Any:
+        begin, end = (rows * (number % parts + k) // parts for k in (0, 1))
+        return tf.nest.map_structure(lambda leaf: slice_of(leaf, begin, end), element)
+
+    # A batch is cut only after the worker's own minibatches are chosen.
+    return own.among(dataset.enumerate().flat_map(numbered)).map(part)
 
 
 def place_of(number: int, count: int, parts: int, devices: int) -> tuple[int, int]:

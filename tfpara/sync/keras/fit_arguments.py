@@ -52,7 +52,8 @@ def refuse_spent(given: dict[str, Json]) -> None:
 
 def deal_out(strategy: Any, began: Began, given: dict[str, Any]) -> None:
     """Replaces the data among the arguments of `fit`, in place, by numbered minibatches."""
-    if given.get("steps_per_epoch") is not None and not are_arrays(given):
+    arrays = are_arrays(given)
+    if given.get("steps_per_epoch") is not None and not arrays:
         return  # the caller refuses such data afterwards, by `check_dealt`
     data, class_weight = given.get("x"), given.get("class_weight")
     if class_weight and isinstance(data, (tf.data.Dataset, tf.distribute.DistributedDataset)):
@@ -62,7 +63,7 @@ def deal_out(strategy: Any, began: Began, given: dict[str, Any]) -> None:
         deal_out_dataset(strategy, began, given)
     elif isinstance(data, keras.utils.PyDataset):
         _deal_out_py_dataset(strategy, began, given)
-    else:
+    elif arrays:
         divide_and_weight(given)
         deal_out_arrays(strategy, began, given)
 
@@ -145,7 +146,10 @@ def _deal_out_py_dataset(strategy: Any, began: Began, given: dict[str, Any]) -> 
 
             return dealt.numbers(count * parts).flat_map(taken)
         numbers = numbers_of(strategy, first, count * parts)
-        places = [place_of(number, count, parts, devices) for number in numbers]
+        if strategy.extended.balance is None:
+            places = [place_of(number, count, parts, devices) for number in numbers]
+        else:
+            places = [divmod(number, parts) for number in numbers]  # as in `one`
         runs = [
             (in_order[place], [part for _, part in own])
             for place, own in itertools.groupby(places, operator.itemgetter(0))
@@ -198,8 +202,6 @@ def _check_py_dataset(data: keras.utils.PyDataset, option: str, given: dict[str,
 
 def divide_and_weight(given: dict[str, Any]) -> None:
     """Applies `validation_split` and `class_weight` to arrays, in place, as `fit` would."""
-    if not are_arrays(given):
-        return
     if given.get("validation_split") and given.get("validation_data") is None:
         parts = tuple(given.get(name) for name in PARTS)
         training, given["validation_data"] = array_slicing.train_validation_split(

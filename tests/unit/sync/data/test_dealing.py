@@ -34,7 +34,9 @@ def test_arrays_of_different_lengths():
 def strategy_of(order, replicas, ids):
     data = types.SimpleNamespace(order=order)
     worker = types.SimpleNamespace(company=Company(cluster.ALONE))
-    extended = types.SimpleNamespace(data=data, worker=worker, worker_devices=["CPU:0"] * len(ids))
+    extended = types.SimpleNamespace(
+        data=data, worker=worker, worker_devices=["CPU:0"] * len(ids), balance=None
+    )
     return types.SimpleNamespace(
         joining=True,
         extended=extended,
@@ -162,7 +164,7 @@ def test_arrays_are_divided_and_weighted_as_by_fit():
 
 def test_what_is_no_array_is_left_alone():
     given = {"x": iter([]), "batch_size": 3}
-    elastic_data.deal_out_arrays(None, elastic_data.Began(2, 1), given)
+    fit_arguments.deal_out(None, elastic_data.Began(2, 1), given)
     assert given["batch_size"] == 3
 
 
