@@ -306,7 +306,7 @@ BAD = [
     ({"fragments": 2}, tfpara.BMUFAdam(), "moments of a whole block"),
     ({"compression": "int3"}, tfpara.BSP(), "'int3' is not one of none, bf16, fp16, int8, int4"),
     ({"compression": "int8", "aggregation": "replicated"}, tfpara.BSP(), "has none"),
-    ({"compression": "int8"}, tfpara.BMUFAdam(), "are sent as they are"),
+    ({"compression": "int8"}, tfpara.BMUFAdam(), "sends the moments as they are"),
     ({"device_sync_period": 2}, tfpara.BSP(), "does not divide sync_period=3"),
     ({"device_sync_period": 0}, tfpara.BSP(), "device_sync_period=0 must be a whole number"),
 ]

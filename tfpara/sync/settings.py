@@ -11,21 +11,22 @@ import keras
 
 from tfpara import algorithms
 from tfpara.algorithms.rule import Average, Rule
-from tfpara.checks import (
-    checked_averages,
-    checked_nonfinite,
-    checked_period,
-    versions,
-)
+from tfpara.checks import checked_averages, checked_nonfinite, checked_period, versions
 from tfpara.collectives.choice import COLLECTIVES, COMMUNICATIONS
 from tfpara.keras_model import inner, is_normalised, memory_can_change, memory_of, momentum_of
 from tfpara.sync.start_line import counted
 from tfpara.typing import Json
 from tfpara.whole_number import checked_seconds, checked_whole
 
-LOCAL_STATE = ("auto", "keep", "reset", "average")
 AGGREGATIONS = ("auto", "replicated", "sharded")
 COMPRESSIONS = ("none", "bf16", "fp16", "int8", "int4")
+_CHOICES = {
+    "local_state": ("auto", "keep", "reset", "average"),
+    "aggregation": AGGREGATIONS,
+    "communication": COMMUNICATIONS,
+    "collectives": COLLECTIVES,
+    "compression": COMPRESSIONS,
+}
 
 # A sync period that no run reaches: the replicas stay independent, and nothing is averaged.
 NEVER = 2**62
@@ -78,13 +79,14 @@ class Settings:
         checked_rule(self.rule)
         object.__setattr__(self, "sync_period", checked_period(self.sync_period))
         checked_averages(self.averages)
-        self._check_local_state()
-        _check_choice("aggregation", self.aggregation, AGGREGATIONS)
+        for name, known in _CHOICES.items():
+            if (value := getattr(self, name)) not in known:
+                raise ValueError(f"{name}={value!r} is not one of {', '.join(known)}.")
         checked_seconds("timeout_seconds", self.timeout_seconds)
-        _check_choice("communication", self.communication, COMMUNICATIONS)
-        _check_choice("collectives", self.collectives, COLLECTIVES)
+        self._take_whole("fragments")
+        self._check_moments()
+        self._check_local_state()
         self._check_overlap()
-        self._check_fragments()
         self._check_compression()
         self._check_device_period()
         self._check_balance()
@@ -154,20 +156,30 @@ class Settings:
         object.__setattr__(self, name, number)  # since the class is frozen
         return number
 
+    def _check_moments(self) -> None:
+        if not isinstance(self.rule, algorithms.BMUFAdam):
+            return
+        for name, refused, why in (
+            ("local_state", self._writes_slots, "filters the optimizer's moments itself"),
+            ("fragments", self.fragments > 1, "filters the moments of a whole block"),
+            ("compression", self.compression != "none", "sends the moments as they are"),
+        ):
+            if refused:
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r}: BMUFAdam {why}. Leave {name} out, or use "
+                    "tfpara.BMUF."
+                )
+
+    @property
+    def _writes_slots(self) -> bool:
+        return self.local_state in ("reset", "average")
+
     def _check_local_state(self) -> None:
-        chosen = f"local_state={self.local_state!r}"
-        written = self.local_state in ("reset", "average")
-        if isinstance(self.rule, algorithms.BMUFAdam) and written:
+        if self._writes_slots and (self.overlap or self.fragments > 1):
             raise ValueError(
-                f"{chosen}: BMUFAdam filters the optimizer's moments itself. Leave local_state "
-                "out, or use tfpara.BMUF."
-            )
-        _check_choice("local_state", self.local_state, LOCAL_STATE)
-        if written and (self.overlap or self.fragments > 1):
-            raise ValueError(
-                f"{chosen} is for syncs of the whole model at which training stops: where syncs "
-                "overlap training, or are of fragments, the optimizer's slots belong to the steps "
-                "under way. Leave local_state out."
+                f"local_state={self.local_state!r} is for syncs of the whole model at which "
+                "training stops: where syncs overlap training, or are of fragments, the "
+                "optimizer's slots belong to the steps under way. Leave local_state out."
             )
 
     def _check_overlap(self) -> None:
@@ -195,24 +207,8 @@ class Settings:
                 "number."
             )
 
-    def _check_fragments(self) -> None:
-        fragments = self._take_whole("fragments")
-        if fragments > 1 and isinstance(self.rule, algorithms.BMUFAdam):
-            raise ValueError(
-                f"fragments={fragments}: BMUFAdam filters the moments of a whole block. Leave "
-                "fragments out, or use tfpara.BMUF."
-            )
-
     def _check_compression(self) -> None:
-        _check_choice("compression", self.compression, COMPRESSIONS)
-        if self.compression == "none":
-            return
-        if isinstance(self.rule, algorithms.BMUFAdam):
-            raise ValueError(
-                f"compression={self.compression!r}: the moments that BMUFAdam filters are sent as "
-                "they are. Leave compression out, or use tfpara.BMUF."
-            )
-        if self.aggregation == "replicated":
+        if self.compression != "none" and self.aggregation == "replicated":
             raise ValueError(
                 f"compression={self.compression!r} sums rounded numbers at the owner of each part "
                 'of the model, and aggregation="replicated" has none. Give aggregation="sharded" '
@@ -368,8 +364,3 @@ def checked_rule(rule: object) -> Rule:
         match = [k.__name__ for k in algorithms.RULES[:-1] if k.__name__.lower() == rule.lower()]
         hint = f" Write tfpara.{match[0]}(), not its name." if match else ""
     raise TypeError(f"rule={rule!r} is not a rule object, one of {', '.join(names)}.{hint}")
-
-
-def _check_choice(name: str, value: str, known: Sequence[str]) -> None:
-    if value not in known:
-        raise ValueError(f"{name}={value!r} is not one of {', '.join(known)}.")
