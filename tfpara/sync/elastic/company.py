@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -191,12 +191,7 @@ class Elastic(Company):
         deal_out(model.distribute_strategy, self.epoch_units.began, given)
         self.epoch_units.take(given)
         with self._fit.training(model):
-            history = self._fit.call(
-                model,
-                lambda: fit(given),
-                lambda: fit({"x": given["x"], "epochs": 0, "verbose": 0}),
-                lambda: _validate_once(model, given),
-            )
+            history = self._fit.call(model, given, fit)
             if len(self.connection.form.tasks) > 1:
                 self._extended.models.finish_blocks(FIT_END)
         return history
@@ -237,11 +232,3 @@ class Elastic(Company):
         # Whether the last call of `fit` has returned, or all workers were asked to end in it.
         if self._rejoin.progress.fit >= 0 and not self._fit.gave_up:
             self.part()
-
-
-def _validate_once(model: keras.Model, given: Mapping[str, Any]) -> None:
-    """Evaluates a minibatch of the validation data given to `fit`, unless it would be used up."""
-    x, y, weights = keras.utils.unpack_x_y_sample_weight(given.get("validation_data"))
-    if x is not None and not hasattr(x, "__next__"):
-        size = given.get("validation_batch_size") or given.get("batch_size")
-        model.evaluate(x, y, size, verbose=0, sample_weight=weights, steps=1)

@@ -9,12 +9,13 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import FrameType
 from typing import Any
 
 import keras
 import tensorflow as tf
+from keras.callbacks import History
 
 from tfpara.cluster import parent
 from tfpara.contexts import attributes
@@ -26,6 +27,7 @@ from tfpara.sync.keras.train_function import stepping
 from tfpara.sync.one_sync.reports import Request
 from tfpara.sync.one_sync.statistics import NO_SYNCS
 from tfpara.sync.one_sync.synchronizer import Synchronizer
+from tfpara.sync.workers.company import Fit
 from tfpara.typing import Json
 
 # A `History` whose JSON text has more characters than this is kept without its values.
@@ -59,7 +61,7 @@ class FitAgain:
         self._failed = False
         self._returns = False  # whether this worker has rejoined within the present call of `fit`
         self._passes_by = False  # whether this worker takes no part in the present call of `fit`
-        self._validate: Callable[[], object]
+        self._given: Mapping[str, Any]  # the arguments of the present call of `fit`
         self._alone: Iterator[Any]  # data for the step that a joiner takes before it joins
 
     @property
@@ -86,33 +88,19 @@ class FitAgain:
                 "it. Call one after the other."
             )
 
-    def call(
-        self,
-        model: keras.Model,
-        fit: Callable[[], keras.callbacks.History],
-        build: Callable[[], object],
-        validate: Callable[[], object],
-    ) -> keras.callbacks.History:
-        """Makes a call of `fit`, and repeats it if this worker counted as lost and rejoins.
+    def call(self, model: keras.Model, given: Mapping[str, Any], fit: Fit) -> History:
+        """Calls `fit` with the arguments `given`; repeats it if this worker was lost and rejoins.
 
         If the others are in a later call, it returns at once, with their History of this call.
-
-        Args:
-            model: the model that is trained.
-            fit: makes the call.
-            build: makes the model's variables, as the call would. A layer that the script freezes
-                after `fit` would otherwise get other variables than on the other workers.
-            validate: evaluates a minibatch of the call's validation data, if it has them.
         """
-        self._validate = validate
-        self._failed = True
+        self._given, self._failed = given, True
         while True:
             self._connection.in_fit = True
             try:
                 if self._connection.joining:
                     with self._connection.refusals():
                         self._pass_by(*self._connection.line.where())
-                history = fit()
+                history = fit(given)
                 self._failed = False
                 return history
             except GivenUp as error:
@@ -121,7 +109,9 @@ class FitAgain:
             except _Over:
                 self._passes_by = True
                 if not model.built:
-                    build()
+                    # The call makes the model's variables. A layer that the script freezes after
+                    # it would otherwise get other variables than on the other workers.
+                    fit({"x": given["x"], "epochs": 0, "verbose": 0})
                 self._failed = False
                 return self._history_of_others(model)
             finally:
@@ -135,9 +125,9 @@ class FitAgain:
             print(f"tfpara: {text}", file=sys.stderr, flush=True)
             raise _Over
 
-    def _history_of_others(self, model: keras.Model) -> keras.callbacks.History:
+    def _history_of_others(self, model: keras.Model) -> History:
         """Returns the History that the other workers got from this call of `fit`."""
-        history = keras.callbacks.History()
+        history = History()
         state: Any = self._histories[self._progress.fit]
         vars(history).update(state)
         history.set_model(model)
@@ -228,7 +218,7 @@ class FitAgain:
                 step.inner(self._alone)
         self._synchronizer.finish_block()
         self._synchronizer.meet(0.0)
-        self._validate()
+        _validate_once(model, self._given)
         self._synchronizer.graph.set_statistics(*before or [NO_SYNCS])
         if balance is not None:
             balance.record.clear()
@@ -330,6 +320,14 @@ class FitAgain:
             return progress.epoch_is_closed
         progress.closed = progress.fit, progress.epoch
         return True
+
+
+def _validate_once(model: keras.Model, given: Mapping[str, Any]) -> None:
+    """Evaluates a minibatch of the validation data given to `fit`, unless it would be used up."""
+    x, y, weights = keras.utils.unpack_x_y_sample_weight(given.get("validation_data"))
+    if x is not None and not hasattr(x, "__next__"):
+        size = given.get("validation_batch_size") or given.get("batch_size")
+        model.evaluate(x, y, size, verbose=0, sample_weight=weights, steps=1)
 
 
 def _shortened(history: str) -> Json:
