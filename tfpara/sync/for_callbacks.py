@@ -36,10 +36,7 @@ class ForCallbacks(Strategy):
         return self.extended.states
 
     def request(self, request: Request) -> None:
-        """Requests something that all workers are to do; they agree on it at the next sync.
-
-        Any worker may call this. `tfpara.callbacks.Checkpoint` and `StopTogether` then act on it.
-        """
+        """Requests, on any worker, something that all are to do; they agree at the next sync."""
         for synchronizer in self.extended.models.synchronizers:
             synchronizer.graph.request(request)
 
@@ -130,8 +127,7 @@ class ForCallbacks(Strategy):
     def position(self, first: int, steps: int) -> dict[str, Json]:
         """Returns the position in the epoch's data, for a checkpoint at a sync.
 
-        An earlier process has trained the `first` minibatches of the epoch, over all replicas, and
-        each replica so many `steps` since then.
+        An earlier process has trained `first` minibatches, and each replica so many `steps` since.
         """
         found = self.epoch_units.position() if steps else {}
         if found:
@@ -143,10 +139,7 @@ class ForCallbacks(Strategy):
         return found | {"minibatches": first + steps * self.num_replicas}
 
     def go_on_from(self, epoch: int, position: Mapping[str, Any]) -> None:
-        """Sets where the epoch that begins starts to read its data, by a checkpoint's position.
-
-        If the position is empty or of another epoch, the data are read from their start.
-        """
+        """Sets where an epoch begins to read its data: at a checkpoint's position within it."""
         within = position if position.get("epoch") == epoch else {}
         first, steps = within.get("minibatches", 0), within.get("steps", 0)
         begun = Pass(epoch, first, steps) if steps else None
@@ -162,11 +155,7 @@ class ForCallbacks(Strategy):
         return position.first // self.num_replicas if position.epoch == epoch else 0
 
     def answered(self, *requests: Request) -> None:
-        """Forgets requests of these kinds, also one that the workers have already agreed on.
-
-        Requests of other kinds stay until they are answered. Every worker must call this at the
-        same sync.
-        """
+        """Forgets requests of these kinds, also one that is agreed on; all call it at one sync."""
         for synchronizer in self.extended.models.synchronizers:
             synchronizer.graph.answered(*requests)
 

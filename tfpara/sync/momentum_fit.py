@@ -47,8 +47,7 @@ class MomentumFit:
         self.sync_period: int | None = settings.sync_period
         self.is_scheduled = False
         self._steps_in_epoch = NEVER
-        # For each local replica, its minibatches in the present block. Empty: as many as the sync
-        # period.
+        # For each local replica, its minibatches in the present block; empty: the sync period.
         self._shares: Sequence[int] = ()
         # The arguments `model` and `epochs` of `begin_epoch`, if the length of the present epoch is
         # unknown; else None.
@@ -141,9 +140,7 @@ class MomentumFit:
     def _note_short_block(self, optimizer: keras.optimizers.Optimizer) -> None:
         """Prints a note if every second block is too short for the local momentum."""
         if not momentum_of(optimizer):
-            # No note is needed for an optimizer without momentum. Nor is it for optimizers like
-            # Adam, for which `momentum_of` returns 0, too: the length of their steps is bounded.
-            return
+            return  # no momentum; or an optimizer like Adam, the length of whose steps is bounded
         block = (self.sync_period or NEVER) * self.settings.fragments
         steps = self._steps_in_epoch
         rest = steps % block

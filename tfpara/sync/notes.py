@@ -29,10 +29,7 @@ class Notes:
             print(f"tfpara: {text}", file=sys.stderr, flush=True)
 
     def few_syncs(self, period: int, steps: int, epochs: int) -> None:
-        """Prints a note, once, if a call of `fit` has fewer syncs than its replicas need.
-
-        For the arguments see `MomentumFit.begin_epoch`.
-        """
+        """Prints a note, once, if a call of `fit` has fewer syncs than its replicas need."""
         replicas = self.worker.replicas
         if self.settings.device_sync_period:
             # The devices of a worker are averaged more often, so each worker counts as one replica.

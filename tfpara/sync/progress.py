@@ -26,10 +26,7 @@ _latest: Progress | None = None
 
 
 class Progress:
-    """The progress of this worker, which a thread reports each second.
-
-    This does not slow steps down: it reads counts that steps keep on the host anyway.
-    """
+    """The progress of this worker, which a thread reports each second, from counts on the host."""
 
     def __init__(self, strategy: Any) -> None:
         self._strategy = strategy
@@ -59,10 +56,7 @@ class Progress:
         return self._strategy.extended.worker.company
 
     def epoch_ends(self, epoch: int, history: Mapping[str, Sequence[Any]]) -> None:
-        """Notes the log of an epoch that has ended, and reports it.
-
-        `epoch`: its number, from 0. `history`: the logs of all epochs so far, by entry.
-        """
+        """Notes the log of the last epoch, number `epoch` from 0, and reports it."""
         numbers = {name: number_of(values[-1]) for name, values in history.items() if values}
         self._scores = {"epoch": epoch + 1.0}
         self._scores |= {name: float(n) for name, n in numbers.items() if n is not None}
@@ -116,18 +110,13 @@ class Progress:
             if time.monotonic() - self._asked_at > _EVERY_SECONDS:
                 table = self._strategy.extended.waits.table() or [Row("", progress=self.told())]
                 for rank, row in enumerate(table):
-                    name = cluster.label(rank)
-                    self._run.told(name, row.progress)
+                    self._run.told(cluster.label(rank), row.progress)
                 self._asked_at = time.monotonic()
             return self._run.now()
 
 
 def checked_port(status_port: object, is_elastic: bool) -> int | None:
-    """Returns `status_port` if it is None, the number of a port, or 0 for any free port.
-
-    Raises:
-        ValueError: it is none of these; or the run is elastic, whose chief may be lost.
-    """
+    """Returns `status_port`; ValueError: it is no port, or the run is elastic."""
     if status_port is None:
         return None
     if is_elastic:

@@ -95,8 +95,7 @@ class Settings:
     def resolved(self, num_replicas: int) -> Settings:
         """Returns these settings with the rule resolved for N replicas.
 
-        A rule or average of the user's own is also tried out. It may use TensorFlow, which must not
-        start before the cluster is known.
+        A rule or average of the user's own is also tried out; it may start TensorFlow.
         """
         rule = self.rule.resolve(num_replicas)
         if _is_of_a_user(rule):

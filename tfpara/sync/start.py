@@ -40,11 +40,7 @@ def start(
     startup_timeout_seconds: float,
     status_port: int | None,
 ) -> None:
-    """Joins the other workers, and initializes the strategy of this worker.
-
-    The base classes of `strategy` are not initialized yet. For the other arguments see
-    `PeriodicSyncStrategy`.
-    """
+    """Joins the other workers, and initializes the base classes of this worker's strategy."""
     is_simulated = strategy._is_simulated
     checked_seconds("startup_timeout_seconds", startup_timeout_seconds)
     status_port = checked_port(status_port, elastic is not None)
@@ -107,9 +103,8 @@ def workers_of(
 ) -> tuple[cluster.Cluster, Settings, contextlib.AbstractContextManager[Company]]:
     """Finds the other workers; `devices` is the number of this worker's devices.
 
-    Returns the cluster, which in an elastic run is this worker alone; the settings, with those that
-    depend on the workers filled in; and a context in which to start TensorFlow's server, which
-    yields the company.
+    Returns the cluster, which in an elastic run is this worker alone; the settings that depend on
+    the workers filled in; and a context in which TensorFlow's server starts. It yields the company.
     """
     if elastic is not None:
         settings = _checked_elastic(settings, elastic)
@@ -124,8 +119,7 @@ def workers_of(
     found = _found(settings, is_simulated)
     chosen, why = choose(settings.collectives, found)
     if found.num_workers > 1 and found.is_chief and settings.collectives == "auto":
-        # If "auto" had a choice of backends, its choice is logged as a warning, since warnings are
-        # shown by default.
+        # If "auto" had a choice of backends, it is logged as a warning, which is shown by default.
         chose = found.rank_variable and (of_horovod(found) or not found.told)
         level = logging.WARNING if chose else logging.DEBUG
         _log.log(level, "tfpara: collectives=%s: %s", chosen, why)
@@ -185,8 +179,7 @@ def _checked_elastic(settings: Settings, elastic: object) -> Settings:
 
     Raises:
         TypeError: `elastic` is no `Elastic`.
-        ValueError: a setting contradicts `elastic`; or there are several workers, by TF_CONFIG or
-            an engine, and no meeting point.
+        ValueError: a setting contradicts `elastic`; or several workers have no meeting point.
     """
     if not isinstance(elastic, Elastic):
         raise TypeError(f"elastic={elastic!r} must be a tfpara.Elastic(...), or None.")

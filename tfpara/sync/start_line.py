@@ -22,11 +22,7 @@ def start_line(
     """Returns a line about the workers, their part of a batch, the rule and the devices.
 
     Args:
-        workers: the number of processes.
         devices: TensorFlow's names of the devices of this worker, the chief.
-        rule: the rule, with defaults filled in.
-        period: minibatches between two syncs; None: there are no syncs.
-        averages: the averages of the global model, by name.
         way: how the workers are connected, in words; "" for one worker.
         divided: whether batches are divided among the replicas of all workers.
         unlike: the number of devices of each worker, if they differ; else empty.
@@ -41,9 +37,8 @@ def start_line(
     if replicas > 1 and divided:
         rows = max(1, 64 // replicas)
         size += f": each batch is divided, for example {rows * replicas} rows into {rows} each"
-    parts = [size, f"{in_words(rule)}, no syncs" if period is None else ""]
-    if period is not None:
-        parts[1] = f"{in_words(rule)} every {'step' if period == 1 else f'{period} steps'}"
+    every = ", no syncs" if period is None else f" every {period} steps"
+    parts = [size, in_words(rule) + (" every step" if period == 1 else every)]
     parts += [f"average {name!r}: {in_words(average)}" for name, average in averages.items()]
     names = [device.split("device:")[-1] for device in devices]
     where = ", ".join(names) if len(names) < 3 else f"{names[0]} … {names[-1]}"

@@ -397,12 +397,12 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, ForCallbac
     def forget(self, model: keras.Model) -> None:
         """Frees what the strategy stores for a trained model; every worker must call it.
 
-        That is its global model, momentum and averages, which are in memory until then, or until
-        all workers have deleted the model and begin to train another one. The open block is closed
-        first. The model keeps its weights; where those of replicas differ, all take the global
-        ones. It may be trained again, and so may another model that shares weights with it,
-        such as one with a new head: both begin as models that were never trained. If an average is
-        still wanted, write it before (`tfpara.export`).
+        That is its global model, momentum and averages, which else are in memory until all workers
+        have deleted the model and begin to train another one. The open block is closed first. The
+        model keeps its weights; where those of replicas differ, all take the global ones. It and
+        models that share weights with it, such as one with a new head, may be trained again as
+        models that were never trained. If an average is still wanted, write it before
+        (`tfpara.export`).
 
         A model that was not trained stays as it is. A loop of your own must call `track` again, and
         make a new `tf.function`, because the old one contains the syncs of the model.
@@ -419,12 +419,9 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, ForCallbac
             raise ValueError(
                 "strategy.forget() does not go with elastic=, whose run trains one model."
             )
-        if extended.call_site.fits or extended.shown is not None:
-            inside = (
-                "in a callback of fit"
-                if extended.call_site.fits
-                else "inside strategy.weights(...)"
-            )
+        inside = "in a callback of fit" if extended.call_site.fits else ""
+        if inside or extended.shown is not None:
+            inside = inside or "inside strategy.weights(...)"
             raise ValueError(f"strategy.forget() {inside}: a model is in use. Call it afterwards.")
         extended.models.forget(model)
 

@@ -13,9 +13,8 @@ from tensorflow.python.data.ops import multi_device_iterator_ops as multi_device
 # tf.distribute.StrategyExtended, from which tfpara's class is derived.
 from tensorflow.python.distribute import collective_all_reduce_strategy as mwms
 
-# `input_lib` has the classes of distributed datasets. Keras accepts no other classes, and calls
-# their __iter__ for each pass. `values` has the types of the values that are reduced, and the
-# number of the replica that is being traced.
+# `input_lib` has the classes of distributed datasets; Keras accepts no others. `values` has the
+# types of the values that are reduced, and the number of the replica that is being traced.
 from tensorflow.python.distribute import input_lib, values
 
 # TensorFlow's context. Its private methods start the server anew and end collectives.

@@ -85,23 +85,19 @@ def dealing_order(shares: Array) -> Array:
 class Balance(EpochUnits):
     """The shares of the workers, in minibatches, of the present block; all workers have the same.
 
-    Args:
-        settings, worker, momentum: of the strategy.
-        make: makes a plain variable, `make(value, name)`.
-        simulates: whether this worker's replicas stand for the workers of a record. The replicas
-            step together, and those with a smaller share get empty minibatches at the block's end.
+    `make(value, name)` makes a plain variable. `simulates`: whether this worker's replicas stand
+    for the workers of a record. The replicas step together, and those with a smaller share get
+    empty minibatches at the block's end.
 
     Attributes:
         plan: the division of the present pass's minibatches since the last sync; None outside of a
             pass. Its `carried` has each worker's minibatches of the present block, trained or not.
         due: a variable: this worker's number of steps in the present block; 0: the sync period.
-        since: a variable: when the present block began on this worker, on the monotonic clock; 0:
-            unknown.
+        since: a variable: the monotonic time when the present block began here; 0: unknown.
         open_steps: returns the number of this worker's steps since the last sync.
-        reported: what each worker has reported at the present sync: its steps in the block, and the
-            seconds that they took, below 0 if unknown.
-        steps_of_epoch: the steps that each replica would take in an epoch if all took equally many;
-            None: unknown.
+        reported: each worker's report at the present sync: its steps in the block, and their
+            seconds, below 0 if unknown.
+        steps_of_epoch: steps in an epoch if all replicas took equally many; None: unknown.
         record: the workers' shares in each block of this process so far.
     """
 
@@ -150,8 +146,8 @@ class Balance(EpochUnits):
         # Whether the present pass has had a complete block. If it has, shorter blocks, as at the
         # end of an epoch, are not measured, since the time of a few steps is imprecise.
         self._had_whole = False
-        # The position from which the run resumes: the epoch, `minibatches` and `owed`. The
-        # minibatches with numbers below `minibatches` are trained, except those in `owed`.
+        # The position from which the run resumes: the epoch, and `minibatches` and `owed` as in
+        # `position`.
         self._resumed: tuple[int, int, Sequence[int]] = (0, 0, ())
         self._rank = 0  # this worker's rank in `plan`
         self._queue: tf.queue.QueueBase | None = None  # the numbers of this worker's minibatches
@@ -161,10 +157,7 @@ class Balance(EpochUnits):
         return self._worker.replicas if self.simulates else self._worker.num_workers
 
     def begin_epoch(self, epoch: int, first: int, warm: bool) -> Dealt | None:
-        """Begins a pass over an epoch in a run whose workers do not change.
-
-        `first` minibatches of the epoch are trained already. Returns what `begin` returns.
-        """
+        """Does what `begin` does, from minibatch `first` on, in a run whose workers stay."""
         owed = self._resumed[2] if self._resumed[:2] == (epoch, first) else ()
         plan = plan_of_epoch(epoch, range(self._workers), first=first, owed=owed)
         return self.begin(plan, self._worker.rank, warm)
@@ -290,10 +283,7 @@ class Balance(EpochUnits):
         return steps if plan is None else round(self.minibatches(plan) / plan.size)
 
     def minibatches(self, plan: Plan) -> float:
-        """Returns how many of `plan`'s minibatches are trained, estimated by this worker.
-
-        It takes all workers to be as far in the block as itself.
-        """
+        """Returns how many of `plan`'s minibatches are trained if all are as far as this worker."""
         of_block = min(1.0, self.open_steps() / max(int(self.due), 1))
         return plan.in_the_model([0] * plan.size) + of_block * self._dealt
 
@@ -341,15 +331,11 @@ class Balance(EpochUnits):
             self._changes = np.array(state.get("changes", [0.0] * workers))
 
     def regroup(self, state: Mapping[str, Any], former: Sequence[int], plan: Plan) -> None:
-        """Continues from the state of a former member, after members have changed.
+        """Continues by `plan` from a former member's `get_state()`, after members have changed.
 
-        A worker that is new counts as the slowest until it is measured. The block that is under
-        way, and the first one of the plan, are not measured: their time includes the change.
-
-        Args:
-            state: the state that `get_state` has returned on the former member.
-            former: the task numbers of the workers in that state, by rank.
-            plan: the plan with which the workers continue.
+        `former` are the task numbers of the workers in that state, by rank. A worker that is new
+        counts as the slowest until it is measured. The block that is under way, and the first one
+        of the plan, are not measured: their time includes the change.
         """
         places = {task: rank for rank, task in enumerate(former)}
 

@@ -57,11 +57,10 @@ class Dealt:
 def to_replicas(
     minibatches: Callable[[int, int], tf.data.Dataset],
 ) -> Callable[[int, int], tf.data.Dataset]:
-    """Converts a function that returns one worker's minibatches, for use with simulated workers.
+    """Converts a function that returns one worker's minibatches, for simulated workers.
 
-    Each replica of this process simulates a worker. The converted function's dataset has a
-    minibatch for each replica, then the next for each, and so on. Where a replica's number is
-    `EMPTY`, its minibatch has no rows.
+    The converted function's dataset has a minibatch for each replica in turn. Where a replica's
+    number is `EMPTY`, its minibatch has no rows.
     """
 
     def made(epoch: int, first: int) -> tf.data.Dataset:

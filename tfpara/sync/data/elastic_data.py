@@ -185,11 +185,8 @@ def by_epoch(strategy: Any, dataset_fn: Callable[[int], tf.data.Dataset]) -> Any
 def check_dealt(given: Mapping[str, Any], option: str, steps: str, data: str) -> None:
     """Raises ValueError if the data given to `fit` are not numbered, or a number of steps is given.
 
-    Args:
-        given: the arguments of `fit`, in which data that can be numbered have been replaced.
-        option: the strategy's argument that requires numbered data, for the message.
-        steps: the reason why no number of steps can be given, as the end of a sentence.
-        data: the whole message for data that are not numbered.
+    For the messages: `option` is the strategy's argument that requires numbered data, `steps` says
+    why no number of steps can be given, and `data` is the whole message on data without numbers.
     """
     if given.get("steps_per_epoch") is not None:
         raise ValueError(
@@ -203,8 +200,8 @@ def check_dealt(given: Mapping[str, Any], option: str, steps: str, data: str) ->
 def of_one_reader(dataset_fn: Callable[[int, int], tf.data.Dataset]) -> Callable[..., Any]:
     """Converts a user's function that returns one worker's minibatches, for `datasets_by_number`.
 
-    If minibatches are assigned by number, the user's function is called as for the only worker of a
-    run, so that it returns all minibatches, from which this worker's are taken.
+    If minibatches are dealt out, the user's function is called as for the only worker of a run, and
+    this worker's minibatches are taken from the result.
     """
 
     def minibatches(epoch: int, first: int) -> tf.data.Dataset:
@@ -295,12 +292,12 @@ class _Own:
 
 
 def _own(strategy: Any, first: int) -> Any:
-    """Returns this worker's minibatches from `first` on: a `Dealt` if there is one, else `_Own`."""
+    """Returns this worker's minibatches from `first` on."""
     return data_place.dealt() or _Own(strategy, first)
 
 
 def _parts_of(dataset: tf.data.Dataset, parts: int, own: Any) -> tf.data.Dataset:
-    """Returns this worker's minibatches of a dataset of batches; `own` is the result of `_own`."""
+    """Returns those minibatches of a dataset of batches that are this worker's `own`."""
 
     def numbered(batch: tf.Tensor, element: Any) -> tf.data.Dataset:
         rows = rows_of_all(element)
@@ -322,11 +319,7 @@ def place_of(number: int, count: int, parts: int, devices: int) -> tuple[int, in
     steps on the parts of its batch. The last batches, fewer than W, are divided among all workers,
     which take one step on each.
 
-    Args:
-        number: the minibatch's number in the epoch.
-        count: the number of batches in the epoch.
-        parts: the number of parts of a batch.
-        devices: the number of devices of each worker.
+    `number` is the minibatch's in the epoch, which has `count` batches of so many `parts`.
     """
     workers = parts // devices
     step, device = divmod(number, devices)

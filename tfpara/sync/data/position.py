@@ -50,19 +50,12 @@ class Position:
         steps: int = 0,
         begun: Pass | None = None,
     ) -> None:
-        """Sets the position to an epoch.
-
-        `steps_seen` is the number of training steps of this process so far; for the other arguments
-        see the attributes.
-        """
+        """Sets the position, after `steps_seen` training steps of this process."""
         self.epoch, self.first, self.steps, self._steps_seen = epoch, first, steps, steps_seen
         self.begun = begun
 
     def enter(self, epoch: int, steps_seen: int) -> None:
-        """Notes that `fit` begins an epoch, after `steps_seen` training steps of this process.
-
-        If the position is in this epoch already, as after a resume, it stays.
-        """
+        """Notes that `fit` begins an epoch; a position that is in it, as after a resume, stays."""
         if epoch != self.epoch or steps_seen > self._steps_seen:
             self.move(epoch, steps_seen)
 
@@ -85,10 +78,7 @@ class Position:
         self._steps_seen = steps_seen() - taken
 
     def take_steps(self) -> int:
-        """Returns how many minibatches of each replica to skip now; the next call returns 0.
-
-        This is for data that are the same dataset in every epoch.
-        """
+        """Returns how many minibatches of each replica to skip now; the next call returns 0."""
         steps, self.steps, self.begun = self.steps, 0, None
         return steps
 

@@ -64,10 +64,9 @@ def shuffled(count: int, seed: int, epoch: int) -> list[int]:
 def shuffled_rows(
     rows: int, seed: int, epoch: int, batch_size: int | None = None
 ) -> NDArray[np.int64]:
-    """Returns 0 … rows − 1 in the order of an epoch, the same for the same seed.
+    """Does what `shuffled` does, but fast; with a batch size, rows are shuffled within batches.
 
-    Seeds are 0 … 2⁴⁸ − 1. With a batch size, rows are shuffled only within each batch. This
-    function is fast enough for millions of rows; `shuffled` is not.
+    Seeds are 0 … 2⁴⁸ − 1.
     """
     # A `RandomState` draws the same numbers in all versions of NumPy.
     drawn = np.random.RandomState([seed % 2**32, seed >> 32, epoch])

@@ -37,10 +37,8 @@ _REMEDY = (
 def difference(facts: Sequence[Mapping[str, Json]], remedy: str = _REMEDY) -> str:
     """Returns a text about a difference between workers' data, with the fix; "" if there is none.
 
-    Args:
-        facts: facts about each worker's data, by rank. The floats in "values" may differ by 1e-3 of
-            their size, since machines may compute the last digits differently.
-        remedy: the fix, in a sentence.
+    `facts` are those about each worker's data, by rank. The floats in "values" may differ by 1e-3
+    of their size, since machines may compute the last digits differently.
     """
     if all(one.get("kind") == OWN for one in facts):
         return ""

@@ -38,9 +38,8 @@ class Elastic(Company):
     """
 
     changes = True
-    # After each change of members TensorFlow prepares all functions anew. If the graph of a step
-    # contained the sync, TensorFlow would prepare the sync twice: as a part of the step, and as the
-    # function that Python calls at the end of an epoch.
+    # After each change of members TensorFlow prepares all functions anew, and would prepare a sync
+    # in the graph of a step a second time, beside the one at the end of an epoch.
     syncs_in_steps = False
     epoch_units: DataPlan
 

@@ -34,8 +34,8 @@ LOST = (
 # TensorFlow's list of tasks must have no gaps. This address stands for task numbers that no worker
 # has; nothing listens at it.
 _PLACEHOLDER = "127.0.0.1:1"
-# A worker that comes back is first alone in a generation of its own. The number of this generation
-# is the number of the worker's last generation plus `_ALONE`. No run has so many generations.
+# A worker that comes back is first alone in a generation whose number is that of its last one plus
+# `_ALONE`. No run has so many generations.
 _ALONE = 1 << 20
 # A change of generation waits at most so long for threads that read data.
 _PATIENCE_SECONDS = 5.0
@@ -53,7 +53,7 @@ class Connection:
     """The line to the meeting point, the present generation, and TensorFlow's server in it.
 
     Attributes:
-        line: the line to the meeting point, for which it waits `timeout_seconds` at most.
+        line: the line to the meeting point.
         form: the present generation.
         founders: number of workers with which the run began.
         members: the present members, as collectives read them.
@@ -84,9 +84,9 @@ class Connection:
         self.founders = self.line.founders
         self.joining = not self.line.founding
         self.in_fit = self.leaves = self.out = self._said_leaving = False
-        # The main thread has this lock alone while it changes the generation. Threads that need
-        # TensorFlow share it: see `Company.steady`. The thread of `line` may wait for it, so the
-        # wait is shorter than the silence after which a worker counts as lost.
+        # The main thread has this lock alone while it changes the generation. The thread of `line`
+        # may wait for it, so the wait is shorter than the silence after which a worker counts as
+        # lost.
         self.steady = SharedLock(min(_PATIENCE_SECONDS, settings.silence_seconds / 4.0))
         # Held while the generation changes, and while the thread of `line` aborts it.
         self._changing = threading.Lock()
@@ -203,9 +203,9 @@ class Connection:
             self.end(str(error), isinstance(error, Ended) and error.complete)
 
     def end(self, why: str, complete: bool = False) -> NoReturn:
-        """Ends this worker's program; the others continue, and it may be restarted.
+        """Ends this program with a sentence; the others train on, and it may be restarted.
 
-        `why` is the cause, as a sentence; `complete`: whether nothing is left to do.
+        `complete`: whether nothing is left to do.
         """
         self.out = True
         self.line.close()
@@ -231,9 +231,8 @@ class Connection:
         except MeetingError as error:
             self.end(str(error))
         if self.line.task != task or self.line.founding:
-            # The meeting point does not know this worker's run. It has given this worker another
-            # task number, which TensorFlow's server cannot take, or it waits for the first workers
-            # of a run (`founding`), which could not use this worker's model.
+            # The meeting point does not know this worker's run. TensorFlow's server cannot take
+            # another task number, and the first workers of a run could not use this model.
             self.end("the run that this worker belongs to is over.")
         self._listen()
         self.joining = True

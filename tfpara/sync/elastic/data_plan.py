@@ -32,8 +32,7 @@ class DataPlan(EpochUnits):
         self._plan = begin(0, connection.form.tasks)
         self.iterator: Iterator[Any] | None = None
         self.facts: Mapping[str, Json] = {}
-        # A function that makes the datasets of the present call of `fit`; None before the first
-        # call.
+        # Makes the datasets of the present call of `fit`; None before the first call.
         self._dataset_fn: Callable[..., tf.data.Dataset] | None = None
 
     @property
@@ -166,10 +165,7 @@ class DataPlan(EpochUnits):
         return self.plan.in_the_model(self.trained_steps())
 
     def reached(self, steps: int = 0) -> int:
-        """Returns the number of trained units if all workers are as far in the block as this one.
-
-        Workers that have taken equally many steps since the last sync return the same number.
-        """
+        """Returns how many units are trained if all workers are as far in the block as this one."""
         del steps
         if self._dealing:
             return round(self._dealing.minibatches(self.plan))
@@ -189,11 +185,7 @@ class DataPlan(EpochUnits):
         return (steps or 0) * parts // self._devices
 
     def position(self) -> dict[str, Json]:
-        """Returns the position at a sync, for a checkpoint.
-
-        So many `minibatches` of the epoch, over all replicas, are done, except for the minibatches
-        of the units `owed`.
-        """
+        """Returns the position at a sync: `minibatches` are done, but not those of units `owed`."""
         if self._dealing:
             return self._dealing.position()
         rest = self.plan

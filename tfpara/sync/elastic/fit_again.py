@@ -53,12 +53,9 @@ class FitAgain:
         self._histories: list[Json] = []  # the `History` of each earlier call of `fit`, as JSON
         self._logs: Any = None  # the logs of the last step
         self._step_began_in = 0  # the generation in which the present step began
-        # Whether this worker, as the chief, has sent `Rejoin.terms` to the meeting point in this
-        # call.
+        # Whether this worker, as the chief, has sent the terms to the meeting point in this call.
         self._agreed = False
-        # Whether the last call of `fit` has failed. It is set to True when the call begins, and to
-        # False only when it returns, so that it stays True after any error.
-        self._failed = False
+        self._failed = False  # whether the last call of `fit` has begun, and not returned
         self._returns = False  # whether this worker has rejoined within the present call of `fit`
         self._passes_by = False  # whether this worker takes no part in the present call of `fit`
         self._given: Mapping[str, Any]  # the arguments of the present call of `fit`
@@ -147,8 +144,7 @@ class FitAgain:
         self._agreed = self._returns = False
         self._transfer.holders.clear()  # they belong to callbacks of an earlier call of `fit`
         for synchronizer in self._extended.models.synchronizers:
-            # Requests to meet are dropped. A worker that wants to join is told that this call of
-            # `fit` has begun, and then asks again.
+            # A worker that wants to join is told that this call has begun, and asks again.
             synchronizer.graph.answered(Request.MEET)
         if not self._connection.joining and progress.fit:
             line.begins(progress.fit, self._histories)
@@ -159,8 +155,7 @@ class FitAgain:
             with stepping(model, self._step):
                 yield
             if not self._connection.joining:
-                # Without this barrier, a worker could end its program while another worker still
-                # waits for it in an exchange.
+                # No worker ends its program while another still waits for it in an exchange.
                 self._extended.worker.company.together(
                     lambda: self._extended.control.collectives.barrier("fit")
                 )
@@ -198,10 +193,10 @@ class FitAgain:
         model._initial_epoch = self._data.plan.epoch
 
     def _trace_alone(self, model: keras.Model) -> None:
-        """Traces a step by taking it while the others train; the step is no part of the run.
+        """Takes a step, a sync, a meeting and a step of validation, which are no part of the run.
 
-        A sync, a meeting and a step of validation follow. TensorFlow takes long for the first ones
-        of a process, and in the run all workers would wait for that.
+        TensorFlow takes long for the first ones of a process, and in the run all workers would wait
+        for that.
         """
         balance = self._extended.balance
         before = [each.graph.statistics() for each in self._extended.models.synchronizers]
@@ -209,9 +204,8 @@ class FitAgain:
         step: Any = model.train_function
         with contextlib.suppress(tf.errors.OutOfRangeError, StopIteration):
             self._logs = step.inner(self._alone)
-            # If the function takes several steps, its graph contains a sync, besides the one that
-            # Python code calls below. The sync in the graph must run once, too. So the counter of
-            # steps is set so that the next step is the last one of its block.
+            # If the function takes several steps, its graph contains a sync of its own, which must
+            # run once, too. So the next step is made the last one of its block.
             if balance is None and model.steps_per_execution > 1:
                 block = self._synchronizer.graph.block
                 block.steps.assign(block.period - 1)
@@ -284,9 +278,8 @@ class FitAgain:
     def _meet_if_needed(self) -> None:
         """Meets the others if all have agreed to it in a sync, or if a member is lost.
 
-        A loss is not left to the next sync, which would fail: a spare worker would wait until then.
-        And if a step's graph has syncs, TensorFlow would prepare a sync twice: there, and to repeat
-        the one that failed.
+        A loss is not left to the next sync, which would fail: a spare worker would wait until then,
+        and TensorFlow would prepare a sync twice if a step's graph has syncs.
         """
         if not self._extended.models.synchronizers:
             return

@@ -33,9 +33,8 @@ from tfpara.sync.tensorflow.extended import PeriodicSyncExtended
 from tfpara.typing import Json
 from tfpara.version import __version__
 
-# Garbage is collected in each generation whose number is a multiple of 16. The functions that read
-# the data of earlier generations are in reference cycles, and in a process with many objects Python
-# itself rarely looks for such cycles.
+# Garbage is collected in every 16th generation: functions that read the data of earlier ones are in
+# reference cycles, for which Python rarely looks in a process with many objects.
 _COLLECTED = 16
 _log = logging.getLogger(__name__)
 
@@ -89,9 +88,9 @@ class Rejoin:
         self.others: Mapping[str, Any] = {}
         self.last = ""
         self.record: Callable[[str], None] | None = None
-        # `write_record` writes these facts about the last meeting: the task that was furthest; the
-        # tasks that received its state; and for each rank, how many steps of the open block its
-        # worker counts but has not trained.
+        # Facts about the last meeting, for the record: the task that was furthest; those that took
+        # over its state; and for each rank, the steps of the open block that its worker counts but
+        # has not trained.
         self._source: int | None = None
         self._taken: list[int] = []
         self._late = [0] * len(connection.form.tasks)
@@ -218,12 +217,10 @@ class Rejoin:
         """
         furthest = [own for own in reports if own and own["syncs"] == syncs]
         if self.extended.balance is None:
-            # A worker is ready to sync when its count of steps reaches the sync period. The count
-            # includes the steps of the block that the worker has missed. A worker that is behind
-            # gets the smallest count in `furthest`, so it is ready with the last worker of these.
+            # A worker is ready to sync when its count of steps, which includes missed ones, reaches
+            # the sync period. So a worker that is behind is ready with the last one of `furthest`.
             missed = min(own["counted"] for own in furthest)
         else:
-            # With `balance` no worker takes further steps in this block: see the comment below.
             missed = max(own["open"] for own in furthest)
         for synchronizer in self.extended.models.synchronizers:
             block = synchronizer.graph.block
@@ -301,9 +298,8 @@ def _how_far(report: Mapping[str, Any]) -> tuple[int, ...]:
         # knows which worker has which minibatches (`carried`). So such a worker counts as further.
         any(report["plan"]["carried"]),
         # Of workers that are equally far, the one with the smallest count of steps in the open
-        # block sends its state. The receivers get this count (`_shorten_block`) and the sender's
-        # optimizer step count. So sender and receivers have equal optimizer step counts at the end
-        # of the block.
+        # block sends its state. The receivers get this count, and the optimizer's count of steps,
+        # which is then equal on all of them at the end of the block.
         -report["counted"],
     )
 
@@ -311,9 +307,9 @@ def _how_far(report: Mapping[str, Any]) -> tuple[int, ...]:
 def _next_plan(
     form: Form, reports: list[Any], behind: list[bool], ahead: Mapping[str, Any]
 ) -> Plan:
-    """Returns the plan of a generation, from the reports of its members by rank (None: a newcomer).
+    """Returns the plan of a generation, from the reports of its members; `ahead` is the furthest.
 
-    `behind` tells which workers receive another one's state; `ahead` is the sender's report.
+    `behind` tells which workers receive another one's state.
     """
     plan = Plan.of(ahead["plan"])
     here = dict(zip(form.tasks, zip(reports, behind, strict=True), strict=True))

@@ -73,8 +73,8 @@ class StateTransfer:
     def hand_over(self, source: int, receives: bool, joins: bool, ahead: Mapping[str, Any]) -> None:
         """Sends the state of one worker to those that receive it; all workers call it.
 
-        `source` is the sender's rank, and `ahead` its report. If this worker `receives` the state
-        and `joins` (is new), it also receives the log of earlier epochs.
+        `source` is the sender's rank, and `ahead` its report. A worker that `joins`, and so
+        `receives`, also gets the log of earlier epochs.
         """
         (synchronizer,) = self._extended.models.synchronizers
         hosts = self._extended.control.collectives

@@ -49,9 +49,8 @@ class ShuffledArrays(data_adapters.ArrayDataAdapter):
         self._order.assign(self._extended.data.next_order_of_rows(self._num_samples, within))
 
     def get_tf_dataset(self) -> tf.data.Dataset:
-        # Keras calls tf.random.shuffle to shuffle all rows or, with shuffle="batch", the rows of
-        # each batch. While Keras builds the dataset, a lookup in `_order` replaces that function,
-        # so the rows come in the order of `_order`.
+        # While Keras builds the dataset, a lookup in `_order` replaces tf.random.shuffle, by which
+        # Keras shuffles all rows or, with shuffle="batch", those of each batch.
         calls = []
 
         def ordered(numbers: tf.Tensor) -> tf.Tensor:
@@ -184,9 +183,8 @@ class PyDatasetSteps(Steps):
         else:
             plans = [reading.reads(self.order, *share) for share in self._shares]
         together, numbers = itertools.tee(zip(*plans, strict=True))
-        # The last batches of a pass may be divided among all shares, so that several shares of this
-        # worker need parts of the same batch. The calls of `dict.fromkeys` drop the repeated
-        # numbers of such batches, so that the worker reads each batch only once.
+        # Several shares of this worker may need parts of the same batch, among the last ones of a
+        # pass. `dict.fromkeys` drops repeated numbers, so that each batch is read once.
         wanted = (k for reads in numbers for k in dict.fromkeys(read.batch for read in reads))
         steady = self._extended.worker.company.steady
         batches = reading.ahead(self._dataset, wanted, self._processes, steady)
@@ -210,10 +208,7 @@ class PyDatasetSteps(Steps):
             self._adapter.on_epoch_end()
 
     def _agreed(self) -> Any:
-        """Returns a context in which all workers draw the same random numbers.
-
-        The dataset's hooks run in it, since they may shuffle the dataset.
-        """
+        """Returns a context for the dataset's hooks, in which all workers draw the same numbers."""
         self._hooks_called += 1
         seed = self._extended.data.order.seed
         if self._parts == 1 or seed is None:
@@ -241,18 +236,16 @@ def signature_of(batches: list[Data]) -> Nest:
     """Returns the spec of batches, in which any number of rows is allowed."""
 
     def spec_of(spec: tf.TypeSpec) -> tf.TypeSpec:
-        # Keras gives an input that is None the spec of an optional. tf.data cannot divide an
-        # optional among devices, but it passes on a None.
+        # Keras gives an input that is None the spec of an optional, which cannot be divided.
         return tf.type_spec_from_value(None) if isinstance(spec, tf.OptionalSpec) else spec
 
     return keras.tree.map_structure(spec_of, data_adapter_utils.get_tensor_spec(batches))
 
 
 def shown_values(batches: list[Data]) -> list[Json]:
-    """Returns values by which the batches of workers are compared.
+    """Returns values by which workers compare batches: of the labels, if there are any.
 
-    Inputs may differ between workers, for example by noise. So the labels are compared, if there
-    are any; labels also show the order of the rows.
+    Inputs may differ between workers, for example by noise.
     """
     labels = [each[1] if isinstance(each, tuple) and len(each) > 1 else each for each in batches]
     return same_data.values_of(labels)

@@ -25,11 +25,7 @@ _STEPS_BEFORE = "tfpara_steps_before"
 
 
 def with_files_of_the_chief(make: Callable[..., None]) -> Callable[..., None]:
-    """Replaces the constructor of `CallbackList`, which `fit`, `evaluate` and `predict` call.
-
-    The replacement sorts the callbacks by their `order`. On workers other than the chief it makes
-    them write to temporary folders.
-    """
+    """Replaces the constructor of `CallbackList`, which `fit`, `evaluate` and `predict` call."""
     signature = inspect.signature(make)
 
     @functools.wraps(make)
@@ -79,11 +75,10 @@ def _in_place(name: str) -> Callable[[Method], Method]:
 
 
 def _counted(name: str, extended: Any, callbacks: CallbackList, batch: int) -> int:
-    """Returns the number in the epoch, from 0, of a minibatch of a call of the train function.
+    """Returns the number in the epoch, from 0, of the first or last minibatch of a step of Keras.
 
-    It is the call's first minibatch for "on_train_batch_begin", else the last. Keras counts
-    `steps_per_execution` minibatches for each call. With `balance=` a call may take fewer, since it
-    ends with its block.
+    Keras counts `steps_per_execution` minibatches for each. With `balance=` it may have fewer,
+    since it ends with its block.
     """
     if extended.balance is None or callbacks._model.steps_per_execution == 1:
         return batch

@@ -36,10 +36,14 @@ def prepared(callback: keras.callbacks.Callback, strategy: Any) -> Any:
         if type(callback) is _CALLBACKS.RemoteMonitor:
             return callback if strategy.is_chief else None
         return callback if attribute is None else _Elsewhere(callback, attribute, strategy)
-    if isinstance(callback, _CALLBACKS.CSVLogger):
-        # A CSVLogger does not make the folder of its file. The other kinds of callbacks do.
-        os.makedirs(os.path.dirname(callback.filename) or ".", exist_ok=True)
+    _make_folder(callback)
     return callback
+
+
+def _make_folder(callback: keras.callbacks.Callback) -> None:
+    """Makes the folder of a CSVLogger's file; the other kinds of callbacks make theirs."""
+    if isinstance(callback, _CALLBACKS.CSVLogger):
+        os.makedirs(os.path.dirname(callback.filename) or ".", exist_ok=True)
 
 
 def _refuse(callback: keras.callbacks.Callback, strategy: Any) -> None:
@@ -72,9 +76,8 @@ def _refuse(callback: keras.callbacks.Callback, strategy: Any) -> None:
 def _restores_best(callback: Any) -> bool:
     """Returns whether a callback is an EarlyStopping that sets the best weights when `fit` ends."""
     kind = _CALLBACKS.EarlyStopping
-    if not isinstance(callback, kind) or type(callback).on_train_end is not kind.on_train_end:
-        return False
-    return bool(callback.restore_best_weights)
+    ends = isinstance(callback, kind) and type(callback).on_train_end is kind.on_train_end
+    return ends and bool(callback.restore_best_weights)
 
 
 class _Elsewhere(keras.callbacks.Callback):
@@ -104,11 +107,11 @@ class _Elsewhere(keras.callbacks.Callback):
             self._elsewhere = True
             self._call_elsewhere(method, *args, **kwargs)
         else:
+            if self._elsewhere or method == "on_train_begin":
+                _make_folder(self._callback)
             if self._elsewhere:
                 self._elsewhere = False
                 self._begin_anew()
-            if isinstance(self._callback, _CALLBACKS.CSVLogger) and method == "on_train_begin":
-                os.makedirs(os.path.dirname(self._callback.filename) or ".", exist_ok=True)
             getattr(self._callback, method)(*args, **kwargs)
         self._trains = method == "on_train_begin" or (self._trains and method != "on_train_end")
 

@@ -52,8 +52,7 @@ def compiled_by_replica(
 def _bound(step: Callable[..., Nest], model: keras.Model) -> Callable[..., Nest]:
     """Returns a step as a method of its model, in which `run` finds the model and the step's name.
 
-    A step with the decorator `tf.function` is no method, nor is a function that was assigned to
-    `model.train_step`. Other decorators may change the name.
+    A function assigned to `model.train_step`, or decorated by `tf.function`, is no method.
     """
     names = (each for each in ("train_step", "test_step") if getattr(model, each) == step)
     name = next(names, None) or step.__name__

@@ -34,8 +34,7 @@ def with_divided_data(make: Any) -> Method:
         dataset = data if isinstance(data, tf.data.Dataset) else None
         _compare(adapter, dataset, extended)
         if dataset is not None and not same_data.divided_between_workers(dataset):
-            # Keras takes the number of an epoch's steps from the dataset in the adapter. So the
-            # adapter gets the distributed dataset, which has one element for each step.
+            # Keras takes the number of steps from the adapter's dataset, so this is distributed.
             data = distribute_strategy.experimental_distribute_dataset(dataset)
             adapter = data_adapters.TFDatasetAdapter(data)
         kind = Epochs if isinstance(adapter, (Steps, ShuffledArrays)) else Passes
@@ -52,11 +51,7 @@ def with_divided_data(make: Any) -> Method:
 
 
 def _adapter_of(given: dict[str, Any], extended: PeriodicSyncExtended) -> Any:
-    """Returns an adapter of the data among the arguments of `fit`.
-
-    Keras chooses the kind of adapter, and raises its own errors. Data that are an adapter already
-    stay as they are.
-    """
+    """Returns an adapter of the data among the arguments of `fit`, of the kind by Keras' choice."""
     adapter = data_adapters.get_data_adapter(**given)
     if isinstance(adapter, data_adapters.PyDatasetAdapter):
         return PyDatasetSteps(given["x"], adapter, extended)
@@ -199,9 +194,8 @@ class Epochs(Passes):
 
     def _get_iterator(self) -> Iterable[Nest]:
         if self._current_iterator is not None:
-            # At the end of a pass Keras asks for the next pass before it calls the dataset's
-            # `on_epoch_end`, which may change the data. So Keras gets an empty pass now, and the
-            # next pass begins later.
+            # Keras asks for the next pass before it calls the dataset's `on_epoch_end`, which may
+            # change the data. So Keras gets an empty pass now, and the next pass begins later.
             return ()
         self.data_adapter.begin_pass()
         return super()._get_iterator()

@@ -130,9 +130,8 @@ def _deal_out_py_dataset(strategy: Any, began: Began, given: dict[str, Any]) -> 
         in_order = shuffled(count, seed, epoch) if shuffle else range(count)
         dealt = data_place.dealt()
         if dealt is not None:
-            # The minibatches that are parts of one batch have successive numbers. So a worker takes
-            # its parts of a batch one after the other, and the cache, which holds the last batch,
-            # mostly saves a second read of that batch.
+            # The parts of a batch have successive numbers, so the cache of the last batch mostly
+            # saves a second read of it.
             recent = functools.lru_cache(1)(data.__getitem__)
 
             def one(number: int) -> Iterator[Any]:
@@ -172,12 +171,7 @@ def _deal_out_py_dataset(strategy: Any, began: Began, given: dict[str, Any]) -> 
 
 
 def _check_py_dataset(data: keras.utils.PyDataset, option: str, given: dict[str, Any]) -> None:
-    """Checks a PyDataset that `option` deals out; it must have the labels and weights, too.
-
-    Raises:
-        ValueError: `fit` was given labels, weights or a split apart; or the dataset has hooks that
-            change it between epochs, or reads in processes.
-    """
+    """Raises ValueError for a PyDataset that `option` cannot deal out, or for data beside it."""
     for name in ("y", "sample_weight", "validation_split"):
         value = given.get(name)
         if value is not None and (name != "validation_split" or value):

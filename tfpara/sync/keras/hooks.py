@@ -108,8 +108,7 @@ def _watched(fit: Method) -> Method:
     return fitting
 
 
-# If an operation fails while Ctrl-C interrupts this process, pybind11 puts this text into the
-# operation's error. For example, an operation fails if Ctrl-C has already ended another worker.
+# The text in the error of an operation that fails while Ctrl-C interrupts this process.
 _INTERRUPTED = "REPLACED BY KeyboardInterrupt"
 
 
@@ -169,10 +168,7 @@ def _placed(
 def _of_all_rows(
     predict: Method, strategy: Any, model: keras.Model, *args: object, **kwargs: object
 ) -> object:
-    """Runs a method that predicts, for each row once, on the worker that calls it.
-
-    Within a callback of `fit`, the data of `predict` do not count as data of the epoch.
-    """
+    """Runs a method that predicts, for each row once, on the worker that calls it."""
     extended = strategy.extended
     with extended.call_site.in_call(PREDICT), predicting():
         return predict(model, *args, **kwargs)

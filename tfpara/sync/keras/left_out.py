@@ -67,12 +67,8 @@ def tell(extended: PeriodicSyncExtended, model: keras.Model, epoch: int, logs: L
 def _inside(extended: PeriodicSyncExtended, replica: int, numbers: Sequence[int]) -> Sequence[str]:
     """Returns a text for each of some minibatches: its rows, if the data are arrays, or its batch.
 
-    The text is "" where neither is known.
-
-    Args:
-        replica: the index of a replica on this worker.
-        numbers: the numbers of minibatches among those of this replica in the epoch, from 1, in
-            rising order.
+    The text is "" where neither is known. `numbers` count the minibatches of a replica of this
+    worker in the epoch, from 1, and rise.
     """
     passes = extended.data.passes
     unknown = [""] * len(numbers)

@@ -55,15 +55,12 @@ def has_own(model: keras.Model, names: Sequence[str]) -> bool:
 
 def _plain(logs: dict[str, Json]) -> dict[str, Json]:
     """Returns logs as numbers, texts and lists, with nested dicts flattened."""
-    return {
-        name: keras.tree.map_structure(_decoded, array_of(value).tolist())
-        for name, value in flat_log(logs).items()
-    }
 
+    def plain(value: Any) -> Any:  # bytes are what tensors have for texts
+        return value.decode(errors="replace") if isinstance(value, bytes) else value
 
-def _decoded(value: Any) -> Any:
-    """Returns bytes, which tensors have for texts, as a text, and any other value as it is."""
-    return value.decode(errors="replace") if isinstance(value, bytes) else value
+    lists = {name: array_of(value).tolist() for name, value in flat_log(logs).items()}
+    return {name: keras.tree.map_structure(plain, value) for name, value in lists.items()}
 
 
 def _mean(values: list[Nest]) -> Nest:
@@ -88,5 +85,5 @@ def _counted_nothing(model: keras.Model, name: str, metrics: dict[str, Nest]) ->
     # `model.metrics` has the metrics given to `compile` only inside one container metric. The log
     # does not have the container's name.
     of_name = of_name or [metric for metric in model.metrics if metric.name not in metrics]
-    values = (keras.ops.convert_to_tensor(v) for metric in of_name for v in metric.variables)
-    return not any(np.any(array_of(value)) for value in values)
+    values = (array_of(keras.ops.convert_to_tensor(v)) for m in of_name for v in m.variables)
+    return not any(map(np.any, values))

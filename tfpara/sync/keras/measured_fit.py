@@ -19,12 +19,9 @@ from tfpara.sync.one_sync.replicas import BUCKET_BYTES
 from tfpara.sync.one_sync.statistics import NO_SYNCS, SyncStatistics
 from tfpara.typing import Logs
 
-# The longest sync period that is measured, in minibatches. A longer one would only take more time,
-# since minibatches are alike.
-_LONGEST_PERIOD = 10
-# `_WARM_BLOCKS` is the number of blocks that warm up, before the measurement. `_STEPS` and
-# `_BLOCKS` are the smallest numbers of steps and of blocks that are measured.
-_WARM_BLOCKS, _STEPS, _BLOCKS = 4, 40, 6
+_LONGEST_PERIOD = 10  # in minibatches; longer ones would only take more time
+_WARM_BLOCKS = 4  # number of blocks before the measurement
+_STEPS, _BLOCKS = 40, 6  # the smallest numbers of steps and of blocks that are measured
 _REDUCES = 9  # number of all-reduces of each size; the median of their times counts
 _REDUCED_BYTES = 4 << 20  # with fewer bytes an all-reduce would show only the link's latency
 
@@ -32,10 +29,9 @@ _REDUCED_BYTES = 4 << 20  # with fewer bytes an all-reduce would show only the l
 class MeasuredFit(keras.callbacks.Callback):
     """Measures blocks of a `fit` in place of its callbacks, prints the times, and ends the program.
 
-    The callbacks are left out, so that no checkpoint is read and nothing is written. Steps that
-    follow each other in an epoch are measured: the time from the end of one to the end of the next,
-    with their syncs and their data. The time of Keras' callbacks and of this one is not in it.
-    Longer periods are shortened to 10 minibatches or half an epoch, whichever is less.
+    The callbacks are left out, so that no checkpoint is read and nothing is written. What is
+    measured is the time from the end of a step to the end of the next in an epoch, with their syncs
+    and data, without callbacks. Longer periods are shortened to 10 minibatches or half an epoch.
     """
 
     async_safe = False
@@ -46,9 +42,7 @@ class MeasuredFit(keras.callbacks.Callback):
         self._blocks = 0  # the measurement ends after this number of blocks
         self._seconds = 0.0
         self._counted = self._former = NO_SYNCS
-        # The time when this callback last returned from a step's hook; None: this epoch has had no
-        # step yet.
-        self._left: float | None = None
+        self._left: float | None = None  # when the hook of the epoch's last step has returned
         self._told = 0  # the number of the last block that was printed
 
     def on_train_begin(self, logs: Logs | None = None) -> None:

@@ -16,12 +16,11 @@ from tfpara.sync.tensorflow.extended import PeriodicSyncExtended
 from tfpara.sync.tensorflow.variables import in_replica, local_replica
 from tfpara.typing import Nest, Variable
 
-# This dict is filled only while `build_optimizers` traces a step. It maps the id of each optimizer
-# without slots to the weights that the optimizer trains. Until the optimizer's `apply` is called,
-# the value is None.
+# Filled only while `build_optimizers` traces a step: by the id of an optimizer without slots, the
+# weights that it trains; None until its `apply` is called.
 _unbuilt: dict[int, Sequence[Variable] | None] = {}
-# This dict has an optimizer's id only during a step of the optimizer. The values are the momentum
-# (or Adam's β₁) and the factor of SGD's learning rate, both fitted to the length of the block.
+# During a step of an optimizer, by its id: the momentum (or Adam's β₁) and the factor of SGD's
+# learning rate, both fitted to the length of the block.
 _fitted: dict[int, tuple[tf.Tensor, tf.Tensor]] = {}
 # For each model: the spec of a minibatch in the model's present or last `fit`.
 element_specs: weakref.WeakKeyDictionary[keras.Model, Nest] = weakref.WeakKeyDictionary()
@@ -43,8 +42,7 @@ def step_noted(apply: Method) -> Method:
         if not isinstance(extended, PeriodicSyncExtended) or not in_replica():
             return apply(optimizer, grads, trainable_variables)
         guard, scaling = extended.steps.guard, keras.optimizers.LossScaleOptimizer
-        # The guard ignores the gradients of a LossScaleOptimizer: that optimizer itself handles the
-        # NaN and Inf that its scaling causes.
+        # A LossScaleOptimizer itself handles the NaN and Inf that its scaling causes.
         if guard and not extended.steps.trace.applying and not isinstance(optimizer, scaling):
             guard.look(grads)
         fitted = extended.momentum.of_step(optimizer, local_replica())
@@ -111,9 +109,8 @@ def with_fitted_momentum(
     factor: tf.Tensor,
 ) -> None:
     """Takes a step of SGD: velocity ← m'·velocity − rate'·g, with fitted m' and rate'."""
-    # Keras' own `update_step` tests in Python whether the momentum is 0. That is impossible here,
-    # since the momentum is a tensor of a graph. The functions of `keras.ops` also accept sparse
-    # gradients (tf.IndexedSlices).
+    # Keras' own `update_step` tests in Python whether the momentum is 0, and here it is a tensor of
+    # a graph. The functions of `keras.ops` also accept sparse gradients (tf.IndexedSlices).
     ops = keras.ops
     rate = ops.cast(learning_rate, variable.dtype) * factor
     step = ops.multiply(ops.cast(gradient, variable.dtype), rate)
@@ -155,8 +152,7 @@ def build_optimizers(model: keras.Model) -> None:
     unbuilt = list(unbuilt_optimizers(model).values())
     if unbuilt and spec is not None and not model.run_eagerly:
         strategy = model.distribute_strategy
-        # The strategy's own `run` would make a synchronizer, which needs the slots that are still
-        # missing. The `run` of TensorFlow's class makes no synchronizer; it only traces the step.
+        # The strategy's own `run` would make a synchronizer, which needs the missing slots.
         run = tf.distribute.MultiWorkerMirroredStrategy.run
         step = tf.autograph.experimental.do_not_convert(
             lambda minibatch: run(strategy, model.train_step, args=(minibatch,))

@@ -17,18 +17,16 @@ from tfpara.sync.workers.worker import Worker
 from tfpara.typing import Array, Data, Json, Nest
 
 _PREDICT = call("strategy.predict()")
-# A worker sends its rows in pieces of at most this number of bytes. So a worker that does not keep
-# the rows needs memory for only one piece from each worker at a time.
+# A worker sends its rows in pieces of so many bytes at most, since a worker that does not keep them
+# then needs memory for one piece of each worker.
 _PIECE_BYTES = 64 << 20
 _REMEDY = "Give the same data on every worker: strategy.predict divides them."
 
 
 class _Whole(NamedTuple):
-    """All the data of a prediction, of which each worker takes a part.
+    """All the data of a prediction: `length` rows of arrays, or batches of other data.
 
-    length: the number of rows of arrays, or of batches of other data.
-    part: returns the rows or batches from one number to before another, for `model.predict`.
-    facts: facts by which the data are compared with those of other workers.
+    `part` returns those from one number to before another. By `facts` workers compare the data.
     """
 
     length: int
@@ -83,10 +81,7 @@ def predict(
 
 
 def _gathered(mine: Array, worker: Worker, keeps: bool) -> Array | None:
-    """Returns the rows of all workers, by rank, or None unless `keeps`.
-
-    Workers send their rows in pieces of `_PIECE_BYTES` at most.
-    """
+    """Returns the rows of all workers, by rank, or None unless `keeps`."""
     if not isinstance(mine, np.ndarray):
         raise ValueError(
             f"strategy.predict: an output is a {type(mine).__name__}, whose rows cannot be "

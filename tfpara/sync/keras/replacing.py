@@ -12,9 +12,8 @@ import keras
 # their data.
 from keras.src.backend.tensorflow import trainer as trainer
 
-# All public functions for saving (Model.save, Model.save_weights, those of keras.saving and
-# keras.models) call functions of `legacy_h5_format` and `saving_lib`. So a replacement there also
-# acts if a script has already imported a public function by name.
+# All public functions for saving call functions of `legacy_h5_format` and `saving_lib`. So a
+# replacement there also acts if a script has already imported a public function by name.
 from keras.src.legacy.saving import legacy_h5_format as legacy_h5_format
 from keras.src.saving import saving_lib as saving_lib
 from keras.src.trainers import data_adapters as data_adapters

@@ -32,9 +32,8 @@ def by_the_chief(
     The file has the global weights, unless `strategy.weights` shows others.
     """
     models = strategy.extended.models
-    # While Keras saves, it creates optimizers and layers, to compare them with those of the model.
-    # Usually all workers create the same variables, and exchange the initial values. Here the chief
-    # may be the only worker that creates them, so there must be no exchange.
+    # While Keras saves, it creates optimizers and layers to compare with the model's. The chief may
+    # be the only worker that does, so there must be no exchange of initial values.
     with strategy.extended.initial_values.alone():
         if not isinstance(filepath, (str, os.PathLike)):
             with models.writing(model):
@@ -61,10 +60,9 @@ def for_any_task(
 
 
 def is_of_keras(path: str) -> bool:
-    """Returns whether a path is a URL to which Keras itself can write.
+    """Returns whether a path is a URL to which Keras itself can write, also without tensorflow-io.
 
-    With tensorflow-io imported Keras could write to more kinds of URLs, but with other settings of
-    the store. Whether that is imported must not decide how a model is written.
+    Whether that is imported must not decide how a model is written.
     """
     return path.partition("://")[0] in {"hf", "gs", "ram", "file"} and "://" in path
 
@@ -91,8 +89,7 @@ asks_store = _for_stores(lambda url: RemoteFolder(url).exists())
 def _scratch(path: str) -> Iterator[str]:
     """Yields the path to write a model to, which appears at `path` only once it is complete."""
     if is_of_keras(path) or (os.path.isdir(path) and not files.holds_a_model_alone(Path(path))):
-        # Keras writes to `path` itself. The code below would replace a whole folder, so other files
-        # in the folder would be lost.
+        # The code below would replace a whole folder, and other files in it would be lost.
         yield path
         return
     with remote_files.whole(path) as scratch, _printing(os.fspath(scratch), path):

@@ -55,10 +55,7 @@ def check(model: keras.Model, strategy: tf.distribute.Strategy) -> None:
 
 
 def _look_at_stranger(model: keras.Model) -> None:
-    """Refuses a model that is partly in a strategy's scope; warns, once, of one wholly outside.
-
-    There is no warning if another model was trained under a strategy.
-    """
+    """Refuses a model partly in a scope; warns, once, of one outside if none was trained in one."""
     for strategy in _strategies:
         if any(_is_of(v, strategy) for _, variables in _parts(model) for v in variables):
             raise ValueError(

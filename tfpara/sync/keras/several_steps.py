@@ -52,17 +52,16 @@ def _loop(
 ) -> Callable[[Any], Any]:
     """Returns a graph function that calls `one` for each of up to `most` minibatches.
 
-    It returns an optional with the outputs of the last minibatch; without a value if there was
-    none. The steps leave their syncs to this loop. If blocks are `by_speed`, a sync ends the loop:
-    workers come to it after unlike numbers of minibatches, and all of them must act on what they
-    agree on there before any worker comes to the next sync.
+    It returns an optional with the outputs of the last minibatch, if there was one. The steps leave
+    their syncs to this loop. If blocks are `by_speed`, a sync ends the loop: workers come to it
+    after unlike numbers of minibatches, and all must act on what they agree on there before any
+    comes to the next sync.
     """
 
     @functools.partial(tf.function, reduce_retracing=True)
     @tf.autograph.experimental.do_not_convert
     def several(iterator: Any) -> Any:
-        # Each tracing of a step adds a pair: the step's outputs, and the syncs that may be due
-        # after the step. The step does not contain these syncs, because this loop runs them.
+        # Each tracing of a step adds its outputs, and the syncs that may be due after it.
         traced: list[tuple[Any, list[Any]]] = []
 
         def goes_on(number: tf.Tensor, outputs: tf.Tensor, data: Any) -> tf.Tensor:

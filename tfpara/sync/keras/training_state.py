@@ -25,7 +25,7 @@ class TrainingState:
     metrics, and the counters of steps, syncs, bytes and pushes.
 
     The model must be built and compiled. Every worker must make the copy, and restore it, at the
-    same point between epochs.
+    same point between epochs. `kept` are the variables and their values.
     """
 
     def __init__(self, model: keras.Model) -> None:
@@ -41,20 +41,16 @@ class TrainingState:
         # `read_value` copies nothing yet. TensorFlow copies the value when the variable is next
         # written.
         changing = _changing(model, _shared_slots(model))
-        self._kept = [(variable, variable.read_value()) for variable in changing]
+        self.kept = [(variable, variable.read_value()) for variable in changing]
 
     def restore(self) -> None:
         """Puts everything back, bit for bit. Every worker must call it; it may be called again."""
-        for variable, value in self._kept:
+        for variable, value in self.kept:
             variable.assign(value)
         self._go_back()
         models = getattr(self._strategy.extended, "models", None)  # AsyncStrategy has no `models`
         for synchronizer in models.synchronizers if models else ():
             synchronizer.was_put_back()
-
-    def by_variable(self) -> dict[int, tf.Tensor]:
-        """Returns the kept values, by the ids of their variables."""
-        return {id(variable): value for variable, value in self._kept}
 
 
 class EpochStart:
@@ -107,7 +103,8 @@ class EpochStart:
         """The arrays that joiners receive; if no state was noted, the present values instead."""
         if self._taken is not None:
             return self._taken
-        noted = {} if self._state is None else self._state.by_variable()
+        kept = self._state.kept if self._state else []
+        noted = {id(variable): value for variable, value in kept}
         return [noted.get(id(v), v.read_value()).numpy() for v in self._travelling()]
 
     @weights.setter

@@ -100,8 +100,7 @@ class Company:
         found = ALONE if self._by_horovod else self._found
         if found.num_workers == 1:
             return tf.distribute.cluster_resolver.SimpleClusterResolver(tf.train.ClusterSpec({}))
-        # TensorFlow is given the cluster that tfpara has checked, so that it does not read
-        # TF_CONFIG itself.
+        # TensorFlow does not read TF_CONFIG itself, but gets the cluster that tfpara has checked.
         return tf.distribute.cluster_resolver.SimpleClusterResolver(
             tf.train.ClusterSpec(json.loads(found.tf_config())["cluster"]),
             task_type=found.task_type,
@@ -164,10 +163,9 @@ class Company:
                     synchronizer.finish_block()
 
     def sums(self, parts: Sequence[tf.Tensor], evaluates: bool) -> list[tf.Tensor]:
-        """All: returns the sums over the workers of metrics' variables.
+        """All: returns the sums over the workers of `parts`, the values of metrics' variables.
 
-        `parts`: the variables' values on this worker. `evaluates`: whether the metrics are those of
-        an evaluation.
+        `evaluates`: whether the metrics are those of an evaluation.
         """
         del evaluates  # in an evaluation, too, each worker has only a part of the data
         # All blocks are closed first. This waits until no worker has data left, so that the metrics
@@ -200,16 +198,13 @@ class Company:
         """Begins an epoch of `fit`, before the callbacks' `on_epoch_begin`."""
 
     def check_step(self) -> None:
-        """Restarts a step if members, and with them this worker's data, have changed meanwhile.
-
-        Called before the step has trained anything.
-        """
+        """Restarts a step that has trained nothing yet if members have changed meanwhile."""
 
     def steady(self) -> AbstractContextManager[Any]:
         """Returns a context in which members do not change.
 
-        Operations that a thread beside the main one calls need it: TensorFlow keeps what it has
-        prepared for an operation, and a change of members while it does so leaves it invalid.
+        Threads beside the main one call TensorFlow in it: if members change while TensorFlow
+        prepares an operation, what it keeps is invalid.
         """
         return contextlib.nullcontext()
 

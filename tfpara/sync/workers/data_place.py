@@ -14,10 +14,7 @@ from tfpara.contexts import context_variable
 def first_replica_of(worker: int, devices: int, unlike: Sequence[int] = ()) -> int:
     """Returns the number, among all replicas, of a worker's first one.
 
-    Args:
-        worker: number of the worker, from 0.
-        devices: number of devices of each worker, if they have equally many.
-        unlike: number of devices of each worker, by rank, if they differ; else empty.
+    All workers have so many `devices`, unless `unlike` has the number of each, by rank.
     """
     return sum(unlike[:worker]) if unlike else worker * devices
 
@@ -61,9 +58,8 @@ class DataPlace:
         return list(range(first, first + self.devices))
 
 
-# The place for which a dataset is being constructed. Threads of tf.data, which read the dataset
-# later, do not inherit this context variable. They do not need it, since only the construction uses
-# it.
+# The place for which a dataset is being constructed. Threads that read the dataset later do not
+# inherit this context variable.
 _PLACE: contextvars.ContextVar[DataPlace | None] = contextvars.ContextVar(
     "tfpara_data_place", default=None
 )

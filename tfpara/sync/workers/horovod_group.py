@@ -31,8 +31,7 @@ _CYCLE, _CYCLE_MS = "HOROVOD_CYCLE_TIME", "5"
 # Horovod's fusion is off: fused buckets would all arrive together, so the rule could not begin with
 # the first of them.
 _FUSION, _FUSION_BYTES = "HOROVOD_FUSION_THRESHOLD", "0"
-# The variable for the network interface on which Gloo listens. By default it is the interface of
-# the host name's address.
+# The network interface on which Gloo listens; by default that of the host name's address.
 _INTERFACE = "HOROVOD_GLOO_IFACE"
 _LEAVING_SECONDS = 2.0  # longest wait, at an orderly end, for the others to leave
 _REACH_SECONDS = 5.0  # longest wait for the other processes' ports to accept a connection
@@ -126,7 +125,7 @@ def _meet(
 ) -> rendezvous.Server | ports.OpenPort | None:
     """Waits for all processes of the group; returns the port that this process has opened for them.
 
-    None: horovodrun or mpirun connects the processes, so no port was opened.
+    If horovodrun or mpirun connects the processes, none is opened.
     """
     if not found.rank_variable:
         startup.meet(found, timeout_seconds, "horovod", shared)
@@ -156,16 +155,12 @@ def _own_name(hvd: Any) -> str:
 
 
 def with_addresses(found: Cluster, control: Control) -> Cluster:
-    """Returns the cluster with the addresses at which its processes can be probed.
-
-    If one of them cannot be reached, the cluster stays as it is. Every process must call this
-    function.
-    """
+    """Returns the cluster with the addresses at which its processes can be probed; all call it."""
     if _joined is None or (found.addresses and not found.rank_variable):
         return found
     own = f"{_own_name(load())}:{_joined.port.port}"
     addresses = everyones(own, control, Purpose("telling its address"))
     whole = found._replace(addresses=tuple(addresses))
-    # A live process behind a firewall cannot be reached at its address, and would look dead. So if
-    # any address cannot be reached, none of them is used.
+    # A live process behind a firewall would look dead. So if any address cannot be reached, none of
+    # them is used.
     return found if whole.unreachable(_REACH_SECONDS) else whole

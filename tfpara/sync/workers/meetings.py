@@ -36,12 +36,7 @@ class Control:
     def together(self, purpose: Purpose, number: int = 0) -> list[int]:
         """Waits until every worker has called this for this purpose, and all syncs have ended.
 
-        Args:
-            purpose: the purpose, the same on every worker.
-            number: a number to send to the others, below 2^53.
-
-        Returns:
-            Each worker's number, by rank.
+        Returns each worker's `number`, below 2^53, by rank.
 
         Raises:
             MismatchError, tf.errors.InvalidArgumentError: on every worker, if one has reached

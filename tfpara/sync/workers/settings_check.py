@@ -8,8 +8,7 @@ from tfpara.cluster.call_site import Purpose
 from tfpara.sync.workers.json_exchange import everyones
 from tfpara.sync.workers.meetings import Control
 
-# Maps the name of a setting to advice for workers whose values of the setting differ. The user may
-# be unable to make these values equal.
+# Advice on settings whose values the user may be unable to make equal.
 _FIXES = {
     "devices per worker": "Where numbers of devices differ, start a worker for each device, or "
     "leave elastic= out."
@@ -36,10 +35,9 @@ def agree(settings: Mapping[str, object], control: Control, purpose: Purpose) ->
 
 
 def differences(settings: Mapping[str, Mapping[str, object]]) -> str:
-    """Returns the keys whose values differ between owners, and these values; "" if none differ.
+    """Returns which settings differ, as in "tau: worker 0 has 1, worker 1 has 2; …"; "" if none do.
 
-    The keys of `settings` are the owners' names. An example of the result is
-    "tau: worker 0 has 1, worker 1 has 2; ...".
+    The keys of `settings` are the owners' names.
     """
     first = next(iter(settings.values()))
     return "; ".join(

@@ -76,14 +76,9 @@ class Worker:
     def as_one_of(
         self, of_workers: Sequence[int], rank: int
     ) -> contextlib.AbstractContextManager[None]:
-        """A context in which this worker seems to be one of other workers to objects made in it.
-
-        Args:
-            of_workers: the number of devices of each of those workers.
-            rank: the rank of this worker among them.
-        """
+        """A context in which objects see this worker as one of others with so many devices each."""
         return attributes(self, num_workers=len(of_workers), rank=rank, _place=of_workers)
 
     def alone(self) -> contextlib.AbstractContextManager[None]:
-        """A context in which this worker seems to be the only one to objects made in it."""
+        """A context in which objects see this worker as the only one."""
         return self.as_one_of([len(self.devices)], 0)
