@@ -15,8 +15,9 @@ import tfpara
 from tests.lib import simulation, stepwise_simulation
 from tests.lib.replicas_here import TAU, data_of, make, network, of_replicas
 from tfpara.optimizers import NGSGD
+from tfpara.sync.notes import Notes
 from tfpara.sync.one_sync.state_vars import model_slots
-from tfpara.sync.settings import Settings, few_syncs, warn_of_outlasting_momentum
+from tfpara.sync.settings import Settings, warn_of_outlasting_momentum
 
 EVEN = [[4] * 8] * 2
 UNEVEN = [[4] * 8, [4, 2]]  # the second replica's data end in the first block
@@ -444,10 +445,17 @@ def test_syncs_are_not_counted_where_a_callback_sets_their_period(periods, capfd
     assert "makes more errors" not in capfd.readouterr().err
 
 
-def test_how_many_syncs_are_few():
-    assert few_syncs(np.int64(2), 4) == few_syncs(2, 4) != ""  # a count of NumPy's
-    assert few_syncs(23, 4) != "" and few_syncs(24, 4) == ""
-    assert few_syncs(2, 2) == ""
+def test_how_many_syncs_are_few(capfd):
+    def told(steps, replicas):
+        company = types.SimpleNamespace(joining=False)
+        worker = types.SimpleNamespace(replicas=replicas, rank=0, changes=False, company=company)
+        settings = types.SimpleNamespace(device_sync_period=None, fragments=1)
+        Notes(settings, worker).few_syncs(2, steps, 1)
+        return capfd.readouterr().err
+
+    assert told(np.int64(4), 4) == told(4, 4) != ""  # a count of NumPy's
+    assert told(46, 4) != "" and told(47, 4) == ""
+    assert told(4, 3) == ""
 
 
 @pytest.mark.nightly

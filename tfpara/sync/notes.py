@@ -6,9 +6,14 @@ import dataclasses
 import sys
 from collections.abc import Sequence
 
-from tfpara.sync.settings import Settings, few_syncs
+from tfpara.sync.settings import Settings
 from tfpara.sync.start_line import counted
 from tfpara.sync.workers.worker import Worker
+
+# A run of at least `_MANY` replicas ends some 3 % worse than one replica if it has fewer than
+# `_SYNCS_FOR_EACH` syncs for each of its replicas (docs/study.md).
+_MANY = 4
+_SYNCS_FOR_EACH = 6
 
 
 @dataclasses.dataclass(eq=False)
@@ -35,10 +40,16 @@ class Notes:
             # The devices of a worker are averaged more often, so each worker counts as one replica.
             replicas = self.worker.num_workers
         block = period * self.settings.fragments
-        text = few_syncs(epochs * -(-steps // block), replicas) if block > 1 else ""
-        if text and not self._few_told and not self.worker.changes:
+        syncs, enough = epochs * -(-steps // block), _SYNCS_FOR_EACH * replicas
+        lacks = block > 1 and replicas >= _MANY and syncs < enough
+        if lacks and not self._few_told and not self.worker.changes:
             self._few_told = True
-            self.tell(text)
+            self.tell(
+                f"fit has {counted(syncs, 'sync')} of {replicas} replicas. With fewer than about "
+                f"{enough} syncs, their model makes more errors than the model of one replica: "
+                "take a shorter sync_period, if only in the first epoch (callbacks.SyncPeriod), or "
+                "more epochs."
+            )
 
     def small_batches(self, rows: int | None) -> None:
         """Prints a note if the largest batch of `fit` has fewer rows than there are replicas."""

@@ -17,7 +17,6 @@ from tfpara.cluster.status_board import Row
 from tfpara.fit_call import number_of
 from tfpara.status.run import RunStatus
 from tfpara.status.server import StatusServer
-from tfpara.sync.workers.company import Company
 from tfpara.whole_number import checked_whole
 
 _EVERY_SECONDS = 1.0
@@ -44,16 +43,12 @@ class Progress:
             self._run = RunStatus(shows)
             server = StatusServer(status_port, self._of_all, f"status_port={status_port}")
             print(f"tfpara: live page: {server.url}", file=sys.stderr, flush=True)
-        if parent.unread() is not None or self._company.changes:
+        if parent.unread() is not None or self._strategy.company.changes:
             thread = threading.Thread(target=self._report, name="tfpara-progress", daemon=True)
             thread.start()
             # The thread must not call TensorFlow while the interpreter shuts down.
             atexit.register(thread.join)
             atexit.register(self._stop.set)
-
-    @property
-    def _company(self) -> Company:
-        return self._strategy.extended.worker.company
 
     def epoch_ends(self, epoch: int, history: Mapping[str, Sequence[Any]]) -> None:
         """Notes the log of the last epoch, number `epoch` from 0, and reports it."""
@@ -70,7 +65,7 @@ class Progress:
         """
         if self is not _latest:
             return
-        unread, company = parent.unread(), self._company
+        unread, company = parent.unread(), self._strategy.company
         tells = unread is not None and (last or not unread)
         if tells:
             parent.tell_progress(self.told())
@@ -81,7 +76,7 @@ class Progress:
         """Returns the progress, as `tfpara.status.run` describes it."""
         extended = self._strategy.extended
         place = extended.call_site
-        with self._company.steady(), tf.device("CPU:0"):
+        with self._strategy.company.steady(), tf.device("CPU:0"):
             counts = extended.models.statistics()._asdict()
         return {
             "at": time.monotonic(),

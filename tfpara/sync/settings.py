@@ -14,7 +14,6 @@ from tfpara.algorithms.rule import Average, Rule
 from tfpara.checks import checked_averages, checked_nonfinite, checked_period, versions
 from tfpara.collectives.choice import COLLECTIVES, COMMUNICATIONS
 from tfpara.keras_model import inner, is_normalised, memory_can_change, memory_of, momentum_of
-from tfpara.sync.start_line import counted
 from tfpara.typing import Json
 from tfpara.whole_number import checked_seconds, checked_whole
 
@@ -30,11 +29,6 @@ _CHOICES = {
 
 # A sync period that no run reaches: the replicas stay independent, and nothing is averaged.
 NEVER = 2**62
-
-# A run of at least `_MANY` replicas ends some 3 % worse than one replica if it has fewer than
-# `_SYNCS_FOR_EACH` syncs for each of its replicas (docs/study.md).
-_MANY = 4
-_SYNCS_FOR_EACH = 6
 
 # Metadata of settings. "workers": the setting must be equal on all workers. "run": when a run is
 # resumed, the setting must also be equal to that in the checkpoint.
@@ -323,21 +317,6 @@ def warn_of_outlasting_momentum(
             f"{fix}, or a longer sync_period.",
             stacklevel=2,
         )
-
-
-def few_syncs(syncs: int, replicas: int) -> str:
-    """Returns a sentence if a run has fewer syncs than its replicas need, else "".
-
-    Up to three replicas lose little (docs/study.md).
-    """
-    enough = _SYNCS_FOR_EACH * replicas
-    if replicas < _MANY or syncs >= enough:
-        return ""
-    return (
-        f"fit has {counted(syncs, 'sync')} of {replicas} replicas. With fewer than about "
-        f"{enough} syncs, their model makes more errors than the model of one replica: take a "
-        "shorter sync_period, if only in the first epoch (callbacks.SyncPeriod), or more epochs."
-    )
 
 
 def _is_of_a_user(given: object) -> bool:

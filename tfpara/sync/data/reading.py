@@ -9,7 +9,6 @@ import collections
 import concurrent.futures
 import contextlib
 import itertools
-import multiprocessing
 import random
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -172,7 +171,7 @@ def ahead(
     read: Callable[[int], Data]
     if processes:
         executor = concurrent.futures.ProcessPoolExecutor(
-            max(1, workers), multiprocessing.get_context(), _keep, (dataset,)
+            max(1, workers), initializer=_keep, initargs=(dataset,)
         )
         read = _kept
     else:

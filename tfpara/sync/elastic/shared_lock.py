@@ -41,20 +41,17 @@ class SharedLock:
         self._sharing: set[int] = set()  # the threads that share the lock
         self._closed = False  # whether a thread has, or waits for, the exclusive mode
         self._owner = 0  # that thread
-        self._own = threading.local()  # `depth`: how often this thread shares the lock
 
     @contextlib.contextmanager
     def shared(self) -> Iterator[None]:
         """A context in which this thread shares the lock."""
-        me, depth = threading.get_ident(), getattr(self._own, "depth", 0)
-        counts = depth == 0 and self._owner != me
+        me = threading.get_ident()
+        counts = me not in self._sharing and self._owner != me
         if counts:
             self._come_in(me)
-        self._own.depth = depth + 1
         try:
             yield
         finally:
-            self._own.depth = depth
             if counts:
                 self._sharing.discard(me)
 
