@@ -64,9 +64,7 @@ class MomentumFit:
     def set_period(self, sync_period: int | None) -> None:
         """Sets τ for all models, also within a block; None: no syncs. Every worker must call it.
 
-        Raises:
-            ValueError: the period would change, with `elastic` and `balance`: workers that join
-                meanwhile would deal minibatches out by the old one.
+        With `elastic` and `balance`, workers that join would deal minibatches out by the old one.
         """
         if self.settings.balance and self._worker.changes and sync_period != self.sync_period:
             raise ValueError(

@@ -99,11 +99,7 @@ class Settings:
         return dataclasses.replace(self, rule=rule, asked_rule=self.rule, replicas=num_replicas)
 
     def elastic(self) -> Settings:
-        """Returns the settings for a run whose members change.
-
-        Raises:
-            ValueError: a setting needs a fixed group of workers.
-        """
+        """Returns the settings for a run whose members change; ValueError: one needs fixed ones."""
         apart = "belongs to workers of a fixed group: what one holds alone is lost with it."
         for name, refused, why in (
             ("aggregation", self.aggregation == "sharded", f"a part of the state {apart}"),
@@ -286,9 +282,8 @@ class Settings:
     def fits_momentum(self, optimizer: keras.optimizers.Optimizer) -> bool:
         """Returns whether an optimizer's momentum is fitted to the block: see `local_momentum`.
 
-        That is so with local_state="auto" and a rule that has a momentum, for SGD with momentum,
-        Adam, Muon, and optimizers that take the step of one of these. A rule that filters Adam's
-        moments needs them unfitted.
+        That is so with local_state="auto" and a rule that has a momentum, for optimizers that take
+        the step of SGD, Adam or Muon. A rule that filters Adam's moments needs them unfitted.
         """
         if self.local_state != "auto" or not self.has_momentum or not memory_can_change(optimizer):
             return False

@@ -154,11 +154,7 @@ def _fixed_company(
 
 
 def _found(settings: Settings, is_simulated: bool) -> cluster.Cluster:
-    """Returns the cluster of TF_CONFIG, or of an engine's variables.
-
-    Raises:
-        ValueError: the environment names a meeting point, and the run is not elastic.
-    """
+    """Returns the cluster of TF_CONFIG, or of an engine's variables; the run is not elastic."""
     found = cluster.taking_part(cluster.read)
     if meeting_point() and found.num_workers == 1 and not is_simulated:
         raise ValueError(
@@ -175,12 +171,7 @@ def _found(settings: Settings, is_simulated: bool) -> cluster.Cluster:
 
 
 def _checked_elastic(settings: Settings, elastic: object) -> Settings:
-    """Returns the settings for an elastic run.
-
-    Raises:
-        TypeError: `elastic` is no `Elastic`.
-        ValueError: a setting contradicts `elastic`; or several workers have no meeting point.
-    """
+    """Returns the settings for an elastic run, once all that it needs is checked."""
     if not isinstance(elastic, Elastic):
         raise TypeError(f"elastic={elastic!r} must be a tfpara.Elastic(...), or None.")
     try:

@@ -74,8 +74,7 @@ def dealing_order(shares: Array) -> Array:
     """Returns for each minibatch of a block, in the order of the data, the worker that trains it.
 
     Each worker i counts its minibatches c from 0, and all are sorted by c / τ_i. So the workers
-    reach the end of an epoch together, also in the middle of a block. With equal shares worker
-    k mod W has minibatch k, as without balance.
+    reach the end of an epoch together. With equal shares worker k mod W has minibatch k.
     """
     workers = np.repeat(np.arange(len(shares)), shares)
     places = np.concatenate([np.arange(share) / max(share, 1) for share in shares])
@@ -143,11 +142,9 @@ class Balance(EpochUnits):
         self._changes = np.zeros(workers)
         self._shares = np.zeros(workers, int)  # each worker's share of the last assigned block
         self._unmeasured = 0  # this number of coming blocks will not be measured
-        # Whether the present pass has had a complete block. If it has, shorter blocks, as at the
-        # end of an epoch, are not measured, since the time of a few steps is imprecise.
+        # Whether the present pass has had a complete block; then shorter ones are not measured.
         self._had_whole = False
-        # The position from which the run resumes: the epoch, and `minibatches` and `owed` as in
-        # `position`.
+        # Where the run resumes: the epoch, and `minibatches` and `owed` as in `position`.
         self._resumed: tuple[int, int, Sequence[int]] = (0, 0, ())
         self._rank = 0  # this worker's rank in `plan`
         self._queue: tf.queue.QueueBase | None = None  # the numbers of this worker's minibatches
@@ -166,9 +163,8 @@ class Balance(EpochUnits):
         """Begins a pass over an epoch; returns this worker's minibatches, or None without syncs.
 
         `plan` divides the minibatches that are not in the model yet; `rank` is this worker's in it.
-        If workers carry some that they have trained, all workers sync as soon as possible. `warm`:
-        whether this process has trained before. If not, the first block's time includes
-        compilation, and is not measured.
+        If workers carry some that they have trained, all sync as soon as possible. Unless `warm`,
+        the first block's time includes compilation, and is not measured.
         """
         self.end()
         if self._momentum.sync_period is None:

@@ -60,9 +60,6 @@ def deal_out_arrays(strategy: Any, began: Began, given: dict[str, Any]) -> None:
     `shuffle="batch"`, only within each batch. With `steps_per_epoch` an epoch has as many
     minibatches as N replicas train in so many steps, and the next epoch continues at the row where
     it ended; without `batch_size` it is a pass over all rows.
-
-    Raises:
-        ValueError: arrays of different lengths.
     """
     parts = [given.get(name) for name in PARTS]
     leaves = leaves_of(given)
@@ -126,11 +123,7 @@ def deal_out_dataset(strategy: Any, began: Began, given: dict[str, Any]) -> None
 
     Each batch is cut into N minibatches, for the N replicas with which the run begins. Their
     numbers of rows differ by one at most. Every worker reads the whole dataset, and keeps its own
-    minibatches.
-
-    Raises:
-        ValueError: the dataset's elements are no batches; or it has no end, or another order in
-            each pass; or auto-sharding is off; or workers have different data.
+    minibatches. Raises ValueError for data that cannot be dealt out, or differ between workers.
     """
     dataset: tf.data.Dataset = given["x"]
     same_data.check_batched(dataset.element_spec)
@@ -268,8 +261,7 @@ def numbers_of(strategy: Any, first: int, count: int) -> list[int]:
 class _Own:
     """This worker's minibatches from `first` on, by its replicas' numbers, like a `Dealt`.
 
-    Minibatch `first` belongs to the first replica of the run, `first` + 1 to the second, and so on
-    in turn.
+    Minibatch `first` belongs to the first replica of the run, `first` + 1 to the second, and so on.
     """
 
     def __init__(self, strategy: Any, first: int) -> None:

@@ -37,9 +37,9 @@ def reads(order: Iterable[int], worker: int, workers: int) -> list[Read]:
     """Returns the batches that a worker reads in one pass, with the parts that it trains.
 
     The workers take turns at the batches, whose numbers are in `order`. Each batch is cut into
-    `workers` parts, and its reader takes a step on each part. If the number of batches is no
-    multiple of `workers`, all workers read each of the batches that are left over, and each worker
-    takes one step on its part. So every worker takes as many steps as there are batches.
+    `workers` parts, and its reader takes a step on each part. Batches that are left over are read
+    by all, and each worker takes a step on its part. So each takes as many steps as there are
+    batches.
     """
     order = list(order)
     whole = len(order) // workers * workers
@@ -81,10 +81,9 @@ class Order:
     """The seed and the division of data, which checkpoints keep; None: not known or not needed.
 
     Attributes:
-        seed: the seed of the orders of shuffled Python data; each `fit` that does not resume draws
-            one.
-        parts: where minibatches are dealt out, the number of parts of each batch: one for each
-            replica at the first start of the run.
+        seed: of shuffled Python data; each `fit` that does not resume draws one.
+        parts: of each batch where minibatches are dealt out: one for each replica at the first
+            start of the run.
         devices: the number of devices of each worker at that start.
         workers: the number of workers among which the batches of a `PyDataset` were divided.
     """

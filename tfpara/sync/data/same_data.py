@@ -1,7 +1,7 @@
-"""The check that all workers have the same data, which `fit` divides among them.
+"""The check that all workers have the same data, by a few facts and numbers about them.
 
 Each worker takes its part of the data. If the workers' data differed, some rows would not be
-trained. So before the first step the workers compare a few facts and numbers about their data.
+trained.
 """
 
 from __future__ import annotations
@@ -112,9 +112,8 @@ def facts_of_dataset(dataset: tf.data.Dataset) -> dict[str, Json]:
         return {"kind": OWN}
     shards, values = [], []
     for part in _parts(dataset):
-        # No public function lists the datasets of which a dataset is made, so this module reads
-        # tf.data's private classes and attributes. If a version of TensorFlow lacks one of these
-        # names, one fact is missing.
+        # No public function lists the datasets of which a dataset is made. If a version of
+        # TensorFlow lacks one of these private names, one fact is missing.
         name = type(part).__name__
         if "Shard" in name:
             shards.append([_number(part, "_num_shards"), _number(part, "_index")])
@@ -135,8 +134,7 @@ def _parts(dataset: tf.data.Dataset) -> Iterator[tf.data.Dataset]:
     while waiting:
         part = waiting.pop()
         yield part
-        # `_inputs` does not return every input. Datasets that read files, for example, have one in
-        # `_dataset` or `_filenames`.
+        # Datasets that read files have an input in `_dataset` or `_filenames`.
         wrapped = [getattr(part, name, None) for name in ("_dataset", "_filenames")]
         waiting += [*part._inputs(), *(p for p in wrapped if isinstance(p, tf.data.Dataset))]
 
@@ -177,11 +175,9 @@ def why_order_differs(dataset: tf.data.Dataset, made_anew: bool = False) -> str:
     return ""
 
 
-# Private attributes of datasets. If one of them is true, the dataset draws at random anew in each
-# pass.
+# A dataset draws at random anew in each pass if one of these private attributes is true.
 _EACH_ITERATION = ("_reshuffle_each_iteration", "_rerandomize_each_iteration", "_rerandomize")
-# If the name of a dataset's class contains one of these words, the user's function in the dataset
-# decides which rows there are.
+# Words in the names of classes of datasets whose function decides which rows there are.
 _CHOOSING = ("Filter", "FlatMap", "Interleave", "TakeWhile")
 
 

@@ -91,10 +91,9 @@ class DataPlan(EpochUnits):
         return self.iterator or of_fit
 
     def go_on(self, plan: Plan, has_data: bool, ahead: Mapping[str, Any]) -> None:
-        """Adopts the plan of a new generation, none of whose units is in the model yet.
+        """Adopts the plan of a new generation, by the report of the worker that is furthest ahead.
 
         `has_data`: whether this worker has data of the plan's epoch, and the epoch is open.
-        `ahead`: the report of the worker that is furthest in the run.
         """
         self.plan = plan
         if self._extended.balance is not None:

@@ -1,11 +1,10 @@
 """Meetings: members of an elastic run agree on its state when one is lost, leaves or joins.
 
 TensorFlow's server accepts another list of workers in a running process, and its collectives read
-their sizes and keys from a variable (`collectives.members`), so graphs, variables and iterators
-stay. An exchange that is running when a worker is lost fails on all workers; each of them has
-written the whole result, or nothing. So the workers meet, exchange reports, send the state of the
-worker that is furthest to those that are behind, divide the rest of the epoch, and continue in the
-same call of `fit`.
+their sizes and keys from a variable, so graphs, variables and iterators stay. An exchange that runs
+when a worker is lost fails on all workers; each has written the whole result, or nothing. So the
+workers meet, exchange reports, send the state of the worker that is furthest to those that are
+behind, divide the rest of the epoch, and continue in the same call of `fit`.
 """
 
 from __future__ import annotations

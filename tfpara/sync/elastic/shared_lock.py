@@ -23,12 +23,8 @@ class SharedLock:
     """A lock that several threads hold in shared mode, or one thread in exclusive mode.
 
     A thread that waits for the exclusive mode goes before threads that want to share the lock. All
-    waits have an end, after which a thread goes on without the lock: a thread that reads data may
-    take long, or may never return.
-
-    Args:
-        patience_seconds: longest wait for the exclusive mode. The longest wait for a share is twice
-            as long.
+    waits have an end, after which a thread goes on without the lock, since a thread that reads data
+    may never return: `patience_seconds` for the exclusive mode, twice as long for a share.
     """
 
     # A thread uses no lock of Python's `threading` to take or give back a share, since that could

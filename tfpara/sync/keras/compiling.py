@@ -37,10 +37,9 @@ def compiled_by_replica(
     compiles = model.jit_compile and not model.run_eagerly
     guarded = strategy.extended.steps.guard is not None
     trains = step.__name__ == "train_step" and model.trainable_variables
-    # XLA cannot create the optimizers' slots in a step, and the NaN guard reads the slots before
-    # each step. So the slots are made here, before the first step. If some workers use GPUs and
-    # others CPUs, it is possible that XLA compiles the step on the GPUs alone. Since all workers
-    # must make variables at the same point, the workers on CPUs then make the slots here, too.
+    # XLA cannot create the optimizers' slots in a step, and the NaN guard reads them before each
+    # step. So they are made here; also on workers with CPUs if others, whose GPUs may compile the
+    # step, make them here, since all workers must make variables at the same point.
     if trains and (compiles or guarded or len(strategy.extended.worker.kinds) > 1):
         build_optimizers(model)
     if not compiles:

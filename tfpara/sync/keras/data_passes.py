@@ -66,9 +66,6 @@ def _compare(adapter: Any, dataset: tf.data.Dataset | None, extended: PeriodicSy
     """Compares data with the other workers', and prints a note on batches that are too small.
 
     `dataset`: the data, if they are a `tf.data.Dataset`; else None.
-
-    Raises:
-        ValueError: the data cannot be divided, or differ.
     """
     divided = extended.data.share != (0, 1)
     known = (Steps, data_adapters.ArrayDataAdapter, data_adapters.TFDatasetAdapter)

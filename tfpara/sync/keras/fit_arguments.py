@@ -69,12 +69,7 @@ def deal_out(strategy: Any, began: Began, given: dict[str, Any]) -> None:
 
 
 def deal_out_by_speed(strategy: Any, given: dict[str, Any]) -> None:
-    """Replaces the data among the arguments of `fit`, in place, by minibatches dealt out by speed.
-
-    Raises:
-        ValueError: minibatches of such data cannot be numbered; or this `fit` runs in a callback of
-            another `fit`.
-    """
+    """Replaces the data among the arguments of `fit`, in place, as `balance=` deals them out."""
     if strategy.extended.call_site.fits > 1:
         raise ValueError(
             "fit was called in a callback of fit, and balance= deals out the data of one fit at a "
@@ -99,10 +94,6 @@ def _deal_out_py_dataset(strategy: Any, began: Began, given: dict[str, Any]) -> 
     Each batch is cut into N minibatches, for the N replicas with which the run begins. Their
     numbers of rows differ by one at most. Until members change, each of the W workers reads every
     W-th batch, as without `elastic=`. After that, it reads each batch of which it needs a part.
-
-    Raises:
-        ValueError: see `_check_py_dataset`; or there is no end, or no batch; or workers have
-            different data.
     """
     data: keras.utils.PyDataset = given["x"]
     _check_py_dataset(data, began.option, given)

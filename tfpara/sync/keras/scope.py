@@ -40,12 +40,9 @@ def look(model: keras.Model) -> None:
 
 
 def check(model: keras.Model, strategy: tf.distribute.Strategy) -> None:
-    """Checks that all variables which a training step writes have a component on each replica.
+    """Raises ValueError if a weight, the optimizer or a metric was made outside of the scope.
 
     The metrics given to `compile` are known only after the first step was traced.
-
-    Raises:
-        ValueError: a weight, the optimizer or a metric was made outside of the strategy's scope.
     """
     for what, variables in _parts(model):
         if not all(_is_of(variable, strategy) for variable in variables):

@@ -22,10 +22,9 @@ def several_steps(
 ) -> Callable[..., Nest]:
     """Returns a function that takes `steps_per_execution` minibatches of an iterator.
 
-    It does what Keras' own function does, but the host decides whether the loop goes on. In Keras'
-    loop the GPU computes that condition: data are left, and `steps_per_execution` is not reached.
-    So before each minibatch the host waits until the GPU has finished the one before. `single` is
-    Keras' own function, for iterators that are not TensorFlow's.
+    The host decides whether the loop goes on. In Keras' own loop the GPU does, and before each
+    minibatch the host waits until the GPU has finished the one before. `single` is Keras' own
+    function, for iterators that are not TensorFlow's.
     """
     strategy, most = model.distribute_strategy, model.steps_per_execution
 

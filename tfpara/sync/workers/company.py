@@ -119,8 +119,7 @@ class Company:
 
     def part(self) -> None:
         """All: waits for the others at the end of the program, if that is needed."""
-        # After this exchange all other workers have finished their work. Errors do not matter,
-        # since nothing follows.
+        # Errors do not matter, since nothing follows.
         with contextlib.suppress(tf.errors.OpError, MismatchError):
             self._extended.control.together(END)
 

@@ -29,12 +29,11 @@ class DataPlace:
     """A worker's part of the data, from an epoch and minibatch on.
 
     Attributes:
-        worker: number of the worker, from 0.
-        workers: number of workers that share the data.
+        worker, workers: number of the worker, from 0, and of all that share the data.
         devices: number of devices of this worker, with a replica on each.
         epoch: number of the epoch, from 0.
         first: number of minibatches of the epoch, over all replicas, that are left out.
-        dealt: the worker's minibatches, a `Dealt`, if the workers' speeds decide which they are.
+        dealt: a `Dealt` of the worker's minibatches if the workers' speeds decide which they are;
             None: the number of the worker decides.
         unlike: number of devices of each worker, by rank, if they differ; else empty.
     """

@@ -53,9 +53,7 @@ def join(found: Cluster, startup_timeout_seconds: float, timeout_seconds: float)
     `timeout_seconds`: time for which a process may be stopped before it counts as lost.
 
     Raises:
-        ValueError: Horovod is missing, or built for another TensorFlow, or without the MPI that
-            mpirun needs; or its elastic mode is requested; or its group has other processes than
-            `found`.
+        ValueError: Horovod cannot be used, or its group has other processes than `found`.
         startup.StartupError: some processes did not come.
         secret.SecretError: the environment's secret is not valid.
     """

@@ -11,8 +11,7 @@ from tfpara.cluster.call_site import Purpose
 from tfpara.sync.workers.meetings import Control
 from tfpara.typing import Json
 
-# `_CARRIED` has the dtypes that the collectives send. `_CARRIED_AS` has, for some other dtypes, the
-# dtype among these that carries their values without loss.
+# The dtypes that the collectives send, and those among them that carry others without loss.
 _CARRIED = (tf.float16, tf.float32, tf.float64, tf.int32, tf.int64)
 _CARRIED_AS = {tf.bfloat16: tf.float32} | dict.fromkeys(
     (tf.bool, tf.int8, tf.uint8, tf.int16, tf.uint16), tf.int32
