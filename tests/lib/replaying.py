@@ -14,8 +14,8 @@ from tfpara.elastic.settings import Elastic
 from tfpara.sync import start
 from tfpara.sync.data.dealt import emptied, open_spec
 from tfpara.sync.data.elastic_data import Began
+from tfpara.sync.elastic.fit_again import stepping
 from tfpara.sync.keras.fit_arguments import deal_out
-from tfpara.sync.keras.train_function import stepping
 from tfpara.sync.one_sync.replicas import assign_on
 from tfpara.sync.one_sync.sized_rule import check_sizes
 from tfpara.sync.one_sync.state_vars import Kind, model_slots

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Sequence
 
 from tfpara.sync.settings import Settings
-from tfpara.sync.start_line import counted
+from tfpara.sync.start_line import counted, say
 from tfpara.sync.workers.worker import Worker
 
 # A run of at least `_MANY` replicas ends some 3 % worse than one replica if it has fewer than
@@ -31,7 +30,7 @@ class Notes:
         joins = self.worker.company.joining
         if self.worker.rank == 0 and not joins and text not in self._told:
             self._told.add(text)
-            print(f"tfpara: {text}", file=sys.stderr, flush=True)
+            say(text)
 
     def few_syncs(self, period: int, steps: int, epochs: int) -> None:
         """Prints a note, once, if a call of `fit` has fewer syncs than its replicas need."""

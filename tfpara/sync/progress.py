@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -17,6 +16,7 @@ from tfpara.cluster.status_board import Row
 from tfpara.fit_call import number_of
 from tfpara.status.run import RunStatus
 from tfpara.status.server import StatusServer
+from tfpara.sync.start_line import say
 from tfpara.whole_number import checked_whole
 
 _EVERY_SECONDS = 1.0
@@ -42,7 +42,7 @@ class Progress:
             shows = "all workers" if self._strategy.num_workers > 1 else "the only worker"
             self._run = RunStatus(shows)
             server = StatusServer(status_port, self._of_all, f"status_port={status_port}")
-            print(f"tfpara: live page: {server.url}", file=sys.stderr, flush=True)
+            say(f"live page: {server.url}")
         if parent.unread() is not None or self._strategy.company.changes:
             thread = threading.Thread(target=self._report, name="tfpara-progress", daemon=True)
             thread.start()

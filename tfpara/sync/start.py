@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -21,7 +20,7 @@ from tfpara.sync.keras import hooks, scope
 from tfpara.sync.one_sync.sized_rule import check_sizes
 from tfpara.sync.progress import Progress, checked_port
 from tfpara.sync.settings import Settings
-from tfpara.sync.start_line import start_line
+from tfpara.sync.start_line import say, start_line
 from tfpara.sync.tensorflow import average_loss, links
 from tfpara.sync.tensorflow.devices import check_threads, named_devices
 from tfpara.sync.tensorflow.extended import PeriodicSyncExtended
@@ -73,7 +72,7 @@ def start(
     quiet.install()
     average_loss.install()
     if company.joining:
-        _say("joins a run that is under way")
+        say("joins a run that is under way")
     elif strategy.is_chief:
         # The line shows the number of workers, so that a mistake in TF_CONFIG is seen.
         line = start_line(
@@ -87,10 +86,10 @@ def start(
             unlike=company.unlike_devices,
             kinds=company.kinds,
         )
-        for text in (line, extended.links.connected_by):
-            _say(text)
-        if found.num_workers == 1 and not is_simulated and not company.changes:
-            _say(cluster.left_alone())
+        alone = found.num_workers == 1 and not is_simulated and not company.changes
+        hint = cluster.left_alone() if alone else ""
+        for text in filter(None, (line, extended.links.connected_by, hint)):
+            say(text)
     extended.progress.begin(status_port)
 
 
@@ -115,7 +114,7 @@ def workers_of(
                     settings, following_rule=settings.rule, largest_rule=largest
                 )
             return cluster.ALONE, settings, _elastic_company(elastic, startup_timeout_seconds)
-        _say(f"elastic=: {MEETING} is not set, so this process trains alone")
+        say(f"elastic=: {MEETING} is not set, so this process trains alone")
     found = _found(settings, is_simulated)
     chosen, why = choose(settings.collectives, found)
     if found.num_workers > 1 and found.is_chief and settings.collectives == "auto":
@@ -190,13 +189,8 @@ def _checked_elastic(settings: Settings, elastic: object) -> Settings:
                 f"machine, and set {MEETING}=HOST:4000, with its name, for all workers."
             )
         if found.is_chief:
-            _say(f"workers meet at {MEETING}; ranks and addresses of {told} are not used")
+            say(f"workers meet at {MEETING}; ranks and addresses of {told} are not used")
     return settings.elastic()
-
-
-def _say(text: str) -> None:
-    if text:
-        print(f"tfpara: {text}", file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager

@@ -1,8 +1,9 @@
-"""The line that a strategy prints when it is made."""
+"""The line that a strategy prints when it is made, and words for other lines."""
 
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Collection, Mapping, Sequence
 
 from tfpara.algorithms.rule import Average, Rule
@@ -70,6 +71,11 @@ def in_words(given: Rule | Average) -> str:
         if each.repr and values[each.name] != each.default
     ]
     return type(given).__name__ + (f" ({', '.join(told)})" if told else "")
+
+
+def say(text: str) -> None:
+    """Prints a line for the user."""
+    print(f"tfpara: {text}", file=sys.stderr, flush=True)
 
 
 def counted(number: int, what: str) -> str:

@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import logging
 import os
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -20,6 +19,7 @@ from tfpara.collectives.members import Members
 from tfpara.elastic.meeting import NAME, Ended, Evicted, Form, Left, Line, MeetingError
 from tfpara.elastic.settings import Elastic, meeting_point
 from tfpara.sync.elastic.shared_lock import SharedLock
+from tfpara.sync.start_line import say
 from tfpara.sync.tensorflow import links
 from tfpara.sync.tensorflow.extended import PeriodicSyncExtended
 from tfpara.typing import Json
@@ -210,7 +210,7 @@ class Connection:
         self.out = True
         self.line.close()
         code = 0 if complete else exit_codes.restart()
-        print(f"tfpara: {why} Exit code {code}.", file=sys.stderr, flush=True)
+        say(f"{why} Exit code {code}.")
         raise SystemExit(code)
 
     def say_leaving(self) -> None:
@@ -223,7 +223,7 @@ class Connection:
         """Connects again as a joiner, after the run has continued without this worker."""
         if self.leaves:
             self.end(why)
-        print(f"tfpara: {why} It comes back.", file=sys.stderr, flush=True)
+        say(f"{why} It comes back.")
         self.line.close()
         task = self.line.task
         try:

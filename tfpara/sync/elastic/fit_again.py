@@ -7,7 +7,6 @@ import json
 import logging
 import os
 import signal
-import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from types import FrameType
@@ -23,10 +22,10 @@ from tfpara.elastic.meeting import Passed
 from tfpara.sync.elastic.connection import LOST, GivenUp, in_short
 from tfpara.sync.elastic.rejoin import Rejoin
 from tfpara.sync.elastic.state_transfer import told
-from tfpara.sync.keras.train_function import stepping
 from tfpara.sync.one_sync.reports import Request
 from tfpara.sync.one_sync.statistics import NO_SYNCS
 from tfpara.sync.one_sync.synchronizer import Synchronizer
+from tfpara.sync.start_line import say
 from tfpara.sync.workers.company import Fit
 from tfpara.typing import Json
 
@@ -41,6 +40,35 @@ class _Over(BaseException):
 
 class _Regrouped(BaseException):
     """The members have changed while a step was traced; the step must read other data now."""
+
+
+@contextlib.contextmanager
+def stepping(
+    model: keras.Model, step: Callable[[Callable[..., Any], Iterator[Any]], Any]
+) -> Iterator[None]:
+    """A context in which `fit` calls `step(function, iterator)` in place of Keras' own `function`.
+
+    Keras makes that function in `fit`, unless an earlier `fit` has made it.
+    """
+    make = model.make_train_function
+
+    def making(force: bool = False) -> None:
+        make(force)
+        function = model.train_function
+        if not hasattr(function, "inner"):
+
+            def ours(iterator: Iterator[Any]) -> Any:
+                return step(function, iterator)
+
+            ours.inner = function  # type: ignore[attr-defined]
+            model.train_function = ours
+
+    model.make_train_function = making
+    try:
+        yield
+    finally:
+        del model.make_train_function
+        model.train_function = getattr(model.train_function, "inner", model.train_function)
 
 
 class FitAgain:
@@ -118,8 +146,7 @@ class FitAgain:
         """Notes the others' call of `fit`; raises `_Over` if it is a later one."""
         self._histories = histories
         if fit > self._progress.fit:
-            text = f"call {self._progress.fit + 1} of fit is over; the others are in call {fit + 1}"
-            print(f"tfpara: {text}", file=sys.stderr, flush=True)
+            say(f"call {self._progress.fit + 1} of fit is over; the others are in call {fit + 1}")
             raise _Over
 
     def _history_of_others(self, model: keras.Model) -> History:

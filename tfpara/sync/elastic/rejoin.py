@@ -13,7 +13,6 @@ import dataclasses
 import gc
 import json
 import logging
-import sys
 import time
 import zlib
 from collections.abc import Callable, Mapping
@@ -28,6 +27,7 @@ from tfpara.sync.elastic.connection import LOST, Connection, in_short
 from tfpara.sync.elastic.data_plan import DataPlan
 from tfpara.sync.elastic.state_transfer import StateTransfer
 from tfpara.sync.one_sync.reports import Request
+from tfpara.sync.start_line import say
 from tfpara.sync.tensorflow.extended import PeriodicSyncExtended
 from tfpara.typing import Json
 from tfpara.version import __version__
@@ -115,7 +115,7 @@ class Rejoin:
         if not self.extended.models.synchronizers:
             self.connection.end(f"{form.last}, and none has trained.")
         if self.connection.rank == 0:
-            print(f"tfpara: {form.last}: training ends.", file=sys.stderr, flush=True)
+            say(f"{form.last}: training ends.")
         for synchronizer in self.extended.models.synchronizers:
             synchronizer.graph.request(Request.LEAVE)
 
@@ -205,8 +205,7 @@ class Rejoin:
         if self.connection.rank == 0:
             count = len(form.tasks)
             who = f"{count} workers train" if count > 1 else "1 worker trains"
-            text = f"tfpara: {form.why}: {who} on (generation {form.number})"
-            print(text, file=sys.stderr, flush=True)
+            say(f"{form.why}: {who} on (generation {form.number})")
             self.write_record(syncs)
 
     def _shorten_block(self, reports: list[Any], behind: list[bool], syncs: int) -> list[int]:

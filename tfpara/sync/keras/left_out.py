@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 
 import keras
@@ -13,6 +12,7 @@ from tfpara.sync.data import reading
 from tfpara.sync.keras.batches import PyDatasetSteps, ShuffledArrays
 from tfpara.sync.keras.replacing import data_adapters
 from tfpara.sync.one_sync.left_out import LeftOut
+from tfpara.sync.start_line import say
 from tfpara.sync.tensorflow.extended import PeriodicSyncExtended
 from tfpara.sync.workers.json_exchange import everyones
 from tfpara.typing import Logs
@@ -56,11 +56,9 @@ def tell(extended: PeriodicSyncExtended, model: keras.Model, epoch: int, logs: L
         named = sorted(each for _, of_replica in everyone for each in of_replica)[:_TOLD]
         places = [f"{n} of replica {replica}{inside}" for n, replica, inside in named]
         more = f" and {total - len(named)} more" if total > len(named) else ""
-        print(
-            f"tfpara: epoch {epoch + 1} left out {total} minibatches whose loss or gradient had "
-            f"NaN or Inf: minibatch {', '.join(places)}{more}",
-            file=sys.stderr,
-            flush=True,
+        say(
+            f"epoch {epoch + 1} left out {total} minibatches whose loss or gradient had NaN or "
+            f"Inf: minibatch {', '.join(places)}{more}"
         )
 
 

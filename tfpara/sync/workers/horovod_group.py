@@ -25,12 +25,13 @@ from tfpara.sync.workers.json_exchange import everyones
 from tfpara.sync.workers.meetings import Control
 
 _GLOO_TIMEOUT = "HOROVOD_GLOO_TIMEOUT_SECONDS"
-# Milliseconds after which Horovod's thread looks for work again. With Horovod's default of 1 the
-# thread takes some percent of a core all the time. With 5 a large sync is no slower.
-_CYCLE, _CYCLE_MS = "HOROVOD_CYCLE_TIME", "5"
-# Horovod's fusion is off: fused buckets would all arrive together, so the rule could not begin with
-# the first of them.
-_FUSION, _FUSION_BYTES = "HOROVOD_FUSION_THRESHOLD", "0"
+_DEFAULTS = {
+    # Milliseconds after which Horovod's thread looks for work again. With 1 it takes some percent
+    # of a core all the time. With 5 a large sync is no slower.
+    "HOROVOD_CYCLE_TIME": "5",
+    # No fusion: fused buckets would all arrive together, and the rule could not begin with one.
+    "HOROVOD_FUSION_THRESHOLD": "0",
+}
 # The network interface on which Gloo listens; by default that of the host name's address.
 _INTERFACE = "HOROVOD_GLOO_IFACE"
 _LEAVING_SECONDS = 2.0  # longest wait, at an orderly end, for the others to leave
@@ -71,8 +72,8 @@ def join(found: Cluster, startup_timeout_seconds: float, timeout_seconds: float)
     # After the start of Horovod, only this variable limits how long Horovod waits for a stopped
     # process.
     os.environ.setdefault(_GLOO_TIMEOUT, str(max(5, math.ceil(timeout_seconds))))
-    os.environ.setdefault(_CYCLE, _CYCLE_MS)
-    os.environ.setdefault(_FUSION, _FUSION_BYTES)
+    for name, value in _DEFAULTS.items():
+        os.environ.setdefault(name, value)
     host = found.address.rpartition(":")[0] or os.environ.get("HOROVOD_HOSTNAME", "")
     interface = ports.interface(ports.own_host(host)) if host else ""
     if interface:

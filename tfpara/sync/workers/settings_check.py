@@ -8,11 +8,10 @@ from tfpara.cluster.call_site import Purpose
 from tfpara.sync.workers.json_exchange import everyones
 from tfpara.sync.workers.meetings import Control
 
-# Advice on settings whose values the user may be unable to make equal.
-_FIXES = {
-    "devices per worker": "Where numbers of devices differ, start a worker for each device, or "
-    "leave elastic= out."
-}
+# Advice on a setting whose values the user may be unable to make equal.
+_OF_DEVICES = (
+    ". Where numbers of devices differ, start a worker for each device, or leave elastic= out."
+)
 
 
 class FingerprintError(ValueError):
@@ -30,7 +29,8 @@ def agree(settings: Mapping[str, object], control: Control, purpose: Purpose) ->
     if differing:
         raise FingerprintError(
             "the workers were started with different settings; start all of them with the same. "
-            + "".join([differing, *(f". {fix}" for key, fix in _FIXES.items() if key in differing)])
+            + differing
+            + _OF_DEVICES * ("devices per worker" in differing)
         )
 
 
