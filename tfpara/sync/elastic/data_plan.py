@@ -122,7 +122,7 @@ class DataPlan(EpochUnits):
         # In a resumed run the plan already leaves out the steps before the checkpoint. `take_steps`
         # clears their number, so that they are not skipped again.
         self._extended.data.position.take_steps()
-        return iter(self._extended._distribute_datasets_from_function(lambda context: whole, None))
+        return iter(self._extended.distribute_parts(whole))
 
     def _by_speed(self, balance: Balance) -> tf.data.Dataset:
         plan, rank, warm = self.plan, self._connection.rank, self._extended.models.steps_seen > 0

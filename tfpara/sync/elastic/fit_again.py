@@ -183,9 +183,8 @@ class FitAgain:
                 yield
             if not self._connection.joining:
                 # No worker ends its program while another still waits for it in an exchange.
-                self._extended.worker.company.together(
-                    lambda: self._extended.control.collectives.barrier("fit")
-                )
+                control = self._extended.control
+                control.whole(lambda: control.collectives.barrier("fit"))
                 self._histories = [*self._histories, _shortened(told(model.history))]
         finally:
             model._initial_epoch = None

@@ -76,9 +76,9 @@ class Worker:
     def as_one_of(
         self, of_workers: Sequence[int], rank: int
     ) -> contextlib.AbstractContextManager[None]:
-        """A context in which objects see this worker as one of others with so many devices each."""
+        """A context: objects made in it see this worker as one of others with so many devices."""
         return attributes(self, num_workers=len(of_workers), rank=rank, _place=of_workers)
 
     def alone(self) -> contextlib.AbstractContextManager[None]:
-        """A context in which objects see this worker as the only one."""
+        """A context: objects made in it see this worker as the only one."""
         return self.as_one_of([len(self.devices)], 0)
