@@ -27,11 +27,7 @@ class _Simulation(PeriodicSyncStrategy):
 
 
 def simulate(
-    num_replicas: int,
-    rule: Rule,
-    *,
-    sync_period: int,
-    **options: Any,
+    num_replicas: int, rule: Rule, *, sync_period: int, **options: Any
 ) -> PeriodicSyncStrategy:
     """Returns a strategy of N replicas on logical CPU devices of this process.
 

@@ -43,12 +43,7 @@ class Position:
     _steps_seen: int = 0
 
     def move(
-        self,
-        epoch: int,
-        steps_seen: int,
-        first: int = 0,
-        steps: int = 0,
-        begun: Pass | None = None,
+        self, epoch: int, steps_seen: int, first: int = 0, steps: int = 0, begun: Pass | None = None
     ) -> None:
         """Sets the position, after `steps_seen` training steps of this process."""
         self.epoch, self.first, self.steps, self._steps_seen = epoch, first, steps, steps_seen

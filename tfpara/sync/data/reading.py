@@ -111,10 +111,7 @@ class Order:
 def random_states() -> dict[str, list[Json]]:
     """Returns the states of Python's and NumPy's global random generators, for JSON."""
     kind, keys, *rest = np.random.get_state(legacy=True)
-    return {
-        "python": list(random.getstate()),
-        "numpy": [kind, np.asarray(keys).tolist(), *rest],
-    }
+    return {"python": list(random.getstate()), "numpy": [kind, np.asarray(keys).tolist(), *rest]}
 
 
 def set_random_states(states: Mapping[str, list[Json]]) -> None:

@@ -64,10 +64,7 @@ class StateTransfer:
     def slots(self) -> list[Slot]:
         counters = ("counter/syncs", "counter/period")
         (synchronizer,) = self._extended.models.synchronizers
-        slots = [
-            *slots_of(self.trained_model),
-            *synchronizer.graph.global_state.rule.slots(),
-        ]
+        slots = [*slots_of(self.trained_model), *synchronizer.graph.global_state.rule.slots()]
         return [slot for slot in slots if slot.kind in TRAVELLING or slot.name in counters]
 
     def hand_over(self, source: int, receives: bool, joins: bool, ahead: Mapping[str, Any]) -> None:

@@ -16,11 +16,7 @@ from tfpara.typing import Nest
 
 @for_ours
 def looking(
-    build: Method,
-    strategy: Any,
-    model: keras.Model,
-    iterator: Any = None,
-    data_batch: Nest = None,
+    build: Method, strategy: Any, model: keras.Model, iterator: Any = None, data_batch: Nest = None
 ) -> object:
     """Builds a model from a first batch, without beginning a pass over Python data."""
     if isinstance(iterator, Epochs):

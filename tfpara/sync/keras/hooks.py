@@ -39,12 +39,7 @@ from tfpara.sync.keras.replacing import (
     strategy_of_ours,
     trainer,
 )
-from tfpara.sync.keras.saving import (
-    asks_store,
-    by_the_chief,
-    for_any_task,
-    makes_no_folder,
-)
+from tfpara.sync.keras.saving import asks_store, by_the_chief, for_any_task, makes_no_folder
 from tfpara.sync.tensorflow.run_steps import predicting
 
 
