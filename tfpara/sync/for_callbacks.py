@@ -125,10 +125,7 @@ class ForCallbacks(Strategy):
         self.extended.momentum.set_period(sync_period)
 
     def position(self, first: int, steps: int) -> dict[str, Json]:
-        """Returns the position in the epoch's data, for a checkpoint at a sync.
-
-        An earlier process has trained `first` minibatches, and each replica so many `steps` since.
-        """
+        """Returns the position at a sync, after `first` minibatches and `steps` of each replica."""
         found = self.epoch_units.position() if steps else {}
         if found:
             return found

@@ -201,10 +201,7 @@ class Balance(EpochUnits):
         return 0 if self.plan is None else sum(map(len, self.plan.carried))
 
     def close(self) -> int:
-        """Ends the block of `reported`, after its sync, and assigns the next block's minibatches.
-
-        Returns the next block's `due`.
-        """
+        """Ends the block of `reported` after its sync, deals out the next, returns its `due`."""
         (steps, seconds), plan = self.reported, self.plan
         if plan is None or not steps.any():
             return int(self.due)

@@ -138,10 +138,7 @@ def rows_of_all(element: Any) -> tf.Tensor:
 
 
 def slice_of(leaf: Any, begin: int | tf.Tensor, end: int | tf.Tensor) -> Any:
-    """Returns the rows of a tensor from `begin` to before `end`, as far as they exist.
-
-    A None, which stands for an input that is left out, stays.
-    """
+    """Returns a tensor's rows from `begin` to before `end`, as far as they exist; None stays."""
     if not isinstance(leaf, tf.SparseTensor):
         return None if leaf is None else leaf[begin:end]
     begin, end = tf.cast(begin, tf.int64), tf.cast(end, tf.int64)

@@ -31,7 +31,7 @@ _BATCH_SIZE = 32  # the default of `fit`
 class Began(NamedTuple):
     """The number of replicas with which a run began: of all workers, and of each worker.
 
-    option: the strategy's argument that requires numbered data, for messages.
+    `option` is the strategy's argument that requires numbered data, for messages.
     """
 
     replicas: int
@@ -110,10 +110,7 @@ def deal_out_arrays(strategy: Any, began: Began, given: dict[str, Any]) -> None:
 
 
 def _tensor_of(array: Any) -> tf.Tensor:
-    """Returns an array as a tensor; numbers that are no integers get the dtype `floatx` of Keras.
-
-    `fit` does the same with arrays.
-    """
+    """Returns an array as a tensor; as in `fit`, floating-point numbers get the dtype `floatx`."""
     tensor = tf.convert_to_tensor(array)
     return tf.cast(tensor, keras.config.floatx()) if tensor.dtype.is_floating else tensor
 
@@ -230,10 +227,7 @@ def _without_values(facts: Facts) -> Facts:
 
 
 def agreed_order(strategy: Any, began: Began, facts: Facts) -> Order:
-    """Returns the run's order of data, with a seed that is equal on all workers.
-
-    Raises ValueError if the workers with which the run begins have different data.
-    """
+    """Returns the run's order of data, once workers have compared data and agreed on a seed."""
     order: Order = strategy.extended.data.order
     if order.seed is None:
         drawn = random.getrandbits(48)

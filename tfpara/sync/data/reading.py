@@ -24,10 +24,7 @@ if TYPE_CHECKING:
 
 
 class Read(NamedTuple):
-    """The number of a batch that a worker reads, and those parts of it that the worker trains.
-
-    The worker takes a step on each of these parts.
-    """
+    """The number of a batch that a worker reads, and the parts on which it takes a step each."""
 
     batch: int
     parts: range

@@ -98,10 +98,7 @@ def _value(leaf: Nest, row: int) -> Json:
 
 
 def divided_between_workers(dataset: tf.data.Dataset) -> bool:
-    """Returns whether a dataset must be divided among the workers.
-
-    If its options disable auto-sharding it must not be divided: each worker has a part of its own.
-    """
+    """Returns whether a dataset is to be divided; without auto-sharding each worker has its own."""
     policy = dataset.options().experimental_distribute.auto_shard_policy
     return policy != tf.data.experimental.AutoShardPolicy.OFF
 
@@ -255,9 +252,9 @@ _READERS = {
 
 
 def files_of(dataset: tf.data.Dataset) -> int | None:
-    """Returns how many files a dataset reads by tf.data's readers; None if unknown.
+    """Returns how many files a dataset reads, in its shortest list; None if it is not known.
 
-    Each list of files is divided. So if a dataset has several, the shortest one counts.
+    Each list of files is divided.
     """
     counts = []
     for part in _parts(dataset):

@@ -203,10 +203,7 @@ class Connection:
             self.end(str(error), isinstance(error, Ended) and error.complete)
 
     def end(self, why: str, complete: bool = False) -> NoReturn:
-        """Ends this program with a sentence; the others train on, and it may be restarted.
-
-        `complete`: whether nothing is left to do.
-        """
+        """Ends this program with a sentence; unless the run is `complete`, it may be restarted."""
         self.out = True
         self.line.close()
         code = 0 if complete else exit_codes.restart()
@@ -240,10 +237,7 @@ class Connection:
         self._take_place_of_joiner()
 
     def part(self, completed: bool) -> None:
-        """Closes the line at the end of the program.
-
-        `completed`: whether the run is complete, so that all members' programs end.
-        """
+        """Closes the line at the program's end; if the run is `completed`, all programs end."""
         if self.out:
             return
         self.out = True

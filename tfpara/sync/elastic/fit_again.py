@@ -287,10 +287,7 @@ class FitAgain:
                 self._rejoin.meet(failed=True)
 
     def check_step(self) -> None:
-        """Restarts a step with other data, if the members have changed while it was traced.
-
-        It is called before the step has trained anything.
-        """
+        """Restarts a step with other data if the members have changed while it was traced."""
         if self._progress.in_step and self._step_began_in != self._connection.form.number:
             raise _Regrouped
 

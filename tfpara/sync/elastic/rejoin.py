@@ -167,10 +167,7 @@ class Rejoin:
         }
 
     def reconcile(self, form: Form) -> None:
-        """Brings all members of a generation to the state of the one that is furthest.
-
-        Raises one of `LOST` if a member is lost meanwhile; then all meet again.
-        """
+        """Brings all members to the state of the one that is furthest; may raise one of `LOST`."""
         reports: list[Any] = list(form.reports)
         known = [report for report in reports if report]
         if not known:

@@ -243,10 +243,7 @@ def signature_of(batches: list[Data]) -> Nest:
 
 
 def shown_values(batches: list[Data]) -> list[Json]:
-    """Returns values by which workers compare batches: of the labels, if there are any.
-
-    Inputs may differ between workers, for example by noise.
-    """
+    """Returns values by which workers compare batches; inputs may differ, for example by noise."""
     labels = [each[1] if isinstance(each, tuple) and len(each) > 1 else each for each in batches]
     return same_data.values_of(labels)
 
@@ -261,7 +258,7 @@ def without_none(batch: Nest) -> Nest:
 
 
 def part_of(batch: Nest, part: int, of: int, at_least: int = 0) -> Nest:
-    """Returns the rows of part number `part` of a batch, which is cut into `of` parts.
+    """Returns the rows of a part of a batch that is cut into `of` parts.
 
     If the part has fewer than `at_least` rows, the first `at_least` rows of the batch are returned.
     """

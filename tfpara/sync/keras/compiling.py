@@ -29,10 +29,7 @@ def compiled_by_default(resolve: Method, strategy: Any, model: keras.Model) -> b
 def compiled_by_replica(
     make: Method, strategy: Any, model: keras.Model, step: Callable[..., Nest]
 ) -> object:
-    """Makes the function that `fit` or `evaluate` calls; in it XLA compiles the replicas' steps.
-
-    XLA does not compile the sync.
-    """
+    """Makes the function that `fit` or `evaluate` calls; XLA compiles the steps, not the sync."""
     step = _bound(step, model)
     compiles = model.jit_compile and not model.run_eagerly
     guarded = strategy.extended.steps.guard is not None

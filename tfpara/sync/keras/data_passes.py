@@ -63,10 +63,7 @@ def _adapter_of(given: dict[str, Any], extended: PeriodicSyncExtended) -> Any:
 
 
 def _compare(adapter: Any, dataset: tf.data.Dataset | None, extended: PeriodicSyncExtended) -> None:
-    """Compares data with the other workers', and prints a note on batches that are too small.
-
-    `dataset`: the data, if they are a `tf.data.Dataset`; else None.
-    """
+    """Compares data with the other workers', and prints a note on batches that are too small."""
     divided = extended.data.share != (0, 1)
     known = (Steps, data_adapters.ArrayDataAdapter, data_adapters.TFDatasetAdapter)
     if divided and not isinstance(adapter, known):
@@ -106,10 +103,7 @@ def _facts(adapter: Any, dataset: tf.data.Dataset | None) -> dict[str, Json]:
 
 
 class Passes(trainer.TFEpochIterator):
-    """Keras' passes over data; with `steps_per_epoch` one of them may last several epochs.
-
-    A resumed run continues the pass that the former process had begun.
-    """
+    """Keras' passes over data; with `steps_per_epoch` they may last several epochs, and go on."""
 
     extended: PeriodicSyncExtended
     dataset: tf.data.Dataset | None = None  # the data, if they are a `tf.data.Dataset`
@@ -171,12 +165,10 @@ class Passes(trainer.TFEpochIterator):
         self.data_adapter.on_epoch_end()
 
     def _note_order(self, epoch: int) -> None:
-        """Prints a note if the rest of a resumed pass may have another order than before.
-
-        In the first epoch a shuffle with a seed has the order that it had in the former process.
-        """
+        """Prints a note if the rest of a resumed pass may have another order than before."""
         if self.dataset is None:
             return
+        # In the first epoch a shuffle with a seed has the order that it had in the former process.
         why = same_data.why_order_differs(self.dataset, epoch == 0)
         if why:
             self.extended.notes.tell(

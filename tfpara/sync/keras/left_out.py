@@ -35,7 +35,7 @@ def begin_epoch(extended: PeriodicSyncExtended, model: keras.Model) -> None:
 
 
 def tell(extended: PeriodicSyncExtended, model: keras.Model, epoch: int, logs: Logs | None) -> None:
-    """Adds the number of minibatches that all replicas left out to a log; the chief prints which.
+    """Adds the number of minibatches that were left out to a log; the chief prints which.
 
     Every worker must call it at the end of each epoch. `epoch`: its number, from 0.
     """

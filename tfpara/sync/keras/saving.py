@@ -27,10 +27,7 @@ def by_the_chief(
     *args: object,
     **kwargs: object,
 ) -> object:
-    """Writes a model on the chief alone, completely or not at all.
-
-    The file has the global weights, unless `strategy.weights` shows others.
-    """
+    """Writes a model, with the global weights or those shown, on the chief alone."""
     models = strategy.extended.models
     # While Keras saves, it creates optimizers and layers to compare with the model's. The chief may
     # be the only worker that does, so there must be no exchange of initial values.

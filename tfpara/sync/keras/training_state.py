@@ -68,10 +68,7 @@ class EpochStart:
         self._strategy.share_state("epoch start", self)
 
     def note(self) -> None:
-        """Notes the present state at the begin of an epoch. All workers call it.
-
-        A worker that has joined within the epoch keeps the state that it has taken over.
-        """
+        """Notes the state where an epoch begins, or keeps one taken over; all workers call it."""
         if self._taken is None:
             self._state = TrainingState(self._model)
 

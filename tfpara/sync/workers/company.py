@@ -109,10 +109,7 @@ class Company:
         )
 
     def attach(self, extended: Any) -> None:
-        """Stores the extended strategy; returns when all workers are connected.
-
-        TensorFlow's server must have been started.
-        """
+        """Stores the extended strategy, whose server runs; returns when all are connected."""
         self._extended = extended
         if self._by_horovod:
             extended.take_place(self._found.num_workers, self._found.rank)
@@ -140,10 +137,7 @@ class Company:
         return None
 
     def by_the_chief(self, write: Callable[[], object], name: str) -> None:
-        """All: the chief writes a file by `write`; returns when the file exists.
-
-        `name`: the function that the user has called, for messages.
-        """
+        """All: the chief writes a file, in the user's call `name`; returns when the file exists."""
         if self.is_chief:
             write()
         self._extended.control.together(call(name))
@@ -218,10 +212,7 @@ class Company:
         """Registers an object whose state joiners receive. See `Strategy.share_state`."""
 
     def keep_record(self, checkpoints: StateHolder, append: Callable[[str, str], None]) -> None:
-        """Makes a record of changes of members, which `append` writes, beside the checkpoints.
-
-        `checkpoints`: the callback that writes the checkpoints.
-        """
+        """Makes a record of changes of members, which `append` writes, beside the `checkpoints`."""
 
     def write_record(self, syncs: int) -> None:
         """Appends the present members to the record, with the number of syncs so far."""

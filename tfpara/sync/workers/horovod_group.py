@@ -98,10 +98,7 @@ def join(found: Cluster, startup_timeout_seconds: float, timeout_seconds: float)
 
 
 def leave(orderly: bool) -> None:
-    """Leaves the group, if this process is in it. Operations of the others then fail.
-
-    An `orderly` end waits up to 2 s until the others leave as well.
-    """
+    """Leaves the group; operations of others then fail, so an `orderly` end waits for them 2 s."""
     global _joined
     if _joined is None:
         return
