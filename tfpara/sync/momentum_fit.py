@@ -161,16 +161,13 @@ class MomentumFit:
         if not self.settings.fits_momentum(optimizer):
             return None
         if optimizer not in self._fitted:
-            with tf.init_scope():
-                self._fitted[optimizer] = [
-                    self._variable(optimizer, k) for k in range(len(self._worker.devices))
-                ]
+            made: list[tf.Variable] = []
+            for k, device in enumerate(self._worker.devices):
+                with tf.init_scope(), tf.device(device):
+                    made.append(self._make(self._fit(optimizer, k), "fitted"))
+            self._fitted[optimizer] = made
         momentum, factor = tf.unstack(self._fitted[optimizer][replica].read_value())
         return momentum, factor
-
-    def _variable(self, optimizer: keras.optimizers.Optimizer, replica: int) -> tf.Variable:
-        with tf.device(self._worker.devices[replica]):
-            return self._make(self._fit(optimizer, replica), "fitted")
 
     def _fit(self, optimizer: keras.optimizers.Optimizer, replica: int) -> tf.Tensor:
         """Returns an optimizer's momentum in a replica's block, and the factor of its rate."""

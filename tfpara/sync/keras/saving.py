@@ -89,16 +89,10 @@ def _scratch(path: str) -> Iterator[str]:
         # The code below would replace a whole folder, and other files in it would be lost.
         yield path
         return
-    with remote_files.whole(path) as scratch, _printing(os.fspath(scratch), path):
-        yield os.fspath(scratch)
-
-
-@contextlib.contextmanager
-def _printing(former: str, path: str) -> Iterator[None]:
-    """A context that replaces the path `former` by `path` in all that is printed in it."""
     printed = io.StringIO()
-    try:
-        with contextlib.redirect_stdout(printed):
-            yield
-    finally:
-        print(printed.getvalue().replace(former, path), end="")
+    with remote_files.whole(path) as scratch:
+        try:
+            with contextlib.redirect_stdout(printed):
+                yield os.fspath(scratch)
+        finally:
+            print(printed.getvalue().replace(os.fspath(scratch), path), end="")

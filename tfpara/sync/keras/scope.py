@@ -32,11 +32,26 @@ def watch(strategy: tf.distribute.Strategy) -> None:
 
 
 def look(model: keras.Model) -> None:
-    """Raises ValueError for a model made partly in a scope; warns of one made wholly outside."""
+    """Raises ValueError for a model made partly in a scope; warns, once, of one made outside.
+
+    There is no warning if another model was trained under a strategy.
+    """
     if model.distribute_strategy in _strategies:
         check(model, model.distribute_strategy)
-    else:
-        _look_at_stranger(model)
+        return
+    for strategy in _strategies:
+        if any(_is_of(v, strategy) for _, variables in _parts(model) for v in variables):
+            raise ValueError(
+                f"model {model.name!r} was made outside of the strategy's scope, and compiled "
+                f"inside: no weight would be synchronised. {_LINES}"
+            )
+    if model not in _warned and not any(strategy.has_trained for strategy in _strategies):
+        _warned.add(model)
+        warnings.warn(
+            f"model {model.name!r} was made outside of the strategy's scope: each worker trains it "
+            f"alone, and nothing is synchronised. {_LINES}",
+            stacklevel=3,
+        )
 
 
 def check(model: keras.Model, strategy: tf.distribute.Strategy) -> None:
@@ -49,23 +64,6 @@ def check(model: keras.Model, strategy: tf.distribute.Strategy) -> None:
             raise ValueError(
                 f"model {model.name!r}: {what} was made outside of the strategy's scope. {_LINES}"
             )
-
-
-def _look_at_stranger(model: keras.Model) -> None:
-    """Refuses a model partly in a scope; warns, once, of one outside if none was trained in one."""
-    for strategy in _strategies:
-        if any(_is_of(v, strategy) for _, variables in _parts(model) for v in variables):
-            raise ValueError(
-                f"model {model.name!r} was made outside of the strategy's scope, and compiled "
-                f"inside: no weight would be synchronised. {_LINES}"
-            )
-    if model not in _warned and not any(strategy.has_trained for strategy in _strategies):
-        _warned.add(model)
-        warnings.warn(
-            f"model {model.name!r} was made outside of the strategy's scope: each worker trains it "
-            f"alone, and nothing is synchronised. {_LINES}",
-            stacklevel=4,
-        )
 
 
 def _parts(model: keras.Model) -> Iterator[tuple[str, list[Variable]]]:
