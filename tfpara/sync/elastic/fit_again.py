@@ -78,7 +78,7 @@ class FitAgain:
         self._rejoin, self._progress = rejoin, rejoin.progress
         self._extended, self._connection = rejoin.extended, rejoin.connection
         self._data, self._transfer = rejoin.data, rejoin.transfer
-        self._histories: list[Json] = []  # the `History` of each earlier call of `fit`, as JSON
+        self._histories: list[Any] = []  # the `History` of each earlier call of `fit`, as JSON
         self._logs: Any = None  # the logs of the last step
         self._step_began_in = 0  # the generation in which the present step began
         # Whether this worker, as the chief, has sent the terms to the meeting point in this call.
@@ -138,7 +138,10 @@ class FitAgain:
                     # it would otherwise get other variables than on the other workers.
                     fit({"x": given["x"], "epochs": 0, "verbose": 0})
                 self._failed = False
-                return self._history_of_others(model)
+                model.history = History()
+                vars(model.history).update(self._histories[self._progress.fit])
+                model.history.set_model(model)
+                return model.history
             finally:
                 self._connection.in_fit = self._passes_by = False
 
@@ -148,15 +151,6 @@ class FitAgain:
         if fit > self._progress.fit:
             say(f"call {self._progress.fit + 1} of fit is over; the others are in call {fit + 1}")
             raise _Over
-
-    def _history_of_others(self, model: keras.Model) -> History:
-        """Returns the History that the other workers got from this call of `fit`."""
-        history = History()
-        state: Any = self._histories[self._progress.fit]
-        vars(history).update(state)
-        history.set_model(model)
-        model.history = history
-        return history
 
     @contextlib.contextmanager
     def training(self, model: keras.Model) -> Iterator[None]:
@@ -185,7 +179,11 @@ class FitAgain:
                 # No worker ends its program while another still waits for it in an exchange.
                 control = self._extended.control
                 control.whole(lambda: control.collectives.barrier("fit"))
-                self._histories = [*self._histories, _shortened(told(model.history))]
+                text = told(model.history)
+                history = json.loads(text)
+                if len(text) > _LONGEST_HISTORY:
+                    history["history"] = {}
+                self._histories = [*self._histories, history]
         finally:
             model._initial_epoch = None
             if former is not None:
@@ -344,9 +342,3 @@ def _validate_once(model: keras.Model, given: Mapping[str, Any]) -> None:
     if x is not None and not hasattr(x, "__next__"):
         size = given.get("validation_batch_size") or given.get("batch_size")
         model.evaluate(x, y, size, verbose=0, sample_weight=weights, steps=1)
-
-
-def _shortened(history: str) -> Json:
-    """Returns a `History` as JSON, from its text by `told`; if that is long, without values."""
-    kept = json.loads(history)
-    return kept if len(history) <= _LONGEST_HISTORY else {**kept, "history": {}}
