@@ -49,15 +49,13 @@ class MomentumFit:
         self._steps_in_epoch = NEVER
         # For each local replica, its minibatches in the present block; empty: the sync period.
         self._shares: Sequence[int] = ()
-        # The arguments `model` and `epochs` of `begin_epoch`, if the length of the present epoch is
-        # unknown; else None.
+        # `model` and `epochs` of `begin_epoch`, if the epoch's length is unknown; else None.
         self._without_length: tuple[keras.Model, int] | None = None
         with tf.device("CPU:0"):
             self.period = make(tf.constant(settings.sync_period, tf.int64), "sync_period")
         self._make = make
-        # For each optimizer: a variable on each device, with the momentum and the factor of the
-        # learning rate. There are several, since a step that XLA has compiled reads only variables
-        # of its own device.
+        # For each optimizer, on each device: the momentum and the factor of the learning rate. A
+        # step that XLA has compiled reads only variables of its own device.
         self._fitted: weakref.WeakKeyDictionary[keras.optimizers.Optimizer, list[tf.Variable]]
         self._fitted = weakref.WeakKeyDictionary()
 

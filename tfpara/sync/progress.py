@@ -60,8 +60,7 @@ class Progress:
     def report(self, last: bool = False) -> None:
         """Reports to the launcher, if there is one, and in an elastic run to the meeting point.
 
-        The launcher gets a new report only after it has read all earlier ones, except that it gets
-        the `last` report of a `fit` in any case.
+        The launcher gets a new report only after it has read all earlier ones, or the `last` one.
         """
         if self is not _latest:
             return

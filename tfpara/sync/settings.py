@@ -126,8 +126,7 @@ class Settings:
     def of_a_run(self) -> dict[str, Json]:
         """Returns the values that have to be equal when a run is resumed, by name.
 
-        The number of replicas may differ. A setting that has its default is left out, since
-        checkpoints of older versions lack it.
+        Settings with their defaults are left out, since checkpoints of older versions lack them.
         """
         compared = {}
         for each in dataclasses.fields(self):

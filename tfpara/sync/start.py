@@ -43,8 +43,7 @@ def start(
     is_simulated = strategy._is_simulated
     checked_seconds("startup_timeout_seconds", startup_timeout_seconds)
     status_port = checked_port(status_port, elastic is not None)
-    # The default devices are found before the processes are connected. After that, TensorFlow lists
-    # the devices of all processes.
+    # Once the processes are connected, TensorFlow lists the devices of all of them.
     devices = named_devices(devices)
     check_threads(len(devices))
     found, settings, starting = workers_of(

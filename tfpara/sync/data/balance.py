@@ -1,8 +1,7 @@
 """Blocks by speed: how many minibatches each worker trains in a block, and which ones.
 
 At a sync each worker reports the time of its minibatches, and all workers receive all reports. So
-each worker knows, without a further message, how many minibatches every worker takes until the
-next sync.
+each worker knows how many minibatches every worker takes until the next sync.
 """
 
 from __future__ import annotations
@@ -36,8 +35,7 @@ CEILING = 4  # a worker takes at most 4·τ minibatches in a block; τ is the sy
 _TRUST, _TRUST_IN_NOISE = 0.75, 0.25
 _LARGE, _NOISE = 1.4, 1.1
 _LARGEST_CHANGE = 2.0  # one block changes the smoothed time by at most this factor
-# The shares of the previous block are kept if a block takes at most this fraction longer with them
-# than with new shares.
+# The previous shares are kept if a block takes at most this fraction longer with them.
 _GAIN = 0.03
 
 
@@ -85,8 +83,7 @@ class Balance(EpochUnits):
     """The shares of the workers, in minibatches, of the present block; all workers have the same.
 
     `make(value, name)` makes a plain variable. `simulates`: whether this worker's replicas stand
-    for the workers of a record. The replicas step together, and those with a smaller share get
-    empty minibatches at the block's end.
+    for the workers of a record. Those with a smaller share get empty minibatches at its end.
 
     Attributes:
         plan: the division of the present pass's minibatches since the last sync; None outside of a
@@ -94,8 +91,7 @@ class Balance(EpochUnits):
         due: a variable: this worker's number of steps in the present block; 0: the sync period.
         since: a variable: the monotonic time when the present block began here; 0: unknown.
         open_steps: returns the number of this worker's steps since the last sync.
-        reported: each worker's report at the present sync: its steps in the block, and their
-            seconds, below 0 if unknown.
+        reported: each worker's steps in the block that ends, and their seconds, or below 0.
         steps_of_epoch: steps in an epoch if all replicas took equally many; None: unknown.
         record: the workers' shares in each block of this process so far.
     """

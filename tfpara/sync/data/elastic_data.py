@@ -302,8 +302,7 @@ def place_of(number: int, count: int, parts: int, devices: int) -> tuple[int, in
     """Returns the batch of a minibatch, by its place in the epoch's order, and which part it is.
 
     The W = parts / devices workers read W batches at a time, one each, and each worker takes W
-    steps on the parts of its batch. The last batches, fewer than W, are divided among all workers,
-    which take one step on each.
+    steps on the parts of its batch. The last batches, fewer than W, are divided among all workers.
 
     `number` is the minibatch's in the epoch, which has `count` batches of so many `parts`.
     """

@@ -30,8 +30,7 @@ class Position:
 
     Attributes:
         epoch: number of the epoch, from 0.
-        first: number of the epoch's minibatches that an earlier process has trained, over all
-            replicas.
+        first: number of minibatches that an earlier process has trained, over all replicas.
         steps: number of minibatches of each replica that must still be skipped.
         begun: the pass that continues, if `fit` has `steps_per_epoch`; None: a new pass begins.
     """

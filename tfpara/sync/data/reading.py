@@ -35,8 +35,7 @@ def reads(order: Iterable[int], worker: int, workers: int) -> list[Read]:
 
     The workers take turns at the batches, whose numbers are in `order`. Each batch is cut into
     `workers` parts, and its reader takes a step on each part. Batches that are left over are read
-    by all, and each worker takes a step on its part. So each takes as many steps as there are
-    batches.
+    by all, and each takes a step on its part. So each takes as many steps as there are batches.
     """
     order = list(order)
     whole = len(order) // workers * workers
@@ -79,8 +78,7 @@ class Order:
 
     Attributes:
         seed: of shuffled Python data; each `fit` that does not resume draws one.
-        parts: of each batch where minibatches are dealt out: one for each replica at the first
-            start of the run.
+        parts: of each batch that is dealt out: one for each replica at the run's first start.
         devices: the number of devices of each worker at that start.
         workers: the number of workers among which the batches of a `PyDataset` were divided.
     """

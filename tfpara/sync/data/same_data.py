@@ -1,7 +1,6 @@
 """The check that all workers have the same data, by a few facts and numbers about them.
 
-Each worker takes its part of the data. If the workers' data differed, some rows would not be
-trained.
+Each worker takes its part. If the workers' data differed, some rows would not be trained.
 """
 
 from __future__ import annotations

@@ -118,8 +118,7 @@ class Elastic(Company):
                     progress.completed_in = self.generation
             except LOST as error:
                 _log.info("tfpara: an exchange has failed: %s", in_short(error))
-                # The failed exchange may have increased `met`, the count of exchanges, on only some
-                # of the members.
+                # The failed exchange may have increased `met` on only some of the members.
                 place.met = met
                 self._rejoin.meet(failed=True)
                 others = self._rejoin.others
@@ -172,8 +171,7 @@ class Elastic(Company):
 
         def summed() -> list[float]:
             hosts = self._extended.control.collectives
-            # In an evaluation each worker has processed all data, so the values of rank 0 are the
-            # result.
+            # In an evaluation each worker has processed all data, so one's values are the result.
             if evaluates:
                 return hosts.all_gather(flat, "metrics")[0].numpy().tolist()
             return hosts.all_reduce([flat], "metrics")[0].numpy().tolist()

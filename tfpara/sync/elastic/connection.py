@@ -31,8 +31,7 @@ LOST = (
     tf.errors.CancelledError,
     tf.errors.DeadlineExceededError,
 )
-# TensorFlow's list of tasks must have no gaps. This address stands for task numbers that no worker
-# has; nothing listens at it.
+# TensorFlow's list of tasks must have no gaps. This address is that of tasks that no worker has.
 _PLACEHOLDER = "127.0.0.1:1"
 # A worker that comes back is first alone in a generation whose number is that of its last one plus
 # `_ALONE`. No run has so many generations.
@@ -85,8 +84,7 @@ class Connection:
         self.joining = not self.line.founding
         self.in_fit = self.leaves = self.out = self._said_leaving = False
         # The main thread has this lock alone while it changes the generation. The thread of `line`
-        # may wait for it, so the wait is shorter than the silence after which a worker counts as
-        # lost.
+        # may wait for it, for less than the silence after which a worker counts as lost.
         self.steady = SharedLock(min(_PATIENCE_SECONDS, settings.silence_seconds / 4.0))
         # Held while the generation changes, and while the thread of `line` aborts it.
         self._changing = threading.Lock()

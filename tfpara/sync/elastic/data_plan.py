@@ -72,8 +72,7 @@ class DataPlan(EpochUnits):
         self.facts = getattr(given["x"], "facts", {})
 
     def begin(self, epoch: int, fit: int) -> None:
-        # A joiner has made passes over its data while it was alone. These passes are no epochs of
-        # the run, so the position is set here.
+        # The passes that a joiner has made while it was alone are no epochs of the run.
         self._extended.data.position.move(epoch, self._extended.models.steps_seen)
         if self.plan.at == (fit, epoch):
             # The other members have already begun this epoch, and this worker has their plan. It
@@ -172,11 +171,7 @@ class DataPlan(EpochUnits):
         return self.trained() + open_steps * self.plan.size
 
     def total(self, steps: int | None) -> int:
-        """Returns the number of units of the epoch; 0 if unknown.
-
-        For data of unknown length, `steps` is the number of steps in an epoch of each replica with
-        which the run began.
-        """
+        """Returns the number of units of the epoch; 0 if unknown; `steps` as in `EpochUnits`."""
         minibatches = int(self.whole_epoch(self.plan.epoch).cardinality())
         if minibatches > 0:
             return -(-minibatches // self._devices)

@@ -219,8 +219,7 @@ class FitAgain:
     def _trace_alone(self, model: keras.Model) -> None:
         """Takes a step, a sync, a meeting and a step of validation, which are no part of the run.
 
-        TensorFlow takes long for the first ones of a process, and in the run all workers would wait
-        for that.
+        TensorFlow takes long for the first ones, and in the run all workers would wait for that.
         """
         balance = self._extended.balance
         before = [each.graph.statistics() for each in self._extended.models.synchronizers]
@@ -252,8 +251,7 @@ class FitAgain:
             raise StopIteration
         with attributes(self._progress, in_step=True):
             self._meet_if_needed()
-            # The terms are sent after the first step, since that step finds out whether the model
-            # was compiled again.
+            # The terms are sent after a step, which finds out whether the model was compiled again.
             if not self._agreed and self._connection.rank == 0 and self._logs is not None:
                 self._agreed = True
                 self._connection.line.agreed(self._rejoin.terms())

@@ -192,8 +192,7 @@ class Rejoin:
             self.progress.result = self.others["result"]
             self.transfer.take_states(ahead["states"])
         plan = _next_plan(form, reports, behind, ahead)
-        # If the plan belongs to a later call of `fit`, this worker gets its data when it begins
-        # that call.
+        # If the plan is of a later call of `fit`, this worker gets its data when it begins that.
         has_data = plan.fit == self.progress.fit and plan.at > self.progress.closed
         self.data.go_on(plan, has_data, ahead)
         self.progress.planned_in = form.number
@@ -284,8 +283,7 @@ def _how_far(report: Mapping[str, Any]) -> tuple[int, ...]:
     return (
         report["syncs"],
         *Plan.place(report["plan"]),
-        # If a member was lost while the members adopted a plan, some of them have this plan, and
-        # others have the plan before it.
+        # If a member was lost while the members adopted a plan, only some of them have it.
         report["planned_in"],
         *report["closed"],
         report["operations"],

@@ -11,9 +11,8 @@ from collections.abc import Iterator
 
 _POLL_SECONDS = 0.005
 # After a thread has waited for the exclusive mode for `_STALLED_SECONDS`, threads that wait for a
-# share can get one during `_OPEN_SECONDS`. Otherwise there could be a deadlock: a thread that holds
-# a share may itself wait for a thread that needs one. While the wait goes on, this is repeated,
-# each time after twice as long.
+# share can get one during `_OPEN_SECONDS`, and again after twice as long each time. Otherwise there
+# could be a deadlock: a thread that holds a share may wait for one that needs a share.
 _STALLED_SECONDS = 0.25
 _OPEN_SECONDS = 0.05
 _log = logging.getLogger(__name__)

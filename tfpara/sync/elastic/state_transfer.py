@@ -76,9 +76,8 @@ class StateTransfer:
         (synchronizer,) = self._extended.models.synchronizers
         hosts = self._extended.control.collectives
         assert isinstance(hosts, TensorFlowCollectives)  # Horovod is not used in elastic runs
-        # The history is padded to a length that is a power of 2, because TensorFlow keeps some
-        # memory for every shape that it has sent. A receiver's own history may be longer, so it is
-        # cut.
+        # The history is padded to a power of 2, since TensorFlow keeps memory for every shape that
+        # it has sent. A receiver's own history may be longer, so it is cut.
         size = 1 << (ahead["history"] - 1).bit_length()
         note = self._history.ljust(size)[:size]
         values, history = hand_over(self.slots(), hosts, source, receives, note)
@@ -90,8 +89,7 @@ class StateTransfer:
                 kept.append((holder, hand_over_arrays(own, hosts, source)))
         if not receives:
             return
-        # Values are written only after all of them have arrived. So if a worker is lost meanwhile,
-        # no worker has a mixture of two states.
+        # Values are written once all have arrived, so that no worker has a mixture of two states.
         for variable, value in values:
             variable.assign(value)
         for holder, weights in kept:

@@ -74,8 +74,7 @@ def _compare(adapter: Any, dataset: tf.data.Dataset | None, extended: PeriodicSy
             "minibatches, and give them `data`."
         )
     place = extended.call_site
-    # If a callback of `fit` calls `evaluate`, the data are not compared, since other workers may be
-    # at other steps of `fit` then.
+    # If a callback of `fit` calls `evaluate`, other workers may be at other steps of `fit`.
     if not (place.fits and place.calls):
         drawn = isinstance(adapter, (PyDatasetSteps, ShuffledArrays))
         extended.data.check(_facts(adapter, dataset) if divided else {}, drawn)

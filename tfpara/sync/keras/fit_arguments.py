@@ -121,8 +121,7 @@ def _deal_out_py_dataset(strategy: Any, began: Began, given: dict[str, Any]) -> 
         in_order = shuffled(count, seed, epoch) if shuffle else range(count)
         dealt = data_place.dealt()
         if dealt is not None:
-            # The parts of a batch have successive numbers, so the cache of the last batch mostly
-            # saves a second read of it.
+            # Parts of a batch have successive numbers, so the cache mostly saves a second read.
             recent = functools.lru_cache(1)(data.__getitem__)
 
             def one(number: int) -> Iterator[Any]:

@@ -70,8 +70,7 @@ def _inside(extended: PeriodicSyncExtended, replica: int, numbers: Sequence[int]
     """
     passes = extended.data.passes
     unknown = [""] * len(numbers)
-    # With `steps_per_epoch` a pass over the data may last several epochs. Then a minibatch's number
-    # in the epoch does not tell its rows.
+    # With `steps_per_epoch` a pass may last several epochs, whose numbers do not tell the rows.
     if passes is None or passes.steps_per_epoch:
         return unknown
     adapter = passes.data_adapter
@@ -82,8 +81,7 @@ def _inside(extended: PeriodicSyncExtended, replica: int, numbers: Sequence[int]
         return [f" (of batch {batches[number - 1]})" for number in numbers]
     if not isinstance(adapter, data_adapters.ArrayDataAdapter):
         return unknown
-    # To find the rows of a minibatch, a dataset of the rows' numbers is divided among the replicas
-    # just as the rows were.
+    # A dataset of the rows' numbers is divided among the replicas just as the rows were.
     rows = range(adapter._num_samples)
     order = adapter.order if isinstance(adapter, ShuffledArrays) else list(rows)
     dataset = tf.data.Dataset.from_tensor_slices(order).batch(adapter.batch_size)

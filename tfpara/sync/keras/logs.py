@@ -82,8 +82,7 @@ def _counted_nothing(model: keras.Model, name: str, metrics: dict[str, Nest]) ->
     if np.any(array_of(metrics[name])):
         return False
     of_name = [metric for metric in model.metrics if metric.name == name]
-    # `model.metrics` has the metrics given to `compile` only inside one container metric. The log
-    # does not have the container's name.
+    # The metrics given to `compile` are in a container metric, whose name is not in the log.
     of_name = of_name or [metric for metric in model.metrics if metric.name not in metrics]
     values = (array_of(keras.ops.convert_to_tensor(v)) for m in of_name for v in m.variables)
     return not any(map(np.any, values))

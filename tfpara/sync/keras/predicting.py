@@ -63,8 +63,7 @@ def predict(
         ids, replicas = worker.replica_ids, worker.replicas
         start = reading.bounds(whole.length, ids[0], replicas).start
         stop = reading.bounds(whole.length, ids[-1], replicas).stop
-        # A worker that has no rows predicts one row all the same, to learn the structure of the
-        # outputs. It drops the result.
+        # A worker without rows predicts one, which it drops, to learn the outputs' structure.
         first = min(start, whole.length - 1)
         outputs = model.predict(whole.part(first, max(stop, first + 1)), **given)
         keeps = not only_chief or worker.rank == 0

@@ -8,8 +8,7 @@ from typing import Any, TypeAlias
 
 import keras
 
-# Keras' trainer for TensorFlow. With its class `TFEpochIterator`, `fit` and `evaluate` pass over
-# their data.
+# With its class `TFEpochIterator`, `fit` and `evaluate` pass over their data.
 from keras.src.backend.tensorflow import trainer as trainer
 
 # All public functions for saving call functions of `legacy_h5_format` and `saving_lib`. So a

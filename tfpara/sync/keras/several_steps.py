@@ -95,8 +95,7 @@ def _loop(
             due, number, outputs, data = tf.while_loop(within, minibatch, (due, *state))
             for _, act in traced[-1][1]:
                 where(due, act)
-            # The next minibatch is read only after the sync, since the sync may decide which
-            # minibatch comes next.
+            # The sync may decide which minibatch comes next, so that is read after it.
             with tf.device("CPU:0"):
                 number = tf.where(due & by_speed, most, number)
                 more = (number < most) & due

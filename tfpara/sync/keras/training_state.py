@@ -38,8 +38,7 @@ class TrainingState:
             build_optimizers(model)
         if hasattr(strategy, "synchronize"):
             strategy.synchronize()  # in a run without parameter servers: closes the open block
-        # `read_value` copies nothing yet. TensorFlow copies the value when the variable is next
-        # written.
+        # TensorFlow copies the value of `read_value` only when the variable is next written.
         changing = _changing(model, _shared_slots(model))
         self.kept = [(variable, variable.read_value()) for variable in changing]
 

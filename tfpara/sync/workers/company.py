@@ -35,8 +35,7 @@ class Company:
 
     Attributes:
         changes: whether workers may join and leave.
-        syncs_in_steps: whether the graph of a training step has the sync; else Python code calls
-            each sync after the step.
+        syncs_in_steps: whether the graph of a step has the sync; else Python code calls it.
         epoch_units: the position in the epoch.
         unlike_devices: the number of devices of each worker, by rank, if they differ; else empty.
         kinds: the kinds of all workers' devices, such as "CPU"; empty: not exchanged yet.
@@ -126,8 +125,7 @@ class Company:
     def together(self, exchange: Callable[[], Json]) -> Any:
         """All: runs an exchange once on each worker, and returns its result.
 
-        The exchange must return the same JSON value on all workers. If a member is lost during the
-        exchange, the others repeat it.
+        It must be the same JSON value on all. If a member is lost, the others repeat the exchange.
         """
         return exchange()
 
@@ -161,8 +159,7 @@ class Company:
         `evaluates`: whether the metrics are those of an evaluation.
         """
         del evaluates  # in an evaluation, too, each worker has only a part of the data
-        # All blocks are closed first. This waits until no worker has data left, so that the metrics
-        # cover all data.
+        # Closing all blocks waits until no worker has data left, so the metrics cover all data.
         purpose = self._extended.call_site.of_metric()
         if self._extended.models.synchronizers:
             self._extended.models.finish_blocks(purpose)

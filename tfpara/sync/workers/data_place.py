@@ -57,8 +57,7 @@ class DataPlace:
         return list(range(first, first + self.devices))
 
 
-# The place for which a dataset is being constructed. Threads that read the dataset later do not
-# inherit this context variable.
+# The place for which a dataset is being constructed; threads that read it later do not inherit it.
 _PLACE: contextvars.ContextVar[DataPlace | None] = contextvars.ContextVar(
     "tfpara_data_place", default=None
 )

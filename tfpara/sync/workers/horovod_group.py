@@ -69,8 +69,7 @@ def join(found: Cluster, startup_timeout_seconds: float, timeout_seconds: float)
             "tfpara-launch --max_restarts."
         )
     port = _meet(hvd, found, startup_timeout_seconds, secret.read())
-    # After the start of Horovod, only this variable limits how long Horovod waits for a stopped
-    # process.
+    # Only this variable limits how long Horovod, once started, waits for a stopped process.
     os.environ.setdefault(_GLOO_TIMEOUT, str(max(5, math.ceil(timeout_seconds))))
     for name, value in _DEFAULTS.items():
         os.environ.setdefault(name, value)
@@ -91,8 +90,7 @@ def join(found: Cluster, startup_timeout_seconds: float, timeout_seconds: float)
         listener.listen(128)
         port = ports.OpenPort(listener)
     _joined = _Joined(found, port)
-    # If an exception ends this program, the other processes do not leave, so this one does not wait
-    # for them.
+    # If an exception ends this program, the others do not leave, and it does not wait for them.
     program.on_leaving(leave)
     atexit.register(lambda: leave(orderly=not hasattr(sys, "last_value")))
 
@@ -157,6 +155,5 @@ def with_addresses(found: Cluster, control: Control) -> Cluster:
     own = f"{_own_name(load())}:{_joined.port.port}"
     addresses = everyones(own, control, Purpose("telling its address"))
     whole = found._replace(addresses=tuple(addresses))
-    # A live process behind a firewall would look dead. So if any address cannot be reached, none of
-    # them is used.
+    # A live process behind a firewall would look dead. So all addresses are used, or none.
     return found if whole.unreachable(_REACH_SECONDS) else whole

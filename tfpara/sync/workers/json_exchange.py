@@ -21,8 +21,7 @@ _CARRIED_AS = {tf.bfloat16: tf.float32} | dict.fromkeys(
 def everyones(value: Json, control: Control, purpose: Purpose) -> list[Json]:
     """Sends this worker's JSON value to all workers; returns the values of all, by rank.
 
-    Every worker must call this for the same purpose. An object that JSON has no form for is sent as
-    its `repr`.
+    Every worker must call this for the same purpose. Objects without a JSON form become their repr.
     """
     return control.whole(lambda: _everyones(value, control, purpose))
 
@@ -30,8 +29,7 @@ def everyones(value: Json, control: Control, purpose: Purpose) -> list[Json]:
 def _everyones(value: Json, control: Control, purpose: Purpose) -> list[Json]:
     text = json.dumps(value, default=repr, sort_keys=True).encode()
     lengths = control.together(purpose, len(text))
-    # The text is padded to a power of 2, since TensorFlow keeps memory for every shape that it has
-    # sent.
+    # Padded to a power of 2, since TensorFlow keeps memory for every shape that it has sent.
     padded = np.zeros(1 << max(lengths).bit_length(), np.int32)
     padded[: len(text)] = np.frombuffer(text, np.uint8)
     table = control.collectives.all_gather(tf.constant(padded), "text").numpy()

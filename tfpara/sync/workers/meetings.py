@@ -14,8 +14,7 @@ from tfpara.collectives import Collectives, Loopback
 from tfpara.sync.workers.company import Company, MismatchError
 from tfpara.typing import Json
 
-# Before a worker fails, it waits for this many seconds, so that the others still receive the
-# reason.
+# A worker that fails first waits so long, so that the others still receive the reason.
 _GRACE_SECONDS = 1.0
 
 
@@ -24,8 +23,7 @@ class Control:
     """Exchanges between workers that Python code starts.
 
     `collectives` are between the workers' hosts, with a timeout. All workers may use them right
-    after `together`. `_synchronizers` returns those of the trained models, in the same order on all
-    workers.
+    after `together`. `_synchronizers` returns those of trained models, in one order on all workers.
     """
 
     collectives: Collectives
