@@ -34,9 +34,8 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, ForCallbac
 
     Keras' `compile`, `fit`, `evaluate`, `predict` and callbacks work as usual on a model that is
     made and compiled in the strategy's scope. A replica is one device of one worker. The workers
-    are those of TF_CONFIG, or those that srun, mpirun, horovodrun, torchrun or another engine has
-    started. Without these, the process trains alone. Workers exchange data only in every
-    `sync_period`-th training step.
+    are those of TF_CONFIG, or those that srun, mpirun, torchrun or another engine has started; else
+    the process trains alone. Workers exchange data only in every `sync_period`-th training step.
 
     At the end of an epoch all workers take part in a last sync, even if they had different amounts
     of data. Validation, callbacks and the metrics of the epoch's log come after this sync. The
@@ -225,9 +224,8 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, ForCallbac
         """Sets τ from here on. Every worker must call it between blocks, as when an epoch begins.
 
         Args:
-            sync_period: minibatches of each replica between two syncs, at least 1. None: until
-                a period is set again the replicas are independent, and the end of an epoch averages
-                nothing.
+            sync_period: τ ≥ 1. None: until a period is set again the replicas are independent, and
+                the end of an epoch averages nothing.
 
         Raises:
             ValueError: `sync_period` is not a whole number of at least 1, or does not go with
@@ -248,8 +246,7 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, ForCallbac
     def broadcast_replica(self, model: keras.Model, replica: int = 0) -> None:
         """Sets all replicas to the weights of one, from which momentum and averages restart.
 
-        This closes the open block first, so every worker must call it. Each replica keeps the slots
-        of its optimizer.
+        This closes the open block first, so every worker must call it. Optimizers keep their slots.
 
         Args:
             model: the model that is trained.
@@ -401,8 +398,8 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, ForCallbac
         have deleted the model and begin to train another one. The open block is closed first. The
         model keeps its weights; where those of replicas differ, all take the global ones. It and
         models that share weights with it, such as one with a new head, may be trained again as
-        models that were never trained. If an average is still wanted, write it before
-        (`tfpara.export`).
+        models that were never trained. Write averages that are still wanted before, by
+        `tfpara.export`.
 
         A model that was not trained stays as it is. A loop of your own must call `track` again, and
         make a new `tf.function`, because the old one contains the syncs of the model.
@@ -428,8 +425,7 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, ForCallbac
     def synchronize(self) -> None:
         """Closes the open block: takes part in syncs until every worker has called it.
 
-        Every worker must call it. `fit` does so at the end of each epoch; custom loops call it at
-        the end of their data.
+        Every worker must call it: `fit` does so where an epoch ends, custom loops where data end.
         """
         self.extended.models.finish_blocks()
 
@@ -452,8 +448,7 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, ForCallbac
         part of it is given. Contexts may be nested: the inner one holds.
 
         Args:
-            model: a model that was made in the scope, or a part of one that was trained, such as
-                the student that a distiller trains.
+            model: a model that was made in the scope, or a part of one that was trained.
             which: "global", "local" or a name among `averages`.
 
         Raises:
@@ -502,8 +497,7 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, ForCallbac
             verbose: as in Keras; only the chief shows progress.
 
         Raises:
-            ValueError: data without a known end or order, other data on another worker, or an
-                unknown name.
+            ValueError: data without a known end or order, or that differ, or an unknown name.
         """
         with self.weights(model, which or self.extended.shown or "global"):
             return predict(self, model, x, batch_size, only_chief, verbose)
