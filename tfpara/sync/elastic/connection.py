@@ -69,14 +69,9 @@ class Connection:
     def __init__(self, settings: Elastic, timeout_seconds: float) -> None:
         self._reserved = ports.reserve()
         port = self._reserved.getsockname()[1]
+        asked, name = dataclasses.asdict(settings), os.environ.get(NAME, "")
         self._connect = functools.partial(
-            Line,
-            meeting_point(),
-            secret.read(),
-            port,
-            dataclasses.asdict(settings),
-            timeout_seconds,
-            name=os.environ.get(NAME, ""),
+            Line, meeting_point(), secret.read(), port, asked, timeout_seconds, name=name
         )
         self._own_address = f"127.0.0.1:{port}"  # used while this worker is alone
         self.line, self.form = self._begin()
