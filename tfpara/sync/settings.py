@@ -260,9 +260,7 @@ class Settings:
         of the optimizers keeps an average of gradients that is not fitted to the block.
         """
         rule = self.asked_rule
-        if not isinstance(rule, algorithms.BMUF) or not given:
-            return self
-        if not all(is_normalised(one) for one in given):
+        if not (isinstance(rule, algorithms.BMUF) and given and all(map(is_normalised, given))):
             return self
         short = all(self.fits_momentum(one) or not memory_of(one) for one in given)
         asked = rule.for_normalised(short)
@@ -297,17 +295,15 @@ def warn_of_outlasting_momentum(
 
     `steps` is the number of the optimizer's steps in a block.
     """
-    momentum, rule = momentum_of(optimizer), settings.rule
-    reset = settings.local_state == "reset"
-    if not settings.has_momentum or reset or settings.fits_momentum(optimizer):
-        return
+    momentum = momentum_of(optimizer)
     memory = 1.0 / (1.0 - momentum)
-    if momentum and memory > steps:
+    kept = settings.local_state != "reset" and not settings.fits_momentum(optimizer)
+    if settings.has_momentum and kept and momentum and memory > steps:
         fix = "momentum 0" if settings.local_state == "auto" else 'local_state="auto"'
         warnings.warn(
             f"the local optimizer's momentum {momentum:g} remembers about {memory:.0f} steps, "
             f"longer than a block of {steps:g} (sync_period={settings.sync_period}); kept across "
-            f"syncs under {type(rule).__name__} it is counted twice, and training may diverge. Use "
+            f"syncs under {type(settings.rule).__name__} it is counted twice, and training may diverge. Use "
             f"{fix}, or a longer sync_period.",
             stacklevel=2,
         )

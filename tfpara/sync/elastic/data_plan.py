@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -140,10 +141,7 @@ class DataPlan(EpochUnits):
             for each in self.plan.ranges(rank)
         ]
         parts.append(self._units(epoch, self.plan.first, self.plan.size, rank))
-        whole = parts[0]
-        for part in parts[1:]:
-            whole = whole.concatenate(part)
-        return whole
+        return functools.reduce(tf.data.Dataset.concatenate, parts)
 
     def whole_epoch(self, epoch: int) -> tf.data.Dataset:
         """Returns all minibatches of an epoch."""

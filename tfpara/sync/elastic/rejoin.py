@@ -132,8 +132,7 @@ class Rejoin:
         """Connects to a generation; returns whether all of its members agree on the state."""
         self.connection.become(form)
         for synchronizer in self.extended.models.synchronizers:
-            replicas = self.extended.worker.replicas
-            synchronizer.graph.global_state.rule.change(replicas)
+            synchronizer.graph.global_state.rule.change(self.extended.worker.replicas)
         if not self.connection.ready():
             return False
         try:
