@@ -303,8 +303,8 @@ def warn_of_outlasting_momentum(
         warnings.warn(
             f"the local optimizer's momentum {momentum:g} remembers about {memory:.0f} steps, "
             f"longer than a block of {steps:g} (sync_period={settings.sync_period}); kept across "
-            f"syncs under {type(settings.rule).__name__} it is counted twice, and training may diverge. Use "
-            f"{fix}, or a longer sync_period.",
+            f"syncs under {type(settings.rule).__name__} it is counted twice, and training may "
+            f"diverge. Use {fix}, or a longer sync_period.",
             stacklevel=2,
         )
 
