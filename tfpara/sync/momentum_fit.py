@@ -86,8 +86,8 @@ class MomentumFit:
         Args:
             model: the model that is trained.
             steps: the epoch's minibatches of each replica; None: `set_length` follows.
-            epochs: in the first epoch of a call that has several: the epochs of the run, with those
-                before a resume. Else 0: a single epoch may be one of several calls.
+            epochs: in the first epoch of a call that has several, those of the run; else 0, since a
+                single epoch may be one of several calls.
         """
         self._steps_in_epoch = NEVER if steps is None or self._worker.changes else steps
         self._write_blocks()

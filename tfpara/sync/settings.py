@@ -87,10 +87,7 @@ class Settings:
         checked_nonfinite(self.nonfinite, self.nonfinite_share)
 
     def resolved(self, num_replicas: int) -> Settings:
-        """Returns these settings with the rule resolved for N replicas.
-
-        A rule or average of the user's own is also tried out; it may start TensorFlow.
-        """
+        """Returns these settings with the rule resolved for N replicas; tries out a user's own."""
         rule = self.rule.resolve(num_replicas)
         if _is_of_a_user(rule):
             algorithms.check_rule(checked_rule(rule), num_replicas)

@@ -46,9 +46,6 @@ def simulate(
             `device_sync_period`, because each replica stands for a worker with one device.
             `balance` can be the record of a run of N workers; the replicas then repeat its blocks.
 
-    Returns:
-        A `PeriodicSyncStrategy`.
-
     Raises:
         ValueError: N is no whole number of at least 1; or TF_CONFIG, or an engine's variables, say
             that this is one of several workers.

@@ -19,9 +19,7 @@ class Dealt:
     Reading waits until the numbers of the next block are known. This wait ends with the iterator.
     Unlike a wait in a Python function, it occupies no thread of TensorFlow.
 
-    Args:
-        queue: the numbers of the minibatches; None: this worker has none.
-        first: no minibatch has a number below this.
+    Without a queue this worker has no minibatches. None has a number below `first`.
     """
 
     def __init__(self, queue: tf.queue.QueueBase | None, first: int = 0) -> None:

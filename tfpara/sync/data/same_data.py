@@ -251,10 +251,7 @@ _READERS = {
 
 
 def files_of(dataset: tf.data.Dataset) -> int | None:
-    """Returns how many files a dataset reads, in its shortest list; None if it is not known.
-
-    Each list of files is divided.
-    """
+    """Returns how many files a dataset reads, in its shortest list; None if it is not known."""
     counts = []
     for part in _parts(dataset):
         names = getattr(part, "_filenames", None)

@@ -85,8 +85,7 @@ class Elastic(Company):
     def is_chief(self) -> bool:
         """Whether this worker has the lowest rank of all members that are left.
 
-        Within `fit`, a lost member counts until the others have met without it. After `fit` there
-        may be no further meeting, so members that are known to be lost do not count.
+        Within `fit` a lost member counts until the others have met without it, after `fit` not.
         """
         connection = self.connection
         if connection.joining:

@@ -132,8 +132,7 @@ class Connection:
         if self.joining:
             self._take_place_of_joiner()
             return
-        # TensorFlow has taken the task number for the rank. But the rank is another number if a
-        # worker was lost and replaced before the run began.
+        # TensorFlow has taken the task number for the rank, which differs if a worker was replaced.
         extended.take_place(len(self.form.tasks), self.rank)
         while not self.ready():
             self.become(self.met(None, True))  # a member was lost before all were connected

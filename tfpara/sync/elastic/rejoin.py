@@ -88,8 +88,7 @@ class Rejoin:
         self.last = ""
         self.record: Callable[[str], None] | None = None
         # Facts about the last meeting, for the record: the task that was furthest; those that took
-        # over its state; and for each rank, the steps of the open block that its worker counts but
-        # has not trained.
+        # over its state; and by rank the steps of the open block that are counted and not trained.
         self._source: int | None = None
         self._taken: list[int] = []
         self._late = [0] * len(connection.form.tasks)
@@ -100,8 +99,7 @@ class Rejoin:
         `failed`: whether an exchange failed or a member is lost; else all have agreed to meet.
         """
         while True:
-            # Newcomers are admitted only while all members are in training steps. A newcomer could
-            # not take part in an exchange that the members have already begun.
+            # A newcomer could not take part in an exchange that the members have already begun.
             admits = self.progress.in_step and not self.progress.epoch_is_closed
             form = self.connection.met(self.report(), failed, admits)
             failed = True

@@ -104,8 +104,7 @@ class StateTransfer:
 
 def told(history: keras.callbacks.History) -> str:
     """Returns a `History` as JSON text."""
-    # Keras sets the attribute `epoch` in `History.on_train_begin`, which runs after
-    # `on_train_begin` of all other callbacks. So the attribute may be missing here.
+    # `epoch` is missing before `History.on_train_begin`, which comes after all other callbacks'.
     state = {"epoch": getattr(history, "epoch", []), "history": history.history}
     return json.dumps(state, default=lambda value: getattr(value, "tolist", value.__repr__)())
 
@@ -124,8 +123,7 @@ def hand_over(
     `BUCKET_BYTES`, since each broadcast makes all workers wait for each other once more. `note` are
     the source's bytes, which travel with the first pack; equally many on all workers.
 
-    Returns a pair: the slots' variables with their new values, empty unless this worker `receives`;
-    and the source's `note`.
+    Returns the variables with new values, none unless this worker `receives`, and the note.
     """
     received: list[tuple[tf.Variable, np.ndarray | tf.Tensor]] = []
     sends = hosts.rank == source

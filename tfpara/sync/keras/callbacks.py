@@ -76,8 +76,7 @@ def _in_place(name: str) -> Callable[[Method], Method]:
 def _counted(name: str, extended: Any, callbacks: CallbackList, batch: int) -> int:
     """Returns the number in the epoch, from 0, of the first or last minibatch of a step of Keras.
 
-    Keras counts `steps_per_execution` minibatches for each. With `balance=` it may have fewer,
-    since it ends with its block.
+    Keras counts `steps_per_execution` minibatches for each. With `balance=` there may be fewer.
     """
     if extended.balance is None or callbacks._model.steps_per_execution == 1:
         return batch

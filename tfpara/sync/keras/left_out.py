@@ -65,8 +65,7 @@ def tell(extended: PeriodicSyncExtended, model: keras.Model, epoch: int, logs: L
 def _inside(extended: PeriodicSyncExtended, replica: int, numbers: Sequence[int]) -> Sequence[str]:
     """Returns a text for each of some minibatches: its rows, if the data are arrays, or its batch.
 
-    The text is "" where neither is known. `numbers` count the minibatches of a replica of this
-    worker in the epoch, from 1, and rise.
+    It is "" where neither is known. The `numbers` rise; 1 is the replica's first in the epoch.
     """
     passes = extended.data.passes
     unknown = [""] * len(numbers)

@@ -75,9 +75,8 @@ def _mean(values: list[Nest]) -> Nest:
 def _counted_nothing(model: keras.Model, name: str, metrics: dict[str, Nest]) -> bool:
     """Returns whether no step has updated the metric of this name.
 
-    Keras makes a metric "loss" for each compiled model, which a custom step may leave out. Reading
-    a metric's variables is an exchange of all workers. So they are read only if the metric's value,
-    which is the same on all, is 0.
+    Keras makes a metric "loss" for each compiled model, which a custom step may leave out. All
+    workers read a metric's variables together, if its value, which is the same on all, is 0.
     """
     if np.any(array_of(metrics[name])):
         return False

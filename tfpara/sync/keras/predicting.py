@@ -44,8 +44,7 @@ def predict(
 ) -> Nest | None:
     """Returns the predictions of all rows; see `PeriodicSyncStrategy.predict`.
 
-    Of n rows or batches, a worker with replicas i … j of N predicts those from n·i // N to before
-    n·(j + 1) // N.
+    A worker with replicas i … j of N predicts n·i // N … n·(j + 1) // N − 1 of n rows or batches.
     """
     worker = strategy.extended.worker
     given: dict[str, Any] = {"batch_size": batch_size, "verbose": verbose}
@@ -70,8 +69,7 @@ def predict(
         kept = None if stop > start else 0
         rows = [_gathered(leaf[:kept], worker, keeps) for leaf in keras.tree.flatten(outputs)]
         if worker.changes:
-            # Once a worker has passed this barrier, all workers have received the rows. The worker
-            # then need not repeat the exchange, even if another worker is lost now.
+            # After this barrier all workers have the rows, even if a worker is lost now.
             worker.control.collectives.barrier("predictions")
         found = keras.tree.pack_sequence_as(outputs, rows) if keeps else None
 

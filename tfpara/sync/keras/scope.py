@@ -1,8 +1,7 @@
 """The check that the model which `fit` trains was made in the strategy's scope.
 
 A weight of a model made outside of the scope is one plain variable, without a copy for each
-replica. Keras trains such a model nevertheless, in this process alone. A metric made outside counts
-the samples of this worker alone.
+replica. Keras trains such a model in this process alone, and a metric made outside counts there.
 """
 
 from __future__ import annotations

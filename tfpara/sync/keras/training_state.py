@@ -19,10 +19,8 @@ from tfpara.typing import Json
 class TrainingState:
     """A copy of all that training has changed, taken while blocks are closed.
 
-    It holds every replica's weights, statistics, random states, optimizer slots and step counts.
-    It also holds the state that a checkpoint keeps of the syncs (the global model, its momentum and
-    averages, rounding errors), or the state of the parameter servers. It leaves out learning rates,
-    metrics, and the counters of steps, syncs, bytes and pushes.
+    It holds what a checkpoint has of the replicas, and of the syncs or the parameter servers. It
+    leaves out learning rates, metrics, and the counters of steps, syncs, bytes and pushes.
 
     The model must be built and compiled. Every worker must make the copy, and restore it, at the
     same point between epochs. `kept` are the variables and their values.

@@ -82,10 +82,7 @@ class Company:
         return self._found.rank == 0
 
     def replicas_now(self, devices: int) -> tuple[Scalar, Scalar]:
-        """Returns N, and the index of this worker's first replica, if it has so many `devices`.
-
-        In an elastic run both are tensors, whose values are read each time the graph runs.
-        """
+        """Returns N, and the index of this worker's first replica; in an elastic run as tensors."""
         unlike = self.unlike_devices
         replicas = replicas_of(self._found.num_workers, devices, unlike)
         return replicas, first_replica_of(self._found.rank, devices, unlike)

@@ -12,10 +12,7 @@ from tfpara.contexts import context_variable
 
 
 def first_replica_of(worker: int, devices: int, unlike: Sequence[int] = ()) -> int:
-    """Returns the number, among all replicas, of a worker's first one.
-
-    All workers have so many `devices`, unless `unlike` has the number of each, by rank.
-    """
+    """Returns a worker's first replica, if each has so many `devices`, or as many as in `unlike`."""
     return sum(unlike[:worker]) if unlike else worker * devices
 
 

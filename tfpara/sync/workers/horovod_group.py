@@ -117,10 +117,7 @@ def _part(found: Cluster) -> None:
 def _meet(
     hvd: Any, found: Cluster, timeout_seconds: float, shared: bytes
 ) -> rendezvous.Server | ports.OpenPort | None:
-    """Waits for all processes of the group; returns the port that this process has opened for them.
-
-    If horovodrun or mpirun connects the processes, none is opened.
-    """
+    """Waits for all processes of the group; returns the port opened for them, if one is needed."""
     if not found.rank_variable:
         startup.meet(found, timeout_seconds, "horovod", shared)
         chief, _, chief_port = found.addresses[0].rpartition(":")

@@ -42,8 +42,7 @@ def _everyones(value: Json, control: Control, purpose: Purpose) -> list[Json]:
 def joined(tensor: tf.Tensor, axis: int, control: Control, purpose: Purpose) -> tf.Tensor:
     """Concatenates the workers' tensors along an axis, by rank.
 
-    Every worker must call this for the same purpose, with a tensor of the same dtype and, except
-    along `axis`, the same shape.
+    Every worker must call this for one purpose, with one dtype and, except along `axis`, one shape.
 
     Raises:
         ValueError: on every worker, if the tensors cannot be joined or sent.

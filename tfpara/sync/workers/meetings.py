@@ -52,8 +52,7 @@ class Control:
             nonlocal got
             got = self.collectives.broadcast(value, name)
             if self._company.changes:
-                # A worker that has passed this barrier knows that all workers have the tensor, even
-                # if a worker is lost now.
+                # After this barrier all workers have the tensor, even if a worker is lost now.
                 self.collectives.barrier(name)
 
         self._company.together(exchange)
