@@ -12,7 +12,7 @@ from tfpara.contexts import context_variable
 
 
 def first_replica_of(worker: int, devices: int, unlike: Sequence[int] = ()) -> int:
-    """Returns a worker's first replica, if each has so many `devices`, or as many as in `unlike`."""
+    """Returns a worker's first replica; each has so many `devices`, or those in `unlike`."""
     return sum(unlike[:worker]) if unlike else worker * devices
 
 
