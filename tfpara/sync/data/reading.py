@@ -145,9 +145,6 @@ def ahead(
     `dataset.workers` threads read up to `max_queue_size` batches ahead; fewer than 2 threads read
     none ahead. With `processes` there are processes instead, started by Python's chosen method,
     which read copies of the dataset. Each read of a thread runs in a context that `steady` returns.
-
-    Raises:
-        RuntimeError: a process that reads has ended.
     """
     workers, size = dataset.workers, dataset.max_queue_size
     if workers < 2 and not processes:

@@ -142,10 +142,8 @@ def build_optimizers(model: keras.Model) -> None:
     """Makes the slots of all optimizers of a model, which its first step would make later.
 
     If there are several optimizers, only the model's `train_step` knows which weights each trains.
-    So the step is traced for the data of the present `fit`, without being run.
-
-    Raises:
-        ValueError: an optimizer still has no slots; the message has the line that makes them.
+    So the step is traced for the data of the present `fit`, without being run. Raises ValueError,
+    with the line that makes them, if an optimizer still has no slots.
     """
     build_optimizer(model)
     spec = element_specs.get(model)
