@@ -17,6 +17,7 @@ from tfpara.fit_call import number_of
 from tfpara.status.run import RunStatus
 from tfpara.status.server import StatusServer
 from tfpara.sync.start_line import say
+from tfpara.sync.workers.company import Company
 from tfpara.whole_number import checked_whole
 
 _EVERY_SECONDS = 1.0
@@ -43,12 +44,16 @@ class Progress:
             self._run = RunStatus(shows)
             server = StatusServer(status_port, self._of_all, f"status_port={status_port}")
             say(f"live page: {server.url}")
-        if parent.unread() is not None or self._strategy.company.changes:
+        if parent.unread() is not None or self._company.changes:
             thread = threading.Thread(target=self._report, name="tfpara-progress", daemon=True)
             thread.start()
             # The thread must not call TensorFlow while the interpreter shuts down.
             atexit.register(thread.join)
             atexit.register(self._stop.set)
+
+    @property
+    def _company(self) -> Company:
+        return self._strategy.extended.worker.company
 
     def epoch_ends(self, epoch: int, history: Mapping[str, Sequence[Any]]) -> None:
         """Notes the log of the last epoch, number `epoch` from 0, and reports it."""
@@ -64,7 +69,7 @@ class Progress:
         """
         if self is not _latest:
             return
-        unread, company = parent.unread(), self._strategy.company
+        unread, company = parent.unread(), self._company
         tells = unread is not None and (last or not unread)
         if tells:
             parent.tell_progress(self.told())
@@ -75,7 +80,7 @@ class Progress:
         """Returns the progress, as `tfpara.status.run` describes it."""
         extended = self._strategy.extended
         place = extended.call_site
-        with self._strategy.company.steady(), tf.device("CPU:0"):
+        with self._company.steady(), tf.device("CPU:0"):
             counts = extended.models.statistics()._asdict()
         return {
             "at": time.monotonic(),
