@@ -1,14 +1,19 @@
 """Synchronisation rules and averages: pure functions over flat arrays.
 
 Every rule derives from `Rule`, and every average from `Average` (`rule.py` describes their
-methods). They are frozen dataclasses with pure methods in plain arithmetic.
+methods). They are frozen dataclasses with pure methods in plain arithmetic, so the same code runs
+on NumPy arrays (tests, simulation) and on TensorFlow tensors (clusters). The arithmetic is element
+by element, so a rule may be applied to any part of the weights.
 
-A block that is closed early is a share f < 1 of a whole block. With s the state and B the point
-from which the replicas started, its step is
+A block may be closed early, for example at the end of an epoch. Such a block is a share f < 1 of a
+whole block. Its step is f times the step that a whole block would have taken, had the models moved
+on at the same pace. With s the state and B the point from which the replicas started,
 
     s ← s + f (step of s with the average B + (w̄ − B)/f − s)
 
-An average counts the global model after such a block as f models.
+A whole block has f = 1. With this equation, w̄ − B of a shorter block moves the model in the end as
+far as the same w̄ − B of a whole block, and momentum lasts for as many minibatches as in whole
+blocks. An average counts the global model after such a block as f models.
 """
 
 from tfpara.algorithms.asgd import (

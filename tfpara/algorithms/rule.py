@@ -182,7 +182,11 @@ _SHARES = (1.0, 0.5, 1.0)
 
 
 def check_rule(rule: Rule, num_replicas: int) -> None:
-    """Tests a rule, as `resolve` returns it for N replicas, on three weights at once and alone.
+    """Tests a rule on three weights, together and one by one.
+
+    Args:
+        rule: the rule as `resolve` returns it for `num_replicas`.
+        num_replicas: the number of replicas.
 
     Raises:
         TypeError: the rule lacks a method, or a method does not return a state.
@@ -218,7 +222,11 @@ def check_rule(rule: Rule, num_replicas: int) -> None:
 
 
 def check_average(average: Average) -> None:
-    """Tests an average on three weights, at once and alone; raises as `check_rule`."""
+    """Tests an average on three weights, together and one by one; raises as `check_rule`.
+
+    Args:
+        average: the average.
+    """
 
     def run(part: slice) -> list[NDArray[np.float32]]:
         weights = _WEIGHTS[part]

@@ -48,8 +48,11 @@ class RBM:
         hidden: the number of hidden units, which are Bernoulli.
         visible_kind: "gaussian" (of unit variance) or "bernoulli".
         seed: two numbers, which determine all random numbers.
-
-    The other arguments are those of `pretrain`.
+        learning_rate: as in `pretrain`, like the following arguments.
+        momentum: the highest momentum.
+        momentum_minibatches: number of minibatches after which the momentum is the highest.
+        weight_decay: decay of the kernel.
+        initial_stddev: standard deviation of the kernel's initial values.
     """
 
     def __init__(

@@ -8,6 +8,9 @@ import keras
 def hidden_layers(model: keras.Model) -> list[keras.layers.Dense]:
     """Returns the layers that `pretrain` sets, from the input up.
 
+    Args:
+        model: a model for `pretrain`.
+
     Raises:
         TypeError: `model` is not a Keras model.
         ValueError: the model is not a stack that can be pretrained; the message says where.

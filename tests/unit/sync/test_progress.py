@@ -33,10 +33,7 @@ class Told(progress.Progress):
     """Reports numbers, of a process without a strategy."""
 
     count = 0
-
-    def __init__(self):
-        company = types.SimpleNamespace(changes=False, report=lambda waits, place: None)
-        super().__init__(types.SimpleNamespace(company=company))
+    _company = types.SimpleNamespace(changes=False, report=lambda waits, place: None)
 
     def told(self):
         self.count += 1
@@ -44,7 +41,7 @@ class Told(progress.Progress):
 
 
 def test_reports_wait_for_a_launcher_that_is_stopped_and_the_last_one_does_not(monkeypatch):
-    told = Told()
+    told = Told(None)
     monkeypatch.setattr(progress, "_latest", told)
     assert parent.unread() is None
     told.report(last=True)  # there is no launcher
@@ -63,7 +60,7 @@ def test_reports_wait_for_a_launcher_that_is_stopped_and_the_last_one_does_not(m
     told.report()
     told.report(last=True)
     assert reports.read()["progress"]["steps"] == 3
-    monkeypatch.setattr(progress, "_latest", Told())  # a strategy that was made later
+    monkeypatch.setattr(progress, "_latest", Told(None))  # a strategy that was made later
     told.report()
     assert told.count == 3
     reports.close()

@@ -13,6 +13,7 @@ class SyncStatistics(NamedTuple):
     Attributes:
         steps: minibatches taken by each replica.
         samples: samples processed by all local replicas.
+        syncs: committed syncs.
         sync_seconds: seconds for which training stood still for syncs, waiting included. It leaves
             out the work of an overlapped sync beside the training, and the copying of its snapshot
             in the next step.
