@@ -302,7 +302,7 @@ def _is_annotated(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
 
 def main(argv: list[str] | None = None) -> None:
     """Prints the figures, private names and circles of a checkout, or some of its prose."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("root", nargs="?", type=Path, default=HERE, help="a checkout")
     parser.add_argument("--comments", type=int, metavar="N", help="print N random comments instead")
     parser.add_argument("--seed", type=int, default=0, help="of the random choice")

@@ -21,7 +21,7 @@ from tfpara.cluster import exit_codes
 from tfpara.version import __version__
 
 _UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
-_KINDS = "\n".join(f"  {kind:10} {fault.make.__doc__}" for kind, fault in FAULTS.items())
+_KINDS = "\n".join(f"  {kind:10} {fault.make.__doc__ or ''}" for kind, fault in FAULTS.items())
 _EPILOG = f"""
 COMMAND is tfpara-launch with its arguments, or what starts it. Faults begin with the training, and
 are drawn from --seed: the kind, the worker, the time. Each is looked at until it has really

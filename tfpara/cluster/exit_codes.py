@@ -7,6 +7,7 @@ with `restartPolicy: ExitCode` restarts pods only after codes from 128 on.
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import signal
 import sys
@@ -62,17 +63,32 @@ def ended_by(*numbers: int, say: Callable[[str], object] = lambda name: None) ->
             signal.signal(number, handler)
 
 
+def open_streams() -> None:
+    """Opens the null device as stdin, stdout or stderr where the process was started without it.
+
+    Otherwise a file or a pipe would get the number of the missing one. Characters that the encoding
+    of stdout lacks are written as escapes, as those of stderr are.
+    """
+    while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(number)
+    sys.stdout = sys.stdout or os.fdopen(1, "w")
+    sys.stderr = sys.stderr or os.fdopen(2, "w")
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
 def with_output(name: str, program: Callable[[], int]) -> int:
     """Calls a program that prints to stdout; returns its exit code, also if stdout takes no more.
 
     A reader that has ended, as `head` does, needs no message: the code is then that of SIGPIPE.
     """
+    open_streams()
     try:
         try:
             return program()
         finally:
-            if sys.stdout is not None:  # None: the process was started without it
-                sys.stdout.flush()
+            sys.stdout.flush()
     except OSError as error:
         if error.filename is not None:
             raise  # of a file: stdout has no name

@@ -23,7 +23,7 @@ from typing import Any
 
 from tfpara import cluster
 from tfpara.cluster import asynchronous as async_cluster
-from tfpara.cluster import engines, rendezvous, secret
+from tfpara.cluster import engines, exit_codes, rendezvous, secret
 from tfpara.cluster.ports import joined
 from tfpara.elastic.meeting import ADDRESS
 from tfpara.elastic.meeting_point import Meeting
@@ -131,7 +131,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: the arguments of `tfpara-launch`. None: those of this process.
     """
-    _open_streams()
+    exit_codes.open_streams()
     options = _parser().parse_args(argv)
     options.host = options.host.strip("[]")
     try:
@@ -165,18 +165,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (LaunchError, StatusError, secret.SecretError, OSError) as error:
         print(f"tfpara-launch: {error}", file=sys.stderr)
         return 2
-
-
-def _open_streams() -> None:
-    """Opens the null device as stdin, stdout or stderr where the launcher was started without it.
-
-    Otherwise a pipe would get the number of the missing one.
-    """
-    while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
-        pass
-    os.close(number)
-    sys.stdout = sys.stdout or os.fdopen(1, "w")
-    sys.stderr = sys.stderr or os.fdopen(2, "w")
 
 
 def _check(options: argparse.Namespace) -> None:

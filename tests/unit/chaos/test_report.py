@@ -1,7 +1,10 @@
 """What a drill says of a run, by hand; and what it refuses before it begins."""
 
+import os
 import random
 import signal
+import subprocess
+import sys
 
 import pytest
 
@@ -140,3 +143,17 @@ def test_a_report_that_cannot_be_written_is_shown_all_the_same(tmp_path, capsys)
 @pytest.mark.quick
 def test_a_command_that_a_signal_has_ended_gives_the_code_of_a_shell():
     assert main(["--quiet_run", "--", "sh", "-c", "kill -KILL $$"]) == 137
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("shown", [True, False])
+def test_a_command_ends_though_its_output_cannot_be_shown(shown):
+    """If nobody read it, the command would wait to write more than a pipe holds."""
+    talk = "import sys; sys.stdout.buffer.write('é\\n'.encode() * 60_000)"
+    command = [sys.executable, "-m", "tfpara.chaos", "--", sys.executable, "-c", talk]
+    options = {"preexec_fn": lambda: os.closerange(0, 3)}
+    if shown:
+        options = {"stdout": subprocess.PIPE, "env": {**os.environ, "PYTHONIOENCODING": "ascii"}}
+    ended = subprocess.run(command, timeout=120, **options)
+    assert ended.returncode == 1  # no fault was made
+    assert not shown or ended.stdout.count(b"\\xe9\n") == 60_000
