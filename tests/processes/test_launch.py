@@ -614,6 +614,7 @@ def test_a_closed_stdout_ends_the_workers(script, lifeline):
         (("-n", 2, "--", "/"), ["'/'", "may not be executed"]),
         (("--host=192.0.2.1", "--", "python", "-V"), ["192.0.2.1", "not an address of this"]),
         (("--host=name.invalid", "--", "python", "-V"), ["name.invalid", "not an address of"]),
+        (("--host=10..0.1", "--", "python", "-V"), ["10..0.1", "not an address of"]),
         (("-n", 9, "--port=65530", "--", "python", "-V"), ["65535", "Lower --port"]),
         (("--workers-typo=3", "a.py"), ["--workers-typo=3"]),
         (("-np", 2, "a.py"), ["-np is of mpirun", "here it is -n"]),

@@ -67,11 +67,12 @@ def _is_free(host: str, port: int) -> bool:
             # it, too.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(address)
-    except OSError as error:
-        if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+    except (OSError, UnicodeError) as error:  # UnicodeError: of no name, such as "10..0.1"
+        if isinstance(error, socket.gaierror | UnicodeError) or error.errno == errno.EADDRNOTAVAIL:
             raise LaunchError(
-                f"--host={host} is not an address of this machine ({error.strerror}). "
-                "Workers are started here only; the default is 127.0.0.1."
+                f"--host={host} is not an address of this machine "
+                f"({getattr(error, 'strerror', error)}). Workers are started here only; the "
+                "default is 127.0.0.1."
             ) from None
         return False
     return True

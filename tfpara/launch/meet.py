@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         meeting = Meeting(
             options.host, options.port, options.workers, options.start_seconds, shared
         )
-    except (OSError, secret.SecretError) as error:
+    except (OSError, UnicodeError, secret.SecretError) as error:
         print(
             f"tfpara-meet: cannot listen on {options.host}:{options.port}: {error}", file=sys.stderr
         )

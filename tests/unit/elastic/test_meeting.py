@@ -516,6 +516,12 @@ def test_the_program_prints_an_address_that_other_machines_reach(
     assert f"TFPARA_MEETING={reached}:4000\n" in capsys.readouterr().out
 
 
+def test_a_host_that_is_no_name_is_one_sentence(capsys):
+    assert launch_meet.main(["-n", "2", "--without_secret", "--host=10..0.1"]) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.startswith("tfpara-meet: cannot listen on 10..0.1:0: ")
+
+
 @pytest.mark.parametrize("wrong", ["--port=70000", "--start_seconds=nan", "--start_seconds=-1"])
 def test_the_program_names_a_wrong_argument(wrong, capsys):
     with pytest.raises(SystemExit) as ended:
