@@ -21,10 +21,14 @@ def exists(directory: str, options: dict[str, Any]) -> bool:
     """Returns whether `directory` already is a corpus made with `options`.
 
     Raises:
-      CorpusError: it exists and is something else, which is not overwritten.
+      CorpusError: it exists and is something else, which is not overwritten, or a mount point.
     """
     path = Path(directory)
     if not path.exists() or (path.is_dir() and not any(path.iterdir())):
+        if os.path.ismount(path):
+            raise CorpusError(
+                f"{directory} is a mount point, which a corpus cannot replace. Name a folder in it"
+            )
         return False
     try:
         found = index.read(directory).options
@@ -60,7 +64,7 @@ class CorpusWriter:
     """
 
     def __init__(self, directory: str, options: dict[str, Any], class_names: list[str]) -> None:
-        self._directory = Path(os.path.abspath(directory))
+        self._directory = Path(os.path.realpath(directory))  # a rename would not follow a link
         self._options = options
         self._class_names = class_names
         self._splits: dict[str, dict[str, Any]] = {}
