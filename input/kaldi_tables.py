@@ -8,6 +8,7 @@ ASCII, as in Kaldi, so keys may have other characters such as a no-break space.
 import math
 import re
 import subprocess
+from codecs import BOM_UTF8
 from pathlib import Path
 from typing import NamedTuple
 
@@ -61,7 +62,7 @@ def read(path: str | Path) -> dict[str, str]:
     try:
         with open(path, "rb") as file:
             for number, line in enumerate(file, 1):
-                parts = line.split(None, 1)
+                parts = line.removeprefix(BOM_UTF8).split(None, 1)  # as Windows writes it
                 if len(parts) < 2 or line[:1].isspace():
                     raise CorpusError(
                         f"{path}, line {number}: a line must be a key and a value."

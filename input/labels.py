@@ -8,6 +8,8 @@ import abc
 import glob
 import hashlib
 import math
+import os
+from codecs import BOM_UTF8
 from collections.abc import Callable, Iterator
 from typing import NamedTuple, Protocol, TypeVar
 
@@ -338,7 +340,9 @@ class _Files(Archives):
 
 
 def _expand(pattern: str) -> list[str]:
-    paths = sorted(glob.glob(pattern)) if glob.has_magic(pattern) else [pattern]
+    if os.path.isfile(pattern) or not glob.has_magic(pattern):
+        return [pattern]
+    paths = sorted(glob.glob(pattern))
     if not paths:
         raise FileNotFoundError(f"no file matches {pattern}")
     return paths
@@ -365,7 +369,7 @@ def _check_classes(labels: np.ndarray, num_classes: int | None, where: str) -> N
 def _parse(line: bytes, where: str) -> tuple[str, str, float, float]:
     """Returns (utterance, phone, start, duration) of a line; times in seconds."""
     try:
-        parts = [word.decode() for word in line.split()]
+        parts = [word.decode() for word in line.removeprefix(BOM_UTF8).split()]
         if len(parts) == 4:
             key, phone, *times = parts
         else:

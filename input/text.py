@@ -21,7 +21,7 @@ def read(path: str) -> str:
             f"text file {path} does not exist. Give a file of English sentences"
         )
     try:
-        text = Path(path).read_text("utf-8")
+        text = Path(path).read_text("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(
             f"text file {path} is not UTF-8 at byte {error.start}. Convert it"

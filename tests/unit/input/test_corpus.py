@@ -31,6 +31,11 @@ def test_default_text_is_long_enough_for_an_hour():
     assert words > 60 * 175
 
 
+def test_a_text_of_an_editor_on_windows(tmp_path):
+    (tmp_path / "prose.txt").write_text(f"\ufeff{PROSE}".replace(". ", ".\r\n"), newline="")
+    assert text.sentences(text.read(str(tmp_path / "prose.txt"))) == text.sentences(PROSE)
+
+
 def test_text_files_that_cannot_be_read(tmp_path):
     with pytest.raises(FileNotFoundError, match="nowhere.txt does not exist"):
         text.read(str(tmp_path / "nowhere.txt"))
@@ -184,6 +189,24 @@ def test_a_directory_that_is_something_else_is_not_overwritten(tmp_path):
     with pytest.raises(CorpusError, match="is not a whole corpus; it is not overwritten"):
         corpus.prepare(str(tmp_path), SMALL, PROSE)
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_a_link_to_an_empty_folder_or_to_none_gets_a_corpus(tmp_path, there):
+    if there:
+        (tmp_path / "disk").mkdir()
+    (tmp_path / "corpus").symlink_to("disk")
+    made, _ = corpus.prepare(str(tmp_path / "corpus"), SMALL, PROSE)
+    index.verify(made)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["corpus", "disk"]
+    assert (tmp_path / "corpus").is_symlink()
+
+
+def test_an_empty_mount_point_is_refused_before_the_work(tmp_path, monkeypatch):
+    """A rename cannot replace it."""
+    monkeypatch.setattr(os.path, "ismount", lambda path: path == tmp_path)
+    with pytest.raises(CorpusError, match="is a mount point.* Name a folder in it"):
+        corpus.prepare(str(tmp_path), SMALL, PROSE)
 
 
 def test_nothing_half_written_is_left_by_a_failure(tmp_path):

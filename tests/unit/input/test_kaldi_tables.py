@@ -20,7 +20,7 @@ def table(tmp_path):
 
 
 def test_reads_keys_and_the_rest_of_the_line(table):
-    path = table("a-1 x.wav\na-2\tsph2pipe -f wav y.sph |\nb/é  z w  \n")
+    path = table("\ufeffa-1 x.wav\na-2\tsph2pipe -f wav y.sph |\nb/é  z w  \r\n")
     assert kaldi_tables.read(path) == {
         "a-1": "x.wav",
         "a-2": "sph2pipe -f wav y.sph |",

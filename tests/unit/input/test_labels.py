@@ -177,7 +177,7 @@ u2 1 0.03 0.03 T
 SHORT = "u1 SIL 0.00 0.03\nu1 AH 0.03 0.06\nu2 T 0.03 0.03\n"
 
 
-@pytest.mark.parametrize("text", [CTM, SHORT])
+@pytest.mark.parametrize("text", [CTM, SHORT, "\ufeff" + CTM.replace("\n", "\r\n")])
 def test_phone_times_by_hand(tmp_path, text):
     (tmp_path / "x.ctm").write_text(text)
     with PhoneTimes([str(tmp_path / "x.ctm")]) as labels:
@@ -195,6 +195,12 @@ def test_only_white_space_of_ascii_divides_a_line(tmp_path):
     with PhoneTimes([str(tmp_path / "x.ctm")]) as labels:
         assert labels.ids() == ["u\u00a01"]
         assert labels.class_names == [f"a\u2003b.{state}" for state in range(3)]
+
+
+def test_a_file_whose_name_is_a_pattern_too(tmp_path):
+    (tmp_path / "pdf[1].ark").write_text("u1 0 1\n")
+    with KaldiAlignments([f"{tmp_path}/pdf[1].ark"]) as labels:
+        assert labels.ids() == ["u1"]
 
 
 def test_phone_times_gzipped_in_several_files(tmp_path):
