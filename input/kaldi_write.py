@@ -20,12 +20,14 @@ def prepare(path_prefix: str | os.PathLike[str]) -> tuple[Path, Path]:
       The paths of the archive and of the table.
 
     Raises:
-      ValueError: the path has white space, or kaldiio is not installed.
+      ValueError: the path has white space or ends in /, or kaldiio is not installed.
       OSError: the directory cannot be made.
     """
     archive = Path(os.path.abspath(f"{os.fspath(path_prefix)}.ark"))
     if any(character.isspace() for character in str(archive)):
         raise ValueError(f"Kaldi's tables cannot name a path with white space. Received: {archive}")
+    if archive.name == ".ark":
+        raise ValueError(f"no name before .ark and .scp. Received: {archive}. Add one after the /")
     packages.load("kaldiio")
     archive.parent.mkdir(parents=True, exist_ok=True)
     return archive, archive.with_suffix(".scp")

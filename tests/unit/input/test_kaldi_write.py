@@ -104,3 +104,5 @@ def test_a_failure_keeps_the_older_files(tmp_path):
 def test_a_path_that_a_table_cannot_name(tmp_path):
     with pytest.raises(ValueError, match="white space"):
         write_matrices(tmp_path / "two words", scores().items())
+    with pytest.raises(ValueError, match=r"no name before .ark and .scp. Received: .*/x/.ark"):
+        write_matrices(f"{tmp_path}/x/", scores().items())
