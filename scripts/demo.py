@@ -97,6 +97,8 @@ def main() -> None:
     common.exit_on_signals()
     out = Path(_OUT.value)
     with common.bad_input():
+        # If Matplotlib is missing, this fails now and not after minutes of training.
+        common.pyplot("agg")
         out.mkdir(parents=True, exist_ok=True)
     corpus = out / "corpus"
     print(_plan(), flush=True)
