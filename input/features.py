@@ -42,13 +42,21 @@ def log_mel(
       float32 [num_frames, num_mel]; no frames if the signal is shorter than 25 ms.
 
     Raises:
-      ValueError: samples is not one-dimensional, or kaldi-native-fbank is not installed.
+      ValueError: samples is not one-dimensional, kaldi-native-fbank is not installed, or there are
+        too few or too many filters for the rate.
     """
     library = _library()
     options = library.FbankOptions()
     _set_frames(options, sample_rate, num_mel)
     options.use_energy = False
-    return _compute(library.OnlineFbank(options), samples, sample_rate, num_mel)
+    try:
+        computer = library.OnlineFbank(options)
+    except (ValueError, RuntimeError) as error:
+        raise ValueError(
+            f"num_mel={num_mel} filters do not fit audio of {sample_rate} Hz ({error}). Give a"
+            f" usual number, such as {NUM_MEL}"
+        ) from error
+    return _compute(computer, samples, sample_rate, num_mel)
 
 
 def energies(

@@ -69,7 +69,8 @@ class Archives(OpenFiles):
         try:
             for number, path in enumerate(paths):
                 if not os.path.isfile(path):
-                    raise FileNotFoundError(f"archive {path} does not exist")
+                    what = "is no file" if os.path.exists(path) else "does not exist"
+                    raise FileNotFoundError(f"archive {path} {what}")
                 with open(path, "rb") as file:
                     if file.read(2) == b"\x1f\x8b":
                         self._parts[number] = self._unpack(path)

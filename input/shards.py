@@ -21,13 +21,15 @@ def exists(directory: str, options: dict[str, Any]) -> bool:
     """Returns whether `directory` already is a corpus made with `options`.
 
     Raises:
-      CorpusError: it exists and is something else, which is not overwritten, or a mount point.
+      CorpusError: it exists and is something else, which is not overwritten, or cannot be
+        replaced.
     """
     path = Path(directory)
     if not path.exists() or (path.is_dir() and not any(path.iterdir())):
-        if os.path.ismount(path):
+        if os.path.ismount(path) or (path.exists() and path.samefile(".")):
             raise CorpusError(
-                f"{directory} is a mount point, which a corpus cannot replace. Name a folder in it"
+                f"{directory} is a mount point or the current folder, which a corpus cannot"
+                " replace. Name a folder in it"
             )
         return False
     try:

@@ -6,6 +6,7 @@ Import this module before TensorFlow.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import logging
 import math
@@ -320,7 +321,10 @@ def _explain(error: BaseException) -> str | None:
         if mark in text:
             return _cause(text.split(mark, 1)[1])
     if type(error).__name__ == "ResourceExhaustedError":
-        return f"there is too little memory for this model and data: {_cause(text)}"
+        cause = _cause(text)
+        if os.strerror(errno.ENOSPC) in cause:  # of a disk
+            return cause
+        return f"there is too little memory for this model and data: {cause}"
     return None
 
 

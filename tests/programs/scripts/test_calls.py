@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+import tensorflow as tf
 
 from scripts import common
 from tests.lib.launched import default_signals
@@ -66,3 +67,11 @@ def test_a_program_ends_in_order(program, code, said):
         streams = {"stdout": stdout, "stderr": subprocess.PIPE, "preexec_fn": default_signals}
         ended = subprocess.run([sys.executable, "-c", text], text=True, **streams)
     assert (ended.returncode, ended.stderr) == (code, said)
+
+
+def test_a_full_disk_is_not_taken_for_too_little_memory():
+    full = "train-00000.tfrecord; No space left on device"
+    assert common._explain(tf.errors.ResourceExhaustedError(None, None, full)) == full
+    assert "too little memory" in common._explain(
+        tf.errors.ResourceExhaustedError(None, None, "OOM when allocating tensor")
+    )

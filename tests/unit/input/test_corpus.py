@@ -202,11 +202,14 @@ def test_a_link_to_an_empty_folder_or_to_none_gets_a_corpus(tmp_path, there):
     assert (tmp_path / "corpus").is_symlink()
 
 
-def test_an_empty_mount_point_is_refused_before_the_work(tmp_path, monkeypatch):
-    """A rename cannot replace it."""
-    monkeypatch.setattr(os.path, "ismount", lambda path: path == tmp_path)
-    with pytest.raises(CorpusError, match="is a mount point.* Name a folder in it"):
-        corpus.prepare(str(tmp_path), SMALL, PROSE)
+@pytest.mark.parametrize("mounted", [True, False])
+def test_an_empty_folder_that_no_rename_can_replace_is_refused(tmp_path, monkeypatch, mounted):
+    if mounted:
+        monkeypatch.setattr(os.path, "ismount", lambda path: path == tmp_path)
+    else:
+        monkeypatch.chdir(tmp_path)
+    with pytest.raises(CorpusError, match="mount point or the current folder.* Name a folder in"):
+        corpus.prepare(str(tmp_path) if mounted else ".", SMALL, PROSE)
 
 
 def test_nothing_half_written_is_left_by_a_failure(tmp_path):

@@ -98,6 +98,13 @@ def test_silence_is_the_log_of_the_smallest_energy():
     np.testing.assert_allclose(frames, np.log(np.finfo(np.float32).eps), rtol=1e-6)
 
 
+@pytest.mark.parametrize(("num_mel", "rate"), [(2, 16000), (300, 16000), (40, 1000)])
+def test_a_number_of_filters_that_does_not_fit_the_rate(num_mel, rate):
+    message = f"num_mel={num_mel} filters do not fit audio of {rate} Hz .* such as 40"
+    with pytest.raises(ValueError, match=message):
+        features.log_mel(np.zeros(rate), rate, num_mel)
+
+
 def test_log_mel_takes_one_channel():
     with pytest.raises(ValueError, match=r"one channel.*\(2, 400\)"):
         features.log_mel(np.zeros([2, 400]))

@@ -289,6 +289,8 @@ def test_missing_files(tmp_path):
         kaldi.read_matrix(location(tmp_path / "a.ark"))
     with pytest.raises(FileNotFoundError, match="archive .*pdf.1 does not exist"):
         archive(tmp_path / "pdf.1")
+    with pytest.raises(FileNotFoundError, match=f"archive {tmp_path} is no file"):
+        archive(tmp_path)
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(CorpusError, match="line 7, utt: .*cannot be read .it is a FIFO"):
         kaldi.read_matrix(location(tmp_path / "pipe"))
