@@ -17,6 +17,7 @@ validation set to --out. samples/s is the speed of training without each epoch's
 from __future__ import annotations
 
 import json
+import math
 import re
 import sys
 import time
@@ -227,7 +228,7 @@ def _train(run: _Run, out: Path, corpus: Path, schedule: list[str], progress: _P
     history = _history(out, run.name)
     progress.say(
         f"  validation frame error {_errors(history)[-1]:.2f} %, "
-        f"{history['summary']['samples_per_second']:.0f} samples/s, "
+        f"{_speed(history):.0f} samples/s, "
         f"{time.monotonic() - began:.0f} s"
     )
 
@@ -252,6 +253,11 @@ def _history(out: Path, name: str) -> dict[str, Any]:
     return json.loads((out / name / "history.json").read_text())
 
 
+def _speed(history: dict[str, Any]) -> float:
+    """Returns the samples/s of a run; NaN if its epochs had one step, which is not measured."""
+    return history["summary"].get("samples_per_second", math.nan)
+
+
 def _errors(history: dict[str, Any], weights: str = "global") -> list[float]:
     """Returns the validation frame error in % after each epoch."""
     name = "validation" if weights == "global" else f"validation_{weights}"
@@ -272,7 +278,7 @@ def _results(out: Path, corpus: Path) -> list[dict[str, Any]]:
     from input import index
 
     test = index.read(corpus)
-    single = _history(out, _SINGLE.name)["summary"]["samples_per_second"]
+    single = _speed(_history(out, _SINGLE.name))
     results = []
     for run, weights, title in _rows():
         model, description = runs.load(out / run.name, weights)
@@ -290,8 +296,8 @@ def _results(out: Path, corpus: Path) -> list[dict[str, Any]]:
                 "workers": summary["workers"],
                 "validation_frame_error_rate": _errors(history, weights)[-1],
                 "frame_error_rate": scores["frame_error_rate"],
-                "samples_per_second": summary["samples_per_second"],
-                "speedup": summary["samples_per_second"] / single,
+                "samples_per_second": _speed(history),
+                "speedup": _speed(history) / single,
                 "sync_fraction": summary.get("sync_fraction"),
             }
         )
