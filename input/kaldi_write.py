@@ -9,6 +9,7 @@ import numpy as np
 
 from input import kaldi_tables, packages
 from input.records import CorpusError
+from tfpara.files import naming
 
 _AUTOMATIC = 1  # kAutomaticMethod among Kaldi's methods of compression
 
@@ -61,10 +62,10 @@ def write_matrices(
     archive, table = prepare(path_prefix)
     partial = [path.with_name(f".{path.name}.{os.getpid()}.partial") for path in (archive, table)]
     try:
-        with open(partial[0], "wb") as file:
+        with naming(archive), open(partial[0], "wb") as file:
             offsets = _write_archive(file, matrices, compress)
             _sync(file)
-        with open(partial[1], "wb") as file:
+        with naming(table), open(partial[1], "wb") as file:
             for key in sorted(offsets):
                 file.write(f"{key} {archive}:{offsets[key]}\n".encode())
             _sync(file)

@@ -156,8 +156,7 @@ def main() -> None:
                 print(about)
         _fit(model, strategy, data, [*callbacks, history, checkpoint])
     except CheckpointError as error:
-        anew = "" if _START_OVER.value else " To begin anew, give --start_over."
-        raise common.Failure(f"{error}{anew}") from error
+        raise _failure(error, history) from error
     _finish(model, strategy, run_dir, history.epochs, data)
 
 
@@ -191,11 +190,18 @@ def score_checkpoints() -> None:
         raise common.Failure(str(error)) from error
 
 
+def _failure(error: CheckpointError, history: _History) -> common.Failure:
+    # A run that has trained, but cannot write its checkpoint, is not to be begun anew.
+    advise = not (_START_OVER.value or history.has_begun)
+    return common.Failure(f"{error}{' To begin anew, give --start_over.' if advise else ''}")
+
+
 class _History(keras.callbacks.Callback):
     """Keeps the log of every epoch, including those before an interruption."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.has_begun = False  # whether this process has begun an epoch
         # The logs are kept as they are, not copied: later callbacks may still add to the last log.
         self._logs: list[dict[str, Any]] = []
 
@@ -213,6 +219,9 @@ class _History(keras.callbacks.Callback):
     def set_model(self, model: keras.Model) -> None:
         super().set_model(model)
         model.distribute_strategy.keep_state("history", self)
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        self.has_begun = True
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         self._logs.append({} if logs is None else logs)

@@ -49,7 +49,8 @@ def whole(path: str | os.PathLike[str]) -> Iterator[Path]:
     scratch = path.with_name(f"{_prefix(path)}{os.getpid()}.partial")
     scratch.mkdir()
     try:
-        yield scratch / path.name
+        with naming(path):
+            yield scratch / path.name
         # Entries are moved in this order: files that are neither .json files nor for `path`; then
         # .json files, which list them; and last the file or folder for `path`.
         entries = sorted(
@@ -67,6 +68,17 @@ def whole(path: str | os.PathLike[str]) -> Iterator[Path]:
     finally:
         _put_back(path, scratch)
         shutil.rmtree(scratch, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def naming(path: str | os.PathLike[str]) -> Iterator[None]:
+    """A context for writing a file: an OSError without a name, as of a full disk, gets its name."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None and error.filename is None:
+            error.filename = os.fspath(path)
+        raise
 
 
 def foreign_entries(names: Iterable[str]) -> list[str]:
@@ -108,7 +120,7 @@ def no_link(path: str | os.PathLike[str], flags: int) -> int:
 
 def append_line(path: Path, line: str) -> None:
     """Adds a line to a file, but not to a link, by one call of the system; makes a missing file."""
-    with open(path, "ab", buffering=0, opener=no_link) as file:
+    with naming(path), open(path, "ab", buffering=0, opener=no_link) as file:
         file.write(f"{line}\n".encode())
 
 

@@ -1,6 +1,7 @@
 """Tests of tfpara/files.py: what is at a path after a failure, or a kill, at every step."""
 
 import contextlib
+import errno
 import os
 import subprocess
 import sys
@@ -215,3 +216,12 @@ def test_no_file_takes_the_place_of_a_device(tmp_path):
     with pytest.raises(OSError, match="a FIFO or a device"), files.whole(place) as scratch:
         scratch.write_text("new")
     assert place.is_fifo()
+
+
+def test_an_error_of_a_full_disk_names_the_file(tmp_path):
+    with (
+        pytest.raises(OSError, match=rf"No space left on device: '{tmp_path}/x'"),
+        files.whole(tmp_path / "x"),
+    ):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    assert list(tmp_path.iterdir()) == []

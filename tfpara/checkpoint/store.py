@@ -284,4 +284,5 @@ def _mark(path: Path) -> dict[str, Json]:
 
 def _first_line(error: Exception) -> str:
     text = getattr(error, "message", None) or getattr(error, "strerror", None) or str(error)
+    text = re.sub(r"\{\{.*?\}\}|\[Op:.*?\]", "", text)  # without references to a graph
     return text.strip().splitlines()[0] if text.strip() else type(error).__name__

@@ -13,6 +13,7 @@ from absl.testing import flagsaver
 import tfpara
 from scripts import model_flags, rule_flags, runs, schedule_flags, train
 from tfpara import callbacks
+from tfpara.checkpoint.store import CheckpointError
 
 if not flags.FLAGS.is_parsed():
     flags.FLAGS.mark_as_parsed()
@@ -180,6 +181,14 @@ def test_rates_by_hand_are_in_the_log(rule):
         rates = fit(x, y, **options).history["learning_rate"]
     steps = 8 if rule == "bsp" else 16
     assert rates == pytest.approx([0.5 * 0.9**steps, 0.5 * 0.9 ** (2 * steps)])
+
+
+def test_nobody_is_told_to_begin_a_run_anew_that_has_trained():
+    """A full disk, say, keeps it from writing a checkpoint."""
+    history = train._History()
+    assert "give --start_over" in str(train._failure(CheckpointError("of another run."), history))
+    history.on_epoch_begin(3)
+    assert str(train._failure(CheckpointError("cannot write."), history)) == "cannot write."
 
 
 def test_newbob_has_the_papers_thresholds():
