@@ -1116,7 +1116,8 @@ def test_stopping_together_does_not_forget_that_the_run_is_to_leave(tmp_path, st
     with pytest.raises(tfpara.callbacks.Preempted):
         model.fit(data, epochs=2, verbose=0, callbacks=callbacks)
     manifest = json.loads((max(tmp_path.glob("c*")) / "manifest.json").read_text())
-    assert manifest["position"] == {"epoch": 1, "steps": 0, "minibatches": 0, "finished": stops}
+    position = {"epoch": 1, "steps": 0, "minibatches": 0, "finished": stops}
+    assert manifest["position"].items() >= position.items()
 
 
 def test_a_lesser_wish_does_not_replace_a_greater_one():

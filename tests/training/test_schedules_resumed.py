@@ -31,6 +31,16 @@ def by_position():
     ]
 
 
+def by_the_last_rate():
+    """A run that is resumed begins an epoch again, and callbacks are told so once more."""
+
+    class Fade(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            self.model.optimizer.learning_rate = 0.9 * float(self.model.optimizer.learning_rate)
+
+    return [keras.callbacks.LearningRateScheduler(lambda epoch, rate: 0.8 * rate), Fade()]
+
+
 def by_scores():
     guard = OverfittingGuard("loss", "validation_loss")
     newbob = Newbob(plain(0, 24), rule=NewbobRule(start=0.2, stop=0.0), verbose=0)
@@ -93,8 +103,12 @@ def run(directory, schedules, kill=None):
 @pytest.mark.nightly_cases("by scores")
 @pytest.mark.parametrize(
     ("schedules", "kills"),
-    [(by_position, [(1, 5)]), (by_scores, [(0, 3), (2, 4)])],
-    ids=["by position", "by scores"],
+    [
+        (by_position, [(1, 5)]),
+        (by_the_last_rate, [(1, 5), (2, 0)]),
+        (by_scores, [(0, 3), (2, 4)]),
+    ],
+    ids=["by position", "by the last rate", "by scores"],
 )
 def test_a_resumed_run_has_the_schedule_of_an_uninterrupted_one(tmp_path, schedules, kills):
     (tmp_path / "whole").mkdir()

@@ -72,6 +72,7 @@ class AsyncCheckpoint(CheckpointBase):
                 "AsyncCheckpoint works in the fit of a tfpara.AsyncStrategy, with a model that was "
                 "made in its scope. With others, use tfpara.callbacks.Checkpoint."
             )
+        super().on_train_begin(logs)
         self._checkpoints = ServerCheckpoints(self.model, self._directory, self._keep, self._plan)
         self._restore(self._checkpoints)
         fit_call.at_end(self._stand_down)
@@ -89,6 +90,7 @@ class AsyncCheckpoint(CheckpointBase):
                 self._leave_if_asked()
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
+        super().on_epoch_end(epoch, logs)
         # The checkpoint after the last epoch is written in `on_train_end`, since other callbacks
         # may change the state in their `on_train_end`.
         if not self._running.is_over:
@@ -128,6 +130,7 @@ class AsyncCheckpoint(CheckpointBase):
         self.model.distribute_strategy.write(self.model)
         self._running.follow_rate()
         position = {"epoch": epoch, "within": within, "finished": finished}
+        position |= {"rates": self._rates} if within else {}
         self._checkpoints.save(lambda: {**position, "order": self._running.order})
         self._note_saved(epoch)
 

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Mapping, Sequence
+
+import keras
 
 from tfpara import fit_call
 from tfpara.checkpoint.base import IF_DAMAGED, Checkpoints, store_at
 from tfpara.cluster import exit_codes
-from tfpara.typing import Json
+from tfpara.keras_model import optimizers
+from tfpara.typing import Json, Logs
 from tfpara.whole_number import checked_whole
 
 
@@ -47,6 +51,48 @@ class CheckpointBase(fit_call.Callback):
         self._if_damaged = if_damaged
         self._exit_code = exit_codes.restart(restart_exit_code)
         self._saved_at = time.monotonic()
+        # The learning rates before and after the callbacks' `on_epoch_begin` of the present epoch.
+        self._rates: list[list[float]] = [[], []]
+        # After a resume, until its epoch begins: the rates after `on_epoch_begin` in the former
+        # process, and those of the checkpoint.
+        self._resumed_rates: list[list[float]] = [[], []]
+
+    def on_train_begin(self, logs: Logs | None = None) -> None:
+        self._rates, self._resumed_rates = [self._rates_now(), []], [[], []]
+
+    def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
+        (former, restored), self._resumed_rates = self._resumed_rates, [[], []]
+        self._rates[1] = self._rates_now()
+        if self._rates[1] == former:  # else the script now has other callbacks, which set the rate
+            self._set_rates(restored)
+
+    def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
+        self._rates[0] = self._rates_now()
+
+    def _begin_again(self, position: Mapping[str, Json]) -> None:
+        """Sets the learning rates with which the epoch of a checkpoint's position began.
+
+        The callbacks' `on_epoch_begin` of this epoch is called once more, and may compute a rate
+        from the present one, as `LearningRateScheduler` does with a function of epoch and rate.
+        """
+        goes_on = position["epoch"] < self.params.get("epochs", 1) and not position["finished"]
+        before, begun = position.get("rates", [[], []])
+        if goes_on and begun:
+            self._resumed_rates = [begun, self._rates_now()]
+            self._set_rates(before)
+        self._rates = [self._rates_now(), []]
+
+    def _rates_now(self) -> list[float]:
+        return [float(keras.ops.convert_to_numpy(o.learning_rate)) for o in self._with_rate()]
+
+    def _set_rates(self, rates: Sequence[float]) -> None:
+        for optimizer, rate in zip(self._with_rate(), rates, strict=False):
+            optimizer.learning_rate = rate
+
+    def _with_rate(self) -> list[keras.optimizers.Optimizer]:
+        """Returns the optimizers whose learning rate callbacks can set."""
+        found = optimizers(self.model)
+        return [each for each in found if isinstance(each._learning_rate, keras.Variable)]
 
     @property
     def _is_late(self) -> bool:
@@ -67,6 +113,7 @@ class CheckpointBase(fit_call.Callback):
         if restored is None:
             return None
         number, position = restored[0], restored[1]["position"]
+        self._begin_again(position)
         if self.model.distribute_strategy.is_chief:
             epochs = self.params.get("epochs", 1)
             print(_resumed(self._directory, number, position, epochs), flush=True)

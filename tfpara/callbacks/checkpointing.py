@@ -103,6 +103,7 @@ class Checkpoint(CheckpointBase):
                 "model in its scope, or use keras.callbacks.BackupAndRestore, or in the fit of a "
                 "tfpara.AsyncStrategy tfpara.AsyncCheckpoint."
             )
+        super().on_train_begin(logs)
         self._stand_down()  # clears the state that a failed custom training loop may have left
         fit_call.at_end(self._stand_down)
         strategy.keep_record(self, store_at(self._directory, self._keep).append)
@@ -136,6 +137,7 @@ class Checkpoint(CheckpointBase):
         self.model.stop_training = position["finished"]
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
+        super().on_epoch_begin(epoch, logs)
         resumed, self._resumed = self._resumed, None
         self.model._initial_epoch = None
         first = steps = 0
@@ -213,6 +215,7 @@ class Checkpoint(CheckpointBase):
             "epoch": self._epoch,
             "steps": self._steps,
             "finished": finished,
+            **({"rates": self._rates} if self._in_epoch else {}),
             **strategy.position(self._first, self._steps - self._steps_before),
         }
 
@@ -264,12 +267,14 @@ class Checkpoint(CheckpointBase):
         """Returns the facts that a worker needs when it joins an elastic run."""
         if self._checkpoints is None:
             return {}  # `on_train_begin` has not yet restored a checkpoint
-        return {**self._checkpoints.state(), "saved": self._saved, "saved_syncs": self._saved_syncs}
+        mine = {"saved": self._saved, "saved_syncs": self._saved_syncs, "rates": self._rates}
+        return {**self._checkpoints.state(), **mine}
 
     def set_state(self, state: Mapping[str, Json]) -> None:
         """Takes over the other workers' state in an elastic run."""
         self._at_sync.join(state)
         self._saved, self._saved_syncs = tuple(state["saved"]), state["saved_syncs"]
+        self._rates = state["rates"]
         self._listen()
 
     def _listen(self) -> None:

@@ -82,7 +82,9 @@ class ServerCheckpoints(Checkpoints):
         self._give_states(manifest["states"], reader)
         if manifest["learning_rate"] is not None:
             self.model.optimizer.learning_rate = manifest["learning_rate"]
-        self._running.resume(**manifest["position"])
+        position = manifest["position"]
+        names = ("epoch", "within", "finished", "order")
+        self._running.resume(**{name: position[name] for name in names})
 
     def _check_shapes(
         self, number: int, there: Mapping[str, Json], mine: Mapping[str, Json]

@@ -729,7 +729,21 @@ def test_a_rate_that_a_callback_has_set_last_is_the_servers_after_a_resumption(t
     assert again._models.of(resumed).server.learning_rate == pytest.approx(0.005)
 
 
-def test_a_rate_by_position_goes_on_within_an_epoch(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("make", "wanted"),
+    [
+        (
+            lambda: tfpara.callbacks.LearningRate(lambda position: 0.1 * (1 - position), 24),
+            lambda batch: 0.1 * (1 - batch / 24),
+        ),
+        (
+            lambda: keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate / 2),
+            lambda batch: 0.05,
+        ),
+    ],
+    ids=["by position", "by the last rate"],
+)
+def test_a_scheduled_rate_goes_on_within_an_epoch(tmp_path, monkeypatch, make, wanted):
     monkeypatch.setattr("tfpara.parameter_server.fit._POLL_SECONDS", 0.0)
     seen = []
 
@@ -743,8 +757,7 @@ def test_a_rate_by_position_goes_on_within_an_epoch(tmp_path, monkeypatch):
                 os.kill(os.getpid(), signal.SIGTERM)
 
     def callbacks(*more):
-        rate = tfpara.callbacks.LearningRate(lambda position: 0.1 * (1 - position), 24)
-        return [rate, Look(), *more, tfpara.AsyncCheckpoint(tmp_path)]
+        return [make(), Look(), *more, tfpara.AsyncCheckpoint(tmp_path)]
 
     strategy, model = made(optimizer=keras.optimizers.SGD(0.1))
     with pytest.raises(tfpara.callbacks.Preempted):
@@ -754,7 +767,8 @@ def test_a_rate_by_position_goes_on_within_an_epoch(tmp_path, monkeypatch):
     train(again, resumed, 1, callbacks())
     assert before and len(seen) > before
     for batch, rate in seen:
-        assert rate == pytest.approx(0.1 * (1 - batch / 24))
+        assert rate == pytest.approx(wanted(batch))
+    assert again._models.of(resumed).server.learning_rate == pytest.approx(rate)
 
 
 @pytest.mark.nightly
