@@ -129,7 +129,7 @@ class AsyncCheckpoint(CheckpointBase):
         # Callbacks before this one may have changed the model, so it is written to the servers.
         self.model.distribute_strategy.write(self.model)
         self._running.follow_rate()
-        position = {"epoch": epoch, "within": within, "finished": finished}
+        position: dict[str, Json] = {"epoch": epoch, "within": within, "finished": finished}
         position |= {"rates": self._rates} if within else {}
         self._checkpoints.save(lambda: {**position, "order": self._running.order})
         self._note_saved(epoch)
