@@ -111,7 +111,7 @@ def _check_flags() -> None:
     if not math.isfinite(_INSERTION_PENALTY.value):
         raise ValueError(f"--insertion_penalty={_INSERTION_PENALTY.value} must be a finite number.")
     if _OUT.value and remote_files.is_url(_OUT.value):
-        remote_files.RemoteFolder(_OUT.value)  # raises an error for a URL that cannot be used
+        remote_files.parent(_OUT.value)  # raises an error for a URL that cannot be used
     if _LOGLIKES.value:
         try:
             kaldi_write.prepare(_LOGLIKES.value)

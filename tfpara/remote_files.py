@@ -226,12 +226,20 @@ def whole(path: str | os.PathLike[str]) -> contextlib.AbstractContextManager[Pat
     return _uploaded(os.fspath(path)) if is_url(path) else files.whole(path)
 
 
+def parent(url: str) -> tuple[RemoteFolder, str]:
+    """Returns the folder in which a URL has a file or folder, and the name in it.
+
+    Raises ValueError for a URL that cannot be used, and for one without a name, as s3://bucket.
+    """
+    place, _, name = url.rstrip("/").rpartition("/")
+    if place.endswith(":/"):
+        raise ValueError(f"{url!r} names no file or folder in {name!r}: give a longer URL.")
+    return RemoteFolder(place), name
+
+
 @contextlib.contextmanager
 def _uploaded(url: str) -> Iterator[Path]:
-    parent, _, name = url.rstrip("/").rpartition("/")
-    if parent.endswith(":/"):
-        raise ValueError(f"{url!r} names no file or folder in {name!r}: give a longer URL.")
-    folder = RemoteFolder(parent)
+    folder, name = parent(url)
     with temporary_folder() as scratch:
         yield scratch / name
         written = [path.relative_to(scratch) for path in scratch.rglob("*") if path.is_file()]

@@ -293,6 +293,7 @@ def test_sequence_models_see_whole_utterances_in_stacks(corpus_directory):
         (("--insertion_penalty=4",), "--insertion_penalty=4.0 is for --decode"),
         (("--uncounted_phones=sil",), "--uncounted_phones=sil is for --decode"),
         (("--out=nothing://x",), "'nothing://x' is no URL that fsspec knows"),
+        (("--out=s3://x.json",), "'s3://x.json' names no file or folder in 'x.json'"),
     ],
 )
 def test_bad_flags_are_refused(run, trained, flags, message):
