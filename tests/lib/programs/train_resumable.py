@@ -100,7 +100,7 @@ class Killer:
         for kind in (LocalStore, RemoteStore):
             self.after(kind, "begin", "begin")
         self.before(checkpoint.SyncCheckpoints, "restore", "start")
-        self.before(checkpoint.Parts, "_of_holder", "restored")
+        self.before(checkpoint.Parts, "piece", "restored")
         self.after(store, "write_part", "written")
         self.after(store, "commit", "removed")
         self._around_renames()
