@@ -46,8 +46,12 @@ class SyncStatistics(NamedTuple):
     ) -> dict[str, float]:
         """Returns TensorBoard's values of an epoch; these are the statistics at its end.
 
-        `first` are those after the epoch's first step, and `seconds` is the time since then.
-        `times` is the number of all replicas divided by that of this worker's.
+        Args:
+            begin: the statistics at the beginning of the epoch.
+            first: the statistics after the epoch's first step.
+            seconds: the time since the epoch's first step.
+            times: the number of all replicas divided by that of this worker's, since statistics
+                count the samples of this worker alone.
         """
         waited = self.sync_seconds - first.sync_seconds
         return {
