@@ -56,4 +56,5 @@ class Server:
         status, code, text = error
         body = _ERROR.format(code=code, text=text).encode()
         start_response(status, [("Content-Type", "text/xml"), ("Content-Length", str(len(body)))])
-        return [body]
+        # A body after the answer to HEAD would be read as the begin of the next answer.
+        return [] if environ["REQUEST_METHOD"] == "HEAD" else [body]
