@@ -59,7 +59,7 @@ def test_every_argument_has_a_text(name):
     arguments = [
         parameter.name
         for parameter in inspect.signature(function).parameters.values()
-        if parameter.name != "unnamed" and not parameter.name.startswith("_")  # not for users
+        if not parameter.name.startswith("_")  # not for users
     ]
     text = inspect.getdoc(function) or ""
     said = re.findall(r"^    \*{0,2}(\w+): ", text, re.M)
