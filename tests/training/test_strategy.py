@@ -396,6 +396,11 @@ def test_bmuf_adam_refuses_what_it_cannot_filter():
         model.compile(keras.optimizers.Adam(gradient_accumulation_steps=2), model.loss)
     with pytest.raises(ValueError, match="gradient_accumulation_steps=2: BMUFAdam takes each"):
         model.fit(distributed(strategy), verbose=0)
+    with strategy.scope():
+        model.layers[0].quantize("float8")
+        model.compile(keras.optimizers.Adam(), model.loss)
+    with pytest.raises(ValueError, match="no moments of '.*scale', and BMUFAdam filters"):
+        model.fit(distributed(strategy), verbose=0)
 
 
 @pytest.mark.nightly_cases("False")

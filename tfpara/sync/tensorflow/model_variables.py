@@ -62,6 +62,12 @@ def replica_variables(
         # The optimizer may also have moments of frozen weights. So the moments of `weights` are
         # found by the index that Keras has for each weight.
         indices = [optimizer._get_variable_index(v) for v in weights]
+        for weight, index in zip(weights, indices, strict=True):
+            if optimizer._momentums[index] is None:  # as for the scales of a float8 layer
+                raise ValueError(
+                    f"the optimizer keeps no moments of {weight.path!r}, and BMUFAdam filters "
+                    "those of each weight. Use tfpara.BMUF."
+                )
         moments = [
             components([of_all[i] for i in indices])
             for of_all in (optimizer._momentums, optimizer._velocities)
