@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import keras
 
 from tfpara import fit_call
 from tfpara.schedules import AdaComm, Piecewise
 from tfpara.sync.strategy import PeriodicSyncStrategy
-from tfpara.typing import Json, Logs, State
+from tfpara.typing import Json, Logs
 from tfpara.whole_number import checked_whole
 
 
@@ -24,7 +25,7 @@ class Schedule(fit_call.Callback):
     `name` is that of the callback's state in a checkpoint; "" if it has no state.
     """
 
-    _state: State  # that of the rule which the callback follows, if it follows one
+    _state: Any = None  # that of the rule which the callback follows, if it follows one
 
     def __init__(self, name: str, verbose: int, sets_rate: bool) -> None:
         super().__init__()
@@ -48,7 +49,7 @@ class Schedule(fit_call.Callback):
     # A checkpoint itself keeps the learning rate.
     def get_state(self) -> dict[str, Json]:
         """Returns the state to save: numbers and strings by name."""
-        return self._state._asdict()
+        return self._state._asdict() if self._state else {}
 
     def set_state(self, state: Mapping[str, Json]) -> None:
         """Continues from a saved state."""

@@ -136,7 +136,10 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy, Strategy):
         startup_timeout_seconds: float = 300.0,
         _processes: Workers | None = None,
     ) -> None:
-        """Joins the processes of TF_CONFIG, or `_processes`; returns in the chief only."""
+        """Joins the other processes; returns in the chief only. Arguments as above.
+
+        `_processes` replaces the processes of TF_CONFIG by simulated ones.
+        """
         program.explain_errors()
         check_backend()
         quiet.install()

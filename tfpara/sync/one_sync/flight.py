@@ -29,11 +29,11 @@ NONE, FLYING, LANDED = range(3)
 # the exchange fails, and the thread ends at once.
 _PATIENCE_SECONDS = 5.0
 # The end of a flight is described by the text of its error, or by "" if there was none.
-_FAILED = "the sync beside the training failed"
 _NOT_STARTED = "a sync was to run beside the training, and the step failed that starts it"
 # Matches the text of an error that a collective has raised, with any backend.
 OF_COLLECTIVE = (
-    rf"(?s){_FAILED}: (Unavailable|DeadlineExceeded|Aborted|Cancelled|Internal|Unknown)Error: "
+    "(?s)the sync beside the training failed: "
+    "(Unavailable|DeadlineExceeded|Aborted|Cancelled|Internal|Unknown)Error: "
     ".*(ollective|RecvBuf|Horovod has).*"
 )
 
@@ -160,7 +160,7 @@ class Flight:
         try:
             self._fly()
         except BaseException as error:  # any error is passed on to the training thread
-            end = f"{_FAILED}: {type(error).__name__}: {error}"
+            end = f"the sync beside the training failed: {type(error).__name__}: {error}"
         with self._lock:
             self._end = end
             self._tell()
