@@ -42,6 +42,8 @@ class Block:
         self._whole = whole
         self.parts = settings.fragments + (0 if whole else 1)
         self.period, self._balance = site.period, site.balance
+        # All counters are in one variable, so that a step writes only one variable. float64 is
+        # exact for whole numbers up to 2^53.
         parts, replicas = self.parts, range(len(site.devices))
         counts = make(tf.zeros([3 + parts * (1 + len(replicas))], tf.float64), "counts")
         self.counts = counts
