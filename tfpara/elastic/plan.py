@@ -132,7 +132,7 @@ def _packed(units: Sequence[int]) -> list[Any]:
 
 
 def _unpacked(entries: Sequence[Any]) -> tuple[int, ...]:
-    """Returns the units in a list of `_packed`, or in a plain list of an earlier version."""
+    """Returns the units in a list of `_packed`."""
     found: list[int] = []
     for entry in entries:
         block, distance, times = ([entry], 0, 1) if isinstance(entry, int) else entry

@@ -97,8 +97,7 @@ class Order:
         return {name: getattr(self, name) for name in ("seed", "parts", "devices", "workers")}
 
     def set_state(self, state: Json) -> None:
-        # In checkpoints of version 0.1 the state is the seed alone.
-        for name, value in (state if isinstance(state, dict) else {"seed": state}).items():
+        for name, value in state.items():
             if value is not None:
                 setattr(self, name, value)
 
