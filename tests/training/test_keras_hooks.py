@@ -309,9 +309,11 @@ def test_backup_and_restore_is_refused_and_a_plain_model_may(strategy, tmp_path)
     make_model().fit(X, Y, callbacks=[backup], verbose=0)
 
 
-def test_orbax_is_refused_with_several_workers(strategy, monkeypatch):
+@pytest.mark.parametrize(("name", "value"), [("num_workers", 2), ("members_change", True)])
+def test_orbax_is_refused_with_several_workers(strategy, monkeypatch, name, value):
+    """Or where others may join, in an elastic run."""
     orbax = K.OrbaxCheckpoint.__new__(K.OrbaxCheckpoint)  # the package need not be there
-    monkeypatch.setattr(type(strategy), "num_workers", 2)
+    monkeypatch.setattr(type(strategy), name, value)
     with pytest.raises(ValueError, match="OrbaxCheckpoint would write from every worker"):
         make_model(strategy).fit(X, Y, callbacks=[orbax], verbose=0)
 

@@ -65,7 +65,7 @@ def _refuse(callback: keras.callbacks.Callback, strategy: Any) -> None:
     if why and strategy.members_change:
         raise ValueError(f"{type(callback).__name__} and elastic= contradict each other: {why}")
     orbax = getattr(_CALLBACKS, "OrbaxCheckpoint", None)
-    if orbax is not None and isinstance(callback, orbax) and strategy.num_workers > 1:
+    if several and orbax is not None and isinstance(callback, orbax):
         raise ValueError(
             "OrbaxCheckpoint would write from every worker into one folder. Use "
             "keras.callbacks.ModelCheckpoint, or to go on after a failure "
