@@ -232,9 +232,11 @@ def parent(url: str) -> tuple[RemoteFolder, str]:
     Raises ValueError for a URL that cannot be used, and for one without a name, as s3://bucket.
     """
     place, _, name = url.rstrip("/").rpartition("/")
-    if place.endswith(":/"):
+    is_bare = place.endswith(":/")
+    folder = RemoteFolder(url if is_bare else place)
+    if is_bare:
         raise ValueError(f"{url!r} names no file or folder in {name!r}: give a longer URL.")
-    return RemoteFolder(place), name
+    return folder, name
 
 
 @contextlib.contextmanager
