@@ -118,6 +118,11 @@ def tables(model: keras.Model) -> dict[str, Json]:
     return found
 
 
+def rate_can_be_set(optimizer: keras.optimizers.Optimizer) -> bool:
+    """Returns whether the learning rate is a number, which can be set, and no schedule."""
+    return isinstance(getattr(optimizer, "_learning_rate", None), keras.Variable)
+
+
 def optimizers(model: keras.Model) -> list[keras.optimizers.Optimizer]:
     """Returns the optimizers of a model: the compiled one, and others that are its attributes.
 

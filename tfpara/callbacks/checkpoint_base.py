@@ -11,7 +11,7 @@ import keras
 from tfpara import fit_call
 from tfpara.checkpoint.base import IF_DAMAGED, Checkpoints, store_at
 from tfpara.cluster import exit_codes
-from tfpara.keras_model import optimizers
+from tfpara.keras_model import optimizers, rate_can_be_set
 from tfpara.typing import Json, Logs
 from tfpara.whole_number import checked_whole
 
@@ -91,8 +91,7 @@ class CheckpointBase(fit_call.Callback):
 
     def _with_rate(self) -> list[keras.optimizers.Optimizer]:
         """Returns the optimizers whose learning rate callbacks can set."""
-        found = optimizers(self.model)
-        return [each for each in found if isinstance(each._learning_rate, keras.Variable)]
+        return list(filter(rate_can_be_set, optimizers(self.model)))
 
     @property
     def _is_late(self) -> bool:

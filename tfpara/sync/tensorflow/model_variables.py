@@ -8,7 +8,12 @@ import keras
 import tensorflow as tf
 
 from tfpara.algorithms.keras_step import class_names
-from tfpara.keras_model import minibatches_of_a_step, optimizers, product_left_out
+from tfpara.keras_model import (
+    minibatches_of_a_step,
+    optimizers,
+    product_left_out,
+    rate_can_be_set,
+)
 from tfpara.sync.one_sync.replicas import ReplicaVariables
 from tfpara.sync.settings import Settings
 from tfpara.typing import Variable
@@ -89,12 +94,8 @@ def replica_variables(
         counts_to_reset=[
             (components_of(o._iterations.value), minibatches_of_a_step(o)) for o in resetting
         ],
-        rates=components([o.learning_rate for o in optimizers(model) if _rate_can_be_set(o)]),
+        rates=components([o.learning_rate for o in optimizers(model) if rate_can_be_set(o)]),
     )
-
-
-def _rate_can_be_set(optimizer: keras.optimizers.Optimizer) -> bool:
-    return isinstance(getattr(optimizer, "_learning_rate", None), keras.Variable)
 
 
 def _has_schedule(optimizer: keras.optimizers.Optimizer) -> bool:
