@@ -225,8 +225,7 @@ class SyncPeriod(Schedule):
             )
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
-        # A failed `fit` may have left a block open. Every worker closes it.
-        self.model.distribute_strategy.synchronize()
+        close_block(self.model)
         self.model.distribute_strategy.note_scheduled_period()
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
@@ -249,6 +248,12 @@ class SyncPeriod(Schedule):
                     'no "loss". Have train_step return it.'
                 )
             self._state = self._by_loss.update(self._state, loss)
+
+
+def close_block(model: keras.Model) -> None:
+    """Closes a block that a failed `fit` has left open; every worker must call it."""
+    if isinstance(model.distribute_strategy, PeriodicSyncStrategy):
+        model.distribute_strategy.synchronize()
 
 
 def learning_rate(model: keras.Model) -> float:

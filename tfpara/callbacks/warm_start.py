@@ -8,7 +8,7 @@ import keras
 import tensorflow as tf
 
 from tfpara import fit_call
-from tfpara.callbacks.schedule import Schedule
+from tfpara.callbacks.schedule import Schedule, close_block
 from tfpara.strategy import Strategy
 from tfpara.sync.strategy import PeriodicSyncStrategy
 from tfpara.typing import Json, Logs, Nest
@@ -96,9 +96,7 @@ class WarmStart(Schedule):
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         fit_call.at_end(self._give_up)
-        # A failed `fit` may have left a block open. Every worker closes it.
-        if isinstance(self.model.distribute_strategy, PeriodicSyncStrategy):
-            self.model.distribute_strategy.synchronize()
+        close_block(self.model)
 
     def _give_up(self) -> None:
         """Makes the next `fit` sync again if this one has failed."""
