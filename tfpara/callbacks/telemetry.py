@@ -17,10 +17,19 @@ class Telemetry(Clock):
     `keras.callbacks.TensorBoard` shows the same numbers without this callback, but does not put
     them into the log. Use `Telemetry` to have the numbers in `History` and in CSV files.
 
-    Adds to each epoch's log, on every worker, `samples_per_second` of all replicas; with a
-    `PeriodicSyncStrategy` also `syncs`, `sync_ms`, `sync_fraction`, `wait_fraction` and `distance`,
-    and in an elastic run `workers`; with an `AsyncStrategy` also `pushes`, `staleness` (of which
-    `log_dir` gets a histogram) and `staleness_max`. docs/watching.md explains them.
+    Adds to each epoch's log, on every worker:
+
+    * `samples_per_second` of all replicas, from the end of the epoch's first step (which may
+      compile) to the end of its last sync, without the time of `HeldOut` at the end of the epoch;
+    * with a `PeriodicSyncStrategy`: `syncs`, the number in the epoch; `sync_ms`, the mean time of a
+      sync in milliseconds, including the wait for slower workers; `sync_fraction`, the share of the
+      time in syncs; `wait_fraction`, the share of the time in which the worker waits for slower
+      ones; `distance`, the relative distance ‖w_i − w̄‖ / ‖w̄‖ of the replicas before a sync, as it
+      was measured last (at each of the first 16 syncs, then at every 16th); in an elastic run
+      `workers`, their number at the end of the epoch;
+    * with an `AsyncStrategy`: `pushes`, the number in the epoch; `staleness`, the mean of the
+      pushes' staleness; `staleness_max`, the largest so far (255 stands for 255 or more). The whole
+      distribution is a histogram in `log_dir`.
 
     The chief writes these and everything else in the epoch's log to `log_dir`. The callback runs
     before others, so that its clock stops before they work.
