@@ -77,7 +77,7 @@ class AsyncCheckpoint(CheckpointBase):
         self._restore(self._checkpoints)
         fit_call.at_end(self._stand_down)
         self._running.at_poll = self._look
-        self._processes.state.restart_code = self._exit_code
+        self.model.distribute_strategy.answer_leaving(self._exit_code)
         if threading.current_thread() is threading.main_thread():
             self._former_handler = signal.signal(signal.SIGTERM, self._terminate)
         self._note_saved(self._running.epoch)
@@ -110,7 +110,7 @@ class AsyncCheckpoint(CheckpointBase):
             signal.signal(signal.SIGTERM, self._former_handler)
             self._former_handler = None
         if not self._asked_to_end:
-            self._processes.state.restart_code = None
+            self.model.distribute_strategy.answer_leaving(None)
         self._checkpoints.store.release()
 
     @property
@@ -118,12 +118,8 @@ class AsyncCheckpoint(CheckpointBase):
         return self.model.distribute_strategy.running
 
     @property
-    def _processes(self) -> Any:
-        return self.model.distribute_strategy.processes
-
-    @property
     def _asked_to_end(self) -> bool:
-        return self._processes.state.asked_to_end is not None
+        return self.model.distribute_strategy.asked_to_end is not None
 
     def _save(self, epoch: int, *, within: bool = False, finished: bool = False) -> None:
         # Callbacks before this one may have changed the model, so it is written to the servers.
@@ -139,12 +135,12 @@ class AsyncCheckpoint(CheckpointBase):
         self._saved = (epoch, self._running.server.generation)
 
     def _terminate(self, number: int, frame: object) -> None:
-        self._processes.state.asked_to_end = "the chief was asked to end (SIGTERM)."
+        self.model.distribute_strategy.ask_to_end("the chief was asked to end (SIGTERM).")
         parent.tell(saves=True)
 
     def _leave_if_asked(self) -> None:
         if not self._asked_to_end:
             return
-        self._processes.end_with(self._exit_code, _SENTENCE)
+        self.model.distribute_strategy.end_with(self._exit_code, _SENTENCE)
         self._say_end(f"exit code {self._exit_code}")
         raise Preempted(self._exit_code)

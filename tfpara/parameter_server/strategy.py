@@ -154,14 +154,14 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy, Strategy):
         checked_nonfinite(nonfinite, nonfinite_share)
         checked_seconds("timeout_seconds", timeout_seconds)
         checked_seconds("startup_timeout_seconds", startup_timeout_seconds)
-        self.processes = _processes or processes.join(timeout_seconds, startup_timeout_seconds)
+        self._processes = _processes or processes.join(timeout_seconds, startup_timeout_seconds)
         self._asked_rule = rule
         if isinstance(rule, AsyncEASGD | AsyncBMUF):
-            rule = rule.resolve(self.processes.num_workers)
-        super().__init__(self.processes.chief_device)
+            rule = rule.resolve(self._processes.num_workers)
+        super().__init__(self._processes.chief_device)
         self.timeout_seconds = timeout_seconds
         self._models = Models(
-            self.processes,
+            self._processes,
             rule,
             kept,
             sync_period,
@@ -185,9 +185,9 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy, Strategy):
 
     sync_period = property(lambda self: self._models.sync_period, doc="τ, minibatches of a push.")
     averages = property(lambda self: dict(self._models.averages), doc="Averages, by name.")
-    num_workers = property(lambda self: self.processes.num_workers, doc="Worker processes.")
+    num_workers = property(lambda self: self._processes.num_workers, doc="Worker processes.")
     is_simulated = property(
-        lambda self: self.processes.is_simulated, doc="Whether this process has all workers."
+        lambda self: self._processes.is_simulated, doc="Whether this process has all workers."
     )
     weight_names = property(
         lambda self: ["global", *self._models.averages], doc="What `weights` takes."
@@ -496,6 +496,27 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy, Strategy):
         Setting weights (`write`) restarts the average as a running average.
         """
         return self._models.of(model).server.mean_started("average")
+
+    @property
+    def asked_to_end(self) -> str | None:
+        """A sentence if the chief or a parameter server was asked to end; else None."""
+        return self._processes.state.asked_to_end
+
+    def ask_to_end(self, sentence: str) -> None:
+        """Notes that the chief was asked to end; it then waits at most 1 s for busy workers."""
+        self._processes.state.asked_to_end = sentence
+
+    def answer_leaving(self, exit_code: int | None) -> None:
+        """Sets the exit code of workers that a signal ends while the run continues.
+
+        As long as SIGTERM in the chief leads to a checkpoint, this is the code that asks for a
+        restart. None: 128 plus the number of the signal.
+        """
+        self._processes.state.restart_code = exit_code
+
+    def end_with(self, exit_code: int, sentence: str) -> None:
+        """Sets the exit code and the last sentence of the processes that end after this one."""
+        self._processes.end_with(exit_code, sentence)
 
 
 def checked_rule(rule: object) -> AsyncRule:

@@ -26,7 +26,7 @@ strategy = tfpara.AsyncStrategy(
     startup_timeout_seconds=float(sys.argv[1]),
     timeout_seconds=float(sys.argv[2]),
 )
-print("gathered", strategy.processes._lobby.tensorflow_address, flush=True)
+print("gathered", strategy._processes._lobby.tensorflow_address, flush=True)
 
 
 with strategy.scope():

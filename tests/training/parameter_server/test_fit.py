@@ -151,7 +151,7 @@ class Tally(keras.layers.Layer):
 def tallied(workers, servers=1, **options):
     """A strategy, and a model whose weights are how often each of 40 samples was trained on."""
     strategy = tfpara.simulate_async(workers, tfpara.ASGD(), **options)
-    strategy.processes.server_devices = tuple(f"CPU:{k}" for k in range(servers))
+    strategy._processes.server_devices = tuple(f"CPU:{k}" for k in range(servers))
     with strategy.scope():
         x = keras.Input((), dtype="int64")
         model = keras.Model(x, keras.layers.Add()([Tally()(x), Tally()(x)]))

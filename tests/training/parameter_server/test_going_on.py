@@ -25,7 +25,7 @@ def made(rule=None, optimizer=None, workers=3, servers=1, **options):
     options = {"speeds": tfpara.Speed(spread=0.3), **options}
     strategy = tfpara.simulate_async(workers, rule or tfpara.ASGD(), **options)
     if servers > 1:
-        strategy.processes.server_devices = tuple(f"CPU:{k}" for k in range(servers))
+        strategy._processes.server_devices = tuple(f"CPU:{k}" for k in range(servers))
     with strategy.scope():
         return strategy, plain(optimizer)
 

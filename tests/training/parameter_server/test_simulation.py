@@ -234,7 +234,7 @@ def check_beside_numpy(rule, speeds, period, step=Momentum, servers=1):
         averages={"ema": EMA(0.9, num_updates=False)}
         | ({} if isinstance(rule, AveragedASGD) else {"average": RunningThenMean()}),
     )
-    strategy.processes.server_devices = [f"CPU:{k}" for k in range(servers)]
+    strategy._processes.server_devices = [f"CPU:{k}" for k in range(servers)]
     model, history = train(strategy, optimizer=adam() if step is Adam else sgd())
     wanted = Reference(len(speeds), speeds, rule, period, step)
     for _ in range(2):
