@@ -1,6 +1,7 @@
 """The loops that wait for others."""
 
 import time
+import types
 
 import pytest
 
@@ -11,7 +12,7 @@ from tfpara.cluster import waiting
 def clock(monkeypatch):
     """The time, which each pause moves on."""
     now = [0.0]
-    monkeypatch.setattr(waiting.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(waiting, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
 
     def pause(seconds):
         now[0] += seconds

@@ -2,6 +2,7 @@
 
 import threading
 import time
+import types
 
 import pytest
 
@@ -82,7 +83,8 @@ def test_a_wait_is_told_of_at_growing_intervals(monkeypatch):
 
     waits._stop = steps = Steps()
     waits.since = lambda: began
-    monkeypatch.setattr("tfpara.sync.tensorflow.waits.time.monotonic", lambda: began + steps.now)
+    clock = types.SimpleNamespace(monotonic=lambda: began + steps.now)
+    monkeypatch.setattr("tfpara.sync.tensorflow.waits.time", clock)
     waits._watch(1e6)
     assert syncs.told == [101, 201, 401]
     assert len(syncs.aborted) == 1
