@@ -115,7 +115,7 @@ PACES = {"0": 0.01, "1": 0.05, "2": 0.01, "joins": 0.01}
 OPTIONS = {"balance": True, "paces": PACES, "minibatches": 120}
 
 
-@pytest.mark.nightly_cases("weights-*", "commit-*", "written-*")
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("place", "times", "rank"),
     [("step", 14, 0), ("weights", 4, 1), ("commit", 4, 2), ("written", 4, 0)],

@@ -48,7 +48,7 @@ def test_a_directory_of_which_only_the_chief_has_the_checkpoints(tmp_path):
     assert run.checkpoints() == [1]
 
 
-@pytest.mark.nightly_cases("unwritable")
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", ["file", "unwritable"])
 def test_a_directory_that_cannot_be_written_to(tmp_path, kind):
     path = tmp_path / "file"

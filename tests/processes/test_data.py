@@ -45,6 +45,9 @@ def model(strategy):
     return kinds.make(strategy)
 
 
+@pytest.mark.nightly_cases(
+    "PyDataset, *", "from_generator, fixed", "own, OFF", "tensors", "arrays in order", "files"
+)
 @pytest.mark.all_cases
 @pytest.mark.parametrize("kind", kinds.KINDS)
 def test_two_devices_train_on_each_row_once(kind, strategy, model, plain):
@@ -259,6 +262,7 @@ def of_epoch(epoch):
     return tf.data.Dataset.from_tensors((tf.fill([4, 2], float(epoch)), tf.zeros([4, 1]))).repeat(3)
 
 
+@pytest.mark.nightly
 def test_data_by_epoch_are_those_of_the_epoch_of_fit(strategy, model):
     """In calls of one epoch each, with data made for each call or for all; so in validation."""
     kept = [strategy.datasets_by_epoch(lambda epoch, first: of_epoch(epoch)) for _ in range(2)]
@@ -279,6 +283,7 @@ def test_data_by_epoch_are_those_of_the_epoch_of_fit(strategy, model):
             assert numbers == [{epoch}, {epoch + 1}] * 2
 
 
+@pytest.mark.nightly
 @pytest.mark.one_version
 def test_a_fit_in_a_callback_leaves_the_epoch_of_the_outer_one(strategy, model):
     with strategy.scope():
@@ -296,6 +301,7 @@ def test_a_fit_in_a_callback_leaves_the_epoch_of_the_outer_one(strategy, model):
         assert [{row[0] for row in rows} for rows in epochs.rows] == [{0}, {1}, {2}]
 
 
+@pytest.mark.nightly
 def test_class_weights_of_data_that_are_not_divided_by_fit(strategy, model):
     x, _, _ = kinds.arrays()
     dataset = tf.data.Dataset.from_tensor_slices((x, x[:, :1] % 3)).batch(4)
@@ -349,6 +355,7 @@ class Batches(keras.callbacks.Callback):
             raise InterruptedError
 
 
+@pytest.mark.nightly
 def test_a_replica_without_rows_is_told_of(strategy, model, capsys, monkeypatch):
     """Before the first epoch where each batch is too small; else at its end, as counted."""
     x, y, _ = kinds.arrays()
@@ -379,6 +386,7 @@ def test_a_replica_without_rows_is_told_of(strategy, model, capsys, monkeypatch)
     assert "in any case, so after 5 steps" in text
 
 
+@pytest.mark.nightly
 def test_a_resumed_epoch_of_unknown_length_does_not_cut_the_others(tmp_path):
     x, y, _ = kinds.arrays()
     steps = []
@@ -394,6 +402,7 @@ def test_a_resumed_epoch_of_unknown_length_does_not_cut_the_others(tmp_path):
     assert steps == [[4], [4, 6, 6]]
 
 
+@pytest.mark.nightly
 @pytest.mark.one_version
 def test_each_call_of_fit_draws_an_order_that_the_seed_repeats(strategy, model):
     x, y, _ = kinds.arrays()
@@ -411,6 +420,7 @@ def test_each_call_of_fit_draws_an_order_that_the_seed_repeats(strategy, model):
         assert all(one != other for one, other in itertools.combinations(epochs, 2))
 
 
+@pytest.mark.one_version
 @pytest.mark.nightly_cases("2")
 @pytest.mark.parametrize("devices", [2, 3])
 def test_shuffled_arrays_go_on_where_they_were(tmp_path, devices):
@@ -445,6 +455,7 @@ def test_shuffled_arrays_go_on_where_they_were(tmp_path, devices):
             np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.nightly
 @pytest.mark.one_version
 def test_a_seed_of_a_shuffle_gives_one_order_at_each_start():
     """Also where nobody sets a seed of the program: on two workers and in plain TensorFlow."""
@@ -455,6 +466,7 @@ def test_a_seed_of_a_shuffle_gives_one_order_at_each_start():
     assert lines[0].split()[1:] != list(map(str, range(50)))
 
 
+@pytest.mark.nightly
 @pytest.mark.one_version
 def test_nested_inputs_are_divided(strategy):
     def model():

@@ -90,7 +90,7 @@ def test_too_few_before_the_first_step(tmp_path):
         assert any(why in output for output in outputs)
 
 
-@pytest.mark.nightly_cases("options0")
+@pytest.mark.nightly
 @pytest.mark.parametrize("options", [{}, MIXED])
 def test_a_spare_comes_in_within_a_block(options, tmp_path):
     """The others do not train to the block's end first, and the spare trains only the rest of it.
@@ -476,7 +476,7 @@ def test_the_meeting_point_dies_and_is_started_again(tmp_path):
         ]
 
 
-@pytest.mark.nightly_cases("fails-75-no member of it is left", "raises-75-no member of it is left")
+@pytest.mark.nightly
 @pytest.mark.latest
 @pytest.mark.parametrize(
     ("how", "code", "says"),
@@ -726,6 +726,7 @@ os._exit(0)
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("what,saves", [("saves", True), ("does not save", None)])
 def test_the_launcher_is_told_that_a_worker_that_leaves_may_write_a_checkpoint(
     what, saves, tmp_path

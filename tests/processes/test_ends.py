@@ -130,6 +130,7 @@ def test_the_frames_are_shown_if_they_are_asked_for():
     assert re.search(GONE.format("chief"), worker.output)
 
 
+@pytest.mark.nightly
 @pytest.mark.one_version
 def test_an_exit_code_is_that_of_the_worker_also_where_another_does_not_exit():
     chief, worker = run("end.py", [{"how": "exit", "rank": 1, "run": True}] * 2, environ=QUIET)

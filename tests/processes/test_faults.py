@@ -70,6 +70,7 @@ def test_different_settings_are_named_before_the_first_step(option, other, words
             assert word in result.output
 
 
+@pytest.mark.one_version
 @pytest.mark.nightly_cases("load-*", "nan-*", "statistics*", "rate-replica 0 (worker 0) 0.1,*")
 @pytest.mark.parametrize(
     ("fault", "message"),

@@ -86,6 +86,7 @@ def test_all_files_of_callbacks_load(ran):
     last.load_weights(new / "last.weights.h5")
 
 
+@pytest.mark.nightly
 def test_a_log_has_each_epoch_once(ran):
     rows = list(csv.DictReader((ran.folder / "logs" / "log.csv").open()))
     assert [row["epoch"] for row in rows] == ["0", "1", "2"]

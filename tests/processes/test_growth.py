@@ -8,8 +8,8 @@ from tests.lib import elastic_runs
 from tfpara.chaos import processes
 
 
+@pytest.mark.nightly
 @pytest.mark.latest
-@pytest.mark.nightly_cases("50")
 @pytest.mark.parametrize("replacements", [2, 50])
 @pytest.mark.one_version
 def test_changes_of_members_cost_no_descriptors_and_hardly_memory(replacements, tmp_path):

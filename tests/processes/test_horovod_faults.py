@@ -65,6 +65,7 @@ def test_other_collectives_are_named_before_they_start():
         assert "collectives: worker 0 has 'tensorflow', worker 1 has 'horovod'" in result.output
 
 
+@pytest.mark.nightly
 def test_a_worker_that_never_starts_is_named():
     options = [{"startup_timeout_seconds": 3}]
     [result] = run("faults.py", options, absent=1, start="horovod")

@@ -357,6 +357,7 @@ def test_the_number_of_workers_behind_the_program_is_pointed_out(script):
         assert (f"one worker is started, since {hint} stands behind" in err) == bool(hint), err
 
 
+@pytest.mark.nightly
 def test_who_writes_a_checkpoint_has_more_time_than_the_grace(script, tmp_path, monkeypatch):
     """It is ended by SIGKILL where it has said nothing, and where the grace was given."""
     monkeypatch.setattr(supervisor, "_GRACE_SECONDS", 2.0)
@@ -749,6 +750,7 @@ def test_a_launcher_that_got_a_signal_does_not_restart(script, lifeline, code):
     lifeline.wait_for_end()
 
 
+@pytest.mark.nightly
 def test_after_a_signal_all_have_the_whole_grace_to_end(script):
     path = script(
         RANK

@@ -5,6 +5,7 @@ import os
 import re
 import signal
 
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 import tfpara
@@ -46,6 +47,7 @@ def counts(status):
     return [{name: row.get(name) for name in COUNTS} for row in status["workers"]]
 
 
+@pytest.mark.nightly
 def test_the_page_of_two_workers_is_right_and_shows_a_fault(tmp_path):
     script, errors = tmp_path / "script.py", tmp_path / "errors"
     script.write_text(SCRIPT)

@@ -54,8 +54,8 @@ def test_two_models_in_another_order():
     assert any("All workers have been in a sync for 1" in result.output for result in results)
 
 
+@pytest.mark.nightly
 @pytest.mark.one_version
-@pytest.mark.nightly_cases("horovod", "overlapped", "three-*")
 @pytest.mark.parametrize(
     ("workers", "odd", "start", "options", "cases"),
     [

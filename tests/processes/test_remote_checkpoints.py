@@ -68,6 +68,7 @@ def test_a_second_run_is_refused_and_the_first_goes_on(tmp_path, bucket, uninter
     assert_same(run.ends(), uninterrupted(2))
 
 
+@pytest.mark.nightly
 def test_a_bucket_that_is_not_there(tmp_path, bucket):
     run = RemoteRun(tmp_path / "run", 2, bucket)
     with run.start(directory=[f"{bucket}-of-nobody/run"] * 2) as workers:

@@ -258,6 +258,7 @@ def test_weights_may_travel_with_the_reports(trained, name, backend):
             np.testing.assert_array_equal(mine[key], value, err_msg=key)
 
 
+@pytest.mark.nightly
 @pytest.mark.one_version
 @pytest.mark.nightly_cases("easgd-*", "int8*")
 @pytest.mark.parametrize(("name", "backend"), cases("simulated", SIMULATED))

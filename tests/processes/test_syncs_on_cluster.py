@@ -8,6 +8,7 @@ from tests.lib.resumable_runs import Run, assert_same
 pytestmark = pytest.mark.latest
 
 
+@pytest.mark.one_version
 @pytest.mark.nightly_cases("kill-*")
 @pytest.mark.parametrize(
     ("fault", "message"), [("nan", "replica 2 (worker 1) has NaN or Inf"), ("kill", "worker 1 (")]

@@ -60,6 +60,7 @@ def test_the_steps_asked_for_are_there(events):
         assert steps == [4, 5, 6, 7, 8, 9]
 
 
+@pytest.mark.nightly
 def test_rules_and_travel_lie_in_the_steps_that_end_a_block(events):
     # Between epochs TensorFlow may build a graph, which runs an operation or two.
     for worker in range(2):

@@ -190,6 +190,7 @@ def test_what_unlike_workers_cannot_do_is_refused_by_all(options, words, tmp_pat
         assert each.returncode != 0 and words in each.output, each.output
 
 
+@pytest.mark.nightly
 def test_workers_that_wait_for_one_that_cannot_start_say_who_it_is(tmp_path):
     """They wait for `timeout_seconds`, which may be longer than TensorFlow's start may take."""
     given = {"devices": 1, "trainings": [BSP], "out": "", "connect_seconds": 5}

@@ -34,6 +34,7 @@ def fresh(program, **options):
     return subprocess.Popen(command, preexec_fn=warm.default_signals, **options)
 
 
+@pytest.mark.nightly
 def test_a_program_finds_what_it_finds_in_an_interpreter_of_its_own(tmp_path, monkeypatch):
     monkeypatch.setattr(warm, "_pairs", {})  # other tests may have taken all that there may be
     runs = []

@@ -29,6 +29,7 @@ def elastic():
     return tfpara.PeriodicSyncStrategy(tfpara.EASGD(0.1), sync_period=PERIOD)
 
 
+@pytest.mark.nightly
 def test_callbacks_run_after_those_that_they_need(elastic, tmp_path):
     """Given in the opposite order, a checkpoint and a log have what all others have done."""
     best, log = tmp_path / "best.keras", tmp_path / "log.csv"
@@ -122,6 +123,7 @@ def test_held_out_works_without_a_strategy():
     assert log["dev_loss"][1] == pytest.approx(model.evaluate(X, Y, verbose=0)[0], abs=1e-5)
 
 
+@pytest.mark.nightly
 def test_a_metric_of_several_values_has_a_curve_and_a_column_for_each(tmp_path):
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3, activation="softmax")])
     model.compile("sgd", "categorical_crossentropy", metrics=[keras.metrics.F1Score(name="f1")])
@@ -174,6 +176,7 @@ def test_all_weights_are_scored_within_epochs_and_training_goes_on_as_without(tm
     assert written == pytest.approx({int(r["syncs"]): float(r["loss"]) for r in rows[2::3]})
 
 
+@pytest.mark.nightly
 def test_the_end_of_an_epoch_is_scored_once(tmp_path):
     """Its only sync is where the second half is due as well."""
     strategy = tfpara.PeriodicSyncStrategy(tfpara.BSP(), sync_period=8)
@@ -327,6 +330,7 @@ def test_a_number_of_the_users_own_is_the_one_that_tensorboard_shows(elastic, tm
     assert scalars(tmp_path / "train")["epoch_syncs"] == {0: 0.5}
 
 
+@pytest.mark.nightly
 def test_a_variable_leaves_them_out_and_telemetry_measures_alone(elastic, tmp_path, monkeypatch):
     def fit(folder, *others):
         board = keras.callbacks.TensorBoard(tmp_path / folder, write_graph=False)

@@ -90,6 +90,7 @@ def deciding(kill=None):
     ]
 
 
+@pytest.mark.one_version
 @pytest.mark.nightly_cases("asynchronous")
 @pytest.mark.parametrize("kind", KINDS)
 def test_early_stopping_and_plateaus_go_on_where_they_were(kind, tmp_path):
@@ -134,8 +135,8 @@ def whole_scores(tmp_path_factory):
     return rows_of_scores(tmp_path_factory.mktemp("whole"))
 
 
+@pytest.mark.nightly
 @pytest.mark.one_version
-@pytest.mark.nightly_cases("4", "5")
 @pytest.mark.parametrize("last", [4, 5, None])
 def test_scores_within_an_epoch_go_on_where_they_were(last, whole_scores, tmp_path):
     """The run is killed before the checkpoint after batch `last`, or after the end of the epoch."""
@@ -176,6 +177,7 @@ def test_the_best_score_is_remembered_in_any_type(dtype):
     assert memory.get_state()["best"] == 1.5
 
 
+@pytest.mark.one_version
 def test_what_is_no_number_in_a_class_of_the_users_is_left_out(tmp_path):
     class Pairs(keras.callbacks.EarlyStopping):
         def on_epoch_end(self, epoch, logs=None):
@@ -237,6 +239,7 @@ def test_two_callbacks_that_write_checkpoints_are_refused_before_training(kind, 
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_checkpoint_of_the_other_kind_of_strategy_is_named_and_not_replaced(kind, tmp_path):
     fit(kind, tmp_path, [scores()], epochs=1)

@@ -311,14 +311,7 @@ def over_passes(data, directory=None, stop=None):
 
 
 # Where Keras' data end within an epoch, it is shorter, and the next one begins a pass.
-@pytest.mark.nightly_cases(
-    "PyDataset-stops5",
-    "generator-stops6",
-    "of twice an epoch-stops3",
-    "of unknown length-stops2",
-    "repeated-stops0",
-    "with an end-stops1",
-)
+@pytest.mark.nightly
 @pytest.mark.one_version
 @pytest.mark.parametrize(
     ("data", "stops"),
@@ -345,6 +338,7 @@ def test_a_pass_that_lasts_several_epochs_goes_on_where_it_was(tmp_path, capsys,
     assert "twice or not at all" not in capsys.readouterr().err
 
 
+@pytest.mark.nightly
 @pytest.mark.one_version
 def test_a_run_that_goes_on_in_data_of_another_order_says_so(tmp_path, capsys, monkeypatch):
     given = {"x": dataset_of_batches().shuffle(7, seed=1)}
@@ -590,6 +584,7 @@ def test_a_damaged_checkpoint_takes_no_place_among_those_that_are_kept(finished_
     assert {p.name[-1] for p in finished_run.glob("c*")} == {"3", "4"}
 
 
+@pytest.mark.one_version
 def test_a_missing_part_is_damage(finished_run):
     for path in finished_run.glob("checkpoint-*/part-00000.index"):
         path.unlink()
@@ -597,6 +592,7 @@ def test_a_missing_part_is_damage(finished_run):
         run(finished_run, small=True)
 
 
+@pytest.mark.nightly
 @pytest.mark.one_version
 def test_a_checkpoint_of_another_run_is_refused_by_name(tmp_path):
     first = {"data_plan": {"minibatch": 4, "epochs.of": 1}, "small": True}
@@ -722,6 +718,7 @@ def test_what_flock_says_is_told_apart(tmp_path, monkeypatch, number, message):
     assert (tmp_path / "lock").read_text() == "process 7 on elsewhere"
 
 
+@pytest.mark.nightly
 @pytest.mark.one_version
 def test_a_complete_run_says_so_and_goes_on_with_more_epochs(tmp_path, capsys):
     whole, whole_history, _ = uninterrupted(small=True)
@@ -741,6 +738,7 @@ def test_a_complete_run_says_so_and_goes_on_with_more_epochs(tmp_path, capsys):
     assert history["loss"] == whole_history["loss"][1:]
 
 
+@pytest.mark.nightly
 @pytest.mark.one_version
 def test_a_run_that_has_stopped_says_so(tmp_path, capsys):
     def fit():
@@ -766,6 +764,7 @@ def test_a_run_that_has_stopped_says_so(tmp_path, capsys):
     assert len(list((tmp_path / "second").glob("checkpoint-*"))) == 2
 
 
+@pytest.mark.nightly
 def test_one_callback_in_several_fits(tmp_path):
     """A fit for each epoch is one run; the same epochs again are not."""
     strategy, model = make(small=True)
@@ -855,6 +854,8 @@ def test_states_of_callbacks_and_random_numbers_come_back(tmp_path):
 SCORES = [3.0, 1.0, 2.0, 0.5]
 
 
+@pytest.mark.one_version
+@pytest.mark.nightly_cases("asynchronous")
 @pytest.mark.parametrize("run", ["synchronous", "asynchronous"])
 def test_a_resumed_run_does_not_overwrite_a_better_model(run, tmp_path):
     """The third epoch scores worse than the second, which another process has trained."""
@@ -942,6 +943,7 @@ def test_asked_to_end_it_writes_a_checkpoint_and_leaves(tmp_path, when):
     assert_same(run(tmp_path / "run", epochs=2, small=True)[0], whole)
 
 
+@pytest.mark.nightly
 @pytest.mark.one_version
 def test_asked_to_end_in_its_last_block_a_run_is_complete_and_leaves(tmp_path):
     strategy, model = make(small=True)
@@ -958,6 +960,7 @@ def test_asked_to_end_in_its_last_block_a_run_is_complete_and_leaves(tmp_path):
     assert run(tmp_path, epochs=1, small=True)[1] == {}
 
 
+@pytest.mark.nightly
 @pytest.mark.one_version
 def test_asked_to_end_while_it_writes_the_last_checkpoint_it_leaves(tmp_path):
     class Asking(Counter):
@@ -1068,6 +1071,7 @@ def test_a_model_of_no_strategy_is_told_what_to_use(tmp_path):
         )
 
 
+@pytest.mark.nightly
 @pytest.mark.one_version
 def test_a_block_closed_by_hand_does_not_keep_checkpoints_from_being_written(tmp_path):
     strategy, model = make(small=True)
@@ -1120,6 +1124,7 @@ def test_stopping_together_does_not_forget_that_the_run_is_to_leave(tmp_path, st
     assert manifest["position"].items() >= position.items()
 
 
+@pytest.mark.nightly
 def test_a_lesser_wish_does_not_replace_a_greater_one():
     from tfpara.sync.one_sync.reports import Request
 
@@ -1131,6 +1136,7 @@ def test_a_lesser_wish_does_not_replace_a_greater_one():
     assert strategy.synchronizer_of(model).agreement().request == Request.STOP
 
 
+@pytest.mark.nightly
 @pytest.mark.one_version
 def test_epochs_of_unknown_and_different_length_are_trained_whole(tmp_path):
     """Keras would cut all epochs to the length of the first that ends."""
@@ -1195,6 +1201,7 @@ def test_a_resumed_recurrent_model_carries_its_state_on(tmp_path):
     assert_same(*ends)
 
 
+@pytest.mark.one_version
 def test_a_run_of_an_earlier_version_goes_on_to_the_same_end(tmp_path):
     # Written at d0f83fea (right after 0.2.0, TensorFlow 2.17) by this program with two epochs
     # of six steps, stopped in the second of them, in the sync after four; end.npz is what it ends
@@ -1216,6 +1223,7 @@ def test_a_run_of_an_earlier_version_goes_on_to_the_same_end(tmp_path):
         np.testing.assert_allclose(value, expected[name], rtol=1e-5, atol=1e-6, err_msg=name)
 
 
+@pytest.mark.nightly
 def test_a_run_that_was_told_to_keep_its_momentum_does_not_go_on_with_another():
     theirs, mine = ({"local_state": state, "rule": "BSP()"} for state in ("keep", "auto"))
     with pytest.raises(tfpara.CheckpointError, match="local_state: the checkpoint has 'keep'"):

@@ -313,6 +313,7 @@ def test_train_on_batch_is_compiled():
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=2e-5)
 
 
+@pytest.mark.nightly
 def test_what_runs_eagerly_is_not_compiled(monkeypatch):
     case = Case(hidden, compile={"run_eagerly": True})
     with compilations(monkeypatch) as compiled, pytest.warns(UserWarning, match="run_eagerly"):
@@ -333,7 +334,7 @@ def test_a_layer_that_cannot_be_compiled_gets_keras_warning_once(monkeypatch):
     assert len([w for w in seen if "doesn't support `jit_compile=True`" in str(w.message)]) == 1
 
 
-@pytest.mark.nightly_cases("rule1")
+@pytest.mark.nightly
 @pytest.mark.parametrize("rule", [tfpara.BMUF(0.6), tfpara.EASGD()])
 def test_a_global_step_compiled_by_xla_is_the_same_but_for_rounding(rule, monkeypatch):
     """It is compiled on GPUs alone, so here the CPU is made one that compiles."""
@@ -352,6 +353,7 @@ def test_a_global_step_compiled_by_xla_is_the_same_but_for_rounding(rule, monkey
             np.testing.assert_allclose(one, other, atol=2e-5)
 
 
+@pytest.mark.one_version
 def test_a_sync_brings_one_vector_to_the_host(monkeypatch):
     """A GPU is waited for at each value that the host needs, and weights must stay there.
 
@@ -390,6 +392,7 @@ def crossing(graph, source, target):
                 yield giver.name
 
 
+@pytest.mark.one_version
 def test_what_xla_cannot_take_is_named():
     odd = L.Lambda(lambda x: tf.ensure_shape(tf.numpy_function(np.tanh, [x], tf.float32), x.shape))
     odd.name = "odd"

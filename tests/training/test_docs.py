@@ -30,6 +30,7 @@ def names():
 README = ROOT / "README.md"  # whose block has a test of its own
 
 
+@pytest.mark.nightly_cases("quickstart.md")
 @pytest.mark.parametrize(
     "page", [p for p in PAGES if code_of(p) and p != README], ids=lambda p: p.name
 )

@@ -260,6 +260,7 @@ def test_sigterm_where_python_drops_what_is_raised(run_of_two, tmp_path):
     assert (tmp_path / "out" / "scores.csv").read_text().count("\n") == 4  # of one checkpoint
 
 
+@pytest.mark.nightly
 def test_results_are_on_this_machine(run_of_two):
     with pytest.raises(ValueError, match="out='s3://bucket/scores' must be a directory of this"):
         tfpara.evaluate_checkpoints(build(), run_of_two, HELD_OUT, "s3://bucket/scores", epochs=2)
@@ -358,6 +359,7 @@ def test_without_checkpoints_it_says_how_long_it_waits(tmp_path, capsys):
     )
 
 
+@pytest.mark.nightly
 def test_a_run_that_stopped_by_itself_has_ended(tmp_path):
     class Stop(keras.callbacks.Callback):
         def on_epoch_end(self, epoch, logs=None):
@@ -377,6 +379,7 @@ def test_a_run_that_stopped_by_itself_has_ended(tmp_path):
     assert [row["epoch"] for row in rows] == ["0", "1", "2"]
 
 
+@pytest.mark.nightly
 def test_a_metric_of_several_values_has_a_column_for_each(tmp_path):
     def model():
         found = keras.Sequential([keras.Input((6,)), keras.layers.Dense(3)])

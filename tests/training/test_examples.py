@@ -46,8 +46,7 @@ def test_every_example_of_the_page_is_tested():
     assert examples.diffs().keys() == examples.SCORES.keys()
 
 
-# The slowest to train.
-@pytest.mark.nightly_cases("cnn", "finetune", "transformer", "sequences", "tabular", "vae")
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", examples.SCORES)
 def test_two_devices_learn_what_plain_keras_learns(name, trained, monkeypatch):
     monkeypatch.setattr("sys.argv", [name])

@@ -73,6 +73,7 @@ STRUCTURES = {
 }
 
 
+@pytest.mark.one_version
 @pytest.mark.nightly_cases("nested")
 @pytest.mark.parametrize("kind", STRUCTURES)
 def test_several_inputs_are_those_of_the_model(tmp_path, kind):
@@ -141,6 +142,7 @@ def test_a_layer_with_words_comes_before_the_model(tmp_path):
         export(model, tmp_path / "no", signature=signature, preprocessing=lambda x: words(x))
 
 
+@pytest.mark.nightly
 def test_a_part_of_a_model_that_was_trained_is_exported_with_its_averages(tmp_path):
     """That of a distiller's student, also where nobody has the distiller any more."""
 
@@ -176,6 +178,7 @@ def test_a_part_of_a_model_that_was_trained_is_exported_with_its_averages(tmp_pa
         gc.collect()
 
 
+@pytest.mark.nightly
 def test_an_average_that_is_mostly_of_the_start_is_exported_with_a_warning(
     tmp_path, recwarn, capfd
 ):
@@ -205,6 +208,7 @@ def test_an_average_that_is_mostly_of_the_start_is_exported_with_a_warning(
         export(model, tmp_path / "debiased", which="debiased")
 
 
+@pytest.mark.one_version
 def test_exports_the_weights_asked_for_and_leaves_the_model_alone(tmp_path):
     strategy = tfpara.PeriodicSyncStrategy(tfpara.EASGD(0.1), sync_period=3)
     model = make_model(strategy)

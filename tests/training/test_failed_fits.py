@@ -77,7 +77,7 @@ def test_after_a_warm_start_that_failed_replicas_sync(made, batch, again):
     assert syncs(strategy) == 4 if again else syncs(strategy) >= 3
 
 
-@pytest.mark.nightly_cases("set_sync_period")
+@pytest.mark.nightly
 @pytest.mark.parametrize("method", ["broadcast_replica", "set_sync_period"])
 def test_after_a_warm_start_whose_end_fails_replicas_sync(made, monkeypatch, method):
     strategy, model = made
@@ -95,6 +95,7 @@ def test_after_a_warm_start_whose_end_fails_replicas_sync(made, monkeypatch, met
     assert strategy.sync_period == TAU
 
 
+@pytest.mark.nightly
 def test_a_wish_to_end_that_was_granted_is_not_that_of_the_next_fit(made, tmp_path):
     strategy, model = made
 
@@ -109,6 +110,7 @@ def test_a_wish_to_end_that_was_granted_is_not_that_of_the_next_fit(made, tmp_pa
     fit(model, checkpoint, epochs=2)  # caught, and gone on with
 
 
+@pytest.mark.nightly
 def test_after_a_failure_inside_a_block_a_schedule_of_periods_begins_anew(made):
     strategy, model = made
     with pytest.raises(ZeroDivisionError):
@@ -119,6 +121,7 @@ def test_after_a_failure_inside_a_block_a_schedule_of_periods_begins_anew(made):
     assert syncs(strategy) - before == 1 + STEPS // 3
 
 
+@pytest.mark.nightly
 def test_a_wish_to_stop_is_not_that_of_the_next_fit(made):
     strategy, model = made
 
@@ -133,6 +136,7 @@ def test_a_wish_to_stop_is_not_that_of_the_next_fit(made):
     assert strategy.statistics().steps - before == 2 * STEPS
 
 
+@pytest.mark.nightly
 def test_the_profiler_is_free_again(made, tmp_path):
     _, model = made
     with pytest.raises(ZeroDivisionError):
@@ -194,6 +198,7 @@ def test_the_end_of_a_call_is_noticed_where_a_step_fails(made):
     assert calls.ended == 2
 
 
+@pytest.mark.nightly
 def test_the_end_of_a_call_is_noticed_while_its_error_is_held(made):
     _, model = made
     calls, seen = Calls(), []
@@ -222,6 +227,7 @@ def test_a_fit_within_a_fit_has_an_end_of_its_own(made):
     assert (inner.ended, outer.ended) == (1, 1)
 
 
+@pytest.mark.nightly
 def test_metrics_are_reset_without_the_other_workers(made, monkeypatch):
     """So that one which begins a `fit` alone, after a failure, does not wait for them."""
     strategy, model = made

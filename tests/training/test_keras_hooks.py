@@ -148,6 +148,7 @@ def test_files_have_the_global_model_and_replicas_stay_as_they_are(name, tmp_pat
         np.testing.assert_array_equal(mine, was)
 
 
+@pytest.mark.nightly
 def test_a_file_within_a_block_waits_for_the_sync_beside_the_training(tmp_path, monkeypatch):
     """The sync writes the global model variable by variable."""
     strategy = make(tfpara.BSP(), overlap=True, fragments=2)
@@ -205,6 +206,7 @@ def test_a_gathered_global_model_knows_of_weights_that_were_set(tmp_path, monkey
     assert synchronizer.graph.waiting_since() == 0.0
 
 
+@pytest.mark.nightly
 def test_a_gathered_global_model_goes_back_with_the_state_of_an_earlier_epoch(
     tmp_path, monkeypatch
 ):
@@ -261,6 +263,7 @@ class Renaming(K.ModelCheckpoint):
             self.filepath = os.path.join("moved", "second.keras")
 
 
+@pytest.mark.nightly
 def test_callbacks_of_another_worker_write_elsewhere_and_keep_their_paths(worker, tmp_path, capsys):
     chosen = [
         K.ModelCheckpoint(tmp_path / "new" / "m{epoch}.keras", verbose=1),
@@ -281,6 +284,7 @@ def test_callbacks_of_another_worker_write_elsewhere_and_keep_their_paths(worker
     assert "saving model" not in capsys.readouterr().out
 
 
+@pytest.mark.nightly
 def test_a_callback_has_its_path_again_after_an_error(worker, tmp_path):
     class Failing(K.ModelCheckpoint):
         def on_epoch_end(self, epoch, logs=None):
@@ -293,6 +297,7 @@ def test_a_callback_has_its_path_again_after_an_error(worker, tmp_path):
     assert callback.filepath == str(tmp_path / "m.keras")
 
 
+@pytest.mark.nightly
 def test_the_chief_logs_into_a_new_folder(strategy, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     model = make_model(strategy)
@@ -318,6 +323,7 @@ def test_orbax_is_refused_with_several_workers(strategy, monkeypatch, name, valu
         make_model(strategy).fit(X, Y, callbacks=[orbax], verbose=0)
 
 
+@pytest.mark.nightly
 def test_best_weights_of_each_worker_are_refused_under_easgd(monkeypatch):
     strategy = tfpara.PeriodicSyncStrategy(tfpara.EASGD(), sync_period=2)
     best = K.EarlyStopping("loss", restore_best_weights=True)
@@ -373,6 +379,7 @@ def test_predictions_have_each_row_once(strategy, eagerly):
     np.testing.assert_allclose(model.predict_on_batch(batches[0]), expected[:3], 1e-5)
 
 
+@pytest.mark.nightly
 def test_data_of_predict_in_a_callback_are_none_of_the_epoch(strategy):
     """With `steps_per_epoch` a pass may last for several epochs."""
     model, positions = make_model(strategy), []
@@ -387,12 +394,14 @@ def test_data_of_predict_in_a_callback_are_none_of_the_epoch(strategy):
     assert [each["steps"] for each in positions] == [2, 4]
 
 
+@pytest.mark.nightly
 def test_a_list_of_callbacks_need_not_know_the_epochs(strategy):
     model = make_model(strategy)
     callbacks = K.CallbackList([], add_history=True, model=model)
     assert len(model.fit(X, Y, epochs=2, callbacks=callbacks).history["loss"]) == 2
 
 
+@pytest.mark.nightly
 def test_ctrl_c_is_that_also_where_an_operation_fails_at_the_same_moment(strategy):
     """pybind11 makes another error of both, as two workers that are interrupted have shown."""
 

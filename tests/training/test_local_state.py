@@ -92,6 +92,7 @@ def test_a_reset_optimizer_steps_like_a_new_one(name):
         np.testing.assert_allclose(got, want, atol=1e-5)
 
 
+@pytest.mark.nightly
 def test_a_schedule_goes_on_where_slots_are_reset_and_blocks_are_by_speed():
     """Replicas have 2 and 4 of the 6 minibatches of a block, and count their mean."""
     options = {"local_state": "reset", "balance": [[2, 4]] * 2}
@@ -124,6 +125,7 @@ def test_replicas_with_the_same_averaged_moments_count_the_same_steps(name):
         np.testing.assert_allclose(got, want, atol=1e-5)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("local_state", "optimizer", "message"),
     [
@@ -167,6 +169,7 @@ def test_ftrl_inside_a_multi_optimizer_that_is_not_built_yet_is_refused():
         strategy.state_bytes(model)
 
 
+@pytest.mark.nightly
 def test_gradients_under_way_stay_through_a_reset():
     """Two minibatches make a step of the optimizer, and three a block."""
     strategy = make(tfpara.BSP(), local_state="reset", replicas=1)
@@ -397,7 +400,7 @@ def test_momentum_is_fitted_to_an_epoch_that_is_shorter_than_a_block(by_epoch, c
     assert capfd.readouterr().err.count("of local SGD would reach from a block of 2 steps") == 1
 
 
-@pytest.mark.nightly_cases("26-False")
+@pytest.mark.nightly
 @pytest.mark.parametrize(("steps", "told"), [(14, True), (24, False), (26, False)])
 def test_a_last_block_that_local_momentum_outlasts_is_told_of(steps, told, capfd):
     model = on_one_weight(make(tfpara.BMUF(0.5), sync_period=12))
@@ -406,6 +409,7 @@ def test_a_last_block_that_local_momentum_outlasts_is_told_of(steps, told, capfd
     assert capfd.readouterr().err.count(said) == told
 
 
+@pytest.mark.nightly
 def test_where_gradients_are_accumulated_local_momentum_lasts_for_more_minibatches(capfd):
     """For 20 minibatches here, of which an optimizer without accumulation remembers 10."""
     model = on_one_weight(make(tfpara.BMUF(0.5), sync_period=24), gradient_accumulation_steps=2)
@@ -423,7 +427,7 @@ def of_steps(replicas, steps):
     return {"x": x, "y": x + 1.0, "batch_size": replicas, "verbose": 0}
 
 
-@pytest.mark.nightly_cases("4-3-4-", "2-20-2-", "4-1-1-")
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("replicas", "period", "epochs", "told"),
     [(4, 3, 3, FEW), (4, 3, 4, ""), (2, 20, 2, ""), (4, 1, 1, ""), (4, 20, 1, "")],
@@ -436,7 +440,7 @@ def test_a_run_of_few_syncs_is_told_of_once(replicas, period, epochs, told, capf
     assert capfd.readouterr().err.count(told or "makes more errors") == bool(told)
 
 
-@pytest.mark.nightly_cases("periods0")
+@pytest.mark.nightly
 @pytest.mark.parametrize("periods", [{0: 1, 1: 20}, {0: 20, 1: 1}])
 def test_syncs_are_not_counted_where_a_callback_sets_their_period(periods, capfd):
     model = on_one_weight(tfpara.simulate(4, tfpara.BSP(), sync_period=20))
@@ -549,6 +553,7 @@ def test_the_default_block_momentum_is_that_of_the_local_optimizer(
     assert found.of_a_run() == settings.of_a_run()
 
 
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore:the local optimizer's momentum")
 def test_of_two_optimizers_the_momentum_of_one_is_fitted():
     strategy = make(tfpara.BMUF(ETA), sync_period=2)
@@ -748,6 +753,7 @@ def with_momentum(steps):
     return w
 
 
+@pytest.mark.nightly
 def test_momentum_is_not_fitted_while_no_sync_is_due(capfd):
     """The epoch has ten steps, and its end is no sync that moves momentum on."""
     model, x, y = of_one_weight(60)
@@ -757,6 +763,7 @@ def test_momentum_is_not_fitted_while_no_sync_is_due(capfd):
     assert "blocks are of" not in capfd.readouterr().err
 
 
+@pytest.mark.nightly
 def test_an_epoch_that_was_broken_off_does_not_shorten_later_blocks():
     class Breaks(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):
@@ -815,6 +822,7 @@ class Keeper(keras.callbacks.Callback):
             self.anew, self.weights = self.moments(), of_replicas(strategy, self.model)
 
 
+@pytest.mark.nightly
 def test_bmuf_adam_of_one_replica_is_adam_where_loss_scaling_leaves_steps_out():
     """All steps of the first block are, so that Adam has counted none where it is synced."""
 
@@ -875,6 +883,7 @@ def test_compiling_with_the_same_optimizer_changes_nothing(name):
         np.testing.assert_array_equal(compiled_again, left_alone)
 
 
+@pytest.mark.nightly
 def test_freezing_keeps_what_rounding_has_left_out():
     strategy = make(tfpara.BMUF(0.6), compression="int8")
     model = network(strategy)
@@ -919,6 +928,7 @@ def test_an_outer_optimizer_starts_again_where_weights_are_set():
     np.testing.assert_allclose(*ends, atol=1e-6)
 
 
+@pytest.mark.nightly
 def test_block_momentum_is_as_old_as_before_where_weights_are_set():
     """A weight that is set loses its momentum, others keep theirs, and the warm-up is over."""
     strategy = make(tfpara.BMUF())
@@ -941,6 +951,7 @@ def test_block_momentum_is_as_old_as_before_where_weights_are_set():
     assert of_rule("blocks") == blocks
 
 
+@pytest.mark.nightly
 def test_devices_are_not_averaged_while_replicas_are_independent():
     strategy = make(tfpara.BSP(), device_sync_period=1)
     model = network(strategy)
@@ -961,6 +972,7 @@ def sgd():
     return simulation.Momentum(0.2, 0.9)
 
 
+@pytest.mark.nightly
 def test_a_replica_is_broadcast_as_the_closing_sync_leaves_it():
     """Under BSP that is the mean of the replicas, also of their statistics."""
     strategy = make(tfpara.BSP(), sync_period=4)
@@ -1055,6 +1067,7 @@ def test_every_frame_has_the_same_say_whichever_replica_it_came_to(name):
         np.testing.assert_allclose(got, value, atol=1e-6)
 
 
+@pytest.mark.nightly
 def test_a_minibatch_counts_what_the_user_says():
     """The real frames, where the loss divides by all: those of a replica count more."""
     rng = np.random.default_rng(0)
@@ -1075,7 +1088,7 @@ def test_a_minibatch_counts_what_the_user_says():
         np.testing.assert_allclose(got, value, atol=1e-6)
 
 
-@pytest.mark.nightly_cases("<lambda>0")
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "weight", [lambda _: 1, lambda minibatch: tf.reduce_mean(minibatch[0]) ** 0]
 )
@@ -1093,7 +1106,7 @@ def test_a_replica_without_samples_does_not_count_whatever_the_user_says(weight)
         np.testing.assert_allclose(got, want[0], atol=1e-5)
 
 
-@pytest.mark.nightly_cases("inf")
+@pytest.mark.nightly
 @pytest.mark.parametrize("count", [float("nan"), float("inf"), -1.0])
 def test_what_cannot_be_counted_is_an_error(count):
     strategy, model = of_sequences(keras.losses.SparseCategoricalCrossentropy(from_logits=True))
@@ -1131,6 +1144,7 @@ def test_slots_of_a_weight_without_a_shape_are_those_of_any_weight(kind, local_s
     assert float(model.optimizer.learning_rate) == np.float32(0.1)
 
 
+@pytest.mark.nightly
 def test_nadam_inside_a_loss_scale_optimizer_keeps_its_product_of_momenta():
     strategy = make(tfpara.BSP(), sync_period=1, local_state="reset")
     with strategy.scope():

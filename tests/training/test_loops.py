@@ -97,6 +97,7 @@ def test_steps_count_in_a_function_outside_of_one_and_around_one(monkeypatch):
             assert_same(found, of_replica)
 
 
+@pytest.mark.one_version
 @pytest.mark.parametrize(("eagerly", "empty"), [(False, 1), (True, 0)])
 def test_a_replica_without_rows_takes_no_step_and_gives_zeros(eagerly, empty):
     """The replicas' models are trained by plain Keras beside, and averaged by their rows."""
@@ -169,12 +170,14 @@ def looped(strategy, batch, **options):
     return model.get_weights(), losses
 
 
+@pytest.mark.one_version
 def test_average_losses_are_those_of_plain_tensorflow():
     found, expected = looped(make(), BATCH), looped(tf.distribute.get_strategy(), BATCH)
     assert_same(found[0], expected[0])
     assert_same(found[1], expected[1])
 
 
+@pytest.mark.one_version
 def test_unequal_parts_have_the_weights_of_plain_tensorflow():
     """56 rows in batches of 9: parts of 5 and 4, and at last of 1 and 1."""
     assert_same(looped(make(), 9)[0], looped(tf.distribute.get_strategy(), 9)[0])
@@ -206,6 +209,7 @@ def test_reduce_takes_structures_and_refuses_differing_shapes():
 # -- several models --------------------------------------------------------------------------------
 
 
+@pytest.mark.nightly
 def test_models_that_are_tracked_together_have_one_global_model(tmp_path):
     strategy = make(tfpara.EASGD(0.3), 2, averages={"ema": tfpara.EMA(0.5)})
     with strategy.scope():
@@ -270,6 +274,7 @@ def test_slots_of_a_later_function_leave_the_syncs_of_an_earlier_one_as_they_are
     assert (strategy.statistics().steps, strategy.statistics().syncs) == (8, 2)
 
 
+@pytest.mark.nightly
 def test_slots_that_syncs_would_leave_out_are_refused():
     strategy = make(sync_period=4, local_state="reset")
     with strategy.scope():
@@ -294,6 +299,7 @@ def test_slots_that_syncs_would_leave_out_are_refused():
         second(batch)
 
 
+@pytest.mark.nightly
 def test_the_optimizers_of_a_loop_are_reset_or_refused():
     strategy = make(sync_period=STEPS, local_state="reset")
     with strategy.scope():
@@ -371,6 +377,7 @@ class ReturningMany(keras.Sequential):
         }
 
 
+@pytest.mark.nightly
 def test_returned_values_of_other_dtypes():
     strategy = make()
     with strategy.scope():
@@ -398,6 +405,7 @@ class ByTheNamesOfMetrics(keras.Sequential):
         return {"loss": loss, "mae": tf.reduce_mean(minibatch[0])}
 
 
+@pytest.mark.nightly
 def test_what_a_step_returns_by_the_names_of_metrics_alone_is_logged():
     strategy = make()
     with strategy.scope():
@@ -429,6 +437,7 @@ class WithExtra(keras.Sequential):
         return super().compute_metrics(*given, **named) | {"extra": 1.0}
 
 
+@pytest.mark.nightly
 def test_a_metric_that_returns_a_dict_covers_all_replicas_beside_values_that_are_none():
     strategy = make()
     with strategy.scope():

@@ -192,6 +192,7 @@ def test_rows_are_named_where_other_replicas_go_on(tmp_path, capfd):
     assert "minibatch 4 of replica 2 (rows 44, 45, 46, 47)\n" in capfd.readouterr().err
 
 
+@pytest.mark.one_version
 @pytest.mark.nightly_cases("0.0", "0.2")
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.2])
 def test_above_a_share_of_the_epoch_the_run_ends(share):

@@ -59,6 +59,7 @@ def test_models_weights_and_exports_are_what_a_local_path_gets(bucket, tmp_path,
     assert "saved_model.pb" in names(f"{bucket}/run/served")
 
 
+@pytest.mark.nightly
 def test_stores_of_tensorflow_io_are_not_used(bucket):
     """It has settings of its own for S3, and here knows no address."""
     pytest.importorskip("tensorflow_io")
@@ -67,6 +68,7 @@ def test_stores_of_tensorflow_io_are_not_used(bucket):
     assert names(bucket) == ["model.keras"]
 
 
+@pytest.mark.nightly
 def test_model_checkpoint_writes_the_best(bucket, tmp_path):
     best = keras.callbacks.ModelCheckpoint(
         f"{bucket}/best.keras", monitor="loss", save_best_only=True
@@ -88,6 +90,7 @@ def test_a_place_with_other_files_is_refused_and_stays(bucket):
     assert names(f"{bucket}/mine") == ["precious"]
 
 
+@pytest.mark.nightly
 def test_a_store_that_refuses_says_so(bucket, s3_server):
     _, model = trained(epochs=1)
     s3_server.refuse = lambda method, path: DENIED if method in ("PUT", "POST") else None

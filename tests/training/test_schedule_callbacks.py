@@ -149,6 +149,7 @@ def test_newbob_by_accuracy_with_one_fit_per_epoch(strategy):
     assert newbob.stopped
 
 
+@pytest.mark.nightly
 def test_newbob_scores_the_global_model_itself():
     model = make_model(make_strategy(tfpara.EASGD(0.1)))
     newbob = Newbob(held_out(), verbose=0)
@@ -185,7 +186,7 @@ def adam():
     return keras.optimizers.Adam(0.5)
 
 
-@pytest.mark.nightly_cases("bmuf int8 overlapped", "easgd", "outer adam")
+@pytest.mark.nightly_cases("bmuf adam", "bmuf int8 overlapped", "easgd", "outer adam")
 @pytest.mark.parametrize(
     ("rule", "optimizer", "options"),
     [
@@ -222,6 +223,7 @@ def test_a_rejected_epoch_leaves_no_trace_but_in_the_rate(rule, optimizer, optio
     assert_same(*found)
 
 
+@pytest.mark.nightly
 def test_going_back_counts_what_was_done():
     strategy = make_strategy(tfpara.BSP())
     model = make_model(strategy)
@@ -242,6 +244,7 @@ def test_overfitting_guard(capsys):
     assert "training error 0.2, validation error 0.37" in capsys.readouterr().out
 
 
+@pytest.mark.nightly
 def test_overfitting_guard_goes_on_from_its_saved_state():
     scores = Scores(t=[0.5, 0.5, 0.5, 0.5], v=[0.5, 0.6, 0.6, 0.6])
     first, second = (OverfittingGuard("t", "v", OverfittingRule(patience=3)) for _ in range(2))
@@ -323,6 +326,7 @@ def test_sync_period_by_epoch():
     assert strategy.sync_period == 7
 
 
+@pytest.mark.nightly
 def test_sync_period_by_the_rate_and_by_the_loss():
     strategy = make_strategy(tfpara.BSP())
     model = make_model(strategy)
@@ -394,6 +398,7 @@ def test_warm_start_is_one_replica_alone(rule):
     assert strategy.statistics().syncs == 3
 
 
+@pytest.mark.nightly
 def test_warm_start_goes_on_from_the_first_replica_where_dropout_parts_them():
     strategy = make_strategy(tfpara.BMUF(0.9))
     model = make_model(strategy, dropout=0.5)
@@ -412,6 +417,7 @@ def test_warm_start_goes_on_from_the_first_replica_where_dropout_parts_them():
             np.testing.assert_array_equal(component.numpy(), first)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("asks", [False, True])
 def test_warm_start_says_where_the_data_do_not_ask_it(capsys, asks):
     strategy = make_strategy()
@@ -456,6 +462,7 @@ def test_warm_start_notices_that_syncs_are_on_again():
         fit(make_model(strategy), [WarmStart(), on])
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("given", [(0, 1), (1, 0)])
 def test_warm_start_runs_after_sync_period(given):
     strategy = make_strategy()
@@ -539,6 +546,7 @@ def test_bad_values_are_refused(make, message):
         make()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("make", "message"),
     [

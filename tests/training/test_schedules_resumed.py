@@ -100,7 +100,7 @@ def run(directory, schedules, kill=None):
     return [c.numpy() for v in variables for c in first(v.value)], states, log["learning_rate"]
 
 
-@pytest.mark.nightly_cases("by scores")
+@pytest.mark.nightly_cases("by scores", "by the last rate")
 @pytest.mark.parametrize(
     ("schedules", "kills"),
     [

@@ -172,6 +172,8 @@ _NOT_KEPT = {
 }
 
 
+@pytest.mark.one_version
+@pytest.mark.nightly_cases("{'overlap*")
 @pytest.mark.parametrize("options", [{}, {"overlap": True, "compression": "int8"}], ids=str)
 def test_every_variable_of_a_sync_is_a_slot_once(monkeypatch, options):
     made = {}

@@ -164,6 +164,7 @@ def test_equals_plain_keras_models_averaged_by_hand(name, steps_per_execution):
     assert strategy.statistics().syncs == 3
 
 
+@pytest.mark.one_version
 def test_frozen_weights_do_not_move_by_a_bit():
     strategy = make_strategy(devices=["CPU:0", "CPU:1", "CPU:2"])
     with strategy.scope():
@@ -212,6 +213,7 @@ def test_bsp_at_every_step_with_plain_sgd_is_stock_gradient_averaging():
     np.testing.assert_allclose(our_history["loss"], stock_history["loss"], rtol=1e-4)
 
 
+@pytest.mark.nightly
 @pytest.mark.one_version
 def test_easgd_without_elasticity_is_independent_models():
     strategy = make_strategy(tfpara.EASGD(0.0))
@@ -279,6 +281,7 @@ def test_sharded_state_gives_the_same_numbers_in_less_memory():
     assert max(held[1]) < held[0][0] / 3 + 200
 
 
+@pytest.mark.nightly
 @pytest.mark.one_version
 def test_the_distance_of_the_replicas_is_that_before_the_sync():
     def trained(synchronised, **options):
@@ -384,6 +387,7 @@ def test_bmuf_adam_filters_the_moments():
             np.testing.assert_allclose(a, b, atol=2e-5)
 
 
+@pytest.mark.nightly
 def test_bmuf_adam_refuses_what_it_cannot_filter():
     with pytest.raises(ValueError, match="Leave local_state out"):
         make_strategy(tfpara.BMUFAdam(), local_state="average")
@@ -403,7 +407,7 @@ def test_bmuf_adam_refuses_what_it_cannot_filter():
         model.fit(distributed(strategy), verbose=0)
 
 
-@pytest.mark.nightly_cases("False")
+@pytest.mark.nightly
 @pytest.mark.parametrize("early", [True, False])
 def test_slots_are_found_whether_or_not_the_optimizer_is_built(early):
     """state_bytes before fit needs the synchronizer, and that the slots that fit would make."""
@@ -431,6 +435,7 @@ def test_bmuf_adam_filters_what_is_left_after_freezing():
     assert np.isfinite(losses).all()
 
 
+@pytest.mark.nightly
 def test_weights_are_not_set_while_others_are_shown():
     strategy = make_strategy(tfpara.EASGD(0.2))
     with strategy.scope():
@@ -452,6 +457,7 @@ def test_weights_are_not_set_while_others_are_shown():
             np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.nightly
 def test_weights_are_shown_within_others():
     strategy = make_strategy(tfpara.EASGD(0.2), averages={"ma": tfpara.MA()})
     with strategy.scope():
@@ -535,6 +541,7 @@ def test_auto_shards_models_of_16_megabytes():
     assert kinds == [1, 2]
 
 
+@pytest.mark.nightly
 def test_without_a_period_replicas_stay_apart_until_one_is_broadcast():
     strategy = make_strategy(tfpara.BMUF(0.9), averages={"ema": tfpara.EMA(0.9)})
     with strategy.scope():
@@ -560,6 +567,7 @@ def test_without_a_period_replicas_stay_apart_until_one_is_broadcast():
         strategy.broadcast_replica(model, 2)
 
 
+@pytest.mark.one_version
 def test_the_sync_period_changes_between_epochs():
     strategy = make_strategy(sync_period=1)
     with strategy.scope():
@@ -644,6 +652,7 @@ def test_mixed_precision_trains_and_keeps_replicas_together():
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.nightly
 def test_a_first_batch_that_replicas_share_unevenly():
     """Keras looks at it to build the metrics."""
     with make_strategy(devices=["CPU:0", "CPU:1"]).scope():
@@ -690,6 +699,7 @@ def test_a_step_of_a_summed_loss_and_no_more_is_told_of_its_size(capsys):
     assert 'reduction="sum"' in said and "all_reduce" not in said
 
 
+@pytest.mark.nightly
 def test_a_first_batch_of_which_this_worker_has_no_row():
     """Keras would divide by the number of its rows where it builds loss and metrics."""
     x = np.random.default_rng(1).normal(size=(4, 3, 2)).astype("float32")
@@ -771,6 +781,7 @@ def test_uneven_batches_and_dataset_splitting_use_every_sample_once():
     np.testing.assert_allclose(history["val_loss"][-1], loss, rtol=1e-6)
 
 
+@pytest.mark.one_version
 def test_minibatches_of_a_fixed_size_are_not_dropped_at_an_uneven_end():
     strategy = make_strategy(devices=["CPU:0", "CPU:1", "CPU:2"])
     with strategy.scope():
@@ -823,6 +834,7 @@ def test_a_pass_owns_the_dataset_that_it_reads(monkeypatch, way):
     assert made[0]() is None
 
 
+@pytest.mark.nightly
 def test_passes_over_data_of_one_kind_share_their_functions(monkeypatch):
     """They read each row once all the same, also where passes over two datasets take turns."""
     made = []
@@ -868,6 +880,7 @@ def test_numpy_arrays_and_early_stopping_work_as_in_keras():
     assert len(history.history["loss"]) == 2
 
 
+@pytest.mark.nightly
 def test_rates_and_counts_are_numbers_to_python():
     """As in callbacks that log the rate."""
     strategy = make_strategy(devices=DEVICES)
@@ -889,6 +902,7 @@ def test_rates_and_counts_are_numbers_to_python():
         float(model.weights[0])
 
 
+@pytest.mark.nightly
 def test_run_eagerly():
     strategy = make_strategy()
     with strategy.scope():
@@ -929,6 +943,7 @@ def test_custom_loop():
         np.testing.assert_allclose(got, want, atol=2e-6)
 
 
+@pytest.mark.one_version
 def test_weights_are_swapped_exactly_and_per_device():
     strategy = make_strategy(tfpara.EASGD(0.3), averages={"ema": tfpara.EMA(0.5)})
     with strategy.scope():
@@ -951,6 +966,7 @@ def test_weights_are_swapped_exactly_and_per_device():
     np.testing.assert_array_equal(seen["local"][1][0], before[1][0])
 
 
+@pytest.mark.one_version
 def test_weights_set_by_the_user_become_the_global_model():
     strategy = make_strategy(tfpara.BMUF(0.9), averages={"ema": tfpara.EMA(0.5)})
     with strategy.scope():
@@ -981,6 +997,7 @@ def test_compiling_anew_and_freezing_start_a_new_block():
             np.testing.assert_allclose(got, want, atol=2e-6)
 
 
+@pytest.mark.nightly
 @pytest.mark.one_version
 def test_freezing_without_compiling_anew_starts_a_new_block():
     strategy = make_strategy()
@@ -1022,6 +1039,7 @@ def test_compiling_anew_keeps_the_global_model_and_the_counts():
     assert strategy.statistics().syncs == 4
 
 
+@pytest.mark.nightly
 def test_another_kind_of_optimizer_leaves_the_point_from_which_replicas_start():
     """The default block momentum of Adam is lower in the first syncs, so the global model moves."""
     strategy = make_strategy(tfpara.BMUF(), devices=["CPU:0", "CPU:1", "CPU:2"])
@@ -1042,7 +1060,7 @@ def test_another_kind_of_optimizer_leaves_the_point_from_which_replicas_start():
         np.testing.assert_allclose(now, local, atol=1e-6)
 
 
-@pytest.mark.nightly_cases("True")
+@pytest.mark.nightly
 @pytest.mark.one_version
 @pytest.mark.parametrize("independent", [False, True])
 def test_a_layer_that_is_frozen_has_one_set_of_weights(independent):
@@ -1078,6 +1096,7 @@ def sorted_like(model, weights):
     return [by_shape[tuple(v.shape)] for v in model.weights]
 
 
+@pytest.mark.one_version
 @pytest.mark.quick
 def test_nan_on_one_replica_is_an_error_that_names_it_and_reaches_nobody_else():
     strategy = make_strategy()
@@ -1094,6 +1113,7 @@ def test_nan_on_one_replica_is_an_error_that_names_it_and_reaches_nobody_else():
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.nightly
 def test_nan_in_statistics_or_averaged_slots_is_an_error():
     strategy = make_strategy(local_state="average")
     with strategy.scope():
@@ -1142,6 +1162,7 @@ def test_state_of_huge_numbers_that_does_not_move_is_no_error(value, device_sync
         np.testing.assert_array_equal(weights[2], np.full(8, value, "float32"))
 
 
+@pytest.mark.nightly
 def test_a_block_whose_sample_weights_are_all_0_is_synced():
     """Momentum, and decay, move the replicas in it."""
     strategy = make_strategy(sync_period=4)
@@ -1164,7 +1185,7 @@ def test_a_block_whose_sample_weights_are_all_0_is_synced():
             np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.nightly_cases("1.0-*", "100.0-1", "100.0-2", "0.001-None")
+@pytest.mark.nightly
 @pytest.mark.parametrize("period", [None, 1, 2])
 @pytest.mark.parametrize("weight", [100.0, 1.0, 0.001])
 def test_small_sample_weights_give_each_device_its_share(period, weight):
@@ -1183,6 +1204,7 @@ def test_small_sample_weights_give_each_device_its_share(period, weight):
     np.testing.assert_allclose(layer.kernel.numpy(), [[0.18]], rtol=1e-5)
 
 
+@pytest.mark.nightly
 def test_rounding_weights_of_float64_is_told(capsys):
     strategy = make_strategy()
     with strategy.scope():
@@ -1192,6 +1214,7 @@ def test_rounding_weights_of_float64_is_told(capsys):
     assert "weights of float64" in capsys.readouterr().err
 
 
+@pytest.mark.nightly
 @pytest.mark.one_version
 def test_averages_start_again_from_a_weight_that_is_set():
     strategy = make_strategy(averages={"e": tfpara.EMA(0.5, zero_debias=True), "ma": tfpara.MA()})
@@ -1243,6 +1266,7 @@ class HandWritten(keras.Sequential):
         return {"loss": loss}
 
 
+@pytest.mark.nightly_cases("tf.function", "assigned")
 @pytest.mark.parametrize("way", ["method", "tf.function", "assigned"])
 def test_a_hand_written_train_step_is_synced(way):
     strategy, kind = make_strategy(), HandWritten
@@ -1341,6 +1365,7 @@ def with_new_head(model, units=4):
     return keras.Sequential([keras.Input((6,)), *layers])
 
 
+@pytest.mark.nightly
 @pytest.mark.one_version
 def test_models_that_share_weights_are_refused():
     strategy = make_strategy()
@@ -1387,6 +1412,7 @@ def test_a_new_head_is_trained_on_layers_that_were_trained_before(rule, way):
             np.testing.assert_allclose(value, want, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("rule", [tfpara.BMUF(0.5), tfpara.EASGD(0.3)], ids=str)
 @pytest.mark.one_version
 def test_frozen_layers_of_another_model_are_saved_as_the_new_head_was_trained_on_them(
@@ -1415,6 +1441,7 @@ def test_frozen_layers_of_another_model_are_saved_as_the_new_head_was_trained_on
         np.testing.assert_array_equal(found, want)
 
 
+@pytest.mark.nightly
 def test_forgotten_replicas_go_on_from_the_global_model():
     strategy = make_strategy(tfpara.EASGD(0.3), averages={"ema": tfpara.EMA(0.5)})
     with strategy.scope():
@@ -1441,6 +1468,7 @@ def test_forgotten_replicas_go_on_from_the_global_model():
     assert last.graph.statistics().syncs == 3
 
 
+@pytest.mark.nightly
 def test_a_loop_whose_models_are_forgotten_tracks_them_anew():
     strategy = make_strategy()
     with strategy.scope():
@@ -1513,6 +1541,7 @@ def test_models_that_are_deleted_do_not_stay():
     assert optimizers[0]() is None
 
 
+@pytest.mark.nightly
 @pytest.mark.one_version
 def test_a_part_of_a_trained_model_has_its_weights():
     strategy = make_strategy(averages={"ema": tfpara.EMA(0.5)})

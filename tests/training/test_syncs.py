@@ -115,6 +115,7 @@ def test_a_replica_with_a_share_of_one_third_among_unequal_ones():
     check("bmuf", [[2] * 6, [4] * 6, [6] * 6], aggregation="sharded")
 
 
+@pytest.mark.nightly
 def test_replicas_count_by_samples_in_a_block_within_which_the_data_were_divided_anew(monkeypatch):
     """That happens in elastic runs. In such a block, only rates are not compared."""
     always_0 = property(lambda consensus: 0, lambda consensus, value: None)
@@ -136,9 +137,7 @@ CONSTRAINED = {
 }
 
 
-@pytest.mark.nightly_cases(
-    "Adam", "compressed", "of two levels", "sharded, of unequal shares", "whose replicas stay apart"
-)
+@pytest.mark.nightly
 @pytest.mark.one_version
 @pytest.mark.parametrize("case", CONSTRAINED)
 def test_constraints_hold_in_what_replicas_go_on_from_and_in_what_is_shown(case):
@@ -168,12 +167,14 @@ def test_replicas_that_begin_beside_the_broadcast_point_keep_their_lead_where_it
     np.testing.assert_allclose(found, wanted, atol=0.02)
 
 
+@pytest.mark.one_version
 @pytest.mark.nightly_cases("classical")
 @pytest.mark.parametrize("name", ["diloco", "classical"])
 def test_an_overlapped_sync_is_merged_where_the_next_begins(name):
     check(name, UNEVEN, overlap=True, delay=TAU)
 
 
+@pytest.mark.one_version
 @pytest.mark.nightly_cases("2-1")
 @pytest.mark.parametrize(("delay", "steps_per_execution"), [(1, 4), (2, 1)])
 def test_a_delay_is_that_many_steps(delay, steps_per_execution):
@@ -186,12 +187,14 @@ def test_fragments_take_turns(fragments, delay):
     check("bmuf", UNEVEN, fragments=fragments, overlap=delay or False, delay=delay)
 
 
+@pytest.mark.one_version
 @pytest.mark.nightly_cases("easgd-False")
 @pytest.mark.parametrize(("name", "overlap"), [("bsp", True), ("easgd", False)])
 def test_devices_of_a_worker_are_averaged_more_often(name, overlap):
     check(name, UNEVEN, device_sync_period=1, overlap=overlap, delay=TAU if overlap else 0)
 
 
+@pytest.mark.one_version
 @pytest.mark.nightly_cases("bmuf-int4-True", "easgd-int8-False")
 @pytest.mark.quick
 @pytest.mark.parametrize(
@@ -215,7 +218,7 @@ def test_compressed_easgd_is_the_same_rule(kind, atol, overlap):
     check("stiff easgd", [[4] * 60] * 4, epochs=1, atol=atol, **options)
 
 
-@pytest.mark.nightly_cases("fp16")
+@pytest.mark.nightly
 @pytest.mark.one_version
 @pytest.mark.parametrize("kind", ["bf16", "fp16"])
 def test_half_precision_on_the_wire_overlapped(kind):
@@ -323,6 +326,7 @@ def test_a_delay_may_be_a_number_of_numpy():
     assert settings.overlap == 2 and type(settings.overlap) is int
 
 
+@pytest.mark.nightly
 def test_more_fragments_than_variables():
     strategy = make(tfpara.BSP(), fragments=5)
     model = network(strategy)
@@ -382,8 +386,8 @@ def test_nan_on_one_of_several_devices_is_named_and_a_second_fit_trains(overlap,
         np.testing.assert_allclose(got, want, atol=1e-5)
 
 
+@pytest.mark.nightly
 @pytest.mark.one_version
-@pytest.mark.nightly_cases("1")
 @pytest.mark.parametrize("overlap", [False, 1])
 def test_a_rate_that_one_replica_alone_has_is_named(overlap):
     strategy = make(tfpara.BSP(), 4, overlap=overlap)
@@ -448,6 +452,7 @@ def test_rates_of_replicas_that_have_trained_alike_are_compared(rows, words):
     assert words in problem.replace("replica ", "")
 
 
+@pytest.mark.nightly
 def test_the_operations_of_a_sync_are_made_once(monkeypatch):
     """For the step's graph and for what is called from Python, as at the end of an epoch."""
     made = []
@@ -473,6 +478,7 @@ def fail():
     raise MemoryError("no room")
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("part", "message"),
     [("_fly", "MemoryError: no room"), ("_launch", "the step failed that starts it")],
@@ -505,7 +511,7 @@ class Breakable(Loopback):
         return super().all_reduce(buffers, name)
 
 
-@pytest.mark.nightly_cases("2")
+@pytest.mark.nightly
 @pytest.mark.parametrize("fragments", [1, 2])
 def test_a_sync_that_fails_leaves_its_block_open(fragments):
     strategy = make(tfpara.BSP(), fragments=fragments, aggregation="replicated")
@@ -558,6 +564,7 @@ def test_weights_set_while_a_sync_is_in_the_air_stay():
         np.testing.assert_allclose(weights, 0.5, atol=1e-6)
 
 
+@pytest.mark.nightly
 def test_statistics_of_normalised_batches_are_averaged_where_a_block_is_closed():
     strategy = make(tfpara.BSP(), overlap=True)
     model = network(strategy, norm=True)

@@ -51,6 +51,7 @@ def check_counts(output):
     assert counts(output) == [(all_, own, own, all_, all_) for all_, own in each], output
 
 
+@pytest.mark.one_version
 def test_a_worker_that_dies_loses_no_minibatch_and_may_come_back(tmp_path):
     with start(tmp_path, 1000) as run:
         run["chief"].wait_for("minibatch")
@@ -69,6 +70,7 @@ def test_a_worker_that_dies_loses_no_minibatch_and_may_come_back(tmp_path):
     assert f"weight {len(counts(output)) * MINIBATCHES}" in output
 
 
+@pytest.mark.nightly
 @pytest.mark.one_version
 def test_a_worker_that_is_stopped_holds_no_checkpoint_and_no_end_of_an_epoch(tmp_path):
     """Each epoch ends with a checkpoint, for which the workers pause."""

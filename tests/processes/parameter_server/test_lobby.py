@@ -93,6 +93,7 @@ def test_all_name_the_chief_that_is_killed():
             )
 
 
+@pytest.mark.nightly
 def test_a_parameter_server_that_is_stopped_is_noticed():
     with Processes(1, 1, timeout_seconds=SILENCE) as run:
         run.start_all()
@@ -120,6 +121,7 @@ def test_a_worker_that_is_stopped_is_given_up_and_may_be_replaced():
         assert [code for code, _ in run.ends().values()] == [0] * 4
 
 
+@pytest.mark.nightly
 def test_all_name_the_chief_that_is_stopped():
     with Processes(1, 1, timeout_seconds=SILENCE) as run:
         run.start_all()
@@ -146,6 +148,7 @@ def test_a_run_that_is_stopped_as_a_whole_goes_on():
     assert "lost" not in ends["chief"][1]
 
 
+@pytest.mark.nightly
 def test_a_run_without_workers_ends():
     with Processes(1, 1, timeout_seconds=SILENCE) as run:
         run.start_all()
@@ -170,6 +173,7 @@ def test_the_chief_may_end_all_with_a_code_and_a_sentence():
         )
 
 
+@pytest.mark.nightly
 def test_a_chief_whose_interpreter_takes_long_to_end_has_told_the_others_how():
     """In it Python's threads stop first, and so do its signs of life."""
     with Processes(1, 1, timeout_seconds=SILENCE) as run:
@@ -232,6 +236,7 @@ def test_who_waits_for_the_chief_may_be_asked_to_end():
         assert ended == (128 + signal.SIGTERM, "")
 
 
+@pytest.mark.nightly
 def test_all_name_who_never_started():
     with Processes(2, 2, startup_seconds=20.0) as run:
         run.start("chief", "worker 1", "ps 0")

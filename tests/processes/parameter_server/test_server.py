@@ -146,6 +146,7 @@ def test_runs_on_a_cluster_are_repeated_in_the_simulation(tables):
             np.testing.assert_allclose(values, got["histories"][1][name], rtol=1e-4)
 
 
+@pytest.mark.nightly
 def test_weights_that_a_callback_sets_reach_servers_and_workers():
     ones = [[1.0, 1.0], [1.0, 1.0]]
     assert run("set", workers=2, ps=2) == {"ASGD": ones, "AsyncEASGD": ones}
@@ -275,6 +276,7 @@ def test_the_rate_of_a_push_and_of_its_staleness():
     assert weights(server) == [[-2.25, -2.25]] * 2
 
 
+@pytest.mark.nightly
 @pytest.mark.one_version
 def test_a_rate_and_a_mean_that_are_set_while_workers_push_are_not_lost():
     server = made(ASGD(), 1, averages={"average": RunningThenMean(0.1)})
@@ -447,6 +449,7 @@ def test_nobody_waits_for_a_worker_that_does_not_come_back(how, when):
     assert int(Exchange(server).done(long(0))) == 1
 
 
+@pytest.mark.nightly
 def test_a_call_that_was_given_up_takes_no_turn_from_the_one_in_its_place():
     """TensorFlow has made another one for the same worker, which still runs the first."""
     server = made(ASGD(max_staleness=0), 2)
@@ -481,6 +484,7 @@ def test_a_call_that_was_given_up_takes_no_turn_from_the_one_in_its_place():
     assert weights(server) == [[-2, -2]] * 2
 
 
+@pytest.mark.one_version
 def test_pushes_of_the_fit_before_are_left_out():
     server = made(ASGD(), 2)
     pulled = Exchange(server).read()

@@ -76,6 +76,7 @@ def worker_lines(ended, prefix):
     return "\n".join(line.strip() for line in found)
 
 
+@pytest.mark.nightly
 def test_every_worker_says_what_is_wrong(run, corpus_directory, tmp_path):
     flags = (f"--corpus={corpus_directory}", f"--run_dir={tmp_path / 'run'}", *SMALL)
     ended = run("train", *flags, "--rule=easgd", "--elasticity=0.7", workers=2)

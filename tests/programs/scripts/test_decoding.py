@@ -117,6 +117,7 @@ def with_other_statistics(directory, out, **changes):
     return out
 
 
+@pytest.mark.nightly
 def test_another_corpus_is_normalised_as_the_training_was(
     run_well, evaluated, corpus_directory, tmp_path
 ):
@@ -317,6 +318,7 @@ def test_scores_are_printed_if_their_file_cannot_be_written(run, trained, tmp_pa
     assert "Is a directory" in ended.err and len(ended.err.splitlines()) == 1
 
 
+@pytest.mark.nightly
 def test_scores_are_written_to_a_url(run_well, trained, bucket):
     run_well("evaluate", f"--run_dir={trained}", f"--out={bucket}/scores/test.json")
     assert "frame_error_rate" in json.loads(RemoteFolder(f"{bucket}/scores").read("test.json"))

@@ -101,6 +101,7 @@ def test_utterances_without_labels_have_log_likelihoods(run_well, root, run_dir,
             np.testing.assert_allclose(found[key][:, seen], matrix[:, seen], atol=0.02)
 
 
+@pytest.mark.nightly
 def test_labels_of_three_frames_give_rows_of_three_frames(run_well, root, tmp_path):
     """A chain model's alignments: log-likelihoods have the rows that Kaldi's decoders expect."""
     third = {key: pdf[::3] for key, pdf in kaldiio.load_ark(str(root / "pdf.1"))}

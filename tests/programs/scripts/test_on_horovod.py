@@ -32,7 +32,7 @@ def test_training(run_well, corpus_directory, tmp_path):
     assert not lines(ended, "[worker 1]")
 
 
-@pytest.mark.nightly_cases("flags0-replica 0 (worker 0) ha*")
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("flags", "words"),
     [

@@ -131,6 +131,7 @@ def test_a_table_that_is_not_made_here_is_refused():
         study_papers.numbers("003", ["1", "3"])
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("flags", "said"),
     [

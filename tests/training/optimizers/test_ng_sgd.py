@@ -87,6 +87,7 @@ def test_convolutions_are_preconditioned_on_their_gradient(use_bias):
         np.testing.assert_allclose(before - after, expected, atol=1e-3 * np.abs(expected).max())
 
 
+@pytest.mark.nightly
 def test_layers_without_a_rule_get_plain_sgd():
     """Recurrent, wrapped and embedding layers end where SGD takes them, bit for bit."""
     rng = np.random.default_rng(0)
@@ -111,6 +112,7 @@ def test_layers_without_a_rule_get_plain_sgd():
         np.testing.assert_allclose(got, want, atol=1e-6)
 
 
+@pytest.mark.nightly
 def test_run_eagerly_is_the_same():
     results = []
     for eager in (True, False):
@@ -210,6 +212,7 @@ def test_beats_sgd_at_equal_steps_on_ill_conditioned_data():
     assert best["ng"] < 0.8 * best["sgd"], best
 
 
+@pytest.mark.nightly
 def test_refuses_to_train_a_model_that_it_was_not_shown():
     model = dense_model()
     model.compile(NGSGD(0.1), LOSS, metrics=["accuracy"])

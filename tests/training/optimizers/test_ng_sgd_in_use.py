@@ -42,6 +42,7 @@ def test_saved_model_goes_on_as_if_never_stopped(tmp_path):
         np.testing.assert_array_equal(got, want)
 
 
+@pytest.mark.nightly
 def test_tensorflow_checkpoint_has_the_scatters(tmp_path):
     x, y = minibatches(3)
     model = compiled(dense_model(), 0.1, 0.9)

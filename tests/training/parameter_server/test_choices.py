@@ -130,7 +130,7 @@ def test_a_search_that_cannot_be_is_refused():
         strategy.fit(model, tfpara.Chunks(2, read), verbose=0, search_rate=tfpara.ChunkRateSearch())
 
 
-@pytest.mark.nightly_cases("False-False", "True-True")
+@pytest.mark.nightly
 @pytest.mark.parametrize("of_cluster", [False, True])
 @pytest.mark.parametrize("in_chunks", [False, True])
 def test_a_search_leaves_a_shuffled_dataset_in_its_order(of_cluster, in_chunks, monkeypatch):

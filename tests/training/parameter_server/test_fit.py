@@ -85,6 +85,7 @@ class Named(keras.metrics.CategoricalAccuracy):
         return {"right": super().result()}
 
 
+@pytest.mark.nightly
 def test_metrics_of_several_values_are_in_the_history_as_by_keras():
     histories = []
     for strategy, model in ((None, compiled()), made()):
@@ -98,6 +99,7 @@ def test_metrics_of_several_values_are_in_the_history_as_by_keras():
     np.testing.assert_allclose(*histories, rtol=1e-5)
 
 
+@pytest.mark.nightly
 def test_inputs_of_any_length_are_trained_on_as_by_keras():
     """Longer than the window of a convolution, but not of a length that the dataset knows."""
     x = np.random.default_rng(3).normal(size=(24, 9, 4)).astype("float32")
@@ -209,6 +211,7 @@ def test_every_epoch_and_every_fit_has_an_order_of_its_own():
             assert not np.array_equal(once[k], once[k - 1])
 
 
+@pytest.mark.nightly
 def test_a_dataset_that_is_another_one_each_time_ends_the_run():
     strategy, model = tallied(3)
     now_and_then = lambda k, y: tf.math.floormod(tf.timestamp() * 1e6, 2.0) < 1.0  # noqa: E731
@@ -218,6 +221,7 @@ def test_a_dataset_that_is_another_one_each_time_ends_the_run():
         strategy.fit(model, some, epochs=20, verbose=0)
 
 
+@pytest.mark.nightly
 def test_lines_are_printed_as_by_keras(capsys):
     strategy, model = made(2)
     strategy.fit(model, X, Y, epochs=2, **settings(verbose=2))
@@ -288,6 +292,7 @@ def test_a_pause_stands_still_and_loses_nothing(every_push):
     assert counted.samples == 2 * len(X)
 
 
+@pytest.mark.nightly
 def test_an_error_in_a_callback_leaves_the_servers_weights_in_the_model(every_push):
     def fail(model):
         raise OSError("no room on the disk")
@@ -302,6 +307,7 @@ def test_an_error_in_a_callback_leaves_the_servers_weights_in_the_model(every_pu
     strategy.fit(model, X, Y, **settings())  # and the workers are free
 
 
+@pytest.mark.nightly
 def test_an_order_that_is_not_this_runs_is_refused():
     first, model = made(2)
     first.fit(model, X, Y, chunks=4, **settings())
@@ -320,6 +326,7 @@ def test_an_order_that_is_not_this_runs_is_refused():
         made(1, order=record)
 
 
+@pytest.mark.nightly
 def test_a_dataset_of_unknown_length_is_for_all_workers():
     strategy, model = made(3)
     data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(BATCH).filter(lambda x, y: True)
@@ -328,6 +335,7 @@ def test_a_dataset_of_unknown_length_is_for_all_workers():
     assert strategy.statistics(model).pushes == MINIBATCHES
 
 
+@pytest.mark.nightly
 def test_the_chief_reads_its_data_without_the_tuner(monkeypatch):
     strategy, model = made()
     data = tf.data.Dataset.from_tensor_slices((X[:8], Y[:8])).batch(4)
@@ -393,6 +401,7 @@ def test_a_model_that_was_not_trained_has_no_statistics():
             call()
 
 
+@pytest.mark.nightly
 def test_frozen_weights_and_statistics_that_are_set_between_fits_are_used():
     strategy = tfpara.simulate_async(1, tfpara.ASGD())
     with strategy.scope():
@@ -431,6 +440,7 @@ def test_data_without_a_minibatch_are_refused():
             strategy.fit(model, empty, verbose=0)
 
 
+@pytest.mark.nightly
 def test_periods_and_chunks_that_do_not_fit_are_refused():
     strategy, model = made(1, sync_period=4)
     with pytest.raises(ValueError, match="seed=-1 must be a whole number"):
@@ -449,6 +459,7 @@ def test_periods_and_chunks_that_do_not_fit_are_refused():
         strategy.fit(model, X, Y)
 
 
+@pytest.mark.nightly
 def test_a_chunk_has_at_least_the_minibatches_of_a_push():
     strategy, model = made(2, sync_period=5)
     strategy.fit(model, X, Y, **settings())

@@ -252,6 +252,7 @@ def test_other_minibatches_are_refused_within_an_epoch_only(tmp_path, monkeypatc
                 again.fit(model, **data)
 
 
+@pytest.mark.nightly
 def test_frozen_weights_are_those_of_the_checkpoint(tmp_path):
     """Though the program begins with others, as one with random initial values does."""
     losses, frozen = [], []
@@ -271,6 +272,7 @@ def test_frozen_weights_are_those_of_the_checkpoint(tmp_path):
     assert losses[1] == pytest.approx(losses[0])  # the workers compute with them, too
 
 
+@pytest.mark.nightly
 def test_a_checkpoint_of_another_run_is_refused(tmp_path):
     strategy, model = made()
     train(strategy, model, 1, [tfpara.AsyncCheckpoint(tmp_path)])
@@ -328,6 +330,7 @@ def test_checkpoint_arguments_and_strategies_are_checked(tmp_path):
         model.fit(X, Y, verbose=0, callbacks=[tfpara.AsyncCheckpoint(tmp_path)])
 
 
+@pytest.mark.nightly
 def test_weights_that_are_set_between_two_fits_are_trained_on():
     strategy, model = made(optimizer=keras.optimizers.SGD(0.0), averages={"ma": tfpara.MA()})
     train(strategy, model)
@@ -418,7 +421,7 @@ def test_weights_that_are_set_are_in_the_checkpoint_of_the_same_hook(tmp_path, h
     are_all(resumed.get_weights(), 5.0)
 
 
-@pytest.mark.nightly_cases("1")
+@pytest.mark.nightly
 @pytest.mark.parametrize("epochs", [1, 2])
 def test_weights_that_are_set_while_workers_train_are_refused(epochs, monkeypatch):
     monkeypatch.setattr("tfpara.parameter_server.fit._POLL_SECONDS", 0.0)
@@ -433,6 +436,7 @@ def test_weights_that_are_set_while_workers_train_are_refused(epochs, monkeypatc
     train(strategy, model, 1)
 
 
+@pytest.mark.nightly
 def test_weights_that_are_set_where_they_would_be_lost_are_refused():
     strategy, model = made(averages={"ma": tfpara.MA()})
     ones = [np.ones_like(w) for w in model.get_weights()]
@@ -455,6 +459,7 @@ def test_weights_that_are_set_where_they_would_be_lost_are_refused():
     np.testing.assert_array_equal(global_weights(strategy, model)[0], kept[0])
 
 
+@pytest.mark.nightly
 def test_frozen_weights_that_a_callback_sets_are_refused():
     strategy = tfpara.simulate_async(1, tfpara.ASGD())
     with strategy.scope():
@@ -510,7 +515,7 @@ def test_a_snapshot_goes_back_to_all_that_training_changes(rule, optimizer):
     assert strategy._models.of(model).server.learning_rate == 0.0
 
 
-@pytest.mark.nightly_cases("ASGD(*")
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("rule", "optimizer"),
     [(tfpara.ASGD(), "adam"), (tfpara.AveragedASGD(running_rate=0.2), "momentum")],
@@ -570,6 +575,7 @@ def test_newbob_goes_back_to_the_model_that_workers_with_their_own_began_with():
         assert not np.array_equal(kept[1][0], kept[0][0])
 
 
+@pytest.mark.nightly
 def test_a_snapshot_goes_back_to_an_average_of_ones_own():
     strategy, model = made(averages={"mine": Mean()}, workers=1)
 
@@ -585,6 +591,7 @@ def test_a_snapshot_goes_back_to_an_average_of_ones_own():
     np.testing.assert_array_equal(average(), kept)
 
 
+@pytest.mark.nightly
 def test_snapshots_are_of_the_time_between_epochs(monkeypatch):
     monkeypatch.setattr("tfpara.parameter_server.fit._POLL_SECONDS", 0.0)
     strategy, model = made()
@@ -597,6 +604,7 @@ def test_snapshots_are_of_the_time_between_epochs(monkeypatch):
         train(strategy, model, 1, [hook])
 
 
+@pytest.mark.nightly
 def test_a_model_that_is_compiled_again_has_the_new_optimizer():
     strategy, model = made()
     train(strategy, model)
@@ -656,6 +664,7 @@ def test_layers_are_frozen_and_unfrozen_between_fits():
             np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.nightly
 def test_early_stopping_leaves_the_best_weights():
     strategy, model = made(optimizer=keras.optimizers.SGD(0.02))
     seen = []
@@ -709,7 +718,7 @@ def test_a_searched_rate_outlasts_a_resumption_and_a_second_fit(tmp_path):
     assert again._models.of(resumed).server.learning_rate == pytest.approx(0.125)
 
 
-@pytest.mark.nightly_cases("on_train_batch_end")
+@pytest.mark.nightly
 @pytest.mark.parametrize("hook", ["on_epoch_end", "on_train_batch_end"])
 def test_a_rate_that_a_callback_has_set_last_is_the_servers_after_a_resumption(tmp_path, hook):
     """A checkpoint has it, though the servers are told of it after the hook."""
@@ -846,6 +855,7 @@ def test_a_plan_does_not_measure_pushes(monkeypatch):
         train(strategy, model)
 
 
+@pytest.mark.nightly
 def test_tensorboard_shows_pushes_and_their_staleness(tmp_path):
     strategy, model = made()
     board = keras.callbacks.TensorBoard(tmp_path, write_graph=False)
@@ -913,6 +923,7 @@ def test_model_checkpoint_within_an_epoch_has_the_weights_of_the_servers(tmp_pat
         train(strategy, model, 1, [backup])
 
 
+@pytest.mark.nightly
 def test_held_out_scores_every_average():
     strategy, model = made(averages={"ma": tfpara.MA()})
     held = tfpara.callbacks.HeldOut(tf.data.Dataset.from_tensors((X, Y)), "all")

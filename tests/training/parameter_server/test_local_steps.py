@@ -48,6 +48,7 @@ def is_by_hand(model, rates):
     np.testing.assert_allclose(model.get_weights()[0], by_hand(rates), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("rule", RULES, ids=str)
 def test_a_rate_that_a_callback_sets_reaches_the_workers(rule):
     strategy, model = made(rule, keras.optimizers.SGD(0.05), workers=3)
@@ -63,6 +64,7 @@ def test_rates_by_epoch_are_those_of_plain_training():
     is_by_hand(model, np.repeat(rates, len(MINIBATCHES)))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["Ftrl", "ScheduleFreeAdamW"])
 def test_an_optimizer_whose_step_would_undo_a_pull_is_refused(name):
     for rule in (tfpara.Downpour(), tfpara.ASGD()):
@@ -177,7 +179,7 @@ CONSTRAINED = {
 }
 
 
-@pytest.mark.nightly_cases("Downpour")
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", CONSTRAINED)
 def test_constraints_hold_on_servers_and_workers_and_in_averages(name, tmp_path):
     """As Keras does after a step: W, which files have, what a worker goes on from, averages."""
@@ -270,7 +272,7 @@ def test_a_rate_may_be_a_function(rule):
     np.testing.assert_allclose(model.get_weights()[0], by_hand([0.02] * 12), rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.nightly_cases("bfloat16")
+@pytest.mark.nightly
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
 def test_block_momentum_of_weights_of_other_types(dtype, request):
     """Against float32; bfloat16 has three digits. With float64 the rate has this type, too."""
@@ -290,6 +292,7 @@ def test_block_momentum_of_weights_of_other_types(dtype, request):
     np.testing.assert_allclose(found[1], found[0], atol=0.1 if dtype == "bfloat16" else 1e-5)
 
 
+@pytest.mark.nightly
 def test_the_fit_of_local_momentum_is_told_of_once(capfd):
     optimizer = keras.optimizers.SGD(0.01, momentum=0.9)
     strategy, model = made(tfpara.AsyncBMUF(0.5), optimizer)
@@ -347,6 +350,7 @@ def test_block_momentum_goes_on_from_a_checkpoint(tmp_path):
     assert np.abs(model.get_weights()[0] - found[0]).max() > 1e-3
 
 
+@pytest.mark.nightly
 def test_the_default_over_adam_is_told_of(capfd):
     strategy, model = made(tfpara.AsyncBMUF(), "adam", workers=4)
     train(strategy, model)

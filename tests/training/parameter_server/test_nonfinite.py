@@ -46,6 +46,7 @@ def trained(rule, optimizer, numbers, period=1, epochs=2, jit_compile=False, sha
 GOOD = [number for number in range(COUNT) if number not in BAD]
 
 
+@pytest.mark.one_version
 @pytest.mark.nightly_cases("rule0-adam-False", "rule1-sgd-False")
 @pytest.mark.parametrize(
     ("rule", "optimizer", "jit_compile"),
@@ -68,6 +69,7 @@ def test_equals_the_run_without_them(rule, optimizer, jit_compile, capfd):
         np.testing.assert_allclose(log[name], others[name], rtol=1e-6)
 
 
+@pytest.mark.nightly
 @pytest.mark.one_version
 def test_several_local_steps_equal_those_without_them():
     """One worker's local steps are those of one process, wherever a block ends."""
@@ -78,6 +80,7 @@ def test_several_local_steps_equal_those_without_them():
         np.testing.assert_allclose(one, other, atol=1e-6)
 
 
+@pytest.mark.nightly
 @pytest.mark.one_version
 def test_a_push_of_gradients_is_the_mean_of_those_that_count():
     """Blocks of which one minibatch counts are blocks of one."""

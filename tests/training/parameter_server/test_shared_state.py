@@ -43,7 +43,7 @@ class Scale(keras.layers.Layer):
         return x * keras.ops.cast(self.scale[0], x.dtype)
 
 
-@pytest.mark.nightly_cases("?2, 3?", "?True, False?")
+@pytest.mark.nightly
 @pytest.mark.parametrize("numbers", [[2, 3], [2, 3, 4], [True, False]], ids=str)
 def test_workers_have_the_integers_of_the_chief(numbers):
     strategy = tfpara.simulate_async(2, tfpara.ASGD())
@@ -77,6 +77,7 @@ def pushed_minibatches(strategy, model, period, epochs):
     assert done == [epochs * each] * CHUNKS
 
 
+@pytest.mark.one_version
 @pytest.mark.nightly_cases("ASGD(max_staleness=None, delay*", "Downpour(*)-24-4", "Downpour(*-8-1")
 @pytest.mark.parametrize(
     ("rule", "period", "workers"),
@@ -105,6 +106,7 @@ def test_they_are_those_of_one_worker_that_had_all_minibatches(rule, period, wor
     assert float(counter.count) == count == 2 * MINIBATCHES
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
 def test_averages_of_weights_of_other_types(dtype):
     """Eight steps of 1/8 down from 1, whose mean is 7/16 and whose moving average is near 3/4.

@@ -319,6 +319,7 @@ def test_repr_tells_the_workers_and_the_settings():
     assert repr(strategy) == said
 
 
+@pytest.mark.nightly
 def test_without_elasticity_the_servers_model_stays():
     model, _ = train(simulate_async(2, AsyncEASGD(0.0)), epochs=1)
     np.testing.assert_array_equal(model.get_weights()[0], np.full((INPUTS, CLASSES), 1 / 8))
@@ -352,6 +353,7 @@ def test_runs_repeat_bit_for_bit_and_a_record_is_followed(rule):
     assert len(order) == strategy.statistics(model).pushes == 22
 
 
+@pytest.mark.nightly
 def test_a_slow_worker_pushes_in_proportion():
     speeds = [Speed(1.0), Speed(1.0), Speed(4.0)]
     strategy = simulate_async(3, ASGD(), speeds=speeds)
@@ -363,7 +365,7 @@ def test_a_slow_worker_pushes_in_proportion():
     assert abs(pushes[0] - pushes[1]) <= 4
 
 
-@pytest.mark.nightly_cases("ASGD-1", "ASGD-7")
+@pytest.mark.nightly
 @pytest.mark.parametrize(("kind", "bound"), [(ASGD, 0), (ASGD, 1), (Downpour, 3), (ASGD, 7)])
 def test_no_push_is_staler_than_the_bound(kind, bound):
     speeds = [Speed(1.0, 0.7)] * 7 + [Speed(10.0)]
@@ -428,6 +430,7 @@ def test_speeds_have_their_mean():
     assert Speed(3.0).draw(generator) == 3.0
 
 
+@pytest.mark.nightly
 def test_a_part_of_a_trained_model_has_its_averages():
     strategy = simulate_async(2, ASGD(), averages={"ema": EMA(0.5)})
     model, _ = train(strategy)
@@ -465,7 +468,7 @@ def test_a_model_that_is_forgotten_goes_and_may_be_trained_anew():
     assert server() is None and gone() is None
 
 
-@pytest.mark.nightly_cases("rule0")
+@pytest.mark.nightly
 @pytest.mark.parametrize("rule", [ASGD(), Downpour()])
 def test_a_compiled_minibatch_is_the_minibatch_but_for_rounding(rule, monkeypatch):
     compiled = []

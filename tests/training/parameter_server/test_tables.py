@@ -73,7 +73,7 @@ def is_equal(some, others, **close):
         np.testing.assert_allclose(value, others[name], err_msg=name, **close)
 
 
-@pytest.mark.nightly_cases("AsyncBMUF(*", "ASGD(*'mean'*")
+@pytest.mark.nightly_cases("AsyncBMUF(*", "Downpour(*", "ASGD(*'mean'*")
 @pytest.mark.parametrize(
     ("rule", "period", "options"),
     [
@@ -99,7 +99,7 @@ def test_rows_train_as_whole_tables_do(rule, period, options, capfd):
     assert (found["weight/0"][:30] != start[:30]).any(-1).sum() > 20
 
 
-@pytest.mark.nightly_cases("Downpour(*")
+@pytest.mark.nightly
 @pytest.mark.parametrize("rule", [tfpara.ASGD(), tfpara.Downpour()], ids=str)
 @pytest.mark.one_version
 def test_adagrad_of_rows_is_that_of_whole_tables(rule):
@@ -112,6 +112,7 @@ def test_adagrad_of_rows_is_that_of_whole_tables(rule):
     is_equal(found, trained(rule, adagrad, False, 2)[-1], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.one_version
 def test_only_the_rows_of_a_block_travel(monkeypatch):
     seen = []
     push = WorkerStep.push
@@ -241,6 +242,7 @@ def test_a_push_of_rows_is_keras_own_step_with_indexed_slices(kind):
     np.testing.assert_allclose(found[same], table.numpy()[same], rtol=1e-5)
 
 
+@pytest.mark.nightly
 @pytest.mark.one_version
 def test_the_user_is_told_where_rows_alone_are_another_step(capfd):
     rule, adam = tfpara.ASGD(), lambda: optimizers.Adam(0.01)
@@ -465,6 +467,7 @@ def test_a_layer_whose_call_was_replaced_is_let_alone():
     assert lookups(model) == []
 
 
+@pytest.mark.nightly
 @pytest.mark.one_version
 def test_an_id_outside_of_the_table_is_named():
     x = {"a": X["a"].copy(), "b": X["b"]}

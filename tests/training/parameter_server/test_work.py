@@ -123,6 +123,7 @@ def normalised(trainable=True):
     return keras.Model(x, layers.Dense(3, "softmax")(first(x)))
 
 
+@pytest.mark.nightly
 def test_what_a_layer_assigns_to_a_weight_is_trained_from_as_in_keras():
     data = minibatches(3)
     model, wanted = (compiled(normalised, keras.optimizers.SGD(0.5, 0.9)) for _ in "ab")
@@ -137,6 +138,7 @@ def test_what_a_layer_assigns_to_a_weight_is_trained_from_as_in_keras():
         np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.nightly
 def test_what_a_layer_assigns_to_a_weight_is_refused_where_it_would_be_lost():
     data = minibatches(1)
     with pytest.raises(ValueError, match="assigns to the trained weight .*kernel.* ASGD sends"):
@@ -189,8 +191,7 @@ def test_a_metric_whose_state_is_no_sum_is_refused(options, told):
 
 
 @pytest.mark.nightly_cases(
-    *("carried-True", "dense-False", "frozen-True", "half-False", "normed-False"),
-    "recurrent-True",
+    *("carried-*", "dense-False", "frozen-*", "half-*", "normed-False", "recurrent-True")
 )
 @pytest.mark.parametrize("weighted", [True, False])
 @pytest.mark.parametrize("make", MODELS)
@@ -222,6 +223,7 @@ def test_a_minibatch_is_that_of_keras(make, weighted):
         )
 
 
+@pytest.mark.one_version
 def test_gradients_and_metrics_add_up_over_a_block():
     data = minibatches(3)
     model = compiled(dense)
@@ -252,6 +254,7 @@ def test_local_steps_are_those_of_keras():
         np.testing.assert_allclose(weight, variable.numpy(), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.nightly
 def test_states_are_carried_within_a_chunk_and_start_anew_in_the_next():
     data = minibatches(2)
     model, wanted = compiled(carried), compiled(carried)
@@ -266,6 +269,7 @@ def test_states_are_carried_within_a_chunk_and_start_anew_in_the_next():
     np.testing.assert_allclose(block.own[at], state, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.one_version
 def test_random_numbers_differ_between_chunks_and_repeat():
     x = keras.Input((4,))
 

@@ -180,6 +180,7 @@ def test_frames_are_permuted_within_windows_of_a_chunk(tiny):
     assert not np.array_equal(found[0][1][:50], found[4][1][:50])
 
 
+@pytest.mark.nightly_cases("<lambda>1")
 @pytest.mark.parametrize(
     "make",
     [
@@ -209,6 +210,7 @@ def test_the_minibatch_size_may_follow_the_position(tiny):
     assert small[0][1].shape == (50,) and large[0][1].shape == (120,)
 
 
+@pytest.mark.nightly_cases("options1", "options2", "options3", "options4")
 @pytest.mark.parametrize(
     "options",
     [
@@ -257,6 +259,7 @@ def test_chunks_of_streams_have_every_frame_once_and_start_anew(tiny):
             assert chunks.num_minibatches == sum(map(len, of_chunks))
 
 
+@pytest.mark.nightly_cases("frames")
 @pytest.mark.parametrize("kind", ["frames", "streams"])
 def test_a_chunk_runs_in_a_graph_without_python(tiny, kind):
     chunks = (
@@ -325,6 +328,9 @@ def example(place, frames=None, dim=120, value=0.0, label=0, name=None):
     return records.encode(wrong, np.full(count, label, np.int32), name or place.id, "x")
 
 
+@pytest.mark.nightly_cases(
+    "end-*", "flip-*", "remove-*", "<lambda>-not*", "<lambda>-NaN or Inf1", "*of the0"
+)
 @pytest.mark.parametrize(
     ("harm", "message"),
     [

@@ -92,6 +92,7 @@ def test_a_replica_without_minibatches_gets_an_empty_dataset(tiny):
     assert len(read(tiny, "test", num_replicas=many, replica_ids=[0])) == 1
 
 
+@pytest.mark.nightly_cases("2-*")
 @pytest.mark.parametrize("first", [1, 6, 15, 31])
 @pytest.mark.parametrize("num_replicas", [1, 2, 3])
 def test_an_epoch_is_taken_up_again_on_any_number_of_replicas(tiny, first, num_replicas):

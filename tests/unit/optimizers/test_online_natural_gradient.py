@@ -56,6 +56,7 @@ def small_rows(rng, step, n, width):
 KINDS = [random_rows, ill_conditioned_rows, drifting_rows, shifted_rows, small_rows]
 
 
+@pytest.mark.nightly_cases("*-eager")
 @pytest.mark.parametrize("compiled", [True, False], ids=["graph", "eager"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_equals_numpy_over_50_steps(kind, compiled):

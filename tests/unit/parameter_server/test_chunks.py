@@ -206,6 +206,15 @@ def seeded(request):
     tf.random.set_seed(None)
 
 
+@pytest.mark.nightly_cases(
+    "*-3",
+    "then *",
+    "files in turn-None",
+    "flat-None",
+    "mixed-None",
+    "twice-None",
+    "noisy files-None",
+)
 @pytest.mark.parametrize(
     ("name", "seeded"),
     [(name, None) for name in SHUFFLED]

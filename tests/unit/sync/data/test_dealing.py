@@ -223,6 +223,7 @@ class Rows(keras.utils.PyDataset):
         return np.arange(4 * number, 4 * number + 4), np.full(4, number % 2)
 
 
+@pytest.mark.nightly_cases("*-True")
 @pytest.mark.parametrize("shuffle", [False, True])
 @pytest.mark.parametrize(
     "parts,replicas,first,devices,threads",

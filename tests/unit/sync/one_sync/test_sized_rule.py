@@ -23,6 +23,7 @@ def following(rule, number):
     return SizedRule(rule.resolve(number), rule, make)
 
 
+@pytest.mark.one_version
 @given(
     sizes=st.lists(st.integers(1, 9), min_size=1, max_size=8),
     zeta=st.sampled_from([0.5, 1.0]),
