@@ -25,7 +25,8 @@ class AsyncCheckpoint(CheckpointBase):
     callbacks, but not the workers' own state. It is written at the end of each epoch, and within
     epochs if requested. A restarted program continues from the newest checkpoint. It must have as
     many parameter servers and chunks as before, and within an epoch the same minibatches, but may
-    have any number of workers. docs/parameter_server.md says more.
+    have any number of workers. If that number changes, give `fit` the number of `chunks`, which
+    otherwise depends on it. docs/parameter_server.md says more.
 
     On SIGTERM in the chief, or in a parameter server, the chief writes a checkpoint, and
     `Preempted` ends the program with exit code 75, or TFPARA_RESTART_EXIT_CODE. The callback runs

@@ -29,9 +29,11 @@ class Checkpoint(CheckpointBase):
     """Writes checkpoints, resumes from the newest one, and ends the program in order on SIGTERM.
 
     A checkpoint is written after each epoch, and at syncs within epochs if requested. In a
-    restarted program, `fit` continues exactly at the newest one. If any worker gets SIGTERM, all
-    write a checkpoint at the next sync and raise `Preempted`, which ends the program with exit code
-    75. docs/checkpoints.md says what is saved, and which data can be resumed.
+    restarted program, `fit` continues exactly at the newest one: weights, slots, block momentum,
+    averages, random states, metrics, schedules, and the position in the data. The data must be the
+    same in every process; docs/checkpoints.md says which data can be resumed. If any worker gets
+    SIGTERM, all write a checkpoint at the next sync and raise `Preempted`, which ends the program
+    with exit code 75. Restart it to continue.
 
     A directory holds the checkpoints of one call of `fit`. The callback runs after all others, so a
     checkpoint includes their work.

@@ -23,8 +23,10 @@ class _ByScores(Schedule):
 class Newbob(_ByScores):
     """Lowers the learning rate, and stops training, by a score on held-out data after each epoch.
 
-    `tfpara.schedules.NewbobRule` is the rule. This callback replaces a `HeldOut`: it adds the
-    scores to the epoch's log in the same way.
+    The rate stays while the score improves enough. Then it is halved after every epoch, and
+    training stops when the score hardly improves any more. `tfpara.schedules.NewbobRule` has the
+    thresholds of the papers. This callback replaces a `HeldOut`: it adds the scores to the epoch's
+    log in the same way.
 
     Args:
         validation: held-out data in any form that `HeldOut` takes. Or the name of a score in the

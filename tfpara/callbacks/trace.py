@@ -27,9 +27,15 @@ class Trace(fit_call.Callback):
     """Records some steps with TensorFlow's profiler and writes a timeline of all workers.
 
     `log_dir/timeline.json` (written by the chief at the end of `fit`) opens in chrome://tracing or
-    ui.perfetto.dev. It has a process for each worker, and in each process a row for steps and for
-    each phase of syncs: docs/benchmarks.md explains them. `log_dir/worker-K` has all operations
-    that the profiler recorded, for TensorBoard's profile plugin.
+    ui.perfetto.dev. It has a process for each worker, and in each process these rows:
+
+    * step: minibatches, as Keras runs them, syncs included;
+    * check: whether the weights are finite, at a sync; wait: for the other workers;
+    * pack: the weights into buckets; reduce: their exchange;
+    * rule: the rule and the averages; unpack: the weights from the buckets.
+
+    `log_dir/worker-K` has all operations that the profiler recorded, for TensorBoard's profile
+    plugin.
 
     Workers on several machines are aligned by their clocks. Recorded steps are some percent slower.
     Each `fit` makes one recording. All workers must have this callback.
