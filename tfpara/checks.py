@@ -13,6 +13,7 @@ from tfpara.algorithms.asgd import AsyncAverage
 from tfpara.version import __version__
 from tfpara.whole_number import LARGEST_COUNT, checked_whole
 
+OLDEST_KERAS = 3, 12
 _FEW_LEFT_OUT = 10  # within an epoch, fewer left-out minibatches than this are always allowed
 
 
@@ -26,8 +27,14 @@ def versions() -> dict[str, str]:
     }
 
 
-def check_backend() -> None:
-    """Raises ValueError if Keras does not compute by TensorFlow."""
+def check_libraries() -> None:
+    """Raises ImportError if Keras is too old, ValueError if it does not compute by TensorFlow."""
+    if tuple(map(int, keras.__version__.split(".")[:2])) < OLDEST_KERAS:
+        oldest = ".".join(map(str, OLDEST_KERAS))
+        raise ImportError(
+            f"Keras {keras.__version__} is installed, and tfpara needs Keras {oldest} or later. "
+            f"Install it: pip install 'keras>={oldest}'"
+        )
     backend = keras.backend.backend()
     if backend != "tensorflow":
         raise ValueError(

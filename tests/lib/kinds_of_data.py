@@ -219,6 +219,9 @@ class Epochs(keras.callbacks.Callback):
         super().__init__()
         self.rows, self.validated = [], []
 
+    def on_train_begin(self, logs=None):
+        self.model.rows()  # removes those of an earlier fit
+
     def on_test_begin(self, logs=None):
         self.rows.append(self.model.rows())
 

@@ -12,6 +12,7 @@ import tensorflow as tf
 
 import tfpara
 from tfpara.__main__ import main
+from tfpara.checks import OLDEST_KERAS
 
 
 def test_it_prints_the_versions_and_examples_that_there_are(capsys):
@@ -47,6 +48,20 @@ def test_editors_and_type_checkers_see_the_names_that_there_are():
     (block,) = (node for node in tree.body if isinstance(node, ast.If))
     seen = {name.asname: node.module for node in block.body for name in node.names}
     assert seen == tfpara._LOCATION | dict.fromkeys(tfpara._MODULES, "tfpara")
+
+
+def test_a_keras_that_is_too_old_is_named(monkeypatch):
+    root = Path(__file__).parents[2]
+    oldest = ".".join(map(str, OLDEST_KERAS))
+    assert f'"keras>={oldest}"' in (root / "pyproject.toml").read_text()
+    assert f"Keras {oldest} or later" in (root / "README.md").read_text()
+    monkeypatch.setattr(keras, "__version__", "3.9.2")
+    for make in (
+        lambda: tfpara.PeriodicSyncStrategy(tfpara.BSP(), sync_period=2),
+        lambda: tfpara.simulate_async(2, tfpara.ASGD()),
+    ):
+        with pytest.raises(ImportError, match=f"Keras 3.9.2 .* pip install 'keras>={oldest}'"):
+            make()
 
 
 def test_another_backend_of_keras_is_named(monkeypatch):

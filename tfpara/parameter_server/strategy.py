@@ -15,7 +15,7 @@ from tfpara import fit_call, program
 from tfpara.algorithms import ASYNC_RULES, AsyncBMUF, AsyncEASGD, AveragedASGD, Rule
 from tfpara.algorithms.asgd import AsyncAverage, AsyncRule
 from tfpara.checks import (
-    check_backend,
+    check_libraries,
     checked_averages,
     checked_nonfinite,
     checked_period,
@@ -141,7 +141,7 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy, Strategy):
         `_processes` replaces the processes of TF_CONFIG by simulated ones.
         """
         program.explain_errors()
-        check_backend()
+        check_libraries()
         quiet.install()
         checked_rule(rule)
         sync_period = checked_period(sync_period)

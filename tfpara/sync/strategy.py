@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from tfpara import program
 from tfpara.algorithms.rule import Average, Rule
-from tfpara.checks import check_backend
+from tfpara.checks import check_libraries
 from tfpara.cluster.call_site import call
 from tfpara.contexts import attributes
 from tfpara.elastic.settings import Elastic
@@ -137,7 +137,7 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, ForCallbac
     ) -> None:
         """Joins the other workers and compares settings with them; for the arguments see above."""
         program.explain_errors()
-        check_backend()
+        check_libraries()
         settings = Settings(
             rule=rule,
             sync_period=sync_period,
