@@ -86,7 +86,7 @@ class Division:
             raise ValueError(
                 f"chunks of {seconds:g} seconds would be {self.count}, more than the"
                 f" {len(self._split)} utterances of split {split!r} of {corpus.directory}, which"
-                " are not cut. Give more seconds"
+                " are not cut. Raise --chunk_minutes"
             )
         self._seed, self._shuffle = seed, shuffle
         self._kept: tuple[int, np.ndarray, np.ndarray] | None = None

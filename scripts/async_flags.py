@@ -10,7 +10,7 @@ from typing import Any
 
 from absl import flags
 
-from scripts import common
+from scripts import common, model_flags
 from tfpara import algorithms
 
 RULES = ("asgd", "aasgd", "downpour", "bmuf_async", "easgd_async")
@@ -154,16 +154,19 @@ def chunk_minutes(total: float, most: int, workers: int) -> float:
     return min(_LONGEST, (math.floor(1e4 * total / count) + 1) / 1e4)
 
 
-def about_idle(count: int, workers: int) -> str | None:
+def about_idle(count: int, workers: int, most: int) -> str | None:
     """Returns a sentence on workers that get no chunk; None if there are none.
 
     Args:
         count: number of chunks of an epoch.
         workers: number of workers.
+        most: the largest number of chunks that the utterances can be divided into.
     """
     if count >= workers:
         return None
     fix = "Lower --chunk_minutes" if _CHUNK.value is not None else "Lower --sync_period"
+    if most < workers:
+        fix = "Lower --streams" if model_flags.recurrent() else "Train on more utterances"
     return (
         f"An epoch has {count} chunk{'s' * (count != 1)} for {workers} workers, so that "
         f"{workers - count} of them will be idle. {fix}, or start fewer workers."

@@ -79,7 +79,7 @@ class ChunkedData:
                 f"{self.chunk_minutes:g} minutes. Lower --sync_period or --minibatch, or raise "
                 "--chunk_minutes."
             )
-        idle = async_flags.about_idle(self.chunks.count, workers)
+        idle = async_flags.about_idle(self.chunks.count, workers, utterances)
         if idle is not None:
             print(idle, flush=True)
 

@@ -126,18 +126,22 @@ def beside(weights: Path) -> Path:
 def check_activation(description: Mapping[str, Any], weights: Path) -> None:
     """Refuses weights of units with another activation, if a file beside them names one.
 
+    Averages of a run have no file of their own; the run's model.json describes them too.
+
     Raises:
         ValueError: the description has another activation than the weights.
     """
+    about = beside(weights)
+    about = about if about.exists() else about.with_name("model.json")
     try:
-        with open(beside(weights), "rb", opener=files.regular) as file:
+        with open(about, "rb", opener=files.regular) as file:
             theirs = json.loads(file.read())["arguments"]["activation"]
         ours = description["arguments"]["activation"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return  # one of the two activations is not known
     if theirs != ours:
         raise ValueError(
-            f"{weights} has the weights of {theirs} units, says {beside(weights).name} beside it, "
+            f"{weights} has the weights of {theirs} units, says {about.name} beside it, "
             f"and this model has {ours} units. Give --model=dnn with --activation={theirs}, or a "
             "paper's model that has them."
         )

@@ -79,6 +79,8 @@ def main() -> None:
             _PAPER.value != "003", (_REPLICAS,), "other papers: the tables of 003 say how many"
         )
         grids = _SUITE.value in ("replicas", "time")
+        of_runs = (_EPOCHS, _REPLICAS, _SCALE, _SEED, _ONLY)
+        common.only_for(not grids, of_runs, "--suite=models, --suite=async and --paper")
         common.only_for(grids, study_grid.FLAGS, "--suite=replicas and --suite=time")
         common.only_for(_SUITE.value == "replicas", study_grid.OWN_FLAGS, "--suite=replicas")
         common.only_for(_SUITE.value == "time", study_time.FLAGS, "--suite=time")

@@ -227,6 +227,17 @@ class _History(keras.callbacks.Callback):
         self._logs.append({} if logs is None else logs)
 
 
+class _Bar(keras.callbacks.ProgbarLogger):
+    """A progress bar for epochs that may differ in length.
+
+    If the length is not known, Keras' own bar takes that of the first epoch for all epochs.
+    """
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        self.target = self.params["steps"]
+        super().on_epoch_begin(epoch, logs)
+
+
 def _check() -> None:
     """Refuses flags that do not go together."""
     of_streams = (_STREAMS, _TRUNCATION, _DELAY, _COEFFICIENTS, _NORMALISATION)
@@ -368,12 +379,15 @@ def _fit(
     chosen = keras.callbacks.CallbackList(
         callbacks,
         add_history=True,
-        add_progbar=strategy.is_chief,
         verbose=1 if os.isatty(1) else 2,
         epochs=schedule_flags.epochs(),
         steps=data.num_steps,
         model=model,
     )
+    if strategy.is_chief:
+        bar = _Bar()
+        bar.set_params(chosen.params)
+        chosen.append(bar)
     if rule_flags.is_async():
         async_training.fit(model, data, chosen)
         return

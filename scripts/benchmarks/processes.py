@@ -47,7 +47,7 @@ def measure(
         seconds: time after which the processes are killed.
 
     Raises:
-        Failure: a process ended before it gave its figures.
+        Failure: a process ended before it gave its figures, or was killed.
     """
     place = place or Loopback()
     clusters = None
@@ -83,12 +83,17 @@ def _running(
 ) -> Iterator[list[_Process]]:
     """Starts the processes, and ends all of them when the context ends."""
     processes: list[_Process] = []
+    late = threading.Event()
 
     def kill() -> None:
         for process in processes:
             process.popen.kill()
 
-    timer = threading.Timer(seconds, kill)
+    def kill_late() -> None:
+        late.set()
+        kill()
+
+    timer = threading.Timer(seconds, kill_late)
     timer.daemon = True
     timer.start()
     with contextlib.ExitStack() as stack:
@@ -107,6 +112,13 @@ def _running(
                 )
                 processes.append(_Process(popen, errors))
             yield processes
+        except (common.Failure, BrokenPipeError) as failure:
+            if late.is_set():
+                raise common.Failure(
+                    f"a benchmark process was killed after {seconds:g} s, the longest time of a "
+                    "measurement. Measure less: lower --steps or the sizes of the network."
+                ) from failure
+            raise
         finally:
             timer.cancel()
             kill()

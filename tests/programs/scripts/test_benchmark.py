@@ -4,6 +4,9 @@ import json
 
 import pytest
 
+from scripts import common
+from scripts.benchmarks import processes
+
 
 @pytest.mark.nightly
 def test_networks_on_a_card_are_compared_with_plain_keras(run_well, tmp_path):
@@ -35,3 +38,9 @@ def test_what_cannot_be_measured_or_written_is_one_line(run, flags, said):
     assert ended.returncode == 1
     (line,) = ended.err.splitlines()
     assert line.startswith("benchmarks: ") and said in line
+
+
+def test_a_measurement_that_takes_too_long_says_so():
+    with pytest.raises(common.Failure, match="was killed after 0.1 s, the longest time.*--steps"):
+        # The program waits for its standard input.
+        processes.measure(1, {"system": "plain"}, module="asyncio", seconds=0.1)

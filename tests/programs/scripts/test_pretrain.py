@@ -65,6 +65,10 @@ def test_a_net_of_other_units_does_not_start_from_it(weights, tmp_path):
     runs.check_activation({"arguments": {"activation": "sigmoid"}}, out)
     with pytest.raises(ValueError, match="has the weights of sigmoid units, says start.json besi"):
         runs.check_activation({"arguments": {"activation": "relu"}}, out)
+    (tmp_path / "model.json").write_text('{"arguments": {"activation": "tanh"}}')
+    with pytest.raises(ValueError, match="has the weights of tanh units, says model.json beside"):
+        runs.check_activation({"arguments": {"activation": "relu"}}, tmp_path / "ma.weights.h5")
+    (tmp_path / "model.json").unlink()
     for content in ("", "[]", "{}"):  # files of others
         (tmp_path / "a.json").write_text(content)
         runs.check_activation({"arguments": {"activation": "relu"}}, tmp_path / "a.weights.h5")

@@ -140,6 +140,7 @@ def test_a_table_that_is_not_made_here_is_refused():
         (("--paper=003", "--suite=async"), "--suite=async is for runs without --paper."),
         (("--paper=003", "--replicas=8"), "--replicas=8 is for other papers: the tables of 003"),
         (("--paper=003", "--seeds=1"), "--seeds=1 is for --suite=replicas and --suite=time."),
+        (("--suite=replicas", "--epochs=1"), "--epochs=1 is for --suite=models, --suite=async"),
         (("--suite=time", "--rules=bsp"), "--rules=bsp is for --suite=replicas."),
         (("--suite=replicas", "--step_ms=5"), "--step_ms=5.0 is for --suite=time."),
         (("--suite=time", "--lengths=2"), "--lengths=2 must contain 1"),

@@ -134,6 +134,10 @@ def test_workers_without_a_chunk_are_told_of(corpus, capsys):
     )
     chunked(corpus, 2, minibatch="16", sync_period=str(corpus.num_frames("train") // 16))
     assert "Lower --sync_period, or start fewer workers." in capsys.readouterr().out
+    chunked(corpus, 99, recurrent=True, sync_period="1", model="lstm-000")
+    assert "will be idle. Lower --streams, or start fewer workers." in capsys.readouterr().out
+    chunked(corpus, 99, minibatch="1", sync_period="1")
+    assert "Train on more utterances, or start fewer workers." in capsys.readouterr().out
 
 
 def test_where_minibatches_have_several_sizes_any_period_is_taken(corpus):
@@ -145,3 +149,8 @@ def test_where_minibatches_have_several_sizes_any_period_is_taken(corpus):
 def test_a_push_that_is_longer_than_a_chunk_is_refused(corpus, chosen):
     with pytest.raises(ValueError, match="--sync_period=1000000 exceeds the .* Lower --sync_per"):
         chunked(corpus, 2, minibatch="16", sync_period="1000000", **chosen)
+
+
+def test_chunks_shorter_than_an_utterance_are_refused(corpus):
+    with pytest.raises(ValueError, match="which are not cut. Raise --chunk_minutes"):
+        chunked(corpus, 2, chunk_minutes=1e-3)

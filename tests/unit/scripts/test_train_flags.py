@@ -368,3 +368,15 @@ def test_rbms_pretrain_sigmoids():
 def test_rbms_of_other_units_are_refused(chosen, message):
     with flagsaver.flagsaver(**chosen), pytest.raises(ValueError, match=message):
         model_flags.sigmoid_dnn(Corpus())
+
+
+def test_the_bar_of_an_epoch_has_the_steps_of_that_epoch(capsys):
+    bar = train._Bar()
+    bar.set_params({"verbose": 2, "epochs": 2, "steps": None})
+    for epoch, steps in enumerate((3, 2)):
+        bar.on_epoch_begin(epoch)
+        for step in range(steps):
+            bar.on_train_batch_end(step)
+        bar.on_epoch_end(epoch)
+    lines = [line.split(" - ")[0] for line in capsys.readouterr().out.splitlines()]
+    assert lines == ["Epoch 1/2", "3/3", "Epoch 2/2", "2/2"]
