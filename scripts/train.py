@@ -233,8 +233,12 @@ class _Bar(keras.callbacks.ProgbarLogger):
     If the length is not known, Keras' own bar takes that of the first epoch for all epochs.
     """
 
+    def set_params(self, params: dict[str, Any]) -> None:
+        super().set_params(params)
+        self._steps = params["steps"]
+
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        self.target = self.params["steps"]
+        self.target = self._steps
         super().on_epoch_begin(epoch, logs)
 
 
@@ -387,7 +391,7 @@ def _fit(
     if strategy.is_chief:
         bar = _Bar()
         bar.set_params(chosen.params)
-        chosen.append(bar)
+        chosen.callbacks.append(bar)
     if rule_flags.is_async():
         async_training.fit(model, data, chosen)
         return
