@@ -381,17 +381,13 @@ def _fit(
     # `fit` would make a CallbackList itself. The one that is made here gets the number of steps of
     # an epoch, and shows progress only on the chief.
     chosen = keras.callbacks.CallbackList(
-        callbacks,
+        [*callbacks, _Bar()] if strategy.is_chief else callbacks,
         add_history=True,
         verbose=1 if os.isatty(1) else 2,
         epochs=schedule_flags.epochs(),
         steps=data.num_steps,
         model=model,
     )
-    if strategy.is_chief:
-        bar = _Bar()
-        bar.set_params(chosen.params)
-        chosen.callbacks.append(bar)
     if rule_flags.is_async():
         async_training.fit(model, data, chosen)
         return
