@@ -29,20 +29,23 @@ AVERAGES = {
 
 
 def build(seed=0):
-    """A model with all kinds of variables: constrained, frozen, statistics and seeds."""
+    """A model with all kinds of variables: constrained, frozen, integers, statistics and seeds."""
     keras.utils.set_random_seed(seed)
     frozen = keras.layers.Dense(5, name="frozen")
     frozen.trainable = False
+    quantized = keras.layers.Dense(5, name="quantized")
     model = keras.Sequential(
         [
             keras.Input((6,)),
             frozen,
+            quantized,
             keras.layers.Dense(7, "tanh", kernel_constraint=keras.constraints.MaxNorm(0.8)),
             keras.layers.BatchNormalization(),
             keras.layers.Dropout(0.2),
             keras.layers.Dense(2),
         ]
     )
+    quantized.quantize("int8")
     model.compile(keras.optimizers.Adam(0.02), "mse", metrics=["mae"])
     return model
 

@@ -1,7 +1,8 @@
 """Checkpoints of the parameter servers' state, which the chief alone writes and reads.
 
 A checkpoint holds weights, the optimizer's slots, averages, counters, how far each chunk of the
-epoch is, the frozen weights, and the states of callbacks. The workers' own state is not kept.
+epoch is, the weights that are not trained, and the states of callbacks. The workers' own state is
+not kept.
 """
 
 from __future__ import annotations
@@ -56,9 +57,11 @@ class ServerCheckpoints(Checkpoints):
         }
 
     def _variables(self) -> dict[str, tf.Variable]:
-        """Returns the variables of a checkpoint: the servers', and the frozen weights."""
-        frozen = {f"frozen/{k}": v.value for k, v in enumerate(self._running.work.frozen)}
-        return {**self._running.server.variables(), **frozen}
+        """Returns the variables of a checkpoint: the servers', and those that are not trained."""
+        work = self._running.work
+        frozen = {f"frozen/{k}": v.value for k, v in enumerate(work.frozen)}
+        integers = {f"integer/{k}": v.value for k, v in enumerate(work.integers)}
+        return {**self._running.server.variables(), **frozen, **integers}
 
     def _tensors(self) -> dict[str, Array]:
         return {name: tf.identity(held) for name, held in self._variables().items()}
@@ -73,9 +76,14 @@ class ServerCheckpoints(Checkpoints):
 
     def _take_over(self, number: int, manifest: Mapping[str, Json]) -> None:
         (reader,) = self.store.readers(number, manifest)
-        held = self._variables()
         shapes = reader.get_variable_to_shape_map().items()
         there = {name: shape for name, shape in shapes if not name.startswith(ARRAYS)}
+        # Version 0.2 did not keep integers. A run that it began goes on with those of the program.
+        held = {
+            name: variable
+            for name, variable in self._variables().items()
+            if name in there or not name.startswith("integer/")
+        }
         self._check_shapes(number, there, {name: list(v.shape) for name, v in held.items()})
         for name, variable in held.items():
             variable.assign(reader.get_tensor(name))

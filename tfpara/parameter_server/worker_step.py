@@ -90,6 +90,7 @@ class WorkerStep:
         state: the model's variables whose values are in `Block.state`.
         local, local_models: whether workers have local optimizers, and local models.
         frozen, frozen_values: weights that are not trained, and their values in the graphs.
+        integers: integer variables of layers, such as the kernels of quantized layers.
         tables: the tables that are pulled and pushed by rows.
         slots_by_rows: the index of the table for each slot of these tables; the keys are positions
             in the local optimizer's state.
@@ -118,6 +119,7 @@ class WorkerStep:
         # Recurrent states that are carried over; Keras' lists of the model's variables lack them.
         states = carried_states(model)
         self.frozen, self.state, self._own = parts_not_trained(model)
+        self.integers = [v for v in self._own if not is_seed(v.path)]
         # What workers begin with, whatever the chief has now. A seed that moved on in the chief's
         # process, as in `evaluate`, would be another one in a resumed run.
         self._fixed = {id(v): v.numpy() for v in self._own if is_seed(v.path)}

@@ -252,8 +252,9 @@ def test_other_minibatches_are_refused_within_an_epoch_only(tmp_path, monkeypatc
                 again.fit(model, **data)
 
 
-@pytest.mark.nightly
-def test_frozen_weights_are_those_of_the_checkpoint(tmp_path):
+@pytest.mark.nightly_cases("False")
+@pytest.mark.parametrize("quantized", [False, True])
+def test_frozen_weights_are_those_of_the_checkpoint(tmp_path, quantized):
     """Though the program begins with others, as one with random initial values does."""
     losses, frozen = [], []
     for value in (0.5, -1.0):
@@ -263,12 +264,14 @@ def test_frozen_weights_are_those_of_the_checkpoint(tmp_path):
                 4, kernel_initializer=keras.initializers.Constant(value), trainable=False
             )
             model = keras.Sequential([keras.Input((6,)), first, keras.layers.Dense(2)])
+            if quantized:
+                first.quantize("int8")
             model.compile(keras.optimizers.SGD(0.0), "mse")
         epochs = len(losses) + 1
         history = train(strategy, model, epochs, [tfpara.AsyncCheckpoint(tmp_path)])
         losses += history.history["loss"]
-        frozen.append(first.get_weights()[0])
-    are_all(frozen, 0.5)
+        frozen.append(np.array(first.kernel))
+    are_all(frozen, 127 if quantized else 0.5)
     assert losses[1] == pytest.approx(losses[0])  # the workers compute with them, too
 
 
