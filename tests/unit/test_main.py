@@ -51,7 +51,7 @@ def test_editors_and_type_checkers_see_the_names_that_there_are():
 
 
 def test_a_keras_that_is_too_old_is_named(monkeypatch):
-    root = Path(__file__).parents[2]
+    root = Path(__file__).resolve().parents[2]
     oldest = ".".join(map(str, OLDEST_KERAS))
     assert f'"keras>={oldest}"' in (root / "pyproject.toml").read_text()
     assert f"Keras {oldest} or later" in (root / "README.md").read_text()

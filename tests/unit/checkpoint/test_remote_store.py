@@ -159,6 +159,25 @@ def test_another_worker_of_the_same_run_takes_the_lease_over_at_once(url):
     heir.release()
 
 
+def test_a_lease_that_is_renewed_as_it_is_taken_over_is_taken_again(bucket):
+    folder = RemoteFolder(f"{bucket}/run")
+    lost, heir = lease.Lease(folder, "aa"), lease.Lease(RemoteFolder(folder.url), "aa")
+    folder.create(lease.LOCK, lost._text())
+    create, read = heir._folder.create, heir._read
+    created = []
+
+    def create_before_the_other_writes(name, content):
+        created.append(create(name, content))
+        if created == [False, True]:
+            folder.write(lease.LOCK, lost._text())
+        return created[-1]
+
+    heir._folder.create = create_before_the_other_writes
+    heir.take()
+    assert created == [False, True, False] and read()["token"] == heir._token
+    heir.give_back()
+
+
 def test_a_run_that_stood_still_cannot_damage_what_the_next_one_wrote(url):
     former = store_of(url, "aa")
     former.lock()
