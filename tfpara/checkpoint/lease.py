@@ -61,10 +61,11 @@ class Lease:
         overwrites = self._folder.create(LOCK, self._text())
         if taken_over or overwrites or not self._folder.creates_in_one_step:
             time.sleep(_SETTLE)
-        found = self._read()
-        if found.get("mark") == self._mark and found.get("token") != self._token:
-            # A lost worker of this run has renewed its lease at the moment of the takeover.
-            self._folder.write(LOCK, self._text())
+        if taken_over:
+            found = self._read()
+            if found.get("mark") == self._mark and found.get("token") != self._token:
+                # A lost worker of this run has renewed its lease at the moment of the takeover.
+                self._folder.write(LOCK, self._text())
         self.renew()
         threading.Thread(target=self._keep, name=THREAD, daemon=True).start()
 
