@@ -209,14 +209,19 @@ def lookups(model: keras.Model) -> list[keras.layers.Embedding]:
 
 def parts_not_trained(
     model: keras.Model,
-) -> tuple[list[keras.Variable], list[keras.Variable], list[keras.Variable]]:
-    """Returns frozen weights, moving statistics, and other variables, but no carried states."""
+) -> tuple[list[keras.Variable], ...]:
+    """Returns frozen weights, moving statistics, integers and seeds, but no carried states.
+
+    The integers are, for example, the kernels of quantized layers.
+    """
     carried = {id(v) for v in carried_states(model)}
     frozen = [v for v in model.non_trainable_variables if v.value.trainable]
     others = [v for v in model.non_trainable_variables if not v.value.trainable]
     others = [v for v in others if id(v) not in carried]
     statistics = [v for v in others if v.value.dtype.is_floating]
-    return frozen, statistics, [v for v in others if not v.value.dtype.is_floating]
+    rest = [v for v in others if not v.value.dtype.is_floating]
+    integers = [v for v in rest if not is_seed(v.path)]
+    return frozen, statistics, integers, [v for v in rest if is_seed(v.path)]
 
 
 def constrained(

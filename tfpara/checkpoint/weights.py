@@ -121,10 +121,9 @@ def _of_workers(
 def _of_servers(parts: Parts, model: keras.Model, averages: Mapping[str, Any]) -> Weights:
     """Reads the checkpoint of an `AsyncStrategy`."""
     weights = model.trainable_variables
-    frozen, statistics, rest = parts_not_trained(model)
+    frozen, statistics, integers, _ = parts_not_trained(model)
     others = [(v, parts.tensor(f"state/{k}")) for k, v in enumerate(statistics)]
     others += [(v, parts.tensor(f"frozen/{k}")) for k, v in enumerate(frozen)]
-    integers = [v for v in rest if not is_seed(v.path)]
     kept = [(v, parts.of_worker(0, f"integer/{k}")) for k, v in enumerate(integers)]
     others += [(v, value) for v, value in kept if value is not None]  # version 0.2 kept none
     models = {"global": [tf.constant(parts.tensor(f"weight/{k}")) for k in range(len(weights))]}

@@ -118,13 +118,12 @@ class WorkerStep:
         self._rule: Any = rule
         # Recurrent states that are carried over; Keras' lists of the model's variables lack them.
         states = carried_states(model)
-        self.frozen, self.state, self._own = parts_not_trained(model)
-        self.integers = [v for v in self._own if not is_seed(v.path)]
+        self.frozen, self.state, self.integers, seeds = parts_not_trained(model)
         # What workers begin with, whatever the chief has now. A seed that moved on in the chief's
         # process, as in `evaluate`, would be another one in a resumed run.
-        self._fixed = {id(v): v.numpy() for v in self._own if is_seed(v.path)}
+        self._fixed = {id(v): v.numpy() for v in seeds}
         self._fixed |= {id(v): np.zeros_like(v.numpy()) for v in states}
-        self._own += states
+        self._own = [*self.integers, *seeds, *states]
         self.read_frozen()
         self._metrics = metric_variables(model)
         check_sums(self._metrics)
