@@ -94,9 +94,9 @@ def test_the_silence_that_a_corpus_names_is_not_counted(
         decoding.hmm(content, corpus.class_names),
         acoustic_scale=0.3,
         insertion_penalty=0.0,
-        uncounted=["s"],
+        uncounted=["t"],
     )
-    options = {**corpus.options, "silence": "s"}
+    options = {**corpus.options, "silence": "t"}
     other = with_other_statistics(corpus_directory, tmp_path / "other", options=options)
     flags = ("--decode", "--acoustic_scale=0.3", f"--out={tmp_path / 'scores.json'}")
     run_well("evaluate", f"--run_dir={run_dir}", f"--corpus={other}", *flags)
