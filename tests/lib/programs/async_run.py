@@ -13,6 +13,7 @@ import signal
 import sys
 import threading
 import time
+import types
 
 import keras
 import numpy as np
@@ -60,9 +61,8 @@ def run_servers(orders, spec):
 class Servers(Processes):
     """Processes that this one has started; workers can be killed and started again."""
 
-    asked_to_end = None
-
     def __init__(self, workers, ps):
+        self.state = types.SimpleNamespace(asked_to_end=None, restart_code=None)
         ports = clusters.ports("127.0.0.1", 0, 1 + workers + ps)
         addresses = [f"127.0.0.1:{port}" for port in ports]
         self.spec = {
