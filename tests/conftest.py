@@ -15,6 +15,9 @@ from pathlib import Path
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # before TensorFlow is imported
 
+import tests.lib.lean_keras  # noqa: F401  # before others import Keras
+
+# isort: split
 import hypothesis
 import keras
 import pytest

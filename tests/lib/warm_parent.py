@@ -10,7 +10,9 @@ import socket
 import sys
 import time
 
-import keras  # noqa: F401
+import tests.lib.lean_keras  # noqa: F401  # before TensorFlow, which imports Keras
+
+# isort: split
 import numpy as np
 import tensorflow as tf
 from tensorflow.python.util import tf_stack
