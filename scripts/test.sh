@@ -48,8 +48,11 @@ ensure_venv "$venv" "$stack" "$extras"
 if [ -n "$prepare" ]; then exit; fi
 install_wheel "$venv"
 root=$PWD
+# Tests run in a directory that has the recipes but not tfpara, so that tfpara comes from the wheel.
+# The same is true for the processes that tests start.
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
+for name in input models scripts tests; do ln -s "$root/$name" "$work/$name"; done
 failed=()
 check() { # check NAME COMMAND...
   local name=$1
@@ -83,9 +86,15 @@ if [ "$stack" = full ]; then
     pytest_arguments+=(-m "$nightly")
   fi
   if [ -z "$fast" ]; then
+    # Compiles the tests once, beside the next check, instead of in each process of pytest.
+    (cd "$work" && env -u PYTHONDONTWRITEBYTECODE PYTHONPATH="$work" PYTHONSAFEPATH=1 \
+      "$venv/bin/python" -m pytest -c "$root/pyproject.toml" -p no:cacheprovider -n 0 \
+      --collect-only -q tests >/dev/null 2>&1 || true) &
+    compiling=$!
     check "Horovod (scripts/install_horovod.sh)" scripts/install_horovod.sh --venv="$venv"
     # If Horovod is missing, this makes its tests fail instead of being skipped.
     export TFPARA_TEST_HOROVOD=1
+    wait "$compiling"
   fi
   # Trainings run without TensorFlow's graph optimiser, which takes a seventh of their time. The
   # optimiser is on in test_rules_on_cluster.py and in the latest stack. With --all it is also on in
@@ -103,11 +112,12 @@ else
   # servers or checkpoints. The tests of that code are marked "latest". Each of these tests runs its
   # first case only, unless it is marked "all_cases".
   pytest_arguments+=(-m "latest and not long and not one_version${nightly:+ and $nightly}" --first-cases)
+  if [[ " $*" != *" tests/"* ]]; then # each process of pytest reads all files that are named
+    mapfile -t latest < <(grep -rl --include='test_*.py' 'mark\.latest' tests)
+    pytest_arguments+=("${latest[@]}")
+  fi
 fi
 
-# Tests run in a directory that has the recipes but not tfpara, so that tfpara comes from the wheel.
-# The same is true for the processes that tests start.
-for name in input models scripts tests; do ln -s "$root/$name" "$work/$name"; done
 cd "$work"
 unset TF_CONFIG
 unset PYTHONDONTWRITEBYTECODE  # otherwise every process compiles all tests and programs again

@@ -46,10 +46,12 @@ ensure_venv() {
   "$venv/bin/python" -m pip install --disable-pip-version-check --quiet \
     -c "constraints/$stack.txt" setuptools wheel
   build_wheel "$venv"
-  # Python compiles what it imports. To compile all that is installed takes half of pip's time.
+  # To compile all files takes half of pip's time. What every process needs is compiled below.
   "$venv/bin/python" -m pip install --disable-pip-version-check --progress-bar off --no-compile \
     -c "constraints/$stack.txt" "$WHEEL[$extras]" | large_packages
   "$venv/bin/python" -m pip uninstall --quiet --yes tfpara
+  env -u PYTHONDONTWRITEBYTECODE TF_CPP_MIN_LOG_LEVEL=3 "$venv/bin/python" -c 'import tensorflow' \
+    2>/dev/null || true # the tools that build the site need no TensorFlow
   printf '%s\n' "$stamp" > "$venv/stamp"
 }
 

@@ -177,7 +177,9 @@ def model(results, prefix):
     return simulation.flat([results[f"{prefix}_{i}"] for i in range(WEIGHTS)])
 
 
-@pytest.mark.nightly_cases("bmuf-cntk-*", "bsp-uneven-horovod*", "compiled-*", "easgd-*")
+@pytest.mark.nightly_cases(
+    "bmuf-cntk-*", "bsp-uneven-horovod*", "compiled-*", "constrained-*", "easgd-*"
+)
 @pytest.mark.parametrize(
     ("name", "backend"),
     [

@@ -110,6 +110,7 @@ def test_two_processes_equal_numpy(real, local_state):
                 np.testing.assert_allclose(got, expected, atol=1e-4 * np.abs(expected).max())
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("local_state", STATES)
 def test_a_sync_averages_momentum_as_told_and_leaves_scatters_to_their_replicas(real, local_state):
     workers = real[local_state]
