@@ -18,6 +18,7 @@ from tfpara.parameter_server.chunk_runner import ChunkRunner
 from tfpara.parameter_server.control import member
 from tfpara.parameter_server.control.lobby import Lobby
 from tfpara.parameter_server.workers import Training, Workers
+from tfpara.tensorflow_private import cancel_by_thread
 
 _DEVICE = "/job:{}/replica:0/task:{}/device:CPU:0"
 # Kept for the life of the process: a server stops when its Python object is deleted.
@@ -65,6 +66,7 @@ class Processes(Workers):
         resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
             tf.train.ClusterSpec(spec), task_type="chief", task_id=0, rpc_layer="grpc"
         )
+        cancel_by_thread()
         strategy = tf.distribute.ParameterServerStrategy(resolver)
         self._coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
 

@@ -175,7 +175,7 @@ def train_counting(
     tables=False,
     **options,
 ):
-    """Trains the model that counts; `during` runs beside it in a thread."""
+    """Trains the model that counts, and scores it; `during` runs beside it in a thread."""
     global BATCH
     BATCH = batch
     strategy = AsyncStrategy(rule, _processes=servers, **options)
@@ -190,7 +190,12 @@ def train_counting(
     data = {"x": x, "y": y, "batch_size": batch}
     if shuffled:
         data = {"x": tf.data.Dataset.from_tensor_slices((x, y)).shuffle(len(x)).batch(batch)}
-    strategy.fit(model, epochs=epochs, verbose=0, chunks=chunks, **data)
+    # The length of this dataset is unknown, so each evaluation ends with an error in a graph.
+    scored = tf.data.Dataset.from_tensors((x[:1], y[:1])).filter(lambda x, y: True)
+    score = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: model.evaluate(scored, verbose=0)
+    )
+    strategy.fit(model, epochs=epochs, verbose=0, chunks=chunks, callbacks=[score], **data)
     seconds = time.monotonic() - begun
     if thread:
         stop.set()

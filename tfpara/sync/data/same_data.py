@@ -16,8 +16,8 @@ import tensorflow as tf
 
 from tfpara.dataset_graph import RANDOM, all_nodes, unordered, unseeded
 from tfpara.sync.start_line import counted
-from tfpara.sync.tensorflow_private import compute_batch_size
 from tfpara.sync.workers.settings_check import differences
+from tfpara.tensorflow_private import compute_batch_size
 from tfpara.typing import Json, Nest
 
 _ROWS = 16  # at most this number of rows of each array are compared

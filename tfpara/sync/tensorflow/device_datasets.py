@@ -14,8 +14,8 @@ import tensorflow as tf
 from tfpara import program
 from tfpara.contexts import attributes
 from tfpara.steps import without_tuner
-from tfpara.sync.tensorflow_private import context as _context
-from tfpara.sync.tensorflow_private import multi_device as _multi_device
+from tfpara.tensorflow_private import context as _context
+from tfpara.tensorflow_private import multi_device as _multi_device
 from tfpara.typing import Nest
 
 

@@ -30,10 +30,10 @@ from tfpara.sync.momentum_fit import MomentumFit
 from tfpara.sync.tensorflow.device_datasets import iterator_over
 from tfpara.sync.tensorflow.run_steps import PREDICTS
 from tfpara.sync.tensorflow.trained_models import TrainedModels
-from tfpara.sync.tensorflow_private import input_lib as _input_lib
 from tfpara.sync.workers.data_place import DataPlace, making
 from tfpara.sync.workers.json_exchange import everyones
 from tfpara.sync.workers.worker import Worker
+from tfpara.tensorflow_private import input_lib as _input_lib
 from tfpara.typing import Json, Nest
 
 # TensorFlow's function that distributes a dataset; a user's function that makes datasets;

@@ -33,12 +33,12 @@ from tfpara.sync.tensorflow.variables import (
     with_our_class,
 )
 from tfpara.sync.tensorflow.waits import Waits
-from tfpara.sync.tensorflow_private import mwms as _mwms
-from tfpara.sync.tensorflow_private import values as _values
 from tfpara.sync.workers.company import Company
 from tfpara.sync.workers.json_exchange import joined
 from tfpara.sync.workers.meetings import Control
 from tfpara.sync.workers.worker import Worker
+from tfpara.tensorflow_private import mwms as _mwms
+from tfpara.tensorflow_private import values as _values
 from tfpara.typing import Nest, Variable
 
 _GATHER = call("strategy.gather()")

@@ -19,12 +19,12 @@ from tfpara.collectives.choice import choose_communication
 from tfpara.sync.data.reading import random_states, set_random_states
 from tfpara.sync.settings import Settings
 from tfpara.sync.tensorflow.devices import card_of
-from tfpara.sync.tensorflow_private import FuncRegistry
-from tfpara.sync.tensorflow_private import context as _context
 from tfpara.sync.workers.json_exchange import everyones
 from tfpara.sync.workers.meetings import Control
 from tfpara.sync.workers.settings_check import agree
 from tfpara.sync.workers.worker import Worker
+from tfpara.tensorflow_private import FuncRegistry
+from tfpara.tensorflow_private import context as _context
 
 START = Purpose("making a strategy", "make strategies and models on every worker alike")
 _call_python_function = FuncRegistry.__call__

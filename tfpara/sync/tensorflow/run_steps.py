@@ -19,8 +19,8 @@ from tfpara.sync.data.dealt import rows_of, slice_of
 from tfpara.sync.one_sync.synchronizer import Synchronizer
 from tfpara.sync.tensorflow.nonfinite import Guard
 from tfpara.sync.tensorflow.trained_models import TrainedModels
-from tfpara.sync.tensorflow_private import context as _context
-from tfpara.sync.tensorflow_private import values as _values
+from tfpara.tensorflow_private import context as _context
+from tfpara.tensorflow_private import values as _values
 from tfpara.typing import Nest, Scalar, Variable
 
 # Whether `run` predicts rows. It is of a thread: one that reads data may predict with a model while

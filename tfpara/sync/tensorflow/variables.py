@@ -15,10 +15,10 @@ import tensorflow as tf
 from tfpara.cluster.call_site import VARIABLE
 from tfpara.contexts import attributes
 from tfpara.keras_model import is_seed
-from tfpara.sync.tensorflow_private import CheckpointInitialValue, ResourceVariable
-from tfpara.sync.tensorflow_private import values as _values
 from tfpara.sync.workers.settings_check import agree
 from tfpara.sync.workers.worker import Worker
+from tfpara.tensorflow_private import CheckpointInitialValue, ResourceVariable
+from tfpara.tensorflow_private import values as _values
 from tfpara.typing import Nest, Variable
 
 

@@ -1,5 +1,9 @@
 """TensorFlow's private names, imported only here. Keras' private names are in `keras/replacing`."""
 
+import contextvars
+from functools import partial
+from typing import Any
+
 import tensorflow as tf
 
 # Finds a dataset's batch size, as TensorFlow does before it divides batches between replicas.
@@ -17,8 +21,9 @@ from tensorflow.python.distribute import collective_all_reduce_strategy as mwms
 # types of the values that are reduced, and the number of the replica that is being traced.
 from tensorflow.python.distribute import input_lib, values
 
-# TensorFlow's context. Its private methods start the server anew and end collectives.
-from tensorflow.python.eager import context
+# `context` is TensorFlow's context. Its private methods start the server anew and end collectives.
+# `cancellation` has the cancellation manager of a running function, see below.
+from tensorflow.python.eager import cancellation, context
 
 # The class of plain variables. In a strategy's scope tf.Variable would create a mirrored one.
 from tensorflow.python.ops.resource_variable_ops import ResourceVariable
@@ -30,10 +35,13 @@ from tensorflow.python.ops.script_ops import FuncRegistry
 # The initial value that tf.train.Checkpoint gives to a variable created after the restore.
 from tensorflow.python.trackable.base import CheckpointInitialValue
 
+from tfpara.contexts import context_variable
+
 __all__ = [
     "CheckpointInitialValue",
     "FuncRegistry",
     "ResourceVariable",
+    "cancel_by_thread",
     "compute_batch_size",
     "context",
     "input_lib",
@@ -45,3 +53,17 @@ __all__ = [
 # If a replica gets no part of a batch, TensorFlow makes tensors without rows for it. For that it
 # calls this method of a spec, which the spec of a None lacks.
 type(tf.type_spec_from_value(None))._create_empty_value = lambda spec: None
+
+_manager: contextvars.ContextVar[Any] = contextvars.ContextVar("cancellation manager", default=None)
+
+
+def cancel_by_thread() -> None:
+    """Makes functions of a thread independent of the cancellation of other threads' functions.
+
+    TensorFlow keeps the cancellation manager of a running function in one variable for all threads.
+    So a function of the chief takes that of the chunks which ClusterCoordinator's threads run. If
+    the function ends with an error, all chunks are cancelled. An evaluation ends in this way if the
+    length of its dataset is unknown.
+    """
+    cancellation.context = _manager.get
+    cancellation.CancellationManagerContext = partial(context_variable, _manager)
