@@ -49,7 +49,8 @@ def main() -> None:
             preprocessing=ends.preprocessing,
             postprocessing=ends.postprocessing,
         )
-    print(f"exported {_WEIGHTS.value} weights of {_RUN_DIR.value} to {path}: takes {ends.about}")
+    # `tfpara.export` has told where the model is.
+    print(f"exported {_WEIGHTS.value} weights of {_RUN_DIR.value}: takes {ends.about}")
 
 
 if __name__ == "__main__":

@@ -208,15 +208,16 @@ def _pretrain(out: Path) -> None:
 
 def _first_epoch(out: Path) -> None:
     """Trains the model of `study_runs.FIRST` on one replica."""
-    if not _weights(out, study_runs.FIRST).is_file():
+    weights = _weights(out, study_runs.FIRST)
+    if not weights.is_file():
         print("the common first epoch ...", flush=True)
-        where = [f"--corpus={out / 'corpus'}", f"--run_dir={out / study_runs.FIRST}"]
+        where = [f"--corpus={out / 'corpus'}", f"--run_dir={weights.parent}"]
         shape = [f"--scale={_SCALE.value}", f"--seed={_SEED.value}", "--epochs=1", "--rule=none"]
         common.call(out, study_runs.FIRST, ["scripts.train", *study_runs.PLAIN, *where, *shape])
 
 
 def _weights(out: Path, name: str) -> Path:
-    return out / name / "model.weights.h5"
+    return out / f"{name}-seed-{_SEED.value}" / "model.weights.h5"
 
 
 def _train_and_score(out: Path, run: Run) -> list[dict[str, Any]]:

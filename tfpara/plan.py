@@ -152,7 +152,8 @@ def _table(plans: Sequence[Plan], speed: float | None) -> list[str]:
         "compression": [each.compression for each in plans],
         "aggregation": [each.aggregation for each in plans],
         "speed-up": [f"{each.speedup:.2f}" for each in plans],
-        "of N": [f"{each.speedup / each.workers:.0%}" for each in plans],
+        # Rounded down, so that no note says that a row with "95%" loses more than 5 %.
+        "of N": [f"{int(100 * each.speedup / each.workers)}%" for each in plans],
     }
     if speed is not None:
         columns["samples/s"] = [f"{each.speedup * speed:.0f}" for each in plans]

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
+from tfpara import files
 from tfpara.chaos import report
 from tfpara.chaos.drill import POINTS, PROGRESS, Drill, Plan, say
 from tfpara.chaos.faults import FAULTS
@@ -84,7 +85,8 @@ def _run(options: argparse.Namespace) -> int:
     found = report.summary(run, report.rate(quiet.steps) if quiet else None, quiet_seconds)
     if options.report:
         try:
-            options.report.write_text(json.dumps(found))
+            with files.whole(options.report) as place:
+                place.write_text(json.dumps(found))
         except OSError as error:
             print(f"tfpara-chaos: --report cannot be written: {error}", file=sys.stderr)
     print(report.text(found), flush=True)

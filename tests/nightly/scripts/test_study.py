@@ -113,7 +113,7 @@ def test_a_table_of_a_paper_is_made(run_well, tmp_path):
     rates = f"{row['frame_error_rate']:.2f} | {row['phone_error_rate']:.2f}"
     minutes = f"{row['seconds'] / 60:.1f}"
     assert f"| averaged, one pass | 7.89 | 20.01 | 1 | {rates} | {minutes} | 1 |" in page
-    first = out / "first-epoch" / "model.weights.h5"
+    first = out / "first-epoch-seed-0" / "model.weights.h5"
     trained_at = first.stat().st_mtime_ns
 
     # The suite has the same run: it is not trained again, and both of its models are scored.
