@@ -180,13 +180,13 @@ def _train(
     for turn, epoch in enumerate(epochs, 1):
         if verbose:
             print(f"{title}: epoch {turn} of {len(epochs)}")
-        bar = keras.utils.Progbar(minibatches, verbose=verbose)
+        shown = "reconstruction_error"
+        bar = keras.utils.Progbar(minibatches, verbose=verbose, stateful_metrics=[shown])
         total, samples, number = 0.0, 0, 0
         for number, rows in enumerate(data(epoch), 1):
-            error = float(rbm.learn(rows))
-            total += error * int(rows.shape[0])
+            total += float(rbm.learn(rows)) * int(rows.shape[0])
             samples += int(rows.shape[0])
-            bar.update(number, [("reconstruction_error", error)], finalize=False)
+            bar.update(number, [(shown, total / samples)], finalize=False)
         if not samples:
             raise ValueError(f"{title}: epoch {turn} has no minibatches of data.")
         bar.target = minibatches = number
