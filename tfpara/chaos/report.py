@@ -78,7 +78,7 @@ def costs(run: Run, quiet_rate: float | None) -> list[float | None]:
     The cost is the time from a fault to the next one, or from the last one to the end of training,
     minus the time that a quiet run needs for the same progress: Δt − Δdone / rate.
     """
-    if not quiet_rate or not run.steps:
+    if not quiet_rate or not run.steps or not run.faults:
         return [None] * len(run.faults)
     times = [step.time for step in run.steps]
 

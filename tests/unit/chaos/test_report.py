@@ -52,6 +52,12 @@ def test_without_progress_goodput_is_of_the_whole_time():
     assert report.summary(run_of([], []), None, None)["goodput"] is None
 
 
+def test_a_run_that_ends_before_the_first_fault_has_a_report():
+    found = report.summary(run_of([(10.0, 0), (15.0, 50)], []), 10.0, None)
+    assert found["faults"] == [] and found["goodput"] == 1.0
+    assert "0 faults" in report.text(found)
+
+
 def test_the_seed_chooses_the_victim():
     workers = [Worker(pid, f"worker {pid}") for pid in range(9, 0, -1)]
 
