@@ -113,6 +113,7 @@ def test_a_cpu_beside_two_gpus(tmp_path):
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(1500)
 @pytest.mark.parametrize(
     ("devices", "trainings", "start"),
     [
