@@ -526,6 +526,17 @@ def test_an_optimizer_that_a_checkpoint_lacks_is_named(tmp_path, capfd, is_attri
     model.fit(data(), epochs=2, verbose=0, callbacks=[checkpoint])
     told = "tfpara: a checkpoint has to know the optimizers, and 'of_part' is not known."
     assert capfd.readouterr().err.count(told) == (0 if is_attribute else 1)
+    former = model.net.optimizer
+    with strategy.scope():
+        model.net.compile(keras.optimizers.SGD(0.1, name="second"))
+        model.compile()
+        if is_attribute:
+            model.part_optimizer = model.net.optimizer
+    checkpoint = tfpara.callbacks.Checkpoint(tmp_path / "second")
+    model.fit(data(), epochs=2, verbose=0, callbacks=[checkpoint])
+    lines = capfd.readouterr().err
+    assert told not in lines and int(former.iterations) > 0
+    assert lines.count(told.replace("of_part", "second")) == (0 if is_attribute else 1)
 
 
 @pytest.mark.nightly

@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import os
 import warnings
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 
 import keras
@@ -52,6 +53,10 @@ class SyncCheckpoints(Checkpoints):
         build_optimizers(model)
         super().__init__(model, directory, keep)
         self._may_change = may_change
+        # The optimizers of earlier calls of `fit`, which may have been compiled otherwise, and the
+        # numbers of their steps.
+        steps = self._strategy.extended.steps.step_counts()
+        self._steps_before = weakref.WeakKeyDictionary(dict(steps))
         # While a checkpoint is being written: the generation of members in which the writing began.
         # None: no checkpoint is being written. The generation changes only in an elastic run.
         self._began_in: int | None = None
@@ -106,7 +111,9 @@ class SyncCheckpoints(Checkpoints):
                 self._began_in = None
 
     def _note_unknown_optimizers(self) -> None:
-        used = self._strategy.extended.steps.optimizers_of(self.model)
+        steps, before = self._strategy.extended.steps, self._steps_before
+        stepped = [each for each, count in steps.step_counts() if before.get(each) != count]
+        used = [each for each in steps.optimizers_of(self.model) if each in stepped]
         try:
             check_optimizers_known(self.model, used, "a checkpoint")
         except ValueError as error:
