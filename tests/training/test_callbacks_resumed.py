@@ -28,9 +28,9 @@ class Killed(Exception):
     pass
 
 
-def made(kind, optimizer="adam"):
+def made(kind, optimizer="adam", replicas=2):
     if kind == "synchronous":
-        strategy = strategy_of(2, tfpara.EASGD(0.2))
+        strategy = strategy_of(replicas, tfpara.EASGD(0.2))
     else:
         strategy = tfpara.simulate_async(1, tfpara.ASGD())
     keras.utils.set_random_seed(3)
@@ -115,9 +115,9 @@ def test_early_stopping_and_plateaus_go_on_where_they_were(kind, tmp_path):
     assert callbacks[2].stopped_epoch == 8 and type(callbacks[2].stopped_epoch) is int
 
 
-def rows_of_scores(directory, *others):
+def rows_of_scores(directory, *others, replicas=2):
     """Returns the rows that `HeldOut` writes in two epochs of 8 steps and 4 syncs each."""
-    _, model = made("synchronous")
+    _, model = made("synchronous", replicas=replicas)
     table = directory / "scores.csv"
     held_out = tfpara.callbacks.HeldOut((X, Y), times_per_epoch=4, csv=table)
     checkpoint = tfpara.callbacks.Checkpoint(directory / "run", every_syncs=1)
@@ -137,9 +137,12 @@ def whole_scores(tmp_path_factory):
 
 @pytest.mark.nightly
 @pytest.mark.one_version
-@pytest.mark.parametrize("last", [4, 5, None])
-def test_scores_within_an_epoch_go_on_where_they_were(last, whole_scores, tmp_path):
-    """The run is killed before the checkpoint after batch `last`, or after the end of the epoch."""
+@pytest.mark.parametrize(("last", "replicas"), [(4, 2), (5, 2), (None, 2), (4, 1), (5, 3)])
+def test_scores_within_an_epoch_go_on_where_they_were(last, replicas, whole_scores, tmp_path):
+    """The run is killed before the checkpoint after batch `last`, or after the end of the epoch.
+
+    It goes on with so many `replicas`.
+    """
 
     class Kill(keras.callbacks.Callback):
         def on_epoch_begin(self, epoch, logs=None):
@@ -156,7 +159,13 @@ def test_scores_within_an_epoch_go_on_where_they_were(last, whole_scores, tmp_pa
     assert [float(row["epoch"]) for row in whole_scores] == [0.25 * k for k in range(1, 9)]
     killed = rows_of_scores(tmp_path, Kill())
     assert killed == whole_scores[: {4: 6, 5: 7, None: 8}[last]]
-    assert rows_of_scores(tmp_path) == whole_scores
+    rows = rows_of_scores(tmp_path, replicas=replicas)
+    if replicas == 2:
+        assert rows == whole_scores
+    else:  # the scores differ, but not where they are taken
+        assert [[row["epoch"], row["syncs"]] for row in rows] == [
+            [row["epoch"], row["syncs"]] for row in whole_scores
+        ]
 
 
 def states(directory):

@@ -149,7 +149,7 @@ class ForCallbacks(Strategy):
 
     def steps_resumed(self, epoch: int) -> int:
         position = self.extended.data.position
-        return position.first // self.num_replicas if position.epoch == epoch else 0
+        return position.resumed if position.epoch == epoch else 0
 
     def answered(self, *requests: Request) -> None:
         """Forgets requests of these kinds, also one that is agreed on; all call it at one sync."""

@@ -33,12 +33,15 @@ class Position:
         first: number of minibatches that an earlier process has trained, over all replicas.
         steps: number of minibatches of each replica that must still be skipped.
         begun: the pass that continues, if `fit` has `steps_per_epoch`; None: a new pass begins.
+        resumed: number of steps of each replica in this epoch that an earlier process has taken,
+            counted as steps of this run's number of replicas.
     """
 
     epoch: int = 0
     first: int = 0
     steps: int = 0
     begun: Pass | None = None
+    resumed: int = 0
     _steps_seen: int = 0
 
     def move(
@@ -46,7 +49,7 @@ class Position:
     ) -> None:
         """Sets the position, after `steps_seen` training steps of this process."""
         self.epoch, self.first, self.steps, self._steps_seen = epoch, first, steps, steps_seen
-        self.begun = begun
+        self.begun, self.resumed = begun, steps
 
     def enter(self, epoch: int, steps_seen: int) -> None:
         """Notes that `fit` begins an epoch; a position that is in it, as after a resume, stays."""

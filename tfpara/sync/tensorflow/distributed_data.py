@@ -136,8 +136,7 @@ class DistributedData:
     def note_length(self, steps: int) -> None:
         """Notes the steps of a pass over `datasets_by_epoch`, whose length Keras does not know."""
         if self.worker.call_site.fits and not self.worker.call_site.calls:
-            done = self.position.first // self.worker.replicas  # the steps before a resume
-            self.momentum.set_length(done + steps)
+            self.momentum.set_length(self.position.resumed + steps)
 
     def next_order(self, count: int) -> list[int]:
         """Returns `shuffled` for the epoch that begins."""
@@ -322,8 +321,10 @@ class _EpochDatasets(_Datasets):
         epoch, first = self.data.begin_pass()
         if not self.data.worker.call_site.calls:
             # `dataset_fn` itself leaves out the minibatches that are trained already. `take_steps`
-            # clears their number, so that they are not skipped again.
+            # clears their number, so that they are not skipped again. If the run had another number
+            # of replicas before, those minibatches are another number of this run's steps.
             self.data.position.take_steps()
+            self.data.position.resumed = first // self.data.worker.replicas
         dealt = self.data.deal(epoch, first)
         if dealt is not None:
             first = dealt.first
