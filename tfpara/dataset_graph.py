@@ -119,10 +119,15 @@ class Scope:
 
     def constant(self, name: str) -> Any:
         """Returns the value of an input with one element; None if it is not a constant."""
+        found = self.array(name)
+        return None if found is None else found.item()
+
+    def array(self, name: str) -> Any:
+        """Returns the value of an input as an array; None if it is not a constant."""
         node = self._by_name.get(name.split(":")[0])
         if node is None or node.op != "Const":
             return None
-        return tf.make_ndarray(node.attr["value"].tensor).item()
+        return tf.make_ndarray(node.attr["value"].tensor)
 
     def is_fixed(self, name: str) -> bool:
         """Returns whether an input does not depend on the arguments of the function.
@@ -152,12 +157,12 @@ class Scope:
         node = self.nodes.add(name=f"tfpara_{op}_{len(self.nodes)}", op=op)
         return f"{node.name}:{output}:0" if self._is_function else node.name
 
-    def add_number(self, content: bytes) -> str:
-        """Adds an int64 constant, given as 8 bytes; returns the name as `add` does."""
+    def add_number(self, content: bytes, shape: Sequence[int] = ()) -> str:
+        """Adds an int64 constant, given as 8 bytes for each number; returns the name as `add`."""
         name = self.add("Const", "output")
         value = self.nodes[-1].attr["value"].tensor
         value.dtype = self.nodes[-1].attr["dtype"].type = tf.int64.as_datatype_enum
-        value.tensor_shape.SetInParent()
+        value.tensor_shape.CopyFrom(tf.TensorShape(shape).as_proto())
         value.tensor_content = content
         return name
 

@@ -5,7 +5,8 @@ copies must have the same minibatches in the same order, also if another worker 
 after a failure. But `shuffle` draws another order in each copy, and `deterministic=False` takes
 elements in the order in which they are ready. This module rewrites the dataset's TensorFlow graph:
 for each epoch the chief inserts the seeds of all shuffles, and all operations are deterministic.
-A dataset is refused if other random operations decide which elements come.
+The chief also inserts the states of random generators, which each copy would begin as they were
+when `fit` began. A dataset is refused if other random operations decide which elements come.
 """
 
 from __future__ import annotations
@@ -32,6 +33,9 @@ from tfpara.dataset_graph import (
 LARGEST_BYTES = 1 << 30
 
 _ANEW = ("reshuffle_each_iteration", "rerandomize_each_iteration")
+# The shapes of variables with the state of Keras' SeedGenerator (Keras' random layers have one) and
+# of tf.random.Generator, and how the names of the operations begin that draw from this state.
+_STATES = {(2,): "StatelessRandom", (3,): "Rng"}
 _PYTHON = {"EagerPyFunc", "PyFunc", "PyFuncStateless"}
 
 
@@ -55,9 +59,12 @@ class RepeatableProgram:
         self._spec = dataset.element_spec
         self._copies = itertools.count()
         self._anew: list[bool] = []  # for each shuffle: whether each epoch has another order
+        self._ops = {node.op for node in all_nodes(graph)}
         for scope in scopes(graph):
             for node in list(scope.nodes):
                 self._rewrite(node, scope)
+                if scope.nodes is graph.node and node.op == "AssignVariableOp":
+                    self._begin_anew(node, scope)
         # Seed k belongs between pieces k and k + 1: the marks are in the serialized graph in the
         # order in which they were added.
         self._pieces = graph.SerializeToString().split(self._mark)
@@ -85,6 +92,18 @@ class RepeatableProgram:
         self._anew.append(anew)
         for place in (first, second):
             node.input[place] = scope.add_number(self._mark)
+
+    def _begin_anew(self, node: tf.compat.v1.NodeDef, scope: Scope) -> None:
+        """Gives a generator another state in each epoch; `node` sets a variable's first value."""
+        value = scope.array(node.input[1])
+        drawing = None if value is None else _STATES.get(value.shape)
+        if value is None or value.dtype != np.int64 or drawing is None:
+            return
+        if any(op.startswith(drawing) for op in self._ops):
+            self._anew.append(True)
+            # A state may be any numbers. The two that `seeds` draws suffice for the third, too.
+            rest = bytes(8 * (value.size - 2))
+            node.input[1] = scope.add_number(2 * self._mark + rest, value.shape)
 
     def seeds(self, order: Sequence[int], epoch: int) -> tf.Tensor:
         """Returns the seeds of all shuffles, for `dataset`; `order` is that of `as_chunks`."""

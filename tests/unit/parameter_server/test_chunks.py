@@ -247,6 +247,29 @@ def test_a_dataset_that_is_shuffled_once_keeps_its_order(seed):
         assert first == [int(k) for batch in dataset for k in batch[1]]
 
 
+@pytest.mark.parametrize("kind", [keras.random.SeedGenerator, tf.random.Generator.from_seed])
+def test_what_a_map_draws_is_new_in_each_epoch(kind):
+    """As in plain Keras, where the generator's state goes on from epoch to epoch."""
+    generator = kind(5)
+    sizes = tf.Variable([7, 8])  # of no generator
+
+    def noise(k):
+        if isinstance(generator, tf.random.Generator):
+            return generator.normal([2]), tf.identity(sizes)
+        return keras.random.normal([2], seed=generator), tf.identity(sizes)
+
+    dataset = tf.data.Dataset.range(6).map(noise).batch(2)
+
+    def drawn(order, epoch):
+        (batches,) = read(as_chunks(dataset, count=1, order=order), epoch)
+        assert all((batch[1] == [7, 8]).all() for batch in batches)
+        return [float(number) for batch in batches for number in batch[0].ravel()]
+
+    found = [drawn([1, 0], 0), drawn([1, 0], 1), drawn([1, 1], 0)]
+    assert len({number for numbers in found for number in numbers}) == 3 * 12
+    assert drawn([1, 0], 1) == found[1]  # of a worker that takes over
+
+
 def test_each_worker_of_a_simulation_reads_what_is_its_share_at_once():
     """The copies that are read at the same time do not disturb each other."""
     chunks = as_chunks(SHUFFLED["then cached"](), count=3)
