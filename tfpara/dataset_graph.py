@@ -89,6 +89,35 @@ def by_chance(graph: tf.compat.v1.GraphDef) -> tuple[str, str] | None:
     return None
 
 
+def changes(graph: tf.compat.v1.GraphDef, handle: str) -> bool:
+    """Returns whether a dataset's functions change the variable with this handle."""
+    functions = {each.signature.name: each for each in graph.library.function}
+
+    def changed(nodes: Sequence[tf.compat.v1.NodeDef], name: str) -> bool:
+        for node in nodes:
+            inputs = [each.split(":")[0] for each in node.input if not each.startswith("^")]
+            for place in (k for k, each in enumerate(inputs) if each == name):
+                if node.op.startswith(("Assign", "Rng")):
+                    return True
+                if node.op == "Identity" and changed(nodes, node.name):
+                    return True
+                # A function's last arguments are those that it captures. An operation that makes a
+                # dataset takes another dataset before them.
+                if "Targuments" in node.attr:
+                    place -= 1 + len(node.attr["Targuments"].list.type)
+                elif "Dataset" in node.op:
+                    continue
+                else:
+                    place -= len(inputs)
+                for called in filter(None, map(functions.get, _functions(node))):
+                    if changed(called.node_def, called.signature.input_arg[place].name):
+                        return True
+        return False
+
+    # In the dataset's own graph variables get their first values.
+    return changed([each for each in graph.node if each.op != "AssignVariableOp"], handle)
+
+
 def _chooses(node: tf.compat.v1.NodeDef) -> bool:
     """Returns whether an operation may select or reorder elements by their values."""
     # A map makes one element from each element, so it does not choose. Other operations that call

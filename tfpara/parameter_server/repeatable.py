@@ -24,6 +24,7 @@ from tfpara.dataset_graph import (
     all_nodes,
     by_chance,
     cache_file,
+    changes,
     scopes,
     unordered,
     unseeded,
@@ -33,9 +34,9 @@ from tfpara.dataset_graph import (
 LARGEST_BYTES = 1 << 30
 
 _ANEW = ("reshuffle_each_iteration", "rerandomize_each_iteration")
-# The shapes of variables with the state of Keras' SeedGenerator (Keras' random layers have one) and
-# of tf.random.Generator, and how the names of the operations begin that draw from this state.
-_STATES = {(2,): "StatelessRandom", (3,): "Rng"}
+# The shapes of the states of Keras' SeedGenerator (Keras' random layers have one) and of
+# tf.random.Generator.
+_STATES = {(2,), (3,)}
 _PYTHON = {"EagerPyFunc", "PyFunc", "PyFuncStateless"}
 
 
@@ -59,12 +60,11 @@ class RepeatableProgram:
         self._spec = dataset.element_spec
         self._copies = itertools.count()
         self._anew: list[bool] = []  # for each shuffle: whether each epoch has another order
-        self._ops = {node.op for node in all_nodes(graph)}
         for scope in scopes(graph):
             for node in list(scope.nodes):
                 self._rewrite(node, scope)
                 if scope.nodes is graph.node and node.op == "AssignVariableOp":
-                    self._begin_anew(node, scope)
+                    self._begin_anew(node, scope, graph)
         # Seed k belongs between pieces k and k + 1: the marks are in the serialized graph in the
         # order in which they were added.
         self._pieces = graph.SerializeToString().split(self._mark)
@@ -93,13 +93,13 @@ class RepeatableProgram:
         for place in (first, second):
             node.input[place] = scope.add_number(self._mark)
 
-    def _begin_anew(self, node: tf.compat.v1.NodeDef, scope: Scope) -> None:
+    def _begin_anew(
+        self, node: tf.compat.v1.NodeDef, scope: Scope, graph: tf.compat.v1.GraphDef
+    ) -> None:
         """Gives a generator another state in each epoch; `node` sets a variable's first value."""
         value = scope.array(node.input[1])
-        drawing = None if value is None else _STATES.get(value.shape)
-        if value is None or value.dtype != np.int64 or drawing is None:
-            return
-        if any(op.startswith(drawing) for op in self._ops):
+        is_state = value is not None and value.dtype == np.int64 and value.shape in _STATES
+        if is_state and changes(graph, node.input[0]):
             self._anew.append(True)
             # A state may be any numbers. The two that `seeds` draws suffice for the third, too.
             rest = bytes(8 * (value.size - 2))

@@ -251,7 +251,7 @@ def test_a_dataset_that_is_shuffled_once_keeps_its_order(seed):
 def test_what_a_map_draws_is_new_in_each_epoch(kind):
     """As in plain Keras, where the generator's state goes on from epoch to epoch."""
     generator = kind(5)
-    sizes = tf.Variable([7, 8])  # of no generator
+    sizes = tf.Variable([7, 8], dtype=tf.int64)  # of no generator
 
     def noise(k):
         if isinstance(generator, tf.random.Generator):
