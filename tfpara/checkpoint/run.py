@@ -112,8 +112,8 @@ class SyncCheckpoints(Checkpoints):
 
     def _note_unknown_optimizers(self) -> None:
         steps, before = self._strategy.extended.steps, self._steps_before
-        stepped = [each for each, count in steps.step_counts() if before.get(each) != count]
-        used = [each for each in steps.optimizers_of(self.model) if each in stepped]
+        now = dict(steps.step_counts())
+        used = [each for each in steps.optimizers_of(self.model) if now[each] != before.get(each)]
         try:
             check_optimizers_known(self.model, used, "a checkpoint")
         except ValueError as error:
