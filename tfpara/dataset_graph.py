@@ -1,4 +1,4 @@
-"""Finds operations of datasets that draw at random, choose elements or lose the order.
+"""Finds operations of datasets that draw at random, choose elements, lose the order or set states.
 
 A graph may be that of a serialized dataset or that of a dataset's function.
 """

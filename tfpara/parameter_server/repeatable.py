@@ -63,7 +63,7 @@ class RepeatableProgram:
         for scope in scopes(graph):
             for node in list(scope.nodes):
                 self._rewrite(node, scope)
-                if scope.nodes is graph.node and node.op == "AssignVariableOp":
+                if node.op == "AssignVariableOp":
                     self._begin_anew(node, scope, graph)
         # Seed k belongs between pieces k and k + 1: the marks are in the serialized graph in the
         # order in which they were added.
