@@ -37,6 +37,8 @@ while [ $# -gt 0 ]; do
   esac
   shift
 done
+whole=1 # unless the arguments name tests
+if [[ " $*" == *" tests/"* ]]; then whole=; fi
 case $stack in
   full) extras=test,speech,plot,io,docs ;;
   latest) extras=test,speech,plot ;;
@@ -86,15 +88,16 @@ if [ "$stack" = full ]; then
     pytest_arguments+=(-m "$nightly")
   fi
   if [ -z "$fast" ]; then
-    # Compiles the tests once, beside the next check, instead of in each process of pytest.
-    (cd "$work" && env -u PYTHONDONTWRITEBYTECODE PYTHONPATH="$work" PYTHONSAFEPATH=1 \
-      "$venv/bin/python" -m pytest -c "$root/pyproject.toml" -p no:cacheprovider -n 0 \
-      --collect-only -q tests >/dev/null 2>&1 || true) &
-    compiling=$!
+    if [ -n "$whole" ]; then
+      # Compiles the tests once, beside the next check, instead of in each process of pytest.
+      (cd "$work" && env -u PYTHONDONTWRITEBYTECODE PYTHONPATH="$work" PYTHONSAFEPATH=1 \
+        "$venv/bin/python" -m pytest -c "$root/pyproject.toml" -p no:cacheprovider -n 0 \
+        --collect-only -q tests >/dev/null 2>&1) &
+    fi
     check "Horovod (scripts/install_horovod.sh)" scripts/install_horovod.sh --venv="$venv"
     # If Horovod is missing, this makes its tests fail instead of being skipped.
     export TFPARA_TEST_HOROVOD=1
-    wait "$compiling"
+    wait
   fi
   # Trainings run without TensorFlow's graph optimiser, which takes a seventh of their time. The
   # optimiser is on in test_rules_on_cluster.py and in the latest stack. With --all it is also on in
@@ -112,7 +115,7 @@ else
   # servers or checkpoints. The tests of that code are marked "latest". Each of these tests runs its
   # first case only, unless it is marked "all_cases".
   pytest_arguments+=(-m "latest and not long and not one_version${nightly:+ and $nightly}" --first-cases)
-  if [[ " $*" != *" tests/"* ]]; then # each process of pytest reads all files that are named
+  if [ -n "$whole" ]; then # each process of pytest reads all files that are named
     mapfile -t latest < <(grep -rl --include='test_*.py' 'mark\.latest' tests)
     pytest_arguments+=("${latest[@]}")
   fi
