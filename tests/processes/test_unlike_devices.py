@@ -67,7 +67,7 @@ def assert_alike(found, expected):
     """The sums have another order, and what that rounds grows where replicas stay apart."""
     assert found.keys() == expected.keys()
     for name, value in expected.items():
-        np.testing.assert_allclose(found[name], value, atol=5e-4, rtol=5e-4, err_msg=name)
+        np.testing.assert_allclose(found[name], value, atol=1e-4, rtol=1e-4, err_msg=name)
 
 
 def check_by_keras(found, name):

@@ -141,7 +141,10 @@ def test_a_report_that_cannot_be_written_is_shown_all_the_same(tmp_path, capsys)
     (tmp_path / "link").symlink_to("/dev/full")
     assert main(["--faults=kill", f"--report={tmp_path}/link", "--", "true"]) == 1
     said = capsys.readouterr()
-    assert said.err.startswith("tfpara-chaos: --report cannot be written: [Errno 22]")
+    assert said.err == (
+        "tfpara-chaos: --report cannot be written: [Errno 22] it is a FIFO or a device, and no "
+        "regular file: '/dev/full'\n"
+    )
     assert "0 faults, 1 starts" in said.out
 
 
