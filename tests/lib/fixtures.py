@@ -69,7 +69,7 @@ def run():
             process = warm.Popen(command, **options)
         with process:
             try:
-                out, err = process.communicate(timeout=200)
+                out, err = process.communicate(timeout=500)  # less than the timeout of a test
             finally:
                 process.kill()
         return Ended(process.returncode, out, err)
