@@ -64,18 +64,18 @@ def _limited(
         ours, free = _longest(found, strategy), _longest(loopback, strategy)
         if ours is None:
             continue
-        name = f"*{ours['system']}*"
-        text = f"At {link}, two workers of {name} train on {ours[_SPEED]:.0f} samples/s."
+        text = f"At {link}, two workers of *{ours['system']}* train on {ours[_SPEED]:.0f} samples/s"
+        ratios = []
         if free is not None:
-            ratio = ours[_SPEED] / free[_SPEED]
-            text += f" At {link}, {name} is {ratio:.2f} times as fast as on loopback."
+            ratios.append(f"{ours[_SPEED] / free[_SPEED]:.2f} times as fast as on loopback")
         if per_step:
             best = max(per_step, key=lambda r: r[_SPEED])
-            text += (
-                f" At {link}, {name} is {ours[_SPEED] / best[_SPEED]:.1f} times as fast as "
-                f"{best['system']} ({best[_SPEED]:.0f} samples/s), the fastest system that "
-                "averages gradients at every step."
+            ratios.append(
+                f"{ours[_SPEED] / best[_SPEED]:.1f} times as fast as {best['system']} "
+                f"({best[_SPEED]:.0f} samples/s), the fastest system that averages gradients at "
+                "every step"
             )
+        text += f": {', and '.join(ratios)}." if ratios else "."
         said.append(text)
     return said
 

@@ -186,8 +186,8 @@ def test_headlines_compare_what_was_measured():
     assert "*averager* has the largest speed-up: two workers are 1.80 times" in peers
     assert "takes 60 ms. That is 1.20 times as long as the *bare Horovod all-reduce*" in sync
     assert "takes 440 ms at 1000 Mbit/s. That is 1.10 times as long" in limited_sync
-    assert "*tfpara, period 80* is 0.80 times as fast as on loopback." in limited
-    assert "*tfpara, period 80* is 10.0 times as fast as DDP (8 samples/s)" in limited
+    assert "of *tfpara, period 80* train on 80 samples/s: 0.80 times as fast as on lo" in limited
+    assert "on loopback, and 10.0 times as fast as DDP (8 samples/s)" in limited
     assert headlines([]) == []
 
 
