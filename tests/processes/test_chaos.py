@@ -11,6 +11,7 @@ import pytest
 
 from tests.lib.launched import Launched
 from tfpara.chaos import cable, faults, processes
+from tfpara.chaos.drill import Drill, Plan
 
 # A chief that answers, and workers that count what they are answered; SIGTERM ends them with 75.
 TALK = """
@@ -171,6 +172,14 @@ def test_a_disk_is_full_for_a_while(tmp_path):
         (tmp_path / "again").write_bytes(bytes(1 << 16))
     finally:
         subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+def test_the_time_for_faults_begins_with_training():
+    """A start may take longer than that; no worker is there to be killed, which is noted."""
+    told = "import time; print('1 worker, 2 replicas', flush=True); time.sleep(3)"
+    drill = Drill([sys.executable, "-c", told], Plan(["kill"], every=0.1, until=60.0))
+    drill._begin -= 100.0
+    assert {made.kind for made in drill.run().missed} == {"kill"}
 
 
 @pytest.mark.nightly

@@ -114,8 +114,8 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--version", action="version", version=f"%(prog)s {__version__}")
     add("--every", type=_seconds, default=30.0, help="mean time between faults (default: 30s)")
     add("--for", dest="until", type=_seconds, default=float("inf"), metavar="FOR",
-        help="time from the first start after which there are no more (default: until the command "
-        "ends), such as 90s, 30m, 1h")  # fmt: skip
+        help="time of training after which there are no more (default: until the command ends), "
+        "such as 90s, 30m, 1h")  # fmt: skip
     add("--faults", dest="kinds", type=_names(FAULTS), default=["kill"], metavar="FAULTS",
         help="kinds, with commas between (default: kill)")  # fmt: skip
     add("--at", dest="points", type=_names(POINTS), default=[], metavar="AT",

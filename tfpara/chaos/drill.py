@@ -40,7 +40,7 @@ class Plan(NamedTuple):
 
     kinds: Sequence[str] = ()  # kinds of faults to draw from; none for a quiet run
     every: float = 30.0  # mean seconds between two faults; each wait is drawn from 0.5 to 1.5 times
-    until: float = float("inf")  # seconds after the first start, from which on there are no faults
+    until: float = float("inf")  # seconds of training after which there are no more faults
     lasting: float = 8.0  # duration in seconds of faults that have an end
     points: Sequence[str] = ()  # of `POINTS`; at each is one more fault after each timed one
     seed: int = 0  # seed of all random choices
@@ -65,7 +65,8 @@ class Drill:
         self._seen: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._open = set(plan.points)  # points that get a fault when the run reaches them next
         self._begin = time.monotonic()
-        self._due: float | None = None
+        self._due: float | None = None  # the time of the next fault; None: training has not begun
+        self._until = 0.0  # the time from which on there are no faults
         self._process: subprocess.Popen[str] | None = None
 
     def run(self) -> report.Run:
@@ -141,8 +142,8 @@ class Drill:
         if self._due is None:
             if not self._plan.kinds or not self._has_begun(progress):
                 return
-            self._due = now + self._wait()
-        if now > self._plan.until:
+            self._due, self._until = now + self._wait(), now + self._plan.until
+        if now > self._until:
             return
         if point in self._open:
             self._open.discard(point)
