@@ -30,7 +30,8 @@ class Trace(fit_call.Callback):
     ui.perfetto.dev. It has a process for each worker, and in each process these rows:
 
     * step: minibatches, as Keras runs them, syncs included;
-    * check: whether the weights are finite, at a sync; wait: for the other workers;
+    * check: whether the weights are finite, at a sync; wait: for the other workers, which for a
+      small model includes the exchange of its weights;
     * pack: the weights into buckets; reduce: their exchange;
     * rule: the rule and the averages; unpack: the weights from the buckets.
 

@@ -1,7 +1,7 @@
 """A worker that trains with `tfpara.callbacks.Trace`; worker 1 comes late to one sync.
 
 Options (JSON): log_dir, steps (first and last, or null), aggregation, late_step, late_seconds,
-minibatches (in an epoch), sync_period, epochs, overlap.
+minibatches (in an epoch), sync_period, epochs, overlap, width (of the hidden layer).
 """
 
 import json
@@ -38,7 +38,8 @@ def main():
         overlap=options.get("overlap", False),
     )
     with strategy.scope():
-        model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(6), keras.layers.Dense(3)])
+        hidden = keras.layers.Dense(options.get("width", 6))
+        model = keras.Sequential([keras.Input((8,)), hidden, keras.layers.Dense(3)])
         model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     x, y = np.ones((4, 8), "float32"), np.zeros(4, "int32")
     data = strategy.distribute_datasets_from_function(

@@ -112,11 +112,20 @@ def test_other_settings_are_refused_and_starting_over_is_not(run, resumed, corpu
     assert len(epochs(one)) == 1
 
 
-# `scripts.train`, which is killed at the start of epoch 3, the first time.
+# `scripts.train`, which is killed at the start of epoch 3, the first time. The chief begins when
+# the evaluator waits for it.
 KILLED_ONCE = """
-import os, signal, sys
+import os, signal, sys, time
 mark = sys.argv.pop(1)
-from scripts import common
+from scripts import common, run_files
+waits = run_files.wait_for_begin
+def wait(*args):
+    open(mark + "-waits", "w").close()
+    waits(*args)
+run_files.wait_for_begin = wait
+evaluates = "evaluator" in os.environ.get("TF_CONFIG", "")
+while not (evaluates or os.path.exists(mark + "-waits")):
+    time.sleep(0.1)
 import tfpara
 old = tfpara.callbacks.Telemetry.on_epoch_begin
 def begin(self, epoch, logs=None):
