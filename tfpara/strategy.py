@@ -108,6 +108,11 @@ class Strategy:
         return None
 
     @property
+    def blocks_differ(self) -> bool:
+        """Whether workers may take different numbers of steps in a block."""
+        return False
+
+    @property
     def averages(self) -> Mapping[str, Average]:
         """The averages of the global model, by name."""
         return {}

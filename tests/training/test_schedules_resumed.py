@@ -56,8 +56,11 @@ class Killed(Exception):
     pass
 
 
-def run(directory, schedules, kill=None):
-    """One process of the run; what it ends with, or None where it was killed."""
+def run(directory, schedules, known, kill=None):
+    """One process of the run; what it ends with, or None where it was killed.
+
+    `known`: whether Keras knows the number of steps in an epoch.
+    """
     strategy = strategy_of(2, tfpara.BMUF(0.5))
     keras.utils.set_random_seed(len(list(directory.glob("checkpoint-*"))))
     with strategy.scope():
@@ -85,8 +88,12 @@ def run(directory, schedules, kill=None):
             if (self.epoch, batch) == kill:
                 raise Killed
 
+        def on_epoch_end(self, epoch, logs=None):
+            if (epoch, "end") == kill:
+                raise Killed
+
     checkpoint = Checkpoint(directory, every_syncs=1)
-    data = strategy.datasets_by_epoch(of_this_worker)
+    data = plain(0, 64) if known else strategy.datasets_by_epoch(of_this_worker)
     callbacks = [Kill(), *schedules, checkpoint]
     try:
         log = model.fit(data, epochs=EPOCHS, verbose=0, callbacks=callbacks).history
@@ -100,23 +107,24 @@ def run(directory, schedules, kill=None):
     return [c.numpy() for v in variables for c in first(v.value)], states, log["learning_rate"]
 
 
-@pytest.mark.nightly_cases("by scores", "by the last rate")
+@pytest.mark.nightly_cases("by scores", "by the last rate", "unknown length")
 @pytest.mark.parametrize(
-    ("schedules", "kills"),
+    ("schedules", "known", "kills"),
     [
-        (by_position, [(1, 5)]),
-        (by_the_last_rate, [(1, 5), (2, 0)]),
-        (by_scores, [(0, 3), (2, 4)]),
+        (by_position, True, [(1, 5), (3, "end")]),
+        (by_position, False, [(1, 5)]),
+        (by_the_last_rate, False, [(1, 5), (2, 0)]),
+        (by_scores, False, [(0, 3), (2, 4)]),
     ],
-    ids=["by position", "by the last rate", "by scores"],
+    ids=["by position", "unknown length", "by the last rate", "by scores"],
 )
-def test_a_resumed_run_has_the_schedule_of_an_uninterrupted_one(tmp_path, schedules, kills):
+def test_a_resumed_run_has_the_schedule_of_an_uninterrupted_one(tmp_path, schedules, known, kills):
     (tmp_path / "whole").mkdir()
     (tmp_path / "broken").mkdir()
-    weights, states, rates = run(tmp_path / "whole", schedules)
+    weights, states, rates = run(tmp_path / "whole", schedules, known)
     for kill in kills:
-        assert run(tmp_path / "broken", schedules, kill) is None
-    resumed_weights, resumed_states, resumed_rates = run(tmp_path / "broken", schedules)
+        assert run(tmp_path / "broken", schedules, known, kill) is None
+    resumed_weights, resumed_states, resumed_rates = run(tmp_path / "broken", schedules, known)
     assert len(set(rates)) > 1
     assert resumed_rates == rates[kills[-1][0] :]
     assert resumed_states == states

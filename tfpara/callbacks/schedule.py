@@ -111,20 +111,23 @@ class LearningRate(Schedule):
         self._epoch = -1
         self._before = 0  # number of minibatches of this epoch that an earlier process has trained
         self._done = 0  # number of minibatches of this epoch that are trained so far
-        self._restored: tuple[int, int] | None = None
+        self._restored: tuple[int, int, float | None] | None = None
         self._rate: float | None = None
+        self._used: float | None = None  # the rate of the last trained step of this epoch
         self._units = 1  # length of this epoch, in units of `Strategy.epoch_units`
 
     def get_state(self) -> dict[str, Json]:
-        return {"epoch": self._epoch, "steps": self._done}
+        return {"epoch": self._epoch, "steps": self._done, "rate": self._used}
 
     def set_state(self, state: Mapping[str, Json]) -> None:
-        self._restored = (state["epoch"], state["steps"])
+        self._restored = (state["epoch"], state["steps"], state.get("rate"))
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         restored, self._restored = self._restored, None
         self._epoch = epoch
-        self._done = restored[1] if restored and restored[0] == epoch else 0
+        self._done, self._used = 0, None
+        if restored and restored[0] == epoch:
+            _, self._done, self._used = restored
         # In an epoch that is resumed, Keras counts batches from the first one after the resumption.
         # AsyncStrategy counts them from the start of the epoch.
         is_async = self._strategy.running is not None
@@ -141,9 +144,14 @@ class LearningRate(Schedule):
             self._set(self._epoch + self._share(self._before + batch))
 
     def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
-        self._done = self._before + batch + 1
+        self._done, self._used = self._before + batch + 1, self._rate
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
+        if self._used not in (None, self._rate) and not self._strategy.blocks_differ:
+            # Where Keras does not know how many steps are left, as in a resumed epoch, it begins
+            # one more, which finds no data. The epoch ends with the rate of its last step; but if
+            # workers take different numbers of steps, with the rate at its end, which all have.
+            self.model.optimizer.learning_rate = self._rate = self._used
         super().on_epoch_end(epoch, logs)
         self._epoch = -1  # tells later checkpoints that no epoch is under way
 
