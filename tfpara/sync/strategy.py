@@ -314,7 +314,9 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, ForCallbac
         Args:
             dataset_fn: called on each worker as `dataset_fn(epoch, first)`. It returns this
                 worker's minibatches of that epoch (from 0), those of its replicas in turn: a
-                minibatch for each of `local_replica_ids`, then the next for each, and so on.
+                minibatch for each of `local_replica_ids`, then the next for each, and so on. In it,
+                with `balance`, `local_replica_ids` and `num_replicas` are those of a run of one
+                worker; with `elastic` they change. So it must read them anew in each call.
                 It must leave out the first `first` minibatches, counted over all replicas, which
                 have been trained already: 0 where an epoch begins, and at most all minibatches. All
                 datasets, an empty one too, must have the same element spec.
