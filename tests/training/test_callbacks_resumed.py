@@ -82,6 +82,28 @@ def fit(kind, directory, callbacks, epochs=10):
     return model, history.history
 
 
+class KilledAfterASync(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == 2:
+            raise Killed
+
+
+def test_the_bar_after_a_resumed_epoch_counts_the_steps_of_a_whole_one(tmp_path, capsys):
+    data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(8)
+    data = data.filter(lambda *_: True)  # so that Keras does not know the number of steps
+
+    def run(*callbacks):
+        checkpoint = tfpara.callbacks.Checkpoint(tmp_path, every_syncs=1)
+        made("synchronous")[1].fit(data, epochs=2, verbose=2, callbacks=[*callbacks, checkpoint])
+
+    with pytest.raises(Killed):
+        run(KilledAfterASync())
+    capsys.readouterr()
+    run()
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines if "/step" in line] == ["2/2", "4/4"]
+
+
 def deciding(kill=None):
     return [
         scores(kill),

@@ -116,6 +116,11 @@ def _after(name: str, extended: Any, callbacks: CallbackList, number: int) -> No
         extended.momentum.begin_epoch(model, callbacks.params.get("steps"), epochs)
     elif name == "on_epoch_end":
         extended.progress.epoch_ends(number, model.history.history)
+        if extended.data.position.resumed:
+            # Keras would take the steps that were left in a resumed epoch for those of every epoch.
+            for each in callbacks.callbacks:
+                if isinstance(each, keras.callbacks.ProgbarLogger):
+                    each.target = callbacks.params.get("steps")
         if first:
             extended.note_idle(model)
 

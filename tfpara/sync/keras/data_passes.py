@@ -172,8 +172,8 @@ class Passes(trainer.TFEpochIterator):
         if why:
             self.extended.notes.tell(
                 f"the run goes on within its data, but their dataset {why}: rows may be trained "
-                "twice or not at all. Give fit strategy.datasets_by_epoch(...), whose data can be "
-                "entered in the middle of an epoch."
+                "twice or not at all. Give fit strategy.minibatches_by_epoch(lambda epoch: ...), "
+                "whose data can be entered in the middle of an epoch."
             )
 
 

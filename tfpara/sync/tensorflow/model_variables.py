@@ -52,7 +52,7 @@ def replica_variables(
         # With `balance` replicas take different numbers of steps, but follow one schedule of the
         # learning rate. So syncs also write the step counts from which a schedule computes the
         # rate.
-        scheduled = [o for o in optimizers(model) if _has_schedule(o) and o not in counting]
+        scheduled = [o for o in optimizers(model) if has_schedule(o) and o not in counting]
         counting = [*counting, *scheduled]
     rule = settings.rule
     if hasattr(rule, "check_optimizer"):
@@ -98,7 +98,8 @@ def replica_variables(
     )
 
 
-def _has_schedule(optimizer: keras.optimizers.Optimizer) -> bool:
+def has_schedule(optimizer: keras.optimizers.Optimizer) -> bool:
+    """Returns whether an optimizer computes its learning rate from the number of its steps."""
     rate = getattr(optimizer, "_learning_rate", None)  # `learning_rate` would call the schedule
     return isinstance(rate, keras.optimizers.schedules.LearningRateSchedule)
 
@@ -123,7 +124,7 @@ def _counting_moments(
             )
         if kinds & _WITHOUT_COUNT:
             continue
-        if _has_schedule(optimizer):
+        if has_schedule(optimizer):
             raise ValueError(
                 f'local_state="reset" sets back the number of steps from which {name} corrects its '
                 "moments, and from which its learning-rate schedule counts too. Give a number as "

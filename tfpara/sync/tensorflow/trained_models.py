@@ -26,7 +26,7 @@ from tfpara.sync.one_sync.synchronizer import Synchronizer
 from tfpara.sync.settings import Settings
 from tfpara.sync.start_line import in_words
 from tfpara.sync.tensorflow.links import Links
-from tfpara.sync.tensorflow.model_variables import check_ftrl, replica_variables
+from tfpara.sync.tensorflow.model_variables import check_ftrl, has_schedule, replica_variables
 from tfpara.sync.tensorflow.variables import Metric, not_aggregated, plain_variable
 from tfpara.sync.workers.json_exchange import everyones
 from tfpara.sync.workers.settings_check import agree
@@ -324,6 +324,14 @@ class TrainedModels:
             self._notes.tell(
                 "the model has weights of float64, and every sync rounds them to float32, in which "
                 "the global model is kept."
+            )
+        if self.company.changes and any(map(has_schedule, optimizers(model))):
+            self._notes.tell(
+                "the optimizer has a learning-rate schedule, which counts the steps of one replica. "
+                "If workers are lost, the others take more steps in an epoch, and the schedule ends "
+                "too early; if workers join, it ends too late. Compile with a number, and give fit "
+                "tfpara.callbacks.LearningRate(schedule, steps_per_epoch=...), with the schedule "
+                "in epochs."
             )
         if settings is not self.settings and settings.rule.has_momentum():
             self._notes.tell(
