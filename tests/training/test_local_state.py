@@ -158,6 +158,17 @@ def test_a_first_worker_with_ftrl_is_refused_where_others_may_join():
         strategy.extended.models.make(model)
 
 
+@pytest.mark.parametrize("changes", [False, True])
+def test_a_schedule_that_counts_steps_is_told_of_where_workers_come_and_go(changes, capfd):
+    strategy = make(tfpara.BSP())
+    cosine = keras.optimizers.schedules.CosineDecay(0.1, 100)
+    model = built(strategy, lambda: keras.optimizers.AdamW(cosine))
+    models = strategy.extended.models
+    models.company = types.SimpleNamespace(changes=changes)
+    models._note_settings(model, models.settings, types.SimpleNamespace(weights=[], state=[]))
+    assert ("callbacks.LearningRate(schedule" in capfd.readouterr().err) == changes
+
+
 @pytest.mark.nightly
 def test_ftrl_inside_a_multi_optimizer_that_is_not_built_yet_is_refused():
     """Its function makes the optimizers when slots are made, in the first step at the latest."""
