@@ -207,10 +207,10 @@ def _errors(plans: Sequence[Plan]) -> str:
     compressed = bool(formats - {"none"})
     added = "; to those with int4 is added what it added in a shorter run" * ("int4" in formats)
     return (
-        "Errors: by how much `BMUF()` got more wrong than one replica, on 40 minutes of speech in "
-        f"eight epochs{', without compression' * compressed}{added}. In brackets is the measured "
-        "case: of the next larger N, and of the next shorter or longer period, whichever was "
-        "worse. A run with more syncs loses less, and one with fewer syncs more."
+        "Errors: by how much `BMUF()` got more wrong than one replica, by SGD on 40 minutes of "
+        f"speech in eight epochs{', without compression' * compressed}{added}. In brackets is the "
+        "measured case: of the next larger N, and of the next shorter or longer period, whichever "
+        "was worse. A run with more syncs loses less, and one with fewer syncs more."
     )
 
 
