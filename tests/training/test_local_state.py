@@ -166,7 +166,7 @@ def test_a_schedule_that_counts_steps_is_told_of_where_workers_come_and_go(chang
     models = strategy.extended.models
     models.company = types.SimpleNamespace(changes=changes)
     models._note_settings(model, models.settings, types.SimpleNamespace(weights=[], state=[]))
-    assert ("callbacks.LearningRate(schedule" in capfd.readouterr().err) == changes
+    assert ("callbacks.LearningRate(schedule, " in capfd.readouterr().err) == changes
 
 
 @pytest.mark.nightly

@@ -329,9 +329,9 @@ class TrainedModels:
             self._notes.tell(
                 "the optimizer has a learning-rate schedule, which counts the steps of one "
                 "replica. If workers are lost, the others take more steps in an epoch, and the "
-                "schedule ends too early; if workers join, it ends too late. Compile with a "
-                "number, and give fit tfpara.callbacks.LearningRate(schedule, "
-                "steps_per_epoch=...), with the schedule in epochs."
+                "schedule ends too early; if workers join, it ends too late. Compile with a number "
+                "as the rate, and give fit tfpara.callbacks.LearningRate(schedule, "
+                "steps_per_epoch=...), where the schedule counts epochs."
             )
         if settings is not self.settings and settings.rule.has_momentum():
             self._notes.tell(
