@@ -29,7 +29,7 @@ class Telemetry(Clock):
       `workers`, their number at the end of the epoch;
     * with an `AsyncStrategy`: `pushes`, the number in the epoch; `staleness`, the mean of the
       pushes' staleness; `staleness_max`, the largest so far (255 stands for 255 or more). The whole
-      distribution is a histogram in `log_dir`.
+      distribution is the histogram `staleness_distribution` in `log_dir`.
 
     The chief writes these and everything else in the epoch's log to `log_dir`. The callback runs
     before others, so that its clock stops before they work.
@@ -73,4 +73,7 @@ class Telemetry(Clock):
         self._scalars.write(epoch, logs)
         if "staleness" in self.measured:
             counts = self.end.staleness - self.begin.staleness
-            self._scalars.write_histogram(epoch, "staleness", np.arange(len(counts)), counts)
+            # A name of its own: under one name, TensorBoard shows either scalars or histograms.
+            self._scalars.write_histogram(
+                epoch, "staleness_distribution", np.arange(len(counts)), counts
+            )

@@ -843,12 +843,13 @@ def test_telemetry_reports_pushes_and_their_staleness(tmp_path):
     assert history.history["pushes"] == [24.0, 24.0]
     assert 0 < history.history["staleness"][1] < 3
     (file,) = tmp_path.glob("events.out.*")
-    tags = {
-        value.tag
-        for event in tf.compat.v1.train.summary_iterator(str(file))
-        for value in event.summary.value
-    }
-    assert {"staleness", "pushes", "loss"} <= tags
+    plugins = {}
+    for event in tf.compat.v1.train.summary_iterator(str(file)):
+        for value in event.summary.value:
+            name = value.metadata.plugin_data.plugin_name
+            plugins.setdefault(value.tag, set()).add(name)
+    assert plugins["staleness"] == plugins["pushes"] == plugins["loss"] == {"scalars"}
+    assert plugins["staleness_distribution"] == {"histograms"}
 
 
 def test_a_plan_does_not_measure_pushes(monkeypatch):
