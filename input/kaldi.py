@@ -114,8 +114,9 @@ def _opened(location: Location) -> Iterator[BinaryIO]:
                 yield file
         except (FileNotFoundError, IsADirectoryError) as error:
             raise FileNotFoundError(
-                f"{location.where}: {location.path} is not a file. Paths in scp files are taken"
-                " from the current directory, as in Kaldi"
+                f"{location.where}: {location.path} is not a file. As in Kaldi, paths in scp files"
+                " are taken from the current directory. If these begin elsewhere, start the program"
+                " there, with PYTHONPATH set to tfpara's checkout"
             ) from error
         except OSError as error:
             raise CorpusError(

@@ -184,6 +184,13 @@ def _with_labels(
     """
     known = set(labels.ids())
     wanted = [utterance for part in parts.values() for utterance in part.utterances]
+    # First, since --skip=labels would not help here.
+    for split, part in parts.items():
+        if (part.utterances or split == "train") and known.isdisjoint(part.utterances):
+            raise CorpusError(
+                f"none of the {len(part.utterances)} {split} utterances has labels: --ali or"
+                " --phones must name theirs, too"
+            )
     without = [utterance for utterance in wanted if utterance not in known]
     if without:
         message = f"{len(without)} of {len(wanted)} utterances have no labels, first {without[0]}"
@@ -196,9 +203,6 @@ def _with_labels(
         split: part._replace(utterances=[u for u in part.utterances if u in known])
         for split, part in parts.items()
     }
-    for split, part in parts.items():
-        if (part.utterances or split == "train") and not kept[split].utterances:
-            raise CorpusError(f"none of the {len(part.utterances)} {split} utterances has labels")
     return kept
 
 

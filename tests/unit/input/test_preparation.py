@@ -338,6 +338,13 @@ def test_no_labels_at_all(data):
         data.make(skip=("labels", "features"))
 
 
+def test_no_labels_of_a_whole_directory(data, tmp_path):
+    write_feats(str(tmp_path / "test"), {"x-u0": data.frames["s1-u1"]})
+    others = {"test": sources.kaldi_directory(str(tmp_path / "test"), Extraction())}
+    with pytest.raises(CorpusError, match="none of the 1 test utterances has labels: --ali or"):
+        data.make(others=others)
+
+
 def test_lengths_that_differ(data):
     data.labels["s1-u1"] = np.append(data.labels["s1-u1"], [1, 2])
     data.write()
