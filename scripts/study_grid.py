@@ -262,8 +262,8 @@ def page(results: Results) -> str:
         rate = next(cell.rate for cell in results if cell.task == task)
         parts.append(
             f"## {task}\n\nValidation {UNITS[task]}, mean and deviation over {len(single)} "
-            f"seeds; one replica: {_spread(single)} (learning rate {rate:g}). In brackets: EMA "
-            f"({_DECAY}) of the global model."
+            f"seed{'s' * (len(single) != 1)}; one replica: {_spread(single)} (learning rate "
+            f"{rate:g}). In brackets: EMA ({_DECAY}) of the global model."
         )
         parts.append(_table(task, results))
         beyond = _beyond(task, results)
