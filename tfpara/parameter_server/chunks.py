@@ -231,21 +231,30 @@ def _of_arrays(
         with tf.device("CPU:0"):
             data = mapped(tf.convert_to_tensor, data)
 
-    def samples(epoch: int, chunk: int) -> tuple[np.ndarray]:
-        """Returns the indices of a chunk's samples, one minibatch after the other."""
+    bounds = np.arange(count + 1) * minibatches // count * batch_size
+    longest = int(np.diff(bounds).max())
+
+    def samples(epoch: int, chunk: int) -> tuple[np.ndarray, np.int64]:
+        """Returns the indices of a chunk's samples, one minibatch after the other; their number.
+
+        The indices are repeated, so that they have the same shape for all chunks. For another shape
+        TensorFlow would make a second graph, which would hold further copies of the arrays.
+        """
         rows = np.arange(lengths[0])
         if shuffle:
             rows = np.random.default_rng([*order, epoch]).permutation(rows)
-        bounds = np.arange(count + 1) * minibatches // count * batch_size
-        return (rows[bounds[chunk] : bounds[chunk + 1]],)
+        own = rows[bounds[chunk] : bounds[chunk + 1]]
+        return np.resize(own, longest), np.int64(len(own))
 
     @tf.autograph.experimental.do_not_convert
     def minibatch(rows: tf.Tensor) -> Nest:
         return mapped(lambda array: tf.gather(array, rows), data)
 
-    def part(epoch: tf.Tensor, chunk: tf.Tensor, rows: tf.Tensor) -> tf.data.Dataset:
+    def part(
+        epoch: tf.Tensor, chunk: tf.Tensor, rows: tf.Tensor, number: tf.Tensor
+    ) -> tf.data.Dataset:
         del epoch, chunk
-        rows_of_each = tf.data.Dataset.from_tensor_slices(rows).batch(batch_size)
+        rows_of_each = tf.data.Dataset.from_tensor_slices(rows[:number]).batch(batch_size)
         return rows_of_each.map(minibatch).prefetch(2)
 
     chunks = Chunks(count, part, samples, minibatches)

@@ -58,6 +58,8 @@ def test_arrays_are_used_once_in_an_epoch(data, size, batch, shuffle, epoch):
     sizes = [len(part) for part in parts]
     assert sum(sizes) == minibatches
     assert max(sizes) - min(sizes) <= 1
+    shapes = {tuple(tuple(a.shape) for a in chunks.arguments(epoch, k)) for k in range(count)}
+    assert len(shapes) == 1  # else workers make a second graph, with further copies of the arrays
     used = ids(chunks, epoch)
     assert sorted(used) == list(range(size))
     assert shuffle or used == list(range(size))
