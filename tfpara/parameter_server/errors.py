@@ -80,6 +80,9 @@ def _cause(message: str) -> str:
     if remote:
         message = remote[1].replace("\\n", "\n").replace("\\t", "\t")
     message = re.sub(r"\{\{function_node [^}]*\}\}|\[\[\{\{node.*|\[Op:.*", "", message)
+    # If several operations failed, TensorFlow numbers their errors, and its last line is a count.
+    numbered = re.search(r"^\s*\(\d+\) (?!CANCELLED)[A-Z_]+: *(\S.*)", message, re.MULTILINE)
+    message = numbered[1] if numbered else message
     lines = [line.strip() for line in message.splitlines() if line.strip()]
     return lines[-1] if lines else message
 

@@ -407,6 +407,21 @@ def test_a_broken_chunk_is_named(tmp_path):
         strategy.fit(model, Chunks(3, part), verbose=0)
 
 
+def test_the_cause_is_told_if_several_operations_have_failed():
+    from tfpara.parameter_server.errors import explained
+
+    local = (
+        "2 root error(s) found.\n  (0) CANCELLED:  Function::Run\n  (1) UNIMPLEMENTED:  Cast "
+        "string to float is not supported\n\t [[{{node while/Cast_3}}]]\n0 successful operations.\n"
+        "1 derived errors ignored."
+    )
+    remote = local.replace("\n", "\\n").replace("\t", "\\t")
+    for message in (local, f':{{"grpc_message":"{remote}","grpc_status":12}}'):
+        error = tf.errors.UnimplementedError(None, None, message)
+        told = str(explained(error, lambda: None))
+        assert told == "a chunk could not be trained: Cast string to float is not supported"
+
+
 @pytest.mark.parametrize(
     ("workers", "speeds", "told"),
     [(0, Speed(), "num_workers=0"), (True, Speed(), "True"), (2, [Speed()], "1 entries for 2")],
