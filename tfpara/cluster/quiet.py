@@ -6,6 +6,7 @@ TF_CPP_MIN_LOG_LEVEL=0 in the environment turns the filters off.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import re
@@ -13,7 +14,8 @@ import signal
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 _LEVEL = "TF_CPP_MIN_LOG_LEVEL"
 # Lines to be suppressed. First come a heading and notes (I0000). TensorFlow's server, its search
@@ -27,12 +29,21 @@ _CHATTER = (
     r"(cuda_(fft|dnn|blas)|computation_placer)\.cc:\d+\] .*(Unable to|already) register"
     # TensorFlow logs these lines when an elastic run ends a sync because a worker is lost.
     r"|[\d:. -]+E [\w/]+/(base_collective_executor|ring_alg)\.cc:\d+\] .*(ABORTED|aborted): tfpara"
+    # The same when an asynchronous run cancels chunks, or connects to a process that has come back.
+    r"|W0000 [\d:. ]+ grpc_worker_service\.cc:\d+\] RecvTensor cancelled"
+    r"|W0000 [\d:. ]+ context_distributed_manager\.cc:\d+\] Device filters can only be"
 )
 _IS_CHATTER = re.compile(_CHATTER.encode())
-# A parameter server and its workers print the options of their sessions: one option a line, and an
-# empty line at the end.
-_BEGINS_OPTIONS = re.compile(rb"I0000 .*\] SessionOptions: ")
-_IS_OPTION = re.compile(rb" *(\w+( \{|: .*)|\}|)\r?\n?$")
+# Notes of several lines, and a pattern of the lines after the first. A parameter server and its
+# workers print the options of their sessions: one option a line, and an empty line at the end. The
+# chief could not free a value in a process that is gone, or of a chunk that was cancelled.
+_LONG_NOTES = {
+    re.compile(rb"I0000 .*\] SessionOptions: "): re.compile(rb" *(\w+( \{|: .*)|\}|)\r?\n?$"),
+    re.compile(
+        rb"W0000 .*\] (Ignoring an error encountered when deleting remote tensors"
+        rb"|Unable to destroy remote tensor handles)"
+    ): re.compile(rb"Additional GRPC error information from remote target |:\{\""),
+}
 # Lines about MultiWorkerMirroredStrategy: its cluster and devices, its health check (turned off on
 # purpose), and its collective operations (configured when the strategy is made).
 _ABOUT_TENSORFLOW = re.compile(
@@ -53,6 +64,10 @@ def install() -> None:
     # With parameter servers, workers read their datasets inside a graph. For each of these, tf.data
     # warns about its options.
     warnings.filterwarnings("ignore", message="To make it possible to preserve tf.data options")
+    logging.getLogger("tensorflow").addFilter(_is_not_of_coordinator)
+    hook = sys.unraisablehook
+    if getattr(hook, "func", None) is not _report:
+        sys.unraisablehook = functools.partial(_report, hook)
 
 
 @contextlib.contextmanager
@@ -86,21 +101,39 @@ class Filter:
     """Tells which lines of a process's stderr are to be suppressed, given in order."""
 
     def __init__(self) -> None:
-        self._in_options = False
+        self._rest: re.Pattern[bytes] | None = None  # pattern of the next lines of a long note
 
     def is_chatter(self, line: bytes) -> bool:
         """Returns whether the next line is to be suppressed."""
         if _shows_all():
             return False
-        if self._in_options and _IS_OPTION.match(line):
-            self._in_options = bool(line.strip())
+        if self._rest is not None and self._rest.match(line):
+            self._rest = self._rest if line.strip() else None
             return True
-        self._in_options = _BEGINS_OPTIONS.match(line) is not None
-        return _IS_CHATTER.match(line) is not None
+        self._rest = next((rest for begin, rest in _LONG_NOTES.items() if begin.match(line)), None)
+        return self._rest is not None or _IS_CHATTER.match(line) is not None
 
 
 def _shows_all() -> bool:
     return os.environ.get(_LEVEL) == "0"
+
+
+def _is_not_of_coordinator(record: logging.LogRecord) -> bool:
+    """Tells whether a log line is not that of TensorFlow's coordinator of workers.
+
+    The coordinator logs each chunk that has failed, was cancelled, or was on a lost process.
+    `AsyncStrategy` tells of each lost process once, and raises an error for a failed chunk.
+    """
+    return record.filename != "cluster_coordinator.py"
+
+
+def _report(hook: Callable[[Any], object], unraisable: Any) -> None:
+    """Reports an error in a `__del__` by `hook`, unless TensorFlow frees threads there.
+
+    TensorFlow does so for a worker that is lost, and meets the error of the lost connection again.
+    """
+    if getattr(unraisable.object, "__qualname__", "") != "Executor.__del__":
+        hook(unraisable)
 
 
 def _is_news(record: logging.LogRecord) -> bool:
