@@ -10,7 +10,8 @@ import socket
 import sys
 import time
 
-import tests.lib.lean_keras  # noqa: F401  # before TensorFlow, which imports Keras
+# Before TensorFlow, which imports Keras; by its path, since PYTHONPATH may not lead to the tests.
+runpy.run_path(os.path.join(os.path.dirname(os.path.abspath(__file__)), "lean_keras.py"))
 
 # isort: split
 import numpy as np
