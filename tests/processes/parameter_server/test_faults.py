@@ -123,6 +123,7 @@ def test_all_end_with_a_parameter_server_and_go_on_from_the_checkpoint(tmp_path)
     for name, (code, output) in ends.items():
         assert code == 1, (name, output)
         assert re.search(r"ps 0 \(127.0.0.1:\d+\) is lost with its part of the model", output)
+        assert "Traceback" not in output and "ERROR:tensorflow" not in output
     with start(tmp_path, servers=2) as run:
         code, output = run.ends()["chief"]
     assert code == 0, output
