@@ -361,5 +361,6 @@ def _show(kind: type[BaseException], *error: Any) -> None:
         _former_hook(kind, *error)
 
 
-# All programs import this module before TensorFlow, whose import takes seconds.
+# All programs import this module before TensorFlow, whose import takes seconds. So the hook already
+# acts if the user presses Ctrl-C during that import.
 _former_hook, sys.excepthook = sys.excepthook, _show

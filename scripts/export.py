@@ -49,7 +49,7 @@ def main() -> None:
             preprocessing=ends.preprocessing,
             postprocessing=ends.postprocessing,
         )
-    # `tfpara.export` has told where the model is.
+    # `tfpara.export` has already printed the path, so this line does not repeat it.
     print(f"exported {_WEIGHTS.value} weights of {_RUN_DIR.value}: takes {ends.about}")
 
 

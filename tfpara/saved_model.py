@@ -144,8 +144,9 @@ def writer(
         archive.add_endpoint("serve", serve, input_signature=specs)
         for layer in (preprocessing, postprocessing):
             if isinstance(layer, keras.layers.Layer):
-                # Keras saves the tables of words of what is tracked. It refuses to track a layer
-                # that is not built, as a StringLookup may be; so the layer is inside a module.
+                # The archive saves the lookup tables of the objects that it tracks. A StringLookup
+                # may be unbuilt, and the archive refuses to track an unbuilt layer. It does track a
+                # module that holds such a layer.
                 holder = tf.Module()
                 holder.layer = layer
                 archive.track(holder)

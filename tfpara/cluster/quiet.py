@@ -34,9 +34,10 @@ _CHATTER = (
     r"|W0000 [\d:. ]+ context_distributed_manager\.cc:\d+\] Device filters can only be"
 )
 _IS_CHATTER = re.compile(_CHATTER.encode())
-# Notes of several lines, and a pattern of the lines after the first. A parameter server and its
-# workers print the options of their sessions: one option a line, and an empty line at the end. The
-# chief could not free a value in a process that is gone, or of a chunk that was cancelled.
+# Notes of several lines: a pattern of the first line, and a pattern of the lines after it. In the
+# first note, a parameter server or a worker prints the options of its session: one option a line,
+# and an empty line at the end. In the second, the chief says that it could not free a value. The
+# process that held the value is gone, or the chunk that the value belongs to was cancelled.
 _LONG_NOTES = {
     re.compile(rb"I0000 .*\] SessionOptions: "): re.compile(rb" *(\w+( \{|: .*)|\}|)\r?\n?$"),
     re.compile(

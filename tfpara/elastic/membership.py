@@ -166,7 +166,8 @@ class Membership:
         for task in list(self._workers) if self.phase == "founding" else ():
             del self._workers[task]
             said.append((task, {"evicted": BEGUN}))
-        # Members that have come back to an earlier generation are not in this one.
+        # This meeting point may have resumed an earlier generation, and members may have come back
+        # to that. These workers are not in the later generation, so they are evicted.
         evicted = {"evicted": f"generation {generation} has begun without it"}
         said += [(task, evicted) for task in self.members if task not in self.absent]
         for task in self._members:

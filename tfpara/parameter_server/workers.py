@@ -18,8 +18,8 @@ class Training(NamedTuple):
     chunks: Chunks  # the data
     sync_period: int  # τ, number of minibatches of a push
     choose_rate: ChooseRate | None  # chooses a chunk's rate; None: the servers' rate
-    # Together with the numbers of the epoch and the chunk, the numbers in `order` determine what
-    # random layers draw. They are read when a chunk begins.
+    # The numbers in `order`, the epoch's number and the chunk's number determine what random layers
+    # draw. A resume may change `order`, so it is read anew for each chunk.
     order: Sequence[int]
     seed: int  # only for the random times of simulated workers
 

@@ -262,8 +262,8 @@ class Membership:
 
     def reached(self, problem: str | None) -> None:
         """Event: all addresses were tried; `problem` names those that do not answer."""
-        # If a task is missing, it has died during the tries. It may come back, and is then tried,
-        # too.
+        # A missing task has died while the addresses were tried. It may come back; then the
+        # addresses are tried again.
         if not self.missing:
             self._have(problem)
             if self.phase == "gathering" and not self.problem:

@@ -152,8 +152,9 @@ class Elastic(Company):
                 write()
 
     def finish_block(self, synchronizer: Synchronizer, purpose: Purpose) -> None:
-        # The sync is not marked with its purpose. Workers would compare their purposes, but other
-        # workers may take part in this sync for another one: their data have ended.
+        # The sync is not marked with its purpose, since workers would then compare their purposes.
+        # These may differ: a worker whose data have ended may take part in this sync for another
+        # purpose.
         del purpose
         self.together(synchronizer.finish_block)
 

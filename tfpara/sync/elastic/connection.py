@@ -33,8 +33,9 @@ LOST = (
 )
 # TensorFlow's list of tasks must have no gaps. This address is that of tasks that no worker has.
 _PLACEHOLDER = "127.0.0.1:1"
-# A worker that comes back is first alone in a generation whose number is that of its last one plus
-# `_ALONE`. No run has so many generations.
+# A worker that comes back is alone at first, in a generation of its own. The number of this
+# generation is `_ALONE` plus the number of the worker's last one. No run has so many generations,
+# so the number differs from those of the run.
 _ALONE = 1 << 20
 # A change of generation waits at most so long for threads that read data.
 _PATIENCE_SECONDS = 5.0

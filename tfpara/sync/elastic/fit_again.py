@@ -134,8 +134,9 @@ class FitAgain:
             except _Over:
                 self._passes_by = True
                 if not model.built:
-                    # The call makes the model's variables. A layer that the script freezes after
-                    # it would otherwise get other variables than on the other workers.
+                    # This call makes the model's variables. The script may freeze a layer after its
+                    # call of `fit`. If the variables were made only then, that layer would have
+                    # other variables than on the other workers.
                     fit({"x": given["x"], "epochs": 0, "verbose": 0})
                 self._failed = False
                 model.history = History()

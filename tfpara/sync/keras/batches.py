@@ -236,7 +236,8 @@ def signature_of(batches: list[Data]) -> Nest:
     """Returns the spec of batches, in which any number of rows is allowed."""
 
     def spec_of(spec: tf.TypeSpec) -> tf.TypeSpec:
-        # Keras gives an input that is None the spec of an optional, which cannot be divided.
+        # An input may be None. Keras gives it the spec of an optional, which cannot be divided. So
+        # the spec is replaced by that of None.
         return tf.type_spec_from_value(None) if isinstance(spec, tf.OptionalSpec) else spec
 
     return keras.tree.map_structure(spec_of, data_adapter_utils.get_tensor_spec(batches))

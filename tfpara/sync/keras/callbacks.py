@@ -117,7 +117,8 @@ def _after(name: str, extended: Any, callbacks: CallbackList, number: int) -> No
     elif name == "on_epoch_end":
         extended.progress.epoch_ends(number, model.history.history)
         if extended.data.position.resumed:
-            # Keras would take the steps that were left in a resumed epoch for those of every epoch.
+            # A resumed epoch has only the steps that were left. Keras' progress bar would expect
+            # this number of steps in every later epoch, too.
             for each in callbacks.callbacks:
                 if isinstance(each, keras.callbacks.ProgbarLogger):
                     each.target = callbacks.params.get("steps")

@@ -19,8 +19,9 @@ from tfpara.typing import Nest, Variable
 # Filled only while `build_optimizers` traces a step: by the id of an optimizer without slots, the
 # weights that it trains; None until its `apply` is called.
 _unbuilt: dict[int, Sequence[Variable] | None] = {}
-# During a step of an optimizer, by its id: the momentum (or Adam's β₁) and the factor of SGD's
-# learning rate, both fitted to the length of the block.
+# Filled only during the step of an optimizer; the key is the optimizer's id. The value is the
+# momentum (or Adam's β₁) and the factor of SGD's learning rate. Both are fitted to the length of
+# the block.
 _fitted: dict[int, tuple[tf.Tensor, tf.Tensor]] = {}
 # For each model: the spec of a minibatch in the model's present or last `fit`.
 element_specs: weakref.WeakKeyDictionary[keras.Model, Nest] = weakref.WeakKeyDictionary()

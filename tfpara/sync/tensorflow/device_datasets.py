@@ -61,8 +61,8 @@ _make_device_dataset = _multi_device._create_device_dataset
 _Generator = _multi_device._PerDeviceGenerator
 _Reincarnated = _multi_device._ReincarnatedPerDeviceGenerator
 _PARTS = ("init", "next", "finalize")  # the functions of a device's dataset
-# Maps each name in `_PARTS` to the function of a device's dataset that has this name, and to the
-# names of the tensors that the function captures. None stands for a tensor without a name.
+# The functions of a device's dataset, by their names in `_PARTS`. Beside each function are the
+# names of the tensors that it captures; None stands for a tensor without a name.
 _Traced = dict[str, tuple[Any, list[str | None]]]
 _traced: dict[tuple[object, ...], _Traced] = {}
 

@@ -49,9 +49,9 @@ def replica_variables(
     counting = written if local_state == "average" else []
     resetting = _counting_moments(written) if local_state == "reset" else []
     if settings.balance is not False:
-        # With `balance` replicas take different numbers of steps, but follow one schedule of the
-        # learning rate. So syncs also write the step counts from which a schedule computes the
-        # rate.
+        # With `balance`, replicas take different numbers of steps, but follow one schedule of the
+        # learning rate. The schedule computes the rate from an optimizer's step count. So syncs
+        # also write the step counts of optimizers with a schedule.
         scheduled = [o for o in optimizers(model) if has_schedule(o) and o not in counting]
         counting = [*counting, *scheduled]
     rule = settings.rule

@@ -50,7 +50,7 @@ class Waits:
         atexit.register(self._stop.set)
 
     def _watch(self, timeout_seconds: float) -> None:
-        # When the wait began that this thread has ended last; 0 if it has ended none.
+        # The start time of the wait that this thread has ended last; 0 if it has ended none.
         ended = 0.0
         # When the present wait began, and the seconds of waiting after which this thread next
         # reports it.
