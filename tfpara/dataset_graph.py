@@ -10,9 +10,9 @@ from typing import Any
 
 import tensorflow as tf
 
-# For each operation with seeds: the indices of its inputs "seed", "seed2" and "seed_generator"
-# (None if there is none). A copy of a dataset must not keep the generator of the original: both
-# would then draw numbers from one state.
+# For each type of operation with seeds: the indices of the inputs "seed", "seed2" and
+# "seed_generator". The last is None if the operation takes no generator. A copy of a dataset must
+# not keep the generator of the original, because both would then draw numbers from one state.
 SEEDED = {
     "GlobalShuffleDataset": (1, 2, 3),
     "RandomDataset": (0, 1, None),
@@ -101,8 +101,9 @@ def changes(graph: tf.compat.v1.GraphDef, handle: str) -> bool:
                     return True
                 if node.op == "Identity" and changed(nodes, node.name):
                     return True
-                # A function's last arguments are those that it captures. An operation that makes a
-                # dataset takes another dataset before them.
+                # A function's last arguments are the values that it captures. So `place` becomes an
+                # index from the end. An operation that makes a dataset has another dataset as its
+                # first input, and then the captured values.
                 if "Targuments" in node.attr:
                     place -= 1 + len(node.attr["Targuments"].list.type)
                 elif "Dataset" in node.op:
@@ -114,7 +115,8 @@ def changes(graph: tf.compat.v1.GraphDef, handle: str) -> bool:
                         return True
         return False
 
-    # In the dataset's own graph variables get their first values.
+    # In the dataset's own graph, an AssignVariableOp gives a variable its first value. That is no
+    # change.
     return changed([each for each in graph.node if each.op != "AssignVariableOp"], handle)
 
 

@@ -169,7 +169,7 @@ class _Evaluator:
                     position = self._look(number)
             except RefusedError as error:
                 refused = f"{self._store.directory} cannot be read ({error.strerror})"
-                # EIO may pass: the storage has failed repeatedly, but perhaps only for a while.
+                # EIO means that the storage has failed repeatedly, but perhaps only for a while.
                 # After any other error, later tries would fail, too.
                 if error.errno != errno.EIO:
                     raise CheckpointError(f"{refused}.") from error
@@ -207,7 +207,8 @@ class _Evaluator:
             return None
         position: dict[str, Json] = dict(manifest["position"])
         if position["finished"]:
-            # A second `fit` of the script may have gone on after the end of the first one.
+            # This checkpoint may be the last of the script's first `fit` alone. If a later
+            # checkpoint exists, a second `fit` has continued, and the run has not finished.
             position["finished"] = number >= max(self._store.numbers(), default=number)
         return position
 
@@ -286,8 +287,8 @@ class _Evaluator:
         by_name = {f"{r['weights']}/{k}": r[k] for r in rows for k in r if k not in _PLACE}
         self._scalars.write(number, by_name)
         parent.tell_progress({"scores": {"checkpoint": number, **by_name}})
-        # The table's rows are written last. So if this process is killed before, the next evaluator
-        # scores the checkpoint again.
+        # The table's rows are written last. So if this process is killed before that, the next
+        # evaluator scores the checkpoint again.
         there, columns = self._rows(), list(rows[0])
         if there and list(there[0]) != columns:
             raise ValueError(

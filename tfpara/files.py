@@ -23,7 +23,7 @@ _OF_A_MODEL = {
     *("variables", "assets", "assets.extra", "debug"),
     *("config.json", "metadata.json", "model.weights.h5"),
 }
-# A folder in the scratch folder, where old content is kept until the new content is in its place.
+# This folder in the scratch folder keeps the old content until the new content is in its place.
 _FORMERS = ".formers"
 _IRREGULAR = "it is a FIFO or a device, and no regular file"
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # constants for Linux's system call renameat2

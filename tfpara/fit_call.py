@@ -93,8 +93,8 @@ def keep_memories(callbacks: Iterable[keras.callbacks.Callback], strategy: Strat
         if not attributes or not getattr(callback, "save_best_only", True):
             continue
         each: Any = callback
-        # ModelCheckpoint has no attribute `mode` in older versions of Keras. There its function
-        # `monitor_op`, which compares two scores, tells the mode.
+        # In older versions of Keras, ModelCheckpoint has no attribute `mode`. In these versions its
+        # function `monitor_op`, which compares two scores, tells the mode.
         name = f"{type(each).__name__}({each.monitor}, {getattr(each, 'mode', each.monitor_op)})"
         path = os.fspath(getattr(each, "filepath", ""))
         name += f" of {path}" if path else ""
@@ -158,7 +158,7 @@ def _is_written(path: str) -> bool:
     return any(fnmatch.fnmatchcase(f"{folder}/{name}", pattern) for name in names)
 
 
-# The end of the innermost call of `fit` in which a thread is.
+# The functions to call at the end of this thread's innermost call of `fit`. None outside of `fit`.
 _end: contextvars.ContextVar[contextlib.ExitStack | None] = contextvars.ContextVar(
     "end of fit", default=None
 )

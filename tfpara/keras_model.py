@@ -36,7 +36,8 @@ def strategy_of(model: keras.Model) -> tf.distribute.Strategy:
     If no weight has a strategy, returns the model's own, or else the current one. The weights count
     first, since a model may be made outside of the scope from layers that were made in it.
     """
-    weights = getattr(model, "weights", [])  # `model` may be another object that Keras saves
+    # `model` may be an object without weights, because Keras saves other objects, too.
+    weights = getattr(model, "weights", [])
     of_weights = (getattr(weight.value, "distribute_strategy", None) for weight in weights)
     own = getattr(model, "distribute_strategy", None)
     return next(filter(None, of_weights), None) or own or tf.distribute.get_strategy()
@@ -156,8 +157,9 @@ def _own_optimizers(model: keras.Model) -> Iterator[tuple[str, keras.optimizers.
                 yield from within(f"{name}[{index}]", each)
 
     for name, value in vars(model).items():
-        # TensorFlow lists trackable attributes again in attributes named `_self_…`. The optimizers
-        # in a group's list are left to `_outer_optimizers`, which puts them after the members'.
+        # Attributes named `_self_…` are skipped, because TensorFlow lists trackable attributes
+        # again in them. A group's list of optimizers is skipped, because `_outer_optimizers` adds
+        # it after the optimizers of the group's members.
         of_group = isinstance(model, Group) and name == "optimizers"
         if not name.startswith("_self_") and not of_group:
             yield from within(name, value)

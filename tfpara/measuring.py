@@ -142,8 +142,8 @@ def _run(
     printed: deque[str] = deque(maxlen=_SHOWN_LINES)
     with _Processes(started) as processes:
         for line in processes.lines():
-            # Two processes may write into the same line, so it may contain several marks, and parts
-            # of what follows them.
+            # Two processes may write into the same line. So a line may contain several marks, and
+            # the text after a mark may be incomplete.
             _, *texts = line.split(MARK)
             told = [said for text in texts if (said := _told(text))]
             if not told:
@@ -196,7 +196,9 @@ class _Processes:
         os.close(write)
         for popen, (_, given) in zip(self._popens, self._started, strict=True):
             assert popen.stdin is not None
-            with contextlib.suppress(BrokenPipeError), popen.stdin:  # which the end flushes
+            # If the process has ended already, BrokenPipeError is raised here. It may come only at
+            # the end of the block, which flushes the pipe.
+            with contextlib.suppress(BrokenPipeError), popen.stdin:
                 popen.stdin.write(given)
         self.is_alive()
         return self

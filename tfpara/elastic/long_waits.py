@@ -8,8 +8,8 @@ from typing import NamedTuple
 # A member that has waited for longer than this counts as waiting. Waiting members wait for those
 # that do not count as waiting. The limit is not 0, because every sync has short waits.
 _WAIT_SECONDS = 2.0
-_SILENT_SECONDS = 5.0  # a worker without a report for so long no longer counts as waiting
-_TELL_SECONDS = 10.0  # the first line is printed when others have waited for so long
+_SILENT_SECONDS = 5.0  # a worker whose last report is older than this does not count as waiting
+_TELL_SECONDS = 10.0  # the first line is printed when others have waited for this time
 
 
 class _Report(NamedTuple):
@@ -25,8 +25,8 @@ class LongWaits:
 
     def __init__(self) -> None:
         self._reports: dict[int, _Report] = {}
-        # For each worker that others wait for: the next line is printed after they have waited for
-        # this number of seconds.
+        # For each worker for which others wait, by task number: the number of seconds after which
+        # the next line is printed. The seconds count from the beginning of the wait.
         self._tell_after: dict[int, float] = {}
 
     def hear(self, task: int, waits: float, place: str, now: float) -> None:

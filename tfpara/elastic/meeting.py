@@ -118,7 +118,7 @@ class Line:
         self._port = port
         self._silence = float(settings["silence_seconds"])
         self._beat_at = 0.0
-        # This worker tells these three to a new meeting point, if the present one is gone.
+        # If the connection ends, this worker sends the next three attributes over the new one.
         self._form: dict[str, Json] | None = None  # the latest generation that this worker knows
         self._terms: dict[str, Json] | None = None  # the terms last given to `agreed`
         self._asked: dict[str, Json] | None = None  # the last request, if it is not answered yet
@@ -273,16 +273,17 @@ class Line:
 
     def _listen(self) -> tuple[list[dict[str, Json]], bool]:
         """Returns the messages that have arrived, and whether the connection has ended."""
-        self._channel.wait_for(TICK_SECONDS)  # not under the lock, which senders need meanwhile
+        # The wait does not hold the lock, because senders need the lock meanwhile.
+        self._channel.wait_for(TICK_SECONDS)
         with self._lock:
             said = self._channel.receive()
             now = time.monotonic()
             if now >= self._beat_at:
                 self._beat_at = now + self._silence / 5.0
                 self._channel.send()
-            # The meeting point sends signs of life, too, so a silent connection is closed. But a
-            # meeting point that has never answered on this one may be stopped (SIGSTOP). A new
-            # connection would not help then, so this one is kept for longer.
+            # The meeting point sends signs of life, too, so a silent connection is closed. But if
+            # the meeting point has never answered on this connection, its process may be stopped
+            # (SIGSTOP). A new connection would not help then, so this one is kept for longer.
             answers = self._channel.known
             patience = self._silence if answers else max(self._silence, self._timeout)
             if now - self._channel.heard > patience:
@@ -306,7 +307,8 @@ class Line:
                 if self._awaits_founding and not founding:
                     self._heard.put({"evicted": BEGUN})
                 elif not self._awaits_founding and task != former:
-                    # TensorFlow's server, which a joiner has already, cannot take another number.
+                    # This worker has already started TensorFlow's server, and the server cannot
+                    # take another task number.
                     self._over = True
                     self._heard.put({"ended": _RENUMBERED, "complete": False})
                 return

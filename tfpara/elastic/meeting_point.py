@@ -46,8 +46,8 @@ class Meeting:
         listener = ports.listen(_to_listen_on(host), port)
         self.port = int(listener.getsockname()[1])
         self._workers, self._start_seconds = founders, start_seconds
-        # The members, read-only for others. This state is provisional: the first worker sends the
-        # limits of the run, and then a state with these limits replaces it.
+        # Other objects only read the state. This state is provisional: the first worker sends the
+        # limits of the run, and a state with these limits then replaces the provisional one.
         now = time.monotonic()
         self.state = Membership(Limits(founders, 1, None, math.inf, math.inf, math.inf), now)
         self._settings: dict[str, Json] | None = None  # the first worker's settings
@@ -95,7 +95,8 @@ class Meeting:
             while self._open:
                 self._listen()
         finally:
-            # This happens after an error, too: otherwise workers would wait for answers in vain.
+            # The door is closed after an error, too. Otherwise workers would wait for answers in
+            # vain.
             self._door.close()
 
     def _listen(self) -> None:
@@ -174,7 +175,7 @@ class Meeting:
                 return
         wanted, name = message.get("task"), _printable(message.get("name"), _LONGEST_NAME)
         if settings != self._settings and self.state.phase == "founding" and not guests:
-            # Nobody is here, so the run takes the settings of this worker.
+            # No other worker is connected, so the run takes the settings of this worker.
             limits = _limits_of(settings, self._workers, self._start_seconds)
             if limits is None:
                 channel.send(refused=f"the meeting point cannot read its elastic={settings}")

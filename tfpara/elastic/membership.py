@@ -54,7 +54,8 @@ class Limits:
     start_seconds: float
     # Longest wait for others if fewer than `min_workers` are left, and for absent members.
     grace_seconds: float
-    # Longest wait, from the first member that comes to a meeting, for one that does not come.
+    # Longest wait for a member that does not come to a meeting. The wait counts from the arrival of
+    # the first member.
     meeting_seconds: float
 
 
@@ -111,7 +112,7 @@ class Membership:
         self._workers: dict[int, _Worker] = {}
         self._members: tuple[int, ...] = ()
         self._next_task = 0
-        self.terms: Mapping[str, Any] = {}  # those on which all members have `agreed`
+        self.terms: Mapping[str, Any] = {}  # the terms on which all members have `agreed`
         self.fit = 0  # the members' present or latest call of `fit`
         self.histories: list[Any] = []  # the result of each earlier call of `fit`, as JSON
         self._since = now  # time when the phase began
@@ -120,7 +121,7 @@ class Membership:
         self._why: list[str] = []  # the reasons for the next generation, as texts
         self._lost: dict[int, _Worker] = {}  # members lost since the last generation was formed
         self.absent: set[int] = set()  # the task numbers of absent members
-        self._awaited_until = now  # end of the wait for them
+        self._awaited_until = now  # end of the wait for absent members
         # Until this time a member whose connection ends counts as absent, and not as lost.
         self._doubts_until = now
         self._aborted = False  # whether members were told to abort the generation's collectives
@@ -299,7 +300,7 @@ class Membership:
             if task not in self.absent:
                 self._lost[task] = worker
             self.absent.discard(task)
-            if not worker.leaves:  # otherwise `_why` already has its wish to leave
+            if not worker.leaves:  # if the worker leaves, `_why` already says that it has left
                 self._why.append(f"{worker.name} {why}")
             said = self._to_members(lost=task)
             # The collectives are aborted even if the members have agreed to meet, since some
@@ -453,8 +454,9 @@ class Membership:
         new = self._fitting if admits or not former else ()
         members = tuple(sorted((*former, *new)))
         come = [f"{self._workers[task].name} has come" for task in new if former]
-        # If nobody has aborted, the members have met for a worker that wanted to join, and could
-        # not: it is gone again, or the members were in an exchange.
+        # `otherwise` is the reason if no other is known. If no collectives were aborted, the
+        # members have met for a worker that wanted to join. This worker could not join, because it
+        # is gone again or because the members were in an exchange.
         otherwise = "an exchange has failed" if self._aborted else "a worker wanted to join"
         why = "; ".join([*self._why, *come]) or otherwise
         reports = [self._workers[task].report if task in former else None for task in members]

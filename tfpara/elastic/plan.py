@@ -28,10 +28,10 @@ class Plan:
 
     epoch: int  # number of the epoch, from 0
     tasks: tuple[int, ...]  # the task numbers of the workers, by rank
-    # For each rank the units that it has trained and that are not in the model yet.
+    # For each rank: the units that its worker has trained, and that are not in the model yet.
     carried: tuple[tuple[int, ...], ...]
     owed: tuple[int, ...] = ()  # units below `first` that must be trained first, in rising order
-    first: int = 0  # the first of the units of which none is trained
+    first: int = 0  # when the plan begins, neither this unit nor any later one is trained
     fit: int = 0  # number of the epoch's call of `fit`, from 0
 
     @property

@@ -63,11 +63,11 @@ def _is_free(host: str, port: int) -> bool:
     try:
         family, kind, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind) as probe:
-            # With this option a port whose connections have just ended counts as free. Workers set
-            # it, too.
+            # With this option a port whose connections have just ended counts as free. Workers also
+            # set this option, so they can use such a port.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(address)
-    except (OSError, UnicodeError) as error:  # UnicodeError: of no name, such as "10..0.1"
+    except (OSError, UnicodeError) as error:  # a name such as "10..0.1" raises UnicodeError
         if isinstance(error, socket.gaierror | UnicodeError) or error.errno == errno.EADDRNOTAVAIL:
             raise LaunchError(
                 f"--host={host} is not an address of this machine "

@@ -37,7 +37,7 @@ from tfpara.version import __version__
 
 _THREADS = ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS")
 _LOG_LEVEL = "TF_CPP_MIN_LOG_LEVEL"
-_ELASTIC_RESTARTS = 100  # how often each worker is restarted at most, without --restart_workers
+_ELASTIC_RESTARTS = 100  # most restarts of each worker, if there is no --restart_workers
 _START_SECONDS = 300.0  # longest wait for the first workers of an elastic run
 _EPILOG = f"""
 COMMAND is a program with its arguments, or a .py file. `python` is the Python that runs the
@@ -150,7 +150,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 policy, processes = _elastic(options, stores)
             else:
                 policy = Policy(options.grace, options.restart_workers or 0)
-                # The stores of Horovod's workers end before each restart, and the page does not.
+                # The store of Horovod's workers is closed before each restart, but the live page is
+                # not. So the store has an ExitStack of its own.
                 of_workers = stores.enter_context(contextlib.ExitStack())
                 processes = functools.partial(_processes, options, of_workers)
             if options.evaluator:
@@ -310,8 +311,8 @@ def _environments(
     if options.collectives == "tensorflow":
         clusters = local_clusters(count, options.host, options.port)
         return [{**common, "TF_CONFIG": each.tf_config()} for each in clusters]
-    # At each start of the workers there is a new store. So it has no addresses of workers that have
-    # ended.
+    # The former store has addresses of workers that have ended. So it is closed, and each start of
+    # the workers gets a new store.
     stores.close()
     [port] = ports(options.host, options.port, 1)
     shared = secret.read(common)

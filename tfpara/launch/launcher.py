@@ -31,7 +31,7 @@ from tfpara.launch.supervisor import (
 )
 from tfpara.status.run import RunStatus
 
-_LONGEST_WAIT = 0.5  # the processes' reports are read at least once in so many seconds
+_LONGEST_WAIT = 0.5  # the longest time, in seconds, between two looks at the processes' reports
 
 
 class _Child(NamedTuple):
@@ -59,7 +59,7 @@ class Launcher:
         self._policy, self._max_restarts = policy, max_restarts
         self._restarts = 0
         self._run_id = secrets.token_hex(8)
-        # For the live page of the run, and its summary.
+        # The live page of the run and the summary at its end show this status.
         self.status = RunStatus("the processes that this launcher has started")
         # An event is (rank, status) at the end of a process, or the number of a received signal.
         self._events: queue.SimpleQueue[tuple[int, int] | int] = queue.SimpleQueue()
@@ -88,7 +88,7 @@ class Launcher:
             _say(line)
         _say(outcome.text)
         # SIGPIPE means that stdout may be closed. Python would then report an error when it flushes
-        # stdout at exit.
+        # stdout at exit. So stdout is replaced by /dev/null.
         if outcome.signal == signal.SIGPIPE:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return outcome.code
@@ -242,8 +242,9 @@ class Launcher:
         os.close(source)
 
     def _await(self, rank: int, popen: subprocess.Popen[bytes]) -> None:
-        # The rest of the worker's process group is killed before `wait` reaps the worker. After
-        # that the group's number might belong to other processes.
+        # `waitid` waits for the worker's end, but does not reap the worker. So the rest of its
+        # process group is killed before `wait` reaps the worker. After `wait`, the group's number
+        # might belong to other processes.
         os.waitid(os.P_PID, popen.pid, os.WEXITED | os.WNOWAIT)
         _signal_group(popen, signal.SIGKILL)
         self._events.put((rank, popen.wait()))

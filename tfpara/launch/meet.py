@@ -52,7 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     over = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
-        # A shell's script starts a program in the background (`&`) with SIGINT ignored.
+        # A signal that is ignored stays ignored. For example, a shell's script starts a program in
+        # the background (`&`) with SIGINT ignored.
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, lambda *_: over.set())
     reached = socket.gethostname() if ports.is_every_interface(options.host) else options.host

@@ -28,14 +28,14 @@ from tfpara.cluster import exit_codes
 from tfpara.launch import signals
 from tfpara.typing import Json
 
-# After a failure the other processes have this time to print their own errors and to end; then they
-# get SIGTERM. It is also the shortest pause before a restart.
+# After a failure the other processes have this time to print their own errors and to end. Then they
+# get SIGTERM. The same time is also the shortest pause before a restart.
 SETTLE_SECONDS = 2.0
 _LONGEST_PAUSE_SECONDS = 30.0  # longest pause before a process is restarted while others run
 _STEADY_SECONDS = 60.0  # if a process has run for longer than this, its next pause is short again
-# The time that processes have to end after they were asked to; then they get SIGKILL. The option
-# --grace replaces both numbers. After a signal to the launcher, SAVING_SECONDS holds while a
-# process reports that it writes a checkpoint, which may take long on a busy machine.
+# Processes that are asked to end have _GRACE_SECONDS, and then get SIGKILL. After a signal to the
+# launcher, they have up to SAVING_SECONDS while one of them reports that it writes a checkpoint:
+# on a busy machine, that may take long. The option --grace replaces both numbers.
 _GRACE_SECONDS, SAVING_SECONDS = 10.0, 300.0
 _LOOK_SECONDS = 1.0  # time between two checks whether processes still write a checkpoint
 _NEVER = float("inf")
@@ -49,8 +49,9 @@ class Process(NamedTuple):
 
     name: str  # for messages, the prefix of its output and its log file
     environment: dict[str, str]
-    expendable: bool = False  # whether the run can go on without it while another such one runs
-    # Whether the process takes no part in the run, such as an evaluator. Its end does not affect
+    # Whether the run can continue without this process while another expendable process runs.
+    expendable: bool = False
+    # Whether the process, such as an evaluator, takes no part in the run. Its end does not affect
     # the run, and it may finish its work after the run's end.
     beside: bool = False
 
@@ -68,8 +69,9 @@ class Policy:
     takes_in: Callable[[bool], bool] = lambda killed: True
     # Given a rank, returns a process to be added on SIGUSR1; None forbids that.
     another: Callable[[int], Process] | None = None
-    # Called with the name of an expendable process that has failed. Returns a function that tells,
-    # at the end, whether the run continued without that process; else its failure is the run's.
+    # Called with the name of an expendable process that has failed. Returns a function that tells
+    # whether the run has continued without that process. If the function still returns False when
+    # the run has ended, the failure of the process is the failure of the run.
     follow: Callable[[str], Callable[[], bool]] = lambda name: lambda: True
     # Returns whether a run whose first failure was a kill is to be started again, to go on from a
     # checkpoint.

@@ -9,9 +9,9 @@ import tensorflow as tf
 
 from tfpara.typing import Json
 
-# The natural gradient of a Dense layer is computed from two matrices, the layer's inputs and the
-# derivatives of its outputs, which have a row for each sample (or frame) of the minibatch. The
-# natural gradient of a convolution is computed from its ordinary gradient over the minibatch.
+# The natural gradient of a Dense layer is computed from two matrices: the layer's inputs, and the
+# derivatives of its outputs. Both matrices have a row for each sample (or frame) of the minibatch.
+# The natural gradient of a convolution is computed from its ordinary gradient over the minibatch.
 ROWS = "rows"  # natural gradient of Dense layers
 MATRIX = "matrix"  # natural gradient of convolutions
 PLAIN = "plain"  # ordinary gradient of all other layers

@@ -17,9 +17,9 @@ from tfpara.whole_number import checked_whole
 
 # Settings for convolutions. The online estimate of the gradients' scatter remembers four
 # minibatches, as in Kaldi. `epsilon`, the floor of the scatter's eigenvalues, is multiplied by
-# `_MATRIX_EPSILON`: in Kaldi a gradient is the sum over a minibatch, and in Keras it is the mean.
-# With a thousand frames in a minibatch, the squares of the mean are a million times smaller than
-# those of the sum.
+# `_MATRIX_EPSILON`, because in Kaldi a gradient is the sum over a minibatch, and in Keras it is the
+# mean. With a thousand frames in a minibatch, the squares of the mean are a million times smaller
+# than those of the sum.
 _MATRIX_HISTORY = 4.0
 _MATRIX_EPSILON = 1e-6
 
@@ -124,7 +124,8 @@ class NGSGD(keras.optimizers.SGD):
         self.delta = delta
         self.max_change = max_change
         self._layers_plan = [dict(entry) for entry in layers] if layers else []
-        # For each entry of the plan: what preconditions the rows of inputs, and those of outputs.
+        # For each entry of the plan: a function that preconditions the rows of the layer's inputs,
+        # and another that preconditions the rows of its output derivatives.
         self._sides: list[tuple[Side, Side]] = []
         self._attached = False
 
@@ -160,7 +161,9 @@ class NGSGD(keras.optimizers.SGD):
                     "this optimizer has another model, or other trainable weights of this one. "
                     "Make a new NGSGD for each model, and again after freezing layers."
                 )
-            if not self._sides:  # a strategy, or the caller, has called `build` before
+            # If a strategy or the caller has called `build` before, it knew no layers and made no
+            # sides.
+            if not self._sides:
                 self._make_sides(model.trainable_variables)
         owner, mine = weakref.ref(model), weakref.ref(self)
 
@@ -171,8 +174,9 @@ class NGSGD(keras.optimizers.SGD):
         for number, (layer, entry) in enumerate(layers):
             if entry["kind"] == ROWS:
                 hook(layer, *self._sides[number], active)
-        # If training was refused before, TensorFlow would not let the function that Keras has made
-        # for it create the variables of metrics.
+        # A call of `fit` before `attach` fails, but Keras keeps the train function of that call. In
+        # this function TensorFlow would not let metrics create their variables. So Keras has to
+        # make a new one.
         model.train_function = None
         self._attached = True
         return self

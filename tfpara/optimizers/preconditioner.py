@@ -13,13 +13,15 @@ import tensorflow as tf
 from tfpara.optimizers.online_natural_gradient import OnlineNaturalGradient, Scatter
 from tfpara.typing import Nest
 
-# As in Kaldi, each of the first ten minibatches updates F, whatever `update_period` is.
+# As in Kaldi, each of the first ten minibatches updates F, the estimate of the scatter, whatever
+# `update_period` is.
 FIRST_UPDATES = 10
 # F starts at an arbitrary value. So, as in Kaldi, the very first minibatch makes this number of
 # further updates.
 START_UPDATES = 3
 
-# Preconditions float32 rows [N, D] of a layer's inputs, or of the derivatives of its outputs.
+# A function that preconditions float32 rows [N, D]: those of a layer's inputs, or those of the
+# derivatives of its outputs.
 Side: TypeAlias = Callable[[tf.Tensor], tf.Tensor]
 
 
