@@ -47,15 +47,18 @@ class MomentumFit:
         self.sync_period: int | None = settings.sync_period
         self.is_scheduled = False
         self._steps_in_epoch = NEVER
-        # For each local replica, its minibatches in the present block; empty: the sync period.
+        # How many minibatches each local replica takes in the present block. If empty, each takes
+        # as many as the sync period.
         self._shares: Sequence[int] = ()
-        # `model` and `epochs` of `begin_epoch`, if the epoch's length is unknown; else None.
+        # The arguments `model` and `epochs` of `begin_epoch`, if the length of the epoch is not
+        # known yet; else None.
         self._without_length: tuple[keras.Model, int] | None = None
         with tf.device("CPU:0"):
             self.period = make(tf.constant(settings.sync_period, tf.int64), "sync_period")
         self._make = make
-        # For each optimizer, on each device: the momentum and the factor of the learning rate. A
-        # step that XLA has compiled reads only variables of its own device.
+        # Each optimizer has one variable on each device, with the momentum and the factor of the
+        # learning rate. One variable for all devices would not do, because a step that XLA has
+        # compiled reads only variables of its own device.
         self._fitted: weakref.WeakKeyDictionary[keras.optimizers.Optimizer, list[tf.Variable]]
         self._fitted = weakref.WeakKeyDictionary()
 
@@ -136,7 +139,7 @@ class MomentumFit:
     def _note_short_block(self, optimizer: keras.optimizers.Optimizer) -> None:
         """Prints a note if every second block is too short for the local momentum."""
         if not momentum_of(optimizer):
-            return  # no momentum; or an optimizer like Adam, the length of whose steps is bounded
+            return  # there is no momentum, or the optimizer bounds its steps, as Adam does
         block = (self.sync_period or NEVER) * self.settings.fragments
         steps = self._steps_in_epoch
         rest = steps % block

@@ -9,8 +9,8 @@ from tfpara.sync.settings import Settings
 from tfpara.sync.start_line import counted, say
 from tfpara.sync.workers.worker import Worker
 
-# A run of at least `_MANY` replicas ends some 3 % worse than one replica if it has fewer than
-# `_SYNCS_FOR_EACH` syncs for each of its replicas (docs/study.md).
+# A run of at least `_MANY` replicas ends about 3 % worse than a run of one replica if it has fewer
+# than `_SYNCS_FOR_EACH` syncs for each of its replicas (docs/study.md).
 _MANY = 4
 _SYNCS_FOR_EACH = 6
 
@@ -36,7 +36,8 @@ class Notes:
         """Prints a note, once, if a call of `fit` has fewer syncs than its replicas need."""
         replicas = self.worker.replicas
         if self.settings.device_sync_period:
-            # The devices of a worker are averaged more often, so each worker counts as one replica.
+            # The replicas of a worker are averaged with each other more often than those of
+            # different workers. So each worker counts as one replica.
             replicas = self.worker.num_workers
         block = period * self.settings.fragments
         syncs, enough = epochs * -(-steps // block), _SYNCS_FOR_EACH * replicas

@@ -63,8 +63,9 @@ class Settings:
     nonfinite_share: float = dataclasses.field(default=0.01, metadata=_WORKERS)
     asked_rule: Rule | None = None  # the rule before `resolved` filled in its defaults
     replicas: int = 0  # the number of replicas that `resolved` was given
-    # These two are set only if the rule's hyper-parameters follow the number of replicas. The first
-    # is the user's rule; the second is the rule for the largest possible number of replicas.
+    # The next two settings are given only if the rule's hyper-parameters follow the number of
+    # replicas. `following_rule` is the user's rule. `largest_rule` is the rule for the largest
+    # possible number of replicas.
     following_rule: Rule | None = None
     largest_rule: Rule | None = None
 

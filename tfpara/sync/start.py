@@ -43,7 +43,8 @@ def start(
     is_simulated = strategy._is_simulated
     checked_seconds("startup_timeout_seconds", startup_timeout_seconds)
     status_port = checked_port(status_port, elastic is not None)
-    # Once the processes are connected, TensorFlow lists the devices of all of them.
+    # The devices of this process are listed before the processes are connected, because TensorFlow
+    # lists the devices of all connected processes afterwards.
     devices = named_devices(devices)
     check_threads(len(devices))
     found, settings, starting = workers_of(
@@ -117,7 +118,8 @@ def workers_of(
     found = _found(settings, is_simulated)
     chosen, why = choose(settings.collectives, found)
     if found.num_workers > 1 and found.is_chief and settings.collectives == "auto":
-        # If "auto" had a choice of backends, it is logged as a warning, which is shown by default.
+        # If "auto" had a choice between backends, the result is logged as a warning, because
+        # warnings are shown by default.
         chose = found.rank_variable and (of_horovod(found) or not found.told)
         level = logging.WARNING if chose else logging.DEBUG
         _log.log(level, "tfpara: collectives=%s: %s", chosen, why)

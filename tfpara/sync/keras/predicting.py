@@ -17,8 +17,8 @@ from tfpara.sync.workers.worker import Worker
 from tfpara.typing import Array, Data, Json, Nest
 
 _PREDICT = call("strategy.predict()")
-# A worker sends its rows in pieces of so many bytes at most, since a worker that does not keep them
-# then needs memory for one piece of each worker.
+# Workers send their rows in pieces of at most this many bytes. So a worker that does not keep the
+# rows needs memory for only one piece from each worker.
 _PIECE_BYTES = 64 << 20
 _REMEDY = "Give the same data on every worker: strategy.predict divides them."
 
@@ -62,7 +62,8 @@ def predict(
         ids, replicas = worker.replica_ids, worker.replicas
         start = reading.bounds(whole.length, ids[0], replicas).start
         stop = reading.bounds(whole.length, ids[-1], replicas).stop
-        # A worker without rows predicts one, which it drops, to learn the outputs' structure.
+        # Even a worker without rows predicts one row (or one batch of a dataset), because it must
+        # know the structure of the outputs. It then drops this prediction.
         first = min(start, whole.length - 1)
         outputs = model.predict(whole.part(first, max(stop, first + 1)), **given)
         keeps = not only_chief or worker.rank == 0
@@ -153,7 +154,7 @@ def _of_arrays(x: Data) -> _Whole:
     def part(first: int, end: int) -> Data:
         return keras.tree.map_structure(lambda leaf: slice_of(leaf, first, end), x)
 
-    # A None among several inputs stands for one that is left out.
+    # A None among several inputs stands for an input that is left out.
     given = [leaf for leaf in keras.tree.flatten(x) if leaf is not None]
     counts = {rows(leaf) for leaf in given or [x]}
     if len(counts) != 1:

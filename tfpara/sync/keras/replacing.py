@@ -8,11 +8,12 @@ from typing import Any, TypeAlias
 
 import keras
 
-# With its class `TFEpochIterator`, `fit` and `evaluate` pass over their data.
+# `fit` and `evaluate` read their data with the class `TFEpochIterator` of this module.
 from keras.src.backend.tensorflow import trainer as trainer
 
 # All public functions for saving call functions of `legacy_h5_format` and `saving_lib`. So a
-# replacement there also acts if a script has already imported a public function by name.
+# replacement in these two modules also acts if a script has already imported a public function by
+# name.
 from keras.src.legacy.saving import legacy_h5_format as legacy_h5_format
 from keras.src.saving import saving_lib as saving_lib
 from keras.src.trainers import data_adapters as data_adapters

@@ -29,8 +29,9 @@ def by_the_chief(
 ) -> object:
     """Writes a model, with the global weights or those shown, on the chief alone."""
     models = strategy.extended.models
-    # While Keras saves, it creates optimizers and layers to compare with the model's. The chief may
-    # be the only worker that does, so there must be no exchange of initial values.
+    # While Keras saves, it creates optimizers and layers to compare with the model's. The initial
+    # values of their variables must not be exchanged, because the chief may be the only worker that
+    # saves.
     with strategy.extended.initial_values.alone():
         if not isinstance(filepath, (str, os.PathLike)):
             with models.writing(model):

@@ -60,7 +60,8 @@ def _loop(
     @functools.partial(tf.function, reduce_retracing=True)
     @tf.autograph.experimental.do_not_convert
     def several(iterator: Any) -> Any:
-        # Each tracing of a step adds its outputs, and the syncs that may be due after it.
+        # Whenever a step is traced, its outputs are appended, with the syncs that may be due after
+        # the step.
         traced: list[tuple[Any, list[Any]]] = []
 
         def goes_on(number: tf.Tensor, outputs: tf.Tensor, data: Any) -> tf.Tensor:
@@ -95,7 +96,8 @@ def _loop(
             due, number, outputs, data = tf.while_loop(within, minibatch, (due, *state))
             for _, act in traced[-1][1]:
                 where(due, act)
-            # The sync may decide which minibatch comes next, so that is read after it.
+            # The sync may decide which minibatch comes next, so this minibatch is read only after
+            # the sync.
             with tf.device("CPU:0"):
                 number = tf.where(due & by_speed, most, number)
                 more = (number < most) & due

@@ -55,8 +55,8 @@ class Block:
         # For each element of `counts`: the index of the term that the method `count` adds to it.
         self._terms = [0, 1, 0, *[0] * parts, *(2 + r for r in replicas for _ in range(parts))]
         self.turn = make(tf.zeros([], tf.int32), "turn")
-        # How many steps each replica has taken since the last sync, shape [local replicas, 1]. None
-        # if all replicas take equally many.
+        # How many steps each replica has taken since the last sync, shape [local replicas, 1]. It
+        # is None if all replicas take equally many steps.
         self._stepped: tf.Variable | None = None
         if self._balance is not None and self._balance.simulates:
             self._stepped = make(tf.zeros([len(site.devices), 1], tf.float64), "stepped")
@@ -122,8 +122,8 @@ class Block:
         """
         carried = tf.one_hot(fragment, self.parts, dtype=tf.float64)
         self.turn.assign(fragment)
-        # The smallest element of `steps` belongs to the part that was synced last. So it is the
-        # number of steps since the last sync of any part.
+        # The smallest element of `steps` belongs to the part that was synced last. So this
+        # element is the number of steps since the last sync of any part.
         self.steps.assign_add(tf.cast(tf.reduce_min(steps), tf.int64))
         self.part_steps.assign_add(carried * steps)
         for replica, pending in enumerate(self.samples):

@@ -121,7 +121,7 @@ def _divide(sizes: Sequence[int], count: int) -> list[slice]:
     for number in range(1, count + 1):
         stop = start
         later = count - number
-        last = filled[-later] if later else len(sizes)  # leaves one for each later fragment
+        last = filled[-later] if later else len(sizes)  # leaves a variable to each later fragment
         while stop < last and (
             number == count
             or not any(sizes[start:stop])

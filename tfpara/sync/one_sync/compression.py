@@ -82,7 +82,7 @@ def decode(words: tf.Tensor, length: int, kind: str) -> tf.Tensor:
     levels = tf.cast(levels, tf.float32)
     if per_byte == 2:
         # Each byte is a + 16 b, where a is a number of the row's first half and b a number of its
-        # second half. As a is from -7 to 7, the rounded quotient is b.
+        # second half. As a is from -7 to 7, (a + 16 b) / 16 is rounded to b.
         sixteens = tf.round(levels / 16.0)
         levels = tf.concat([levels - 16.0 * sixteens, sixteens], 1)
     scales = tf.bitcast(words[:, -groups:], tf.float32)

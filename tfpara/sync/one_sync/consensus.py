@@ -32,10 +32,10 @@ from tfpara.sync.settings import NEVER, Settings
 from tfpara.typing import Array
 
 # When a worker ends, its messages that are still under way are lost. So a worker that is about to
-# fail waits for this time, in which the others receive the table of all reports, which has the
-# reason.
+# fail first waits for this time. Meanwhile the other workers receive its messages, from which they
+# learn the reason, too.
 _GRACE_SECONDS = 1.0
-_APART = "the workers are apart"  # `_told` returns the sentence
+_APART = "the workers are apart"  # stands for the sentence that `_told` returns
 
 
 class Part(NamedTuple):
@@ -219,7 +219,8 @@ class Consensus:
             # rows.
             rows = tf.pad(rows, [[0, max(of_workers) - rows.shape[0]], [0, 0]])
         with phase("wait"):
-            # All bits are sent as int32, so that nothing is rounded.
+            # The carried vectors are float32 and the reports float64. All of them are sent in one
+            # int32 tensor, bit for bit, so that nothing is rounded.
             sent = [tf.bitcast(vector, tf.int32) for vector in carried]
             if sent:
                 bits = tf.reshape(tf.bitcast(rows, tf.int32), [-1])

@@ -25,8 +25,8 @@ from tfpara.typing import Array
 
 # The values of `Flight.state`: no flight; a flight under way; a flight whose results have arrived.
 NONE, FLYING, LANDED = range(3)
-# The longest wait, when the program ends, for the thread of a flight. If another worker was lost,
-# the exchange fails, and the thread ends at once.
+# When the program ends, it waits at most this long for the thread of a flight. If another worker
+# was lost, the wait is short, because the exchange fails and the thread ends at once.
 _PATIENCE_SECONDS = 5.0
 # The end of a flight is described by the text of its error, or by "" if there was none.
 _NOT_STARTED = "a sync was to run beside the training, and the step failed that starts it"

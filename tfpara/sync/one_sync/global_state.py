@@ -121,7 +121,8 @@ class GlobalState:
         labels = [f"averages/{label}" for label in self._averages]
         update = Update(buckets, [], {label: [] for label in ("rule", *labels)})
         rule, (replicas, _) = self.rule.present(), self._site.replicas_now()
-        # XLA may be unable to compile a user's rule or average.
+        # XLA may be unable to compile a user's rule or average. So the steps are compiled only if
+        # the rule and all averages are those of tfpara.
         kinds = map(type, (rule, *self._averages.values()))
         ours = all(kind.__module__.startswith("tfpara.") for kind in kinds)
         for holder, device in enumerate(self.aggregation.holders):
@@ -161,16 +162,16 @@ class GlobalState:
         def step(
             state: State, averaged: Sequence[State], mean: tf.Tensor
         ) -> tuple[list[State], tf.Tensor]:
-            # Most blocks are whole, so that `share` is 1. For these the rule is called without
-            # `share`, since it then needs fewer passes over the weights.
+            # Most blocks are whole: `share` is 1. For whole blocks the rule is called without
+            # `share`, because the rule then needs fewer passes over the weights.
             after = tf.cond(
                 share < 1.0,
                 lambda: rule.update(state, mean, replicas, share),
                 lambda: rule.update(state, mean, replicas),
             )
             broadcast = rule.broadcast(state, after)
-            # The averages are updated after the broadcast is computed, so that it can be sent
-            # meanwhile.
+            # The averages are updated only after the broadcast is computed, so that the broadcast
+            # can be sent while the averages are updated.
             with tf.control_dependencies([broadcast]):
                 new = [
                     average.update(before, after.global_model, share)
@@ -248,8 +249,8 @@ class GlobalState:
             for label, average in self._averages.items():
                 state = self._states[f"averages/{label}"][holder][part.bucket]
                 # An average whose count is 0 needs no restart: it is new, or it was restarted when
-                # another weight was set earlier. A user's average without a count may be restarted
-                # twice, which does no harm, since it restarts from its present value.
+                # another weight was set earlier. A user's average may have no count, and is then
+                # restarted again. This does no harm, because it restarts from its present value.
                 restarted = "count" in state._fields and float(state.count) == 0.0
                 if not inside and restarted:
                     continue

@@ -180,7 +180,7 @@ class SyncGraph:
         """
         _, block_steps, of_all, shares = verdict.parts[fragment]
         # The wait for other workers is noted before the exchange begins, so that the watchdog sees
-        # it.
+        # this wait.
         with tf.control_dependencies([self.begin_waiting(verdict)]), phase("pack"):
             local = [own] if own else self.replicas.all_weights(fragment)
         others = self.averaging.exchange_others(shares) if self.whole else []
@@ -194,8 +194,8 @@ class SyncGraph:
             steps = tf.maximum(block_steps, 1.0)
             (counted,) = tf.unstack(verdict.counts, num=1)
             # With loss scaling the optimizer may skip steps. `steps` includes these, but `counted`
-            # does not. The rule divides by 1 − β^(counted + a), where a is above −`steps`, so
-            # `counted` must be at least `steps`.
+            # does not. The rule divides by 1 − β^(counted + a), where a is above −`steps`. So
+            # `counted` must be at least `steps`; otherwise the divisor could be 0 or negative.
             counted = tf.maximum(tf.cast(counted, tf.float32), steps)
             moments = self.averaging.exchange_moments(arrival.update, shares, steps, counted)
             arrived += tf.nest.flatten(moments)
@@ -241,8 +241,8 @@ class SyncGraph:
         """
         self._agreed.assign(agreed)
         self._syncs.assign_add(committed)
-        # A worker that is alone waits for nobody, so the time measured as waiting is that of its
-        # own work.
+        # A worker that is alone waits for nobody. What was measured as its wait is the time of its
+        # own work, so 0 is added instead.
         self._seconds.assign_add([seconds[0], 0.0] if self._site.is_alone else seconds)
 
     def stood_still(self, began: tf.Tensor) -> None:
@@ -376,31 +376,33 @@ class SyncGraph:
         }
         runs = zip(old.replicas.layout.buckets, self.replicas.layout.buckets, strict=True)
         # For each new bucket: the number of the former bucket from which it takes its scalars, such
-        # as counts of syncs. This former bucket is the first one of the same fragment; all buckets
-        # of a fragment have equal scalars.
+        # as counts of syncs. This is the first former bucket of the same fragment, because all
+        # buckets of a fragment have equal scalars.
         counting = [theirs.start for theirs, mine in runs for _ in range(mine.start, mine.stop)]
         for cell in {cell.field: cell for cell in self.global_state.cells()}.values():
             if cell.field in ("moments/momentum", "moments/velocity"):
-                continue  # the new state has taken them from the optimizer's slots
+                continue  # the new state has taken the moments from the optimizer's slots
             if cell.is_scalar:
                 values = [scalars[cell.field, bucket] for bucket in counting]
             else:
                 mine = self.global_state.whole(cell.field)
                 owner = cell.field.rpartition("/")[0]  # "rule", "averages/NAME" or "moments"
                 if self.global_state.is_corrected(owner.partition("/")[2]):
-                    # It is divided by 1 − bias where it is shown, except before the first sync.
+                    # When such an average is shown, it is divided by 1 − bias (except before the
+                    # first sync). So the present values of new weights are multiplied by 1 − bias.
                     biases = [scalars.get((f"{owner}/bias", bucket), 0.0) for bucket in counting]
                     pairs = zip(mine, biases, strict=True)
                     mine = [part * (1.0 - bias) if bias < 1.0 else part for part, bias in pairs]
                 values = of_weights(old.global_state.whole(cell.field), mine)
             self.global_state.set_field(cell.field, values)
-        # With another optimizer the rule may have other defaults, so the state is converted for
-        # these.
+        # If the model has another optimizer now, the rule may have other defaults than before. So
+        # the state is converted for the present rule.
         self.global_state.carry(old.global_state.rule.last())
         if self.compressed is not None and old.compressed is not None:
             self.compressed.adopt(old.compressed, of_weights)
-        # The replicas' state may have changed since the last sync. The anchors hold the state as
-        # that sync wrote it, so they are taken over, too.
+        # Anchors are the replicas' state as the last sync wrote it. The new anchors were made from
+        # the present state, which may have changed since that sync. So the former anchors are taken
+        # over, too.
         anchors = adopted("state", old.averaging.anchors, self.averaging.anchors)
         for anchor, value in zip(self.averaging.anchors, anchors, strict=True):
             anchor.assign(value)

@@ -79,6 +79,6 @@ def fused(function: Callable[..., Nest], device: str) -> Callable[..., Nest]:
 
 def now() -> tf.Tensor:
     """Returns the seconds on the monotonic clock, float64."""
-    # The time is made a np.float64: in eager mode numpy_function would turn a Python float into
-    # float32.
+    # The time is converted to np.float64, because numpy_function would turn a Python float into
+    # float32 in eager mode.
     return tf.numpy_function(lambda: np.float64(time.monotonic()), [], tf.float64)

@@ -11,7 +11,7 @@ from tfpara.sync.one_sync.replicas import Site
 from tfpara.sync.one_sync.state_vars import Kind, Slot
 from tfpara.typing import Json
 
-# The numbers of the first 32 minibatches that a replica leaves out in an epoch are kept.
+# A replica keeps the numbers of only the first 32 minibatches that it leaves out in an epoch.
 NAMED = 32
 
 
@@ -19,8 +19,9 @@ class LeftOut:
     """The minibatches that the local replicas leave out: in the present epoch, and in `total`."""
 
     def __init__(self, site: Site) -> None:
-        # A vector for each replica: how many minibatches it has had in the epoch, how many of them
-        # were left out, and the numbers of the first `NAMED` that were left out.
+        # Each replica has a vector. It begins with the number of minibatches in the epoch so far,
+        # and the number of those that were left out. Then come the numbers, counted from 1 in the
+        # epoch, of the first `NAMED` minibatches that were left out.
         self._of_epoch = [
             site.make(tf.zeros([2 + NAMED], tf.float64), f"left_out_{replica}")
             for replica in range(len(site.devices))

@@ -22,7 +22,8 @@ from tfpara.typing import Scalar
 
 Buckets = Sequence[tf.Tensor]
 BUCKET_BYTES = 8 << 20  # size in bytes of the largest buffer that is sent in one piece
-# A graph with a constant NaN of a float type fails under tf.debugging.enable_check_numerics().
+# The bits of a float32 NaN, from which a graph makes the NaN when it runs. A graph with a constant
+# NaN of a float type would fail under tf.debugging.enable_check_numerics().
 _BITS_OF_NAN = 0x7FC00000
 
 

@@ -62,7 +62,7 @@ class Kind(enum.Enum):
 _OF_METRIC = {"mean": Kind.MEAN, "only_first_replica": Kind.FIRST, "none": Kind.FIRST}
 
 
-# The kinds of slots that a worker receives from another worker if it is new, or behind the others.
+# A worker that is new, or behind the others, receives the slots of these kinds from another worker.
 TRAVELLING = (Kind.SHARED, Kind.HOLDER, Kind.MODEL)
 
 
@@ -100,7 +100,8 @@ def model_slots(model: keras.Model) -> Iterator[Slot]:
                 kind = _OF_METRIC.get(variable.aggregation, Kind.SUM)
             if is_seed(variable.path):
                 kind = Kind.RANDOM
-            # Checkpoints of version 0.2.0 lack the product.
+            # The group "product" is Nadam's product of its momenta, which checkpoints of version
+            # 0.2.0 lack.
             yield Slot(name, kind, component, replica, absent=1.0 if group == "product" else None)
 
 

@@ -30,9 +30,9 @@ class Synchronizer:
         # model's variables; else None.
         self._own: list[list[tf.Tensor]] | None = None
         self._shown: str | None = None  # inside the context of `showing`: the name given to it
-        # These two are used if the global model is in parts on several workers: the chief's copy of
-        # the whole model, as buckets in the host's memory, and the number of syncs when it was
-        # made; -1: there is no copy, or it is out of date.
+        # If the global model is in parts on several workers, the chief keeps a copy of the whole
+        # model: `_gathered` has its buckets, in the host's memory. `_gathered_at` is the number of
+        # syncs when the copy was made. It is -1 if there is no copy, or if the copy is out of date.
         self._gathered: list[tf.Tensor] = []
         self._gathered_at = -1
         self._places = variables.places()
@@ -416,7 +416,8 @@ class Synchronizer:
         assign(self._variables.weights, [graph.replicas.constrained(weights)] * count)
         graph.averaging.start_moments()
         if graph.compressed is not None:
-            # The next sync sends how far the weights are from these points.
+            # The next sync sends the differences between the weights and these points, so the
+            # points must be set, too.
             graph.compressed.set_points(graph.global_state.broadcast_point())
 
     def open_fragments(self, pending_samples: Sequence[tf.Tensor]) -> list[bool]:

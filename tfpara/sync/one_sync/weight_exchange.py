@@ -17,16 +17,16 @@ from tfpara.sync.one_sync.placement import Aggregation, Replicated, cut
 from tfpara.sync.one_sync.replicas import Buckets, Replicas
 from tfpara.sync.one_sync.state_vars import Kind, Slot
 
-# Weights are sent with the reports if those of all workers together have at most this many bytes,
-# and if a worker sends at most MORE_BYTES more than in an all-reduce. Sending these takes 5 ms at
-# 100 Mbit/s, about as long as the all-reduce that is saved.
+# Weights are sent with the reports if the weights of all workers together have at most
+# WITH_REPORTS_BYTES, and if a worker then sends at most MORE_BYTES more than in an all-reduce. At
+# 100 Mbit/s MORE_BYTES take 5 ms, about as long as the all-reduce that is saved.
 WITH_REPORTS_BYTES = 2 << 20
 MORE_BYTES = 1 << 16
 # TensorFlow takes a part of a float32 or int32 vector without a copy if the indices at which the
 # part begins and ends are multiples of this number.
 ALIGNED = 16
-# Variables of a wire, the transport of weights. Each is paired with the value that
-# `Averaging.commit` writes to it.
+# A wire is a transport of weights. `Writes` pairs each of its variables with the value that
+# `Averaging.commit` writes to the variable.
 Writes = list[tuple[tf.Variable, tf.Tensor]]
 
 
@@ -226,7 +226,8 @@ class PlainWire:
 
     def bytes_sent(self, fragment: int) -> int:
         """Returns the number of bytes that this worker sends in `gather` and `spread` together."""
-        # A reduce-scatter and an all-gather send as many as an all-reduce.
+        # A reduce-scatter and an all-gather together send as many bytes as an all-reduce. So the
+        # number is the same for a sharded and a replicated model.
         elements = sum(self._replicas.layout.sizes[self._replicas.layout.variables[fragment]])
         return _all_reduce_bytes(elements, self._collectives.size)
 

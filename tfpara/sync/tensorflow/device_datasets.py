@@ -102,7 +102,8 @@ def _shared(
     """Replaces `_PerDeviceGenerator`; returns the dataset of one device."""
 
     def make() -> Any:
-        # The constructor looks this name up.
+        # The constructor looks the name `_PerDeviceGenerator` up in TensorFlow's module, so this
+        # name stands for the original class again while the constructor runs.
         with attributes(_multi_device, _PerDeviceGenerator=_Generator):
             args = shard_num, resource, incarnation_id, source_device, element_spec
             return _Generator(*args, iterator_is_anonymous=iterator_is_anonymous)
@@ -149,12 +150,13 @@ class _OwningIterator(_multi_device.OwnedMultiDeviceIterator):
     def __init__(self, dataset: Any = None, *args: Any, **kwargs: Any) -> None:
         made = None if dataset is None else _Remembering(dataset)
         super().__init__(made, *args, **kwargs)
-        self._kept = made  # set after the iterator's attributes, to be deleted after them
+        self._kept = made  # set last, so that it is deleted after the iterator's other attributes
         if made is not None and tf.executing_eagerly():
             _iterators[self] = os.getpid(), made
 
 
-# For each iterator the id of the process that made it, and the dataset that it reads.
+# For each iterator: the id of the process that made the iterator, and the dataset that the iterator
+# reads.
 _iterators: weakref.WeakKeyDictionary[Any, tuple[int, Any]] = weakref.WeakKeyDictionary()
 
 

@@ -11,8 +11,8 @@ import tensorflow as tf
 from tfpara.cluster import cuda
 
 _log = logging.getLogger(__name__)
-# If a function spans more devices than this, TensorFlow prepares it in its threads for operations,
-# and not in the thread that calls the function.
+# If a function spans more devices than this, TensorFlow does not prepare the function in the thread
+# that calls it, but in TensorFlow's threads for operations.
 _MANY_DEVICES = 8
 
 

@@ -36,8 +36,9 @@ from tfpara.sync.workers.worker import Worker
 from tfpara.tensorflow_private import input_lib as _input_lib
 from tfpara.typing import Json, Nest
 
-# TensorFlow's function that distributes a dataset; a user's function that makes datasets;
-# TensorFlow's function that distributes the datasets of a user's function.
+# The types of three functions. `_Distribute`: TensorFlow's function that distributes a dataset.
+# `_DatasetFn`: a user's function that makes datasets. `_FromFunction`: TensorFlow's function that
+# distributes the datasets of such a user's function.
 _Distribute = Callable[[tf.data.Dataset], tf.distribute.DistributedDataset]
 _DatasetFn = Callable[[tf.distribute.InputContext], tf.data.Dataset]
 _FromFunction = Callable[[_DatasetFn], Any]
@@ -83,7 +84,7 @@ class DistributedData:
         """Returns which part of an epoch's data this worker reads, from minibatch `first` on."""
         worker = self.worker
         # A worker that has not joined its elastic run yet may have a rank above those of the
-        # members.
+        # members. The remainder is always the rank of a member.
         rank = worker.rank % worker.num_workers
         unlike = worker.company.unlike_devices if worker.among_unlike else ()
         return DataPlace(rank, worker.num_workers, len(worker.devices), epoch, first, dealt, unlike)
@@ -97,7 +98,7 @@ class DistributedData:
         self.passes = None
         if not self.worker.changes:
             self.order.seed = None  # each call of fit draws a seed, or takes that of a checkpoint
-        within = self.worker.call_site.fits > 0  # it is called in a callback of another `fit`
+        within = self.worker.call_site.fits > 0  # this `fit` is called in a callback of another
         aside = self.position.aside(lambda: self.models.steps_seen)
         try:
             with aside if within else contextlib.nullcontext():
@@ -178,8 +179,8 @@ class DistributedData:
         check_batched(dataset.element_spec, self.worker.replicas > 1)
         dataset = without_tuner(_safe(dataset))
         if PREDICTS.get() or self.worker.changes:
-            # A worker that joins or leaves would change the others' parts, so in an elastic run
-            # each worker evaluates all data.
+            # In `predict` each worker reads all data. In an elastic run each worker also evaluates
+            # all data, because a worker that joins or leaves would change the others' parts.
             with self.worker.alone():
                 whole = distribute(dataset)
             whole.__class__ = _UndividedDataset
@@ -298,7 +299,7 @@ class _EpochDatasets(_Datasets):
     """The datasets of `datasets_by_epoch`, made anew when a pass over another epoch begins."""
 
     dataset_fn: _DatasetFn  # the user's function
-    # The epoch, `first` and this worker's share for which the datasets were made.
+    # The datasets were made for this epoch, this `first` and this share of the worker.
     built_for: tuple[int, int, tuple[int, int]]
 
     @property
@@ -321,8 +322,8 @@ class _EpochDatasets(_Datasets):
         epoch, first = self.data.begin_pass()
         if not self.data.worker.call_site.calls:
             # `dataset_fn` itself leaves out the minibatches that are trained already. `take_steps`
-            # clears their number, so that they are not skipped again. If the run had another number
-            # of replicas before, those minibatches are another number of this run's steps.
+            # clears their number, so that they are not skipped again. `resumed` is counted in steps
+            # of this run, because the run may have had another number of replicas before.
             self.data.position.take_steps()
             self.data.position.resumed = first // self.data.worker.replicas
         dealt = self.data.deal(epoch, first)
