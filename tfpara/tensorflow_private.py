@@ -18,11 +18,12 @@ from tensorflow.python.data.ops import multi_device_iterator_ops as multi_device
 from tensorflow.python.distribute import collective_all_reduce_strategy as mwms
 
 # `input_lib` has the classes of distributed datasets; Keras accepts no others. `values` has the
-# types of the values that are reduced, and the number of the replica that is being traced.
+# types of variables and values that have a component on each replica. Its module `values_util`
+# knows the number of the replica that is being traced.
 from tensorflow.python.distribute import input_lib, values
 
 # `context` is TensorFlow's context. Its private methods start the server anew and end collectives.
-# `cancellation` has the cancellation manager of a running function, see below.
+# `cancellation` has the cancellation manager of a running function, see `cancel_by_thread`.
 from tensorflow.python.eager import cancellation, context
 
 # The class of plain variables. In a strategy's scope tf.Variable would create a mirrored one.
@@ -50,8 +51,9 @@ __all__ = [
     "values",
 ]
 
-# If a replica gets no part of a batch, TensorFlow makes tensors without rows for it. For that it
-# calls this method of a spec, which the spec of a None lacks.
+# If a replica gets no part of a batch, TensorFlow makes tensors without rows for the replica. It
+# calls `_create_empty_value` if the spec of an element has this method, and else makes a tensor of
+# the spec's shape. The spec of a None has neither, so the method is added.
 type(tf.type_spec_from_value(None))._create_empty_value = lambda spec: None
 
 _manager: contextvars.ContextVar[Any] = contextvars.ContextVar("cancellation manager", default=None)

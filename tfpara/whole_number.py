@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numbers
 
-# Workers send counts as float64, which holds whole numbers exactly up to this one.
+# Workers send counts as float64, which holds all whole numbers up to this number exactly.
 LARGEST_COUNT = 2**53
 LONGEST_SECONDS = 1e9  # 31 years; TensorFlow, sockets and locks cannot wait much longer
 

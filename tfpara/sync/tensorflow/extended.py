@@ -81,9 +81,9 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
             links.without_coordination()
         served = not horovod and found.num_workers > 1
         self._earlier = earlier = links.served[found] if served else 0
-        # For a second strategy the parent class would start TensorFlow's server anew, and requests
-        # that a faster worker has already sent would be lost. So the server keeps running, and the
-        # collectives of each strategy have keys of their own.
+        # If a process makes a second strategy, the parent class would start TensorFlow's server
+        # anew, and requests that a faster worker has already sent would be lost. So the server
+        # keeps running, and the collectives of each strategy have keys of their own.
         self._std_server_started = earlier > 0
         strategy._collective_key_base = earlier * BETWEEN_STRATEGIES
         super().__init__(
@@ -167,8 +167,8 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
     def _id_in_cluster(self, rank: int) -> None:
         self.worker.rank = rank
 
-    # The parent class computes the values of the next three members as if all workers had equally
-    # many devices.
+    # The next three members are overridden, because the parent class computes their values as if
+    # all workers had equally many devices.
     @property
     def _num_replicas_in_sync(self) -> int:
         return self.worker.replicas
@@ -202,7 +202,8 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         return tuple(devices), self._wanted_devices[0].upper().split(":")[0]
 
     def _in_multi_worker_mode(self) -> bool:
-        # If this were true, Keras and the input library would run a collective at every step.
+        # If this method returned True, Keras and TensorFlow's `input_lib` would run a collective at
+        # every step.
         return False
 
     # -- steps -----------------------------------------------------------------------------------
@@ -215,7 +216,7 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         self, reduce_op: tf.distribute.ReduceOp, value: Nest, options: Any = None
     ) -> Any:
         # Optimizers call this method to sum gradients over the replicas. A local step uses only the
-        # gradients of its own replica.
+        # gradients of its own replica, so the method returns `value` as it is.
         del reduce_op, options
         if not self.steps.trace.applying and self._num_replicas_in_sync > 1:
             self.notes.tell(
@@ -235,8 +236,8 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
     def _update(
         self, var: Variable, fn: Callable[..., Nest], args: Nest, kwargs: Nest, group: bool
     ) -> Nest:
-        # Python code that sets a weight (load_weights, set_weights, assign) does so through this
-        # method.
+        # Python code sets weights through this method, for example by load_weights, set_weights or
+        # assign. The synchronizers take the new values over, for example into the global model.
         result = super()._update(var, fn, args, kwargs, group)
         if tf.executing_eagerly():
             for synchronizer in self.models.synchronizers:
@@ -283,8 +284,8 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
                 f"strategy.reduce: the replicas' values have the shapes {shapes}. Give the axis of "
                 "the samples too, as in strategy.reduce(op, value, axis=0)."
             )
-        # If `local` has a single value, this stands for equal values of all local replicas, and
-        # counts once for each of them.
+        # A single value in `local` stands for equal values of all local replicas, so it counts once
+        # for each of them.
         total = tf.add_n(parts) * (len(self.worker_devices) // len(parts))
         if self._num_workers > 1:
             total = tf.reduce_sum(joined(total[tf.newaxis], 0, self.control, _REDUCE), 0)
@@ -293,8 +294,8 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
     def _gather_to_implementation(
         self, value: Nest, destinations: object, axis: int, options: object
     ) -> tf.Tensor:
-        # The parent class's method has no timeout, does not know Horovod's workers, and sorts
-        # values by device names as texts, in which 10 comes before 2.
+        # The parent class's method has no timeout and does not know Horovod's workers. It also
+        # sorts the values by the texts of device names, so that device 10 comes before device 2.
         del destinations, options
         if self._num_workers > 1 and not tf.executing_eagerly():
             raise ValueError(
@@ -346,7 +347,8 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         return self.data.by_epoch(dataset_fn, lambda prepared: make(prepared, None))
 
     def _create_variable(self, next_creator: Any, **kwargs: Any) -> Any:
-        # A replica writes its own component of a variable without asking the other replicas.
+        # With the aggregation NONE, a replica writes its own component of a variable without an
+        # exchange with other replicas.
         if kwargs.get("synchronization") != tf.VariableSynchronization.ON_READ:
             kwargs["aggregation"] = tf.VariableAggregation.NONE
         return with_our_class(super()._create_variable(next_creator, **kwargs))

@@ -35,7 +35,7 @@ LATER_SECONDS = 10.0
 # several keys.
 BETWEEN_STRATEGIES = 1024
 _SEED = 87654321  # TensorFlow's default seed
-# For each cluster: the number of strategies that this process has made on the cluster's server.
+# Counts the strategies that this process has made on each cluster's server.
 served: collections.Counter[cluster.Cluster] = collections.Counter()
 # TensorFlow always lists these options of its graph optimiser, even if the program has set none.
 NO_PARTS = {"disable_meta_optimizer", "disable_model_pruning"}
@@ -59,9 +59,9 @@ class Links:
         self._found, self._settings = found, settings
         self._worker, self._earlier = worker, earlier
         # TensorFlow's collectives connect only devices of one kind. So if some workers have GPUs
-        # and others only CPUs, the hosts of the workers are connected instead.
+        # and others only CPUs, the collectives connect the workers' `host` devices, which are CPUs.
         lead = worker.host if len(worker.kinds) > 1 else worker.devices[0]
-        self.collectives = self._between(0, lead)  # `compare` may replace them by NCCL's
+        self.collectives = self._between(0, lead)  # `connect_by` may choose NCCL instead
         self.reports = self._between(1, worker.host)
         by_horovod = settings.collectives == "horovod"
         self.way = "" if self._alone else "Horovod" if by_horovod else "a ring over gRPC"
@@ -113,8 +113,8 @@ class Links:
         terms = self._settings.fingerprint()
         terms["fast reduce-scatter"] = self.collectives.scatters_well
         if self._worker.changes:
-            # A worker that joins takes over another worker's replicas, one on each device, so it
-            # needs equally many devices, of the same kind.
+            # A worker that joins takes over another worker's replicas, one on each device. So all
+            # workers need equally many devices, of the same kind.
             terms["devices per worker"] = len(self._worker.devices)
             terms["kind of devices"] = self._worker.kind
         agree(terms, self._worker.control, START)
@@ -134,12 +134,12 @@ class Links:
             self.connect_by(cards)
         # Every worker shuffles data for itself. With different global seeds the orders would
         # differ, even with `shuffle(1000, seed=1)`, and the workers' parts of the data would
-        # overlap. A resumed run, or a worker that joins, needs the same seed, too. So if the
-        # program has set no seed, a fixed one is set.
+        # overlap. A resumed run, or a worker that joins, needs the same seed, too. So a fixed seed
+        # is set if the program has set none.
         if _context.global_seed() is None:
             tf.random.set_seed(_SEED)
-        # Scripts and PyDatasets draw random numbers from Python's and NumPy's generators, so these
-        # start from the chief's states.
+        # Scripts and PyDatasets draw random numbers from Python's and NumPy's generators. So these
+        # generators start from the chief's states on every worker.
         set_random_states(states[0])
 
     def connect_by(self, cards: Sequence[str | None]) -> None:

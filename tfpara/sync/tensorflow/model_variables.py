@@ -44,8 +44,8 @@ def replica_variables(
     written = [] if local_state == "keep" else optimizers(model)
     slots = [slot for optimizer in written for slot in _slots(optimizer)]
     moments: list[keras.Variable] = []
-    # A sync sets the step counts of these optimizers to the same number on all replicas, and those
-    # of `resetting` to 0.
+    # A sync makes the step counts of the optimizers in `counting` equal on all replicas, and sets
+    # the step counts of the optimizers in `resetting` back to 0.
     counting = written if local_state == "average" else []
     resetting = _counting_moments(written) if local_state == "reset" else []
     if settings.balance is not False:
@@ -68,7 +68,7 @@ def replica_variables(
         # found by the index that Keras has for each weight.
         indices = [optimizer._get_variable_index(v) for v in weights]
         for weight, index in zip(weights, indices, strict=True):
-            if optimizer._momentums[index] is None:  # as for the scales of a float8 layer
+            if optimizer._momentums[index] is None:  # true for the scales of a float8 layer
                 raise ValueError(
                     f"the optimizer keeps no moments of {weight.path!r}, and BMUFAdam filters "
                     "those of each weight. Use tfpara.BMUF."
@@ -166,9 +166,10 @@ def _slots(optimizer: keras.optimizers.Optimizer) -> list[tuple[keras.Variable, 
     Variables with a true attribute `of_one_replica` are left out: a sync does not change them.
     """
     start = float(getattr(optimizer, "initial_accumulator_value", 0.0))
-    # Nadam keeps the product of all its momenta so far, which belongs to its moments. Of the other
-    # scalars, such as the learning rate, only slots do. Keras keeps slots in lists, with one for
-    # each weight, and a weight may be a scalar.
+    # Most scalars of an optimizer, such as the learning rate, are no slots. There are two
+    # exceptions. Nadam's `_u_product`, the product of all its momenta so far, belongs to its
+    # moments. The slot of a scalar weight is a scalar, too; it is in one of the lists in which
+    # Keras keeps a slot for each weight.
     product = getattr(optimizer, "_u_product", None)
     others = ("_variables", "_trainable_variables")
     lists = [v for name, v in vars(optimizer).items() if isinstance(v, list) and name not in others]
@@ -178,6 +179,6 @@ def _slots(optimizer: keras.optimizers.Optimizer) -> list[tuple[keras.Variable, 
         for v in [*optimizer.variables, *product_left_out(optimizer)]
         if v.value.dtype.is_floating
         and (v.value.shape.rank or v is product or id(v) in listed)
-        and not v.path.endswith("gradient_accumulator")  # it belongs to a step that is under way
+        and not v.path.endswith("gradient_accumulator")  # it belongs to the step under way
         and not getattr(v, "of_one_replica", False)
     ]

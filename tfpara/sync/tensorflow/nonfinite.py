@@ -99,8 +99,8 @@ class Guard:
                 variable.assign(value)
 
         if compiles_on(self._devices[replica]):
-            # For a branch the host would have to wait for the GPU in each step, so `tf.where` is
-            # used.
+            # A branch would make the host wait for the GPU in each step, so `tf.where` selects the
+            # values.
             for variable, value in before:
                 variable.assign(tf.where(bad, value, variable.read_value()))
         else:

@@ -23,8 +23,8 @@ from tfpara.tensorflow_private import context as _context
 from tfpara.tensorflow_private import values as _values
 from tfpara.typing import Nest, Scalar, Variable
 
-# Whether `run` predicts rows. It is of a thread: one that reads data may predict with a model while
-# another one trains.
+# Whether `run` predicts rows. Each thread has a value of its own, because a thread that reads data
+# may predict with a model while another thread trains.
 PREDICTS = contextvars.ContextVar("tfpara_predicts", default=False)
 
 
@@ -73,7 +73,7 @@ class RunSteps:
         # All optimizers that have taken steps in run(), by id.
         self._stepping: weakref.WeakValueDictionary[int, keras.optimizers.Optimizer]
         self._stepping = weakref.WeakValueDictionary()
-        # The synchronizers of which the graphs of custom loops have syncs.
+        # The synchronizers whose syncs are in the graphs of custom loops.
         self._in_loops: weakref.WeakSet[Synchronizer] = weakref.WeakSet()
 
     def run(
@@ -96,8 +96,8 @@ class RunSteps:
         if eager and models.for_step(fn) is None:
             model = models.model_of(fn)
             if _is_train_step(fn) or (model is models.tracked and _has_weights(model)):
-                # The synchronizer is made before the step runs, so that it starts from the present
-                # weights.
+                # The synchronizer is made before the step runs, so that the global model starts
+                # from the weights before the step.
                 models.make(model)
         # If `fn` was traced in an earlier call, `trace` stays empty. Then only the step counts of
         # optimizers show that `fn` takes steps.
@@ -114,8 +114,8 @@ class RunSteps:
         if not stepped and not _is_train_step(fn):
             return outputs
         self.check_optimizers(models.model_of(fn), trace.optimizers)
-        # The synchronizer is looked up after the step: if the step has made slots of an optimizer,
-        # and syncs write slots, the model needs a new synchronizer.
+        # The synchronizer is looked up after the step, because the step may have made slots of an
+        # optimizer. If syncs write slots, the model then needs a new synchronizer.
         synchronizer = models.for_step(fn)
         if synchronizer is None:
             self._check_loop(models.model_of(fn))
@@ -144,7 +144,8 @@ class RunSteps:
         """Returns the predictions of all rows, each row once."""
         leaves = tf.nest.flatten((args, others))
         if not any(isinstance(leaf, tf.distribute.DistributedValues) for leaf in leaves):
-            # `predict_on_batch` gives all rows to every replica.
+            # `predict_on_batch` gives all rows to every replica, so the first one's predictions
+            # are returned.
             outputs = run(fn, args, *others)
             return tf.nest.map_structure(lambda leaf: self._local_results(leaf)[0], outputs)
         return run(_of_a_row_if_empty(fn), args, *others)

@@ -209,8 +209,8 @@ class TrainedModels:
         if not weights:
             return None
         wholes = [each for each in self._trained if weights.keys() <= each.weights.keys()]
-        # Several trained models may have all of these weights. The one that trains most of them is
-        # meant.
+        # Several trained models may have all of these weights. Then the entry of the model that
+        # trains most of the weights is returned.
         return max(
             wholes,
             key=lambda each: sum(each.synchronizer.has_any_of([c]) for c in weights.values()),
@@ -229,8 +229,8 @@ class TrainedModels:
         """A context in which a model's `fit` runs, maybe in a callback of another model's `fit`."""
         entry = self._entry(model)
         if entry is not None and entry.identity != self._identity(model):
-            # Layers were frozen or unfrozen, and the model was not compiled anew. The graph of its
-            # step would go on with the syncs of the former weights.
+            # If layers were frozen or unfrozen, and the model was not compiled anew, the graph of
+            # its step still has the syncs of the former weights. So Keras must trace a new graph.
             model.train_function = None
         former = self._recent
         self._recent = self._entry_of(model) or former
@@ -238,8 +238,8 @@ class TrainedModels:
         if self._call_site.fits:
             self._recent = former
 
-    # When the tf.function of a custom loop is traced, AutoGraph would otherwise convert this
-    # method, and also the Python code that closes the blocks of other models.
+    # Without this decorator, AutoGraph would convert this method when it converts the tf.function
+    # of a custom loop. It would also convert the Python code that closes other models' blocks.
     @tf.autograph.experimental.do_not_convert
     def make(self, model: keras.Model | None) -> Synchronizer:
         """Makes a synchronizer for a model, which starts from the model's present weights."""
@@ -253,8 +253,8 @@ class TrainedModels:
         self._drop_collected(former)
         if former is not None:
             self.company.finish_block(former.synchronizer, COMPILED_ANEW)
-        # These checks need a built optimizer: a MultiOptimizer that is given a function makes the
-        # optimizers inside it when it is built.
+        # The checks below need a built optimizer, because a MultiOptimizer may have a function that
+        # makes the optimizers inside it. It calls this function when it is built.
         build_optimizer(model)
         _refuse(model)
         several = self._worker.replicas > 1 or self.company.changes
@@ -267,7 +267,8 @@ class TrainedModels:
         if former is not None:
             trained = {id(v[0]) for v in variables.weights}
             former.synchronizer.leave(lambda each: id(each) not in trained, self._chiefs_left)
-        # All replicas must train on the same frozen weights, also on those of another model.
+        # Weights that are frozen in this model must be equal on all replicas, even if another model
+        # has trained them.
         frozen = {id(v[0]) for v in variables.frozen}
         for other in others:
             if other.has_any_of([v[0] for v in variables.frozen]):
@@ -286,7 +287,7 @@ class TrainedModels:
             )
         self.rule = settings.rule
         self._recent = _Trained(
-            # A group is never collected, since nothing else refers to it.
+            # This entry keeps a group alive, because the script has no reference to the group.
             (lambda: model) if isinstance(model, Group) else weakref.ref(model),
             self._identity(model),
             synchronizer,
@@ -395,7 +396,9 @@ class TrainedModels:
         self._drop(entry, _FORGET)
         whole = entry.model()
         if whole is not None:
-            whole.train_function = None  # the function contains the model's syncs
+            # The graph of the model's step has the syncs that end here, so Keras must trace a new
+            # graph.
+            whole.train_function = None
         if self.tracked is whole:
             self.tracked = None
 

@@ -79,8 +79,8 @@ class MetricReads:
     """The reads of metrics' variables, in which all workers take part."""
 
     worker: Worker
-    # Inside `reading`: the sums of the metrics' variables over all workers, by the `id` of the
-    # variable.
+    # The sums of the metrics' variables over all workers, by the `id` of the variable. The dict is
+    # empty outside of `reading`.
     _sums: dict[int, tf.Tensor] = dataclasses.field(default_factory=dict, init=False)
 
     @contextlib.contextmanager
@@ -108,7 +108,7 @@ class MetricReads:
         else:
             (total,) = self._sums_of([variable])
         if eager and self.worker.changes and self.worker.call_site.calls:
-            replicas = len(self.worker.devices)  # each worker by itself has evaluated all data
+            replicas = len(self.worker.devices)  # each worker has evaluated all data itself
         return total / replicas if mean else total
 
     def _part_of(self, variable: Metric) -> tf.Tensor:

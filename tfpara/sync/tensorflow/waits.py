@@ -45,7 +45,8 @@ class Waits:
         watch = functools.partial(self._watch, timeout_seconds)
         thread = threading.Thread(target=watch, name="tfpara-watchdog", daemon=True)
         thread.start()
-        # The thread must not call TensorFlow while the interpreter shuts down.
+        # The thread must not call TensorFlow while the interpreter shuts down. `atexit` calls
+        # functions in reverse order, so the thread is told to stop before it is joined.
         atexit.register(thread.join)
         atexit.register(self._stop.set)
 

@@ -112,7 +112,7 @@ class Company:
 
     def part(self) -> None:
         """All: waits for the others at the end of the program, if that is needed."""
-        # Errors do not matter, since nothing follows.
+        # Errors do not matter, since no exchange follows this one.
         with contextlib.suppress(tf.errors.OpError, MismatchError):
             self._extended.control.together(END)
 
@@ -128,7 +128,8 @@ class Company:
 
     def check_in_fit(self) -> None:
         """Raises ValueError if a step trains outside of `fit`, and this company needs `fit`."""
-        # AutoGraph, which converts what a loop's tf.function calls, cannot convert an empty body.
+        # The `return` is needed, because AutoGraph cannot convert a method with an empty body.
+        # AutoGraph converts this method if the tf.function of a custom loop calls it.
         return None
 
     def by_the_chief(self, write: Callable[[], object], name: str) -> None:
@@ -155,7 +156,9 @@ class Company:
 
         `evaluates`: whether the metrics are those of an evaluation.
         """
-        del evaluates  # in an evaluation, too, each worker has only a part of the data
+        # Metrics of an evaluation are summed in the same way, since each worker evaluates only a
+        # part of the data.
+        del evaluates
         # Closing all blocks waits until no worker has data left, so the metrics cover all data.
         purpose = self._extended.call_site.of_metric()
         if self._extended.models.synchronizers:

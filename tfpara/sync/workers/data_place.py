@@ -54,7 +54,8 @@ class DataPlace:
         return list(range(first, first + self.devices))
 
 
-# The place for which a dataset is being constructed; threads that read it later do not inherit it.
+# The place for which a dataset is being constructed. Threads that read the dataset later do not
+# inherit the place.
 _PLACE: contextvars.ContextVar[DataPlace | None] = contextvars.ContextVar(
     "tfpara_data_place", default=None
 )

@@ -11,7 +11,8 @@ from tfpara.cluster.call_site import Purpose
 from tfpara.sync.workers.meetings import Control
 from tfpara.typing import Json
 
-# The dtypes that the collectives send, and those among them that carry others without loss.
+# The dtypes that the collectives send. Tensors of the dtypes in `_CARRIED_AS` are converted to one
+# of these dtypes without loss.
 _CARRIED = (tf.float16, tf.float32, tf.float64, tf.int32, tf.int64)
 _CARRIED_AS = {tf.bfloat16: tf.float32} | dict.fromkeys(
     (tf.bool, tf.int8, tf.uint8, tf.int16, tf.uint16), tf.int32
@@ -29,7 +30,8 @@ def everyones(value: Json, control: Control, purpose: Purpose) -> list[Json]:
 def _everyones(value: Json, control: Control, purpose: Purpose) -> list[Json]:
     text = json.dumps(value, default=repr, sort_keys=True).encode()
     lengths = control.together(purpose, len(text))
-    # Padded to a power of 2, since TensorFlow keeps memory for every shape that it has sent.
+    # The length of the text is padded to a power of 2, because TensorFlow keeps memory for every
+    # shape that it has sent.
     padded = np.zeros(1 << max(lengths).bit_length(), np.int32)
     padded[: len(text)] = np.frombuffer(text, np.uint8)
     table = control.collectives.all_gather(tf.constant(padded), "text").numpy()

@@ -14,7 +14,8 @@ from tfpara.collectives import Collectives, Loopback
 from tfpara.sync.workers.company import Company, MismatchError
 from tfpara.typing import Json
 
-# A worker that fails first waits so long, so that the others still receive the reason.
+# Before a worker raises a MismatchError, it waits for this many seconds, so that the other workers
+# still receive the reason.
 _GRACE_SECONDS = 1.0
 
 
@@ -52,7 +53,8 @@ class Control:
             nonlocal got
             got = self.collectives.broadcast(value, name)
             if self._company.changes:
-                # After this barrier all workers have the tensor, even if a worker is lost now.
+                # No worker passes this barrier before all workers have the tensor. So all other
+                # workers have the tensor if a worker is lost after the barrier.
                 self.collectives.barrier(name)
 
         self._company.together(exchange)

@@ -8,7 +8,7 @@ from tfpara.cluster.call_site import Purpose
 from tfpara.sync.workers.json_exchange import everyones
 from tfpara.sync.workers.meetings import Control
 
-# Advice on a setting whose values the user may be unable to make equal.
+# Advice for workers with different numbers of devices, which the user may be unable to make equal.
 _OF_DEVICES = (
     ". Where numbers of devices differ, start a worker for each device, or leave elastic= out."
 )

@@ -36,7 +36,7 @@ class Worker:
     host: str = "CPU:0"
     call_site: CallSite = dataclasses.field(default_factory=CallSite)
     control: Control = dataclasses.field(init=False)
-    # In a context of `as_one_of`: the number of devices of each worker; else empty.
+    # The number of devices of each worker, within a context of `as_one_of`; empty outside of it.
     _place: Sequence[int] = ()
 
     @property
