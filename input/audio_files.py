@@ -23,17 +23,17 @@ from input.records import CorpusError
 from tfpara.files import regular
 
 DECODERS = ("soundfile", "tensorflow-io")
-_SCALE = 32768.0  # full scale of Kaldi's samples, which are those of 16-bit integers
-# The loudest sample that a file of floats may have, as a multiple of full scale. Louder samples
-# would have an energy of Inf in float32.
+_SCALE = 32768.0  # full scale of Kaldi's samples, which have the range of 16-bit integers
+# The loudest sample that a file of floats may have, as a multiple of full scale. In float32, the
+# energy of louder samples would be Inf.
 _LOUDEST = 1e9
 _RATES = (1000, 1_000_000)  # Hz; a header with a rate outside this range counts as damaged
 _BLOCK = 1 << 16  # number of samples that are decoded at once
-# The largest number of samples that a file can have per byte. FLAC comes nearest to it: a frame of
-# FLAC has at least 10 bytes and at most 65,535 samples.
+# No file has more samples per byte than this. Files in FLAC have the most: a frame of FLAC has at
+# least 10 bytes and at most 65,535 samples.
 _PER_BYTE = 6554
-# In bytes. The header of a streamed WAV file was written before the length was known; it states
-# this length or more.
+# A length in bytes. When a WAV file is streamed, its header is written before the file's length is
+# known. Such a header states this length or more.
 _UNKNOWN = 0x7FFFF000
 
 
@@ -53,8 +53,8 @@ class Options:
     resample: bool = False  # whether files at another rate are resampled; if not, they are refused
     decoder: str = "soundfile"
     parallel: int = 2  # number of files that are decoded at once
-    # The channel that is read where a `Location` names none. If this is None, too, the recording
-    # must have a single channel.
+    # The channel that is read if a `Location` names no channel. If this option is also None, the
+    # recording must have a single channel.
     channel: int | None = None
 
     def __post_init__(self) -> None:
@@ -177,7 +177,7 @@ def _check_length(file: BinaryIO, size: int, recording: Location) -> bool:
     if head[:4] != b"RIFF" or len(head) < 8:
         return False
     length = struct.unpack("<I", head[4:])[0] + 8
-    # libsndfile and kaldiio do not report that a file is cut short.
+    # This is checked here because libsndfile and kaldiio do not report that a file is cut short.
     if 8 < length < _UNKNOWN and length > size:
         raise _error(recording, f"is cut short: {size} of {length} bytes")
     return True
@@ -297,7 +297,7 @@ def _as_encoded(samples: np.ndarray, path: str) -> bool:
     """
     with open(path, "rb") as file:
         head = file.read(42)
-    if head[:4] != b"fLaC" or not any(head[26:]):  # zeros: the encoder left the sum out
+    if head[:4] != b"fLaC" or not any(head[26:]):  # if all are 0, the encoder left out the sum
         return True
     return hashlib.md5(samples.astype("<i2").tobytes()).digest() == head[26:]
 

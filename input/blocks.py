@@ -126,6 +126,6 @@ def frame_order(plan: Partition, window: int, seed: int, epoch: int) -> np.ndarr
 
 
 def _generator(seed: int, *key: int) -> np.random.Generator:
-    # The key is no part of the seed: as seeds, [seed, 1, 0] and [seed, 1, 0, 0] would give the same
-    # random numbers.
+    # The key is not appended to the seed, because the seeds [seed, 1, 0] and [seed, 1, 0, 0] would
+    # give the same random numbers.
     return np.random.default_rng(np.random.SeedSequence(seed, spawn_key=key))

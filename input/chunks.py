@@ -31,7 +31,7 @@ import tensorflow as tf
 from input import blocks, features
 from input.index import CorpusIndex
 
-SECONDS = 3600.0  # default length of a chunk, from section 4.2 of paper 002
+SECONDS = 3600.0  # default length of a chunk: section 4.2 of paper 002 in docs/papers.md
 
 
 class CorpusChunks(NamedTuple):

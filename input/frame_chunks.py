@@ -131,8 +131,8 @@ class _Windows:
         origin = tf.gather(self._ends - self._chosen.frames, first)
         positions = tf.range(begin - origin, stop - origin)
         if self._seed is not None:
-            # Each window has its own seed. Seeds of windows of one chunk differ in the second of
-            # the two words; seeds of different chunks differ in both.
+            # Each window has its own seed of two words. The windows of one chunk have seeds that
+            # differ in the second word. The seeds of different chunks differ in both words.
             seed = tf.stack([self._seed[0], self._seed[1] + number])
             positions = tf.random.experimental.stateless_shuffle(positions, seed)
         ends = tf.cumsum(chosen.frames)

@@ -60,8 +60,8 @@ class GraphReader:
             return tf.data.experimental.from_variant(record, spec).take(1).get_single_element()
 
         def record_or_nothing(shard: tf.Tensor, offset: tf.Tensor) -> tf.data.Dataset:
-            # TensorFlow's errors do not name the file, so they are only logged, and the record is
-            # "". For that record, `decode` raises an error that names the file.
+            # TensorFlow's errors do not name the file. So they are only logged, and "" takes the
+            # place of the record. When `decode` gets "", it raises an error that names the file.
             place = tf.data.Dataset.from_tensors((shard, offset))
             found = place.map(read).ignore_errors(log_warning=True)
             return found.concatenate(tf.data.Dataset.from_tensors("")).take(1)

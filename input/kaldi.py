@@ -36,8 +36,8 @@ class Item(NamedTuple):
     """An object of an archive."""
 
     key: str
-    # Bytes from the start of the file to the object's value, which follows the key. An scp file
-    # has the same number.
+    # Bytes from the start of the file to the object's value. (The value comes after the key.) An
+    # scp file states the same number for the object.
     offset: int
     value: np.ndarray
 
@@ -222,8 +222,8 @@ def _read_text(file: BinaryIO) -> np.ndarray:
 
 
 def _numbers(line: bytes) -> list[float]:
-    # Python parses the words, not NumPy. In a NumPy array of them, each word would take as many
-    # bytes as the longest.
+    # Python parses the words and not NumPy, because a NumPy array of words would take as many bytes
+    # for each word as for the longest one.
     if b"_" in line:  # float() allows _ in numbers, Kaldi does not
         raise ValueError("a number with _")
     return [float(word) for word in line.split()]

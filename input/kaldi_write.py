@@ -11,7 +11,7 @@ from input import kaldi_tables, packages
 from input.records import CorpusError
 from tfpara.files import naming
 
-_AUTOMATIC = 1  # kAutomaticMethod among Kaldi's methods of compression
+_AUTOMATIC = 1  # kAutomaticMethod, one of Kaldi's methods of compression
 
 
 def prepare(path_prefix: str | os.PathLike[str]) -> tuple[Path, Path]:
@@ -69,8 +69,8 @@ def write_matrices(
             for key in sorted(offsets):
                 file.write(f"{key} {archive}:{offsets[key]}\n".encode())
             _sync(file)
-        # An old table is removed before the archive is replaced: its offsets are wrong for the new
-        # archive.
+        # An old table is removed before the archive is replaced, because the offsets in the table
+        # are wrong for the new archive.
         table.unlink(missing_ok=True)
         partial[0].replace(archive)
         partial[1].replace(table)

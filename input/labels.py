@@ -20,10 +20,9 @@ from input.features import FRAME_LENGTH, FRAME_SHIFT
 from input.open_files import Archives
 from input.records import CorpusError
 
-# Data may have this many classes even if they have fewer frames. Data with more classes count as
-# damaged if they have fewer frames than classes.
+# Data with more classes than this count as damaged if they have fewer frames than classes.
 _FEW_CLASSES = 1000
-_LONGEST = 1e7  # limit of an utterance in seconds; it keeps the number of frames below 2^31
+_LONGEST = 1e7  # seconds; all utterances are shorter, so the number of frames is below 2^31
 
 # A function that is called after each utterance. Its arguments are the stage, and the total number
 # of utterances (None if that is not known).
@@ -256,8 +255,9 @@ class PhoneTimes(_OfFiles):
 
     def count(self, utterance: str, num_frames: int) -> int:
         # The last phone may end with the shift of the last frame (as in Kaldi), with the window of
-        # that frame, or with the signal; this depends on the aligner. In all these cases there is
-        # one label for each frame. In others, the length of the phones gives the number of labels.
+        # that frame, or with the signal. Which of these holds depends on the aligner. In all three
+        # cases there is one label for each frame. In any other case, the number of labels is the
+        # total length of the phones, divided by the shift between frames.
         frames = self._places[utterance].length / FRAME_SHIFT
         tail = FRAME_LENGTH / FRAME_SHIFT
         if num_frames - 0.5 <= frames <= num_frames + tail:

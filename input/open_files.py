@@ -11,9 +11,9 @@ from typing import BinaryIO, Self, cast
 
 from input.records import CorpusError
 
-# A process may have 1024 open files on most systems, and needs others too.
+# On most systems, a process may have at most 1024 open files, and it needs some for other purposes.
 _MOST_OPEN = 64
-_SHORT = 1 << 20  # bytes; unpacked files that are shorter than this together stay in memory
+_SHORT = 1 << 20  # bytes; if all unpacked files together are shorter, they stay in memory
 
 
 class OpenFiles:
@@ -25,7 +25,7 @@ class OpenFiles:
 
     def __init__(self, paths: Sequence[str]) -> None:
         self.paths = paths
-        self._open: dict[int, BinaryIO] = {}  # the last one is the one that was used last
+        self._open: dict[int, BinaryIO] = {}  # in order of use: the last file was used last
 
     def __getitem__(self, number: int) -> BinaryIO:
         file = self._open.pop(number, None)
@@ -64,8 +64,10 @@ class Archives(OpenFiles):
     def __init__(self, paths: Sequence[str]) -> None:
         super().__init__(paths)
         self._unpacked = tempfile.SpooledTemporaryFile(_SHORT, prefix="kaldi-")  # noqa: SIM115
-        self._parts: dict[int, range] = {}  # of the gzipped files, the bytes of `_unpacked`
-        self._marks: dict[int, tuple[int, int]] = {}  # of the others: size, time of the last change
+        # For each gzipped file, the range of its bytes in `_unpacked`.
+        self._parts: dict[int, range] = {}
+        # For each other file, its size and the time of its last change.
+        self._marks: dict[int, tuple[int, int]] = {}
         try:
             for number, path in enumerate(paths):
                 if not os.path.isfile(path):

@@ -36,11 +36,11 @@ class Options:
       ValueError: a value is out of range.
     """
 
-    # The mean that is subtracted: "none", that of each "utterance" or "speaker", or a "given" one.
+    # Which mean is subtracted: "none", the mean of each "utterance" or "speaker", or a "given" one.
     cmvn: str = "none"
     norm_vars: bool = False  # whether features are also divided by their standard deviation
     deltas: int = 2  # highest order of the deltas that are appended; 0 for none
-    # By how much the number of an utterance's labels may differ from that of its frames.
+    # By how much an utterance's number of labels may differ from its number of frames.
     max_length_mismatch: int = 0
     # Kinds of problems, from `SKIP`. Utterances with these problems are left out and counted.
     skip: tuple[str, ...] = ()
@@ -184,7 +184,8 @@ def _with_labels(
     """
     known = set(labels.ids())
     wanted = [utterance for part in parts.values() for utterance in part.utterances]
-    # First, since --skip=labels would not help here.
+    # This check comes before the others, because their messages advise --skip=labels. That would
+    # not help if a whole split has no labels.
     for split, part in parts.items():
         if (part.utterances or split == "train") and known.isdisjoint(part.utterances):
             raise CorpusError(

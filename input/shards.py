@@ -66,14 +66,14 @@ class CorpusWriter:
     """
 
     def __init__(self, directory: str, options: dict[str, Any], class_names: list[str]) -> None:
-        self._directory = Path(os.path.realpath(directory))  # a rename would not follow a link
+        self._directory = Path(os.path.realpath(directory))  # os.rename does not follow a link
         self._options = options
         self._class_names = class_names
         self._splits: dict[str, dict[str, Any]] = {}
         self._split: dict[str, Any] = {}
         # Number of the first utterance of each shard; None if the length of the split is not known.
         self._starts: list[int] | None = None
-        # Of the training frames: their number, their sum, and the sum of their squares.
+        # The number of the training frames, their sum, and the sum of their squares.
         self._sums: list[Any] = [0.0, 0.0, 0.0]
         self._file: tf.io.TFRecordWriter | None = None
 
@@ -200,10 +200,10 @@ class CorpusWriter:
             json.dump(content, file, ensure_ascii=False, allow_nan=False)
             file.flush()
             os.fsync(file.fileno())
-        self._hidden.chmod(0o755)  # mkdtemp made a directory for its owner alone
+        self._hidden.chmod(0o755)  # mkdtemp gave only the owner access
         try:
             os.rename(self._hidden, self._directory)
         except OSError:
-            # If the same corpus is there by now, another process has made it; that is no error.
+            # It is no error if another process has made the same corpus in the meantime.
             if not exists(str(self._directory), self._options):
                 raise

@@ -17,7 +17,8 @@ from input import audio_files, features, kaldi, kaldi_tables, pitch, plp
 from input.kaldi_tables import Location
 from input.records import CorpusError
 
-OVERSHOOT = 0.5  # seconds; a segment may exceed its recording by this, as in extract-segments
+# A segment may end this many seconds after its recording, as in Kaldi's extract-segments.
+OVERSHOOT = 0.5
 KINDS = ("fbank", "mfcc", "plp")
 _BLOCK = 4096  # bytes of a block
 _BLOCKS = 8  # the digest of a large file covers this many of its blocks
@@ -36,8 +37,9 @@ Features = np.ndarray | Problem
 class Source(Protocol):
     """A set of utterances with features."""
 
-    speakers: Mapping[str, str]  # the speaker of each utterance, in order
-    # SHA-256 of the tables, and of the names, sizes and parts of the files that the tables list.
+    speakers: Mapping[str, str]  # speaker of each utterance, in the order of utterances
+    # SHA-256 of the tables, and of each file that the tables list: its name, its size and some
+    # blocks of its content.
     digest: str
 
     def read(self, utterances: Collection[str]) -> Iterator[tuple[str, Features]]:

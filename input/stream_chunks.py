@@ -71,8 +71,8 @@ def stream_chunks(
         reader = _StreamReader(corpus, split, options)
         chosen = Utterances(*columns)
         rows = tf.data.Dataset.range(options.streams)
-        # The interleaved dataset gives one step of each row in turn. So `streams` elements in
-        # succession are one step of all rows, and their batch is a minibatch.
+        # The interleaved dataset gives one step of each row in turn. So `streams` successive
+        # elements are one step of all rows, and a batch of them is a minibatch.
         return (
             rows.interleave(
                 lambda row: reader.steps(

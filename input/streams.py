@@ -206,8 +206,8 @@ def minibatches(
             for step in range(first_step, max(division.steps(i) for i in ids)):
                 yield from (replica.minibatch(step) for replica in replicas)
 
-    # If a worker has several replicas, those that end early get minibatches of 0 rows. A worker's
-    # only replica never gets such a minibatch, so the number of rows is fixed.
+    # If a worker has several replicas, those that end early get minibatches of 0 rows. If it has
+    # only one replica, no minibatch has 0 rows, so the number of rows is fixed.
     rows = options.streams if len(ids) == 1 else None
     shape = [rows, options.truncation]
     signature = (
@@ -281,7 +281,7 @@ class _Replica:
             row[division.end_step[row] > first_step][::-1].tolist()
             for row in division.rows(replica)
         ]
-        # For each stream, the utterance that it has begun, as a position in the plan.
+        # For each stream, the position in the plan of the utterance that it has begun.
         self._begun: list[int | None] = [None] * division.streams
         self._utterance: list[Any] = [None] * division.streams
 

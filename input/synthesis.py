@@ -99,7 +99,7 @@ class Synthesiser:
                 " pip install --force-reinstall espeakng-loader"
             )
         self.sample_rate: int = rate
-        # The attribute keeps the callback alive: the library only has a pointer to it.
+        # The attribute keeps the callback alive, because the library has only a pointer to it.
         self._callback = _Callback(self._receive)
         self._library.espeak_SetSynthCallback(self._callback)
 
@@ -139,8 +139,9 @@ class Synthesiser:
         self._audio.clear()
         self._phones.clear()
         encoded = text.encode()
-        # ctypes only reports what a callback raises. A signal's handler mostly runs, and raises,
-        # within one, since Python does nothing else here.
+        # If a callback raises an error, ctypes only passes it to `sys.unraisablehook`. So the hook
+        # collects the errors, and they are raised after the call. Errors of signal handlers mostly
+        # come this way, too, because during the call Python runs handlers only in callbacks.
         raised: list[BaseException | None] = []
         former, sys.unraisablehook = sys.unraisablehook, lambda lost: raised.append(lost.exc_value)
         try:
@@ -223,7 +224,8 @@ def variants() -> tuple[str, ...]:
 
 def _paths() -> tuple[str, str]:
     try:
-        # Imported here, since this package is optional: it contains eSpeak NG, which is GPL-3.
+        # The import is here because this package is optional: it contains eSpeak NG, which has the
+        # licence GPL-3.
         import espeakng_loader
     except ImportError as error:
         raise SynthesisError(

@@ -131,7 +131,8 @@ class Streaming(keras.layers.Layer):
         )
         if sequences.shape[0] not in (None, self.streams):
             raise ValueError(f"{message}. Received: shape {tuple(sequences.shape)}")
-        # The state comes from variables. Gradients stop there, which truncates backpropagation.
+        # The state comes from variables. Gradients stop at variables, so backpropagation is
+        # truncated.
         carried = [ops.cast(variable, self.compute_dtype) for variable in self.states]
         if sequences.shape[0] is None and tf.is_tensor(sequences):
             check = tf.debugging.assert_equal(tf.shape(sequences)[0], self.streams, message)

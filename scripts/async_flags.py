@@ -15,8 +15,8 @@ from tfpara import algorithms
 
 RULES = ("asgd", "aasgd", "downpour", "bmuf_async", "easgd_async")
 
-# The longest chunk if --chunk_minutes is not set, in minutes of speech. It is the length in section
-# 4.2 of the paper with the number 002 in docs/papers.md.
+# The longest chunk if --chunk_minutes is not set, in minutes of speech. Section 4.2 of paper 002 in
+# docs/papers.md has chunks of this length.
 _LONGEST = 60.0
 _FOR_A_WORKER = 4  # chunks of a worker in an epoch, as in `AsyncStrategy.fit` with arrays
 
@@ -70,9 +70,10 @@ _SLOW = flags.DEFINE_float(
     "slow_worker", 1.0, "simulated workers: how many times slower than the others worker 0 is"
 )
 
-_PULLING = ("asgd", "aasgd", "downpour", "bmuf_async")  # each block begins with the servers' model
-_BY_PUSH = ("asgd", "aasgd", "downpour")  # pushes can be scaled by their staleness
-_OF_GRADIENTS = ("asgd", "aasgd")  # the optimizer runs on the servers
+# Rules in which each block begins with the servers' model.
+_PULLING = ("asgd", "aasgd", "downpour", "bmuf_async")
+_BY_PUSH = ("asgd", "aasgd", "downpour")  # rules whose pushes can be scaled by their staleness
+_OF_GRADIENTS = ("asgd", "aasgd")  # rules in which the servers run the optimizer
 
 
 def check(name: str, simulated: int) -> None:

@@ -70,8 +70,8 @@ class ChunkedData:
             shuffle_frames=shuffle_frames,
         )
         self.num_steps = self.chunks.num_minibatches
-        # `num_steps` is None if minibatches have several sizes. Their number is then not known
-        # before the run.
+        # If minibatches have several sizes, their number is not known before the run, and
+        # `num_steps` is None.
         smallest = None if self.num_steps is None else max(1, self.num_steps // self.chunks.count)
         if smallest is not None and period > smallest:
             raise ValueError(

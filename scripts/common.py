@@ -85,8 +85,8 @@ def run(main: Callable[[], None], evaluator: Callable[[], None] | None = None) -
         if evaluator is not None and tfpara.cluster.is_evaluator():
             evaluator()
             return
-        # The cluster is checked before TensorFlow starts, since TensorFlow would hang on a wrong
-        # one.
+        # The cluster is checked before TensorFlow starts, because TensorFlow would hang if the
+        # cluster were wrong.
         with bad_input():
             asynchronous = tfpara.cluster.asynchronous
             meant = asynchronous.is_meant()
@@ -251,7 +251,7 @@ def pyplot(backend: str, what: str = "the plot") -> Any:
     except ImportError as error:
         raise Failure(f"{what} needs matplotlib. pip install matplotlib installs it.") from error
     matplotlib.use(backend)
-    matplotlib.rcParams["svg.hashsalt"] = "tfpara"  # a fixed salt: equal results give equal files
+    matplotlib.rcParams["svg.hashsalt"] = "tfpara"  # fixed salt, so equal results give equal files
     from matplotlib import pyplot
 
     return pyplot
@@ -281,7 +281,8 @@ def _parse(argv: list[str]) -> list[str]:
         _complain(_one_line(error))
         sys.exit(2)
     except (ValueError, RecursionError) as error:
-        # The usual cause is a flag file that absl cannot read. absl's message does not name it.
+        # The usual cause is a flag file that absl cannot read. absl's message does not name the
+        # file, so the file is looked up in the command line.
         pairs = zip(["", *argv], argv, strict=False)
         flag = ("-flagfile", "--flagfile")
         files = [w for before, w in pairs if "flagfile=" in w or before in flag or w in flag]
@@ -312,7 +313,7 @@ def _explain(error: BaseException) -> str | None:
         return str(error)
     if isinstance(error, BrokenPipeError):
         return "nobody reads its output any more"
-    if isinstance(error, OSError):  # the disk is full, say
+    if isinstance(error, OSError):  # for example because the disk is full
         return _one_line(error)
     if not tfpara.cluster.failures.is_of_tensorflow(error):
         return None
@@ -322,7 +323,7 @@ def _explain(error: BaseException) -> str | None:
             return _cause(text.split(mark, 1)[1])
     if type(error).__name__ == "ResourceExhaustedError":
         cause = _cause(text)
-        if os.strerror(errno.ENOSPC) in cause:  # of a disk
+        if os.strerror(errno.ENOSPC) in cause:  # a disk is full, not the memory
             return cause
         return f"there is too little memory for this model and data: {cause}"
     return None
@@ -348,7 +349,7 @@ def _one_line(error: Exception) -> str:
 
 
 def _complain(message: str) -> None:
-    with contextlib.suppress(OSError, AttributeError):  # stdout takes no more, or there is none
+    with contextlib.suppress(OSError, AttributeError):  # stdout cannot be written, or is None
         sys.stdout.flush()
     print(f"{program()}: {message}", file=sys.stderr, flush=True)
 

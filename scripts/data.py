@@ -95,8 +95,8 @@ class TrainingData:
         replicas = self.strategy.num_replicas
         if self._changes_size or self._warm.replicas(self.strategy, 0)[0] != replicas:
             return None
-        # With streams, the number of steps depends on the order of the utterances, but only a
-        # little. So the number of one epoch is given for all epochs.
+        # With streams, the number of steps depends a little on the order of the utterances. The
+        # differences are small, so the number of one epoch is given for all epochs.
         if self._recurrent:
             return self._streams_plan().num_steps
         return math.ceil(math.ceil(self.num_frames / self._sizes_unit) / replicas)

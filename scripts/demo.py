@@ -24,7 +24,7 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from scripts import common  # isort: skip  # before TensorFlow, whose log level this sets
+from scripts import common  # isort: skip  # first, since it sets TensorFlow's log level
 
 from absl import flags
 from tqdm import tqdm
@@ -54,7 +54,7 @@ _LAYERS = flags.DEFINE_integer("layers", 4, "hidden layers", lower_bound=0)
 _WIDTH = flags.DEFINE_integer("width", 512, "units of a hidden layer", lower_bound=1)
 
 
-# With this decay, the average spans about 10 syncs. An epoch has some 20.
+# With this decay, the average spans about 10 syncs. An epoch has about 20 syncs.
 _EMA_DECAY = 0.9
 
 
@@ -74,7 +74,7 @@ class _Row(NamedTuple):
     model: str
 
 
-_ALONE = ("--rule=none", "--sync_period=1000")  # no syncs: the period only matters to checkpoints
+_ALONE = ("--rule=none", "--sync_period=1000")  # no syncs; the period affects only checkpoints
 _INITIAL = _Run("initial", "common first epoch, single SGD", _ALONE)
 _SINGLE = _Run("single", "single SGD", _ALONE)
 _RUNS = (

@@ -10,12 +10,12 @@ from typing import Any
 from input.streams import NORMALISATIONS
 from models.presets import BUILDERS
 
-# The arguments of builders that are no sizes, and the types of their values.
+# The builders' arguments that are not sizes, and the types of these arguments' values.
 _OTHERS = {"activation": (str,), "dropout": (int, float), "cell_clip": (int, float, type(None))}
 # The program that builds a model sets these arguments of the builder. So a description must not
 # have them among its "arguments".
 _SEEDS = ("seed", "streams")
-_LARGEST = 1 << 20  # limit of numbers that describe the data; sizes of the model have other limits
+_LARGEST = 1 << 20  # limit for numbers that describe the data; the model's sizes have other limits
 _LAYER_BYTES = 100  # a layer takes at least this many bytes in a file of weights
 
 

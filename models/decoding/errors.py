@@ -60,7 +60,8 @@ def count_errors(reference: Sequence[int], recognised: Sequence[int]) -> PhoneEr
     """
     hypothesis = np.asarray(recognised, np.int64)
     # A cost holds two counts: it is `substitute` times the number of errors, plus the number of
-    # gaps, which are the insertions and deletions. There are always fewer gaps than `substitute`.
+    # gaps (insertions and deletions). `divmod` can separate the counts, because the number of gaps
+    # is always less than `substitute`.
     substitute = len(reference) + len(hypothesis) + 1
     gap = substitute + 1
     ramp = gap * np.arange(len(hypothesis) + 1)

@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 
-# The moves of one phone are smoothed by the common distribution of phones with as many states. That
-# distribution counts like this many moves.
+# The moves of a phone are smoothed by the common distribution of all phones that have the same
+# number of states. The common distribution has the weight of this many counted moves.
 _POOLED_WEIGHT = 10.0
 _MOVE_FLOOR = 0.5  # added to each count from which the common distribution is computed
 # The approximate log-likelihood of a class that no training frame has. It is low enough to lie
-# outside a decoder's beam even at an acoustic scale of 0.01. It is near enough to 0 that sums in
-# float32 keep their hundredths.
+# outside a decoder's beam even at an acoustic scale of 0.01. It is near enough to 0 that a sum in
+# float32 is still exact to about a hundredth.
 UNSEEN = -1e5
 
 
@@ -225,8 +225,8 @@ def _moves(counts: Counts) -> np.ndarray:
     result = np.zeros(counts.moves.shape)
     for size in np.unique(sizes):
         group = sizes == size
-        # Allowed moves: from a state to itself, to a later state or to the end of the phone; and
-        # from the beginning to any state.
+        # A move is allowed from a state to itself, to a later state, or to the end of the phone. It
+        # is also allowed from the beginning to any state.
         allowed = np.zeros([width + 1, width + 1])
         allowed[:size, :size] = np.triu(np.ones([size, size]))
         allowed[:size, -1] = 1

@@ -146,8 +146,8 @@ _PLAIN = "plain Keras"
 
 def main() -> None:
     """Measures, prints the table and writes the JSON file."""
-    # With this, SIGTERM also ends the processes that this program has started, and removes the
-    # network namespaces that it has made for limited links.
+    # After this call, a SIGTERM also ends the processes that this program has started, and removes
+    # the network namespaces that it has made for limited links.
     common.exit_on_signals()
     out = Path(_OUT.value)
     if not out.parent.is_dir():
@@ -193,8 +193,8 @@ def _peers(out: Path) -> None:
     conditions = _conditions()
     conditions["versions"] |= beside_peers.versions()
     model_bytes = 4 * elements_of(sizes)
-    # The file is written again after each link. Slow links take long, and an interruption must not
-    # lose the results of the links before.
+    # The file is written again after each link. Measuring a slow link takes long, and an
+    # interruption must not lose the results of earlier links.
     for found in beside_peers.measured(sizes, periods, steps, rounds, links):
         rows = found["rows"]
         costs = costs_of(rows, sizes["batch"], model_bytes, beside_peers.LOOPBACK)
@@ -230,7 +230,7 @@ def _faults(out: Path) -> None:
         "step_seconds": _STEP_SECONDS.value,
         "epoch_steps": _EPOCH_STEPS.value,
         "width": 256,
-        "sync_period": max(1, round(1.0 / _STEP_SECONDS.value)),  # about a second
+        "sync_period": max(1, round(1.0 / _STEP_SECONDS.value)),  # a block of about a second
         "seed": _SEED.value,
     }
     ways = beside_peers.chosen(list(goodput.WAYS))
@@ -313,7 +313,7 @@ def _gpu_systems() -> dict[str, tuple[int, dict[str, Any]]]:
     if small:
         print("No GPU is to be seen: the networks are tiny, and the figures say nothing.")
     with_torch = importlib.util.find_spec("torch") is not None
-    # The steps of a turn are a multiple of 80, which is a multiple of all periods and of
+    # The number of steps in a turn is a multiple of 80, and 80 is a multiple of all periods and of
     # `execution`. So a turn has only whole blocks, and whole calls of 20 minibatches.
     steps = 80 * max(1, round(_STEPS.value / 80))
     systems: dict[str, tuple[int, dict[str, Any]]] = {}

@@ -35,7 +35,8 @@ _STARTUP_SECONDS, _TIMEOUT_SECONDS = 300.0, 60.0
 def main() -> None:
     """Trains, and prints pushes/s; the first epoch is not counted."""
     options = json.loads(sys.argv[1])
-    # Steps are rounded down to a multiple of this, so that each chunk has whole blocks.
+    # The number of steps is rounded down to a multiple of `of_chunk`, so that each chunk has whole
+    # blocks.
     of_chunk = _CHUNKS * options.get("sync_period", 1)
     options["steps"] = max(1, options["steps"] // of_chunk) * of_chunk
     place = processes.join(_TIMEOUT_SECONDS, _STARTUP_SECONDS)
@@ -50,8 +51,8 @@ def main() -> None:
 
 
 def _model(options: dict[str, Any]) -> keras.Model:
-    # With an embedding table the optimizer is plain SGD. Workers then get the same model whether
-    # they exchange only the rows they use, or the whole table.
+    # With an embedding table, the optimizer is plain SGD. With plain SGD, workers get the same
+    # model, whether they exchange the whole table or only the rows that they use.
     if "ids" in options:
         x = keras.Input((options["inputs"],), dtype="int64")
         pooled = keras.layers.GlobalAveragePooling1D()(

@@ -41,7 +41,7 @@ _LINK_ROUNDS = flags.DEFINE_integer(
 TORCH = flags.DEFINE_string(
     "torch_python", None, "python that has torch and torchft; without it they are left out"
 )
-# The names have commas in them, so the flag cannot be a list.
+# The names of systems have commas in them, so the flag cannot be a list.
 _ONLY = flags.DEFINE_string(
     "only", "", "only systems whose names begin with one of these, ; between them"
 )

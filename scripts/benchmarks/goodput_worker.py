@@ -34,7 +34,7 @@ class _Watch(keras.callbacks.Callback):
         self.strategy, self.seconds = strategy, seconds
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        tell(pid=os.getpid())  # by now the run has admitted the worker
+        tell(pid=os.getpid())  # the run has admitted this worker by now
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         self.begun = time.monotonic()
@@ -69,7 +69,8 @@ def main() -> None:
         )
     count = options["epoch_steps"] * workers
 
-    @functools.lru_cache(1)  # the points of an epoch are drawn once, and not after each kill
+    # After each kill, `data` is called again for the same epoch. The cache keeps its points.
+    @functools.lru_cache(1)
     def points(epoch: int) -> tuple[np.ndarray, np.ndarray]:
         x, y = _points(count * _BATCH, (1, options["seed"], epoch))
         return x.reshape(count, _BATCH, _FEATURES), y.reshape(count, _BATCH)

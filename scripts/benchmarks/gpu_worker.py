@@ -58,7 +58,7 @@ def _keras(options: dict[str, Any]) -> dict[str, Any]:
     import tfpara
 
     # The benchmark starts each process with one thread, which is right for CPUs. To keep a GPU
-    # busy, TensorFlow needs more threads; with 0 it chooses the number itself.
+    # busy, TensorFlow needs more threads. With 0, it chooses the number of threads itself.
     tf.config.threading.set_inter_op_parallelism_threads(0)
     tf.config.threading.set_intra_op_parallelism_threads(0)
     strategy = tfpara.PeriodicSyncStrategy(tfpara.BMUF(), sync_period=_NEVER)
@@ -72,8 +72,8 @@ def _keras(options: dict[str, Any]) -> dict[str, Any]:
         return {"step": seconds, "sync": synced / max(1, syncs)}
 
     for period in options["periods"]:
-        # This is not timed: it traces the syncs, and the first syncs also measure the distances
-        # between the replicas.
+        # This call is not timed, because it also traces the functions of the syncs. Moreover, the
+        # first syncs measure the distances between the replicas.
         with_period(period)
     wait_for_the_others()
     turns: dict[str, list[dict[str, float]]] = {}

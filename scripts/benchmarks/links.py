@@ -30,7 +30,7 @@ class Loopback:
     """A place where all processes share this machine's loopback."""
 
     interface = "lo"
-    shared = True  # whether the interface's byte counts are those of all processes together
+    shared = True  # whether the interface counts the bytes of all processes together
     delay_ms = 0.0
 
     def prefix(self, rank: int) -> list[str]:
@@ -107,7 +107,7 @@ class Namespaces:
         _run(*at, "root", "handle", "1:", *speed)
         if delay_ms:
             delay = [*at, "parent", "1:1", "handle", "10:", "netem", "delay", f"{delay_ms}ms"]
-            # Not every kernel can delay packets, so `delay_ms` is set only if this one can.
+            # Not every kernel can delay packets. `delay_ms` is set only if this kernel can.
             if subprocess.run(delay, capture_output=True).returncode == 0:
                 self.delay_ms = delay_ms
 

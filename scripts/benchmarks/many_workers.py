@@ -19,9 +19,9 @@ from scripts.benchmarks.processes import measure
 from scripts.benchmarks.systems import TORCH_LOOPS, elements_of
 from tfpara.planner import Costs, Link
 
-_SECONDS = 900.0  # longest time of a run; on two cores sixteen processes take a minute to start
+_SECONDS = 900.0  # time limit of a run; on two cores, sixteen processes take a minute to start
 _DEVICES = 2  # number of devices of each worker, in runs that sync on two levels
-_DEVICE_SYNCS = 4  # syncs of a worker's devices in the time from one sync of all to the next
+_DEVICE_SYNCS = 4  # number of syncs among a worker's devices for each sync of all workers
 
 
 class Way(NamedTuple):
@@ -158,8 +158,7 @@ def _options(
     workers: int,
     sizes: dict[str, int],
 ) -> dict[str, Any]:
-    # Together the timed blocks take about ten seconds, but there are at least 3 of them and at most
-    # 20.
+    # There are as many timed blocks as fit into about ten seconds, but at least 3 and at most 20.
     block = _costs(way.strategy, pause, link, sizes).sync_seconds(workers) + period * pause
     blocks = min(20, max(3, round(10 / block)))
     levels = {"device_sync_period": period // _DEVICE_SYNCS} if way.devices > 1 else {}

@@ -99,8 +99,8 @@ def _running(
     with contextlib.ExitStack() as stack:
         try:
             for command, environment in zip(commands, environments, strict=True):
-                # Errors go to a file. They are read only at the end, and a pipe could fill up until
-                # then and block the process.
+                # Errors go to a file because they are read only at the end. A pipe could fill up
+                # before the end, and block the process.
                 errors = stack.enter_context(tempfile.TemporaryFile("w+"))
                 popen = subprocess.Popen(
                     command,
@@ -139,8 +139,8 @@ def _environment(place: Loopback | Namespaces, cluster: Cluster | None) -> dict[
     }
     if cluster is None:
         return environment
-    # Without these variables, Gloo would use the interface with the address that this machine's
-    # name resolves to.
+    # Without these variables, Gloo would look up the address of this machine's name, and use the
+    # interface with that address.
     interfaces = dict.fromkeys(("GLOO_SOCKET_IFNAME", "HOROVOD_GLOO_IFACE"), place.interface)
     return environment | interfaces | {"TF_CONFIG": cluster.tf_config()}
 

@@ -19,8 +19,8 @@ from scripts.benchmarks.peers.process import wait_for_the_others
 from scripts.benchmarks.worker import devices_of_cpu
 
 # Dense networks. The key is the number of weights in millions. The value has the widths of the
-# layers, and the number of minibatches that are timed together (`steps`). The last network is that
-# of the papers in docs/papers.md.
+# layers, and the number of minibatches that are timed together (`steps`). The last network is the
+# one in the papers of docs/papers.md.
 NETWORKS: dict[str, tuple[tuple[int, ...], int]] = {
     "0.1": ((128, 256, 256, 50), 160),
     "1.6": ((440, 640, 640, 640, 800), 100),
@@ -50,7 +50,7 @@ def _figures(options: dict[str, Any]) -> dict[str, float]:
         wall, processor = (1000 * min(series) for series in zip(*own, strict=True))
         figures[f"{name}operations"] = model.operations()
         figures |= {f"{name}step_ms": wall, f"{name}processor_ms": processor}
-    # The first 16 syncs also measure the distances between the replicas, so they are not timed.
+    # The first 17 syncs are not timed, because they also measure the distances between replicas.
     strategy.set_sync_period(1)
     ours.train(options["execution"] * max(1, 18 // options["execution"]))
     syncs = []

@@ -97,8 +97,8 @@ def _tfpara(step: dict[str, Any], periods: list[int], steps: int) -> list[System
             name = f"tfpara, period {period}, {label}"
             of_variant = {**options, "strategy": strategy}
             if "overlap" in strategy:
-                # With overlap, the block before the timed ones must be as long as they are, so it
-                # is not cut.
+                # With overlap, the untimed block is not cut, because it must be as long as the
+                # timed blocks.
                 of_variant.pop("first", None)
             found.append(ours(name, 2, of_variant, package=package))
     return found

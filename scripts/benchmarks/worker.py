@@ -70,9 +70,9 @@ def _train(options: dict[str, Any]) -> dict[str, Any]:
 
     data = strategy.distribute_datasets_from_function(repeated) if strategy else repeated()
     long_block = strategy is not None and "first" in options
-    # The first syncs take longer, since TensorFlow prepares their functions. With overlap, so do
-    # the first merges of a sync's result into the weights. So the model first trains a few short
-    # blocks.
+    # The model first trains a few short blocks, because the first syncs take longer: TensorFlow
+    # still prepares their functions. With overlap, the first merges of a sync's result into the
+    # weights take longer for the same reason.
     if strategy:
         strategy.set_sync_period(shortest)
     warm_up = shortest * (1 + options.get("warm_up", 3))
@@ -82,9 +82,9 @@ def _train(options: dict[str, Any]) -> dict[str, Any]:
     wait_for_the_others()
     # The time is measured from the end of the first block to the end of a later one. So it contains
     # one sync for each block, and neither the beginning nor the end of `fit`. The first block has
-    # `first` minibatches; where blocks are long, that is 1, since this block is not timed. With
-    # overlap, the sync of the first block ends within the time, and the sync of the last block ends
-    # after it.
+    # `first` minibatches. If blocks are long, `first` is 1, because the first block is not timed.
+    # With overlap, the sync of the first block ends within the measured time, and the sync of the
+    # last block ends after the measured time.
     first = options.get("first") or options["sync_period"] or 1
     marks: list[tuple[float, Any, int, float]] = []
 
@@ -169,8 +169,8 @@ def _pausing(options: dict[str, Any]) -> Any:
     import tensorflow as tf
 
     def pause() -> None:
-        # TensorFlow calls the devices' functions one after the other. So each of them waits for its
-        # share, and all together wait for `pause_seconds`.
+        # TensorFlow calls this function for one device after the other. So each call waits for a
+        # share of `pause_seconds`, and the calls of all devices together wait for the whole time.
         time.sleep(options["pause_seconds"] / options.get("devices", 1))
 
     class Pausing(keras.Model):
@@ -212,7 +212,7 @@ def _syncs(options: dict[str, Any]) -> dict[str, Any]:
         lambda _: tf.data.Dataset.from_tensors((x, y)).repeat()
     )
     # The first 17 syncs also measure the distances between the replicas. So the first 18 syncs are
-    # not timed, or fewer in a short run.
+    # not timed. In a run with fewer than 18 syncs, as many are left untimed as are timed.
     warm_up = min(18, options["syncs"])
     model.fit(data, epochs=1, steps_per_epoch=2 * warm_up, verbose=0)
     before = strategy.statistics()

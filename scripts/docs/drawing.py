@@ -6,7 +6,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 WIDTH = 7.2  # inches: 691 pixels, about the width of a page's text
-SMALLEST = 9.0  # points of the smallest text: 12 pixels if a page does not scale the picture
+SMALLEST = 9.0  # size of the smallest text in points: 12 pixels, unless a page scales the picture
 
 # In all pictures, the same thing has the same colour.
 STEP, SYNC, WAIT = "#7fb2e5", "#f28e2b", "#c8c8c8"

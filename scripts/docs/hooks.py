@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 from scripts.docs import reference  # after the line above: MkDocs does not put ROOT on the path
 
-# Pages that are not in docs/: the place in the site, and the file.
+# Pages whose files are not in docs/: the path in the site, and the file.
 _OUTSIDE = {
     "index.md": "README.md",
     "CONTRIBUTING.md": "CONTRIBUTING.md",

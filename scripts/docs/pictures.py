@@ -50,7 +50,8 @@ def draw(name: str, folder: Path) -> Path:
     with plt.rc_context(STYLE):
         figure = PICTURES[name]()
         path = folder / f"{name}.svg"
-        # Without a date and a version in it, the file is the same whenever it is drawn.
+        # The file contains no date and no version of Matplotlib, so each drawing gives the same
+        # file.
         figure.savefig(path, metadata={"Date": None, "Creator": None}, facecolor="white")
         plt.close(figure)
     # Matplotlib ends some lines with spaces. These spaces are removed.
@@ -179,7 +180,7 @@ def lives(rule: Any, blocks: int = 3, period: int = 4) -> list[dict[str, Any]]:
 
 def rules() -> Figure:
     """The paths of two weights over three syncs, by each rule."""
-    # Imported here, since it loads TensorFlow, which the other pictures do not need.
+    # The import is here because it loads TensorFlow, which the other pictures do not need.
     from tfpara.algorithms import BMUF, BSP, EASGD, DiLoCo, SlowMo
 
     shown = {

@@ -26,8 +26,8 @@ _PRINTS = {
     "print": "printed", "say": "printed", "tell": "note", "note": "note", "warn": "warning",
     "warning": "log", "error": "log", "info": "log", "add_note": "added to an error",
 }  # fmt: skip
-_RAISES = ("Error", "Exception", "Preempted", "Exit")  # ends of exceptions' names
-# The texts of these arguments are left out here, since the help of a program has them.
+_RAISES = ("Error", "Exception", "Preempted", "Exit")  # an exception's name ends with one of these
+# The texts of these arguments are left out, because they are shown in a program's help.
 _HELP = {"help", "description", "epilog", "usage"}
 
 

@@ -86,7 +86,8 @@ def start_horovod() -> Any:
     if found.num_workers > 1:
         host, _, port = found.addresses[0].rpartition(":")
         if found.rank == 0:
-            # As an attribute of the function, the server lives as long as the process.
+            # The server is made an attribute of the function, so that it lives as long as the
+            # process.
             start_horovod.server = rendezvous.Server(int(port), host)
         os.environ |= rendezvous.variables(found, host, int(port))
         rendezvous.meet(found, os.environ, 60.0)

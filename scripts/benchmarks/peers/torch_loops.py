@@ -143,7 +143,7 @@ def _manager(model: nn.Module, options: dict[str, Any], use_async_quorum: bool) 
         lighthouse_addr=found[0],
         replica_id=f"replica_{rank}",
         hostname=host,
-        init_sync=False,  # all begin with equal weights, from the same seed
+        init_sync=False,  # not needed: the same seed gives all equal weights
     )
 
 
@@ -155,8 +155,10 @@ def _stepper(model: nn.Module, optimizer: Any, options: dict[str, Any]) -> Calla
         def pause() -> None:
             time.sleep(options["pause_seconds"])
             optimizer.zero_grad()
-            optimizer.step()  # changes nothing without gradients; torchft counts its calls
-            # PyTorch's averagers leave out weights without a gradient.
+            # Without gradients, this call changes nothing. It is needed because torchft counts it.
+            optimizer.step()
+            # Each weight gets a gradient, because PyTorch's averagers leave out weights that have
+            # none.
             for weight, zero in zip(model.parameters(), zeros, strict=True):
                 weight.grad = zero
 
