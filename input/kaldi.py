@@ -222,8 +222,8 @@ def _read_text(file: BinaryIO) -> np.ndarray:
 
 
 def _numbers(line: bytes) -> list[float]:
-    # Python parses the words and not NumPy, because a NumPy array of words would take as many bytes
-    # for each word as for the longest one.
+    # Python parses the words and not NumPy, because in a NumPy array of words, each word takes as
+    # many bytes as the longest one.
     if b"_" in line:  # float() allows _ in numbers, Kaldi does not
         raise ValueError("a number with _")
     return [float(word) for word in line.split()]

@@ -256,8 +256,8 @@ class PhoneTimes(_OfFiles):
     def count(self, utterance: str, num_frames: int) -> int:
         # The last phone may end with the shift of the last frame (as in Kaldi), with the window of
         # that frame, or with the signal. Which of these holds depends on the aligner. In all three
-        # cases there is one label for each frame. In any other case, the number of labels is the
-        # total length of the phones, divided by the shift between frames.
+        # cases there is one label for each frame. In any other case, the number of labels
+        # follows from the end of the last phone.
         frames = self._places[utterance].length / FRAME_SHIFT
         tail = FRAME_LENGTH / FRAME_SHIFT
         if num_frames - 0.5 <= frames <= num_frames + tail:

@@ -38,8 +38,8 @@ class Source(Protocol):
     """A set of utterances with features."""
 
     speakers: Mapping[str, str]  # speaker of each utterance, in the order of utterances
-    # SHA-256 of the tables, and of each file that the tables list: its name, its size and some
-    # blocks of its content.
+    # SHA-256 of the tables, and of each file that they list: of its name, its size and its content
+    # (only some blocks of a large file).
     digest: str
 
     def read(self, utterances: Collection[str]) -> Iterator[tuple[str, Features]]:

@@ -14,8 +14,8 @@ def check_sizes(least: int = 1, **sizes: int) -> None:
 
 def kernel(activation: str, seed: int | None) -> keras.initializers.Initializer:
     """Returns the initialiser of the kernel of a layer with this activation."""
-    # He's scaling keeps the variance the same through layers of ReLU and its relatives. Glorot's
-    # scaling suits activations that saturate.
+    # The scaling of He et al. keeps the variance of activations the same through layers of ReLU and
+    # similar functions. The scaling of Glorot and Bengio suits activations that saturate.
     kind = keras.initializers.HeNormal if "elu" in activation else keras.initializers.GlorotUniform
     return kind(seed)
 

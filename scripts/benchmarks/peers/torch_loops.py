@@ -50,8 +50,8 @@ def main(options: dict[str, Any]) -> dict[str, Any]:
     return process.timed_training(options, step, lambda: _norm(model))
 
 
-# A set-up is a generator that yields the step. The objects that the generator has made live as long
-# as the generator, which `main` keeps until the training ends.
+# A set-up is a generator that yields the function for a training step. The generator also makes
+# other objects. They live as long as the generator, which `main` keeps until the training ends.
 _Setup = Iterator[Callable[[], Any]]
 
 
