@@ -28,7 +28,7 @@ from tfpara import remote_files
 from tfpara.algorithms import BSP
 from tfpara.sync.strategy import PeriodicSyncStrategy
 
-_SILENCE = "_"  # eSpeak NG's name for silence; used if the corpus names none
+_SILENCE = "_"  # eSpeak NG's name for silence; used if the corpus has no name for silence
 
 _RUN_DIR = flags.DEFINE_string(
     "run_dir", None, "directory of a run of scripts.train", required=True

@@ -29,11 +29,12 @@ EVALUATOR = "evaluator"  # the directory with the scores of an evaluator
 _OF_EVALUATOR = (f"{EVALUATOR}/scores.csv", f"{EVALUATOR}/{_EVENTS}")
 # A run writes these files before its first checkpoint. All other files are results.
 _AT_START = ("flags.txt", "model.json", "held_out.csv", _EVENTS)
-# The longest name in the record of a run's files, in characters. The names in the record are
-# patterns, and it would take long to look for the files that match a longer pattern.
+# A name in the record of a run's files has at most this many characters. Names are patterns, and
+# the search for files that match a longer pattern would take too much time.
 _LONGEST_NAME = 1000
-_LOOK_SECONDS = 1.0  # pause between two looks whether a run has begun
-_BEING_WRITTEN = ".[0-9]*."  # prefix of the name of a weights file while it is being written
+_LOOK_SECONDS = 1.0  # pause between two checks whether a run has begun
+# While a weights file is being written, its name begins with a prefix that fits this pattern.
+_BEING_WRITTEN = ".[0-9]*."
 
 
 def checkpoints(run_dir: Path) -> Path:

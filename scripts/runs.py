@@ -31,7 +31,7 @@ from scripts import described
 from scripts.data import is_recurrent
 from tfpara import files
 
-# Of the options of a corpus, these describe its features.
+# The options of a corpus that describe its features.
 _MADE = (
     "features",
     "num_mel",
@@ -238,8 +238,8 @@ def corpus_for(description: Mapping[str, Any], directory: str | None = None) -> 
     about = about_features(corpus, trained)
     if about is not None:
         print(about, flush=True)
-    # The corpus may have another training split than the run had. The model needs frames that are
-    # normalised by the statistics of the run's training.
+    # The corpus may have another training split than the run had, and so other statistics. But the
+    # model needs frames that are normalised by the statistics of the run's training.
     return dataclasses.replace(corpus, mean=trained.mean, stddev=trained.stddev)
 
 

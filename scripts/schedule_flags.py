@@ -240,7 +240,8 @@ def before_scores(num_replicas: int, warm: callbacks.WarmStart) -> list[keras.ca
     decay = schedules.Exponential(_first_rate(), _EPOCHS.value, last)
 
     def rate(position: float) -> float:
-        # In the epochs of --warm_start_epochs the model is trained as by one replica.
+        # In the epochs of --warm_start_epochs all replicas train on the same data, as a single
+        # replica would. So the rate of these epochs is not scaled.
         return decay(position) if position < _WARM.value else _scaled(decay(position), num_replicas)
 
     return [*chosen, callbacks.LearningRate(rate)]

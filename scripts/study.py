@@ -133,7 +133,7 @@ def _time(out: Path) -> None:
 
 def _grid(out: Path) -> None:
     with common.bad_input():
-        # If Matplotlib is missing, this fails now and not after hours of training.
+        # If Matplotlib is missing, this call fails now, and not only after hours of training.
         common.pyplot("svg", "the page of the suite `replicas`")
     _begin_grid(out)
     results = study_grid.train(out, _side_by_side)
@@ -155,8 +155,8 @@ def _all(out: Path, chosen: list[Run]) -> list[dict[str, Any]]:
 
 def _side_by_side(calls: Iterable[Callable[[], Any]]) -> list[Any]:
     """Calls functions, --jobs at a time; returns their results in order."""
-    # Without this, a SIGTERM would end the study, and the trainings that it has started would go
-    # on. The trainings that are ended can be resumed later.
+    # If a SIGTERM ended the study alone, the trainings that it has started would go on. This call
+    # makes the study end the trainings, too. They can be resumed later.
     common.exit_on_signals()
     with concurrent.futures.ThreadPoolExecutor(_jobs()) as pool:
         futures = [pool.submit(call) for call in calls]

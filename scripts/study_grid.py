@@ -35,7 +35,7 @@ _RULES = {
     "diloco": ("DiLoCo", ("--rule=diloco",)),
     "slowmo": ("SlowMo", ("--rule=slowmo",)),
     "downpour": ("Downpour", ("--rule=downpour",)),
-    # With ζ = 1/N, the servers add the mean of the workers' updates. With 1, they add the sum.
+    # With ζ = 1/N, the servers add the mean of the workers' updates. With ζ = 1, they add the sum.
     "downpour-mean": ("Downpour, ζ = 1/N", ("--rule=downpour", "--block_learning_rate={share}")),
     "bmuf-async": ("asynchronous BMUF", ("--rule=bmuf_async",)),
     "easgd-async": ("asynchronous EASGD", ("--rule=easgd_async",)),
@@ -73,7 +73,8 @@ OWN_FLAGS = (_CHOSEN,)
 
 _DECAY = "0.8"
 _WEIGHTS = {"global": "", f"ema-{_DECAY}": f", EMA({_DECAY})"}
-# By number of replicas: the share by which the default rule's error may exceed that of one replica.
+# Maps the number of replicas to a share. The default rule's error may exceed the error of one
+# replica by at most this share of it.
 _AIMS = {4: 0.01, 8: 0.03, 16: 0.05}
 
 

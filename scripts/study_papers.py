@@ -56,7 +56,7 @@ class Table(NamedTuple):
 
 # -- paper 003: DNNs under ASGD, BMUF, BSP and EASGD -----------------------------------------------
 
-# Sizes of minibatches: those of the paper, and ours, which are a sixteenth of them.
+# Maps the size of a minibatch in the paper to the size here, which is a sixteenth of it.
 _MINIBATCHES = {256: 16, 1024: 64, 4096: 256}
 _CLASSICAL = ("--rule=bmuf", "--nonesterov", "--noblock_momentum_warmup", "--block_learning_rate=1")
 _RULES = {
@@ -204,7 +204,7 @@ def _every(period: int) -> Run:
 
 # -- paper 002: averaged ASGD in one pass ----------------------------------------------------------
 
-# Lengths of a chunk: in hours in the paper, and in minutes here.
+# Maps the length of a chunk in the paper, in hours, to the length here, in minutes.
 _CHUNKS = {1: 0.25, 5: 0.5, 10: 1.0, 20: 2.5, 25: 5.0}
 _TABLE_1_OF_002 = {
     1: (8.93, 22.15),
@@ -227,7 +227,7 @@ _TWO_WAYS = (
 
 def _of_chunk(minutes: float) -> Run:
     searched = _OF_SUITE["aasgd-search"]
-    if minutes == 5:  # the suite has this run already
+    if minutes == 5:  # the suite `async` has this run already
         return searched
     options = (*searched.options, f"--chunk_minutes={minutes:g}")
     training = f"averaged ASGD, one pass, chunks of {minutes:g} min"

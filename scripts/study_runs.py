@@ -142,8 +142,8 @@ ASYNC = (
         ),
         start=FIRST,
     ),
-    # Chunks are long in this run: 20 % of a chunk must suffice to see if a learning rate is too
-    # high.
+    # Chunks are long in this run, because 20 % of a chunk must suffice to see if a learning rate is
+    # too high.
     _one_pass(
         "aasgd-search",
         "averaged ASGD, one pass, rates searched",

@@ -206,8 +206,8 @@ def main() -> None:
         common.only_for(rule_flags.rule_name() == "none", [_ALL_REDUCE], "--rule=none")
         common.only_for(not rule_flags.is_async(), [_FIRST_PERIOD], "synchronous rules")
         out.parent.mkdir(parents=True, exist_ok=True)
-        # A synchronous strategy may simulate replicas on logical devices. These must be made before
-        # any tensor, so the strategy is made before the task.
+        # A synchronous strategy may simulate replicas on logical devices. Logical devices must be
+        # made before any tensor, so the strategy is made before the task.
         strategy = None if rule_flags.is_async() else _strategy(_PERIOD.value)
         task = _MAKE[_TASK.value]()
         replicas = max(_ALL_REDUCE.value, rule_flags.simulated())
@@ -220,8 +220,8 @@ def main() -> None:
                 f"{samples} samples are no minibatch of {task.minibatch} for each of "
                 f"{replicas} replicas. Give more data, or fewer replicas."
             )
-        # The period is at most an epoch: a synchronous rule's block ends with the epoch, and a push
-        # must not need more minibatches than a worker has in an epoch.
+        # The period is limited to an epoch. With a synchronous rule, a block ends with the epoch
+        # anyway. With servers, a push must not need more minibatches than a worker has in an epoch.
         period = min(_PERIOD.value, steps)
         strategy = strategy or _strategy(period)
         keras.utils.set_random_seed(_SEED.value)
@@ -237,8 +237,8 @@ def main() -> None:
         )
     which = [name for name in strategy.weight_names if name != "local"]
     scores, history = tfpara.callbacks.HeldOut(task.validation, which), keras.callbacks.History()
-    # The last samples are left out if they fill no minibatch of all replicas. So all replicas take
-    # equally many steps.
+    # The samples at the end are left out if they do not fill a minibatch for every replica. So all
+    # replicas take equally many steps.
     x, y = (array[: steps * task.minibatch * replicas] for array in task.train)
     callbacks = [scores, history]
     if _FIRST_PERIOD.value:
@@ -286,8 +286,8 @@ def _updates_per_step(replicas: int, period: int) -> float:
     """Returns how many iterations the schedule's optimizer counts for one step of each replica."""
     if not rule_flags.is_async():
         return 1.0
-    # If the optimizer is on the servers, it counts pushes. If each worker has one, it counts the
-    # minibatches of all workers.
+    # An optimizer on the servers counts pushes. If each worker has its own optimizer, every
+    # optimizer counts the minibatches of all workers.
     return replicas / (period if async_flags.counts_pushes(rule_flags.rule_name()) else 1)
 
 

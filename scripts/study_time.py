@@ -50,12 +50,13 @@ _SYNC = flags.DEFINE_float("sync_ms", 200.0, "time: the part of a sync that is n
 FLAGS = (_LENGTHS, _TOLERANCE, _LINKS, _STEP, _SIZE, _SYNC)
 
 _RULE = "bmuf"
-_COMPRESSIONS = ("none", "int8")  # without int4, whose error was not measured for each period
+# int4 is not among the compressions, because its error was not measured for each period.
+_COMPRESSIONS = ("none", "int8")
 # `soonest` counts a setting as equally fast as the fastest if its speed-up is lower by at most this
 # share. Among such settings it prefers those without compression, and then the shortest period.
 _ALIKE = 0.02
-# By number of replicas: the speed-up of an epoch in paper 003 (4 and 8 GPUs of one machine) or 001
-# (16 machines).
+# Maps the number of replicas to the speed-up of an epoch in a paper: in paper 003 for 4 and 8 GPUs
+# of one machine, and in paper 001 for 16 machines.
 PAPERS = {4: "2.7 to 3.8", 8: "4.6 to 7.5", 16: "9.3"}
 
 # Maps the length of a run, as a multiple of the usual epochs, to its number of samples and error.
@@ -156,7 +157,8 @@ def train(
     ways = study_grid.ways(out, each, [_RULE, ALL_REDUCE])
     curves: dict[Cell, Curve] = {way: {} for way in ways}
     targets: dict[str, float] = {}
-    # The runs of one replica come before all others, since their error is the target of the others.
+    # The runs of one replica come before all others, because the error that the others must reach
+    # is computed from the error of one replica.
     more = {way: 1.0 for way in ways if not way.rule}
     while more:
         cells = [
@@ -267,8 +269,8 @@ def rows(
     found = []
     for task, count in dict.fromkeys((way.task, way.replicas) for way in needed if way.rule):
         alone = next(each for way, each in needed.items() if way.task == task and not way.rule)
-        # The error to be reached is that of one replica's run of length 1, plus the tolerance. So
-        # this run itself reaches it.
+        # The error to be reached is the error of one replica's run of length 1, plus the tolerance.
+        # So one replica always reaches it.
         assert alone is not None
         mine = {w: each for w, each in needed.items() if (w.task, w.replicas) == (task, count)}
         periods = {way.period: each for way, each in mine.items() if way.rule == _RULE}

@@ -99,7 +99,7 @@ _TRACE = flags.DEFINE_string(
 )
 common.refuse_urls(_RUN_DIR, _TRACE)
 
-_WAIT_MINUTES = 60.0  # longest wait of the evaluator for a new checkpoint, or the run's begin
+_WAIT_MINUTES = 60.0  # the evaluator's longest wait for the run to begin or for a new checkpoint
 _BEST = "best"  # the name of the weights with the evaluator's best score
 
 _PLANNED = (_SEED, _SHUFFLE, _STREAMS, _TRUNCATION, _DELAY, _COEFFICIENTS, _NORMALISATION)
@@ -116,11 +116,12 @@ def main() -> None:
         _check_held_out(corpus)
         description = _description(corpus)
         first_period = next(iter(schedule_flags.sync_periods().values()))
-        # With parameter servers, this call returns in the chief alone. Other processes work within
-        # it until they end.
+        # With parameter servers, this call returns only in the chief. All other processes do their
+        # work within the call, and end there.
         strategy = rule_flags.strategy(first_period, _data_plan(corpus))
         files = _files(strategy)
-        # A launcher restarts its processes with the same flags, to continue the new run.
+        # A launcher restarts its processes with the same flags. A restarted process must continue
+        # the run that the launcher has begun, so it ignores --start_over.
         start_over = _START_OVER.value and not run_files.is_begun_here(run_dir)
         run_files.check(run_dir, files, start_over, _INIT.value)
         keras.utils.set_random_seed(_SEED.value)
@@ -191,7 +192,8 @@ def score_checkpoints() -> None:
 
 
 def _failure(error: CheckpointError, history: _History) -> common.Failure:
-    # A run that has trained, but cannot write its checkpoint, is not to be begun anew.
+    # If a run has trained, but cannot write its checkpoint, it should not be begun anew. So the
+    # message does not advise it.
     advise = not (_START_OVER.value or history.has_begun)
     return common.Failure(f"{error}{' To begin anew, give --start_over.' if advise else ''}")
 
@@ -202,7 +204,7 @@ class _History(keras.callbacks.Callback):
     def __init__(self) -> None:
         super().__init__()
         self.has_begun = False  # whether this process has begun an epoch
-        # The logs are kept as they are, not copied: later callbacks may still add to the last log.
+        # The logs are not copied, because later callbacks may still add entries to the last log.
         self._logs: list[dict[str, Any]] = []
 
     @property
@@ -306,7 +308,8 @@ def _model(description: dict[str, Any], strategy: Any) -> keras.Model:
         if _INIT.value:
             runs.check_activation(description, Path(_INIT.value))
             runs.load_weights(model, Path(_INIT.value))
-        # The loss of streams is a mean over all frames of a step, including padding.
+        # The loss of streams is a mean over all frames of a step, including padding. So the
+        # optimizer is told the number of all these frames.
         in_streams = is_recurrent(description)
         frames = description["streams"] * description["truncation"] if in_streams else None
         optimizer = schedule_flags.optimizer(model, strategy.num_replicas, frames)
@@ -333,12 +336,14 @@ def _start_run(
     if start_over or not run_files.can_resume(run_dir):
         try:
             run_files.begin(run_dir, files, start_over)
-        # Only the chief comes here. `main` would advise --start_over, which does not help: another
-        # run is still writing to the directory.
+        # Only the chief comes here. This error means that another run is still writing to the
+        # directory. If `main` handled the error, it would advise --start_over, but that does not
+        # help here.
         except CheckpointError as error:
             raise common.Failure(str(error)) from error
         common.write_json(run_dir / "model.json", description)
-    # A resumed run may have other flags, such as more epochs.
+    # The flags are written at every start, because a resumed run may have other flags, such as more
+    # epochs.
     common.write_text(run_dir / "flags.txt", common.resolved_flags(_START_OVER))
 
 
@@ -378,8 +383,8 @@ def _checkpoint(run_dir: Path, data: Any, plan: dict[str, Any]) -> keras.callbac
 def _fit(
     model: keras.Model, strategy: Any, data: Any, callbacks: list[keras.callbacks.Callback]
 ) -> None:
-    # `fit` would make a CallbackList itself. The one that is made here gets the number of steps of
-    # an epoch, and shows progress only on the chief.
+    # `fit` would make a CallbackList itself. But the list that is made here is told the number of
+    # steps in an epoch, and it shows progress only on the chief.
     chosen = keras.callbacks.CallbackList(
         [*callbacks, _Bar()] if strategy.is_chief else callbacks,
         add_history=True,

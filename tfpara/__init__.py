@@ -64,7 +64,7 @@ if TYPE_CHECKING:
     from tfpara.sync.workers.company import MismatchError as MismatchError
     from tfpara.sync.workers.settings_check import FingerprintError as FingerprintError
 
-# The public names, by the module that defines them.
+# Maps each module to the public names that it defines, separated by spaces.
 _NAMES = {
     "tfpara.algorithms": (
         "ASGD AsyncBMUF AsyncEASGD Average AveragedASGD BMUF BMUFAdam BSP DiLoCo Downpour EASGD"

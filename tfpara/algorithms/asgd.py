@@ -121,7 +121,7 @@ class AveragedASGD(ASGD):
     Source: paper 002, sections 2.3 and 2.4.
     """
 
-    # Those of `ASGD` are declared again, so that they are keyword-only, too.
+    # The fields of `ASGD` are declared here once more, so that they are keyword-only, too.
     max_staleness: int | None = None
     delay_compensation: float = 0.0
     rate_by_staleness: bool = False
@@ -396,7 +396,7 @@ class AsyncBMUF(_Rule):
         Args:
             short: as for `BMUF.for_normalised`.
         """
-        # The comparison is by identity: 1 == True, but a given 1 must stay.
+        # `warmup` is compared by `is`, because 1 == True, but a 1 that was given must stay.
         by_default = self.warmup is None or self.warmup is True
         if self.block_momentum is not None or not by_default:
             return self
@@ -418,11 +418,12 @@ class AsyncBMUF(_Rule):
         if self.workers is None:
             raise ValueError("Call resolve(num_workers) first: workers is still None.")
         rule, zeta = self.filter, self.block_learning_rate
-        # 1 if the push ends a round, else 0. (`pushes` is always a whole number.)
+        # `ends` is 1 if the push ends a round, and 0 if not. It has no other values, because
+        # `pushes` is always a whole number.
         ends = minimum(1.0, positive_part(state.pushes + 2.0 - self.workers))
         gathered = state.gathered + difference
-        # The mean is over the pushes of the round. Their number may differ from `workers`, if that
-        # has changed within the round.
+        # The mean is over the pushes of the round. The number of these pushes may differ from
+        # `workers` if `workers` has changed within the round.
         mean = gathered / (state.pushes + 1.0)
         filtered = rule.momentum_after(state.rounds) * state.delta + zeta * mean
         delta = ends * filtered + (1.0 - ends) * state.delta

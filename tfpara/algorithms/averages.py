@@ -13,9 +13,9 @@ from tfpara.typing import Array, Scalar
 class AverageState(NamedTuple):
     """State of an average."""
 
-    average: Array  # the average so far; the starting point before the first block
-    # The number of blocks so far, a float: a block of a share f counts f. It is a Scalar, declared
-    # Any because tuples have a method `count`.
+    average: Array  # the average so far; before the first block it is the starting point
+    # The number of blocks so far, a float: a share f of a block counts f. The field is a Scalar,
+    # but it is declared Any, because tuples have a method `count`.
     count: Any
     bias: Scalar  # the weight that the starting point still has in `average`
 

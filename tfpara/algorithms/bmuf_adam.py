@@ -162,7 +162,8 @@ class BMUFAdam(BMUF):
         blocks = state.blocks + share
         rest = (1.0 - share) * state.equivalent_steps
         equivalent = eta * state.equivalent_steps + (1.0 - eta) * rest + zeta * steps
-        # The distance, in steps, from w̄ to B = W + ηΔ (Nesterov) or to W (classical momentum).
+        # `ahead` is the distance, in steps, from w̄ to the weights that are broadcast. These are
+        # B = W + ηΔ with Nesterov momentum, and W with classical momentum.
         if self.nesterov:
             ahead = self.momentum_after(blocks, num_replicas) * equivalent
             ahead += (zeta - 1.0) * steps - eta * rest

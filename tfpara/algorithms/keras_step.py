@@ -66,7 +66,8 @@ class _Functional(keras.optimizers.Optimizer):
         make = keras.initializers.get(initializer)
         name, dtype = kwargs.get("name"), kwargs.get("dtype") or "float32"
         value = _Value(make, shape=shape, dtype=dtype, autocast=False, name=name)
-        # The constructor, which is Keras' own, does not make `_made`. Keras would track a list.
+        # `_made` is made here, because the constructor is Keras' own. `_made` is no plain list,
+        # because Keras would track a list.
         if not hasattr(self, "_made"):
             self._made = types.SimpleNamespace(slots=[])
         self._made.slots.append(value)
@@ -97,15 +98,16 @@ class _Functional(keras.optimizers.Optimizer):
     def _var_key(self, variable: _Value) -> int:
         return id(variable)
 
-    # Keras' method `apply` calls this before the step of any optimizer: W ← W − lr·decay·W.
+    # Keras' method `apply` calls this method before each optimizer's step. The method computes
+    # W ← W − lr·decay·W.
     def _apply_weight_decay(self, variables: Sequence[_Value]) -> None:
         if self.weight_decay is not None:
             for variable in filter(self._use_weight_decay, variables):
                 rate = tf.cast(self.learning_rate, variable.dtype)
                 variable.assign_sub(variable * tf.cast(self.weight_decay, variable.dtype) * rate)
 
-    # Keras' method `apply` calls this method to take the step. Nadam's class overrides the method
-    # with a version that calls this one by `super()`.
+    # Keras' method `apply` calls this method to take the step. Nadam's class has a method of the
+    # same name, which calls this method by `super()`.
     def _backend_update_step(
         self,
         grads: Sequence[tf.Tensor],
@@ -130,7 +132,8 @@ class _Step:
         self._weights = weights
         self._lock = threading.Lock()
         copy.build(weights)
-        # The iterations, the learning rate unless it is a schedule or a function, then the slots.
+        # `_state` begins with the iterations. The learning rate follows, unless it is a schedule or
+        # a function. Then come the slots.
         self._state: list[_Value] = []
         for attribute, value in list(vars(copy).items()):
             # Keras keeps the iterations, a constant learning rate and Nadam's momentum product in
@@ -140,8 +143,8 @@ class _Step:
                 setattr(copy, attribute, stand_in)
                 self._state.append(stand_in)
         self._state += copy._made.slots if hasattr(copy, "_made") else []
-        # When Keras saves an optimizer, it writes the variables of this list. This copy is never
-        # saved.
+        # When Keras saves an optimizer, it writes the variables of this list. The list is not
+        # needed here, because this copy is never saved.
         copy._variables.clear()
 
     def _apply(
@@ -178,8 +181,8 @@ class KerasStep(_Step):
     """
 
     def __init__(self, optimizer: keras.optimizers.Optimizer) -> None:
-        # The weights are NaN here. So a slot that starts from the weights starts as NaN, by which
-        # it is detected.
+        # The weights are NaN here. If a slot starts from the weights, it starts as NaN, too, and
+        # `Outer` detects it by its NaN.
         unknown = _Value(np.full([1], np.nan, np.float32), autocast=False, name="weights")
         super().__init__(type(optimizer), optimizer.get_config(), [unknown])
         copy = self._optimizer
@@ -187,8 +190,8 @@ class KerasStep(_Step):
         self._slots = [v for v in self._state if not any(v is other for other in others)]
         if isinstance(copy._learning_rate, _Value):
             copy._learning_rate = shortest(copy._learning_rate.numpy())
-        # A slot that is alone (Nadam's product) is an attribute of the optimizer. The others are in
-        # lists, with one slot for each weight.
+        # A slot that exists only once (Nadam's product) is an attribute of the optimizer, and gets
+        # the attribute's name. The other slots are in lists, with one slot for each weight.
         attributes = {id(value): attribute for attribute, value in vars(copy).items()}
         names = [str(attributes.get(id(slot), slot.name)).strip("_") for slot in self._slots]
         self.initial = {n: slot.numpy() for n, slot in zip(names, self._slots, strict=True)}
@@ -240,18 +243,20 @@ class KerasSteps(_Step):
         if self.schedule is not None:
             config["learning_rate"] = 0.0
         elif callable(rate) and not scheduled:
-            # The config has only the name of a function, from which Keras restores only those that
-            # are registered with it.
+            # The config has only the function's name. From a name, Keras can restore a function
+            # only if the function is registered with Keras.
             config["learning_rate"] = rate
         if not clip:
             config |= dict.fromkeys(("clipnorm", "global_clipnorm", "clipvalue"))
         values = [_Value(v.numpy(), dtype=v.dtype, autocast=False, name=v.name) for v in weights]
         for value, variable in zip(values, weights, strict=True):
             value.constraint = variable.constraint
-            # Muon reads layers' names in the path. Keras keeps it in this private attribute.
+            # Muon reads the names of layers in a variable's path. Keras keeps the path in this
+            # private attribute.
             value._path = variable.path
         super().__init__(type(optimizer), config, values)
-        # The config does not contain what `exclude_from_weight_decay` has set, so the copy is told.
+        # The method `exclude_from_weight_decay` may have excluded weights, but the config does not
+        # say so. Therefore the copy is told here which weights are excluded.
         self._optimizer._exclude_from_weight_decay = {
             id(value)
             for value, variable in zip(values, weights, strict=True)
@@ -305,7 +310,7 @@ def step_of_rows(optimizer: keras.optimizers.Optimizer, path: str) -> tuple[bool
     def trained(rows: slice) -> list[list[Any]]:
         """Returns the slots before the first step, and weight and slots after each step."""
         weight = keras.Variable(start[rows], name=path.split("/")[-1])
-        weight._path = path  # `KerasSteps` passes it on to the optimizer.
+        weight._path = path  # `KerasSteps` passes the path on to the optimizer.
         # With `told_rate`, the state has a learning rate even if the optimizer has a schedule.
         steps = KerasSteps(optimizer, [weight], clip=False, told_rate=True)
         if steps.rate_index is None:  # the learning rate is a function
@@ -314,7 +319,8 @@ def step_of_rows(optimizer: keras.optimizers.Optimizer, path: str) -> tuple[bool
         slots = [k for k, owner in enumerate(steps.owners) if owner == 0]
         found = [[np.asarray(state[k]) for k in slots]]
         for gradient in gradients:
-            # With the optimizer's own rate, which may be near 0, the weights might not change.
+            # The optimizer's own rate may be so near 0 that the weights would not change. So the
+            # rate 0.5 replaces it.
             if steps.rate_index is not None:
                 state[steps.rate_index] = tf.constant(0.5)
             weights, state = steps(weights, state, [tf.constant(gradient[rows], tf.float32)])

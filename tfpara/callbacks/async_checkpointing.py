@@ -63,7 +63,7 @@ class AsyncCheckpoint(CheckpointBase):
     ) -> None:
         super().__init__(directory, every_minutes, keep, if_damaged)
         self._plan = dict(data_plan or {})
-        # At the last checkpoint: the epoch, and `generation` of the servers.
+        # The epoch and the servers' `generation` at the last checkpoint.
         self._saved: tuple[int, int] = (0, 0)
         self._former_handler: Callable[..., object] | int | None = None
 

@@ -53,8 +53,9 @@ class CheckpointBase(fit_call.Callback):
         self._saved_at = time.monotonic()
         # The learning rates before and after the callbacks' `on_epoch_begin` of the present epoch.
         self._rates: list[list[float]] = [[], []]
-        # After a resume, until its epoch begins: the rates after `on_epoch_begin` in the former
-        # process, and those of the checkpoint.
+        # Only a resume fills these lists, and they are emptied when the resumed epoch begins. The
+        # first list has the rates after `on_epoch_begin` in the former process. The second list has
+        # the rates of the checkpoint.
         self._resumed_rates: list[list[float]] = [[], []]
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
@@ -63,7 +64,9 @@ class CheckpointBase(fit_call.Callback):
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         (former, restored), self._resumed_rates = self._resumed_rates, [[], []]
         self._rates[1] = self._rates_now()
-        if self._rates[1] == former:  # else the script now has other callbacks, which set the rate
+        # If the rates differ from the former ones, the script now has other callbacks, which have
+        # set the rates. Then their rates stay.
+        if self._rates[1] == former:
             self._set_rates(restored)
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:

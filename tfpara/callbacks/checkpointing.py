@@ -112,8 +112,8 @@ class Checkpoint(CheckpointBase):
         ended, self._ended = self._ended, False
         former = self._checkpoints
         if former and former.model is self.model and (ended or strategy.members_change):
-            # If this worker joins a run, another worker has the lock, and `set_state` calls
-            # `_listen`.
+            # If this worker joins a run, another worker already has the lock, and `set_state` calls
+            # `_listen` later.
             if not strategy.joining:
                 former.lock()
                 self._listen()
@@ -145,7 +145,8 @@ class Checkpoint(CheckpointBase):
         first = steps = 0
         if resumed is not None and resumed["epoch"] == epoch:
             first, steps = resumed["minibatches"], resumed["steps"]
-        # A checkpoint with 0 steps has the metrics of the epoch before, which are not restored.
+        # A checkpoint with 0 steps has the metrics of the epoch before. These metrics are not
+        # restored.
         if steps:
             self._at_sync.restore_epoch(steps)
         if self._saved is not None and epoch < self._saved[0]:

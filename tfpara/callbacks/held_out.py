@@ -91,10 +91,11 @@ class HeldOut(fit_call.Callback):
         self._steps_before = 0
         self._done = 0  # number of scores in this epoch so far
         self._has_position = False  # whether `_go_on` has been called in this epoch
-        # The length of an epoch in steps (in an elastic run: in units). It is only computed if an
-        # epoch has several scores; until then it is 0.
+        # The length of an epoch in steps (in an elastic run: in units). The length is computed when
+        # an epoch begins, but only if an epoch has several scores. Otherwise it stays 0.
         self._length = 0
-        # If this worker joins a run within an epoch: how many scores the epoch had before.
+        # If this worker joins a run within an epoch, this is the number of scores that the epoch
+        # had before. Otherwise it is None.
         self._taken: int | None = None
         self._watch = SyncWatch()
 
@@ -132,7 +133,8 @@ class HeldOut(fit_call.Callback):
             if isinstance(strategy, PeriodicSyncStrategy):
                 self._watch.begin(self.model)
         if strategy.running is not None:
-            # An AsyncStrategy counts batches from the start of the epoch, also after a resume.
+            # An AsyncStrategy counts batches from the start of the epoch, also after a resume. So
+            # `_steps_before` stays 0.
             self._go_on(strategy.running.server.trained())
 
     def on_train_batch_begin(self, batch: int, logs: Logs | None = None) -> None:
@@ -172,7 +174,7 @@ class HeldOut(fit_call.Callback):
                 self._score(self._epoch + part)
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
-        self._find_position()  # a worker may have had no batch in this epoch
+        self._find_position()  # needed if the worker has had no batch in this epoch
         results = self._score(float(epoch + 1))
         if logs is None:
             return
@@ -187,8 +189,9 @@ class HeldOut(fit_call.Callback):
         """
         strategy = self._strategy
         length = strategy.epoch_units.total(self._steps_per_epoch or self.params.get("steps"))
-        # A worker that joins an elastic run within an epoch comes here without the others, so it
-        # must not exchange values with them. It need not: the length is the same for all.
+        # A worker that joins an elastic run within an epoch comes here without the other workers,
+        # so it must not exchange values with them. No exchange is needed in an elastic run, because
+        # the length is the same for all workers.
         lengths = [length] if strategy.members_change else strategy.everyones(length, _LENGTH)
         if not all(lengths):
             raise ValueError(

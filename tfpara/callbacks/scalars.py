@@ -35,8 +35,8 @@ class Scalars:
 
     @functools.cached_property
     def _writer(self) -> tf.summary.SummaryWriter:
-        # If `fit` runs in the strategy's scope, the writer must not become one of the strategy's
-        # variables.
+        # `fit` may run in the strategy's scope. Even then, the writer must not become one of the
+        # strategy's variables.
         with tf.init_scope():
             return tf.summary.create_file_writer(self._directory)
 

@@ -25,7 +25,7 @@ class Schedule(fit_call.Callback):
     `name` is that of the callback's state in a checkpoint; "" if it has no state.
     """
 
-    _state: Any = None  # that of the rule which the callback follows, if it follows one
+    _state: Any = None  # the state of the rule that the callback follows; None without such a rule
 
     def __init__(self, name: str, verbose: int, sets_rate: bool) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class Schedule(fit_call.Callback):
         if self._state_name:
             self._strategy.keep_state(self._state_name, self)
 
-    # A checkpoint itself keeps the learning rate.
+    # The state does not include the learning rate, because a checkpoint keeps the rate anyway.
     def get_state(self) -> dict[str, Json]:
         """Returns the state to save: numbers and strings by name."""
         return self._state._asdict() if self._state else {}
@@ -148,9 +148,11 @@ class LearningRate(Schedule):
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         if self._used not in (None, self._rate) and not self._strategy.blocks_differ:
-            # Where Keras does not know how many steps are left, as in a resumed epoch, it begins
-            # one more, which finds no data. The epoch ends with the rate of its last step; but if
-            # workers take different numbers of steps, with the rate at its end, which all have.
+            # If Keras does not know how many steps are left, as in a resumed epoch, it begins one
+            # step too many, which finds no data. This step has changed the rate, so the rate of the
+            # last trained step is restored. If workers may take different numbers of steps, the
+            # rate is not restored, because it could differ between workers. All workers then keep
+            # the rate for the end of the epoch.
             self.model.optimizer.learning_rate = self._rate = self._used
         super().on_epoch_end(epoch, logs)
         self._epoch = -1  # tells later checkpoints that no epoch is under way

@@ -37,7 +37,8 @@ class StartMean(Callback):
         self._dataset = checked_held_out(dataset)
         self._every = checked_whole("every_chunks", every_chunks, of="chunks")
         self._verbose = verbose
-        # The number of chunks, over all epochs, before the last comparison of the two losses.
+        # How many chunks, counted over all epochs, were done at the last comparison of the two
+        # losses.
         self._scored = 0
 
     def get_state(self) -> dict[str, Json]:

@@ -43,9 +43,9 @@ class SyncWatch:
             return self._after_any(strategy.synchronizer_of(model), needed)
         steps, period = batch + 1, strategy.sync_period
         if strategy.blocks_closed != self._closed:
-            # A callback has closed the block, on all workers alike: after this batch, or after the
-            # one before. `_anchor` is set to the earlier of these places. If it were too late, the
-            # next sync would be missed.
+            # A callback has closed the block on all workers, either after this batch or after the
+            # batch before. `_anchor` is set to the earlier of these two places, because the next
+            # sync would be missed if `_anchor` were too late.
             self._closed = strategy.blocks_closed
             self._anchor = steps - 1
         elif period is None or steps - self._anchor < period:

@@ -48,8 +48,8 @@ class Telemetry(Clock):
         self._unwritten: tuple[int, Logs] | None = None
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
-        # The last epoch's measurements are written now, because `super().on_epoch_begin` clears
-        # them.
+        # The measurements of the epoch before are written now, because `super().on_epoch_begin`
+        # clears them.
         self._write()
         super().on_epoch_begin(epoch, logs)
 
@@ -73,7 +73,8 @@ class Telemetry(Clock):
         self._scalars.write(epoch, logs)
         if "staleness" in self.measured:
             counts = self.end.staleness - self.begin.staleness
-            # A name of its own: under one name, TensorBoard shows either scalars or histograms.
+            # The histogram has its own name, because under one name TensorBoard shows either
+            # scalars or histograms, but not both.
             self._scalars.write_histogram(
                 epoch, "staleness_distribution", np.arange(len(counts)), counts
             )

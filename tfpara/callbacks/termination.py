@@ -17,7 +17,7 @@ from tfpara.cluster import parent
 
 _WATCH_SECONDS = 1.0
 _log = logging.getLogger(__name__)
-_LOOKS = 10  # the main thread is checked at least so often within `patience_seconds`
+_LOOKS = 10  # the main thread is checked at least this many times within `patience_seconds`
 
 
 class Termination:
@@ -35,7 +35,7 @@ class Termination:
         self._exit_code, self.watcher = exit_code, watcher
         self._former: Callable[..., object] | int | None = None
         self._stopped = threading.Event()
-        self._writer: socket.socket | None = None  # None: SIGTERM is not listened to
+        self._writer: socket.socket | None = None  # None while SIGTERM is not listened for
 
     def start(self, patience_seconds: float) -> None:
         """Begins to listen. Signals are received only if the main thread calls this.
@@ -77,7 +77,7 @@ class Termination:
         if signal.getsignal(signal.SIGTERM) == self._note:
             signal.signal(signal.SIGTERM, self._former)
         present = signal.set_wakeup_fd(self._former_fd)
-        # If other code has set another descriptor meanwhile, that one stays.
+        # If other code has set another descriptor meanwhile, the other descriptor stays.
         if present != self._writer.fileno():
             signal.set_wakeup_fd(present)
         self._writer.close()  # ends `_watch` and its thread, since `recv` now returns b""

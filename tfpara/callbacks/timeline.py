@@ -57,8 +57,8 @@ def spans(recorded: xplane_pb2.XSpace) -> list[Span]:
             operations.append(Span(found[1], began, ended, 1))
         elif name == STEP:
             steps.append(Span("step", began, ended, int(notes["step"])))
-            # For each step the machine's clock was read shortly before the profiler's. So each
-            # difference is a little too small, and the largest one is the most exact.
+            # At each step the machine's clock was read shortly before the profiler's clock. So each
+            # difference is a little too small, and the largest difference is the most exact.
             shifts.append(int(notes["clock_ns"]) - began)
     if not steps:
         raise ValueError("the profiler recorded no training step, so there is no timeline.")

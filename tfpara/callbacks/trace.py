@@ -84,8 +84,8 @@ class Trace(fit_call.Callback):
         if not self._recording and self._spans is None and step >= self._first:
             self._start()
         if self._recording:
-            # The profiler's clock differs from the machine's. From `clock_ns`, the machine's time,
-            # `timeline.spans` finds the difference.
+            # The profiler's clock differs from the machine's clock. `timeline.spans` computes the
+            # difference from `clock_ns`, the time of the machine's clock.
             self._mark = tf.profiler.experimental.Trace(
                 timeline.STEP, step=step, clock_ns=time.time_ns()
             )
