@@ -27,7 +27,7 @@ class Clock(fit_call.Callback):
 
     def __init__(self, samples_per_epoch: int | None = None) -> None:
         super().__init__()
-        # Numbers of the last epoch, by name; empty if nothing could be measured.
+        # The measured numbers of the last epoch, by name; empty if nothing could be measured.
         self.measured: dict[str, float] = {}
         self._samples_per_epoch = samples_per_epoch
         # The strategy's counts at the beginning and at the end of the last epoch.
@@ -66,7 +66,8 @@ class Clock(fit_call.Callback):
             if strategy.members_change:
                 measured["workers"] = float(strategy.num_workers)
         if self._samples_per_epoch is not None:
-            # The measured part of the epoch: the steps after the first call of the batch hook.
+            # The measurement begins at the first call of `on_train_batch_end`. `rest` is the share
+            # of the epoch's steps that come after this call.
             rest = (self._steps - first_step) / max(self._steps, 1)
             measured["samples_per_second"] = rest * self._samples_per_epoch / seconds
         if not measured.get("samples_per_second"):

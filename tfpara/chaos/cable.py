@@ -18,9 +18,11 @@ import subprocess
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-_PIDFD_GETFD = 438  # number of this system call on almost all architectures
+_PIDFD_GETFD = 438  # number of the system call pidfd_getfd on most architectures
 _ATTACH, _DETACH = 26, 27  # the socket options SO_ATTACH_FILTER and SO_DETACH_FILTER
-_RETURN = 6  # BPF_RET | BPF_K: the filter accepts a constant number of bytes, here 0
+# BPF_RET | BPF_K, the only instruction of the filter: it accepts a constant number of bytes of each
+# packet. `_attach` sets this number to 0.
+_RETURN = 6
 # The socket option TCP_INFO, and the offset of tcpi_total_retrans in its struct tcp_info.
 _TCP_INFO, _RETRANSMITTED = 11, 8 + 4 * 23
 _LIBC = ctypes.CDLL(None, use_errno=True)
@@ -123,7 +125,7 @@ def _connections(pid: int) -> Iterator[tuple[str, _Connection]]:
         with contextlib.suppress(OSError):
             for line in Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:]:
                 words = line.split()
-                # An IPv4 address and its port are 13 characters, in hexadecimal. If the address is
-                # given in IPv6 form, they are the last 13.
+                # An IPv4 address and its port are 13 hexadecimal characters here. If the IPv4
+                # address is written in the form of IPv6, these are the last 13 of the word.
                 here, there = (word[-13:] for word in words[1:3])
                 yield words[9], (here, there)

@@ -55,7 +55,7 @@ minibatch was lost or doubled, or no fault was made; 2 if the drill cannot begin
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the drill; returns the exit code."""
     options = _options(argv)
-    # A signal also takes back the present fault, and ends the run.
+    # These signals raise SystemExit, so the present fault is taken back and the run is ended.
     with exit_codes.ended_by(
         *(signal.SIGTERM, signal.SIGHUP),
         say=lambda name: say(f"got {name}, so there is no report"),

@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 from tfpara.chaos import faults, processes, report
 from tfpara.cluster import exit_codes
 
-PROGRESS = "TFPARA_CHAOS_PROGRESS"  # environment variable: path of the script's progress file
-# The points of a run at which a fault may be injected, by name. Each has words that the library
-# prints when the run reaches it.
+PROGRESS = "TFPARA_CHAOS_PROGRESS"  # environment variable: the path of the script's progress file
+# The points of a run at which a fault may be injected. Each name is mapped to words that the
+# library prints when the run reaches this point.
 POINTS = {
     "begin": " replicas",
     "join": "joins a run that is under way",
@@ -38,11 +38,15 @@ _AGAIN_SECONDS = 1.0  # pause between the end of the command and a restart
 class Plan(NamedTuple):
     """The plan of a drill: kinds and times of the faults."""
 
-    kinds: Sequence[str] = ()  # kinds of faults to draw from; none for a quiet run
-    every: float = 30.0  # mean seconds between two faults; each wait is drawn from 0.5 to 1.5 times
+    kinds: Sequence[str] = ()  # kinds of faults to draw from; empty for a quiet run
+    # Mean number of seconds between two faults. Each wait is 0.5 to 1.5 times this number, drawn at
+    # random.
+    every: float = 30.0
     until: float = float("inf")  # seconds of training after which there are no more faults
     lasting: float = 8.0  # duration in seconds of faults that have an end
-    points: Sequence[str] = ()  # of `POINTS`; at each is one more fault after each timed one
+    # Names from `POINTS`. A fault is injected when the run first reaches such a point, and when it
+    # first reaches the point after each timed fault.
+    points: Sequence[str] = ()
     seed: int = 0  # seed of all random choices
     checkpoints: Path | None = None  # the folder of the run's checkpoints, if it was given
     starts: int = 20  # largest number of starts of the command
@@ -65,8 +69,8 @@ class Drill:
         self._seen: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._open = set(plan.points)  # points that get a fault when the run reaches them next
         self._begin = time.monotonic()
-        self._due: float | None = None  # the time of the next fault; None: training has not begun
-        self._until = 0.0  # the time from which on there are no faults
+        self._due: float | None = None  # the time of the next fault; None until training has begun
+        self._until = 0.0  # after this time there are no more faults
         self._process: subprocess.Popen[str] | None = None
 
     def run(self) -> report.Run:

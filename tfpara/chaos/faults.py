@@ -21,8 +21,8 @@ from tfpara.chaos import cable, processes
 from tfpara.chaos.processes import Worker
 
 _LOOK_SECONDS = 0.02
-_FIRED_SECONDS = 10.0  # limit for the effect of SIGKILL or SIGSTOP; normally it comes at once
-_END_SECONDS = 120.0  # longest wait until a worker ends after SIGTERM, or after it got no memory
+_FIRED_SECONDS = 10.0  # longest wait for the effect of SIGKILL or SIGSTOP, normally immediate
+_END_SECONDS = 120.0  # longest wait for a worker's end after SIGTERM or the fault "memory"
 # The fault "slow" divides time into slices of this length. The worker stands still for three
 # quarters of each slice, and runs for the last quarter.
 _SLICE_SECONDS = 0.05
@@ -164,7 +164,7 @@ def corrupt(scene: Scene) -> str:
         file.write(bytes([before[at] ^ 0x5A]))
     if path.read_bytes() == before:
         raise Missed(f"byte {at} of {path} is as it was")
-    os.kill(scene.launcher, signal.SIGKILL)  # its workers then end, too
+    os.kill(scene.launcher, signal.SIGKILL)  # then the launcher's workers end, too
     gone = [scene.launcher, *(worker.pid for worker in scene.workers)]
     _await(lambda: all(map(processes.has_ended, gone)), "the run has not ended", _FIRED_SECONDS)
     return f"byte {at} of {path} was changed, and all processes were killed"

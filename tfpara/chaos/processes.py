@@ -49,7 +49,8 @@ def workers(root: int) -> list[Worker]:
         if named and not has_ended(pid):
             found.append(Worker(pid, named))
     # A worker's children inherit its environment, and with it the worker's name. Of the processes
-    # with the same name, the first is kept: a worker comes before its children.
+    # with the same name, the first is kept. It is the worker, because `tree` yields a process
+    # before its children.
     return list({worker.name: worker for worker in reversed(found)}.values())[::-1]
 
 

@@ -62,7 +62,7 @@ class Run(NamedTuple):
     missed: Sequence[Made]  # the faults that did not happen
     steps: Sequence[Step]
     samples: Sequence[Sample]
-    told: dict[str, Any]  # minibatches: trained, lost and doubled ones, as the script reported
+    told: dict[str, Any]  # the script's numbers of trained, lost and doubled minibatches
 
 
 def rate(steps: Sequence[Step]) -> float | None:

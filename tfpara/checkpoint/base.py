@@ -30,7 +30,7 @@ IF_DAMAGED = ("refuse", "start")
 # A worker's part of a checkpoint also has the arrays that belong to callbacks and other objects.
 # The names of these arrays begin with this prefix.
 ARRAYS = "arrays of "
-# Errors that may come when a part is read, or when a state is set from it.
+# Errors that may be raised when a part is read, or when a state is set from a part.
 _UNREADABLE = (tf.errors.OpError, ValueError, TypeError, AttributeError, LookupError)
 _ADVICE = "give tfpara.callbacks.Checkpoint to fit on every worker"
 
@@ -70,8 +70,8 @@ class Checkpoints(abc.ABC):
 
     def lock(self) -> None:
         """Locks the directory for this run, and checks that all workers share it."""
-        # Parts are written under the run's own mark, since a worker of an earlier run may still be
-        # writing its part.
+        # Each run writes parts under a mark of its own, because a worker of an earlier run may
+        # still be writing its part.
         self.store.mark = self._everyones(secrets.token_hex(4), "mark")[0]
         self._together(self.store.lock, "lock", chief_only=True)
         seen = self._together(lambda: [socket.gethostname(), self.store.numbers()], "numbers")

@@ -24,10 +24,11 @@ from tfpara.typing import Json
 
 LOCK = "lock"
 THREAD = "tfpara lease"  # name of the thread that renews a lease
-SECONDS = 30.0  # a lease lapses if it is not renewed for so many seconds
+SECONDS = 30.0  # a lease lapses if it is not renewed for this long
 _EVERY = 3  # number of renewals in SECONDS
 _LOOK = 0.5  # seconds between two looks at the lease of another run
-# If two runs may have written a lease at the same time, it is read again after so many seconds.
+# If two runs may have written a lease at the same time, each waits this many seconds and reads it
+# again.
 _SETTLE = 2.0
 
 
@@ -42,8 +43,8 @@ class Lease:
         self._token, self._beat = secrets.token_hex(8), 0
         self._process = os.getpid()
         self._ended = threading.Event()
-        # A thread renews the lease, and so does each checkpoint. This lock keeps them from doing so
-        # at the same time.
+        # Both a thread and each checkpoint renew the lease. This lock prevents two renewals at the
+        # same time.
         self._one = threading.Lock()
 
     def take(self) -> None:
@@ -56,15 +57,16 @@ class Lease:
         while not self._folder.create(LOCK, self._text()):
             taken_over = self._remove_stale() or taken_over
         self._beat += 1
-        # The lease exists now, so `create` returns False here. It returns True only if the store
-        # overwrites existing files in spite of mode="create".
+        # The lease exists now, so a second `create` returns False. It returns True only if the
+        # store overwrites existing files in spite of mode="create".
         overwrites = self._folder.create(LOCK, self._text())
         if taken_over or overwrites or not self._folder.creates_in_one_step:
             time.sleep(_SETTLE)
         if taken_over:
             found = self._read()
             if found.get("mark") == self._mark and found.get("token") != self._token:
-                # A lost worker of this run has renewed its lease at the moment of the takeover.
+                # A lost worker of this run has renewed its lease at the moment of the takeover, so
+                # this worker's lease is written again.
                 self._folder.write(LOCK, self._text())
         self.renew()
         threading.Thread(target=self._keep, name=THREAD, daemon=True).start()
@@ -97,8 +99,8 @@ class Lease:
 
     def _keep(self) -> None:
         while not self._ended.wait(SECONDS / _EVERY):
-            # An error may be temporary, so it is ignored here. The lease is also renewed before
-            # each checkpoint, where an error is raised.
+            # An error may be temporary, so it is ignored here. If it lasts, it is raised when the
+            # next checkpoint renews the lease.
             with contextlib.suppress(OSError, CheckpointError):
                 self.renew()
 

@@ -28,7 +28,8 @@ from tfpara.typing import Json
 
 _PARTIAL = ".partial-"
 _HOLDER = "process "  # the beginning of a lock file's content
-# The error numbers of flock if another process has the lock. EACCES and EAGAIN come from NFS.
+# If another process has the lock, flock fails with one of these error numbers. On NFS it may fail
+# with EAGAIN or EACCES.
 _HELD = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
 _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP)
 
@@ -61,8 +62,8 @@ class LocalStore(Store):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             raise self._not_locked(error, holder or "an unknown process") from error
-        # If the file has a text that does not begin with `_HOLDER`, tfpara has not written it. The
-        # file may be a hard link to a file of the user, whose content must not be overwritten.
+        # In tfpara's lock files the text begins with `_HOLDER`. A file with another text may be a
+        # hard link to a file of the user, whose content must not be overwritten.
         if holder and not holder.startswith(_HOLDER):
             raise no_lock(self.directory / "lock", holder)
         os.ftruncate(lock, 0)
@@ -143,8 +144,8 @@ class LocalStore(Store):
         pass  # A local store makes no copies.
 
     def remove(self, number: int) -> None:
-        # The folder is renamed first. If the process is killed while it removes files, the rest
-        # then does not look like a complete checkpoint.
+        # The process may be killed while it removes files. The folder is renamed first, so that the
+        # remaining files then do not look like a complete checkpoint.
         dying = self.directory / f"{_PARTIAL}old-{number:08d}"
         with contextlib.suppress(OSError):
             self.path(number).rename(dying)

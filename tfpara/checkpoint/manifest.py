@@ -11,15 +11,15 @@ from typing import Any
 from tfpara.typing import Json
 
 FORMAT = 2
-_ENDINGS = (".index", ".data-00000-of-00001")  # how the names of a part's two files end
+_ENDINGS = (".index", ".data-00000-of-00001")  # the endings of the names of a part's two files
 _SUM = "sha256"
-# The value of this key is the name of the folder, within the checkpoint's folder, that has the
-# parts' files. Without the key the files are in the checkpoint's folder itself. In a store that
-# cannot rename, each run has its own folder for parts.
+# In a store that cannot rename, each run puts the parts' files into a folder of its own within the
+# checkpoint's folder. The value of this key is that folder's name. Without the key, the files are
+# in the checkpoint's folder itself.
 FOLDER = "folder"
 _FOLDER = re.compile("[0-9a-f]{1,32}")
 # The keys of every manifest, and the types of their values. "position.epoch" means the key "epoch"
-# of the object that the key "position" has.
+# in the object that is the value of "position".
 _FIELDS = {
     "files": dict,
     "workers": int,
@@ -43,7 +43,7 @@ _OF_ASYNC = {"position.within": bool}
 def text(content: Mapping[str, Json]) -> str:
     """Returns a manifest with this content; values that JSON cannot carry become their `repr`."""
     content = {**content, "format": FORMAT}
-    content.pop(_SUM, None)  # Content that was read from a manifest still has the old checksum.
+    content.pop(_SUM, None)  # Content that was read from a manifest still has its old checksum.
     content = json.loads(json.dumps(content, default=repr))
     return json.dumps({**content, _SUM: _sum(content)}, indent=1, sort_keys=True)
 

@@ -50,8 +50,8 @@ class RemoteStore(Store):
 
     def _incomplete(self, names: Mapping[str, int]) -> list[str]:
         """Returns the files of checkpoints that other runs have begun, but not completed."""
-        # Parts of this run stay: in an elastic run a worker may become the chief, and so take the
-        # lock, while a checkpoint is being written.
+        # Parts of this run are left out, because this run may be writing a checkpoint now: in an
+        # elastic run a worker may become the chief, and take the lock, during a checkpoint.
         places = ((name, *name.split("/")[:2]) for name in names if "/" in name)
         begun = [place for place in places if NAME.fullmatch(place[1]) and place[2] != self.mark]
         return [name for name, at, _ in begun if f"{at}/{MANIFEST}" not in names]
@@ -99,8 +99,8 @@ class RemoteStore(Store):
             )
 
     def abandon(self, number: int) -> None:
-        # Only this run's own parts are removed. If this run has stood still, another run may hold
-        # the lease now, and write a checkpoint of the same number.
+        # Only this run's own parts are removed. If this run has stood still, another run may have
+        # the lease now, and may be writing a checkpoint with the same number.
         with contextlib.suppress(OSError):
             names = self._folder.sizes(folder_of(number))
             if f"{folder_of(number)}/{MANIFEST}" not in names:
@@ -126,8 +126,8 @@ class RemoteStore(Store):
         self._copied = None
 
     def remove(self, number: int) -> None:
-        # The manifest is removed first. If the process is killed before it has removed the other
-        # files, they then do not look like a complete checkpoint.
+        # The process may be killed before it has removed all files. The manifest is removed first,
+        # so that the remaining files then do not look like a complete checkpoint.
         with contextlib.suppress(OSError):
             self._folder.remove([f"{folder_of(number)}/{MANIFEST}"])
             self._folder.remove(self._folder.sizes(folder_of(number)))

@@ -53,12 +53,12 @@ class SyncCheckpoints(Checkpoints):
         build_optimizers(model)
         super().__init__(model, directory, keep)
         self._may_change = may_change
-        # The optimizers of earlier calls of `fit`, which may have been compiled otherwise, and the
-        # numbers of their steps.
+        # How many steps each optimizer took in earlier calls of `fit`. These calls may have used
+        # other optimizers, because the model may have been compiled anew since.
         steps = self._strategy.extended.steps.step_counts()
         self._steps_before = weakref.WeakKeyDictionary(dict(steps))
-        # While a checkpoint is being written: the generation of members in which the writing began.
-        # None: no checkpoint is being written. The generation changes only in an elastic run.
+        # The generation in which the writing of the present checkpoint began; None if no checkpoint
+        # is being written. The generation changes only in an elastic run.
         self._began_in: int | None = None
         self._told_of_lock = False
         # The variables that `restore_epoch` is to set, and their values.
@@ -127,7 +127,8 @@ class SyncCheckpoints(Checkpoints):
             self.store.lock()
         except CheckpointError as error:
             # A former chief that stands still may hold the lock. That does no harm: the run has
-            # gone on without this former chief, so its next exchange fails before it can write.
+            # gone on without the former chief, so the former chief's next exchange fails before it
+            # can write.
             if not self._told_of_lock:
                 self._told_of_lock = True
                 warnings.warn(f"{error} A former chief may hold it; goes on.", stacklevel=2)

@@ -78,7 +78,8 @@ class ServerCheckpoints(Checkpoints):
         (reader,) = self.store.readers(number, manifest)
         shapes = reader.get_variable_to_shape_map().items()
         there = {name: shape for name, shape in shapes if not name.startswith(ARRAYS)}
-        # Version 0.2 did not keep integers. A run that it began goes on with those of the program.
+        # Version 0.2 of tfpara did not keep integer variables. If that version wrote the
+        # checkpoint, the integer variables keep the values that they have in this program.
         held = {
             name: variable
             for name, variable in self._variables().items()

@@ -260,7 +260,7 @@ def _reader(prefix: Path) -> Any:
         folder = os.open(prefix.parent, os.O_RDONLY)
         opened.callback(os.close, folder)
         reader = tf.train.load_checkpoint(f"/proc/self/fd/{folder}/{prefix.name}")
-        # The reader opens files later, too, so the descriptor stays open as long as the reader.
+        # The reader opens files later, too, so the descriptor stays open while the reader exists.
         weakref.finalize(reader, opened.pop_all().close)
     return reader
 
@@ -270,9 +270,9 @@ def _release_all() -> None:
         store.release()
 
 
-# A lock lasts until all processes that have its file open have closed it. A forked process, such as
-# one that reads data, may outlive this one. So it closes its copy of the file at once; otherwise
-# the next run could not take the lock.
+# A lock lasts until every process that has the lock file open has closed the file. A forked
+# process, such as one that reads data, has the file open, too, and may outlive its parent. So each
+# forked process closes the file at once; otherwise the next run could not take the lock.
 os.register_at_fork(after_in_child=_release_all)
 
 
@@ -284,5 +284,5 @@ def _mark(path: Path) -> dict[str, Json]:
 
 def _first_line(error: Exception) -> str:
     text = getattr(error, "message", None) or getattr(error, "strerror", None) or str(error)
-    text = re.sub(r"\{\{.*?\}\}|\[Op:.*?\]", "", text)  # without references to a graph
+    text = re.sub(r"\{\{.*?\}\}|\[Op:.*?\]", "", text)  # removes the names of nodes and operations
     return text.strip().splitlines()[0] if text.strip() else type(error).__name__

@@ -24,7 +24,7 @@ from tfpara.typing import Array, Json, State
 class Weights(NamedTuple):
     """The models of a checkpoint, in memory."""
 
-    # The values of the trainable variables, by the name of the model: "global", or an average's.
+    # The values of each model's trainable variables. The key is "global" or the name of an average.
     models: dict[str, list[tf.Tensor]]
     # Other variables, such as moving statistics and frozen weights, with their values.
     others: list[tuple[keras.Variable, Array]]
@@ -54,8 +54,8 @@ def check(
         )
     kept = run.get("averages", {})
     for name, average in averages.items():
-        # In the manifest of a synchronous run all averages are one text. In that of an asynchronous
-        # run there is a text for each average.
+        # The manifest of a synchronous run describes all averages in one text. The manifest of an
+        # asynchronous run has a text for each average.
         said = f"{name!r}: {average!r}"
         same = said in kept if isinstance(kept, str) else kept.get(name) == repr(average)
         if not same:
@@ -125,7 +125,8 @@ def _of_servers(parts: Parts, model: keras.Model, averages: Mapping[str, Any]) -
     others = [(v, parts.tensor(f"state/{k}")) for k, v in enumerate(statistics)]
     others += [(v, parts.tensor(f"frozen/{k}")) for k, v in enumerate(frozen)]
     kept = [(v, parts.of_worker(0, f"integer/{k}")) for k, v in enumerate(integers)]
-    others += [(v, value) for v, value in kept if value is not None]  # version 0.2 kept none
+    # A value is None if version 0.2 of tfpara wrote the checkpoint.
+    others += [(v, value) for v, value in kept if value is not None]
     models = {"global": [tf.constant(parts.tensor(f"weight/{k}")) for k in range(len(weights))]}
     for name, average in averages.items():
         kind = type(_state_of(average))

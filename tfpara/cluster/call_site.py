@@ -25,9 +25,9 @@ class Purpose(NamedTuple):
     """The purpose of an exchange that all workers must reach."""
 
     text: str  # where a worker in this exchange is in its script, as in "worker 0 is TEXT"
-    # The fix, if not all workers reach the exchange.
+    # What the user should do if not all workers reach the exchange.
     advice: str = "do the same on every worker, in the same order"
-    awaits_data: bool = False  # whether others may still have data for this epoch
+    awaits_data: bool = False  # whether other workers may still have data for this epoch
 
     @property
     def number(self) -> float:
@@ -60,7 +60,8 @@ FIT_END = Purpose(
 END = Purpose("at the end of its program")
 COMPILED_ANEW = Purpose("training a model that was compiled anew")
 _STEP = Purpose("", "train the same epochs of the same calls of fit on every worker")
-# The calls of a thread that reads data, and predicts for that, while another thread is in `fit`.
+# The purposes of the running calls, such as `predict`, of a thread that reads data while `fit` runs
+# in another thread.
 _BESIDE_FIT = contextvars.ContextVar[tuple[Purpose, ...]]("tfpara_calls_beside_fit", default=())
 
 
@@ -71,9 +72,9 @@ class CallSite:
         self.failed: Purpose | None = None  # purpose of the last exchange that failed here
         self.fits = 0  # number of running calls of `fit`
         self.met = 0  # number of completed exchanges that Python code, not a graph, has started
-        self.in_first_epoch = False  # whether `fit` began last the first epoch that it trains
-        # The time (`time.monotonic()`) when this process began to wait in an exchange that Python
-        # code has started; 0 if it does not wait in one.
+        self.in_first_epoch = False  # whether the latest epoch is the first of its call of `fit`
+        # The time (`time.monotonic()`) at which this process began to wait in an exchange that
+        # Python code has started; 0 if this process does not wait in such an exchange.
         self.began = 0.0
         self._calls: list[Purpose] = []
         self._thread = 0  # the thread in which `fit` runs

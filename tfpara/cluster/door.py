@@ -19,8 +19,8 @@ from tfpara.typing import Json
 _PAUSE_SECONDS = 0.1
 # A new connection is a "stranger" until it is admitted, which must happen within this time.
 _STRANGER_SECONDS = 10.0
-_STRANGERS = 64  # limit of strangers at a time; one more is allowed for each process of the run
-_SHARE = 4  # strangers may use 1/4 of the file descriptors that this process may have
+_STRANGERS = 64  # most strangers at a time; each process of the run raises this limit by 1
+_SHARE = 4  # strangers may use 1/4 of the file descriptors that this process may open
 _NAMED = 8  # the log names at most this many hosts that have another secret
 Key = TypeVar("Key", bound=Hashable)
 _log = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ class Door(Generic[Key]):
         limited = files != resource.RLIM_INFINITY
         self._most = min(crowd, files // _SHARE) if limited else crowd
         self._keys: dict[Channel, Key] = {}  # the key of each guest
-        self._strangers: dict[Channel, tuple[str, float]] = {}  # (host, time it came), oldest first
+        self._strangers: dict[Channel, tuple[str, float]] = {}  # (host, arrival time), oldest first
         self._named: set[str] = set()
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ)

@@ -27,7 +27,9 @@ _SET_COORDINATOR = (
     f"Set {COORDINATOR}=host:port to rank 0's host and a free port there, the same in all processes"
 )
 _SAGEMAKER_PORT = 23456
-# Slurm's compact form of a list of hosts, such as "node[01-03,7],x5": the first item, and others.
+# These patterns match Slurm's compact form of a list of hosts, such as "node[01-03,7],x5". The
+# first group of `_NUMBERS` is the first number; the first group of `_HOSTS` is the first item of
+# the list.
 _NUMBERS = r"\[([0-9]+)(?:-[0-9]+)?(?:,[0-9]+(?:-[0-9]+)?)*\]"
 _HOSTS = re.compile(rf"((?:[A-Za-z0-9_.-]|{_NUMBERS})+)(?:,.+)?")
 
@@ -40,14 +42,15 @@ class Engine(NamedTuple):
     size: str  # the name of the variable that has the number of processes
     starter: str  # name, for messages, of the program that sets both variables
     # A function of the environment and the number of processes. It returns the address of rank 0
-    # ("host:port") and, in words, the source of that; two empty texts if the address is unknown.
+    # ("host:port") and, in words, the source of this address; both are "" if the address is
+    # unknown.
     coordinator: Callable[[Mapping[str, str], int], tuple[str, str]]
     # Whether the engine starts machines, pods or job steps, in which an inner engine may start
-    # processes. Such a process has the variables of both engines. If their ranks or sizes differ,
-    # those of the inner engine count.
+    # processes. Such a process has the variables of both engines. If the two engines' ranks or
+    # sizes differ, the inner engine's ranks and sizes count.
     outer: bool = False
-    # Names of variables that this engine also sets. If one is missing, another program has set the
-    # rank.
+    # Names of other variables that this engine always sets. If one of them is missing, another
+    # program has set the rank.
     also: tuple[str, ...] = ()
 
 
@@ -162,9 +165,10 @@ def _read(engine: Engine, environ: Mapping[str, str]) -> Told | None:
     if engine.rank == RANK and given == ["", "1"]:
         given[0] = "0"  # a single process needs no TFPARA_RANK
     elif engine.rank == RANK and not given[0] and (index := environ.get(_INDEX, "").strip()):
-        # TFPARA_SIZE is set alone: the rank is the number of a pod in an indexed job of Kubernetes.
+        # TFPARA_SIZE is set without TFPARA_RANK. In an indexed job of Kubernetes, the pod's number
+        # is the rank.
         given[0], rank_name = index, _INDEX
-    # isdecimal() also accepts digits that are not ASCII, but int() can read those, too.
+    # isdecimal() also accepts digits that are not ASCII. That does no harm: int() reads them, too.
     whole = all(value.isdecimal() and len(value) < 10 for value in given)
     if not whole or int(given[0]) >= int(given[1]):
         text = ", ".join(

@@ -50,7 +50,7 @@ def ended_by(*numbers: int, say: Callable[[str], object] = lambda name: None) ->
     """
 
     def end(number: int, _: object) -> NoReturn:
-        signal.signal(number, signal.SIG_IGN)  # a second one must not interrupt the end
+        signal.signal(number, signal.SIG_IGN)  # a second signal must not interrupt the end
         say(signal.Signals(number).name)
         sys.exit(in_shell(-number))
 
@@ -91,11 +91,14 @@ def with_output(name: str, program: Callable[[], int]) -> int:
             sys.stdout.flush()
     except OSError as error:
         if error.filename is not None:
-            raise  # of a file: stdout has no name
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes stdout at its end, too.
+            raise  # An error of stdout has no file name, so this error is about a file.
+        # Python flushes stdout again when it ends. So that this cannot fail, stdout becomes the
+        # null device.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         end = error.__context__
         if isinstance(end, KeyboardInterrupt) or (isinstance(end, SystemExit) and end.code):
-            raise end from None  # Ctrl-C, say, which has also ended the reader
+            # The program was ending already. Ctrl-C, for example, ends both it and stdout's reader.
+            raise end from None
         if isinstance(error, BrokenPipeError):
             return 128 + signal.SIGPIPE
         print(f"{name}: stdout cannot be written to: {error.strerror}", file=sys.stderr)

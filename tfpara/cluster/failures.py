@@ -14,23 +14,27 @@ _PROBE_SECONDS = 3.0
 _HEAR_SECONDS = 1.0  # wait for the last message of a worker that is gone
 _known = ALONE  # the cluster, with its addresses, of the strategy that was made last
 _timeout: float | None = None  # timeout_seconds of the strategy that was made last
-# The workers whose silence made this process end a sync: "" if unknown, None if it has ended none.
+# The names of the workers whose silence made this process end a sync: "" if they are unknown, None
+# if this process has not ended a sync because of silence.
 _silence: str | None = None
 _who_is_mute: Callable[[], str] = str  # returns the names of silent workers; "" if unknown
 # Returns the fix for the exchange that failed in this process; "" if there is none.
 _advice: Callable[[], str] = str
-_apart = ""  # the places of workers that waited in different exchanges, if this process ended one
+# The places of the workers, if this process has ended an exchange because workers waited in
+# different ones; else "".
+_apart = ""
 # The error of each worker that has reported its end, by rank; "" if it ended without an error.
 _ended: dict[int, str] = {}
-# The error that ends this process, for the others: "" if none, None if they have the same anyway.
+# The error that ends this process, to be told to the other workers. It is "" if there is no error,
+# and None if the other workers get the same error without being told.
 _last_words: str | None = ""
 _APART = re.compile(r"apart: (.*?) \(apart\)")
 _WHO_WAS_SILENT = re.compile(r"; (.*?) was silent \(timeout_seconds\)")
 _ASSERTED = re.compile(
     r"assertion failed: \[((?:replicas?|workers?) .*?)\](\n| \[Op:|$)", re.DOTALL
 )
-# If a function runs on several devices and another function that it calls fails, this may be all
-# that TensorFlow reports.
+# TensorFlow may report no more than this text if a function of a graph runs on several devices and
+# another function that it calls fails.
 _CANCELLED = "RecvAsync is cancelled"
 _NAMES = re.compile(r"(?:^|and )(chief|worker \d+)\b")
 _OF_A_SYNC = re.compile(f"ollective|RecvBuf|Horovod has|{_CANCELLED}")
@@ -39,9 +43,9 @@ _OF_A_SYNC = re.compile(f"ollective|RecvBuf|Horovod has|{_CANCELLED}")
 class Explanation(NamedTuple):
     """The explanation of an error."""
 
-    sentence: str  # the cause, and the fix
+    sentence: str  # the cause of the error, and the fix
     is_loss: bool = False  # whether another worker was lost
-    lost: Sequence[str] = ()  # the known names, as launchers use them ("worker 1"), of lost workers
+    lost: Sequence[str] = ()  # the known names of lost workers, in the launcher's form ("worker 1")
 
 
 def explain(error: BaseException) -> Explanation | None:
@@ -56,14 +60,14 @@ def explain(error: BaseException) -> Explanation | None:
         return Explanation(re.sub(r"\\(.)", r"\1", asserted[1]))
     if _known.num_workers == 1 or not _OF_A_SYNC.search(text):
         return None
-    told = _APART.search(text)  # by another worker
+    told = _APART.search(text)  # not None if another worker has ended the exchange
     if apart := _apart or (told[1] if told else ""):
         return Explanation(f"{apart}.")
     gone = _gone(_known)
     if gone:
         return gone
-    # Horovod's error states no cause. As `_gone` has found, all workers' ports are still open, so
-    # no worker has ended: one must be silent.
+    # Horovod's error states no cause. `_gone` has found that all workers' ports are still open, so
+    # no worker has ended. Therefore a worker must be silent.
     silent = "Horovod has" in text and bool(_known.addresses)
     # `told` is not None if another worker has ended the sync and has named the silent worker.
     told = _WHO_WAS_SILENT.search(text)
@@ -139,8 +143,8 @@ def _gone(cluster: Cluster) -> Explanation | None:
         time.sleep(_HEAR_SECONDS)
     failed = {rank: f"{names[rank]} has failed ({why})" for rank, why in _ended.items() if why}
     gone = {r: f"{name} is gone" for r, name in names.items() if name in closed and r not in _ended}
-    # Workers that have failed are the cause; if there are none, those that are gone without a
-    # report. All others ended because of them, and are not named.
+    # Workers that have failed are the cause. If none has failed, the cause is the workers that are
+    # gone without a report. All other workers ended because of these, so they are not named.
     lost = failed or gone
     sentence = f"a sync failed because {' and '.join(lost.values())}; start all workers again."
     if not lost:

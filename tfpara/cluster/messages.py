@@ -93,7 +93,7 @@ class Channel:
         self._arrived = b""
         self.heard = time.monotonic()  # time of the last data from the other end
         self.closed = False  # whether the connection has ended; invalid data also end it
-        self.known = False  # whether a message has come, so that the other end has the same secret
+        self.known = False  # whether a valid message has come: the other end has the same secret
         self.differs = False  # whether the other end has another secret
         self._flush()
 
@@ -198,8 +198,8 @@ class Channel:
         elif self._caller:
             self.differs = line == _REFUSAL and not self.known
         elif _FRAME.fullmatch(line) and not self.known:
-            # The other end belongs to another run, and could not check a signature. So the refusal
-            # has none.
+            # The refusal has no signature, because the other end belongs to another run and could
+            # not check one.
             self.differs = True
             self._leaving += _REFUSAL + b"\n"
         if isinstance(message, dict) and _is_flat(message, _DEEPEST):
@@ -220,8 +220,8 @@ class Channel:
             while self._leaving:
                 self._leaving = self._leaving[self._connection.send(self._leaving) :]
         except BlockingIOError:
-            # All unsent messages of a run fit into this limit, unless the other end is stopped and
-            # has not read for hours. In that case the connection is closed.
+            # The unsent messages exceed this limit only if the other end is stopped and has not
+            # read for hours. In that case the connection is closed.
             if len(self._leaving) > 4 * self._longest:
                 self._give_up()
         except OSError:  # the next read finds that the connection has ended

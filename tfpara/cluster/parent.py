@@ -20,8 +20,8 @@ from collections.abc import Mapping
 from tfpara.typing import Json
 
 _VARIABLE = "TFPARA_LAUNCHER"
-# The variable that tells the runs of launchers apart. A run's processes, and its restarts, have the
-# same value.
+# This variable tells the runs of launchers apart. Each run has a value of its own. All processes of
+# a run have the same value, also after a restart.
 RUN_ID = "TFPARA_RUN_ID"
 _LONGEST = 4096  # bytes of a line; a pipe takes a line of this length completely or not at all
 _READ = 1 << 16
@@ -72,8 +72,8 @@ def unread(environ: Mapping[str, str] = os.environ) -> int | None:
 def _pipe(environ: Mapping[str, str]) -> int:
     """Returns the launcher's pipe; raises OSError, ValueError or OverflowError if there is none."""
     descriptor, _, pipe = environ.get(_VARIABLE, "").partition(":")
-    # A child of this process inherits the variable, but its descriptor with this number may be
-    # another file.
+    # A child of this process inherits the variable. But in the child, the descriptor with this
+    # number may be of another file.
     found = os.fstat(int(descriptor))
     if not stat.S_ISFIFO(found.st_mode) or found.st_ino != int(pipe):
         raise ValueError("another file")

@@ -20,7 +20,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 CHOSEN = range(10000, 32768)
 _PAUSE_SECONDS = 0.1
 _DIRECT = "no_grpc_proxy"  # gRPC's variable for hosts that it connects to without a proxy
-_SIOCGIFADDR = 0x8915  # Linux: the address of an interface
+_SIOCGIFADDR = 0x8915  # Linux's ioctl that returns the IPv4 address of a network interface
 
 
 def joined(host: str, port: int) -> str:
@@ -38,7 +38,8 @@ def connect(address: str, timeout_seconds: float) -> socket.socket:
     """Connects to "host:port"; raises OSError or UnicodeError if no process accepts that."""
     host, port = split(address)
     connection = socket.create_connection((host, int(port)), timeout_seconds)
-    # A loopback connection to a port where nobody listens can by chance connect to itself.
+    # If nobody listens on a port of this machine, a socket that connects to this port can by chance
+    # be connected to itself.
     if connection.getsockname() == connection.getpeername():
         connection.close()
         raise ConnectionRefusedError("nobody listens")
@@ -104,8 +105,8 @@ def cut(peers: Collection[tuple[str, int]]) -> None:
     for name in os.listdir("/dev/fd"):
         with contextlib.suppress(OSError):
             number = int(name)
-            # Files are skipped: closing even a copy of a descriptor would end this process's locks
-            # on its file.
+            # Files are skipped. If a process closes a descriptor of a file, even a copied one, it
+            # may lose its locks on that file.
             if not stat.S_ISSOCK(os.fstat(number).st_mode):
                 continue
             with socket.socket(fileno=os.dup(number)) as own:

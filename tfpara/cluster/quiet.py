@@ -18,26 +18,30 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 _LEVEL = "TF_CPP_MIN_LOG_LEVEL"
-# Lines to be suppressed. First come a heading and notes (I0000). TensorFlow's server, its search
-# for CUDA, and oneDNN write these notes by the library Abseil, which ignores TF_CPP_MIN_LOG_LEVEL.
+# A pattern of the lines to suppress. It begins with a heading and with notes (I0000). TensorFlow's
+# server, its search for CUDA, and oneDNN write these notes through the library Abseil, which
+# ignores TF_CPP_MIN_LOG_LEVEL.
 _CHATTER = (
     r"WARNING: All log messages before absl::InitializeLog\(\) is called"
     r"|I0000 [\d:. ]+ "
     r"(grpc_server_lib|eager_service_impl|coordination_service\w*|cudart_stub|port)\.cc:\d+\] "
-    # The import of TensorFlow registers these libraries twice, whether there are GPUs or not.
+    # TensorFlow logs these lines when it is imported, with or without GPUs, because it registers
+    # CUDA's libraries twice.
     r"|([EW]0000 [\d:. ]+ |[\d:. -]*[EW] [\w/]+/)"
     r"(cuda_(fft|dnn|blas)|computation_placer)\.cc:\d+\] .*(Unable to|already) register"
     # TensorFlow logs these lines when an elastic run ends a sync because a worker is lost.
     r"|[\d:. -]+E [\w/]+/(base_collective_executor|ring_alg)\.cc:\d+\] .*(ABORTED|aborted): tfpara"
-    # The same when an asynchronous run cancels chunks, or connects to a process that has come back.
+    # TensorFlow logs these lines when an asynchronous run cancels chunks, or connects to a process
+    # that has come back.
     r"|W0000 [\d:. ]+ grpc_worker_service\.cc:\d+\] RecvTensor cancelled"
     r"|W0000 [\d:. ]+ context_distributed_manager\.cc:\d+\] Device filters can only be"
 )
 _IS_CHATTER = re.compile(_CHATTER.encode())
 # Notes of several lines: a pattern of the first line, and a pattern of the lines after it. In the
 # first note, a parameter server or a worker prints the options of its session: one option a line,
-# and an empty line at the end. In the second, the chief says that it could not free a value. The
-# process that held the value is gone, or the chunk that the value belongs to was cancelled.
+# and an empty line at the end. In the second, the chief says that it could not free a value,
+# because the process that held the value is gone or the chunk that the value belongs to was
+# cancelled.
 _LONG_NOTES = {
     re.compile(rb"I0000 .*\] SessionOptions: "): re.compile(rb" *(\w+( \{|: .*)|\}|)\r?\n?$"),
     re.compile(
@@ -59,11 +63,11 @@ def install() -> None:
     """Suppresses warnings that come in every run; a second call changes nothing."""
     if _shows_all():
         return
-    # `fit` has shuffle=True by default. If its data are a dataset, Keras warns that it ignores
-    # this.
+    # `fit` has shuffle=True by default. If the data are a dataset, Keras warns that it ignores this
+    # argument.
     warnings.filterwarnings("ignore", message=r"`shuffle=True` was passed, but will be ignored")
-    # With parameter servers, workers read their datasets inside a graph. For each of these, tf.data
-    # warns about its options.
+    # With parameter servers, workers read their datasets inside a graph. For each such dataset,
+    # tf.data warns about the dataset's options.
     warnings.filterwarnings("ignore", message="To make it possible to preserve tf.data options")
     logging.getLogger("tensorflow").addFilter(_is_not_of_coordinator)
     hook = sys.unraisablehook
@@ -77,8 +81,8 @@ def starting() -> Iterator[None]:
     if _shows_all():
         yield
         return
-    # Imported here, because this file also runs as a program (`_pass_on`). The program is started
-    # with the options -I and -S, and with these Python does not find tfpara.
+    # The import is here, not at the top, because this file also runs as a program (`_pass_on`). The
+    # program is started with Python's options -I and -S, with which Python does not find tfpara.
     from tfpara.cluster import parent
 
     with regrouping(), contextlib.nullcontext() if parent.is_there() else _without_chatter():

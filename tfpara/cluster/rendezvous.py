@@ -44,7 +44,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     server: Server
     raw_requestline: bytes
-    timeout = _ANSWER_SECONDS  # a client that sends nothing is dropped
+    timeout = _ANSWER_SECONDS  # a client that sends nothing for this long is dropped
 
     def parse_request(self) -> bool:
         """Refuses a request with a wrong path before parsing the rest."""
@@ -67,7 +67,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self._refuse(413)
         else:
             value = self.rfile.read(int(length))
-            if len(value) == int(length):  # if it is shorter, the client has closed the connection
+            if len(value) == int(length):  # a shorter value: the client has closed the connection
                 self.server.values[self.path] = value
                 self._answer(200)
 
@@ -188,8 +188,9 @@ def variables(found: cluster.Cluster, host: str, port: int, shared: bytes = b"")
         "HOROVOD_HOSTNAME": own,
         "HOROVOD_CONTROLLER": "gloo",
         "HOROVOD_CPU_OPERATIONS": "gloo",
-        # Gloo requests http://ADDRESS:PORT/…, without a token. If ADDRESS is "host:port/token", it
-        # requests http://host:port/token:PORT/…, so that the path begins with the token.
+        # Gloo requests http://ADDRESS:PORT/…, which has no token. With a token, ADDRESS is
+        # "host:port/token". Then Gloo requests http://host:port/token:PORT/…, a path that begins
+        # with the token.
         ADDRESS: f"{host}:{port}/{token}" if token else host,
         PORT: str(port),
     }

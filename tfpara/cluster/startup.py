@@ -46,8 +46,8 @@ from tfpara.typing import Json
 # Longest wait for an answer of a process that has started already. For processes that have not
 # started yet, the wait is `timeout_seconds`.
 _ANSWER_SECONDS = 10.0
-# Longest start of TensorFlow after all workers have met. The start takes seconds; it hangs if a
-# worker dies meanwhile.
+# The longest time that TensorFlow's start may take after all workers have met. Normally it takes
+# seconds, but it hangs if a worker dies meanwhile.
 _CONNECT_SECONDS = 120.0
 _PURPOSE = "start"
 
@@ -229,11 +229,11 @@ class _Terms(NamedTuple):
 
     size: int  # number of workers
     chief: str  # "host:port" at which the chief listens
-    describe: Callable[[int], str]  # returns the name, for messages, of the worker with a rank
-    view: Json  # what all workers must know alike: the cluster, or the number of processes
-    differs: Callable[[int, Json], str]  # returns the error text for a rank with another view
+    describe: Callable[[int], str]  # returns, for messages, a worker's name by its rank
+    view: Json  # what must be the same on all workers: the cluster, or the number of processes
+    differs: Callable[[int, Json], str]  # returns the error text for a rank whose view differs
     twice: Callable[[int], str]  # returns the error text for two workers with the given rank
-    absent: str  # the fix if workers do not come to the meeting
+    absent: str  # what the user should do if workers do not come to the meeting
     chief_where: str  # the place where the chief must be started, in words
     collectives: str
     shared: bytes  # the secret of the run
@@ -339,7 +339,8 @@ def _gather(terms: _Terms, door: Door[int]) -> dict[int, _Guest]:
                 "at": [str() as host, int() as port],
             } if 0 < rank < terms.size and ports.is_place(host, port):
                 is_twin = rank in guests
-                # A second process with the same rank has the key −rank, so that both get an answer.
+                # A second process with the same rank gets the key −rank, so that both processes get
+                # an answer.
                 door.let_in(channel, -rank if is_twin else rank)
                 problem = _problem(terms, rank, hello) or (terms.twice(rank) if is_twin else "")
                 problems.extend([problem] if problem else [])
@@ -378,9 +379,9 @@ def _check_reachable(cluster: Cluster, deadline: float) -> None:
     """Raises StartupError if the chief cannot reach workers that have reached it."""
     astray: list[str] = []
     for _ in until(deadline, str):
-        # A pod's name may be unknown until some time after the pod's start. While a name is
-        # unknown, the probe is repeated. Names are looked up before the probe, since one may become
-        # known during it.
+        # A pod's name may be unknown until some time after the pod's start, so the probe is
+        # repeated if a name was unknown before it. A look-up after the probe would not show this,
+        # because the name may have become known during the probe.
         known = all(map(ports.places, cluster.addresses))
         astray = cluster.unreachable(_ANSWER_SECONDS)
         if known or not astray:
@@ -413,7 +414,7 @@ def _report_to_chief(terms: _Terms, rank: int, port: int) -> dict[str, Json]:
 def _ask_chief(terms: _Terms, rank: int, port: int) -> dict[str, Json]:
     """Sends hello to the chief; returns its answer, or raises OSError."""
     wait = max(RETRY_SECONDS, min(_ANSWER_SECONDS, terms.deadline - time.monotonic()))
-    # If the chief has started last, it waits up to timeout_seconds for the others before it
+    # If the chief has started last, it waits up to timeout_seconds for the other workers before it
     # answers.
     patience = terms.timeout_seconds + 2 * _ANSWER_SECONDS
     with contextlib.closing(messages.connect(terms.chief, terms.shared, _PURPOSE, wait)) as chief:

@@ -42,9 +42,9 @@ _LIBRARIES = tuple(
 class Row(NamedTuple):
     """A row of the board: the place of a worker in its script."""
 
-    text: str  # as in "worker 1 is TEXT"; empty if the worker does not answer
+    text: str  # the place, as in "worker 1 is TEXT"; empty if the worker does not answer
     waits: Sequence[str] = ()  # the names of the exchanges in which the worker waits for others
-    progress: Json = None  # for the live page
+    progress: Json = None  # what the live page shows of the worker
 
 
 _SILENT = Row("")

@@ -55,15 +55,15 @@ class Kind(NamedTuple):
     expected: str  # the jobs in words, as in "the jobs are 'chief' (one, optional) and 'worker'"
     example: str  # an example of a TF_CONFIG
     otherwise: str = ""  # an alternative to setting TF_CONFIG, as in ", or unset it to …"
-    # For jobs that may be listed but do not train, the reason. Their addresses are not read, and
-    # their processes have nothing to do.
+    # The jobs that may be listed but do not train, each mapped to the reason. The addresses of
+    # these jobs are not read, and their processes have nothing to do.
     without_part: Mapping[str, str] = EVALUATOR
 
 
 class TFConfig(NamedTuple):
     """The content of a valid TF_CONFIG."""
 
-    jobs: dict[str, tuple[str, ...]]  # "host:port" of each process by job; none twice
+    jobs: dict[str, tuple[str, ...]]  # each job's addresses ("host:port"); no address comes twice
     task_type: str  # this process's job
     task_index: int  # this process's index within the job
     left_out: tuple[str, ...] = ()  # the jobs that have addresses, but do not train

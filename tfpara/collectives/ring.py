@@ -11,7 +11,8 @@ import tensorflow as tf
 
 from tfpara.collectives.members import Members, order_of
 
-# Larger than the group keys of TensorFlow's own strategies, which count up from small numbers.
+# This key is larger than the group keys of TensorFlow's own strategies. Those strategies count up
+# from small numbers.
 _GROUP_KEY = 0x74660000
 
 # Dtypes that TensorFlow cannot broadcast, each mapped to one that carries its values without loss.
@@ -53,7 +54,8 @@ class TensorFlowCollectives:
     ) -> None:
         self._size, self._rank, self._members = len(tasks), rank, members
         order = order_of(tasks)
-        # None if TensorFlow orders the workers by rank; then nothing is sorted.
+        # `_order` is None if TensorFlow orders the workers by rank, because then nothing has to be
+        # sorted.
         self._order = None if order == list(range(len(tasks))) else order
         self._waiting = waiting
         self._device, self._timeout = device, float(timeout_seconds)
