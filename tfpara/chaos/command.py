@@ -119,7 +119,8 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--faults", dest="kinds", type=_names(FAULTS), default=["kill"], metavar="FAULTS",
         help="kinds, with commas between (default: kill)")  # fmt: skip
     add("--at", dest="points", type=_names(POINTS), default=[], metavar="AT",
-        help="points at which there is one more fault after each timed one")  # fmt: skip
+        help="points at which there is one more fault: when the run first reaches them, and when "
+        "it next does after each timed fault")  # fmt: skip
     add("--lasting", type=_seconds, default=8.0,
         help="duration of each fault that ends by itself (default: 8s)")  # fmt: skip
     add("--seed", type=int, default=0, help="of all that is drawn (default: 0)")
