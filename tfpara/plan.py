@@ -30,7 +30,8 @@ _USAGE = f"""{_PROGRAM} --step_ms=MS --model_mb=MB --link_mbit=MBIT [more flags]
        {_PROGRAM} [flags] --measure SCRIPT.py [its arguments]"""
 _ASSUMED = {"link_delay_ms": 0.0, "sync_ms": 0.0, "slowdown": 1.0}
 _NEEDED = ("step_ms", "model_mb", "link_mbit")
-_LARGEST = 1e12  # of all numbers; with larger ones the costs would exceed what a float can hold
+# No number may be larger, because the costs could then exceed what a float can hold.
+_LARGEST = 1e12
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -81,7 +82,7 @@ def _run(argv: Sequence[str] | None) -> int:
         apart = options.link_mbit is not None
         try:
             found = measure(options.measure, options.hosts, apart=apart)
-        except (MeasuringError, OSError) as error:  # OSError: this machine has no ssh, say
+        except (MeasuringError, OSError) as error:  # OSError: for example, there is no ssh
             print(f"{_PROGRAM}: {error}", file=sys.stderr)
             return 1
         if apart:
@@ -152,7 +153,8 @@ def _table(plans: Sequence[Plan], speed: float | None) -> list[str]:
         "compression": [each.compression for each in plans],
         "aggregation": [each.aggregation for each in plans],
         "speed-up": [f"{each.speedup:.2f}" for each in plans],
-        # Rounded down, so that no note says that a row with "95%" loses more than 5 %.
+        # The shares are rounded down. Otherwise a note could say that a row with "95%" loses more
+        # than 5 %.
         "of N": [f"{int(100 * each.speedup / each.workers)}%" for each in plans],
     }
     if speed is not None:

@@ -30,35 +30,37 @@ __all__ = ["Costs", "KnownError", "Link", "Plan", "calibrated_link", "choose", "
 # The longest sync period that `Costs.smallest_period` tries.
 LONGEST_PERIOD = 10**6
 
-# By how many % the error of `BMUF()` was above that of one replica, by number of replicas and sync
-# period. The runs had 40 minutes of speech and eight epochs (docs/study.md).
+# The error of `BMUF()` was above the error of one replica by these percentages. The keys are the
+# number of replicas and the sync period. The runs had 40 minutes of speech and eight epochs
+# (docs/study.md).
 _ERRORS = {
     4: {5: 0.9, 20: 0.2, 80: 1.3},
     8: {5: 1.9, 20: 0.9, 80: 5.9},
     16: {5: 4.0, 20: 5.6, 80: 12.3},
 }
-# What `overlap=True` adds to the numbers in `_ERRORS`, measured on 20 minutes of speech
+# `overlap=True` adds these numbers to those in `_ERRORS`. They were measured on 20 minutes of speech
 # (docs/syncs.md).
 _OVERLAP_ADDS = {4: {5: 0.0, 20: 3.2, 80: 2.2}, 8: {20: 7.3}}
-# What `compression="int4"` adds to the numbers in `_ERRORS`, measured on the same 20 minutes of
-# speech as `_OVERLAP_ADDS` (docs/study.md).
+# `compression="int4"` adds these numbers to those in `_ERRORS`. They were measured on the same 20
+# minutes of speech as `_OVERLAP_ADDS` (docs/study.md).
 _INT4_ADDS = {4: {5: 0.0, 20: 0.0}, 8: {5: 0.3, 20: 0.0}}
 # The longest sync period whose error is known.
 LONGEST_KNOWN = 80
-# `aggregation="auto"` shards the global state of a model that has at least SHARDED_FROM_BYTES. The
-# state of a smaller model needs little memory in comparison with the activations, and its messages
-# are too short to be divided. The limit is ALWAYS_SHARDED_FROM_BYTES instead if a reduce-scatter
-# and an all-gather together take longer than an all-reduce, as among three or more workers without
-# NCCL. Sharding then makes syncs slower on slow links, so the state is sharded only if it needs
-# very much memory.
+# `aggregation="auto"` shards the global state if the model has at least SHARDED_FROM_BYTES. The
+# state of a smaller model needs little memory in comparison with the activations, and the messages
+# of its syncs are too short to be divided. The limit is ALWAYS_SHARDED_FROM_BYTES instead if a
+# reduce-scatter and an all-gather together take longer than an all-reduce, as among three or more
+# workers without NCCL. Sharding then makes syncs slower on slow links, so the state is sharded only
+# if it needs very much memory.
 SHARDED_FROM_BYTES = 16 << 20
 ALWAYS_SHARDED_FROM_BYTES = 1 << 30
-# The bytes that a link carries for each byte of data: each TCP packet of 1,500 bytes has headers.
+# A link carries this many bytes for each byte of data, because each TCP packet of 1,500 bytes has
+# headers.
 _WITH_HEADERS = 1.045
-# How many times as long as an all-reduce of the same bytes a reduce-scatter and an all-gather take
-# among three or more workers without NCCL. Their all-to-all fills the links less evenly. Measured
-# with 4 and 8 workers at 100 Mbit/s: 1.14 to 1.18 in float32 and bf16, 1.3 with int8
-# (docs/benchmarks.md).
+# Among three or more workers without NCCL, a reduce-scatter and an all-gather together take this
+# many times as long as an all-reduce of the same bytes. Their all-to-all fills the links less
+# evenly. The factor measured with 4 and 8 workers at 100 Mbit/s was 1.14 to 1.18 in float32 and
+# bf16, and 1.3 with int8 (docs/benchmarks.md).
 _SCATTERED = 1.2
 # The bits that are sent for a weight, by `compression`. Those of "int4" include its scales.
 BITS = {"none": 32, "bf16": 16, "fp16": 16, "int8": 8, "int4": 4.5}
@@ -197,7 +199,7 @@ class Costs:
         """
         if not 0.0 < loss < 1.0:
             raise ValueError(f"loss={loss!r} must be a share between 0 and 1, such as 0.05.")
-        # The loss falls as τ grows.
+        # The loss falls as τ grows, so a bisection finds the smallest τ.
         periods = range(1, LONGEST_PERIOD + 1)
         found = bisect.bisect(periods, False, key=lambda tau: self.loss(num_workers, tau) < loss)
         return periods[found] if found < len(periods) else None

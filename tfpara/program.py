@@ -23,7 +23,8 @@ from tfpara.cluster.failures import Explanation
 if TYPE_CHECKING:
     from tfpara.strategy import Strategy
 
-# If it is 1, the traceback of an error is printed before the sentence that explains it.
+# If this environment variable is 1, the traceback of an error is printed before the sentence that
+# explains the error.
 FRAMES_VARIABLE = "TFPARA_TRACEBACK"
 # A worker whose exit code is not 0 waits at most this long for the other workers to end, too.
 _PARTING_SECONDS = 10.0
@@ -80,7 +81,7 @@ def run(
     asynchronous = async_cluster.is_meant()
     lost_code = exit_codes.lost_worker(lost_worker_exit_code)
     code, orderly, sentence = _ran(main, name, explain, lost_code)
-    # If there is a synchronous strategy, the cluster's parameter servers are not used.
+    # The cluster's parameter servers are only in use if there is no synchronous strategy.
     if asynchronous and _strategy is None:
         if code:
             for tell in _tells:
@@ -153,7 +154,8 @@ def watch(strategy: Strategy, found: Cluster, timeout_seconds: float) -> None:
         atexit.register(_part, os.getpid())
     _strategy = strategy
     failures.know(found, timeout_seconds)
-    # If TFPARA_LOST_WORKER_EXIT_CODE is invalid, this raises ValueError, before a worker is lost.
+    # This call raises ValueError if TFPARA_LOST_WORKER_EXIT_CODE is invalid. So the user learns it
+    # before a worker is lost.
     exit_codes.lost_worker()
 
 
@@ -201,7 +203,7 @@ def _hook(previous: Callable[..., object]) -> Callable[..., None]:
         if found is not None:
             _say("tfpara" if failures.is_of_tensorflow(error) else kind.__name__, found)
             if found.is_loss and exit_codes.lost_worker() != 1:
-                # If a hook raises SystemExit, Python ends with its exit code.
+                # If a hook raises SystemExit, Python ends with the exit code of that exception.
                 raise SystemExit(exit_codes.lost_worker())
 
     return hook

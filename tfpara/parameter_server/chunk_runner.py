@@ -127,8 +127,9 @@ def chunk_function(training: Training) -> Callable[..., tf.Tensor]:
             if local:
                 written += local.write(*work.kept(trained, answer.moves), rows)
             with tf.control_dependencies(written):
-                # After a push that was not applied the servers would refuse all later ones of this
-                # chunk, because each push must have its next minibatches.
+                # If the push was not applied, the loop ends. The servers would refuse all later
+                # pushes of this chunk, because each push must begin where the last applied one
+                # has ended.
                 go = answer.included & ~pulled.halted
                 return (_At(element, trained.own, at.done + trained.minibatches, go),)
 
@@ -183,8 +184,8 @@ class _LocalModel:
         self._count, start = len(weights), work.optimizer_start
         self._tables = {self._count + k: table for k, table in work.slots_by_rows.items()}
         self._shapes = [*(v.shape for v in weights), *(value.shape for value in start)]
-        # The rows of a table's optimizer slot all begin with the same values (`step_of_rows`). So
-        # the graph has one row.
+        # In an optimizer slot of a table, all rows begin with the same values (`step_of_rows`). So
+        # the graph holds only one row, and `read` repeats it.
         self._start = [
             tf.convert_to_tensor(value[:1] if k in work.slots_by_rows else value)
             for k, value in enumerate(start)
@@ -202,7 +203,7 @@ class _LocalModel:
             start = [*weights[: self._count], *self._start]
             whole = map(tf.broadcast_to, start, self._shapes)
             written = [_assign(*each) for each in zip(handles, whole, strict=True)]
-            # The generation is written last, since it is the sign that the values are there.
+            # The generation is written last, because it tells `read` that the values are there.
             with (
                 tf.control_dependencies(written),
                 tf.control_dependencies([_assign(of_all, generation)]),

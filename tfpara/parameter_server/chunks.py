@@ -75,7 +75,9 @@ class Chunks:
         try:
             dataset = self._dataset(epoch, chunk, *arguments)
         except tf.errors.OperatorNotAllowedInGraphError as error:
-            # TensorFlow compares the two seeds of an operation with (0, 0) in Python.
+            # TensorFlow compares the global seed and the operation's seed with (0, 0) in Python. If
+            # the global seed is 0, this needs the value of the other one, which may be a graph's
+            # tensor without a value.
             if tf.compat.v1.get_default_graph().seed != 0:
                 raise
             raise ValueError(
@@ -227,7 +229,8 @@ def _of_arrays(
         )
 
     if not sent:
-        # A graph holds copies of the arrays that it uses, but only refers to eager tensors.
+        # The arrays become eager tensors, because a graph would hold copies of the arrays that it
+        # uses. It only refers to eager tensors.
         with tf.device("CPU:0"):
             data = mapped(tf.convert_to_tensor, data)
 

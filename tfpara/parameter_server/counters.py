@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from tfpara.parameter_server.messages import Push
 
-# The last element of the histogram counts the pushes with this or any higher staleness.
+# The last element of the histogram counts all pushes whose staleness is this number or higher.
 LARGEST_STALENESS = 255
 
 
@@ -17,7 +17,7 @@ class Change(NamedTuple):
 
     variable: tf.Variable
     value: tf.Tensor
-    ids: tf.Tensor | None = None  # of these rows; None: all rows
+    ids: tf.Tensor | None = None  # the rows that `value` has; None: all rows
 
 
 class Pushed(NamedTuple):

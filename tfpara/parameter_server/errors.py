@@ -11,7 +11,8 @@ import tensorflow as tf
 
 from tfpara.parameter_server.shard import NOT_FINITE
 
-# Longest wait, after an error of TensorFlow, until the chief notices that a process is lost.
+# After an error of TensorFlow, the chief waits at most this long until it notices that a process is
+# lost.
 _SETTLE_SECONDS = 3.0
 
 
@@ -80,7 +81,8 @@ def _cause(message: str) -> str:
     if remote:
         message = remote[1].replace("\\n", "\n").replace("\\t", "\t")
     message = re.sub(r"\{\{function_node [^}]*\}\}|\[\[\{\{node.*|\[Op:.*", "", message)
-    # If several operations failed, TensorFlow numbers their errors, and its last line is a count.
+    # If several operations failed, TensorFlow numbers their errors, and the message's last line is
+    # only a count.
     numbered = re.search(r"^\s*\(\d+\) (?!CANCELLED)[A-Z_]+: *(\S.*)", message, re.MULTILINE)
     message = numbered[1] if numbered else message
     lines = [line.strip() for line in message.splitlines() if line.strip()]

@@ -88,10 +88,11 @@ class Exchange:
         """
         server = self.server
         # Every part of the push waits until the pulls from all servers are over. Otherwise two
-        # workers could wait for each other forever: TensorFlow releases a graph's locks in the
-        # order in which the graph names them, those of the pull first. So a push that takes a lock
-        # too early would keep it while the pull still waits for a lock of another worker. A
-        # gradient may not depend on the weights of all servers, and so be ready that early.
+        # workers could wait for each other forever. TensorFlow releases a graph's locks in the
+        # order in which the graph names them, and the graph names the pull's locks first. So if a
+        # part of the push took its lock too early, it would keep this lock while the pull still
+        # waits for a lock that another worker holds. A part can be ready that early, because its
+        # gradient may not depend on the weights of all servers.
         with tf.control_dependencies(pulled.versions):
             parts = [self.part(shard, push, pulled) for shard in server.shards]
         settled = accepted = tf.constant(True)
@@ -101,7 +102,8 @@ class Exchange:
         for shard in server.order:
             turn: list[tf.Tensor] = []
             if self._staleness is not None and shard is server.first:
-                # The first server applies the push last, if all others have it, and ends its turn.
+                # With a bound on staleness, the first server comes last. It applies the push only
+                # if all other servers have applied it. It also ends the push's turn (`_turn`).
                 turn, everywhere = [accepted], [accepted, *(there for there, *_ in answers[1:])]
                 accepted = tf.reduce_all(tf.stack(everywhere))
             part = parts[shard.number]
@@ -178,7 +180,7 @@ class Exchange:
     def _shared(self, part: Push, staleness: tf.Tensor) -> list[Change]:
         """Returns the changes of the variables that only the first server has."""
         server = self.server
-        # The graph fails before a NaN gets into a moving statistic, where it would stay.
+        # A NaN would stay in a moving statistic, so the graph fails before it gets there.
         added = [
             tf.debugging.check_numerics(d, f"{NOT_FINITE} {name!r}")
             for d, name in zip(part.state, server.state_names, strict=True)

@@ -77,7 +77,8 @@ class Fit:
             choose_rate = search_rate.function(self.server, self.work, self.chunks)
         of_run = (models.sync_period, choose_rate, self.order, models.seed)
         self._executor = workers.executor(Training(self.server, self.work, self.chunks, *of_run))
-        self._seen = 0  # number of this epoch's minibatches at the last call of batch hooks
+        # How many of this epoch's minibatches were trained at the last call of batch hooks.
+        self._seen = 0
         self._resumed_epoch: int | None = None
         self.epoch = self._epochs = self.chunks_done = 0
         self.within_epoch = False
@@ -192,7 +193,7 @@ class Fit:
     def give_up(self, longest_seconds: float) -> None:
         """After `run` has failed: stops the workers, and copies the global weights to the chief."""
         with contextlib.suppress(tf.errors.OpError, RuntimeError):  # the cluster may be gone
-            # This waits, so that no push of this fit arrives during the next fit.
+            # `_halt` waits for the workers, so that no push of this fit arrives in the next fit.
             self._halt(longest_seconds)
         with contextlib.suppress(tf.errors.OpError):
             self._copy.read()
@@ -237,7 +238,7 @@ class Fit:
                 self._write()
                 first = False
             self.follow_rate()
-            # A callback has ended the training, and with it this epoch.
+            # If `stop_training` is set, a callback has ended the training, and with it this epoch.
             if self.model.stop_training:
                 if not done:
                     self._halt()
@@ -327,7 +328,7 @@ class Fit:
         for variable, value in zip(metric_variables(self.model), self.server.metrics, strict=True):
             variable.assign(tf.identity(value))
         results = flat_log(self.model.get_metrics_result())
-        # A metric's result may be an array.
+        # A metric's result may be an array, which stays an array.
         return {k: float(v) if np.ndim(v) == 0 else v for k, v in results.items()}
 
     def _validated(

@@ -9,9 +9,9 @@ import tensorflow as tf
 
 from tfpara.typing import Nest
 
-# For each embedding table of which only some rows are pulled and pushed: the ids of the rows that a
-# block of minibatches uses (int64 [rows], ascending, each id once). The keys are the indices of the
-# tables among the trainable weights.
+# The ids of the rows that a block of minibatches uses (int64 [rows], ascending, each id once), for
+# each embedding table that is pulled and pushed by rows. The keys are the indices of the tables
+# among the trainable weights.
 Rows: TypeAlias = Mapping[int, tf.Tensor]
 NO_ROWS: Rows = {}  # all weights are pulled and pushed whole
 _SMALL_BYTES = 1 << 18
@@ -27,7 +27,8 @@ class Pulled(NamedTuple):
     halted: tf.Tensor  # whether workers have to stop after this block
     # number of minibatches trained into the model so far; None if the servers have the optimizers
     minibatches: tf.Tensor | None = None
-    # learning rate of the workers' optimizers; None if workers have none, or if it is a schedule
+    # learning rate of the workers' optimizers; None if workers have no optimizers, or if their rate
+    # is a schedule
     rate: tf.Tensor | None = None
     # copies of the pulled weights that stay on the servers, for delay compensation; else empty
     held: Sequence[tf.Tensor] = ()
@@ -72,7 +73,7 @@ class Push(NamedTuple):
     rows: Rows = NO_ROWS  # ids of the rows in `values`, for tables that are pushed by rows
     squares: Sequence[tf.Tensor] = ()  # sums of the gradients' squares; empty if not needed
     left_out: Sequence[tf.Tensor] = ()  # how many minibatches were left out; empty if none can be
-    # In the part of a push for one server: that server's version at the pull; else None.
+    # one server's version at the pull, if this is the part of a push for that server; else None
     version: tf.Tensor | None = None
 
 

@@ -21,9 +21,11 @@ from tfpara.parameter_server.workers import Training, Workers
 from tfpara.tensorflow_private import cancel_by_thread
 
 _DEVICE = "/job:{}/replica:0/task:{}/device:CPU:0"
-# Kept for the life of the process: a server stops when its Python object is deleted.
+# The servers are kept for the life of the process, because a server stops when its Python object is
+# deleted.
 _servers: list[tf.distribute.Server] = []
-_joined: dict[str, Processes] = {}  # by TF_CONFIG, so that several strategies share them
+# The keys are the contents of TF_CONFIG. Several strategies of a program share one object.
+_joined: dict[str, Processes] = {}
 
 
 def join(timeout_seconds: float, startup_timeout_seconds: float) -> Processes:

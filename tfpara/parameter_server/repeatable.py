@@ -34,8 +34,8 @@ from tfpara.dataset_graph import (
 LARGEST_BYTES = 1 << 30
 
 _ANEW = ("reshuffle_each_iteration", "rerandomize_each_iteration")
-# The shapes of the states of Keras' SeedGenerator (Keras' random layers have one) and of
-# tf.random.Generator.
+# A random generator's state has one of these shapes. Keras' SeedGenerator, which Keras' random
+# layers have, has the first shape, and tf.random.Generator has the second.
 _STATES = {(2,), (3,)}
 _PYTHON = {"EagerPyFunc", "PyFunc", "PyFuncStateless"}
 
@@ -65,8 +65,8 @@ class RepeatableProgram:
                 self._rewrite(node, scope)
                 if node.op == "AssignVariableOp":
                     self._begin_anew(node, scope, graph)
-        # Seed k belongs between pieces k and k + 1: the marks are in the serialized graph in the
-        # order in which they were added.
+        # Seed k belongs between pieces k and k + 1, because the marks are in the serialized graph
+        # in the order in which they were added.
         self._pieces = graph.SerializeToString().split(self._mark)
 
     def _rewrite(self, node: tf.compat.v1.NodeDef, scope: Scope) -> None:
@@ -101,7 +101,7 @@ class RepeatableProgram:
         is_state = value is not None and value.dtype == np.int64 and value.shape in _STATES
         if is_state and changes(graph, node.input[0]):
             self._anew.append(True)
-            # A state may be any numbers. The two that `seeds` draws suffice for the third, too.
+            # Any numbers are a valid state. `seeds` draws only two numbers, so a third one is 0.
             rest = bytes(8 * (value.size - 2))
             node.input[1] = scope.add_number(2 * self._mark + rest, value.shape)
 
@@ -121,8 +121,9 @@ class RepeatableProgram:
     def dataset(self, seeds: tf.Tensor) -> tf.data.Dataset:
         """Returns a new dataset with `seeds`, a result of `seeds()`; in a graph or eagerly."""
         pieces = [part for k, piece in enumerate(self._pieces) for part in (piece, seeds[k])]
-        # TensorFlow merges equal operations of a graph. Two datasets of a graph would be one, whose
-        # second pass has another order. So each has a node of its own that does nothing.
+        # TensorFlow merges equal operations of a graph. So two datasets of one graph would become
+        # one dataset, and its second pass has another order. To prevent this, each dataset gets a
+        # node of its own that does nothing.
         nothing = tf.compat.v1.NodeDef(name=f"tfpara_copy_{next(self._copies)}", op="NoOp")
         pieces.append(tf.compat.v1.GraphDef(node=[nothing]).SerializeToString())
         variant = tf.raw_ops.DatasetFromGraph(graph_def=tf.strings.join(pieces))

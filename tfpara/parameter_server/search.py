@@ -98,7 +98,7 @@ class _Trial:
         finite = tf.math.is_finite(losses)
         place = tf.argmin(tf.where(finite, losses, losses.dtype.max))
         chosen = tf.where(tf.reduce_any(finite), tf.gather(rates, place), before)
-        chosen = tf.cast(chosen, tf.float32)  # as a chunk's rate is, whatever `floatx` is
+        chosen = tf.cast(chosen, tf.float32)  # a chunk's rate is float32, whatever `floatx` is
         with tf.control_dependencies(self._server.set_rate(chosen)):
             return tf.identity(chosen)
 

@@ -72,8 +72,8 @@ class Server:
         self.first = self.shards[0]
         bound = getattr(rule, "max_staleness", None)
         self.order = self.shards if bound is None else [*self.shards[1:], self.first]
-        # The variables of the learning rate: one on each server, or, if the workers have the
-        # optimizers, one on the first server. A schedule has none.
+        # Each server has a variable of the learning rate. If the workers have the optimizers, only
+        # the first server has one. If the rate is a schedule, there is none.
         self._rates: dict[Shard, tf.Variable] = {}
         with tf.device(self.first.device):
             if rule.local_steps and isinstance(model.optimizer.learning_rate, keras.Variable):
@@ -119,7 +119,7 @@ class Server:
     def divide(self, num_chunks: int) -> None:
         """Sets the number of chunks of the next epochs; call it before graphs are made."""
         for shard in self.shards:
-            shard.progress.close()  # for later pushes of earlier fits
+            shard.progress.close()  # so that pushes of earlier fits that come late are refused
             with tf.device(shard.device):
                 shard.progress = Progress(num_chunks)
         with tf.device(self.first.device):

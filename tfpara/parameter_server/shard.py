@@ -51,8 +51,8 @@ class Shard:
         lazy: Collection[int],
     ) -> None:
         self.device, self.number, self.indices = device, number, indices
-        # Typed as Any, since rules have different methods. Flags of a rule, such as `local_steps`,
-        # tell which methods it has.
+        # The type is Any, because rules have different methods. A rule's flags, such as
+        # `local_steps`, tell which methods it has.
         self._rule: Any = rule
         self._averages: Mapping[str, Any] = averages
         self._lazy = lazy
@@ -189,7 +189,8 @@ class Shard:
             return [update(w, v, tf.cast(staleness, w.dtype)) for w, v in pairs], [], []
         after, changes = [], list[Change]()
         for (weight, value), kept in zip(pairs, self.kept, strict=True):
-            # The state has a count of rounds, which could not exceed 256 in bfloat16.
+            # The update is computed in at least float32, because the state has a count of rounds.
+            # In bfloat16 the count could not exceed 256.
             exact = precise(weight)
             state = type(kept)(*(tf.cast(v, exact.dtype) for v in _read(kept)))
             new, state = self._rule.update(exact, state, precise(value))

@@ -124,14 +124,15 @@ class _Simulated(Workers):
     def __init__(self, speeds: list[Speed], order: Sequence[Pushed] | None) -> None:
         self.state = types.SimpleNamespace(asked_to_end=None, restart_code=None)
         self.num_workers = len(speeds)
-        # The full name of this device is read, because it differs if this process is a cluster's
-        # chief.
+        # A tensor tells the full name of this device, because the name differs if this process is
+        # the chief of a cluster.
         with tf.device("CPU:0"):
             self.chief_device = tf.zeros([]).device
         self.server_devices = (self.chief_device,)
         self._speeds = speeds
         self._order = order
-        # By server and by the worker's index; they continue from one `fit` to the next.
+        # The keys are the server and the worker's index. The local models and optimizers are kept
+        # from one `fit` to the next.
         self._kept = weakref.WeakKeyDictionary[Server, dict[int, _Kept]]()
 
     def executor(self, training: Training) -> _Simulation:
@@ -152,7 +153,7 @@ class _Worker:
     rows: Rows = dataclasses.field(default_factory=dict)
     own: Sequence[tf.Tensor] = ()  # random seeds and carried recurrent states (`Block.own`)
     start: int = 0  # position in the chunk of the block's first minibatch
-    idle_since: int = 0  # number of pushes of all workers when this one pushed last
+    idle_since: int = 0  # number of all workers' pushes up to this worker's last push
     rate: tf.Tensor = dataclasses.field(default_factory=lambda: tf.constant(-1.0))
     pulled: Pulled | None = None
     block: Block | None = None
@@ -189,7 +190,7 @@ class _Simulation(Executor):
         self._repeats = order is not None
         graph = functools.partial(tf.function, autograph=False, reduce_retracing=True)
         self._choose_rate = graph(self._rate_of)
-        # A graph makes the dataset of each chunk, since a dataset from Python takes much longer.
+        # A graph makes the dataset of each chunk, because Python would take much longer to make it.
         self._minibatches = graph(self._ahead)
         self._pull = graph(exchange.read)
         self._ask = graph(lambda worker: exchange.ask_to_pull(worker, waits=False))
@@ -220,7 +221,8 @@ class _Simulation(Executor):
                 return False
 
     def halt(self) -> None:
-        # Minibatches that were not pushed are lost.
+        # Blocks that were not pushed are lost. If the epoch goes on, their minibatches are trained
+        # again.
         self._waiting.clear()
         self._due.clear()
         self._refused.clear()

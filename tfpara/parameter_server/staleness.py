@@ -31,7 +31,8 @@ def may_push(
     """
     pulls = tf.sort(_others(outstanding, worker))
     turns = version + 1 + tf.range(tf.size(pulls, tf.int64), dtype=tf.int64)
-    # Workers without an outstanding pull have `_NEVER` in `pulls`: their differences are negative.
+    # Workers without an outstanding pull have `_NEVER` in `pulls`. This number is so large that
+    # their differences are negative.
     return tf.reduce_all(turns - pulls <= bound)
 
 

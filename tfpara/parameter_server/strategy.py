@@ -214,7 +214,8 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy, Strategy):
         self, dataset: tf.data.Dataset, options: tf.distribute.InputOptions | None = None
     ) -> tf.data.Dataset:
         """Returns `dataset` for the chief, with tf.data's autotuning off: see `without_tuner`."""
-        # At the end of the process TensorFlow would wait up to a minute for the tuner's thread.
+        # With autotuning, TensorFlow would wait for the tuner's thread when the process ends. This
+        # could take up to a minute.
         return super().experimental_distribute_dataset(without_tuner(dataset), options)
 
     def fit(

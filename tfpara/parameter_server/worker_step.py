@@ -35,13 +35,15 @@ from tfpara.parameter_server.tables import Tables
 from tfpara.steps import batch_size
 from tfpara.typing import Nest
 
-# 2^64 divided by the golden ratio, as a signed number. Products of neighbouring integers with it
-# differ in their upper bits, from which the seeds of random streams are made.
+# This is 2^64 divided by the golden ratio, as a signed number. If neighbouring integers are
+# multiplied by it, the products differ in their upper bits. The seeds of random streams are made
+# from these bits.
 _MIX = 0x9E3779B97F4A7C15 - (1 << 64)
 _SEEDS = 1 << 31
 
 # A function that chooses the learning rate of a chunk. Its argument makes a new dataset of the
-# chunk's minibatches: a dataset that shuffles has another order each time that it is read.
+# chunk's minibatches. The function needs a new one each time that it reads the minibatches, because
+# a dataset that shuffles has another order when it is read again.
 ChooseRate: TypeAlias = Callable[[Callable[[], tf.data.Dataset]], tf.Tensor]
 
 
@@ -56,10 +58,10 @@ def stream_of(order: Sequence[int], epoch: int, chunk: int) -> int:
 class Block(NamedTuple):
     """A worker's state between a pull and a push: lists of tensors."""
 
-    # for each embedding table of which only some rows are pulled: ids of the rows in `weights`
+    # ids of the rows in `weights`, for each embedding table that is pulled by rows
     rows: Rows
-    # the weights on which the next minibatch is computed: those that were pulled (ASGD), or those
-    # that the worker's own optimizer steps have changed since
+    # the weights on which the next minibatch is computed: the pulled weights (ASGD), or the weights
+    # after the steps that the worker's own optimizer has taken so far
     weights: list[tf.Tensor]
     # sums of the gradients of the block's minibatches so far; empty before the first minibatch, and
     # empty if the worker takes optimizer steps of its own
@@ -110,17 +112,21 @@ class WorkerStep:
         _build_metrics(model, spec)
         self.model = model
         self.optimizer = model.optimizer
-        # A variable, or a schedule or function, which a script may put in place of the variable.
+        # The rate is a variable, a schedule or a function. A script may replace it later, and
+        # `has_these_weights` notices that.
         self._rate = model.optimizer._learning_rate
         self.weights = model.trainable_variables
         self._skips, self._period = skips, sync_period if skips else 0
-        # Typed as Any, since rules have different methods; their flags tell which.
+        # The type is Any, because rules have different methods. A rule's flags, such as
+        # `local_steps`, tell which methods it has.
         self._rule: Any = rule
-        # Recurrent states that are carried over; Keras' lists of the model's variables lack them.
+        # These are the recurrent states that are carried over from minibatch to minibatch. Keras'
+        # lists of the model's variables lack them.
         states = carried_states(model)
         self.frozen, self.state, self.integers, seeds = parts_not_trained(model)
-        # What workers begin with, whatever the chief has now. A seed that moved on in the chief's
-        # process, as in `evaluate`, would be another one in a resumed run.
+        # Workers begin with these values, even if the chief's variables change later. For example,
+        # `evaluate` changes a seed in the chief's process. If workers began with the changed seed,
+        # they would begin with another one in a resumed run.
         self._fixed = {id(v): v.numpy() for v in seeds}
         self._fixed |= {id(v): np.zeros_like(v.numpy()) for v in states}
         self._own = [*self.integers, *seeds, *states]
@@ -478,7 +484,7 @@ def _forward(
     """Returns the loss of a minibatch, and a function that updates the model's metrics."""
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
     outputs = model(x, training=training)
-    # As in Keras, an overridden `compute_loss` may lack the argument `training`.
+    # An overridden `compute_loss` may lack the argument `training`, because Keras allows that, too.
     known = "training" in inspect.signature(model.compute_loss).parameters
     told = {"training": training} if known else {}
     loss = model.compute_loss(x, y, outputs, sample_weight, **told)

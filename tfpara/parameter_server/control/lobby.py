@@ -34,10 +34,11 @@ from tfpara.parameter_server.control.member import PURPOSE
 from tfpara.typing import Json
 
 _TICK_SECONDS = 0.1
-# TensorFlow's connections to a lost task are ended again and again, since TensorFlow connects again
-# and would wait for an answer forever. This is the longest pause in between.
+# TensorFlow connects to a lost task again and again, and would wait forever for an answer. So the
+# lobby cuts these connections repeatedly. This is the longest pause between two cuts.
 _CUT_SECONDS = 5.0
-_ANSWER_SECONDS = 10.0  # longest wait until the other processes end, or until they are reached
+# The longest wait until the other processes end, or until their addresses accept a connection.
+_ANSWER_SECONDS = 10.0
 _FIRST_FREE_PORT = 1024
 _log = logging.getLogger(__name__)
 
@@ -156,7 +157,8 @@ class Lobby:
                 "index": int() as index,
                 "version": version,
             } if not task and not channel.closed:
-                # A refused process, or `Door`, closes the connection later.
+                # If the process is refused, it closes the connection itself, or `Door` does so
+                # later.
                 said = self.state.hello((job, index), view, version, time.monotonic())
                 self._do(said, channel)
             case _ if not task:  # the sender is not tfpara
@@ -187,8 +189,8 @@ class Lobby:
         job, index = task
         address = self._cluster.jobs[job][index]
         # Connections are cut by IP address, because the task's host name may lead to another
-        # machine by now, or nowhere. They are cut at once, because the task's new process may be
-        # let in next. Later cuts look the host name up, which may take long.
+        # machine by now, or nowhere. This first cut is made at once, because the task's new process
+        # may be let in next. Only the later cuts look the host name up, since that may take long.
         lost = {(self._hosts[task], int(ports.split(address)[1]))}
         ports.cut(lost)
         threading.Thread(target=self._keep_cut, args=(task, address, lost), daemon=True).start()

@@ -21,8 +21,8 @@ from tfpara.typing import Json
 PURPOSE = "lobby"
 _TICK_SECONDS = 0.2
 _ANSWER_SECONDS = 10.0
-# For so many seconds a worker goes on serving after a signal has asked it to end, unless the chief
-# ends the run earlier.
+# After a signal has asked a worker to end, the worker goes on serving for this many seconds, unless
+# the chief ends the run earlier.
 _LEAVING_SECONDS = 3.0
 
 
@@ -60,7 +60,8 @@ def serve(
         if signal.getsignal(number) != signal.SIG_IGN:
             noted = number == signal.SIGTERM or cluster.task_type == "ps"
             signal.signal(number, note if noted else signal.SIG_DFL)
-    # TensorFlow's notes are suppressed until the end, since the chief may connect again.
+    # TensorFlow writes notes when the chief connects. They are suppressed until the end, because
+    # the chief may connect again.
     with quiet.starting():
         code, sentence = attend(cluster, start_server, startup_timeout_seconds, received)
     # Without `os._exit`, TensorFlow's threads would keep this process alive, or TensorFlow's exit
@@ -171,8 +172,8 @@ def _stay(
                 leave_at = leave_at if message["leave"] else 0.0
         now, before = time.monotonic(), looked_at
         looked_at = now
-        # If this loop has paused for so long, this process itself was suspended. So the chief's
-        # silence in that time does not count.
+        # If the last turn of this loop is longer ago than half of the timeout, this process itself
+        # was suspended. So the chief's silence in that time does not count.
         if now - before > timeout_seconds / 2:
             channel.heard = now
         lost = ""
@@ -180,9 +181,9 @@ def _stay(
             lost = f"{chief} is gone: its connection ended before the run did"
         elif now - channel.heard > timeout_seconds:
             lost = f"{chief} was silent for longer than timeout_seconds={timeout_seconds:g}"
-        # The chief has said that its program is over. When its interpreter ends, the thread that
-        # sends signs of life stops before the process does. So neither silence nor a closed
-        # connection is an error now.
+        # If `finishing` is set, the chief has said that its program is over. When the chief's
+        # interpreter ends, the thread that sends signs of life stops before the process does. So
+        # neither silence nor a closed connection is an error now.
         if lost and finishing:
             raise _Over(int(finishing["code"]), str(finishing["sentence"]))
         if lost:

@@ -48,8 +48,8 @@ from tfpara.cluster.asynchronous import AsyncCluster
 from tfpara.typing import Json
 
 _LOG_SECONDS = 30.0
-# After the run has failed, the chief's program has so many seconds to end by itself. Then its
-# process is ended (`Exit`), because a TensorFlow call may block the program.
+# After the run has failed, the chief's program has this many seconds to end by itself. Then the
+# action `Exit` ends its process, because a TensorFlow call may block the program.
 _LAST_SECONDS = 60.0
 
 Task: TypeAlias = tuple[str, int]
@@ -262,8 +262,9 @@ class Membership:
 
     def reached(self, problem: str | None) -> None:
         """Event: all addresses were tried; `problem` names those that do not answer."""
-        # A missing task has died while the addresses were tried. It may come back; then the
-        # addresses are tried again.
+        # If a task is missing, there is already a problem, or the task has died while the addresses
+        # were tried. Then this result is ignored. If the task comes back, the lobby tries the
+        # addresses again.
         if not self.missing:
             self._have(problem)
             if self.phase == "gathering" and not self.problem:
