@@ -38,8 +38,8 @@ _ERRORS = {
     8: {5: 1.9, 20: 0.9, 80: 5.9},
     16: {5: 4.0, 20: 5.6, 80: 12.3},
 }
-# `overlap=True` adds these numbers to those in `_ERRORS`. They were measured on 20 minutes of speech
-# (docs/syncs.md).
+# `overlap=True` adds these numbers to those in `_ERRORS`. They were measured on 20 minutes of
+# speech (docs/syncs.md).
 _OVERLAP_ADDS = {4: {5: 0.0, 20: 3.2, 80: 2.2}, 8: {20: 7.3}}
 # `compression="int4"` adds these numbers to those in `_ERRORS`. They were measured on the same 20
 # minutes of speech as `_OVERLAP_ADDS` (docs/study.md).

@@ -23,8 +23,8 @@ from tfpara.cluster.failures import Explanation
 if TYPE_CHECKING:
     from tfpara.strategy import Strategy
 
-# If this environment variable is 1, the traceback of an error is printed before the sentence that
-# explains the error.
+# If this environment variable is set, but not to 0, the traceback of an error is printed before the
+# sentence that explains the error.
 FRAMES_VARIABLE = "TFPARA_TRACEBACK"
 # A worker whose exit code is not 0 waits at most this long for the other workers to end, too.
 _PARTING_SECONDS = 10.0

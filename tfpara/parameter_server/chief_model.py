@@ -45,8 +45,8 @@ class ChiefModel:
         now = self._server.weights_at_once(["global"])
         _assign(self._weights, now.weights["global"])
         _assign(self._work.state, now.state)
-        # Keras' TensorBoard callback reads this number: it plots the scores of `evaluate` over it,
-        # and it shows the learning rate that a schedule has at this number.
+        # Keras' TensorBoard callback reads this number. It plots the scores of `evaluate` over the
+        # number, and it shows the learning rate that a schedule has at the number.
         self._work.optimizer._iterations.assign(self._server.steps)
         self._remember()
 

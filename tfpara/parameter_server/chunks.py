@@ -76,8 +76,8 @@ class Chunks:
             dataset = self._dataset(epoch, chunk, *arguments)
         except tf.errors.OperatorNotAllowedInGraphError as error:
             # TensorFlow compares the global seed and the operation's seed with (0, 0) in Python. If
-            # the global seed is 0, this needs the value of the other one, which may be a graph's
-            # tensor without a value.
+            # the global seed is 0, the comparison needs the value of the operation's seed. A tensor
+            # of a graph has no value yet.
             if tf.compat.v1.get_default_graph().seed != 0:
                 raise
             raise ValueError(
@@ -229,8 +229,8 @@ def _of_arrays(
         )
 
     if not sent:
-        # The arrays become eager tensors, because a graph would hold copies of the arrays that it
-        # uses. It only refers to eager tensors.
+        # A graph would hold copies of the arrays that it uses, but it only refers to eager tensors.
+        # So the arrays become eager tensors.
         with tf.device("CPU:0"):
             data = mapped(tf.convert_to_tensor, data)
 

@@ -34,8 +34,8 @@ from tfpara.dataset_graph import (
 LARGEST_BYTES = 1 << 30
 
 _ANEW = ("reshuffle_each_iteration", "rerandomize_each_iteration")
-# A random generator's state has one of these shapes. Keras' SeedGenerator, which Keras' random
-# layers have, has the first shape, and tf.random.Generator has the second.
+# A random generator's state has one of these shapes. The first belongs to Keras' SeedGenerator
+# (Keras' random layers have one), the second to tf.random.Generator.
 _STATES = {(2,), (3,)}
 _PYTHON = {"EagerPyFunc", "PyFunc", "PyFuncStateless"}
 
@@ -122,8 +122,8 @@ class RepeatableProgram:
         """Returns a new dataset with `seeds`, a result of `seeds()`; in a graph or eagerly."""
         pieces = [part for k, piece in enumerate(self._pieces) for part in (piece, seeds[k])]
         # TensorFlow merges equal operations of a graph. So two datasets of one graph would become
-        # one dataset, and its second pass has another order. To prevent this, each dataset gets a
-        # node of its own that does nothing.
+        # one dataset, which would be read twice, the second time in another order. To prevent this,
+        # each dataset gets a node of its own that does nothing.
         nothing = tf.compat.v1.NodeDef(name=f"tfpara_copy_{next(self._copies)}", op="NoOp")
         pieces.append(tf.compat.v1.GraphDef(node=[nothing]).SerializeToString())
         variant = tf.raw_ops.DatasetFromGraph(graph_def=tf.strings.join(pieces))

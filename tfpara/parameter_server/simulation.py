@@ -124,8 +124,8 @@ class _Simulated(Workers):
     def __init__(self, speeds: list[Speed], order: Sequence[Pushed] | None) -> None:
         self.state = types.SimpleNamespace(asked_to_end=None, restart_code=None)
         self.num_workers = len(speeds)
-        # A tensor tells the full name of this device, because the name differs if this process is
-        # the chief of a cluster.
+        # The full name of the device is read from a tensor, because the name is a different one if
+        # this process is the chief of a cluster.
         with tf.device("CPU:0"):
             self.chief_device = tf.zeros([]).device
         self.server_devices = (self.chief_device,)

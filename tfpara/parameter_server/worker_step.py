@@ -126,7 +126,7 @@ class WorkerStep:
         self.frozen, self.state, self.integers, seeds = parts_not_trained(model)
         # Workers begin with these values, even if the chief's variables change later. For example,
         # `evaluate` changes a seed in the chief's process. If workers began with the changed seed,
-        # they would begin with another one in a resumed run.
+        # a resumed run would begin with a different one.
         self._fixed = {id(v): v.numpy() for v in seeds}
         self._fixed |= {id(v): np.zeros_like(v.numpy()) for v in states}
         self._own = [*self.integers, *seeds, *states]

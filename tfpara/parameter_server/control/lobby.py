@@ -190,7 +190,7 @@ class Lobby:
         address = self._cluster.jobs[job][index]
         # Connections are cut by IP address, because the task's host name may lead to another
         # machine by now, or nowhere. This first cut is made at once, because the task's new process
-        # may be let in next. Only the later cuts look the host name up, since that may take long.
+        # may be let in next. Only later cuts look the host name up, because that may take long.
         lost = {(self._hosts[task], int(ports.split(address)[1]))}
         ports.cut(lost)
         threading.Thread(target=self._keep_cut, args=(task, address, lost), daemon=True).start()

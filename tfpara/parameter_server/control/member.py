@@ -60,8 +60,8 @@ def serve(
         if signal.getsignal(number) != signal.SIG_IGN:
             noted = number == signal.SIGTERM or cluster.task_type == "ps"
             signal.signal(number, note if noted else signal.SIG_DFL)
-    # TensorFlow writes notes when the chief connects. They are suppressed until the end, because
-    # the chief may connect again.
+    # TensorFlow writes notes when the chief connects. These are suppressed until the end,
+    # because the chief may connect again.
     with quiet.starting():
         code, sentence = attend(cluster, start_server, startup_timeout_seconds, received)
     # Without `os._exit`, TensorFlow's threads would keep this process alive, or TensorFlow's exit

@@ -262,9 +262,9 @@ class Membership:
 
     def reached(self, problem: str | None) -> None:
         """Event: all addresses were tried; `problem` names those that do not answer."""
-        # If a task is missing, there is already a problem, or the task has died while the addresses
-        # were tried. Then this result is ignored. If the task comes back, the lobby tries the
-        # addresses again.
+        # If a task is missing, either there is already a problem, or the task has died while the
+        # addresses were tried. In both cases the result is ignored. If the task comes back, the
+        # lobby tries the addresses again.
         if not self.missing:
             self._have(problem)
             if self.phase == "gathering" and not self.problem:
