@@ -30,8 +30,8 @@ _USAGE = f"""{_PROGRAM} --step_ms=MS --model_mb=MB --link_mbit=MBIT [more flags]
        {_PROGRAM} [flags] --measure SCRIPT.py [its arguments]"""
 _ASSUMED = {"link_delay_ms": 0.0, "sync_ms": 0.0, "slowdown": 1.0}
 _NEEDED = ("step_ms", "model_mb", "link_mbit")
-# All numbers except 0 must be from 1 / _LARGEST to _LARGEST. Otherwise the costs could exceed what a
-# float can hold.
+# All numbers except 0 must be from 1 / _LARGEST to _LARGEST. Otherwise the costs could exceed what
+# a float can hold.
 _LARGEST = 1e12
 
 
