@@ -20,8 +20,8 @@ from typing import TypeVar
 
 from tfpara import files
 
-# Seconds between the tries of an action. In each try the libraries of most stores repeat failed
-# requests by themselves.
+# The waits, in seconds, between the tries of an action. Within each try, the libraries of most
+# stores also repeat failed requests by themselves.
 _WAITS = (1.0, 2.0, 4.0)
 # Errors after which an action is not repeated, since it would fail again in the same way.
 _FINAL = (

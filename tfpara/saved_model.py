@@ -82,7 +82,8 @@ def export(
 
     def write_and_tell() -> None:
         write()
-        # The weights of a model without a strategy may be an average that a script has loaded.
+        # Without a strategy the message does not call the weights global, because they may be an
+        # average that a script has loaded.
         what = f"{which!r} weights are" if strategy else "model is"
         print(f"tfpara: the {what} exported to {os.fspath(path)}", file=sys.stderr)
 
@@ -151,8 +152,8 @@ def writer(
                 holder.layer = layer
                 archive.track(holder)
         if remote_files.is_url(path):
-            # This is inside `write`, which only the chief calls. Another worker might see a folder
-            # that the chief has written in part.
+            # A URL is checked here because only one process of a run calls `write`. If another
+            # worker checked the URL, it might see a folder that the chief has written in part.
             _check_place(path)
         with remote_files.whole(path) as scratch:
             try:
@@ -200,7 +201,8 @@ def _input_specs(model: keras.Model) -> list[Nest]:
         )
 
     def spec(tensor: keras.KerasTensor) -> tf.TensorSpec:
-        # A Sequential model without Input has the batch size with which `fit` built it.
+        # The first axis is left open. A Sequential model without Input would otherwise keep the
+        # batch size with which `fit` built it.
         shape = [None, *tensor.shape[1:]]
         return tf.TensorSpec(shape, tensor.dtype, name=tensor.name.split(":")[0])
 

@@ -132,8 +132,8 @@ def weight_of(minibatch: Nest, samples: int | tf.Tensor, loss: Any) -> int | tf.
     if reduced == {"sum"}:
         return tf.cast(tf.convert_to_tensor(samples) > 0, tf.int32)
     weights = minibatch[2] if isinstance(minibatch, tuple) and len(minibatch) == 3 else None
-    # A step of the user's own may give the third part of a minibatch another meaning. Ragged and
-    # sparse tensors are no sample weights.
+    # In a step that the user has written, the third part of a minibatch may have another meaning.
+    # Ragged and sparse tensors cannot be sample weights, so they are ignored.
     no_weights = (type(None), tf.RaggedTensor, tf.SparseTensor)
     leaves = tf.nest.flatten(weights)
     weights = [tf.convert_to_tensor(leaf) for leaf in leaves if not isinstance(leaf, no_weights)]

@@ -66,7 +66,7 @@ class Adapt(keras.optimizers.Optimizer):
         if self.built:
             return
         super().build(variables)
-        # With a memory of one gradient, the present one is enough, so no slot is needed.
+        # A memory of one gradient has only the present gradient, so no slot is needed for it.
         slots = 1 if self.memory is None else self.memory if self.memory > 1 else 0
         self._squares = [
             self.add_optimizer_variables(variables, f"square_{slot}") for slot in range(slots)
@@ -79,7 +79,8 @@ class Adapt(keras.optimizers.Optimizer):
         learning_rate: tf.Tensor,
     ) -> None:
         rate = ops.cast(learning_rate, variable.dtype)
-        # An embedding's gradient has only the rows that were looked up: tf.IndexedSlices.
+        # The gradient of an embedding is a tf.IndexedSlices: it has only the rows that were looked
+        # up.
         gradient = tf.convert_to_tensor(gradient)
         gradient = ops.cast(gradient, variable.dtype) * self.gradient_scale
         total = self.constant + self._sum_of_squares(ops.square(gradient), variable)

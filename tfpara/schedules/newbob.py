@@ -124,7 +124,7 @@ class NewbobRule:
     def _gain(self, before: float, after: float) -> float:
         gain = after - before if self.rising else before - after
         if self.relative:
-            # If the former score was 0, there is no ratio. Then the gain of a better score counts
-            # as 0, and a worse score counts by its difference.
+            # If the former score is 0, there is no ratio. Then the gain is 0 for a better score,
+            # and the (negative) difference for a worse score.
             gain = gain / abs(before) if before else min(gain, 0.0)
         return gain

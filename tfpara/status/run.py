@@ -33,7 +33,8 @@ _NUMBERS = (
     *("at", "rank", "waits", "steps", "samples", "syncs", "sync_seconds", "wait_seconds"),
     *("distance", "bytes_sent", "left_out"),
 )
-# Limits of a report: _MOST scores and as many devices, and _LONGEST characters of each text.
+# Limits of a report: at most `_MOST` scores, `_MOST` devices, and `_LONGEST` characters in each
+# text.
 _MOST, _LONGEST = 50, 200
 _MOST_EVENTS = 1000
 

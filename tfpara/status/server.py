@@ -104,8 +104,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     timeout = _SECONDS
 
     def do_GET(self) -> None:
-        # Without this check, a page of another site could read answers, if that site makes its name
-        # lead to this host.
+        # This check prevents DNS rebinding: another site could make its own name lead to this host,
+        # and its page could then read the answers.
         if self.headers.get("Host", "").partition(":")[0] not in _NAMES:
             self._answer(403, f"Ask for {_HOST} or localhost.\n")
             return

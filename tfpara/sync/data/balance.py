@@ -35,7 +35,8 @@ CEILING = 4  # a worker takes at most 4·τ minibatches in a block; τ is the sy
 _TRUST, _TRUST_IN_NOISE = 0.75, 0.25
 _LARGE, _NOISE = 1.4, 1.1
 _LARGEST_CHANGE = 2.0  # one block changes the smoothed time by at most this factor
-# The previous shares are kept if a block takes at most this fraction longer with them.
+# The previous shares are kept if a block takes at most this fraction longer with them than with the
+# new ones.
 _GAIN = 0.03
 
 
@@ -134,13 +135,16 @@ class Balance(EpochUnits):
         self.record: list[list[int]] = []
         self._blocks = 0  # number of trained blocks, including those before a resume
         self._seconds = np.zeros(workers)  # of each worker: the smoothed seconds of a minibatch
-        # Of each worker: log(seconds of a minibatch in the last block / smoothed seconds before).
+        # For each worker: log(a / b). Here a is the time of a minibatch in the last block, limited
+        # by `_LARGEST_CHANGE`, and b is the smoothed time before that block.
         self._changes = np.zeros(workers)
         self._shares = np.zeros(workers, int)  # each worker's share of the last assigned block
         self._unmeasured = 0  # this number of coming blocks will not be measured
-        # Whether the present pass has had a complete block; then shorter ones are not measured.
+        # Whether the present pass has had a complete block. After it, incomplete blocks of the pass
+        # are not measured.
         self._had_whole = False
-        # Where the run resumes: the epoch, and `minibatches` and `owed` as in `position`.
+        # The place where the run resumes: the epoch, and the values `minibatches` and `owed` that
+        # `position` returned.
         self._resumed: tuple[int, int, Sequence[int]] = (0, 0, ())
         self._rank = 0  # this worker's rank in `plan`
         self._queue: tf.queue.QueueBase | None = None  # the numbers of this worker's minibatches

@@ -76,7 +76,8 @@ def deal_out_arrays(strategy: Any, began: Began, given: dict[str, Any]) -> None:
     while len(parts) > 1 and parts[-1] is None:
         parts.pop()
     with tf.device("CPU:0"):
-        # Keras also makes tuples of lists: `Dataset.map` would make one tensor of a list.
+        # Lists are turned into tuples, as Keras does, because `Dataset.map` would make one tensor
+        # from a list.
         arrays = mapped(_tensor_of, keras.tree.lists_to_tuples(tuple(parts)))
 
     def minibatches(epoch: int, first: int) -> tf.data.Dataset:
@@ -156,8 +157,9 @@ def by_epoch(strategy: Any, dataset_fn: Callable[[int], tf.data.Dataset]) -> Any
         _check_order(dataset, "Give a seed to all that is drawn.", made_anew=True)
         if not facts:
             # The seed of the whole program (tf.random.set_seed) is not enough: TensorFlow derives
-            # another seed from it for each new operation. To find such operations, the function is
-            # called twice, and the seeds of the two datasets are compared.
+            # another seed from it for each new operation. To find operations without a seed of
+            # their own, the function is called twice, and the seeds of the two datasets are
+            # compared.
             facts.update(same_data.facts_of_dataset(dataset))
             if same_data.difference([facts, same_data.facts_of_dataset(dataset_fn(epoch))]):
                 raise ValueError(
@@ -294,7 +296,8 @@ def _parts_of(dataset: tf.data.Dataset, parts: int, own: Any) -> tf.data.Dataset
         begin, end = (rows * (number % parts + k) // parts for k in (0, 1))
         return tf.nest.map_structure(lambda leaf: slice_of(leaf, begin, end), element)
 
-    # A batch is cut only after the worker's own minibatches are chosen.
+    # A batch is cut only after the worker's own minibatches are chosen, so no other minibatch is
+    # cut out.
     return own.among(dataset.enumerate().flat_map(numbered)).map(part)
 
 

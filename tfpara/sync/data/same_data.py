@@ -93,7 +93,7 @@ def _value(leaf: Nest, row: int) -> Json:
             return hashlib.blake2b(repr(array.tolist()).encode(), digest_size=8).hexdigest()
     except (TypeError, ValueError, IndexError, NotImplementedError):
         pass
-    return None  # for sparse tensors and others that Python cannot index, and for other dtypes
+    return None  # for data that Python cannot index, such as sparse tensors, and for other dtypes
 
 
 def divided_between_workers(dataset: tf.data.Dataset) -> bool:
@@ -173,7 +173,8 @@ def why_order_differs(dataset: tf.data.Dataset, made_anew: bool = False) -> str:
 
 # A dataset draws at random anew in each pass if one of these private attributes is true.
 _EACH_ITERATION = ("_reshuffle_each_iteration", "_rerandomize_each_iteration", "_rerandomize")
-# Words in the names of classes of datasets whose function decides which rows there are.
+# Some datasets have a function that decides which rows there are. The names of their classes
+# contain one of these words.
 _CHOOSING = ("Filter", "FlatMap", "Interleave", "TakeWhile")
 
 

@@ -38,8 +38,9 @@ class Elastic(Company):
     """
 
     changes = True
-    # After each change of members TensorFlow prepares all functions anew, and would prepare a sync
-    # in the graph of a step a second time, beside the one at the end of an epoch.
+    # After each change of members, TensorFlow prepares all functions anew. If the graph of a step
+    # contained the sync, TensorFlow would prepare the sync twice: in this graph, and in the
+    # function that Python code calls at the end of an epoch.
     syncs_in_steps = False
     epoch_units: DataPlan
 
@@ -117,7 +118,8 @@ class Elastic(Company):
                     progress.completed_in = self.generation
             except LOST as error:
                 _log.info("tfpara: an exchange has failed: %s", in_short(error))
-                # The failed exchange may have increased `met` on only some of the members.
+                # The failed exchange may have increased `met` on only some of the members, so each
+                # sets it back.
                 place.met = met
                 self._rejoin.meet(failed=True)
                 others = self._rejoin.others
@@ -171,7 +173,8 @@ class Elastic(Company):
 
         def summed() -> list[float]:
             hosts = self._extended.control.collectives
-            # In an evaluation each worker has processed all data, so one's values are the result.
+            # In an evaluation each worker has processed all data, so the values of any one worker
+            # are the result.
             if evaluates:
                 return hosts.all_gather(flat, "metrics")[0].numpy().tolist()
             return hosts.all_reduce([flat], "metrics")[0].numpy().tolist()
@@ -226,6 +229,7 @@ class Elastic(Company):
         self.connection.part(completed=not self._fit.gave_up)
 
     def program_ends(self) -> None:
-        # Whether the last call of `fit` has returned, or all workers were asked to end in it.
+        # This worker parts only if it has called `fit`, and if the last call has returned or all
+        # workers were asked to end in it.
         if self._rejoin.progress.fit >= 0 and not self._fit.gave_up:
             self.part()

@@ -31,13 +31,14 @@ LOST = (
     tf.errors.CancelledError,
     tf.errors.DeadlineExceededError,
 )
-# TensorFlow's list of tasks must have no gaps. This address is that of tasks that no worker has.
+# TensorFlow's list of tasks must have no gaps. This address stands for each task that no worker
+# has.
 _PLACEHOLDER = "127.0.0.1:1"
 # A worker that comes back is alone at first, in a generation of its own. The number of this
 # generation is `_ALONE` plus the number of the worker's last one. No run has so many generations,
 # so the number differs from those of the run.
 _ALONE = 1 << 20
-# A change of generation waits at most so long for threads that read data.
+# A change of generation waits for threads that read data, at most for this time.
 _PATIENCE_SECONDS = 5.0
 _log = logging.getLogger(__name__)
 
@@ -79,10 +80,12 @@ class Connection:
         self.founders = self.line.founders
         self.joining = not self.line.founding
         self.in_fit = self.leaves = self.out = self._said_leaving = False
-        # The main thread has this lock alone while it changes the generation. The thread of `line`
-        # may wait for it, for less than the silence after which a worker counts as lost.
+        # While the main thread changes the generation, it has this lock alone. The thread of `line`
+        # may then have to wait for the lock, but for less than the silence after which a worker
+        # counts as lost.
         self.steady = SharedLock(min(_PATIENCE_SECONDS, settings.silence_seconds / 4.0))
-        # Held while the generation changes, and while the thread of `line` aborts it.
+        # This lock is held while the generation changes, and while the thread of `line` aborts the
+        # collectives of a generation.
         self._changing = threading.Lock()
 
     def _begin(self) -> tuple[Line, Form]:
@@ -133,7 +136,8 @@ class Connection:
         if self.joining:
             self._take_place_of_joiner()
             return
-        # TensorFlow has taken the task number for the rank, which differs if a worker was replaced.
+        # TensorFlow has taken this worker's task number as its rank. The two numbers differ if a
+        # worker was replaced.
         extended.take_place(len(self.form.tasks), self.rank)
         while not self.ready():
             self.become(self.met(None, True))  # a member was lost before all were connected
@@ -221,8 +225,9 @@ class Connection:
         except MeetingError as error:
             self.end(str(error))
         if self.line.task != task or self.line.founding:
-            # The meeting point does not know this worker's run. TensorFlow's server cannot take
-            # another task number, and the first workers of a run could not use this model.
+            # The meeting point does not know this worker's run. If it has given the worker another
+            # task number, TensorFlow's server cannot take that number. If it counts the worker
+            # among the first workers of a new run, these could not use this worker's model.
             self.end("the run that this worker belongs to is over.")
         self._listen()
         self.joining = True

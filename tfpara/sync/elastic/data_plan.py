@@ -33,7 +33,8 @@ class DataPlan(EpochUnits):
         self._plan = begin(0, connection.form.tasks)
         self.iterator: Iterator[Any] | None = None
         self.facts: Mapping[str, Json] = {}
-        # Makes the datasets of the present call of `fit`; None before the first call.
+        # The function that makes the datasets of the present call of `fit`; None before the first
+        # call.
         self._dataset_fn: Callable[..., tf.data.Dataset] | None = None
 
     @property
@@ -73,7 +74,8 @@ class DataPlan(EpochUnits):
         self.facts = getattr(given["x"], "facts", {})
 
     def begin(self, epoch: int, fit: int) -> None:
-        # The passes that a joiner has made while it was alone are no epochs of the run.
+        # A joiner has made passes over data while it was alone. The position is set here because
+        # these passes do not count as epochs of the run.
         self._extended.data.position.move(epoch, self._extended.models.steps_seen)
         if self.plan.at == (fit, epoch):
             # The other members have already begun this epoch, and this worker has their plan. It

@@ -81,9 +81,10 @@ class FitAgain:
         self._histories: list[Any] = []  # the `History` of each earlier call of `fit`, as JSON
         self._logs: Any = None  # the logs of the last step
         self._step_began_in = 0  # the generation in which the present step began
-        # Whether this worker, as the chief, has sent the terms to the meeting point in this call.
+        # Whether this worker, as the chief, has sent `Rejoin.terms` to the meeting point in the
+        # present call of `fit`.
         self._agreed = False
-        self._failed = False  # whether the last call of `fit` has begun, and not returned
+        self._failed = False  # whether the last call of `fit` has begun, but has not returned
         self._returns = False  # whether this worker has rejoined within the present call of `fit`
         self._passes_by = False  # whether this worker takes no part in the present call of `fit`
         self._given: Mapping[str, Any]  # the arguments of the present call of `fit`
@@ -166,7 +167,8 @@ class FitAgain:
         self._agreed = self._returns = False
         self._transfer.holders.clear()  # they belong to callbacks of an earlier call of `fit`
         for synchronizer in self._extended.models.synchronizers:
-            # A worker that wants to join is told that this call has begun, and asks again.
+            # A former request to meet is dropped: a worker that wants to join is told that this
+            # call of `fit` has begun, and asks again.
             synchronizer.graph.answered(Request.MEET)
         if not self._connection.joining and progress.fit:
             line.begins(progress.fit, self._histories)
@@ -177,7 +179,8 @@ class FitAgain:
             with stepping(model, self._step):
                 yield
             if not self._connection.joining:
-                # No worker ends its program while another still waits for it in an exchange.
+                # Because of this barrier, no worker ends its program while another still waits for
+                # it in an exchange.
                 control = self._extended.control
                 control.whole(lambda: control.collectives.barrier("fit"))
                 text = told(model.history)
@@ -197,7 +200,8 @@ class FitAgain:
             os._exit(128 + number)
         self._connection.leaves = True
         if "checkpoints" in self._transfer.holders:
-            # If all members leave, they write a checkpoint before they end.
+            # If all members leave, they write a checkpoint before they end. The launcher is told,
+            # so that it gives them time to write.
             parent.tell(saves=True)
         if self._connection.joining:
             self._connection.line.give_up()
@@ -228,8 +232,8 @@ class FitAgain:
         step: Any = model.train_function
         with contextlib.suppress(tf.errors.OutOfRangeError, StopIteration):
             self._logs = step.inner(self._alone)
-            # If the function takes several steps, its graph contains a sync of its own, which must
-            # run once, too. So the next step is made the last one of its block.
+            # If the function takes several steps, its graph contains a sync of its own. This sync
+            # must also run once here, so the next step is made the last one of its block.
             if balance is None and model.steps_per_execution > 1:
                 block = self._synchronizer.graph.block
                 block.steps.assign(block.period - 1)
@@ -252,7 +256,8 @@ class FitAgain:
             raise StopIteration
         with attributes(self._progress, in_step=True):
             self._meet_if_needed()
-            # The terms are sent after a step, which finds out whether the model was compiled again.
+            # The terms are sent only after a first step, because this step finds out whether the
+            # model was compiled again.
             if not self._agreed and self._connection.rank == 0 and self._logs is not None:
                 self._agreed = True
                 self._connection.line.agreed(self._rejoin.terms())

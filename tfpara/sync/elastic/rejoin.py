@@ -32,8 +32,9 @@ from tfpara.sync.tensorflow.extended import PeriodicSyncExtended
 from tfpara.typing import Json
 from tfpara.version import __version__
 
-# Garbage is collected in every 16th generation: functions that read the data of earlier ones are in
-# reference cycles, for which Python rarely looks in a process with many objects.
+# Garbage is collected in every 16th generation. The functions that have read the data of earlier
+# generations are in reference cycles, and in a process with many objects Python rarely looks for
+# such cycles by itself.
 _COLLECTED = 16
 _log = logging.getLogger(__name__)
 
@@ -87,8 +88,9 @@ class Rejoin:
         self.others: Mapping[str, Any] = {}
         self.last = ""
         self.record: Callable[[str], None] | None = None
-        # Facts about the last meeting, for the record: the task that was furthest; those that took
-        # over its state; and by rank the steps of the open block that are counted and not trained.
+        # Facts about the last meeting, for the record. `_source` is the task that was furthest, and
+        # `_taken` lists the tasks that took over its state. `_late` has, for each rank, the number
+        # of steps of the open block that are counted but not trained.
         self._source: int | None = None
         self._taken: list[int] = []
         self._late = [0] * len(connection.form.tasks)
@@ -99,7 +101,8 @@ class Rejoin:
         `failed`: whether an exchange failed or a member is lost; else all have agreed to meet.
         """
         while True:
-            # A newcomer could not take part in an exchange that the members have already begun.
+            # No newcomer is admitted outside of training steps, or when the epoch is closed: it
+            # could not take part in an exchange that the members have already begun.
             admits = self.progress.in_step and not self.progress.epoch_is_closed
             form = self.connection.met(self.report(), failed, admits)
             failed = True
@@ -189,7 +192,8 @@ class Rejoin:
             self.progress.result = self.others["result"]
             self.transfer.take_states(ahead["states"])
         plan = _next_plan(form, reports, behind, ahead)
-        # If the plan is of a later call of `fit`, this worker gets its data when it begins that.
+        # If the plan belongs to a later call of `fit`, this worker makes the data when it begins
+        # that call.
         has_data = plan.fit == self.progress.fit and plan.at > self.progress.closed
         self.data.go_on(plan, has_data, ahead)
         self.progress.planned_in = form.number
@@ -208,8 +212,9 @@ class Rejoin:
         """
         furthest = [own for own in reports if own and own["syncs"] == syncs]
         if self.extended.balance is None:
-            # A worker is ready to sync when its count of steps, which includes missed ones, reaches
-            # the sync period. So a worker that is behind is ready with the last one of `furthest`.
+            # A worker is ready to sync when its count of steps, which includes missed steps,
+            # reaches the sync period. A worker that is behind gets the smallest count among
+            # `furthest`, so it is ready when the last of these is.
             missed = min(own["counted"] for own in furthest)
         else:
             missed = max(own["open"] for own in furthest)
@@ -288,8 +293,8 @@ def _how_far(report: Mapping[str, Any]) -> tuple[int, ...]:
         # knows which worker has which minibatches (`carried`). So such a worker counts as further.
         any(report["plan"]["carried"]),
         # Of workers that are equally far, the one with the smallest count of steps in the open
-        # block sends its state. The receivers get this count, and the optimizer's count of steps,
-        # which is then equal on all of them at the end of the block.
+        # block sends its state. The receivers get this count, and also the optimizer's count of
+        # steps. So at the end of the block, the optimizer's count is equal on all of them.
         -report["counted"],
     )
 

@@ -10,9 +10,10 @@ import time
 from collections.abc import Iterator
 
 _POLL_SECONDS = 0.005
-# After a thread has waited for the exclusive mode for `_STALLED_SECONDS`, threads that wait for a
-# share can get one during `_OPEN_SECONDS`, and again after twice as long each time. Otherwise there
-# could be a deadlock: a thread that holds a share may wait for one that needs a share.
+# When a thread has waited for the exclusive mode for `_STALLED_SECONDS`, the lock opens: during
+# `_OPEN_SECONDS`, threads that wait for a share can get one. After that the lock opens again and
+# again, and each pause is twice as long as the one before. If the lock never opened, there could be
+# a deadlock, because a thread that holds a share may wait for a thread that needs a share.
 _STALLED_SECONDS = 0.25
 _OPEN_SECONDS = 0.05
 _log = logging.getLogger(__name__)
@@ -26,16 +27,17 @@ class SharedLock:
     may never return: `patience_seconds` for the exclusive mode, twice as long for a share.
     """
 
-    # A thread uses no lock of Python's `threading` to take or give back a share, since that could
-    # lead to a deadlock. While the thread holds such a lock, the garbage collector may run in it
-    # and delete an iterator over data. TensorFlow then waits until the iterator's Python functions
-    # have returned. But these functions may themselves wait here for the same lock.
+    # A thread uses no lock of Python's `threading` to take or give back a share, because such a
+    # lock could lead to a deadlock: while the thread holds it, Python's garbage collector may run
+    # in the same thread, and delete an iterator over data. TensorFlow then waits until the
+    # iterator's Python functions have returned. But these functions may themselves wait here for
+    # the same lock.
 
     def __init__(self, patience_seconds: float) -> None:
         self._patience = patience_seconds
         self._sharing: set[int] = set()  # the threads that share the lock
         self._closed = False  # whether a thread has, or waits for, the exclusive mode
-        self._owner = 0  # that thread
+        self._owner = 0  # the id of that thread; 0: none
 
     @contextlib.contextmanager
     def shared(self) -> Iterator[None]:

@@ -76,8 +76,9 @@ class StateTransfer:
         (synchronizer,) = self._extended.models.synchronizers
         hosts = self._extended.control.collectives
         assert isinstance(hosts, TensorFlowCollectives)  # Horovod is not used in elastic runs
-        # The history is padded to a power of 2, since TensorFlow keeps memory for every shape that
-        # it has sent. A receiver's own history may be longer, so it is cut.
+        # The length of the history is padded to a power of 2, since TensorFlow keeps memory for
+        # every shape that it has sent. A receiver's own history may be longer than that, so it is
+        # cut.
         size = 1 << (ahead["history"] - 1).bit_length()
         note = self._history.ljust(size)[:size]
         values, history = hand_over(self.slots(), hosts, source, receives, note)
@@ -104,7 +105,8 @@ class StateTransfer:
 
 def told(history: keras.callbacks.History) -> str:
     """Returns a `History` as JSON text."""
-    # `epoch` is missing before `History.on_train_begin`, which comes after all other callbacks'.
+    # `epoch` is missing until `History.on_train_begin` sets it, after the `on_train_begin` of all
+    # other callbacks.
     state = {"epoch": getattr(history, "epoch", []), "history": history.history}
     return json.dumps(state, default=lambda value: getattr(value, "tolist", value.__repr__)())
 

@@ -49,8 +49,8 @@ class ShuffledArrays(data_adapters.ArrayDataAdapter):
         self._order.assign(self._extended.data.next_order_of_rows(self._num_samples, within))
 
     def get_tf_dataset(self) -> tf.data.Dataset:
-        # While Keras builds the dataset, a lookup in `_order` replaces tf.random.shuffle, by which
-        # Keras shuffles all rows or, with shuffle="batch", those of each batch.
+        # Keras calls tf.random.shuffle to shuffle all rows or, with shuffle="batch", the rows of
+        # each batch. While Keras builds the dataset, a lookup in `_order` replaces this function.
         calls = []
 
         def ordered(numbers: tf.Tensor) -> tf.Tensor:
@@ -183,8 +183,8 @@ class PyDatasetSteps(Steps):
         else:
             plans = [reading.reads(self.order, *share) for share in self._shares]
         together, numbers = itertools.tee(zip(*plans, strict=True))
-        # Several shares of this worker may need parts of the same batch, among the last ones of a
-        # pass. `dict.fromkeys` drops repeated numbers, so that each batch is read once.
+        # Among the last batches of a pass, several shares of this worker may need parts of the same
+        # batch. `dict.fromkeys` drops repeated numbers, so that each batch is read once.
         wanted = (k for reads in numbers for k in dict.fromkeys(read.batch for read in reads))
         steady = self._extended.worker.company.steady
         batches = reading.ahead(self._dataset, wanted, self._processes, steady)

@@ -19,7 +19,8 @@ from tfpara.sync.keras.replacing import Method, strategy_of_ours
 
 # The name of a `CallbackList`'s attribute that holds the `PeriodicSyncExtended` of its model.
 _EXTENDED = "tfpara_extended"
-# The name of its attribute that holds the steps of this process before the present epoch.
+# The name of a `CallbackList`'s attribute that holds the number of steps of this process before the
+# present epoch.
 _STEPS_BEFORE = "tfpara_steps_before"
 
 
@@ -112,7 +113,7 @@ def _after(name: str, extended: Any, callbacks: CallbackList, number: int) -> No
         setattr(callbacks, _STEPS_BEFORE, extended.models.steps_seen)
         epochs = callbacks.params.get("epochs", 1)
         epochs = epochs if first and epochs - number > 1 else 0
-        # This comes after the callbacks, since they may have changed the sync period.
+        # This call comes after the callbacks, since they may have changed the sync period.
         extended.momentum.begin_epoch(model, callbacks.params.get("steps"), epochs)
     elif name == "on_epoch_end":
         extended.progress.epoch_ends(number, model.history.history)

@@ -21,7 +21,7 @@ def compiled_by_default(resolve: Method, strategy: Any, model: keras.Model) -> b
     """Decides whether `jit_compile="auto"` compiles: on GPUs if Keras would without a strategy."""
     if not any("GPU" in device.upper() for device in strategy.extended.worker_devices):
         return False
-    with attributes(model, _distribute_strategy=None):  # a private name, unchecked by Keras
+    with attributes(model, _distribute_strategy=None):  # Keras has no public setter for it
         return resolve(model)
 
 
@@ -34,14 +34,15 @@ def compiled_by_replica(
     compiles = model.jit_compile and not model.run_eagerly
     guarded = strategy.extended.steps.guard is not None
     trains = step.__name__ == "train_step" and model.trainable_variables
-    # XLA cannot create the optimizers' slots in a step, and the NaN guard reads them before each
-    # step. So they are made here; also on workers with CPUs if others, whose GPUs may compile the
-    # step, make them here, since all workers must make variables at the same point.
+    # The optimizers' slots are made here, because XLA cannot create them in a step, and the NaN
+    # guard reads them before each step. If some workers have GPUs and others have CPUs, XLA may
+    # compile the step on GPUs only. Then the slots are also made here on CPUs, since all workers
+    # must make variables at the same point.
     if trains and (compiles or guarded or len(strategy.extended.worker.kinds) > 1):
         build_optimizers(model)
     if not compiles:
         return _made(make, model, step)
-    with attributes(model, _jit_compile=False):  # a private name, unchecked by Keras
+    with attributes(model, _jit_compile=False):  # the public setter would check the model
         return explained(_made(make, model, CompiledStep(step)))
 
 

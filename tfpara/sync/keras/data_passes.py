@@ -34,7 +34,8 @@ def with_divided_data(make: Any) -> Method:
         dataset = data if isinstance(data, tf.data.Dataset) else None
         _compare(adapter, dataset, extended)
         if dataset is not None and not same_data.divided_between_workers(dataset):
-            # Keras takes the number of steps from the adapter's dataset, so this is distributed.
+            # Keras takes the number of steps from the adapter's dataset, so the adapter gets the
+            # dataset in distributed form.
             data = distribute_strategy.experimental_distribute_dataset(dataset)
             adapter = data_adapters.TFDatasetAdapter(data)
         kind = Epochs if isinstance(adapter, (Steps, ShuffledArrays)) else Passes
@@ -74,7 +75,8 @@ def _compare(adapter: Any, dataset: tf.data.Dataset | None, extended: PeriodicSy
             "minibatches, and give them `data`."
         )
     place = extended.call_site
-    # If a callback of `fit` calls `evaluate`, other workers may be at other steps of `fit`.
+    # If a callback of `fit` calls `evaluate`, other workers may be at other steps of `fit`, so the
+    # data are not compared.
     if not (place.fits and place.calls):
         drawn = isinstance(adapter, (PyDatasetSteps, ShuffledArrays))
         extended.data.check(_facts(adapter, dataset) if divided else {}, drawn)
@@ -167,7 +169,8 @@ class Passes(trainer.TFEpochIterator):
         """Prints a note if the rest of a resumed pass may have another order than before."""
         if self.dataset is None:
             return
-        # In the first epoch a shuffle with a seed has the order that it had in the former process.
+        # In the first epoch, a shuffle with a seed has the order that it had in the former process.
+        # So in that epoch a seed is enough.
         why = same_data.why_order_differs(self.dataset, epoch == 0)
         if why:
             self.extended.notes.tell(

@@ -102,7 +102,7 @@ def _watched(fit: Method) -> Method:
     return fitting
 
 
-# The text in the error of an operation that fails while Ctrl-C interrupts this process.
+# If an operation fails while Ctrl-C interrupts this process, its error contains this text.
 _INTERRUPTED = "REPLACED BY KeyboardInterrupt"
 
 

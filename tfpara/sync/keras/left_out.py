@@ -69,7 +69,8 @@ def _inside(extended: PeriodicSyncExtended, replica: int, numbers: Sequence[int]
     """
     passes = extended.data.passes
     unknown = [""] * len(numbers)
-    # With `steps_per_epoch` a pass may last several epochs, whose numbers do not tell the rows.
+    # With `steps_per_epoch` a pass may last several epochs. Then a minibatch's number in the epoch
+    # does not tell which rows it had.
     if passes is None or passes.steps_per_epoch:
         return unknown
     adapter = passes.data_adapter
@@ -87,8 +88,9 @@ def _inside(extended: PeriodicSyncExtended, replica: int, numbers: Sequence[int]
     dataset = tf.data.Dataset.from_tensor_slices(order).batch(adapter.batch_size)
     strategy = extended._container_strategy()
     found, wanted = [], iter([*numbers, 0])
-    # In a resumed run a dataset that `fit` reads lacks the minibatches that are already trained. A
-    # dataset that an evaluation reads is complete, as this one must be.
+    # In a resumed run, a dataset that `fit` reads lacks the minibatches that are already trained,
+    # but a dataset that an evaluation reads is complete. The dataset here must be complete, so it
+    # is read as in an evaluation.
     with extended.call_site.in_call(EVALUATE):
         awaited = next(wanted)
         options = adapter.get_tf_dataset().options()

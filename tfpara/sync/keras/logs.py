@@ -56,7 +56,7 @@ def has_own(model: keras.Model, names: Sequence[str]) -> bool:
 def _plain(logs: dict[str, Json]) -> dict[str, Json]:
     """Returns logs as numbers, texts and lists, with nested dicts flattened."""
 
-    def plain(value: Any) -> Any:  # bytes are what tensors have for texts
+    def plain(value: Any) -> Any:  # tensors hold texts as bytes
         return value.decode(errors="replace") if isinstance(value, bytes) else value
 
     lists = {name: array_of(value).tolist() for name, value in flat_log(logs).items()}

@@ -19,7 +19,7 @@ from tfpara.sync.one_sync.replicas import BUCKET_BYTES
 from tfpara.sync.one_sync.statistics import NO_SYNCS, SyncStatistics
 from tfpara.typing import Logs
 
-_LONGEST_PERIOD = 10  # in minibatches; longer ones would only take more time
+_LONGEST_PERIOD = 10  # in minibatches; longer periods would only take more time
 _WARM_BLOCKS = 4  # number of blocks before the measurement
 _STEPS, _BLOCKS = 40, 6  # the smallest numbers of steps and of blocks that are measured
 _REDUCES = 9  # number of all-reduces of each size; the median of their times counts
@@ -42,7 +42,7 @@ class MeasuredFit(keras.callbacks.Callback):
         self._blocks = 0  # the measurement ends after this number of blocks
         self._seconds = 0.0
         self._counted = self._former = NO_SYNCS
-        self._left: float | None = None  # when the hook of the epoch's last step has returned
+        self._left: float | None = None  # when `on_train_batch_end` last returned in this epoch
         self._told = 0  # the number of the last block that was printed
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
@@ -89,7 +89,7 @@ class MeasuredFit(keras.callbacks.Callback):
         with strategy.weights(self.model, "global"):
             pass
         steps, syncs = max(counted.steps, 1), max(counted.syncs, 1)
-        # A sync exchanges no frozen weights.
+        # Frozen weights are not counted, because a sync does not exchange them.
         replicas = strategy.extended.models.trained(self.model).graph.replicas
         layouts = (replicas.layout, replicas.state_layout, replicas.slot_layout)
         nbytes = 4 * sum(layout.num_elements for layout in layouts)

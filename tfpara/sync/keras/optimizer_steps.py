@@ -16,12 +16,13 @@ from tfpara.sync.tensorflow.extended import PeriodicSyncExtended
 from tfpara.sync.tensorflow.variables import in_replica, local_replica
 from tfpara.typing import Nest, Variable
 
-# Filled only while `build_optimizers` traces a step: by the id of an optimizer without slots, the
-# weights that it trains; None until its `apply` is called.
+# This dict is filled only while `build_optimizers` traces a step. The key is the id of an optimizer
+# without slots. The value is the weights that the optimizer trains, or None until its `apply` is
+# called.
 _unbuilt: dict[int, Sequence[Variable] | None] = {}
-# Filled only during the step of an optimizer; the key is the optimizer's id. The value is the
-# momentum (or Adam's β₁) and the factor of SGD's learning rate. Both are fitted to the length of
-# the block.
+# This dict is filled only during the step of an optimizer. The key is the optimizer's id. The value
+# is the momentum (or Adam's β₁) and the factor of SGD's learning rate. Both are fitted to the
+# length of the block.
 _fitted: dict[int, tuple[tf.Tensor, tf.Tensor]] = {}
 # For each model: the spec of a minibatch in the model's present or last `fit`.
 element_specs: weakref.WeakKeyDictionary[keras.Model, Nest] = weakref.WeakKeyDictionary()
@@ -110,8 +111,9 @@ def with_fitted_momentum(
     factor: tf.Tensor,
 ) -> None:
     """Takes a step of SGD: velocity ← m'·velocity − rate'·g, with fitted m' and rate'."""
-    # Keras' own `update_step` tests in Python whether the momentum is 0, and here it is a tensor of
-    # a graph. The functions of `keras.ops` also accept sparse gradients (tf.IndexedSlices).
+    # Keras' own `update_step` cannot be used, because it tests in Python whether the momentum is 0,
+    # and here the momentum is a tensor of a graph. The functions of `keras.ops` also accept sparse
+    # gradients (tf.IndexedSlices).
     ops = keras.ops
     rate = ops.cast(learning_rate, variable.dtype) * factor
     step = ops.multiply(ops.cast(gradient, variable.dtype), rate)
