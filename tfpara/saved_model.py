@@ -145,9 +145,9 @@ def writer(
         archive.add_endpoint("serve", serve, input_signature=specs)
         for layer in (preprocessing, postprocessing):
             if isinstance(layer, keras.layers.Layer):
-                # The archive saves the lookup tables of the objects that it tracks. A StringLookup
-                # may be unbuilt, and the archive refuses to track an unbuilt layer. It does track a
-                # module that holds such a layer.
+                # The archive saves the lookup tables of the objects that it tracks. But it refuses
+                # to track an unbuilt layer, and a StringLookup may be unbuilt. So the archive
+                # tracks a module that holds the layer.
                 holder = tf.Module()
                 holder.layer = layer
                 archive.track(holder)

@@ -19,7 +19,7 @@ def skip_empty(fn: Callable[..., Nest]) -> Callable[..., Nest]:
     """
 
     # In eager mode the replicas run one after the other. This list has the results of the replicas
-    # that have run so far.
+    # that have run so far. A replica without samples returns zeros of the same shapes.
     stepped: list[Nest] = []
 
     def guarded(*args: Nest, **kwargs: Nest) -> Nest:

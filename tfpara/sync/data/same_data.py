@@ -108,8 +108,8 @@ def facts_of_dataset(dataset: tf.data.Dataset) -> dict[str, Json]:
         return {"kind": OWN}
     shards, values = [], []
     for part in _parts(dataset):
-        # No public function lists the datasets of which a dataset is made. If a version of
-        # TensorFlow lacks one of these private names, one fact is missing.
+        # Private names are used, because no public function lists the datasets of which a dataset
+        # is made. If a version of TensorFlow lacks one of the names, one fact is missing.
         name = type(part).__name__
         if "Shard" in name:
             shards.append([_number(part, "_num_shards"), _number(part, "_index")])
@@ -143,7 +143,8 @@ def _number(part: object, name: str) -> int | None:
 def batch_size(dataset: tf.data.Dataset) -> int | None:
     """Returns the number of rows of all batches but the last; None if unknown."""
     shapes = [getattr(spec, "shape", None) for spec in tf.nest.flatten(dataset.element_spec)]
-    if any(shape is not None and shape.rank == 0 for shape in shapes):  # a None has no shape
+    # An input may be None, and its spec has no shape.
+    if any(shape is not None and shape.rank == 0 for shape in shapes):
         return None
     found = int(compute_batch_size(dataset))
     return found if found > 0 else None

@@ -135,9 +135,10 @@ class FitAgain:
             except _Over:
                 self._passes_by = True
                 if not model.built:
-                    # This call makes the model's variables. The script may freeze a layer after its
-                    # call of `fit`. If the variables were made only then, that layer would have
-                    # other variables than on the other workers.
+                    # With 0 epochs, `fit` only makes the model's variables. They are made now,
+                    # because the script may freeze a layer after its call of `fit`. If they were
+                    # made after that, the frozen layer would have other variables than on the other
+                    # workers.
                     fit({"x": given["x"], "epochs": 0, "verbose": 0})
                 self._failed = False
                 model.history = History()
