@@ -50,7 +50,8 @@ def _figures(options: dict[str, Any]) -> dict[str, float]:
         wall, processor = (1000 * min(series) for series in zip(*own, strict=True))
         figures[f"{name}operations"] = model.operations()
         figures |= {f"{name}step_ms": wall, f"{name}processor_ms": processor}
-    # The first 17 syncs are not timed, because they also measure the distances between replicas.
+    # The first 17 syncs also measure the distances between replicas, so they take longer. They are
+    # not timed: about 18 steps, each with a sync, come before the timed ones.
     strategy.set_sync_period(1)
     ours.train(options["execution"] * max(1, 18 // options["execution"]))
     syncs = []

@@ -81,10 +81,12 @@ def _train(options: dict[str, Any]) -> dict[str, Any]:
         strategy.set_sync_period(options["sync_period"])
     wait_for_the_others()
     # The time is measured from the end of the first block to the end of a later one. So it contains
-    # one sync for each block, and neither the beginning nor the end of `fit`. The first block has
-    # `first` minibatches. If blocks are long, `first` is 1, because the first block is not timed.
-    # With overlap, the sync of the first block ends within the measured time, and the sync of the
-    # last block ends after the measured time.
+    # one sync for each timed block, and neither the beginning nor the end of `fit`. With overlap,
+    # the sync of the first block ends within the measured time, and the sync of the last block ends
+    # after it.
+    #
+    # The first block has `first` minibatches. It is not timed, so it may be shorter than the
+    # others. If blocks are long, `first` is 1, which saves time.
     first = options.get("first") or options["sync_period"] or 1
     marks: list[tuple[float, Any, int, float]] = []
 

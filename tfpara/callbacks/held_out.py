@@ -110,7 +110,8 @@ class HeldOut(fit_call.Callback):
                 f"HeldOut(which={unknown[0]!r}): there are no such weights. There are: "
                 f"{', '.join(known)}; or all."
             )
-        # "global" comes first, so that its results have the short names in the logs.
+        # In the logs, the names of the first weights' scores are short: they do not name the
+        # weights. The global weights get these short names, so "global" is moved to the front.
         if "global" in self._which:
             self._which.sort(key=lambda which: which != "global")
 

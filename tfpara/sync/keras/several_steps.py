@@ -77,8 +77,9 @@ def _loop(
             with steps.leaving_syncs() as left:
                 optional = _Optional.from_value(one(data.get_value()))
             traced.append((optional, left))
-            # The loop variable for the outputs is the optional's variant tensor, since the type of
-            # the outputs is not known before the loop is traced.
+            # The loop needs a first value for the outputs, but their type is not known before the
+            # loop is traced. So the loop passes on the optional's variant tensor, whose type is the
+            # same for all outputs.
             (outputs,) = tf.nest.flatten(optional, expand_composites=True)
             with tf.device("CPU:0"):
                 due = left[0][0] if left else due

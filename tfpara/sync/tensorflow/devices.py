@@ -11,8 +11,9 @@ import tensorflow as tf
 from tfpara.cluster import cuda
 
 _log = logging.getLogger(__name__)
-# If a function spans more devices than this, TensorFlow does not prepare the function in the thread
-# that calls it, but in TensorFlow's threads for operations.
+# TensorFlow usually prepares a function in the thread that calls it. If the function spans more
+# devices than this, TensorFlow prepares it in its threads for operations. One such thread is then
+# too few for a sync (see `check_threads`).
 _MANY_DEVICES = 8
 
 

@@ -249,8 +249,9 @@ class DistributedData:
         if self.balance is None or place.calls:
             return None
         if self.worker.changes:
-            # In an elastic run the steps of an epoch read other datasets, which `DataPlan` makes.
-            # So within an epoch, a pass over the datasets given to `fit` has no minibatches.
+            # In an elastic run, the steps of an epoch read datasets that `DataPlan` makes. They do
+            # not read the datasets given to `fit`. So a pass over those gets no minibatches once
+            # the first epoch has begun.
             return None if place.is_before_epochs else Dealt(None)
         return self.balance.begin_epoch(epoch, first, warm=self.models.steps_seen > 0)
 

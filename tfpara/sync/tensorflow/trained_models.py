@@ -238,8 +238,10 @@ class TrainedModels:
         if self._call_site.fits:
             self._recent = former
 
-    # Without this decorator, AutoGraph would convert this method when it converts the tf.function
-    # of a custom loop. It would also convert the Python code that closes other models' blocks.
+    # This method may be called while the tf.function of a custom loop is traced. Without the
+    # decorator, AutoGraph would then convert this method and the methods that it calls. One of them
+    # closes blocks by a Python loop of syncs. Converted, this loop would fail, because AutoGraph
+    # computes a loop's condition in a graph.
     @tf.autograph.experimental.do_not_convert
     def make(self, model: keras.Model | None) -> Synchronizer:
         """Makes a synchronizer for a model, which starts from the model's present weights."""
