@@ -22,7 +22,8 @@ from input import alignment, audio, features, index, shards, speakers, synthesis
 from input.index import SPLITS, CorpusIndex
 from input.speakers import Speaker
 
-# A voice variant with one of these words in its name does not sound like a usual human voice.
+# Speakers get no voice variant with one of these words in its name, because it does not sound like
+# a usual human voice.
 _NOT_HUMAN = ("whisper", "robo", "Robot", "Demonic", "croak")
 
 Progress = Callable[[str, float], None]  # (stage, seconds of speech done since the last call)

@@ -23,7 +23,8 @@ VERSION = 1
 FILE_NAME = "index.json"
 SPLITS = ("train", "validation", "test")
 COLUMNS = ("shard", "offset", "length", "crc32", "frames", "id", "speaker")
-# Python and NumPy raise these errors for values of a wrong type or size.
+# Reading a damaged index may raise these errors, because Python and NumPy raise them for values of
+# a wrong type or size.
 _DAMAGE = (ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError)
 _REMEDY = "Prepare the corpus again with the program that made it, such as scripts.prepare_speech"
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from scripts import common  # isort: skip  # before TensorFlow, whose log level this sets
+from scripts import common  # isort: skip  # imported first: it sets TensorFlow's log level
 
 import tensorflow as tf
 from absl import flags

@@ -30,7 +30,8 @@ _FIELDS = {
     "position.finished": bool,
     "states": dict,
 }
-# The further keys of manifests of synchronous and of asynchronous runs.
+# The manifest of a synchronous run also has the keys of `_OF_SYNC`. The manifest of an asynchronous
+# run also has the key of `_OF_ASYNC`.
 _OF_SYNC = {
     "replicas": int,
     "bucket_sizes": list,

@@ -73,7 +73,7 @@ def _pipe(environ: Mapping[str, str]) -> int:
     """Returns the launcher's pipe; raises OSError, ValueError or OverflowError if there is none."""
     descriptor, _, pipe = environ.get(_VARIABLE, "").partition(":")
     # A child of this process inherits the variable. But in the child, the descriptor with this
-    # number may be of another file.
+    # number may be of another file, so the type and the inode of the file are compared.
     found = os.fstat(int(descriptor))
     if not stat.S_ISFIFO(found.st_mode) or found.st_ino != int(pipe):
         raise ValueError("another file")

@@ -18,9 +18,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 _LEVEL = "TF_CPP_MIN_LOG_LEVEL"
-# A pattern of the lines to suppress. It begins with a heading and with notes (I0000). TensorFlow's
-# server, its search for CUDA, and oneDNN write these notes through the library Abseil, which
-# ignores TF_CPP_MIN_LOG_LEVEL.
+# A pattern of the lines to suppress. Its first alternatives match a heading and notes (I0000).
+# TensorFlow's server, its search for CUDA, and oneDNN write these notes through the library Abseil,
+# which ignores TF_CPP_MIN_LOG_LEVEL.
 _CHATTER = (
     r"WARNING: All log messages before absl::InitializeLog\(\) is called"
     r"|I0000 [\d:. ]+ "

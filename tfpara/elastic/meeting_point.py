@@ -46,8 +46,9 @@ class Meeting:
         listener = ports.listen(_to_listen_on(host), port)
         self.port = int(listener.getsockname()[1])
         self._workers, self._start_seconds = founders, start_seconds
-        # Other objects only read the state. This state is provisional: the first worker sends the
-        # limits of the run, and a state with these limits then replaces the provisional one.
+        # The first state is provisional: the first worker sends the limits of the run, and a state
+        # with these limits then replaces the provisional one. Other objects read `state`, but do
+        # not change it.
         now = time.monotonic()
         self.state = Membership(Limits(founders, 1, None, math.inf, math.inf, math.inf), now)
         self._settings: dict[str, Json] | None = None  # the first worker's settings
@@ -106,8 +107,8 @@ class Meeting:
         now = time.monotonic()
         for task, channel in list(self._door.guests.items()):
             if now - channel.heard > self._silence:
-                # The worker reconnects when it can. Then it learns whether the others have gone on
-                # without it.
+                # A worker whose connection is dropped reconnects when it can. Then it learns
+                # whether the others have gone on without it.
                 self._door.drop(channel)
                 self._lose(task, f"was silent for {self._silence:g} s")
         for task in self._ended & self.state.absent:
@@ -217,7 +218,7 @@ class Meeting:
             self._tell(self.state.register(task, address, {}, now, name))
 
     def _tell(self, said: list[Say]) -> None:
-        members: list[list[Any]] = []  # the same in all messages "form"
+        members: list[list[Any]] = []  # all messages "form" have this list
         for task, message in said:
             if "form" in message:
                 members = members or self._reached(message["members"])

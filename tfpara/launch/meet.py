@@ -52,8 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     over = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
-        # A signal that is ignored stays ignored. For example, a shell's script starts a program in
-        # the background (`&`) with SIGINT ignored.
+        # If a signal was ignored when this program started, it stays ignored. For example, a shell
+        # script starts a program in the background (`&`) with SIGINT ignored.
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, lambda *_: over.set())
     reached = socket.gethostname() if ports.is_every_interface(options.host) else options.host

@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 import tensorflow as tf
 
-# The largest η. With η = 1 an update would forget the former F completely; if all rows were zero, F
-# would become zero.
+# The largest η, unless `history_minibatches` sets η. With η = 1 an update would forget the former F
+# completely. Then F would become zero if all rows were zero.
 MAX_ETA = 0.9
 # If an element of R Rᵀ differs from the unit matrix by more than this, the rows of R are made
 # orthonormal again.
@@ -102,7 +102,8 @@ class OnlineNaturalGradient:
         z = tf.matmul(y, y, transpose_b=True)
         c, u = tf.linalg.eigh(z)
         c, u = c[::-1], u[:, ::-1]  # sorts the eigenvalues from the largest to the smallest
-        # Without rounding errors no eigenvalue would be below ((1 − η) ρ)².
+        # Without rounding errors no eigenvalue would be below ((1 − η) ρ)². So smaller eigenvalues
+        # are raised to this value.
         root = tf.sqrt(tf.maximum(c, tf.square((1 - eta) * rho)))
         new_basis = tf.matmul(u, y, transpose_a=True) / root[:, None]
         trace_s = tf.cast(_square(rows), tf.float64) / number

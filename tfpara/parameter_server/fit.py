@@ -178,7 +178,7 @@ class Fit:
         self._resumed_epoch = epoch if within else None
         # If the restored rates of the chief and the servers differ, the cause is a ChunkRateSearch,
         # which changes the servers' rate only. So the chief's rate counts as sent, and
-        # `follow_rate` does not overwrite the servers'.
+        # `follow_rate` does not overwrite the servers' rate.
         self.server.told_rate = self._chiefs_rate()
         self.work.read_frozen()
         self._copy.read()

@@ -80,7 +80,7 @@ class Adapt(keras.optimizers.Optimizer):
     ) -> None:
         rate = ops.cast(learning_rate, variable.dtype)
         # The gradient of an embedding is a tf.IndexedSlices: it has only the rows that were looked
-        # up.
+        # up. It is converted to a tensor with all rows, because the lines below need all rows.
         gradient = tf.convert_to_tensor(gradient)
         gradient = ops.cast(gradient, variable.dtype) * self.gradient_scale
         total = self.constant + self._sum_of_squares(ops.square(gradient), variable)

@@ -157,8 +157,8 @@ class Lobby:
                 "index": int() as index,
                 "version": version,
             } if not task and not channel.closed:
-                # If the process is refused, it closes the connection itself, or `Door` does so
-                # later.
+                # If the process is refused, its connection is not closed here, because the process
+                # closes it, or `Door` does so later.
                 said = self.state.hello((job, index), view, version, time.monotonic())
                 self._do(said, channel)
             case _ if not task:  # the sender is not tfpara
@@ -204,7 +204,8 @@ class Lobby:
         pause = _TICK_SECONDS
         while True:
             lost |= ports.places(address)
-            # With the lock held, the task cannot be let in between the check and the cut.
+            # The lock is held, so that the task is not let in between the check and the cut.
+            # Otherwise the cut would end the connections of the task's new process.
             with self._changed:
                 if task in self._door.guests or self._closing:
                     return

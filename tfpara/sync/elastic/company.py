@@ -154,9 +154,9 @@ class Elastic(Company):
                 write()
 
     def finish_block(self, synchronizer: Synchronizer, purpose: Purpose) -> None:
-        # The sync is not marked with its purpose, since workers would then compare their purposes.
-        # These may differ: a worker whose data have ended may take part in this sync for another
-        # purpose.
+        # The sync is not marked with its purpose. Otherwise the workers would compare their
+        # purposes, and fail if these differ. Here they may differ, because a worker whose data have
+        # ended may take part in this sync for another purpose.
         del purpose
         self.together(synchronizer.finish_block)
 

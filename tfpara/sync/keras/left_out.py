@@ -81,8 +81,8 @@ def _inside(extended: PeriodicSyncExtended, replica: int, numbers: Sequence[int]
         return [f" (of batch {batches[number - 1]})" for number in numbers]
     if not isinstance(adapter, data_adapters.ArrayDataAdapter):
         return unknown
-    # This dataset has the indices of the rows. It is divided among the replicas just as the rows
-    # were, so it tells which rows each minibatch had.
+    # `dataset` has the indices of the rows in place of the rows. It is divided among the replicas
+    # just as the rows were, so it tells which rows each minibatch had.
     rows = range(adapter._num_samples)
     order = adapter.order if isinstance(adapter, ShuffledArrays) else list(rows)
     dataset = tf.data.Dataset.from_tensor_slices(order).batch(adapter.batch_size)

@@ -85,7 +85,8 @@ class MeasuredFit(keras.callbacks.Callback):
                 f"the script's fit is too short to measure, with {steps} minibatches of each "
                 "worker: give it more epochs, or longer ones"
             )
-        # If a sync is under way, all workers complete it when they enter this context.
+        # If a sync is under way, all workers complete it when they enter this context. So no sync
+        # runs beside the all-reduces that are measured below.
         with strategy.weights(self.model, "global"):
             pass
         steps, syncs = max(counted.steps, 1), max(counted.syncs, 1)

@@ -35,7 +35,7 @@ from tfpara.typing import Array
 # fail first waits for this time. Meanwhile the other workers receive its messages, from which they
 # learn the reason, too.
 _GRACE_SECONDS = 1.0
-_APART = "the workers are apart"  # stands for the sentence that `_told` returns
+_APART = "the workers are apart"  # `decide` replaces it by the sentence that `_told` returns
 
 
 class Part(NamedTuple):
@@ -122,7 +122,8 @@ class Consensus:
         columns, devices = self.columns, len(self._site.devices)
 
         def rows_of(number: Array) -> list[Array]:
-            # The column RUNNING stays 0, as if this worker had no data left.
+            # The column RUNNING stays 0, as if this worker had no data left. So `are_apart`
+            # compares this worker's purpose with the purposes of the others.
             row = np.zeros(columns.width)
             row[NONFINITE] = -1.0
             row[MET:SAMPLES] = self._site.call_site.mark()

@@ -28,7 +28,8 @@ NONE, FLYING, LANDED = range(3)
 # When the program ends, it waits at most this long for the thread of a flight. If another worker
 # was lost, the wait is short, because the exchange fails and the thread ends at once.
 _PATIENCE_SECONDS = 5.0
-# The end of a flight is described by the text of its error, or by "" if there was none.
+# The end of a flight is the text of its error, or "" if there was none. Until the flight has
+# started, its end is this text, because the step that is to start the flight may fail.
 _NOT_STARTED = "a sync was to run beside the training, and the step failed that starts it"
 # Matches the text of an error that a collective has raised, with any backend.
 OF_COLLECTIVE = (

@@ -156,8 +156,8 @@ class Company:
 
         `evaluates`: whether the metrics are those of an evaluation.
         """
-        # Metrics of an evaluation are summed in the same way, since each worker evaluates only a
-        # part of the data.
+        # Metrics of an evaluation are summed like those of training, because each worker evaluates
+        # only a part of the data.
         del evaluates
         # Closing all blocks waits until no worker has data left, so the metrics cover all data.
         purpose = self._extended.call_site.of_metric()
