@@ -29,8 +29,8 @@ from tfpara.strategy import Strategy
 from tfpara.typing import Data, Logs
 
 _POLL_SECONDS = 0.2
-# Longest wait for workers to finish their blocks after a signal has asked the run to end. Little
-# time is left in that case, and workers may be gone.
+# Longest wait for workers to finish their blocks after a signal has asked the run to end. This wait
+# is short, because little time is left after a signal, and workers may be gone.
 _LEAVING_SECONDS = 1.0
 
 
