@@ -23,9 +23,9 @@ from tfpara.files import regular
 
 _MAX_KEY = 1000  # bytes; a longer word does not count as a key
 _BINARY = b"\0B"
-# A binary object begins with the name of its type. kaldiio reads these types.
+# In a binary object, the name of its type follows `_BINARY`. kaldiio reads objects of these types.
 _FLOATS = (b"FM ", b"FV ", b"DM ", b"DV ", b"CM ", b"CM2 ", b"CM3 ")
-_INTEGERS = np.dtype([("size", "u1"), ("value", "<i4")])  # one element of a vector of int32
+_INTEGERS = np.dtype([("size", "u1"), ("value", "<i4")])  # an int32 after its size in bytes
 _MAX_LINE = 1 << 26  # bytes; a longer line counts as damaged
 _WHITE = b" \t\r\n"
 _OVERSHOOT = 3  # a range may exceed the matrix by this many rows: Kaldi's length_tolerance
@@ -57,7 +57,7 @@ def read_matrix(location: Location, dtype: type = np.float32) -> np.ndarray:
         raise CorpusError(f"{location}: a vector where a matrix is expected")
     _check_range(location, "rows", location.rows, len(value), _OVERSHOOT)
     _check_range(location, "columns", location.columns, value.shape[1], 0)
-    with np.errstate(all="ignore"):  # no warning: numbers too large for float32 become Inf
+    with np.errstate(all="ignore"):  # no warning if a number too large for float32 becomes Inf
         return value[location.rows, location.columns].astype(dtype)
 
 
@@ -222,8 +222,8 @@ def _read_text(file: BinaryIO) -> np.ndarray:
 
 
 def _numbers(line: bytes) -> list[float]:
-    # Python parses the words and not NumPy, because in a NumPy array of words, each word takes as
-    # many bytes as the longest one.
+    # Python parses the words, because NumPy would first need an array of them. In such an array
+    # each word takes as many bytes as the longest one, so one long word could fill the memory.
     if b"_" in line:  # float() allows _ in numbers, Kaldi does not
         raise ValueError("a number with _")
     return [float(word) for word in line.split()]

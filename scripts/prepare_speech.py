@@ -70,8 +70,8 @@ class _Bars:
                 " [{elapsed}<{remaining}]",
                 disable=None,  # with None, tqdm shows the bar on terminals only
             )
-        # The total is raised if the last utterance is longer than the speech that was still
-        # missing.
+        # The last utterance may be longer than the speech that was still missing. Then the total is
+        # raised, so that the bar does not pass 100 %.
         self._bar.total = max(self._bar.total, self._bar.n + seconds)
         self._bar.update(seconds)
 

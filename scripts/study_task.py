@@ -221,7 +221,8 @@ def main() -> None:
                 f"{replicas} replicas. Give more data, or fewer replicas."
             )
         # The period is limited to an epoch. With a synchronous rule, a block ends with the epoch
-        # anyway. With servers, a push must not need more minibatches than a worker has in an epoch.
+        # anyway. With parameter servers, `fit` refuses a period of more minibatches than a worker
+        # has in an epoch, because no push would have so many.
         period = min(_PERIOD.value, steps)
         strategy = strategy or _strategy(period)
         keras.utils.set_random_seed(_SEED.value)

@@ -192,8 +192,8 @@ def score_checkpoints() -> None:
 
 
 def _failure(error: CheckpointError, history: _History) -> common.Failure:
-    # If a run has trained, but cannot write its checkpoint, it should not be begun anew. So the
-    # message does not advise it.
+    # If a run has trained and then cannot write a checkpoint, --start_over is bad advice, because
+    # it removes what the run has written so far. So the message does not give it.
     advise = not (_START_OVER.value or history.has_begun)
     return common.Failure(f"{error}{' To begin anew, give --start_over.' if advise else ''}")
 
@@ -308,8 +308,8 @@ def _model(description: dict[str, Any], strategy: Any) -> keras.Model:
         if _INIT.value:
             runs.check_activation(description, Path(_INIT.value))
             runs.load_weights(model, Path(_INIT.value))
-        # The loss of streams is a mean over all frames of a step, including padding. So the
-        # optimizer is told the number of all these frames.
+        # The optimizer Adapt multiplies gradients by the number of frames of which the loss is the
+        # mean. In streams these are all frames of a step, including padding.
         in_streams = is_recurrent(description)
         frames = description["streams"] * description["truncation"] if in_streams else None
         optimizer = schedule_flags.optimizer(model, strategy.num_replicas, frames)

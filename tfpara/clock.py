@@ -94,8 +94,8 @@ class BoardClock(Clock):
         own = "on_epoch_end" in vars(board)
 
         def on_epoch_end(epoch: int, logs: Logs | None = None) -> None:
-            # If `measured` and `logs` have a number of the same name, TensorBoard shows the number
-            # in `logs`.
+            # If a metric in `logs` has the same name as a measurement, TensorBoard shows the
+            # metric. So no measurement hides a metric of the user.
             hook(epoch, {**self.measured, **(logs or {})})
 
         board.on_epoch_end = on_epoch_end

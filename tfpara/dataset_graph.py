@@ -101,9 +101,9 @@ def changes(graph: tf.compat.v1.GraphDef, handle: str) -> bool:
                     return True
                 if node.op == "Identity" and changed(nodes, node.name):
                     return True
-                # A function's last arguments are the values that it captures. So `place` becomes an
-                # index from the end. An operation that makes a dataset has another dataset as its
-                # first input, and then the captured values.
+                # The values that a function captures are its last arguments, so `place` becomes an
+                # index from the end. If an operation makes a dataset, its first input is another
+                # dataset. The captured values follow, and Targuments has their types.
                 if "Targuments" in node.attr:
                     place -= 1 + len(node.attr["Targuments"].list.type)
                 elif "Dataset" in node.op:

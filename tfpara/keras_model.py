@@ -36,7 +36,7 @@ def strategy_of(model: keras.Model) -> tf.distribute.Strategy:
     If no weight has a strategy, returns the model's own, or else the current one. The weights count
     first, since a model may be made outside of the scope from layers that were made in it.
     """
-    # `model` may be an object without weights, because Keras saves other objects, too.
+    # Keras also saves objects that are no models, so `model` may be an object without weights.
     weights = getattr(model, "weights", [])
     of_weights = (getattr(weight.value, "distribute_strategy", None) for weight in weights)
     own = getattr(model, "distribute_strategy", None)

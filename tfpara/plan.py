@@ -38,7 +38,7 @@ _LARGEST = 1e12
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints the predictions and recommendations; returns the exit code."""
     try:
-        # SIGTERM also ends the processes that measure.
+        # Within this context, SIGTERM ends the processes that measure, too.
         with exit_codes.ended_by(signal.SIGTERM):
             return exit_codes.with_output(_PROGRAM, lambda: _run(argv))
     except KeyboardInterrupt:

@@ -298,6 +298,7 @@ def _part(process: int) -> None:
     Only `process`, which made the strategy, tells this; processes forked from it do not.
     """
     # Python sets `sys.last_value` if an error ends the program, but not if `sys.exit` ends it.
+    # After an error this worker tells nothing, so the others count it as lost.
     if process == os.getpid() and _strategy is not None and not hasattr(sys, "last_value"):
         _strategy.program_ends()
 

@@ -19,7 +19,7 @@ class MomentState(NamedTuple):
     momentum: Array  # Adam's m at the start of the block
     velocity: Array  # Adam's v at the start of the block
     equivalent_steps: Scalar  # ρ, number of local steps to which the last update Δ corresponds
-    blocks: Scalar  # t, number of blocks so far
+    blocks: Scalar  # number of blocks so far, a float: a share f of a block counts f
 
 
 @dataclasses.dataclass(frozen=True)

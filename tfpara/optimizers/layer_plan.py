@@ -52,7 +52,8 @@ def _leaves(layer: keras.Layer, bare: bool = True) -> list[tuple[keras.Layer, bo
     if not parts:
         return [(layer, bare)]
     bare = bare and not isinstance(layer, (keras.layers.Wrapper, keras.layers.RNN))
-    # A layer may have weights besides those of its parts. `plan` adds them to the model's entry.
+    # A layer may have weights besides those of its parts. They are left out here, because `plan`
+    # adds them to the model's entry.
     found: dict[int, tuple[keras.Layer, bool]] = {}
     for part in parts:
         for leaf, alone in _leaves(part, bare):

@@ -19,8 +19,8 @@ BERNOULLI = "bernoulli"
 
 # The momentum of the first minibatch, as in Kaldi.
 FIRST_MOMENTUM = 0.5
-# The absolute value of a visible unit's initial bias is at most this, even if the unit is always on
-# or always off.
+# The largest absolute value of the initial bias of a Bernoulli visible unit. Without this limit, a
+# unit that is always on or always off would begin with a far larger bias.
 LARGEST_BIAS = 8.0
 
 
@@ -73,8 +73,8 @@ class RBM:
         self._momentum = momentum
         self._momentum_minibatches = momentum_minibatches
         self._weight_decay = weight_decay
-        # The initial values are drawn with `seed` itself. The seeds of the minibatches are made
-        # from this other one.
+        # The kernel's initial values are drawn with `seed` itself. The minibatches' seeds are made
+        # from `_seed`, so that their random numbers are independent of the initial values.
         self._seed = tf.random.experimental.stateless_fold_in(list(seed), 1)
         first = tf.random.stateless_normal([visible, hidden], list(seed), 0.0, initial_stddev)
         self.kernel = tf.Variable(first)

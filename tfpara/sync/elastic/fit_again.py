@@ -29,7 +29,8 @@ from tfpara.sync.start_line import say
 from tfpara.sync.workers.company import Fit
 from tfpara.typing import Json
 
-# A `History` whose JSON text has more characters than this is kept without its values.
+# The members send the `History` of each earlier call of `fit` to the meeting point. To keep the
+# messages short, a `History` whose JSON text has more characters than this is sent without values.
 _LONGEST_HISTORY = 1 << 16
 _log = logging.getLogger(__name__)
 
@@ -168,8 +169,8 @@ class FitAgain:
         self._agreed = self._returns = False
         self._transfer.holders.clear()  # they belong to callbacks of an earlier call of `fit`
         for synchronizer in self._extended.models.synchronizers:
-            # A former request to meet is dropped: a worker that wants to join is told that this
-            # call of `fit` has begun, and asks again.
+            # A request to meet that an earlier call of `fit` has left is dropped. It is not needed:
+            # a worker that wants to join is told that this call has begun, and asks again.
             synchronizer.graph.answered(Request.MEET)
         if not self._connection.joining and progress.fit:
             line.begins(progress.fit, self._histories)

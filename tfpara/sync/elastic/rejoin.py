@@ -101,8 +101,8 @@ class Rejoin:
         `failed`: whether an exchange failed or a member is lost; else all have agreed to meet.
         """
         while True:
-            # No newcomer is admitted outside of training steps, or when the epoch is closed: it
-            # could not take part in an exchange that the members have already begun.
+            # Outside of training steps, or when the epoch is closed, the members may have begun an
+            # exchange. A newcomer could not take part in it, so none is admitted then.
             admits = self.progress.in_step and not self.progress.epoch_is_closed
             form = self.connection.met(self.report(), failed, admits)
             failed = True
@@ -285,7 +285,8 @@ def _how_far(report: Mapping[str, Any]) -> tuple[int, ...]:
     return (
         report["syncs"],
         *Plan.place(report["plan"]),
-        # If a member was lost while the members adopted a plan, only some of them have it.
+        # If a member was lost while the members adopted a plan, only some of them have the plan.
+        # Those that have it count as further.
         report["planned_in"],
         *report["closed"],
         report["operations"],

@@ -69,7 +69,8 @@ class SharedLock:
         collects = gc.isenabled()
         try:
             # The garbage collector might delete an iterator over data in this thread. The deletion
-            # waits for the iterator's Python functions, which may wait for a share of this lock.
+            # waits for the iterator's Python functions. If these waited for a share of this lock,
+            # there would be a deadlock, so the collector is switched off.
             gc.disable()
             self._owner = threading.get_ident()
             self._wait_for_the_others()

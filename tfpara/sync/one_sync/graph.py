@@ -37,8 +37,8 @@ from tfpara.sync.one_sync.weight_exchange import (
 )
 from tfpara.sync.settings import Settings
 
-# The replicas' distance is measured at the first 17 syncs, and from then on at every 16th. It is
-# not measured at each sync, because a measurement needs a pass over the weights.
+# The replicas' distance is measured at the first 16 syncs, and then at the 17th, 33rd, 49th and so
+# on. It is not measured at each sync, because a measurement needs a pass over the weights.
 MEASURED_SYNCS = 16
 
 

@@ -8,7 +8,8 @@ from tfpara.cluster.call_site import Purpose
 from tfpara.sync.workers.json_exchange import everyones
 from tfpara.sync.workers.meetings import Control
 
-# Advice for workers with different numbers of devices, which the user may be unable to make equal.
+# Advice if workers have different numbers of devices. "Start all of them with the same" would not
+# help then, because the user may be unable to give all workers equally many devices.
 _OF_DEVICES = (
     ". Where numbers of devices differ, start a worker for each device, or leave elastic= out."
 )
