@@ -24,7 +24,7 @@ from input.open_files import OpenFiles
 from input.stream_plan import StreamPlan
 
 STREAMS = 100
-TRUNCATION = 20  # number of frames of a step
+TRUNCATION = 20  # number of frames of each stream in a step
 NORMALISATIONS = ("global", "utterance", "none")
 _LEAST = {"streams": 1, "truncation": 1, "context": 0, "stack": 1, "label_delay": 0}
 MIN_STDDEV = 1e-5  # utterances are divided by their standard deviation, but by no less than this
@@ -276,7 +276,8 @@ class _Replica:
         self._reader = reader
         self._plan = division
         self._steps = division.steps(replica)
-        # For each stream, the utterances that it has not begun yet, in reverse order.
+        # For each stream, the utterances that it has not begun yet. They are in reverse order, so
+        # that `pop` returns the next one.
         self._waiting = [
             row[division.end_step[row] > first_step][::-1].tolist()
             for row in division.rows(replica)

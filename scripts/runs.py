@@ -153,8 +153,8 @@ def metrics(description: Mapping[str, Any]) -> dict[str, Any]:
     accuracy = keras.metrics.SparseCategoricalAccuracy(name="frame_accuracy")
     if not is_recurrent(description):
         return {"loss": loss, "metrics": [accuracy]}
-    # The loss is a mean over all frames, including padding. The metric `entropy` is the mean over
-    # the real frames alone.
+    # The loss is a mean over all frames, including padding, so it depends on how much padding there
+    # is. The metric `entropy` is the mean over the real frames alone.
     entropy = keras.metrics.SparseCategoricalCrossentropy("cross_entropy", from_logits=True)
     return {"loss": loss, "weighted_metrics": [accuracy, entropy]}
 

@@ -53,7 +53,8 @@ CLDNN = (
     "--final_learning_rate=0.002",
     *STREAMS,
 )
-# With this decay the average spans some five syncs. An epoch has about ten.
+# With this decay the average spans about five syncs, which is half an epoch, because an epoch has
+# about ten syncs.
 BMUF = ("--rule=bmuf", "--ema_decay=0.8", "--ma")
 AVERAGED = ("global", "ma", "ema-0.8")
 

@@ -70,8 +70,8 @@ def count_errors(reference: Sequence[int], recognised: Sequence[int]) -> PhoneEr
         deleted = row + gap
         matched = row[:-1] + substitute * (hypothesis != phone)
         best = np.concatenate([deleted[:1], np.minimum(deleted[1:], matched)])
-        # Insertions move along the row: row[j] is the minimum, over k <= j, of
-        # best[k] + gap * (j - k).
+        # An insertion moves one place along the row and costs `gap`. So the new row[j] is the
+        # minimum of best[k] + gap * (j - k) over all k <= j.
         row = np.minimum.accumulate(best - ramp) + ramp
     errors, gaps = divmod(int(row[-1]), substitute)
     surplus = len(hypothesis) - len(reference)

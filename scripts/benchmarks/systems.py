@@ -97,9 +97,9 @@ def _tfpara(step: dict[str, Any], periods: list[int], steps: int) -> list[System
             name = f"tfpara, period {period}, {label}"
             of_variant = {**options, "strategy": strategy}
             if "overlap" in strategy:
-                # With overlap, the sync of the untimed block ends within the measured time, and
-                # counts in place of the last block's sync. So the untimed block must be as long as
-                # the timed blocks, and is not cut.
+                # With overlap, the sync of the last block ends after the measured time, and the
+                # sync of the untimed block is measured instead. This sync must be like those of the
+                # timed blocks, so the untimed block is not cut.
                 of_variant.pop("first", None)
             found.append(ours(name, 2, of_variant, package=package))
     return found

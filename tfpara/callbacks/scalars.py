@@ -57,8 +57,8 @@ class Scalars:
         """Writes a distribution at a step: how often each of `values` has occurred."""
         if self._directory is None:
             return
-        # `tf.summary.histogram` needs each value as often as it has occurred. So large counts are
-        # scaled down.
+        # `tf.summary.histogram` takes an array that has each value as often as it has occurred.
+        # Large counts are scaled down, because this array would become too large.
         shares = np.ceil(np.asarray(counts) * min(1.0, _LARGEST / max(1, np.sum(counts))))
         with self._writer.as_default(step=step):
             tf.summary.histogram(name, np.repeat(values, shares.astype(int)))

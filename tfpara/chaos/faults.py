@@ -164,7 +164,7 @@ def corrupt(scene: Scene) -> str:
         file.write(bytes([before[at] ^ 0x5A]))
     if path.read_bytes() == before:
         raise Missed(f"byte {at} of {path} is as it was")
-    os.kill(scene.launcher, signal.SIGKILL)  # then the launcher's workers end, too
+    os.kill(scene.launcher, signal.SIGKILL)  # the launcher's guardian then kills the workers
     gone = [scene.launcher, *(worker.pid for worker in scene.workers)]
     _await(lambda: all(map(processes.has_ended, gone)), "the run has not ended", _FIRED_SECONDS)
     return f"byte {at} of {path} was changed, and all processes were killed"

@@ -12,9 +12,10 @@ from typing import Any
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 ADD, REMOVE = signal.SIGUSR1, signal.SIGUSR2  # requests to add or remove a worker (elastic runs)
-# The program of the guardian. It reads the number of a worker's process group when the worker
-# starts. When the worker ends, it reads the number a second time and forgets the group. When the
-# launcher has ended, for whatever reason, the guardian kills all groups that it has not forgotten.
+# The program of the guardian, a process that the launcher starts. The guardian reads the number of
+# a worker's process group when the worker starts. When the worker ends, the guardian reads the
+# number a second time and forgets the group. When the launcher has ended, for whatever reason, the
+# guardian kills all groups that it has not forgotten.
 _GUARDIAN = """
 import os, signal, sys
 groups = set()

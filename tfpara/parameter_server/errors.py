@@ -11,8 +11,8 @@ import tensorflow as tf
 
 from tfpara.parameter_server.shard import NOT_FINITE
 
-# After an error of TensorFlow, the chief waits at most this long until it notices that a process is
-# lost.
+# If a process is lost, an error of TensorFlow may come before the chief notices the loss. So after
+# such an error the chief waits, at most this long, to see whether a process is lost.
 _SETTLE_SECONDS = 3.0
 
 

@@ -31,8 +31,8 @@ def may_push(
     """
     pulls = tf.sort(_others(outstanding, worker))
     turns = version + 1 + tf.range(tf.size(pulls, tf.int64), dtype=tf.int64)
-    # Workers without an outstanding pull have `_NEVER` in `pulls`. This number is so large that
-    # their differences are negative.
+    # A worker without an outstanding pull never forbids a push. It has `_NEVER` in `pulls`, a
+    # number so large that `turns - pulls` is negative.
     return tf.reduce_all(turns - pulls <= bound)
 
 

@@ -47,7 +47,8 @@ class Progress:
         if parent.unread() is not None or self._company.changes:
             thread = threading.Thread(target=self._report, name="tfpara-progress", daemon=True)
             thread.start()
-            # The thread must not call TensorFlow while the interpreter shuts down.
+            # The thread must not call TensorFlow while the interpreter shuts down. `atexit` calls
+            # functions in reverse order, so the thread is told to stop before it is joined.
             atexit.register(thread.join)
             atexit.register(self._stop.set)
 

@@ -13,8 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-# All peers train the same network by SGD with this rate and momentum. It has `inputs` inputs,
-# `layers` hidden layers of `width` ReLUs, and `classes` outputs.
+# All peers train the same network by SGD with this rate and momentum. The network has `inputs`
+# inputs, `layers` hidden layers of `width` ReLUs, and `classes` outputs.
 LEARNING_RATE, MOMENTUM = 0.01, 0.9
 
 

@@ -44,7 +44,8 @@ def step_noted(apply: Method) -> Method:
         if not isinstance(extended, PeriodicSyncExtended) or not in_replica():
             return apply(optimizer, grads, trainable_variables)
         guard, scaling = extended.steps.guard, keras.optimizers.LossScaleOptimizer
-        # A LossScaleOptimizer itself handles the NaN and Inf that its scaling causes.
+        # A LossScaleOptimizer itself handles the NaN and Inf that its scaling causes, so the guard
+        # does not look at its gradients.
         if guard and not extended.steps.trace.applying and not isinstance(optimizer, scaling):
             guard.look(grads)
         fitted = extended.momentum.of_step(optimizer, local_replica())

@@ -60,8 +60,8 @@ def _loop(
     @functools.partial(tf.function, reduce_retracing=True)
     @tf.autograph.experimental.do_not_convert
     def several(iterator: Any) -> Any:
-        # Whenever a step is traced, its outputs are appended, with the syncs that may be due after
-        # the step.
+        # Each time a step is traced, its outputs are appended to this list, with the syncs that may
+        # be due after the step.
         traced: list[tuple[Any, list[Any]]] = []
 
         def goes_on(number: tf.Tensor, outputs: tf.Tensor, data: Any) -> tf.Tensor:

@@ -121,7 +121,9 @@ def _divide(sizes: Sequence[int], count: int) -> list[slice]:
     for number in range(1, count + 1):
         stop = start
         later = count - number
-        last = filled[-later] if later else len(sizes)  # leaves a variable to each later fragment
+        # Each later fragment must get a variable that is not empty, so this fragment ends before
+        # variable number `last`.
+        last = filled[-later] if later else len(sizes)
         while stop < last and (
             number == count
             or not any(sizes[start:stop])

@@ -117,7 +117,8 @@ def signature_of(value: tf.Tensor) -> tf.Tensor:
     The order of addition does not matter, since the elements' bits are added as integers.
     """
     bits = tf.cast(tf.bitcast(tf.reshape(tf.cast(value, tf.float32), [-1]), tf.int32), tf.int64)
-    # The factors make the sum depend on the order of the elements.
+    # The factors make the sum depend on the order of the elements, because tensors that differ in
+    # this order alone must not count as equal.
     factors = 1 + tf.range(tf.size(bits, tf.int64)) % 251
     return tf.cast(tf.reduce_sum(bits * factors) % (1 << 40), tf.float64)
 

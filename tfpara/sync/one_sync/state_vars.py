@@ -100,8 +100,8 @@ def model_slots(model: keras.Model) -> Iterator[Slot]:
                 kind = _OF_METRIC.get(variable.aggregation, Kind.SUM)
             if is_seed(variable.path):
                 kind = Kind.RANDOM
-            # The group "product" is Nadam's product of its momenta, which checkpoints of version
-            # 0.2.0 lack.
+            # The group "product" is Nadam's product of its momenta. Checkpoints of version 0.2.0
+            # lack it, so a resume from them sets it to 1.
             yield Slot(name, kind, component, replica, absent=1.0 if group == "product" else None)
 
 

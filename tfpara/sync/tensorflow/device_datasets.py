@@ -150,7 +150,9 @@ class _OwningIterator(_multi_device.OwnedMultiDeviceIterator):
     def __init__(self, dataset: Any = None, *args: Any, **kwargs: Any) -> None:
         made = None if dataset is None else _Remembering(dataset)
         super().__init__(made, *args, **kwargs)
-        self._kept = made  # set last, so that it is deleted after the iterator's other attributes
+        # Attributes are deleted in the order in which they were set. `_kept` is set last, so the
+        # dataset outlives the other attributes, and with them the thread that reads ahead.
+        self._kept = made
         if made is not None and tf.executing_eagerly():
             _iterators[self] = os.getpid(), made
 

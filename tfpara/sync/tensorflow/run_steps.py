@@ -144,8 +144,8 @@ class RunSteps:
         """Returns the predictions of all rows, each row once."""
         leaves = tf.nest.flatten((args, others))
         if not any(isinstance(leaf, tf.distribute.DistributedValues) for leaf in leaves):
-            # `predict_on_batch` gives all rows to every replica, so the first one's predictions
-            # are returned.
+            # `predict_on_batch` gives all rows to every replica, so only the predictions of the
+            # first replica are returned.
             outputs = run(fn, args, *others)
             return tf.nest.map_structure(lambda leaf: self._local_results(leaf)[0], outputs)
         return run(_of_a_row_if_empty(fn), args, *others)

@@ -269,8 +269,8 @@ class TrainedModels:
         if former is not None:
             trained = {id(v[0]) for v in variables.weights}
             former.synchronizer.leave(lambda each: id(each) not in trained, self._chiefs_left)
-        # Weights that are frozen in this model must be equal on all replicas, even if another model
-        # has trained them.
+        # Weights that are frozen in this model must be equal on all replicas. If another model has
+        # trained them, the block of that model is closed, and `leave` makes the weights equal.
         frozen = {id(v[0]) for v in variables.frozen}
         for other in others:
             if other.has_any_of([v[0] for v in variables.frozen]):
