@@ -66,7 +66,9 @@ class CorpusWriter:
     """
 
     def __init__(self, directory: str, options: dict[str, Any], class_names: list[str]) -> None:
-        self._directory = Path(os.path.realpath(directory))  # os.rename does not follow a link
+        # If `directory` is a link, its target is used, because os.rename cannot replace a link by a
+        # directory.
+        self._directory = Path(os.path.realpath(directory))
         self._options = options
         self._class_names = class_names
         self._splits: dict[str, dict[str, Any]] = {}

@@ -38,8 +38,8 @@ class Source(Protocol):
     """A set of utterances with features."""
 
     speakers: Mapping[str, str]  # speaker of each utterance, in the order of utterances
-    # SHA-256 of the tables, and of each file that they list: of its name, its size and its content
-    # (only some blocks of a large file).
+    # SHA-256 of the tables and of all files that they list. It covers the name, size and content of
+    # each file, but only some blocks of a large file's content.
     digest: str
 
     def read(self, utterances: Collection[str]) -> Iterator[tuple[str, Features]]:

@@ -207,8 +207,9 @@ class _Evaluator:
             return None
         position: dict[str, Json] = dict(manifest["position"])
         if position["finished"]:
-            # This checkpoint may be the last of the script's first `fit` alone. If a later
-            # checkpoint exists, a second `fit` has continued, and the run has not finished.
+            # A `fit` that `stop_training` has ended marks its last checkpoint as finished. But the
+            # script may then call `fit` again. If a later checkpoint exists, it has done so, and
+            # this checkpoint is not the end of the run.
             position["finished"] = number >= max(self._store.numbers(), default=number)
         return position
 

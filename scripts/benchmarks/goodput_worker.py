@@ -34,7 +34,9 @@ class _Watch(keras.callbacks.Callback):
         self.strategy, self.seconds = strategy, seconds
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        tell(pid=os.getpid())  # the run has admitted this worker by now
+        # The run has admitted this worker by now. The drill kills only workers that have told their
+        # process number.
+        tell(pid=os.getpid())
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         self.begun = time.monotonic()
@@ -69,14 +71,16 @@ def main() -> None:
         )
     count = options["epoch_steps"] * workers
 
-    # After each kill, `data` is called again for the same epoch. The cache keeps its points.
+    # After each kill, `data` is called again for the same epoch. The cache keeps the epoch's
+    # points, so that they need not be made again.
     @functools.lru_cache(1)
     def points(epoch: int) -> tuple[np.ndarray, np.ndarray]:
         x, y = _points(count * _BATCH, (1, options["seed"], epoch))
         return x.reshape(count, _BATCH, _FEATURES), y.reshape(count, _BATCH)
 
     def data(epoch: int, first: int) -> tf.data.Dataset:
-        # A worker takes only its own minibatches, like a worker that reads only its own data.
+        # Each worker takes only its own minibatches, as in a run whose workers read only their own
+        # data.
         own = slice(first + strategy.local_replica_ids[0], None, strategy.num_replicas)
         x, y = points(epoch)
         return tf.data.Dataset.from_tensor_slices((x[own], y[own]))

@@ -142,7 +142,7 @@ class Door(Generic[Key]):
                 connection, (host, *_) = self._listener.accept()
             except BlockingIOError:
                 return
-            except OSError:  # perhaps no file descriptor is left
+            except OSError:  # perhaps no file descriptor is left, but one may be free after a pause
                 time.sleep(_PAUSE_SECONDS)
                 return
             channel = Channel(connection, self._secret, self._purpose, caller=False)

@@ -125,7 +125,7 @@ class Launcher:
         due = supervisor.due
         with contextlib.suppress(queue.Empty):
             # If a signal comes just before the wait begins, Python calls the signal's handler only
-            # when the wait is over. So no wait is long.
+            # when the wait is over. So no wait is longer than _LONGEST_WAIT.
             wait = min(max(0.0, due - time.monotonic()), _LONGEST_WAIT)
             event = self._events.get(timeout=wait)
         now = time.monotonic()

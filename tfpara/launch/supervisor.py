@@ -166,8 +166,8 @@ class Supervisor:
         self._failure: Exit | None = None  # the first failure that ends the run
         self._signal: int | None = None  # the first received signal
         self._saving_until = 0.0  # until this time SIGKILL may be delayed for a checkpoint
-        # Failures of processes that the run can do without. The function tells, at the end, whether
-        # the run has continued without the process.
+        # Failures of processes that the run can do without. With each failure is a function that
+        # tells, when the run has ended, whether the run has continued without the process.
         self._spared: list[tuple[Exit, Callable[[], bool]]] = []
 
     @property
@@ -347,7 +347,8 @@ class Supervisor:
         return self._send_all(signal.SIGKILL)
 
     def _send_all(self, number: int) -> list[Action]:
-        # An evaluator may finish its work, unless the run has failed or got a signal.
+        # Processes beside the run, such as an evaluator, may finish their work, unless the run has
+        # failed or got a signal.
         to_all = self._failure or self._signal
         return [
             Send(rank, number)

@@ -184,8 +184,9 @@ class _LocalModel:
         self._count, start = len(weights), work.optimizer_start
         self._tables = {self._count + k: table for k, table in work.slots_by_rows.items()}
         self._shapes = [*(v.shape for v in weights), *(value.shape for value in start)]
-        # In an optimizer slot of a table, all rows begin with the same values (`step_of_rows`). So
-        # the graph holds only one row, and `read` repeats it.
+        # In an optimizer slot of a table, all rows begin with the same values, because tables of
+        # other optimizers are not trained by rows (`step_of_rows`). So the graph holds only one
+        # row, and `read` repeats it.
         self._start = [
             tf.convert_to_tensor(value[:1] if k in work.slots_by_rows else value)
             for k, value in enumerate(start)

@@ -72,8 +72,9 @@ class Server:
         self.first = self.shards[0]
         bound = getattr(rule, "max_staleness", None)
         self.order = self.shards if bound is None else [*self.shards[1:], self.first]
-        # Each server has a variable of the learning rate. If the workers have the optimizers, only
-        # the first server has one. If the rate is a schedule, there is none.
+        # The variables that hold the learning rate. If the servers have the optimizers, each server
+        # has such a variable. If the workers have the optimizers, only the first server has one. If
+        # the rate is a schedule, there is none.
         self._rates: dict[Shard, tf.Variable] = {}
         with tf.device(self.first.device):
             if rule.local_steps and isinstance(model.optimizer.learning_rate, keras.Variable):

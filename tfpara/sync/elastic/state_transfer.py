@@ -76,9 +76,9 @@ class StateTransfer:
         (synchronizer,) = self._extended.models.synchronizers
         hosts = self._extended.control.collectives
         assert isinstance(hosts, TensorFlowCollectives)  # Horovod is not used in elastic runs
-        # The length of the history is padded to a power of 2, since TensorFlow keeps memory for
-        # every shape that it has sent. A receiver's own history may be longer than that, so it is
-        # cut.
+        # All workers must give equally many bytes. TensorFlow keeps memory for every shape that it
+        # has sent, so to have few shapes the number is a power of 2. The source's history is padded
+        # to that. A receiver's own history, which is not sent, may be longer, so it is cut.
         size = 1 << (ahead["history"] - 1).bit_length()
         note = self._history.ljust(size)[:size]
         values, history = hand_over(self.slots(), hosts, source, receives, note)

@@ -95,7 +95,8 @@ class Synchronizer:
             if self._overlap is not None:
                 self._overlap.act()
             elif self._device_period is None:
-                self.graph.sync(tf.constant(True))  # nothing else can be due
+                # `count` has found something due, which can only be a sync here.
+                self.graph.sync(tf.constant(True))
             else:
                 due = self.graph.block.steps.read_value() >= self.graph.block.due()
                 where(due, lambda: self.graph.sync(tf.constant(True)))
@@ -416,8 +417,8 @@ class Synchronizer:
         assign(self._variables.weights, [graph.replicas.constrained(weights)] * count)
         graph.averaging.start_moments()
         if graph.compressed is not None:
-            # The next sync sends the differences between the weights and these points, so the
-            # points must be set, too.
+            # A compressed sync sends the differences between the weights and its `points`. So the
+            # points must be set to the new weights, too.
             graph.compressed.set_points(graph.global_state.broadcast_point())
 
     def open_fragments(self, pending_samples: Sequence[tf.Tensor]) -> list[bool]:
