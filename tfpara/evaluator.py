@@ -208,8 +208,8 @@ class _Evaluator:
         position: dict[str, Json] = dict(manifest["position"])
         if position["finished"]:
             # A `fit` that `stop_training` has ended marks its last checkpoint as finished. But the
-            # script may then call `fit` again. If a later checkpoint exists, it has done so, and
-            # this checkpoint is not the end of the run.
+            # script may then call `fit` again. If a later checkpoint exists, the script has done
+            # so, and this checkpoint is not the end of the run.
             position["finished"] = number >= max(self._store.numbers(), default=number)
         return position
 

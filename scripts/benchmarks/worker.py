@@ -214,8 +214,8 @@ def _syncs(options: dict[str, Any]) -> dict[str, Any]:
         lambda _: tf.data.Dataset.from_tensors((x, y)).repeat()
     )
     # The first 17 syncs also measure the distances between the replicas. So the first 18 syncs are
-    # not timed. If the run times fewer than 18 syncs, only as many come before them untimed, so
-    # that the run stays short.
+    # not timed. If the run times fewer than 18 syncs, only as many syncs come before them
+    # untimed.
     warm_up = min(18, options["syncs"])
     model.fit(data, epochs=1, steps_per_epoch=2 * warm_up, verbose=0)
     before = strategy.statistics()

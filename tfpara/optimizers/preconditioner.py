@@ -67,8 +67,8 @@ class Preconditioner:
             used = Scatter(*(tf.where(count < start, n, u) for n, u in zip(new, used, strict=True)))
             return count + 1, used, new
 
-        # The loop makes no update, one update, or those of the first minibatch. It traces `update`
-        # only once, whereas separate branches would each trace it.
+        # The loop makes no update, one update, or those of the first minibatch. Separate branches
+        # would trace `update` several times.
         _, used, after = tf.while_loop(
             lambda count, *_: count < number, update, (0, before, before), parallel_iterations=1
         )

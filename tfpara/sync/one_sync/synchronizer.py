@@ -418,7 +418,7 @@ class Synchronizer:
         graph.averaging.start_moments()
         if graph.compressed is not None:
             # A compressed sync sends the differences between the weights and its `points`. So the
-            # points must be set to the new weights, too.
+            # points must be set anew, too.
             graph.compressed.set_points(graph.global_state.broadcast_point())
 
     def open_fragments(self, pending_samples: Sequence[tf.Tensor]) -> list[bool]:
