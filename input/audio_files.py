@@ -24,16 +24,17 @@ from tfpara.files import regular
 
 DECODERS = ("soundfile", "tensorflow-io")
 _SCALE = 32768.0  # full scale of Kaldi's samples, which have the range of 16-bit integers
-# The loudest sample that a file of floats may have, as a multiple of full scale. In float32, the
-# energy of louder samples would be Inf.
+# The loudest sample that a file of floats may have, as a multiple of full scale. If samples were
+# much louder, their energy in float32 would be Inf.
 _LOUDEST = 1e9
 _RATES = (1000, 1_000_000)  # Hz; a header with a rate outside this range counts as damaged
 _BLOCK = 1 << 16  # number of samples that are decoded at once
-# No file has more samples per byte than this. Files in FLAC have the most: a frame of FLAC has at
-# least 10 bytes and at most 65,535 samples.
+# No file has more samples per byte than this, so a header that states more is damaged. Files in
+# FLAC have the most samples per byte: a frame of FLAC has at least 10 bytes and at most 65,535
+# samples.
 _PER_BYTE = 6554
 # A length in bytes. When a WAV file is streamed, its header is written before the file's length is
-# known. Such a header states this length or more.
+# known. Such a header states this length or more, so it is not compared with the file's length.
 _UNKNOWN = 0x7FFFF000
 
 

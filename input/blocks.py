@@ -126,6 +126,7 @@ def frame_order(plan: Partition, window: int, seed: int, epoch: int) -> np.ndarr
 
 
 def _generator(seed: int, *key: int) -> np.random.Generator:
-    # The key is not appended to the seed, because the seeds [seed, 1, 0] and [seed, 1, 0, 0] would
-    # give the same random numbers.
+    # If the key were appended to the seed, some keys would give the same random numbers: NumPy
+    # extends a short seed by zeros, so [seed, 1, 0] and [seed, 1, 0, 0] are the same seed.
+    # `spawn_key` tells such keys apart.
     return np.random.default_rng(np.random.SeedSequence(seed, spawn_key=key))

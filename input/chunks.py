@@ -31,7 +31,7 @@ import tensorflow as tf
 from input import blocks, features
 from input.index import CorpusIndex
 
-SECONDS = 3600.0  # default length of a chunk: section 4.2 of paper 002 in docs/papers.md
+SECONDS = 3600.0  # default length of a chunk, from section 4.2 of paper 002 in docs/papers.md
 
 
 class CorpusChunks(NamedTuple):
@@ -110,9 +110,9 @@ class Division:
         if self._shuffle:
             order = blocks.utterance_order(total, self._seed, epoch)
         ends = np.cumsum(self._split.frames[order])
-        # Ideal bounds would make all chunks equally long. Each bound is placed after the last
-        # utterance whose middle lies before the ideal bound. Then equal bounds are moved apart, so
-        # that no chunk is empty.
+        # Ideal bounds would make all chunks equally long, but an ideal bound may lie within an
+        # utterance. So each bound is placed after the last utterance whose middle lies before the
+        # ideal bound. Then equal bounds are moved apart, so that no chunk is empty.
         middles = ends - self._split.frames[order] / 2
         number = np.arange(count + 1)
         bounds = np.searchsorted(middles, ends[-1] * number / count)

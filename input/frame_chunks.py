@@ -131,8 +131,9 @@ class _Windows:
         origin = tf.gather(self._ends - self._chosen.frames, first)
         positions = tf.range(begin - origin, stop - origin)
         if self._seed is not None:
-            # Each window has its own seed of two words. The windows of one chunk have seeds that
-            # differ in the second word. The seeds of different chunks differ in both words.
+            # Each window has its own seed, because equal seeds would shuffle all windows of the
+            # same length in the same way. The chunk's seed has two words, which are drawn for each
+            # chunk. The number of the window is added to the second word.
             seed = tf.stack([self._seed[0], self._seed[1] + number])
             positions = tf.random.experimental.stateless_shuffle(positions, seed)
         ends = tf.cumsum(chosen.frames)

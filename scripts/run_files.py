@@ -33,7 +33,8 @@ _AT_START = ("flags.txt", "model.json", "held_out.csv", _EVENTS)
 # the search for files that match a longer pattern would take too much time.
 _LONGEST_NAME = 1000
 _LOOK_SECONDS = 1.0  # pause between two checks whether a run has begun
-# While a weights file is being written, its name begins with a prefix that fits this pattern.
+# While a weights file is being written, its name begins with a prefix that fits this pattern. If
+# the program is killed meanwhile, the file stays under that name, so it counts as the run's file.
 _BEING_WRITTEN = ".[0-9]*."
 
 

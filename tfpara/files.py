@@ -51,8 +51,8 @@ def whole(path: str | os.PathLike[str]) -> Iterator[Path]:
     try:
         with naming(path):
             yield scratch / path.name
-        # Entries are moved in this order: files that are neither .json files nor for `path`; then
-        # .json files, which list them; and last the file or folder for `path`.
+        # A .json file may list other files. It is moved after them, so that a reader who finds the
+        # list also finds the files. The file or folder for `path` is moved last.
         entries = sorted(
             scratch.iterdir(), key=lambda e: (e.name == path.name, e.suffix == ".json")
         )

@@ -77,9 +77,9 @@ class Namespaces:
         _run(*inside, "link", "set", "switch", "up")
         for end, name in enumerate(self.names):
             _run("ip", "netns", "add", name)
-            # Within the namespace, `ip netns exec` shows this file as /etc/hosts. The file gives
-            # the machine's name the address of the cable's end, since Gloo listens at the address
-            # of that name.
+            # Gloo listens at the address that /etc/hosts gives for the machine's name. Within the
+            # namespace, `ip netns exec` shows the file written here as /etc/hosts. So the file
+            # gives the machine's name the address of the cable's end.
             (_HOSTS / name).mkdir(parents=True)
             lines = f"127.0.0.1 localhost\n{_address(end)} {socket.gethostname()}\n"
             (_HOSTS / name / "hosts").write_text(lines)

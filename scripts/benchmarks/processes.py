@@ -139,8 +139,8 @@ def _environment(place: Loopback | Namespaces, cluster: Cluster | None) -> dict[
     }
     if cluster is None:
         return environment
-    # Without these variables, Gloo would look up the address of this machine's name, and use the
-    # interface with that address.
+    # These variables make Gloo use the interface that is measured. Without them, Gloo would look up
+    # the address of this machine's name, and use the interface with that address.
     interfaces = dict.fromkeys(("GLOO_SOCKET_IFNAME", "HOROVOD_GLOO_IFACE"), place.interface)
     return environment | interfaces | {"TF_CONFIG": cluster.tf_config()}
 

@@ -20,8 +20,8 @@ _silence: str | None = None
 _who_is_mute: Callable[[], str] = str  # returns the names of silent workers; "" if unknown
 # Returns the fix for the exchange that failed in this process; "" if there is none.
 _advice: Callable[[], str] = str
-# The places of the workers, if this process has ended an exchange because workers waited in
-# different ones; else "".
+# If this process has ended an exchange because workers waited in different exchanges: the place of
+# each worker, in words. Else "".
 _apart = ""
 # The error of each worker that has reported its end, by rank; "" if it ended without an error.
 _ended: dict[int, str] = {}
@@ -33,8 +33,8 @@ _WHO_WAS_SILENT = re.compile(r"; (.*?) was silent \(timeout_seconds\)")
 _ASSERTED = re.compile(
     r"assertion failed: \[((?:replicas?|workers?) .*?)\](\n| \[Op:|$)", re.DOTALL
 )
-# TensorFlow may report no more than this text if a function of a graph runs on several devices and
-# another function that it calls fails.
+# If a function of a graph runs on several devices, and another function that it calls fails,
+# TensorFlow may report only this text. So an error with this text may have any cause.
 _CANCELLED = "RecvAsync is cancelled"
 _NAMES = re.compile(r"(?:^|and )(chief|worker \d+)\b")
 _OF_A_SYNC = re.compile(f"ollective|RecvBuf|Horovod has|{_CANCELLED}")

@@ -76,8 +76,8 @@ class Chunks:
             dataset = self._dataset(epoch, chunk, *arguments)
         except tf.errors.OperatorNotAllowedInGraphError as error:
             # TensorFlow compares the global seed and the operation's seed with (0, 0) in Python. If
-            # the global seed is 0, the comparison needs the value of the operation's seed. A tensor
-            # of a graph has no value yet.
+            # the global seed is 0, the comparison needs the value of the operation's seed. If that
+            # seed is a tensor of a graph, it has no value yet, so TensorFlow raises this error.
             if tf.compat.v1.get_default_graph().seed != 0:
                 raise
             raise ValueError(

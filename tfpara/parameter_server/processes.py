@@ -24,7 +24,8 @@ _DEVICE = "/job:{}/replica:0/task:{}/device:CPU:0"
 # The servers are kept for the life of the process, because a server stops when its Python object is
 # deleted.
 _servers: list[tf.distribute.Server] = []
-# The keys are the contents of TF_CONFIG. Several strategies of a program share one object.
+# The `Processes` of each cluster, by the content of TF_CONFIG. All strategies that a program makes
+# for one cluster share the same object.
 _joined: dict[str, Processes] = {}
 
 
@@ -99,7 +100,8 @@ class Processes(Workers):
 
         sys.excepthook = hook
         # Python calls `_end` after the last line of the program, and deletes TensorFlow's objects
-        # only later.
+        # only later. Until then TensorFlow needs the other processes, so `_end` tells them to end
+        # when this process is gone.
         atexit.register(self._end)
 
     def _end(self) -> None:

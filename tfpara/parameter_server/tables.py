@@ -171,7 +171,7 @@ class Tables:
 
         Raises ValueError if only rows of the table were pulled.
         """
-        if self._looking and not assigned:  # the layer looks ids up
+        if self._looking and not assigned:  # a layer looks ids up, so it needs only their rows
             return
         self._read_whole.add(index)
         if self._by_rows:

@@ -75,8 +75,8 @@ def _compare(adapter: Any, dataset: tf.data.Dataset | None, extended: PeriodicSy
             "minibatches, and give them `data`."
         )
     place = extended.call_site
-    # If a callback of `fit` calls `evaluate`, other workers may be at other steps of `fit`, so the
-    # data are not compared.
+    # To compare their data, all workers must take part in an exchange. If a callback of `fit` calls
+    # `evaluate`, other workers may be at other steps of `fit`, so the data are not compared.
     if not (place.fits and place.calls):
         drawn = isinstance(adapter, (PyDatasetSteps, ShuffledArrays))
         extended.data.check(_facts(adapter, dataset) if divided else {}, drawn)
@@ -169,8 +169,8 @@ class Passes(trainer.TFEpochIterator):
         """Prints a note if the rest of a resumed pass may have another order than before."""
         if self.dataset is None:
             return
-        # In the first epoch, a shuffle with a seed has the order that it had in the former process.
-        # So in that epoch a seed is enough.
+        # In a new process, a shuffle with a seed begins again with the order of the first epoch. So
+        # a seed is enough for a pass that began in the first epoch.
         why = same_data.why_order_differs(self.dataset, epoch == 0)
         if why:
             self.extended.notes.tell(

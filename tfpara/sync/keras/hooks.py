@@ -68,7 +68,8 @@ def install() -> None:
         replace(keras.Model, method, _of_all_rows)
     # `fit` and `evaluate` call this method to turn the outputs of a step into their log.
     replace(keras.Model, "_get_metrics_result_or_logs", of_all_workers)
-    # The strategy learns of an optimizer in a custom loop only from its first step.
+    # In a custom loop, the strategy learns of an optimizer only when the optimizer takes its first
+    # step. So these methods of all optimizers are replaced.
     for kind in (keras.optimizers.Optimizer, keras.optimizers.LossScaleOptimizer):
         replace(kind, "apply", step_noted)
         replace(kind, "scale_loss", loss_looked_at)

@@ -31,13 +31,14 @@ _call_python_function = FuncRegistry.__call__
 # TensorFlow's timeouts are this many seconds longer than those of tfpara. So the watchdog of tfpara
 # ends a wait before TensorFlow does, and can name the silent worker.
 LATER_SECONDS = 10.0
-# The first group keys of two successive strategies differ by this number, since each strategy uses
-# several keys.
+# Each strategy uses several group keys, which no other strategy may use. So the first group keys of
+# two successive strategies differ by this number.
 BETWEEN_STRATEGIES = 1024
 _SEED = 87654321  # TensorFlow's default seed
 # Counts the strategies that this process has made on each cluster's server.
 served: collections.Counter[cluster.Cluster] = collections.Counter()
-# TensorFlow always lists these options of its graph optimiser, even if the program has set none.
+# TensorFlow always lists these options of its graph optimiser, even if the program has set none. So
+# a program has chosen among the optimiser's parts only if TensorFlow lists other options, too.
 NO_PARTS = {"disable_meta_optimizer", "disable_model_pruning"}
 
 

@@ -53,8 +53,9 @@ class Control:
             nonlocal got
             got = self.collectives.broadcast(value, name)
             if self._company.changes:
-                # No worker passes this barrier before all workers have the tensor. So all other
-                # workers have the tensor if a worker is lost after the barrier.
+                # If a worker is lost after another worker has completed an exchange, the exchange
+                # is not repeated. No worker completes this exchange before all workers have the
+                # tensor, because of the barrier.
                 self.collectives.barrier(name)
 
         self._company.together(exchange)
