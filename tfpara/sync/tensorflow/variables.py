@@ -44,8 +44,9 @@ class Metric(_AsNumber, _values.SyncOnReadVariable):
         """Whether a read gives replica 0's component."""
         return self._aggregation == tf.VariableAggregation.ONLY_FIRST_REPLICA
 
-    # If `is_of_first` is true, the parent class's versions of the next two methods would give each
-    # worker the value of its own first replica, without an exchange between the workers.
+    # If `is_of_first` is true, all workers must read replica 0's component. But the parent class's
+    # versions of the next two methods would give each worker the value of its own first replica,
+    # without an exchange between the workers.
     def _get_cross_replica(self) -> tf.Tensor:
         if self._aggregation == tf.VariableAggregation.NONE:
             raise ValueError(not_aggregated(self.name))
