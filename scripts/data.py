@@ -183,8 +183,8 @@ class TrainingData:
 
     def _stretches(self, epoch: int, replicas: int) -> list[_Stretch]:
         """Returns the parts of an epoch that have one minibatch size each."""
-        # After a multiple of `unit` frames, all replicas have done equally many minibatches,
-        # whatever the size of a minibatch.
+        # The size changes only after a multiple of `unit` frames. There all replicas have done
+        # equally many minibatches, whatever the size of a minibatch.
         unit = self._sizes_unit * replicas
         starts: dict[int, int] = {}
         for segment in self._sizes.segments(epoch, self.num_frames):
@@ -281,7 +281,7 @@ def training_chunks(
         context=description["context"],
         shuffle_frames=shuffle_frames,
     )
-    if len(minibatch) > 1:  # then the number of minibatches differs between epochs
+    if len(minibatch) > 1:  # with several sizes, epochs differ in their number of minibatches
         made = made._replace(num_minibatches=None)
     return tfpara.Chunks(*made)
 

@@ -16,7 +16,9 @@ _OTHERS = {"activation": (str,), "dropout": (int, float), "cell_clip": (int, flo
 # have them among its "arguments".
 _SEEDS = ("seed", "streams")
 _LARGEST = 1 << 20  # limit for numbers that describe the data; the model's sizes have other limits
-_LAYER_BYTES = 100  # a layer takes at least this many bytes in a file of weights
+# A layer takes at least this many bytes in a file of weights. So the size of the file limits the
+# number of layers.
+_LAYER_BYTES = 100
 
 
 def check(description: Any, room: int) -> None:

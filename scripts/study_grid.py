@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any, NamedTuple
 
-from scripts import common  # isort: skip  # before TensorFlow, whose log level this sets
+from scripts import common  # isort: skip  # sets TensorFlow's log level, so it comes first
 
 from absl import flags
 
@@ -73,8 +73,8 @@ OWN_FLAGS = (_CHOSEN,)
 
 _DECAY = "0.8"
 _WEIGHTS = {"global": "", f"ema-{_DECAY}": f", EMA({_DECAY})"}
-# Maps the number of replicas to a share. The default rule's error may exceed the error of one
-# replica by at most this share of it.
+# The study's aims, by number of replicas: by how much the error of the default rule may exceed the
+# error of one replica, as a share of the latter.
 _AIMS = {4: 0.01, 8: 0.03, 16: 0.05}
 
 

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from tfpara.version import __version__
 
-# Type checkers and editors read these imports. They give the same names as `_NAMES` below.
+# Only type checkers and editors read these imports. At run time, `__getattr__` below imports the
+# same names when they are used.
 if TYPE_CHECKING:
     from tfpara import callbacks as callbacks
     from tfpara import cluster as cluster

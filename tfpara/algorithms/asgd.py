@@ -121,7 +121,8 @@ class AveragedASGD(ASGD):
     Source: paper 002, sections 2.3 and 2.4.
     """
 
-    # The fields of `ASGD` are declared here once more, so that they are keyword-only, too.
+    # The fields of `ASGD` are declared here once more, because `kw_only=True` makes only the
+    # fields keyword-only that the class itself declares.
     max_staleness: int | None = None
     delay_compensation: float = 0.0
     rate_by_staleness: bool = False
@@ -396,7 +397,8 @@ class AsyncBMUF(_Rule):
         Args:
             short: as for `BMUF.for_normalised`.
         """
-        # `warmup` is compared by `is`, because 1 == True, but a 1 that was given must stay.
+        # The test is `is True`, because `== True` would also hold for the number 1. A 1 that the
+        # user has given must stay.
         by_default = self.warmup is None or self.warmup is True
         if self.block_momentum is not None or not by_default:
             return self

@@ -125,7 +125,8 @@ def _connections(pid: int) -> Iterator[tuple[str, _Connection]]:
         with contextlib.suppress(OSError):
             for line in Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:]:
                 words = line.split()
-                # An IPv4 address and its port are 13 hexadecimal characters here. If the IPv4
-                # address is written in the form of IPv6, these are the last 13 of the word.
+                # An IPv4 address and its port are 13 characters here: 12 hexadecimal digits and a
+                # colon. An IPv4 address in the form of IPv6 ends with the same 13 characters, so
+                # both forms give the same result.
                 here, there = (word[-13:] for word in words[1:3])
                 yield words[9], (here, there)

@@ -160,7 +160,8 @@ class StatusBoard:
             if self._has_table.wait(_TABLE_SECONDS) or self._door or not self._thread.is_alive():
                 return self._table
         # The chief does not answer, and only the chief can ask the other workers for their rows. So
-        # the chief is shown as silent, and each other worker as waiting.
+        # the chief is shown as silent. Each other worker is shown as waiting, so that messages
+        # blame only the chief.
         return [_SILENT] + [Row("", [""])] * (self._cluster.num_workers - 1)
 
     def end(self) -> None:

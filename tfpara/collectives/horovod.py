@@ -34,7 +34,7 @@ def problem() -> str | None:
     command = f"run scripts/install_horovod.sh --venv={sys.prefix}"
     if spec is None or not spec.submodule_search_locations:
         return f"Horovod is not installed in {sys.prefix}. To build it, {command}"
-    # Horovod's build has written this file. The file states the version of TensorFlow for which
+    # Horovod's build writes the file metadata.json. It states the version of TensorFlow for which
     # Horovod was built.
     record = Path(spec.submodule_search_locations[0]) / "metadata.json"
     built_for = json.loads(record.read_text()).get("tensorflow") if record.exists() else None
@@ -133,9 +133,9 @@ class HorovodCollectives:
         # Without NCCL all of Horovod's operations run on CPUs.
         self._device = "CPU:0" if on_gpu and not self._by_nccl else device
         # `longest` is the largest number of workers with which a reduce-scatter is fast. With Gloo
-        # this number is 1, because two workers share one connection, and Gloo's all-to-all and
-        # all-gather send before they receive. So a worker's request for data waits until the
-        # worker's own data are sent.
+        # even two workers are too many. Between two workers there is one connection, and Gloo's
+        # all-to-all and all-gather send before they receive. So a worker can ask the other one for
+        # data only after its own data are sent.
         longest = 1 if self._hvd.gloo_enabled() else 2
         self.scatters_well = self._by_nccl or size <= longest
         self._timeout, self._group = float(timeout_seconds), group

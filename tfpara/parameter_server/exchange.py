@@ -103,7 +103,7 @@ class Exchange:
             turn: list[tf.Tensor] = []
             if self._staleness is not None and shard is server.first:
                 # With a bound on staleness, the first server comes last. It applies the push only
-                # if all other servers have done so. There the push's turn (`_turn`) ends.
+                # if all other servers have done so. The push's turn (`_turn`) ends on this server.
                 turn, everywhere = [accepted], [accepted, *(there for there, *_ in answers[1:])]
                 accepted = tf.reduce_all(tf.stack(everywhere))
             part = parts[shard.number]
@@ -149,7 +149,8 @@ class Exchange:
         accepted, *turn = shard.sent([accepted, *turn])
 
         def write() -> list[tf.Tensor]:
-            # The graphs of tf.cond's branches do not inherit the device scope.
+            # The device is set again here, because the graphs of tf.cond's branches do not inherit
+            # the device scope.
             with tf.device(shard.device):
                 changes, moves, staleness = shard.changes(part, held)
                 if shard is self.server.first:
@@ -180,7 +181,7 @@ class Exchange:
     def _shared(self, part: Push, staleness: tf.Tensor) -> list[Change]:
         """Returns the changes of the variables that only the first server has."""
         server = self.server
-        # A NaN would stay in a moving statistic, so the graph fails before one gets there.
+        # A NaN would stay in a moving statistic forever. So the graph fails before a NaN is added.
         added = [
             tf.debugging.check_numerics(d, f"{NOT_FINITE} {name!r}")
             for d, name in zip(part.state, server.state_names, strict=True)

@@ -59,7 +59,9 @@ class RepeatableProgram:
         self._mark = secrets.token_bytes(8)  # placeholder for a seed in the serialized graph
         self._spec = dataset.element_spec
         self._copies = itertools.count()
-        self._anew: list[bool] = []  # for each shuffle: whether each epoch has another order
+        # For each operation that gets seeds, such as a shuffle: whether it draws other numbers in
+        # each epoch.
+        self._anew: list[bool] = []
         for scope in scopes(graph):
             for node in list(scope.nodes):
                 self._rewrite(node, scope)
@@ -82,11 +84,13 @@ class RepeatableProgram:
         if generator is not None:
             node.input[generator] = scope.add("DummySeedGenerator", "handle")
         seeds = [node.input[place] for place in (first, second)]
-        # Seeds that are computed from the data are the same in all workers' copies already.
+        # Seeds that are computed from the data stay, because they are the same in all workers'
+        # copies already.
         if not all(map(scope.is_fixed, seeds)):
             return
         anew = any(node.attr[name].b for name in _ANEW if name in node.attr)
-        # With fixed seeds of its own, the dataset has the same order in all copies and epochs.
+        # Fixed seeds of the dataset's own stay, because they give the same order in all copies and
+        # epochs already.
         if not anew and list(map(scope.constant, seeds)) != [0, 0]:
             return
         self._anew.append(anew)

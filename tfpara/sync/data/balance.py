@@ -140,8 +140,8 @@ class Balance(EpochUnits):
         self._changes = np.zeros(workers)
         self._shares = np.zeros(workers, int)  # each worker's share of the last assigned block
         self._unmeasured = 0  # this number of coming blocks will not be measured
-        # Whether the present pass has had a complete block. After it, incomplete blocks of the pass
-        # are not measured.
+        # Whether the present pass has had a complete block. Once this is True, incomplete blocks of
+        # the pass are not measured.
         self._had_whole = False
         # The place where the run resumes: the epoch, and the values `minibatches` and `owed` that
         # `position` returned.

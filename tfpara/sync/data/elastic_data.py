@@ -296,8 +296,8 @@ def _parts_of(dataset: tf.data.Dataset, parts: int, own: Any) -> tf.data.Dataset
         begin, end = (rows * (number % parts + k) // parts for k in (0, 1))
         return tf.nest.map_structure(lambda leaf: slice_of(leaf, begin, end), element)
 
-    # A batch is cut only after the worker's own minibatches are chosen, so no other minibatch is
-    # cut out.
+    # The worker's own minibatches are chosen before batches are cut. So no time is lost in cutting
+    # out the minibatches of other workers.
     return own.among(dataset.enumerate().flat_map(numbered)).map(part)
 
 

@@ -86,7 +86,8 @@ def _value(leaf: Nest, row: int) -> Json:
     try:
         array = np.asarray(leaf.iloc[row] if hasattr(leaf, "iloc") else leaf[row])
         if array.dtype.kind in "biuf":
-            # These weights make the mean depend on the order of the columns.
+            # These weights make the mean depend on the order of the columns, so that a worker whose
+            # columns have another order is noticed.
             weights = np.linspace(1.0, 2.0, array.size)
             return float((array.astype(np.float64).ravel() * weights).mean())
         if array.dtype.kind in "SUO":
@@ -130,7 +131,8 @@ def _parts(dataset: tf.data.Dataset) -> Iterator[tf.data.Dataset]:
     while waiting:
         part = waiting.pop()
         yield part
-        # Datasets that read files have an input in `_dataset` or `_filenames`.
+        # `_inputs()` is not enough: datasets that read files have an input in `_dataset` or
+        # `_filenames`.
         wrapped = [getattr(part, name, None) for name in ("_dataset", "_filenames")]
         waiting += [*part._inputs(), *(p for p in wrapped if isinstance(p, tf.data.Dataset))]
 
@@ -143,7 +145,7 @@ def _number(part: object, name: str) -> int | None:
 def batch_size(dataset: tf.data.Dataset) -> int | None:
     """Returns the number of rows of all batches but the last; None if unknown."""
     shapes = [getattr(spec, "shape", None) for spec in tf.nest.flatten(dataset.element_spec)]
-    # An input may be None, and its spec has no shape.
+    # An input of the model may be None. Its spec then has no shape.
     if any(shape is not None and shape.rank == 0 for shape in shapes):
         return None
     found = int(compute_batch_size(dataset))

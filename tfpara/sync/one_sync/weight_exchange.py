@@ -23,7 +23,8 @@ from tfpara.sync.one_sync.state_vars import Kind, Slot
 WITH_REPORTS_BYTES = 2 << 20
 MORE_BYTES = 1 << 16
 # TensorFlow takes a part of a float32 or int32 vector without a copy if the indices at which the
-# part begins and ends are multiples of this number.
+# part begins and ends are multiples of this number. So vectors that are sent together are followed
+# by zeros, up to such a multiple.
 ALIGNED = 16
 # A wire is a transport of weights. `Writes` pairs each of its variables with the value that
 # `Averaging.commit` writes to the variable.

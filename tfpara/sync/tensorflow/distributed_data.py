@@ -129,7 +129,7 @@ class DistributedData:
         for synchronizer in self.models.synchronizers:
             synchronizer.step_is_over()
         iterator = iterator_over(dataset, begin)
-        if not self.worker.call_site.calls:  # an evaluation reads its data whole
+        if not self.worker.call_site.calls:  # only training skips; an evaluation reads all data
             for _ in range(self.position.take_steps()):
                 next(iterator)
         return iterator
@@ -249,9 +249,9 @@ class DistributedData:
         if self.balance is None or place.calls:
             return None
         if self.worker.changes:
-            # In an elastic run, the steps of an epoch read datasets that `DataPlan` makes. They do
-            # not read the datasets given to `fit`. So a pass over those gets no minibatches once
-            # the first epoch has begun.
+            # In an elastic run, the steps of an epoch read datasets that `DataPlan` makes, and not
+            # the datasets given to `fit`. So once the first epoch has begun, a pass over a dataset
+            # given to `fit` gets no minibatches: `Dealt(None)` is an empty deal.
             return None if place.is_before_epochs else Dealt(None)
         return self.balance.begin_epoch(epoch, first, warm=self.models.steps_seen > 0)
 
@@ -300,7 +300,8 @@ class _EpochDatasets(_Datasets):
     """The datasets of `datasets_by_epoch`, made anew when a pass over another epoch begins."""
 
     dataset_fn: _DatasetFn  # the user's function
-    # The datasets were made for this epoch, this `first` and this share of the worker.
+    # What the datasets were made for: an epoch, the first minibatch that is read of it, and the
+    # worker's share of the minibatches.
     built_for: tuple[int, int, tuple[int, int]]
 
     @property

@@ -56,8 +56,9 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         shown: the name given to `strategy.weights`, inside its context; else None.
     """
 
-    # The parent class has a thread that probes other workers. It is turned off, since here
-    # collectives end by errors and timeouts.
+    # The parent class has a thread that probes whether other workers still answer. The thread is
+    # turned off, because tfpara's collectives notice silent workers themselves: they end with an
+    # error, at the latest after a timeout.
     _enable_check_health = False
 
     def __init__(
@@ -196,7 +197,8 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         return updated
 
     def _initialize_local_devices(self, cluster_resolver: Any, worker_device: str) -> Any:
-        # The parent class's method would use one CPU device at most.
+        # The parent class's method would take all GPUs, or else a single CPU device. This method
+        # takes the wanted devices.
         listed = [device.name for device in tf.config.list_logical_devices()]
         devices = checked_devices(self._wanted_devices, listed, worker_device)
         return tuple(devices), self._wanted_devices[0].upper().split(":")[0]
@@ -229,7 +231,8 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
     def _replica_ctx_update(
         self, var: Variable, fn: Callable[..., Nest], args: Nest, kwargs: Nest, group: bool
     ) -> Nest:
-        # While run() is traced, optimizers write weights and slots through this method.
+        # While run() is traced, optimizers write weights and slots through this method. The list
+        # `written` shows afterwards whether the traced function trains, and which weights.
         self.steps.trace.written.append(var)
         return super()._replica_ctx_update(var, fn, args, kwargs, group)
 

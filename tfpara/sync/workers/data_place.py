@@ -55,7 +55,7 @@ class DataPlace:
 
 
 # The place for which a dataset is being constructed. Threads that read the dataset later do not
-# inherit the place.
+# inherit the place, so they find no place.
 _PLACE: contextvars.ContextVar[DataPlace | None] = contextvars.ContextVar(
     "tfpara_data_place", default=None
 )

@@ -30,8 +30,8 @@ def everyones(value: Json, control: Control, purpose: Purpose) -> list[Json]:
 def _everyones(value: Json, control: Control, purpose: Purpose) -> list[Json]:
     text = json.dumps(value, default=repr, sort_keys=True).encode()
     lengths = control.together(purpose, len(text))
-    # The length of the text is padded to a power of 2, because TensorFlow keeps memory for every
-    # shape that it has sent.
+    # TensorFlow keeps memory for every shape that it has sent. So the text is padded to a power of
+    # 2, and there are only few different shapes.
     padded = np.zeros(1 << max(lengths).bit_length(), np.int32)
     padded[: len(text)] = np.frombuffer(text, np.uint8)
     table = control.collectives.all_gather(tf.constant(padded), "text").numpy()
