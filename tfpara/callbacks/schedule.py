@@ -128,8 +128,8 @@ class LearningRate(Schedule):
         self._done, self._used = 0, None
         if restored and restored[0] == epoch:
             _, self._done, self._used = restored
-        # In an epoch that is resumed, Keras counts batches from the first one after the resumption.
-        # AsyncStrategy counts them from the start of the epoch.
+        # In an epoch that is resumed, Keras counts batches from the first one after the resumption,
+        # so the earlier ones must be added. AsyncStrategy counts from the start of the epoch.
         is_async = self._strategy.running is not None
         self._before = 0 if is_async else self._done
         if self._steps:

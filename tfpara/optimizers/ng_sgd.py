@@ -161,8 +161,8 @@ class NGSGD(keras.optimizers.SGD):
                     "this optimizer has another model, or other trainable weights of this one. "
                     "Make a new NGSGD for each model, and again after freezing layers."
                 )
-            # There are no sides yet if a strategy, or the caller, has called `build` before the
-            # layers were known.
+            # If a strategy, or the caller, called `build` before the layers were known, that call
+            # has made no sides, and `build` does nothing now.
             if not self._sides:
                 self._make_sides(model.trainable_variables)
         owner, mine = weakref.ref(model), weakref.ref(self)

@@ -26,7 +26,7 @@ MORE_BYTES = 1 << 16
 # part begins and ends are multiples of this number. So vectors that are sent together are followed
 # by zeros, up to such a multiple.
 ALIGNED = 16
-# A wire is a transport of weights. `Writes` pairs each of its variables with the value that
+# The writes of a wire (a transport of weights): each variable of the wire, with the value that
 # `Averaging.commit` writes to the variable.
 Writes = list[tuple[tf.Variable, tf.Tensor]]
 

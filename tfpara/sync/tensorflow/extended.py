@@ -232,7 +232,7 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
         self, var: Variable, fn: Callable[..., Nest], args: Nest, kwargs: Nest, group: bool
     ) -> Nest:
         # While run() is traced, optimizers write weights and slots through this method. The list
-        # `written` shows afterwards whether the traced function trains, and which weights.
+        # `written` tells whether the traced function trains, and which weights it trains.
         self.steps.trace.written.append(var)
         return super()._replica_ctx_update(var, fn, args, kwargs, group)
 
