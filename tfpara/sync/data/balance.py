@@ -139,7 +139,7 @@ class Balance(EpochUnits):
         # by `_LARGEST_CHANGE`, and b is the smoothed time before that block.
         self._changes = np.zeros(workers)
         self._shares = np.zeros(workers, int)  # each worker's share of the last assigned block
-        self._unmeasured = 0  # this number of coming blocks will not be measured
+        self._unmeasured = 0  # `regroup` sets how many of the coming blocks are not measured
         # Whether the present pass has had a complete block. Once this is True, incomplete blocks of
         # the pass are not measured.
         self._had_whole = False
