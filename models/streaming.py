@@ -118,7 +118,8 @@ class Streaming(keras.layers.Layer):
             )
         start = None if self.streams is None else self._start(sequences, reset)
         outputs, *states = self.layer(sequences, initial_state=start, mask=mask, training=training)
-        # Without streams `self.states` is empty, and the final state is not kept.
+        # Without streams `self.states` is empty, so the loop keeps no state. `zip` must then not be
+        # strict, because the layer still returns states.
         for variable, state in zip(self.states, keras.tree.flatten(states), strict=False):
             variable.assign(ops.cast(state, variable.dtype))
         return outputs
@@ -131,8 +132,8 @@ class Streaming(keras.layers.Layer):
         )
         if sequences.shape[0] not in (None, self.streams):
             raise ValueError(f"{message}. Received: shape {tuple(sequences.shape)}")
-        # The state comes from variables. Gradients stop at variables, so backpropagation is
-        # truncated.
+        # The state comes from variables, and gradients stop at variables. So backpropagation ends
+        # at the beginning of the batch.
         carried = [ops.cast(variable, self.compute_dtype) for variable in self.states]
         if sequences.shape[0] is None and tf.is_tensor(sequences):
             check = tf.debugging.assert_equal(tf.shape(sequences)[0], self.streams, message)

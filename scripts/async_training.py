@@ -54,7 +54,7 @@ class ChunkedData:
             utterances //= streams.streams
             minibatch = streams.streams * streams.truncation * streams.stack
         # Each chunk must have enough minibatches for one push, and one utterance for each stream.
-        # Both limit the number of chunks.
+        # So there can be at most `pushes` chunks, and at most `utterances`.
         period = next(iter(schedule_flags.sync_periods().values()))
         pushes = self.num_frames // (minibatch * period)
         workers = strategy.num_workers
@@ -70,8 +70,8 @@ class ChunkedData:
             shuffle_frames=shuffle_frames,
         )
         self.num_steps = self.chunks.num_minibatches
-        # If minibatches have several sizes, their number is not known before the run, and
-        # `num_steps` is None.
+        # If minibatches have several sizes, their number is not known before the run. Then
+        # `num_steps` is None, and the sync period is not checked.
         smallest = None if self.num_steps is None else max(1, self.num_steps // self.chunks.count)
         if smallest is not None and period > smallest:
             raise ValueError(

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from scripts import common  # isort: skip  # before TensorFlow, whose log level this sets
+from scripts import common  # isort: skip  # before TensorFlow: common sets its log level
 
 import tensorflow as tf
 from absl import flags
@@ -82,7 +82,7 @@ def main() -> None:
     phones: dict[str, float] = {}
     with common.bad_input():
         if statistics is not None and is_recurrent(description):
-            # Decoding needs a model that takes whole utterances, not streams.
+            # The model above reads streams, but decoding needs one that takes whole utterances.
             model, _ = runs.load(Path(_RUN_DIR.value), _WEIGHTS.value)
         spoken = functools.partial(decoding.utterances, model, description, corpus, _SPLIT.value)
         if hmm is not None:

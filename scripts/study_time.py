@@ -270,7 +270,7 @@ def rows(
     for task, count in dict.fromkeys((way.task, way.replicas) for way in needed if way.rule):
         alone = next(each for way, each in needed.items() if way.task == task and not way.rule)
         # The error to be reached is the error of one replica's run of length 1, plus the tolerance.
-        # So one replica always reaches it.
+        # So one replica always reaches it, and `alone` cannot be None.
         assert alone is not None
         mine = {w: each for w, each in needed.items() if (w.task, w.replicas) == (task, count)}
         periods = {way.period: each for way, each in mine.items() if way.rule == _RULE}

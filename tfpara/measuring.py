@@ -27,7 +27,7 @@ VARIABLE = "TFPARA_MEASURE"
 MARK = "tfpara measured: "
 _SHOWN_LINES = 15  # number of last lines that are shown if a script fails
 _WORKERS = 2  # number of workers, all on this machine, if no hosts are given
-_LOOK_SECONDS = 1.0  # pause between two looks whether a process has failed
+_LOOK_SECONDS = 1.0  # time between two checks whether a process has failed
 _QUIET_SECONDS = 300.0  # longest time that the script may print no progress
 
 
@@ -196,8 +196,9 @@ class _Processes:
         os.close(write)
         for popen, (_, given) in zip(self._popens, self._started, strict=True):
             assert popen.stdin is not None
-            # If the process has ended already, BrokenPipeError is raised here. It may come only at
-            # the end of the block, which flushes the pipe.
+            # If the process has ended already, `write` raises BrokenPipeError, or the end of the
+            # block does, because it flushes the pipe. The error is ignored here, because `lines`
+            # notices the end of the process.
             with contextlib.suppress(BrokenPipeError), popen.stdin:
                 popen.stdin.write(given)
         self.is_alive()

@@ -53,7 +53,8 @@ __all__ = [
 
 # If a replica gets no part of a batch, TensorFlow makes tensors without rows for the replica. It
 # calls `_create_empty_value` if the spec of an element has this method, and else makes a tensor of
-# the spec's shape. The spec of a None has neither, so the method is added.
+# the spec's shape. The spec of a None has neither this method nor a shape, so tfpara adds the
+# method.
 type(tf.type_spec_from_value(None))._create_empty_value = lambda spec: None
 
 _manager: contextvars.ContextVar[Any] = contextvars.ContextVar("cancellation manager", default=None)

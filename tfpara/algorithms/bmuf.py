@@ -20,8 +20,8 @@ _SCALINGS: Mapping[str, tuple[Callable[[int], float], float]] = {
     "linear": (float, 1.0),
     "sqrt": (math.sqrt, 20.0),
 }
-# The number of blocks in which the gain rises by one if the local optimizer is like Adam. See
-# docs/study.md.
+# The number of blocks in which the gain rises by one if the local optimizer is like Adam, and its
+# average of gradients spans at most a block. docs/study.md has the measurements.
 _ADAMS_WARMUP = 5.0
 # With a warm-up, the default of η is at most this number, so the gain 1/(1 − η) is at most 10.
 _LARGEST_DEFAULT = 0.9
@@ -32,7 +32,7 @@ class BMUFState(NamedTuple):
 
     global_model: Array  # W
     delta: Array  # Δ, the update of W; it is zero before the first sync
-    blocks: Scalar  # t, number of blocks so far, a float: a share f of a block counts f
+    blocks: Scalar  # t, number of blocks so far; a share f of a block counts as f
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,8 +184,8 @@ class BMUF(Rule):
             gain *= (1.0 - eta) * num_replicas
         rest = 1.0 - share
         delta = (eta + rest * (1.0 - eta)) * state.delta + gain * update
-        # Most blocks are whole. For a whole block `rest` is 0, and `step` is just `delta`, which
-        # avoids two passes over the weights.
+        # Most blocks are whole. For a whole block `rest` is 0, so `step` equals `delta`. To use
+        # `delta` itself saves two passes over the weights.
         step = delta if isinstance(rest, float) and rest == 0.0 else delta - rest * state.delta
         global_model = state.global_model + step
         if self.compat and self.nesterov:
@@ -241,7 +241,7 @@ class BMUF(Rule):
 
     def _steady_momentum(self, num_replicas: int) -> float:
         if not self._is_default:
-            return self.block_momentum  # type: ignore[return-value]  # it is a tensor in graphs
+            return self.block_momentum  # type: ignore[return-value]  # in graphs, η is a tensor
         eta = 1.0 - 1.0 / self._scaling[0](num_replicas)
         return min(eta, _LARGEST_DEFAULT) if self._blocks_for_one else eta
 

@@ -63,7 +63,8 @@ class AsyncCheckpoint(CheckpointBase):
     ) -> None:
         super().__init__(directory, every_minutes, keep, if_damaged)
         self._plan = dict(data_plan or {})
-        # The epoch and the servers' `generation` at the last checkpoint.
+        # The epoch and the servers' `generation` at the last checkpoint. If both are still the same
+        # at the end of `fit`, no further checkpoint is needed.
         self._saved: tuple[int, int] = (0, 0)
         self._former_handler: Callable[..., object] | int | None = None
 
@@ -123,7 +124,8 @@ class AsyncCheckpoint(CheckpointBase):
         return self.model.distribute_strategy.asked_to_end is not None
 
     def _save(self, epoch: int, *, within: bool = False, finished: bool = False) -> None:
-        # Callbacks before this one may have changed the model, so it is written to the servers.
+        # A checkpoint has the state of the servers. Callbacks before this one may have changed the
+        # chief's model, so the model is first written to the servers.
         self.model.distribute_strategy.write(self.model)
         self._running.follow_rate()
         position: dict[str, Json] = {"epoch": epoch, "within": within, "finished": finished}

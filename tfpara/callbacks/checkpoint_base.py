@@ -53,9 +53,9 @@ class CheckpointBase(fit_call.Callback):
         self._saved_at = time.monotonic()
         # The learning rates before and after the callbacks' `on_epoch_begin` of the present epoch.
         self._rates: list[list[float]] = [[], []]
-        # Only a resume fills these lists, and they are emptied when the resumed epoch begins. The
-        # first list has the rates after `on_epoch_begin` in the former process. The second list has
-        # the rates of the checkpoint.
+        # A resume fills these lists, and the beginning of the resumed epoch empties them. The first
+        # list has the rates after `on_epoch_begin` in the former process. The second list has the
+        # rates of the checkpoint, which callbacks may have changed later in that epoch.
         self._resumed_rates: list[list[float]] = [[], []]
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
@@ -64,8 +64,9 @@ class CheckpointBase(fit_call.Callback):
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         (former, restored), self._resumed_rates = self._resumed_rates, [[], []]
         self._rates[1] = self._rates_now()
-        # If the rates differ from the former ones, the script now has other callbacks, which have
-        # set the rates. Then their rates stay.
+        # If the callbacks have set the same rates as in the former process, the epoch continues
+        # with the checkpoint's rates. Otherwise the script now has other callbacks, and the rates
+        # that they have set stay.
         if self._rates[1] == former:
             self._set_rates(restored)
 

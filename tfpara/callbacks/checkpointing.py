@@ -145,8 +145,8 @@ class Checkpoint(CheckpointBase):
         first = steps = 0
         if resumed is not None and resumed["epoch"] == epoch:
             first, steps = resumed["minibatches"], resumed["steps"]
-        # A checkpoint with 0 steps has the metrics of the epoch before. These metrics are not
-        # restored.
+        # A checkpoint with 0 steps has the metrics of the epoch before. This epoch needs new
+        # metrics, so those are not restored.
         if steps:
             self._at_sync.restore_epoch(steps)
         if self._saved is not None and epoch < self._saved[0]:
@@ -167,9 +167,9 @@ class Checkpoint(CheckpointBase):
 
     def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
         self._steps = self._steps_before + batch + 1
-        # A worker without data for the rest of the epoch does not come here, but waits in a sync.
-        # As long as any worker waits in this way, `after_batch` returns None on the other workers,
-        # and they write no checkpoint.
+        # All workers must write a checkpoint together. A worker without data for the rest of the
+        # epoch does not come here, but waits in a sync. As long as any worker waits in this way,
+        # `after_batch` returns None on the other workers, so they write no checkpoint.
         agreement = self._watch.after_batch(self.model, batch, self._is_due)
         if agreement is not None:
             self._save()

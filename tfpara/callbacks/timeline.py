@@ -26,7 +26,8 @@ _PHASE = re.compile(
     rf"(?:.*/)?sync/({'|'.join(PHASES[1:])})(?:_\d+)?/(?!.*:(?:Const|_Send|_Recv)$)"
 )
 # The recorded event of a collective may be too long: TensorFlow may run later operations in the
-# same thread before that event ends. The collective itself ends when the event `_OVER` begins.
+# same thread before that event ends. The collective itself ends when the event `_OVER` begins, so
+# the timeline shows it until then.
 _OVER = "CollectiveExecutor::ExecuteAsync::Done"
 
 

@@ -27,8 +27,8 @@ THREAD = "tfpara lease"  # name of the thread that renews a lease
 SECONDS = 30.0  # a lease lapses if it is not renewed for this long
 _EVERY = 3  # number of renewals in SECONDS
 _LOOK = 0.5  # seconds between two looks at the lease of another run
-# If two runs may have written a lease at the same time, each waits this many seconds and reads it
-# again.
+# If two runs may have written a lease at the same time, each waits this many seconds. Then it reads
+# the lease again to see which run has it.
 _SETTLE = 2.0
 
 
@@ -58,7 +58,8 @@ class Lease:
             taken_over = self._remove_stale() or taken_over
         self._beat += 1
         # The lease exists now, so a second `create` returns False. It returns True only if the
-        # store overwrites existing files in spite of mode="create".
+        # store overwrites existing files in spite of mode="create". Then another run may have
+        # overwritten the lease at the same time.
         overwrites = self._folder.create(LOCK, self._text())
         if taken_over or overwrites or not self._folder.creates_in_one_step:
             time.sleep(_SETTLE)

@@ -37,7 +37,7 @@ _LOCKS: dict[str, Store] = {}  # the stores that this process has locked, by `_k
 class CheckpointError(RuntimeError):
     """A checkpoint cannot be written or used. The message names the checkpoint and the reason."""
 
-    of_all_workers = True  # All workers raise this error at the same place of the program.
+    of_all_workers = True  # All workers raise this error at the same place, so all end in order.
 
 
 def folder_of(number: int) -> str:
@@ -216,7 +216,7 @@ class Store(abc.ABC):
         try:
             return manifests.parsed(self._manifest(number))
         except RefusedError:
-            raise  # The store has failed. The manifest itself may be good.
+            raise  # The store has failed. The manifest may be good, so no damage is reported.
         except (OSError, ValueError) as error:
             raise CheckpointError(
                 f"{self.path(number)}/{MANIFEST} cannot be used ({_first_line(error)})"

@@ -60,8 +60,8 @@ FIT_END = Purpose(
 END = Purpose("at the end of its program")
 COMPILED_ANEW = Purpose("training a model that was compiled anew")
 _STEP = Purpose("", "train the same epochs of the same calls of fit on every worker")
-# The purposes of the running calls, such as `predict`, of a thread that reads data while `fit` runs
-# in another thread.
+# While `fit` runs in one thread, another thread may read data, and its code may call `predict`, for
+# example. This variable has the purposes of such calls, separately for each thread.
 _BESIDE_FIT = contextvars.ContextVar[tuple[Purpose, ...]]("tfpara_calls_beside_fit", default=())
 
 

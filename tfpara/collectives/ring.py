@@ -11,8 +11,8 @@ import tensorflow as tf
 
 from tfpara.collectives.members import Members, order_of
 
-# This key is larger than the group keys of TensorFlow's own strategies. Those strategies count up
-# from small numbers.
+# TensorFlow's own strategies choose group keys by counting up from small numbers. This key is
+# larger, so none of their groups has the same key.
 _GROUP_KEY = 0x74660000
 
 # Dtypes that TensorFlow cannot broadcast, each mapped to one that carries its values without loss.
@@ -54,14 +54,15 @@ class TensorFlowCollectives:
     ) -> None:
         self._size, self._rank, self._members = len(tasks), rank, members
         order = order_of(tasks)
-        # `_order` is None if TensorFlow orders the workers by rank, because then nothing has to be
-        # sorted.
+        # If TensorFlow already has the workers in the order of ranks, nothing has to be sorted, and
+        # `_order` is None.
         self._order = None if order == list(range(len(tasks))) else order
         self._waiting = waiting
         self._device, self._timeout = device, float(timeout_seconds)
         self._communication = communication.lower()
         self._group_key = _GROUP_KEY + group
-        self._names: dict[int, str] = {}  # names of the operations so far, by key
+        # The names of the operations so far, by key. They show whether two names have the same key.
+        self._names: dict[int, str] = {}
         # TensorFlow runs operations with the same ordering token (or without any token) one after
         # the other. NCCL needs the same order on every worker, so its operations share a token. On
         # the ring each operation has a token of its own, so that buckets are sent in parallel.

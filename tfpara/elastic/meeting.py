@@ -281,9 +281,10 @@ class Line:
             if now >= self._beat_at:
                 self._beat_at = now + self._silence / 5.0
                 self._channel.send()
-            # The meeting point sends signs of life, too, so a silent connection is closed. But if
-            # the meeting point has never answered on this connection, its process may be stopped
-            # (SIGSTOP). A new connection would not help then, so this one is kept for longer.
+            # The meeting point sends signs of life, too. So a silent connection is broken, and is
+            # closed. But if the meeting point has never answered on this connection, its process
+            # may be stopped (SIGSTOP). A new connection would not help then, so this one is kept
+            # for longer.
             answers = self._channel.known
             patience = self._silence if answers else max(self._silence, self._timeout)
             if now - self._channel.heard > patience:
@@ -312,8 +313,8 @@ class Line:
                     self._over = True
                     self._heard.put({"ended": _RENUMBERED, "complete": False})
                 return
-            # The abort comes before the message is queued. The main thread may be waiting in a
-            # collective, and reads the queue only when that has been aborted.
+            # The main thread may be waiting in a collective, and reads the queue only when this
+            # collective has been aborted. So `on_abort` is called before the message is queued.
             case {"abort": int() as generation}:
                 self.on_abort(generation, "a worker is lost")
             case {"evicted": str()}:

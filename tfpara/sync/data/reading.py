@@ -63,7 +63,8 @@ def shuffled_rows(
 
     Seeds are 0 … 2⁴⁸ − 1.
     """
-    # A `RandomState` draws the same numbers in all versions of NumPy.
+    # A `RandomState` draws the same numbers in all versions of NumPy, so a run can resume with
+    # another version.
     drawn = np.random.RandomState([seed % 2**32, seed >> 32, epoch])
     if batch_size is None:
         return drawn.permutation(rows)

@@ -42,7 +42,7 @@ def compiled_by_replica(
         build_optimizers(model)
     if not compiles:
         return _made(make, model, step)
-    with attributes(model, _jit_compile=False):  # the public setter would check the model
+    with attributes(model, _jit_compile=False):  # the public setter would check the model again
         return explained(_made(make, model, CompiledStep(step)))
 
 

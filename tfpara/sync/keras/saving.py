@@ -87,7 +87,8 @@ asks_store = _for_stores(lambda url: RemoteFolder(url).exists())
 def _scratch(path: str) -> Iterator[str]:
     """Yields the path to write a model to, which appears at `path` only once it is complete."""
     if is_of_keras(path) or (os.path.isdir(path) and not files.holds_a_model_alone(Path(path))):
-        # The code below would replace a whole folder, and other files in it would be lost.
+        # To these URLs, Keras itself writes. A folder with other files must not be replaced, as the
+        # code below does, because the other files would be lost.
         yield path
         return
     printed = io.StringIO()

@@ -36,7 +36,8 @@ class TrainingState:
             build_optimizers(model)
         if hasattr(strategy, "synchronize"):
             strategy.synchronize()  # in a run without parameter servers: closes the open block
-        # TensorFlow copies the value of `read_value` only when the variable is next written.
+        # `read_value` makes no copy. TensorFlow copies the value only when the variable is next
+        # written, so until then the values take no memory.
         changing = _changing(model, _shared_slots(model))
         self.kept = [(variable, variable.read_value()) for variable in changing]
 

@@ -74,8 +74,8 @@ class GlobalState:
         buckets = replicas.weights(0)
         moments = replicas.moments(0)
         self.bucket_sizes = [int(b.shape[0]) for b in buckets]
-        # The variables of the state, by label ("rule", "averages/NAME" or "moments"), holder and
-        # bucket.
+        # The variables of the state, by label ("rule", "averages/NAME" or "moments"), by holder (a
+        # device that keeps a part of each bucket) and by bucket.
         self._states: dict[str, list[list[State]]] = {}
         for holder, device in enumerate(aggregation.holders):
             with tf.device(device):

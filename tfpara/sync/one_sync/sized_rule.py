@@ -13,7 +13,8 @@ from tfpara.algorithms.rule import Rule
 from tfpara.sync.one_sync.state_vars import Kind, Slot
 from tfpara.typing import Array, State
 
-_SIZES = (1, 2, 3, 5, 8)  # numbers of replicas for which a rule's hyper-parameters are compared
+# A hyper-parameter follows the number of replicas if it is not the same for all of these numbers.
+_SIZES = (1, 2, 3, 5, 8)
 # The numbers of workers for which a rule is checked if the run has no largest number of workers.
 _LARGE = [*range(1, 33), 64, 128, 256, 512, 1024]
 
