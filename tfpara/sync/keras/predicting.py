@@ -70,8 +70,8 @@ def predict(
         kept = None if stop > start else 0
         rows = [_gathered(leaf[:kept], worker, keeps) for leaf in keras.tree.flatten(outputs)]
         if worker.changes:
-            # After this barrier all workers have the rows. So the exchange need not be repeated if a
-            # worker is lost now.
+            # After this barrier all workers have the rows. So the exchange need not be repeated if
+            # a worker is lost now.
             worker.control.collectives.barrier("predictions")
         found = keras.tree.pack_sequence_as(outputs, rows) if keeps else None
 
