@@ -20,7 +20,7 @@ def resample(samples: np.ndarray, source_rate: int, target_rate: int) -> np.ndar
       ValueError: soxr is not installed.
     """
     soxr = packages.load("soxr")
-    # The samples are converted to floats because soxr would add dither to integers.
+    # soxr adds dither, which is noise, to integers but not to floats. So the samples are converted.
     wide = samples.astype(np.float32)
     converted: np.ndarray = soxr.resample(wide, source_rate, target_rate, quality="HQ")
     return converted

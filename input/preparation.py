@@ -40,7 +40,8 @@ class Options:
     cmvn: str = "none"
     norm_vars: bool = False  # whether features are also divided by their standard deviation
     deltas: int = 2  # highest order of the deltas that are appended; 0 for none
-    # By how much an utterance's number of labels may differ from its number of frames.
+    # How many labels too many or too few an utterance may have. The right number is
+    # ⌈frames / F⌉, if each label stands for F frames.
     max_length_mismatch: int = 0
     # Kinds of problems, from `SKIP`. Utterances with these problems are left out and counted.
     skip: tuple[str, ...] = ()
@@ -184,8 +185,8 @@ def _with_labels(
     """
     known = set(labels.ids())
     wanted = [utterance for part in parts.values() for utterance in part.utterances]
-    # This check comes before the others, because their messages advise --skip=labels. That would
-    # not help if a whole split has no labels.
+    # This check comes before the next one, whose message advises --skip=labels. If a whole split
+    # has no labels, that advice would not help, because no utterance of the split would be left.
     for split, part in parts.items():
         if (part.utterances or split == "train") and known.isdisjoint(part.utterances):
             raise CorpusError(

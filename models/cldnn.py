@@ -79,7 +79,8 @@ def cldnn(
     _check_bands(input_dim, bands, band_filter, band_pool)
     seeds = Seeds(seed)
     taken, frames, reset = inputs(input_dim, streams)
-    # The next two layers make the shape [batch, frames, bands, spliced frames and derivatives].
+    # The convolution runs along the bands. So the next two layers make the shape
+    # [batch, frames, bands, spliced frames and derivatives].
     hidden = keras.layers.Reshape((-1, input_dim // bands, bands), name="blocks")(frames)
     hidden = keras.layers.Permute((1, 3, 2), name="bands")(hidden)
     hidden = keras.layers.Conv2D(

@@ -54,7 +54,8 @@ _LAYERS = flags.DEFINE_integer("layers", 4, "hidden layers", lower_bound=0)
 _WIDTH = flags.DEFINE_integer("width", 512, "units of a hidden layer", lower_bound=1)
 
 
-# With this decay, the average spans about 10 syncs. An epoch has about 20 syncs.
+# With this decay, the average spans about 10 syncs. By default, an epoch has about 16 syncs, so the
+# average spans more than half an epoch.
 _EMA_DECAY = 0.9
 
 

@@ -67,7 +67,8 @@ class _Functional(keras.optimizers.Optimizer):
         name, dtype = kwargs.get("name"), kwargs.get("dtype") or "float32"
         value = _Value(make, shape=shape, dtype=dtype, autocast=False, name=name)
         # `_made` is made here, because the constructor is Keras' own. `_made` is no plain list,
-        # because Keras would track a list.
+        # because Keras would replace an attribute that is a list by a list which also registers
+        # its elements as variables of the optimizer.
         if not hasattr(self, "_made"):
             self._made = types.SimpleNamespace(slots=[])
         self._made.slots.append(value)
@@ -137,7 +138,8 @@ class _Step:
         self._state: list[_Value] = []
         for attribute, value in list(vars(copy).items()):
             # Keras keeps the iterations, a constant learning rate and Nadam's momentum product in
-            # variables. Stand-ins replace them.
+            # variables. Stand-ins replace these variables, so that a step computes tensors and
+            # changes no variable.
             if isinstance(value, keras.Variable) and not isinstance(value, _Value):
                 stand_in = _Value(value.numpy(), dtype=value.dtype, autocast=False, name=attribute)
                 setattr(copy, attribute, stand_in)
@@ -181,8 +183,8 @@ class KerasStep(_Step):
     """
 
     def __init__(self, optimizer: keras.optimizers.Optimizer) -> None:
-        # The weights are NaN here. If a slot starts from the weights, it starts as NaN, too, and
-        # `Outer` detects it by its NaN.
+        # The weights are NaN here, so a slot that starts from the weights starts as NaN, too.
+        # `Outer` cannot use an optimizer with such a slot, and refuses it because of the NaN.
         unknown = _Value(np.full([1], np.nan, np.float32), autocast=False, name="weights")
         super().__init__(type(optimizer), optimizer.get_config(), [unknown])
         copy = self._optimizer
@@ -243,8 +245,9 @@ class KerasSteps(_Step):
         if self.schedule is not None:
             config["learning_rate"] = 0.0
         elif callable(rate) and not scheduled:
-            # The config has only the function's name. From a name, Keras can restore a function
-            # only if the function is registered with Keras.
+            # The learning rate is a function, and the config has only its name. From a name, Keras
+            # can restore only functions that are registered with it. So the config is given the
+            # function itself.
             config["learning_rate"] = rate
         if not clip:
             config |= dict.fromkeys(("clipnorm", "global_clipnorm", "clipvalue"))
@@ -310,7 +313,7 @@ def step_of_rows(optimizer: keras.optimizers.Optimizer, path: str) -> tuple[bool
     def trained(rows: slice) -> list[list[Any]]:
         """Returns the slots before the first step, and weight and slots after each step."""
         weight = keras.Variable(start[rows], name=path.split("/")[-1])
-        weight._path = path  # `KerasSteps` passes the path on to the optimizer.
+        weight._path = path  # `KerasSteps` passes the path on to the optimizer; Muon reads it.
         # With `told_rate`, the state has a learning rate even if the optimizer has a schedule.
         steps = KerasSteps(optimizer, [weight], clip=False, told_rate=True)
         if steps.rate_index is None:  # the learning rate is a function

@@ -57,7 +57,8 @@ class Termination:
             return
         self._former = signal.signal(signal.SIGTERM, self._note)
         # While the main thread is inside TensorFlow, Python does not call the signal's handler. But
-        # it writes the signal's number to this socket at once.
+        # Python writes the signal's number to this socket at once, and the thread of `_watch` reads
+        # the number.
         reader, self._writer = socket.socketpair()
         self._writer.setblocking(False)
         self._former_fd = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)

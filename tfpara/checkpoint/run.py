@@ -147,7 +147,8 @@ class SyncCheckpoints(Checkpoints):
     def _facts(self) -> dict[str, Json]:
         settings = self._strategy.settings
         compiled = {}
-        # Only the chief's value is kept, since workers may differ: "auto" depends on the device.
+        # Only the chief's `jit_compile` is kept. It may differ between workers, because
+        # what "auto" stands for depends on the device.
         if self._strategy.is_chief:
             compiled["jit_compile"] = str(bool(getattr(self.model, "jit_compile", False)))
         return {

@@ -379,9 +379,9 @@ def _check_reachable(cluster: Cluster, deadline: float) -> None:
     """Raises StartupError if the chief cannot reach workers that have reached it."""
     astray: list[str] = []
     for _ in until(deadline, str):
-        # A pod's name may be unknown until some time after the pod's start, so the probe is
-        # repeated if a name was unknown before it. A look-up after the probe would not show this,
-        # because the name may have become known during the probe.
+        # A pod's name may be unknown until some time after the pod's start. So the names are looked
+        # up before the probe, and if one was unknown, the probe is repeated. A look-up after the
+        # probe could miss such a name, because the name may have become known during the probe.
         known = all(map(ports.places, cluster.addresses))
         astray = cluster.unreachable(_ANSWER_SECONDS)
         if known or not astray:

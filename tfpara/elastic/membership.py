@@ -55,7 +55,7 @@ class Limits:
     # Longest wait for others if fewer than `min_workers` are left, and for absent members.
     grace_seconds: float
     # Longest wait for a member that does not come to a meeting. The wait counts from the arrival of
-    # the first member.
+    # the first member. After the meeting, a member has as long to connect to the new generation.
     meeting_seconds: float
 
 
@@ -66,7 +66,7 @@ class _Worker:
     address: str  # "host:port" at which the other workers reach this one
     terms: Mapping[str, Any]  # the terms that it gave to `register`
     name: str  # the worker's name in messages
-    fit: int = 0  # the call of `fit` in which the worker takes part or wants to
+    fit: int = 0  # number of the call of `fit` in which the worker takes part or wants to
     report: Any = None  # the worker's report to the meeting
     came: bool = False  # whether the worker has come to the meeting
     admits: bool = True  # whether this worker lets others join at this meeting
@@ -113,7 +113,7 @@ class Membership:
         self._members: tuple[int, ...] = ()
         self._next_task = 0
         self.terms: Mapping[str, Any] = {}  # the terms on which all members have `agreed`
-        self.fit = 0  # the members' present or latest call of `fit`
+        self.fit = 0  # number of the members' present or latest call of `fit`
         self.histories: list[Any] = []  # the result of each earlier call of `fit`, as JSON
         self._since = now  # time when the phase began
         self._short_since: float | None = None  # time since which there are too few workers
@@ -167,8 +167,9 @@ class Membership:
         for task in list(self._workers) if self.phase == "founding" else ():
             del self._workers[task]
             said.append((task, {"evicted": BEGUN}))
-        # This meeting point may have resumed an earlier generation, and members may have come back
-        # to that. These workers are not in the later generation, so they are evicted.
+        # This meeting point may have resumed an earlier generation before, and members of the
+        # earlier generation may have connected again. The run has formed the later generation
+        # without them, so they are evicted.
         evicted = {"evicted": f"generation {generation} has begun without it"}
         said += [(task, evicted) for task in self.members if task not in self.absent]
         for task in self._members:
@@ -303,8 +304,8 @@ class Membership:
             if not worker.leaves:  # if the worker leaves, `_why` already says that it has left
                 self._why.append(f"{worker.name} {why}")
             said = self._to_members(lost=task)
-            # The collectives are aborted even if the members have agreed to meet, since some
-            # members may still wait in one.
+            # The collectives are aborted even if the members have agreed to meet, because some
+            # members may still wait in a collective for the lost member.
             said += self._begin_meeting(now)
         return said + self._go_on(now)
 
@@ -454,9 +455,9 @@ class Membership:
         new = self._fitting if admits or not former else ()
         members = tuple(sorted((*former, *new)))
         come = [f"{self._workers[task].name} has come" for task in new if former]
-        # `otherwise` is the reason if no other is known. If no collectives were aborted, the
-        # members have met for a worker that wanted to join. This worker could not join, because it
-        # is gone again or because the members were in an exchange.
+        # `otherwise` is the reason if no worker was lost, has left or has come. If no collectives
+        # were aborted, the members have met for a worker that wanted to join. This worker could not
+        # join, because it is gone again or because the members were in an exchange.
         otherwise = "an exchange has failed" if self._aborted else "a worker wanted to join"
         why = "; ".join([*self._why, *come]) or otherwise
         reports = [self._workers[task].report if task in former else None for task in members]

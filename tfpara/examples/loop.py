@@ -42,7 +42,7 @@ def main() -> None:
         """Takes a step of one replica, on its own part of the batch."""
         with tf.GradientTape() as tape:
             # The loss is the mean over the replica's own samples. It is not divided by the number
-            # of replicas.
+            # of replicas, because a sync takes the mean of the replicas' weights.
             loss = tf.reduce_mean((model(inputs, training=True) - targets) ** 2)
         weights = model.trainable_variables
         optimizer.apply(tape.gradient(loss, weights), weights)

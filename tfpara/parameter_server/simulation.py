@@ -131,8 +131,8 @@ class _Simulated(Workers):
         self.server_devices = (self.chief_device,)
         self._speeds = speeds
         self._order = order
-        # The keys are the server and the worker's index. The local models and optimizers are kept
-        # from one `fit` to the next.
+        # The workers' local models and optimizers, which are kept from one `fit` to the next. The
+        # keys are the server and the worker's index.
         self._kept = weakref.WeakKeyDictionary[Server, dict[int, _Kept]]()
 
     def executor(self, training: Training) -> _Simulation:

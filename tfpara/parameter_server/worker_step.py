@@ -42,8 +42,8 @@ _MIX = 0x9E3779B97F4A7C15 - (1 << 64)
 _SEEDS = 1 << 31
 
 # A function that chooses the learning rate of a chunk. Its argument makes a new dataset of the
-# chunk's minibatches. The function needs a new one each time that it reads the minibatches, because
-# a dataset that shuffles has another order when it is read again.
+# chunk's minibatches. The function needs a new dataset each time that it reads the minibatches,
+# because a dataset that shuffles has another order when it is read again.
 ChooseRate: TypeAlias = Callable[[Callable[[], tf.data.Dataset]], tf.Tensor]
 
 
@@ -120,13 +120,14 @@ class WorkerStep:
         # The type is Any, because rules have different methods. A rule's flags, such as
         # `local_steps`, tell which methods it has.
         self._rule: Any = rule
-        # These are the recurrent states that are carried over from minibatch to minibatch. Keras'
-        # lists of the model's variables lack them.
+        # `states` are the recurrent states that are carried over from minibatch to minibatch. They
+        # are looked up by a function of their own, because Keras' lists of the model's variables
+        # lack them.
         states = carried_states(model)
         self.frozen, self.state, self.integers, seeds = parts_not_trained(model)
         # Workers begin with these values, even if the chief's variables change later. For example,
         # `evaluate` changes a seed in the chief's process. If workers began with the changed seed,
-        # a resumed run would begin with a different one.
+        # a resumed run, in which the chief has not evaluated, would begin with another seed.
         self._fixed = {id(v): v.numpy() for v in seeds}
         self._fixed |= {id(v): np.zeros_like(v.numpy()) for v in states}
         self._own = [*self.integers, *seeds, *states]
@@ -134,7 +135,8 @@ class WorkerStep:
         self._metrics = metric_variables(model)
         check_sums(self._metrics)
         self.local, self.local_models = rule.local_steps, rule.local_models
-        # If a push has a single minibatch, the server itself squares the gradient.
+        # If a push has a single minibatch, the server itself squares the gradient, so the worker
+        # does not send the square.
         self._squares = isinstance(rule, ASGD) and rule.delay_compensation > 0.0 and sync_period > 1
         self._steps: KerasSteps | None = None
         self.fit = ""
@@ -263,7 +265,8 @@ class WorkerStep:
             tf.add_n([tf.convert_to_tensor(g) for g in of_one])
             for of_one in tape.gradient(loss, stood, unconnected_gradients=zero)
         ]
-        # A `tf.while_loop` over minibatches needs the same shapes in each turn.
+        # A `tf.while_loop` over minibatches needs the same static shapes in each turn. So each
+        # gradient of looked-up rows is given the shape of the rows.
         for index in block.rows:
             gradients[index].set_shape(block.weights[index].shape)
         with scope, self.tables.looked_up(block.rows):

@@ -180,7 +180,8 @@ class Membership:
             self._have(problem)
             return [Send(None, {"end": self._end or {"code": 1, "sentence": problem}})]
         self._present[task] = _Present(now)
-        # The former process may have died with its machine, without closing its connection.
+        # The former process may have died with its machine, without closing its connection. So the
+        # connection is dropped here.
         drop: list[Action] = [Drop(task)] if former else []
         return [*drop, Admit(task), Send(task, self._welcome)]
 
@@ -210,7 +211,7 @@ class Membership:
         its, name = self._present.pop(task), self._cluster.describe(*task)
         if its.signal:
             how = f"it was asked to end ({its.signal})"
-        # A process that was suspended reads this message when it resumes.
+        # If the process is only suspended, it reads this message when it resumes, and then ends.
         end = {"code": 1, "sentence": f"the chief has given {name} up: {how}."}
         actions: list[Action] = [Send(task, {"end": end}), Drop(task)]
         if not its.serving or self.phase != "training":

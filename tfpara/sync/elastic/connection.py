@@ -31,14 +31,15 @@ LOST = (
     tf.errors.CancelledError,
     tf.errors.DeadlineExceededError,
 )
-# TensorFlow's list of tasks must have no gaps. This address stands for each task that no worker
-# has.
+# TensorFlow's list of tasks must have no gaps. So this address takes the place of each task that no
+# worker has.
 _PLACEHOLDER = "127.0.0.1:1"
 # A worker that comes back is alone at first, in a generation of its own. The number of this
 # generation is `_ALONE` plus the number of the worker's last one. No run has so many generations,
 # so the number differs from those of the run.
 _ALONE = 1 << 20
-# A change of generation waits for threads that read data, at most for this time.
+# A change of generation waits for threads that read data, but no longer than this, because such a
+# thread may never return.
 _PATIENCE_SECONDS = 5.0
 _log = logging.getLogger(__name__)
 
@@ -80,9 +81,9 @@ class Connection:
         self.founders = self.line.founders
         self.joining = not self.line.founding
         self.in_fit = self.leaves = self.out = self._said_leaving = False
-        # While the main thread changes the generation, it has this lock alone. The thread of `line`
-        # may then have to wait for the lock, but for less than the silence after which a worker
-        # counts as lost.
+        # While the main thread changes the generation, it has this lock alone, so the thread of
+        # `line` may have to wait for the lock. The argument keeps this wait below the silence after
+        # which a worker counts as lost.
         self.steady = SharedLock(min(_PATIENCE_SECONDS, settings.silence_seconds / 4.0))
         # This lock is held while the generation changes, and while the thread of `line` aborts the
         # collectives of a generation.
@@ -137,7 +138,7 @@ class Connection:
             self._take_place_of_joiner()
             return
         # TensorFlow has taken this worker's task number as its rank. The two numbers differ if a
-        # worker was replaced.
+        # founder was replaced by another worker. So the right rank is set here.
         extended.take_place(len(self.form.tasks), self.rank)
         while not self.ready():
             self.become(self.met(None, True))  # a member was lost before all were connected
