@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from scripts import common  # isort: skip  # before TensorFlow, whose log level this sets
+from scripts import common  # isort: skip  # imported first: it sets TensorFlow's log level
 
 import numpy as np
 from absl import flags

@@ -10,7 +10,7 @@ of --ali hold pdf-ids. This command makes such an archive from each ali.N.gz of 
 
 from __future__ import annotations
 
-from scripts import common, preparing  # isort: skip  # before TensorFlow, whose log level this sets
+from scripts import common, preparing  # isort: skip  # imported first: it sets TensorFlow's log level
 
 from absl import flags
 

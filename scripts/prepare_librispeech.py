@@ -11,7 +11,7 @@ from Kaldi's recipe, and --phones takes the phones that any aligner found.
 
 from __future__ import annotations
 
-from scripts import common, preparing  # isort: skip  # before TensorFlow, whose log level this sets
+from scripts import common, preparing  # isort: skip  # imported first: it sets TensorFlow's log level
 
 from absl import flags
 

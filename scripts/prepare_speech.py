@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 
-from scripts import common  # isort: skip  # before TensorFlow, whose log level this sets
+from scripts import common  # isort: skip  # imported first: it sets TensorFlow's log level
 
 from absl import flags
 from tqdm import tqdm

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from scripts import common  # isort: skip  # before TensorFlow, whose log level this sets
+from scripts import common  # isort: skip  # imported first: it sets TensorFlow's log level
 
 from absl import flags
 

@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from scripts import common  # isort: skip  # before TensorFlow, whose log level this sets
+from scripts import common  # isort: skip  # imported first: it sets TensorFlow's log level
 
 import keras
 import numpy as np

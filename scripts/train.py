@@ -21,7 +21,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from scripts import common  # isort: skip  # before TensorFlow, whose log level this sets
+from scripts import common  # isort: skip  # imported first: it sets TensorFlow's log level
 
 import keras
 from absl import flags
