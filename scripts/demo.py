@@ -24,7 +24,7 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from scripts import common  # isort: skip  # imported first to set TensorFlow's log level
+from scripts import common  # isort: skip  # imported first: it sets TensorFlow's log level
 
 from absl import flags
 from tqdm import tqdm

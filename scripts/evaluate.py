@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from scripts import common  # isort: skip  # before TensorFlow: common sets its log level
+from scripts import common  # isort: skip  # imported first: it sets TensorFlow's log level
 
 import tensorflow as tf
 from absl import flags
