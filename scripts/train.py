@@ -308,8 +308,9 @@ def _model(description: dict[str, Any], strategy: Any) -> keras.Model:
         if _INIT.value:
             runs.check_activation(description, Path(_INIT.value))
             runs.load_weights(model, Path(_INIT.value))
-        # The optimizer Adapt multiplies gradients by the number of frames of which the loss is the
-        # mean. In streams these are all frames of a step, including padding.
+        # The loss is a mean over frames. The optimizer Adapt multiplies gradients by the number of
+        # these frames, to turn means into sums. In streams, the mean is over all frames of a step,
+        # including padding.
         in_streams = is_recurrent(description)
         frames = description["streams"] * description["truncation"] if in_streams else None
         optimizer = schedule_flags.optimizer(model, strategy.num_replicas, frames)

@@ -53,9 +53,9 @@ def decode(
     scores = np.where(classes >= 0, acoustic_scale * likelihoods[:, classes], -np.inf)
     entry = hmm.entry - insertion_penalty
     frames, phones, width = scores.shape
-    # These arrays tell where the best path to each state comes from. Unless `entered`, it comes
-    # from the state `stayed_from` of the same phone. Otherwise it comes from the phone
-    # `phone_before`, and has left that phone from its state `left_from`.
+    # These arrays tell where the best path to each state comes from. If `entered` is False, it
+    # comes from the state `stayed_from` of the same phone. If `entered` is True, it comes from the
+    # phone `phone_before`, and has left that phone from its state `left_from`.
     stayed_from = np.zeros([frames, phones, width], np.int16)
     entered = np.ones([frames, phones, width], bool)
     phone_before = np.zeros([frames, phones], np.int32)

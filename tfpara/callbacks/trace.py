@@ -84,8 +84,9 @@ class Trace(fit_call.Callback):
         if not self._recording and self._spans is None and step >= self._first:
             self._start()
         if self._recording:
-            # The profiler's clock differs from the machine's clock. `timeline.spans` computes the
-            # difference from `clock_ns`, the time of the machine's clock.
+            # The profiler has a clock of its own. `clock_ns` is the machine's time at the beginning
+            # of the step. `timeline.spans` compares it with the profiler's time, and so finds the
+            # difference between the clocks.
             self._mark = tf.profiler.experimental.Trace(
                 timeline.STEP, step=step, clock_ns=time.time_ns()
             )

@@ -428,7 +428,8 @@ class Membership:
         if not self.members and self._finishing:
             return said + self._end(_OVER, complete=not self._last)
         if not self.members and not self._lost:
-            # Only workers that wait to join may be left. They have no state from which to continue.
+            # No member is left, so the run ends. Workers that wait to join may remain, but they
+            # have no state from which to continue.
             return said + self._end(_NOBODY)
         if not self.members:
             # No member can be heard at the moment, but probably some of them are alive. So the run

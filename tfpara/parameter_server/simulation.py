@@ -262,8 +262,8 @@ class _Simulation(Executor):
         coming = next((p for p in self._order if p.worker == worker.index), None)
         if coming is None or coming.pulled != int(self._server.first.version):
             return False
-        # A worker without a minibatch needs the chunk that it had next in the record. That chunk
-        # moves to the front of the queue.
+        # A worker without a minibatch takes the first chunk of the queue. Here it must take the
+        # same chunk as in the record, so that chunk moves to the front.
         if worker.element is None:
             mine = [place for place in self._waiting if place[1] == coming.chunk]
             if not mine:

@@ -229,7 +229,7 @@ class Elastic(Company):
         self.connection.part(completed=not self._fit.gave_up)
 
     def program_ends(self) -> None:
-        # This worker parts only if it has called `fit`, and if the last call has returned or all
-        # workers were asked to end in it.
+        # `part` ends this worker as one that has completed the run. So it needs a call of `fit`,
+        # and the last call must have returned, or have ended because all workers were asked to end.
         if self._rejoin.progress.fit >= 0 and not self._fit.gave_up:
             self.part()

@@ -169,8 +169,9 @@ class FitAgain:
         self._agreed = self._returns = False
         self._transfer.holders.clear()  # they belong to callbacks of an earlier call of `fit`
         for synchronizer in self._extended.models.synchronizers:
-            # A request to meet that an earlier call of `fit` has left is dropped. It is not needed:
-            # a worker that wants to join is told that this call has begun, and asks again.
+            # An earlier call of `fit` may have left a request to meet. It is dropped, because it is
+            # not needed: a worker that wants to join is told that this call has begun, and asks
+            # again.
             synchronizer.graph.answered(Request.MEET)
         if not self._connection.joining and progress.fit:
             line.begins(progress.fit, self._histories)

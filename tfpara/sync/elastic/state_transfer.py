@@ -76,9 +76,10 @@ class StateTransfer:
         (synchronizer,) = self._extended.models.synchronizers
         hosts = self._extended.control.collectives
         assert isinstance(hosts, TensorFlowCollectives)  # Horovod is not used in elastic runs
-        # All workers must give equally many bytes. TensorFlow keeps memory for every shape that it
-        # has sent, so to have few shapes the number is a power of 2. The source's history is padded
-        # to that. A receiver's own history, which is not sent, may be longer, so it is cut.
+        # All workers must give equally many bytes, although only those of the source are sent.
+        # TensorFlow keeps memory for every shape that it has sent. To have few shapes, the number
+        # of bytes is rounded up to a power of 2. Each worker pads its history to that number. If a
+        # receiver's history is longer, it is cut.
         size = 1 << (ahead["history"] - 1).bit_length()
         note = self._history.ljust(size)[:size]
         values, history = hand_over(self.slots(), hosts, source, receives, note)
