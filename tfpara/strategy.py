@@ -109,7 +109,7 @@ class Strategy:
 
     @property
     def blocks_differ(self) -> bool:
-        """Whether workers may take different numbers of steps in a block."""
+        """True if blocks may be longer or shorter than the sync period, or unlike among workers."""
         return False
 
     @property

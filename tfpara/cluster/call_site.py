@@ -25,7 +25,7 @@ class Purpose(NamedTuple):
     """The purpose of an exchange that all workers must reach."""
 
     text: str  # where a worker in this exchange is in its script, as in "worker 0 is TEXT"
-    # What the user should do if not all workers reach the exchange.
+    # Advice to the user, for the message if some workers do not reach the exchange.
     advice: str = "do the same on every worker, in the same order"
     awaits_data: bool = False  # whether other workers may still have data for this epoch
 

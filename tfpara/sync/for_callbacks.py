@@ -49,7 +49,6 @@ class ForCallbacks(Strategy):
 
     @property
     def blocks_differ(self) -> bool:
-        """Whether blocks may be longer or shorter than the sync period, or unlike among workers."""
         return self.members_change or self.extended.balance is not None
 
     @property

@@ -241,8 +241,8 @@ class SyncGraph:
         """
         self._agreed.assign(agreed)
         self._syncs.assign_add(committed)
-        # A worker that is alone waits for nobody. What was measured as its wait is the time of its
-        # own work, so 0 is added instead.
+        # A single worker has no other workers to wait for. Its measured wait is the time of its own
+        # work, so 0 is added instead.
         self._seconds.assign_add([seconds[0], 0.0] if self._site.is_alone else seconds)
 
     def stood_still(self, began: tf.Tensor) -> None:

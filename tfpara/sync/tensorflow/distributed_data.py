@@ -300,8 +300,8 @@ class _EpochDatasets(_Datasets):
     """The datasets of `datasets_by_epoch`, made anew when a pass over another epoch begins."""
 
     dataset_fn: _DatasetFn  # the user's function
-    # What the datasets were made for: an epoch, the first minibatch that is read of it, and the
-    # worker's share of the minibatches.
+    # The present datasets belong to this epoch, begin with this minibatch of it, and have this
+    # share of the minibatches.
     built_for: tuple[int, int, tuple[int, int]]
 
     @property
