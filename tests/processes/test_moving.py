@@ -1,8 +1,6 @@
-"""Programs of other libraries beside ours: the diffs of the pages are all that differs."""
+"""Programs of other libraries beside ours, as the diffs of the pages make them."""
 
-import ast
 import os
-import re
 import subprocess
 import sys
 
@@ -13,21 +11,10 @@ import pytest
 import tfpara
 from tests.lib import examples
 from tests.lib.cluster_of_processes import finished, free_ports, tf_config
-from tests.lib.diffs import before
 from tests.lib.horovod_here import needs_horovod
 from tests.lib.launched import DEADLINE, launch
+from tests.lib.moving import HOROVOD_LOOP, TORCH, other
 from tests.lib.small import compiled_net, strategy_of
-
-DOCS = examples.ROOT / "docs"
-
-
-def diffs(page):
-    return re.findall(r"^```diff\n(.*?)^```", (DOCS / page).read_text(), re.M | re.S)
-
-
-MIRRORED, HOROVOD, HOROVOD_LOOP = diffs("moving.md")
-(TORCH,) = diffs("moving/pytorch.md")
-CNTK, *_ = diffs("moving/bmuf.md")
 
 # PyTorch, torchft and fairseq need an environment of their own: see CONTRIBUTING.md.
 TORCH_PYTHON = os.environ.get("TFPARA_TORCH_PYTHON")
@@ -35,35 +22,6 @@ needs_torch = pytest.mark.skipif(
     not TORCH_PYTHON,
     reason="TFPARA_TORCH_PYTHON names no python that has torch, torchft and fairseq",
 )
-
-
-def other(name, diff):
-    return before((examples.ROOT / f"tfpara/examples/{name}.py").read_text(), diff)
-
-
-@pytest.mark.parametrize(
-    ("name", "diff"),
-    [
-        ("cnn", MIRRORED),
-        ("cnn", HOROVOD),
-        ("loop", HOROVOD_LOOP),
-        ("loop", TORCH),
-        ("classify", CNTK),
-    ],
-)
-def test_the_other_program_is_whole_and_knows_nothing_of_ours(name, diff):
-    tree = ast.parse(other(name, diff))
-    used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-    imported = {
-        alias.asname or alias.name.split(".")[0]
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Import | ast.ImportFrom)
-        for alias in node.names
-    }
-    assert "tfpara" not in used | imported
-    known = {"hvd", "np", "tf", "keras", "os", "tempfile", "argparse", "torch", "dist", "cntk"}
-    classes = {name for name in imported if name[0].isupper()}  # of torch
-    assert used & (known | classes) == imported & (known | classes) == imported
 
 
 @pytest.mark.nightly
