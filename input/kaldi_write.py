@@ -70,7 +70,7 @@ def write_matrices(
                 file.write(f"{key} {archive}:{offsets[key]}\n".encode())
             _sync(file)
         # An old table is removed before the archive is replaced, because the offsets in the table
-        # are wrong for the new archive.
+        # are wrong for the new archive. So if the process ends in between, no wrong table is left.
         table.unlink(missing_ok=True)
         partial[0].replace(archive)
         partial[1].replace(table)

@@ -183,8 +183,8 @@ class TrainingData:
 
     def _stretches(self, epoch: int, replicas: int) -> list[_Stretch]:
         """Returns the parts of an epoch that have one minibatch size each."""
-        # The size changes only after a multiple of `unit` frames. There all replicas have done
-        # equally many minibatches, whatever the size of a minibatch.
+        # The size changes only after a multiple of `unit` frames. After so many frames all replicas
+        # have done equally many minibatches, whatever the size of a minibatch.
         unit = self._sizes_unit * replicas
         starts: dict[int, int] = {}
         for segment in self._sizes.segments(epoch, self.num_frames):

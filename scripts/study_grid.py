@@ -73,8 +73,8 @@ OWN_FLAGS = (_CHOSEN,)
 
 _DECAY = "0.8"
 _WEIGHTS = {"global": "", f"ema-{_DECAY}": f", EMA({_DECAY})"}
-# The study's aims, by number of replicas: by how much the error of the default rule may exceed the
-# error of one replica, as a share of the latter.
+# Maps a number of replicas to the study's aim for this number: the error of the default rule is
+# larger than the error of one replica by at most this share of the latter.
 _AIMS = {4: 0.01, 8: 0.03, 16: 0.05}
 
 

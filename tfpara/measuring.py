@@ -119,7 +119,7 @@ def _remote(command: Sequence[str], hosts: Sequence[str]) -> list[tuple[list[str
             VARIABLE: "1",
             "TFPARA_RANK": str(rank),
             "TFPARA_SIZE": str(len(hosts)),
-            "TFPARA_COORDINATOR": joined(hosts[0].rpartition("@")[2], port),  # without ssh's user
+            "TFPARA_COORDINATOR": joined(hosts[0].rpartition("@")[2], port),  # without ssh's USER@
             "TF_CPP_MIN_LOG_LEVEL": "3",
         }
         given = " ".join(f"{name}={shlex.quote(value)}" for name, value in variables.items())
@@ -196,9 +196,9 @@ class _Processes:
         os.close(write)
         for popen, (_, given) in zip(self._popens, self._started, strict=True):
             assert popen.stdin is not None
-            # If the process has ended already, `write` raises BrokenPipeError, or the end of the
-            # block does, because it flushes the pipe. The error is ignored here, because `lines`
-            # notices the end of the process.
+            # If the process has ended already, this block can raise BrokenPipeError: either in
+            # `write`, or at its end, where the pipe is flushed. The error is ignored here, because
+            # `lines` notices the end of the process.
             with contextlib.suppress(BrokenPipeError), popen.stdin:
                 popen.stdin.write(given)
         self.is_alive()

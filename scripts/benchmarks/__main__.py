@@ -314,7 +314,8 @@ def _gpu_systems() -> dict[str, tuple[int, dict[str, Any]]]:
         print("No GPU is to be seen: the networks are tiny, and the figures say nothing.")
     with_torch = importlib.util.find_spec("torch") is not None
     # The number of steps in a turn is a multiple of 80, and 80 is a multiple of all periods and of
-    # `execution`. So a turn has only whole blocks, and whole calls of 20 minibatches.
+    # `execution`. So a turn has only whole blocks, and only whole calls of the train function,
+    # which takes 20 steps in a call.
     steps = 80 * max(1, round(_STEPS.value / 80))
     systems: dict[str, tuple[int, dict[str, Any]]] = {}
     for network in gpu_worker.NETWORKS:
@@ -448,7 +449,7 @@ def _row(
         none = f"{options['strategy']['aggregation']}, no averages"
         bases["ratio_to_none"] = ("sync_ms", none)
     for ratio, (key, base) in bases.items():
-        if key in values and base in rounds[0]:  # with --only, the base may not be measured
+        if key in values and base in rounds[0]:  # with --only, the base may be missing
             measured = [r[base][key] for r in rounds]
             values[ratio] = [a / b for a, b in zip(values[key], measured, strict=True)]
     words = {key: series[0] for key, series in values.items() if isinstance(series[0], str)}

@@ -95,7 +95,7 @@ def messages() -> Iterator[Message]:
     """Yields every text of some words that users may see, with "…" for values."""
     for path in sorted((ROOT / "tfpara").rglob("*.py")):
         if path.name == "__main__.py":
-            continue  # all texts of this file are in the help of the program
+            continue  # left out, because the program's help shows all texts of this file
         module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
         seen: set[str] = set()
         for kind, text in _texts(ast.parse(path.read_text()), ""):

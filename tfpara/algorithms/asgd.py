@@ -121,8 +121,8 @@ class AveragedASGD(ASGD):
     Source: paper 002, sections 2.3 and 2.4.
     """
 
-    # The fields of `ASGD` are declared here once more, because `kw_only=True` makes only the
-    # fields keyword-only that the class itself declares.
+    # The fields of `ASGD` are declared here once more, because `kw_only=True` applies only to
+    # fields that this class itself declares.
     max_staleness: int | None = None
     delay_compensation: float = 0.0
     rate_by_staleness: bool = False

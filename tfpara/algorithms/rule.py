@@ -119,8 +119,8 @@ class Rule:
         """
         return self.broadcast(state, state) if self.overwrites else received
 
-    # A rule that cannot restart a replica which has kept training sets `restart_delayed = None`.
-    # The syncs of such a rule cannot overlap the training.
+    # A rule has `restart_delayed = None` if it cannot restart a replica that has trained on during
+    # the sync. The syncs of such a rule cannot overlap the training.
     def restart_delayed(self, local: Array, snapshot: Array, broadcast: Array) -> Array:
         """Returns what `restart` does, for a replica that has kept training since the sync began.
 

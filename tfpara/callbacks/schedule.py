@@ -148,11 +148,11 @@ class LearningRate(Schedule):
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         if self._used not in (None, self._rate) and not self._strategy.blocks_differ:
-            # If Keras does not know how many steps are left, as in a resumed epoch, it begins one
-            # step too many, which finds no data. This step has changed the rate, so the rate of the
-            # last trained step is restored. If workers may take different numbers of steps, the
-            # rate is not restored, because it could differ between workers. All workers then keep
-            # the rate for the end of the epoch.
+            # Keras may not know how many steps are left, for example in a resumed epoch. Then it
+            # begins one step too many, which finds no data. The beginning of this step has changed
+            # the rate, so the rate of the last trained step is restored. If `blocks_differ`,
+            # workers may have taken different numbers of steps, so their last rates could differ.
+            # Then nothing is restored, and all workers keep the rate for the end of the epoch.
             self.model.optimizer.learning_rate = self._rate = self._used
         super().on_epoch_end(epoch, logs)
         self._epoch = -1  # tells later checkpoints that no epoch is under way

@@ -21,7 +21,7 @@ from pathlib import Path
 _PIDFD_GETFD = 438  # number of the system call pidfd_getfd on most architectures
 _ATTACH, _DETACH = 26, 27  # the socket options SO_ATTACH_FILTER and SO_DETACH_FILTER
 # BPF_RET | BPF_K, the only instruction of the filter: it accepts a constant number of bytes of each
-# packet. `_attach` sets this number to 0.
+# packet. `_attach` sets this number to 0, so the socket gets no packet.
 _RETURN = 6
 # The socket option TCP_INFO, and the offset of tcpi_total_retrans in its struct tcp_info.
 _TCP_INFO, _RETRANSMITTED = 11, 8 + 4 * 23

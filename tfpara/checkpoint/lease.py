@@ -27,8 +27,8 @@ THREAD = "tfpara lease"  # name of the thread that renews a lease
 SECONDS = 30.0  # a lease lapses if it is not renewed for this long
 _EVERY = 3  # number of renewals in SECONDS
 _LOOK = 0.5  # seconds between two looks at the lease of another run
-# If two runs may have written a lease at the same time, each waits this many seconds. Then it reads
-# the lease again to see which run has it.
+# If two runs may have written a lease at the same time, each run waits this many seconds. Then each
+# run reads the lease again to see which of them has it.
 _SETTLE = 2.0
 
 

@@ -210,7 +210,7 @@ class StatusBoard:
         door = self._door
         assert door is not None
         rows: dict[int, Row] = {}
-        askers: list[Channel | None] = []  # channels that wait for a table; None is this process
+        askers: list[Channel | None] = []  # channels that wait for a table; None: this process
         until = 0.0
 
         def hear(channel: Channel, rank: int | None, message: dict[str, Json]) -> None:

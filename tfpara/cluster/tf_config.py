@@ -51,7 +51,7 @@ EVALUATOR = {
 class Kind(NamedTuple):
     """A kind of cluster: its jobs, and texts for messages about mistakes."""
 
-    jobs: tuple[str, ...]  # names of the jobs, in the order of messages
+    jobs: tuple[str, ...]  # names of the jobs, in the order in which messages list them
     expected: str  # the jobs in words, as in "the jobs are 'chief' (one, optional) and 'worker'"
     example: str  # an example of a TF_CONFIG
     otherwise: str = ""  # an alternative to setting TF_CONFIG, as in ", or unset it to …"

@@ -133,9 +133,9 @@ class HorovodCollectives:
         # Without NCCL all of Horovod's operations run on CPUs.
         self._device = "CPU:0" if on_gpu and not self._by_nccl else device
         # `longest` is the largest number of workers with which a reduce-scatter is fast. With Gloo
-        # even two workers are too many. Between two workers there is one connection, and Gloo's
-        # all-to-all and all-gather send before they receive. So a worker can ask the other one for
-        # data only after its own data are sent.
+        # even two workers are too many. They share one connection, and Gloo's all-to-all and
+        # all-gather send before they receive. So a worker's request for the other's data waits
+        # until its own data are sent, and the two directions take turns.
         longest = 1 if self._hvd.gloo_enabled() else 2
         self.scatters_well = self._by_nccl or size <= longest
         self._timeout, self._group = float(timeout_seconds), group

@@ -69,7 +69,7 @@ class Form:
     number: int
     tasks: tuple[int, ...]  # the members' task numbers, by rank
     addresses: tuple[str, ...]  # the members' "host:port", by rank
-    reports: tuple[Json, ...]  # the members' reports to the meeting before; None for new members
+    reports: tuple[Json, ...]  # the members' last earlier reports, by rank; None for new members
     why: str  # the change of members, in words
     last: str = ""  # why the members must write a checkpoint and end; "" if they continue
 

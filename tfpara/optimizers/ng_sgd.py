@@ -161,8 +161,9 @@ class NGSGD(keras.optimizers.SGD):
                     "this optimizer has another model, or other trainable weights of this one. "
                     "Make a new NGSGD for each model, and again after freezing layers."
                 )
-            # If a strategy, or the caller, called `build` before the layers were known, that call
-            # has made no sides, and `build` does nothing now.
+            # A strategy, or the caller, may have called `build` before the layers were known. That
+            # call could not make the sides, and the call of `build` above has done nothing, because
+            # the optimizer was built already. So the sides are made here.
             if not self._sides:
                 self._make_sides(model.trainable_variables)
         owner, mine = weakref.ref(model), weakref.ref(self)
@@ -175,8 +176,8 @@ class NGSGD(keras.optimizers.SGD):
             if entry["kind"] == ROWS:
                 hook(layer, *self._sides[number], active)
         # A call of `fit` before `attach` fails, but Keras keeps the train function of that call. In
-        # this function TensorFlow would not let metrics create their variables. So Keras has to
-        # make a new one.
+        # this function TensorFlow would not let metrics create their variables. So it is dropped
+        # here, and Keras makes a new train function.
         model.train_function = None
         self._attached = True
         return self

@@ -87,12 +87,12 @@ class Exchange:
         bound on staleness, if there is one, allows the push. Else the answer may not be `settled`.
         """
         server = self.server
-        # Every part of the push waits until the pulls from all servers are over. Otherwise two
-        # workers could wait for each other forever. TensorFlow releases a graph's locks in the
-        # order in which the graph names them, and the graph names the pull's locks first. So if a
-        # part of the push took its lock too early, it would keep this lock while the pull still
-        # waits for a lock that another worker holds. A part can be ready that early, because its
-        # gradient may not depend on the weights of all servers.
+        # Every part of the push waits until the pulls from all servers are over. A part could be
+        # ready earlier, because its gradient may not depend on the weights of all servers. If it
+        # took its lock then, it would keep this lock until the pull is over: TensorFlow releases a
+        # graph's locks in the order in which the graph names them, and the graph names the pull's
+        # locks first. But the pull may wait for a lock that another worker holds in the same way.
+        # Then both workers would wait for each other forever.
         with tf.control_dependencies(pulled.versions):
             parts = [self.part(shard, push, pulled) for shard in server.shards]
         settled = accepted = tf.constant(True)

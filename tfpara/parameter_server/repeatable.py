@@ -67,8 +67,8 @@ class RepeatableProgram:
                 self._rewrite(node, scope)
                 if node.op == "AssignVariableOp":
                     self._begin_anew(node, scope, graph)
-        # Seed k belongs between pieces k and k + 1, because the marks are in the serialized graph
-        # in the order in which they were added.
+        # The serialized graph is cut at the marks. It has them in the order in which they were
+        # added, so seed k belongs between pieces k and k + 1.
         self._pieces = graph.SerializeToString().split(self._mark)
 
     def _rewrite(self, node: tf.compat.v1.NodeDef, scope: Scope) -> None:
@@ -84,13 +84,13 @@ class RepeatableProgram:
         if generator is not None:
             node.input[generator] = scope.add("DummySeedGenerator", "handle")
         seeds = [node.input[place] for place in (first, second)]
-        # Seeds that are computed from the data stay, because they are the same in all workers'
-        # copies already.
+        # Seeds that are computed from the data are not replaced, because they are the same in all
+        # workers' copies already.
         if not all(map(scope.is_fixed, seeds)):
             return
         anew = any(node.attr[name].b for name in _ANEW if name in node.attr)
-        # Fixed seeds of the dataset's own stay, because they give the same order in all copies and
-        # epochs already.
+        # Fixed seeds that the dataset itself has are not replaced, because they give the same order
+        # in all copies and epochs already.
         if not anew and list(map(scope.constant, seeds)) != [0, 0]:
             return
         self._anew.append(anew)
@@ -105,7 +105,8 @@ class RepeatableProgram:
         is_state = value is not None and value.dtype == np.int64 and value.shape in _STATES
         if is_state and changes(graph, node.input[0]):
             self._anew.append(True)
-            # Any numbers are a valid state. `seeds` draws only two numbers, so a third one is 0.
+            # Any numbers are a valid state. `seeds` draws only two numbers, so in a state of three
+            # numbers the third is 0.
             rest = bytes(8 * (value.size - 2))
             node.input[1] = scope.add_number(2 * self._mark + rest, value.shape)
 
@@ -113,8 +114,8 @@ class RepeatableProgram:
         """Returns the seeds of all shuffles, for `dataset`; `order` is that of `as_chunks`."""
         found: list[int] = []
         for number, anew in enumerate(self._anew):
-            # The dataset's own seeds are not used: under a global seed they depend on the number of
-            # operations that the program created earlier.
+            # The dataset's own seeds are not part of the key, because under a global seed they
+            # depend on the number of operations that the program created earlier.
             key = [*order, epoch, number] if anew else [*order[:1], number]
             drawn = np.random.default_rng(key).integers(1, 1 << 62, size=2)
             found += map(int, drawn)

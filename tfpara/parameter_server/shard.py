@@ -76,7 +76,8 @@ class Shard:
             if isinstance(rule, AsyncBMUF):
                 self.kept = [_states(rule.init(v.value)) for v in own]
             if isinstance(rule, ASGD):
-                # The workers clip, because a global norm needs the gradients of all shards.
+                # The optimizer does not clip here. The workers clip gradients, because a global
+                # norm needs the gradients of all shards.
                 self.steps = KerasSteps(optimizer, own, clip=False)
                 self.optimizer = [variable(value) for value in self.steps.initial]
                 if self.steps.rate_index is None and rule.rate_by_staleness:
@@ -130,8 +131,9 @@ class Shard:
         for name, average in self._averages.items():
             for kept, change in zip(self.averages[name], of_weights, strict=True):
                 changes += _stored(kept, average.update(_read(kept), precise(_whole(change))))
-        # `left_out` has one element, or none if minibatches are never left out. If all minibatches
-        # of the push were left out, the values stay as they are.
+        # `push.left_out` has one element: the number of the push's minibatches that were left out
+        # for NaN or Inf. It is empty if minibatches are never left out. If all minibatches of the
+        # push were left out, the values stay as they are.
         for left_out in push.left_out:
             some = push.minibatches > left_out
             changes = [

@@ -27,11 +27,12 @@ from tfpara.typing import Array, Json
 
 CEILING = 4  # a worker takes at most 4·τ minibatches in a block; τ is the sync period
 # Each worker has a smoothed time of a minibatch: a running mean of the times measured in its
-# blocks. A new time enters the mean with the weight `_TRUST` if it differs from the mean by more
-# than the factor `_LARGE`, or if the times of two blocks in a row differ from the mean in the same
-# direction by more than the factor `_NOISE`. Otherwise the weight is `_TRUST_IN_NOISE`. If the
-# weight were always `_TRUST`, the workers' shares of the minibatches would follow the noise of
-# every block, and workers of equal speed would wait for each other.
+# blocks. A new time enters the mean with the weight `_TRUST` in two cases. In the first, it differs
+# from the mean by more than the factor `_LARGE`. In the second, the times of two blocks in a row
+# differ from the mean in the same direction, both by more than the factor `_NOISE`. Any other time
+# enters with the weight `_TRUST_IN_NOISE`. If its weight were `_TRUST`, too, the workers' shares of
+# the minibatches would follow the noise of every block, and workers of equal speed would wait for
+# each other.
 _TRUST, _TRUST_IN_NOISE = 0.75, 0.25
 _LARGE, _NOISE = 1.4, 1.1
 _LARGEST_CHANGE = 2.0  # one block changes the smoothed time by at most this factor

@@ -21,7 +21,7 @@ def compiled_by_default(resolve: Method, strategy: Any, model: keras.Model) -> b
     """Decides whether `jit_compile="auto"` compiles: on GPUs if Keras would without a strategy."""
     if not any("GPU" in device.upper() for device in strategy.extended.worker_devices):
         return False
-    with attributes(model, _distribute_strategy=None):  # Keras has no public setter for it
+    with attributes(model, _distribute_strategy=None):  # the attribute has no public setter
         return resolve(model)
 
 

@@ -87,8 +87,9 @@ asks_store = _for_stores(lambda url: RemoteFolder(url).exists())
 def _scratch(path: str) -> Iterator[str]:
     """Yields the path to write a model to, which appears at `path` only once it is complete."""
     if is_of_keras(path) or (os.path.isdir(path) and not files.holds_a_model_alone(Path(path))):
-        # To these URLs, Keras itself writes. A folder with other files must not be replaced, as the
-        # code below does, because the other files would be lost.
+        # The path is used as it is in two cases. If it is a URL that Keras knows, Keras itself
+        # writes there. If it is a folder with files of other kinds than a model's, the code below
+        # must not be used, because it would replace the folder, and those files would be lost.
         yield path
         return
     printed = io.StringIO()

@@ -31,7 +31,7 @@ class TrainingState:
         strategy = self._strategy
         self._go_back = lambda: None
         if hasattr(strategy, "snapshot"):
-            self._go_back = strategy.snapshot(model)  # puts back the parameter servers' state
+            self._go_back = strategy.snapshot(model)  # puts the parameter servers' state back
         else:
             build_optimizers(model)
         if hasattr(strategy, "synchronize"):

@@ -17,9 +17,10 @@ from tfpara.sync.one_sync.placement import Aggregation, Replicated, cut
 from tfpara.sync.one_sync.replicas import Buckets, Replicas
 from tfpara.sync.one_sync.state_vars import Kind, Slot
 
-# Weights are sent with the reports if the weights of all workers together have at most
-# WITH_REPORTS_BYTES, and if a worker then sends at most MORE_BYTES more than in an all-reduce. At
-# 100 Mbit/s MORE_BYTES take 5 ms, about as long as the all-reduce that is saved.
+# The weights of a small model are sent together with the reports, so they need no all-reduce. A
+# model is small if the weights of all workers together have at most WITH_REPORTS_BYTES, and if a
+# worker then sends at most MORE_BYTES more than in an all-reduce. MORE_BYTES take 5 ms at 100
+# Mbit/s, about as long as the all-reduce that is saved.
 WITH_REPORTS_BYTES = 2 << 20
 MORE_BYTES = 1 << 16
 # TensorFlow takes a part of a float32 or int32 vector without a copy if the indices at which the

@@ -36,9 +36,9 @@ from tfpara.sync.workers.worker import Worker
 from tfpara.tensorflow_private import input_lib as _input_lib
 from tfpara.typing import Json, Nest
 
-# The types of three functions. `_Distribute`: TensorFlow's function that distributes a dataset.
-# `_DatasetFn`: a user's function that makes datasets. `_FromFunction`: TensorFlow's function that
-# distributes the datasets of such a user's function.
+# `_Distribute` is the type of TensorFlow's function that distributes a dataset. `_DatasetFn` is the
+# type of a user's function that makes datasets. `_FromFunction` is the type of TensorFlow's
+# function that distributes the datasets of such a user's function.
 _Distribute = Callable[[tf.data.Dataset], tf.distribute.DistributedDataset]
 _DatasetFn = Callable[[tf.distribute.InputContext], tf.data.Dataset]
 _FromFunction = Callable[[_DatasetFn], Any]
@@ -98,7 +98,7 @@ class DistributedData:
         self.passes = None
         if not self.worker.changes:
             self.order.seed = None  # each call of fit draws a seed, or takes that of a checkpoint
-        within = self.worker.call_site.fits > 0  # this `fit` is called in a callback of another
+        within = self.worker.call_site.fits > 0  # a callback of another `fit` calls this `fit`
         aside = self.position.aside(lambda: self.models.steps_seen)
         try:
             with aside if within else contextlib.nullcontext():
@@ -324,8 +324,9 @@ class _EpochDatasets(_Datasets):
         epoch, first = self.data.begin_pass()
         if not self.data.worker.call_site.calls:
             # `dataset_fn` itself leaves out the minibatches that are trained already. `take_steps`
-            # clears their number, so that they are not skipped again. `resumed` is counted in steps
-            # of this run, because the run may have had another number of replicas before.
+            # clears the number of minibatches to skip, so that they are not skipped again. The run
+            # may have had another number of replicas before, so `resumed` is computed anew, in
+            # steps of the present replicas.
             self.data.position.take_steps()
             self.data.position.resumed = first // self.data.worker.replicas
         dealt = self.data.deal(epoch, first)

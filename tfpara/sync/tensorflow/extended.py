@@ -57,8 +57,8 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
     """
 
     # The parent class has a thread that probes whether other workers still answer. The thread is
-    # turned off, because tfpara's collectives notice silent workers themselves: they end with an
-    # error, at the latest after a timeout.
+    # turned off, because tfpara's collectives notice a silent worker themselves: a collective ends
+    # with an error, at the latest after a timeout.
     _enable_check_health = False
 
     def __init__(
