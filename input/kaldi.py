@@ -25,7 +25,7 @@ _MAX_KEY = 1000  # bytes; a longer word does not count as a key
 _BINARY = b"\0B"
 # In a binary object, the name of its type follows `_BINARY`. kaldiio reads objects of these types.
 _FLOATS = (b"FM ", b"FV ", b"DM ", b"DV ", b"CM ", b"CM2 ", b"CM3 ")
-_INTEGERS = np.dtype([("size", "u1"), ("value", "<i4")])  # an int32 after its size in bytes
+_INTEGERS = np.dtype([("size", "u1"), ("value", "<i4")])  # its size in bytes, then an int32
 _MAX_LINE = 1 << 26  # bytes; a longer line counts as damaged
 _WHITE = b" \t\r\n"
 _OVERSHOOT = 3  # a range may exceed the matrix by this many rows: Kaldi's length_tolerance
@@ -57,7 +57,7 @@ def read_matrix(location: Location, dtype: type = np.float32) -> np.ndarray:
         raise CorpusError(f"{location}: a vector where a matrix is expected")
     _check_range(location, "rows", location.rows, len(value), _OVERSHOOT)
     _check_range(location, "columns", location.columns, value.shape[1], 0)
-    with np.errstate(all="ignore"):  # no warning if a number too large for float32 becomes Inf
+    with np.errstate(all="ignore"):  # no warning if a number becomes Inf in float32
         return value[location.rows, location.columns].astype(dtype)
 
 

@@ -28,9 +28,9 @@ class StreamPlan:
 
     num_replicas: int
     streams: int  # number of streams of each replica
-    truncation: int  # number of frames of a step
-    utterance: np.ndarray  # int64: number of the utterance in the split
-    stream: np.ndarray  # int64: number of the utterance's stream, below num_replicas * streams
+    truncation: int  # number of frames of each stream in a step
+    utterance: np.ndarray  # int64: index of the utterance in the split
+    stream: np.ndarray  # int64: index of the utterance's stream, below num_replicas * streams
     first_step: np.ndarray  # int64: the first step that has frames of the utterance
     end_step: np.ndarray  # int64: the step after the last that has frames of the utterance
 
@@ -93,7 +93,7 @@ def plan(
     utterance = np.arange(len(frames)) if order is None else order
     steps = -(-np.asarray(frames, np.int64)[utterance] // truncation)
     stream, first_step = np.empty_like(steps), np.empty_like(steps)
-    # A heap of pairs: the first step at which a stream is free, and the number of that stream.
+    # A heap of pairs: the first step at which a stream is free, and the index of that stream.
     free = [(0, number) for number in range(num_replicas * streams)]
     for position, count in enumerate(steps.tolist()):
         since, number = free[0]

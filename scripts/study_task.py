@@ -72,7 +72,7 @@ for _module in (common, rule_flags, async_flags):
     flags.adopt_module_key_flags(_module)
 
 _LOWEST = 0.04  # last learning rate of the cosine schedule, as a share of the highest one
-_CONTEXT = 5  # number of frames that are spliced on each side of a frame of speech
+_CONTEXT = 5  # a frame of speech is spliced with this number of frames on each side
 _WINDOW = 64  # number of characters of a training sequence
 _Arrays = tuple[np.ndarray, np.ndarray]
 

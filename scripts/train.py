@@ -309,8 +309,8 @@ def _model(description: dict[str, Any], strategy: Any) -> keras.Model:
             runs.check_activation(description, Path(_INIT.value))
             runs.load_weights(model, Path(_INIT.value))
         # The loss is a mean over frames. The optimizer Adapt multiplies gradients by the number of
-        # these frames, to turn means into sums. In streams, the mean is over all frames of a step,
-        # including padding.
+        # these frames, to turn means into sums. A recurrent model reads streams. Its loss is a mean
+        # over all frames of a step, including padding, so `frames` counts padding, too.
         in_streams = is_recurrent(description)
         frames = description["streams"] * description["truncation"] if in_streams else None
         optimizer = schedule_flags.optimizer(model, strategy.num_replicas, frames)
@@ -337,9 +337,8 @@ def _start_run(
     if start_over or not run_files.can_resume(run_dir):
         try:
             run_files.begin(run_dir, files, start_over)
-        # Only the chief comes here. This error means that another run is still writing to the
-        # directory. If `main` handled the error, it would advise --start_over, but that does not
-        # help here.
+        # This error means that another run is still writing to the directory. If `main` handled the
+        # error, it would advise --start_over, but that would not help.
         except CheckpointError as error:
             raise common.Failure(str(error)) from error
         common.write_json(run_dir / "model.json", description)

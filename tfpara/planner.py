@@ -199,7 +199,7 @@ class Costs:
         """
         if not 0.0 < loss < 1.0:
             raise ValueError(f"loss={loss!r} must be a share between 0 and 1, such as 0.05.")
-        # The loss falls as τ grows, so a bisection finds the smallest τ.
+        # The loss falls as τ grows, so a bisection finds the smallest τ with a loss below `loss`.
         periods = range(1, LONGEST_PERIOD + 1)
         found = bisect.bisect(periods, False, key=lambda tau: self.loss(num_workers, tau) < loss)
         return periods[found] if found < len(periods) else None

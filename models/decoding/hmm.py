@@ -11,8 +11,8 @@ import numpy as np
 # The moves of a phone are smoothed by the common distribution of all phones that have the same
 # number of states. The common distribution has the weight of this many counted moves.
 _POOLED_WEIGHT = 10.0
-_MOVE_FLOOR = 0.5  # added to each count from which the common distribution is computed
-# The approximate log-likelihood of a class that no training frame has. It is low enough to lie
+_MOVE_FLOOR = 0.5  # is added to each count before the common distribution is computed
+# A class without training frames has about this log-likelihood. It is low enough to lie
 # outside a decoder's beam even at an acoustic scale of 0.01. It is near enough to 0 that a sum in
 # float32 is still exact to about a hundredth.
 UNSEEN = -1e5

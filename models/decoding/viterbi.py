@@ -48,14 +48,14 @@ def decode(
     likelihoods = np.asarray(log_likelihoods, np.float64)
     _check(likelihoods, hmm, acoustic_scale, insertion_penalty)
     classes = hmm.states.classes
-    # Scores have the shape [frames, phones, states of a phone]. They are -inf for states that a
-    # phone with fewer states lacks.
+    # Scores have the shape [frames, phones, states of a phone]. If a phone has fewer states than
+    # other phones, the scores of the states that it lacks are -inf.
     scores = np.where(classes >= 0, acoustic_scale * likelihoods[:, classes], -np.inf)
     entry = hmm.entry - insertion_penalty
     frames, phones, width = scores.shape
-    # These arrays tell where the best path to each state comes from. If `entered` is False, it
-    # comes from the state `stayed_from` of the same phone. If `entered` is True, it comes from the
-    # phone `phone_before`, and has left that phone from its state `left_from`.
+    # These arrays tell where the best path to each state comes from. If `entered` is False,
+    # the path comes from the state `stayed_from` of the same phone. If `entered` is True, the path
+    # comes from the phone `phone_before`, and has left that phone from its state `left_from`.
     stayed_from = np.zeros([frames, phones, width], np.int16)
     entered = np.ones([frames, phones, width], bool)
     phone_before = np.zeros([frames, phones], np.int32)

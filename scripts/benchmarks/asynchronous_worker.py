@@ -26,8 +26,8 @@ from tfpara.parameter_server import processes
 from tfpara.parameter_server.chunks import Chunks
 from tfpara.parameter_server.strategy import AsyncStrategy
 
-# Number of chunks for each worker, which is the default of `AsyncStrategy.fit` for arrays. With
-# several short chunks, all workers end at about the same time.
+# Number of chunks for each worker: the default of `AsyncStrategy.fit` for arrays. Because a worker
+# has several short chunks, all workers end at about the same time.
 _CHUNKS = 4
 _STARTUP_SECONDS, _TIMEOUT_SECONDS = 300.0, 60.0
 

@@ -34,8 +34,8 @@ class _Watch(keras.callbacks.Callback):
         self.strategy, self.seconds = strategy, seconds
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        # The run has admitted this worker by now. The drill kills only workers that have told their
-        # process number.
+        # The worker tells its process number only now, when the run has admitted it, because the
+        # drill kills only workers that have told their number.
         tell(pid=os.getpid())
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:

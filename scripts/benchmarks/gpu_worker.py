@@ -72,8 +72,8 @@ def _keras(options: dict[str, Any]) -> dict[str, Any]:
         return {"step": seconds, "sync": synced / max(1, syncs)}
 
     for period in options["periods"]:
-        # This call is not timed, because it also traces the functions of the syncs. Moreover, the
-        # first syncs measure the distances between the replicas.
+        # This call is not timed, because it takes longer than later ones: it also traces the
+        # functions of the syncs, and the first syncs measure the distances between the replicas.
         with_period(period)
     wait_for_the_others()
     turns: dict[str, list[dict[str, float]]] = {}

@@ -213,9 +213,9 @@ def _syncs(options: dict[str, Any]) -> dict[str, Any]:
     data = strategy.distribute_datasets_from_function(
         lambda _: tf.data.Dataset.from_tensors((x, y)).repeat()
     )
-    # The first 17 syncs also measure the distances between the replicas. So the first 18 syncs are
-    # not timed. If the run times fewer than 18 syncs, only as many syncs come before them
-    # untimed.
+    # The first 17 syncs also measure the distances between the replicas, so they take longer.
+    # Therefore 18 untimed syncs come first. If fewer than 18 syncs are timed, the number of untimed
+    # syncs is the same as that of the timed ones, to save time.
     warm_up = min(18, options["syncs"])
     model.fit(data, epochs=1, steps_per_epoch=2 * warm_up, verbose=0)
     before = strategy.statistics()

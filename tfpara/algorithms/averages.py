@@ -14,9 +14,9 @@ class AverageState(NamedTuple):
     """State of an average."""
 
     average: Array  # the average so far; before the first block it is the starting point
-    # The number of blocks so far, a float: a share f of a block counts f. The field is a Scalar.
-    # But it is declared Any, because a type checker would not let a Scalar replace the method
-    # `count` of tuples.
+    # The number of blocks so far. A block with only a share f of a whole block's minibatches counts
+    # f, so the field is a Scalar. But it is declared Any, because a type checker would not let a
+    # Scalar replace the method `count` of tuples.
     count: Any
     bias: Scalar  # the weight that the starting point still has in `average`
 

@@ -18,8 +18,8 @@ class MomentState(NamedTuple):
 
     momentum: Array  # Adam's m at the start of the block
     velocity: Array  # Adam's v at the start of the block
-    equivalent_steps: Scalar  # ρ, number of local steps to which the last update Δ corresponds
-    blocks: Scalar  # number of blocks so far, a float: a share f of a block counts f
+    equivalent_steps: Scalar  # ρ: the last update Δ corresponds to this number of local steps
+    blocks: Scalar  # number of blocks so far; a block with a share f of the steps counts f
 
 
 @dataclasses.dataclass(frozen=True)

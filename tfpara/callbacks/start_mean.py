@@ -37,8 +37,8 @@ class StartMean(Callback):
         self._dataset = checked_held_out(dataset)
         self._every = checked_whole("every_chunks", every_chunks, of="chunks")
         self._verbose = verbose
-        # How many chunks, counted over all epochs, were done at the last comparison of the two
-        # losses.
+        # The number of chunks, over all epochs, that were done when the losses of the model and the
+        # average were compared last.
         self._scored = 0
 
     def get_state(self) -> dict[str, Json]:
@@ -58,7 +58,7 @@ class StartMean(Callback):
         strategy.keep_state("start_mean", self)
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
-        self._scored = 0  # If a checkpoint has another value, it is restored after this.
+        self._scored = 0  # A resumed run then gets the value from its checkpoint.
 
     def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
         running = self.model.distribute_strategy.running

@@ -42,7 +42,7 @@ class Plan(NamedTuple):
     # Mean number of seconds between two faults. Each wait is 0.5 to 1.5 times this number, drawn at
     # random.
     every: float = 30.0
-    until: float = float("inf")  # seconds of training after which there are no more faults
+    until: float = float("inf")  # after these seconds of training, there are no more faults
     lasting: float = 8.0  # duration in seconds of faults that have an end
     # Names from `POINTS`. A fault is injected when the run first reaches such a point, and when it
     # first reaches the point after each timed fault.
@@ -67,7 +67,8 @@ class Drill:
         self._samples: list[report.Sample] = []
         # The points that the run has reached, as its output shows.
         self._seen: queue.SimpleQueue[str] = queue.SimpleQueue()
-        self._open = set(plan.points)  # points that get a fault when the run reaches them next
+        # A fault is injected when the run next reaches one of these points.
+        self._open = set(plan.points)
         self._begin = time.monotonic()
         self._due: float | None = None  # the time of the next fault; None until training has begun
         self._until = 0.0  # after this time there are no more faults

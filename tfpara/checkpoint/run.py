@@ -126,7 +126,7 @@ class SyncCheckpoints(Checkpoints):
         try:
             self.store.lock()
         except CheckpointError as error:
-            # A former chief that stands still may hold the lock. That does no harm: the run has
+            # A former chief that is suspended may hold the lock. That does no harm: the run has
             # gone on without the former chief, so the former chief's next exchange fails before it
             # can write.
             if not self._told_of_lock:

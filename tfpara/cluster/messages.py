@@ -26,7 +26,7 @@ from tfpara.cluster import secret as run_secret
 from tfpara.typing import Json
 
 _LONGEST_MESSAGE = 1 << 20  # bytes
-_LONGEST_OF_RUN = 1 << 24  # bytes, if the sender has proved that it knows the run's secret
+_LONGEST_OF_RUN = 1 << 24  # bytes; for a sender that has proved that it knows the run's secret
 _LONGEST_GREETING = 64  # bytes
 _DEEPEST = 64  # levels of nested objects and lists; Python's json fails at about a thousand
 _LONGEST_NUMBER = 100  # digits of a whole number; float() and str() fail for numbers with many more

@@ -381,7 +381,8 @@ def _check_reachable(cluster: Cluster, deadline: float) -> None:
     for _ in until(deadline, str):
         # A pod's name may be unknown until some time after the pod's start. So the names are looked
         # up before the probe, and if one was unknown, the probe is repeated. A look-up after the
-        # probe could miss such a name, because the name may have become known during the probe.
+        # probe would be too late: a name that was unknown to the probe could be known by then, and
+        # the probe would not be repeated.
         known = all(map(ports.places, cluster.addresses))
         astray = cluster.unreachable(_ANSWER_SECONDS)
         if known or not astray:

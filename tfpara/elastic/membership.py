@@ -50,9 +50,11 @@ class Limits:
     founders: int  # number of workers in the first generation, ≥ 1
     min_workers: int  # fewest workers with which training continues, ≥ 1
     max_workers: int | None  # most workers; further ones wait as spares. None: any number
-    # Longest wait for the founders. If `min_workers` have come by then, they begin without others.
+    # Longest wait for the founders. If at least `min_workers` have come by then, they begin without
+    # the missing ones.
     start_seconds: float
-    # Longest wait for others if fewer than `min_workers` are left, and for absent members.
+    # Longest wait for further workers if fewer than `min_workers` are left. Absent members are
+    # awaited for as long.
     grace_seconds: float
     # Longest wait for a member that does not come to a meeting. The wait counts from the arrival of
     # the first member. After the meeting, a member has as long to connect to the new generation.
@@ -66,7 +68,7 @@ class _Worker:
     address: str  # "host:port" at which the other workers reach this one
     terms: Mapping[str, Any]  # the terms that it gave to `register`
     name: str  # the worker's name in messages
-    fit: int = 0  # number of the call of `fit` in which the worker takes part or wants to
+    fit: int = 0  # number of the call of `fit` that the worker is in, or wants to join
     report: Any = None  # the worker's report to the meeting
     came: bool = False  # whether the worker has come to the meeting
     admits: bool = True  # whether this worker lets others join at this meeting
@@ -115,7 +117,8 @@ class Membership:
         self.terms: Mapping[str, Any] = {}  # the terms on which all members have `agreed`
         self.fit = 0  # number of the members' present or latest call of `fit`
         self.histories: list[Any] = []  # the result of each earlier call of `fit`, as JSON
-        self._since = now  # time when the phase began
+        # Time when the phase began; in a meeting, the time when the first member came.
+        self._since = now
         self._short_since: float | None = None  # time since which there are too few workers
         self._wanted = False  # whether members were told to meet because a worker joins or leaves
         self._why: list[str] = []  # the reasons for the next generation, as texts

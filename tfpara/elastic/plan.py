@@ -30,7 +30,7 @@ class Plan:
     tasks: tuple[int, ...]  # the task numbers of the workers, by rank
     # For each rank: the units that its worker has trained, and that are not in the model yet.
     carried: tuple[tuple[int, ...], ...]
-    owed: tuple[int, ...] = ()  # units below `first` that must be trained first, in rising order
+    owed: tuple[int, ...] = ()  # units below `first` that are not trained yet, in rising order
     first: int = 0  # when the plan begins, neither this unit nor any later one is trained
     fit: int = 0  # number of the epoch's call of `fit`, from 0
 

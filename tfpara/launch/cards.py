@@ -8,7 +8,7 @@ from tfpara.cluster import cuda
 from tfpara.launch.clusters import LaunchError
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
-NONE = {_VISIBLE: "-1"}  # the environment variable by which a process gets no card
+NONE = {_VISIBLE: "-1"}  # with this environment variable, a process gets no card
 
 
 def of_machine(environ: Mapping[str, str]) -> list[str]:

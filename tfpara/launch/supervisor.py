@@ -60,14 +60,15 @@ class Process(NamedTuple):
 class Policy:
     """The policy for failures and signals."""
 
-    # Seconds between asking processes to end and SIGKILL. None: 10, and up to 300 for processes
-    # that write a checkpoint.
+    # Processes that are asked to end get SIGKILL after this number of seconds. None: after 10, or
+    # after up to 300 while one of them writes a checkpoint.
     grace: float | None = None
-    restart_workers: int = 0  # number of restarts of each expendable process while the others run
-    # Returns whether a restarted process could take part in the run now. Its argument is whether
-    # the process was killed, and so made no mistake of its own.
+    restart_workers: int = 0  # most restarts of each expendable process while the others run
+    # Returns whether a restarted process could take part in the run now. The argument tells whether
+    # the process was killed. If so, the process has made no mistake of its own.
     takes_in: Callable[[bool], bool] = lambda killed: True
-    # Given a rank, returns a process to be added on SIGUSR1; None forbids that.
+    # Given a rank, returns the process that is added on SIGUSR1. None: no process is added on
+    # SIGUSR1 or removed on SIGUSR2.
     another: Callable[[int], Process] | None = None
     # Called with the name of an expendable process that has failed. Returns a function that tells
     # whether the run has continued without that process. If the function still returns False when

@@ -17,7 +17,7 @@ from tfpara.typing import Nest
 # `update_period` is.
 FIRST_UPDATES = 10
 # F starts at an arbitrary value. So, as in Kaldi, the very first minibatch makes this number of
-# further updates.
+# updates in addition to its own.
 START_UPDATES = 3
 
 # A function that preconditions float32 rows [N, D]: those of a layer's inputs, or those of the
@@ -58,7 +58,7 @@ class Preconditioner:
         due = (seen < FIRST_UPDATES) | ((seen - FIRST_UPDATES) % self.update_period == 0)
         # F is the estimate of the scatter. Each minibatch is preconditioned with F as it is before
         # the minibatch's own update. But F begins at an arbitrary value. So the first minibatch
-        # makes `START_UPDATES` further updates before it is preconditioned.
+        # makes `START_UPDATES` additional updates before it is preconditioned.
         start = tf.where(seen == 0, START_UPDATES, 0)
         number = tf.where(usable, start + tf.cast(due, tf.int32), 0)
 

@@ -45,8 +45,8 @@ class ChiefModel:
         now = self._server.weights_at_once(["global"])
         _assign(self._weights, now.weights["global"])
         _assign(self._work.state, now.state)
-        # Keras' TensorBoard callback reads this number. It plots the scores of `evaluate` over the
-        # number, and it shows the learning rate that a schedule has at the number.
+        # Keras' TensorBoard callback reads `_iterations`. It plots the scores of `evaluate` at this
+        # step, and if the learning rate is a schedule, it shows the schedule's rate at this step.
         self._work.optimizer._iterations.assign(self._server.steps)
         self._remember()
 

@@ -25,7 +25,7 @@ class Pulled(NamedTuple):
     state: list[tf.Tensor]  # the averaged state (moving statistics), in the model's order
     versions: list[tf.Tensor]  # number of pushes so far on each server
     halted: tf.Tensor  # whether workers have to stop after this block
-    # number of minibatches trained into the model so far; None if the servers have the optimizers
+    # number of minibatches that the model was trained on; None if the servers have the optimizers
     minibatches: tf.Tensor | None = None
     # learning rate of the workers' optimizers; None if workers have no optimizers, or if their rate
     # is a schedule
@@ -44,8 +44,8 @@ class Place(NamedTuple):
     """The position of a minibatch in the data: int64 scalars, each counted from 0."""
 
     epoch: tf.Tensor
-    chunk: tf.Tensor  # number of the chunk in the epoch
-    start: tf.Tensor  # number of the minibatch in the chunk
+    chunk: tf.Tensor  # index of the chunk in the epoch
+    start: tf.Tensor  # index of the minibatch in the chunk
 
 
 class Push(NamedTuple):
@@ -72,8 +72,9 @@ class Push(NamedTuple):
     rate: tf.Tensor  # learning rate of this push; if negative, the servers' rate is used
     rows: Rows = NO_ROWS  # ids of the rows in `values`, for tables that are pushed by rows
     squares: Sequence[tf.Tensor] = ()  # sums of the gradients' squares; empty if not needed
-    left_out: Sequence[tf.Tensor] = ()  # how many minibatches were left out; empty if none can be
-    # one server's version at the pull, if this is the part of a push for that server; else None
+    # number of minibatches that were left out; empty if minibatches are never left out
+    left_out: Sequence[tf.Tensor] = ()
+    # None in a whole push. In the part that goes to one server: that server's version at the pull
     version: tf.Tensor | None = None
 
 

@@ -120,7 +120,7 @@ class Server:
     def divide(self, num_chunks: int) -> None:
         """Sets the number of chunks of the next epochs; call it before graphs are made."""
         for shard in self.shards:
-            shard.progress.close()  # so that pushes of earlier fits that come late are refused
+            shard.progress.close()  # from now on, late pushes of earlier fits are refused
             with tf.device(shard.device):
                 shard.progress = Progress(num_chunks)
         with tf.device(self.first.device):

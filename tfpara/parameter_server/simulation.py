@@ -115,7 +115,7 @@ class _Kept(NamedTuple):
 
     weights: list[tf.Tensor]
     optimizer: list[tf.Tensor]
-    generation: int  # the generation of the server's model to which both belong
+    generation: int  # both are used only in this generation of the server's model
 
 
 class _Simulated(Workers):
@@ -149,10 +149,10 @@ class _Worker:
     chunk: int = -1
     iterator: Any = None
     element: Nest = None  # the next minibatch
-    # the rows of the block to which `element` belongs
+    # ids of the rows that the block of `element` uses, for each table that is pulled by rows
     rows: Rows = dataclasses.field(default_factory=dict)
     own: Sequence[tf.Tensor] = ()  # random seeds and carried recurrent states (`Block.own`)
-    start: int = 0  # position in the chunk of the block's first minibatch
+    start: int = 0  # index of the block's first minibatch in the chunk
     idle_since: int = 0  # number of all workers' pushes up to this worker's last push
     rate: tf.Tensor = dataclasses.field(default_factory=lambda: tf.constant(-1.0))
     pulled: Pulled | None = None
@@ -181,7 +181,8 @@ class _Simulation(Executor):
         self._start = [tf.convert_to_tensor(value) for value in self._work.optimizer_start]
         self._workers = [_Worker(k) for k in range(len(speeds))]
         self._kept = kept
-        self._waiting = collections.deque[tuple[int, int]]()  # chunks without a worker
+        # (epoch, chunk) of the chunks that no worker has
+        self._waiting = collections.deque[tuple[int, int]]()
         self._due: dict[int, float] = {}  # the time of each worker's next push
         self._refused: list[_Worker] = []  # workers whose pushes would make others too stale
         self._chunk_ended = False  # whether a chunk has ended since the last wait

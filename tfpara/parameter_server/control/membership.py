@@ -235,7 +235,7 @@ class Membership:
         `heard` has the time of each present task's last message. `turned_away` is a sentence that
         names the refused processes; empty if there are none.
         """
-        suspended = now - self._looked_at > self._timeout / 2  # the chief itself was suspended
+        suspended = now - self._looked_at > self._timeout / 2  # whether the chief was suspended
         self._looked_at = now
         for task, its in self._present.items():
             its.heard = now if suspended else max(its.heard, heard.get(task, its.heard))

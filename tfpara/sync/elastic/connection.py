@@ -81,9 +81,9 @@ class Connection:
         self.founders = self.line.founders
         self.joining = not self.line.founding
         self.in_fit = self.leaves = self.out = self._said_leaving = False
-        # While the main thread changes the generation, it has this lock alone, so the thread of
-        # `line` may have to wait for the lock. The argument keeps this wait below the silence after
-        # which a worker counts as lost.
+        # While the main thread changes the generation, it has this lock alone. If the thread of
+        # `line` needs a share meanwhile, it waits, and sends no signs of life. The argument keeps
+        # this wait shorter than the silence after which a worker counts as lost.
         self.steady = SharedLock(min(_PATIENCE_SECONDS, settings.silence_seconds / 4.0))
         # This lock is held while the generation changes, and while the thread of `line` aborts the
         # collectives of a generation.
@@ -227,8 +227,9 @@ class Connection:
             self.end(str(error))
         if self.line.task != task or self.line.founding:
             # The meeting point does not know this worker's run. If it has given the worker another
-            # task number, TensorFlow's server cannot take that number. If it counts the worker
-            # among the first workers of a new run, these could not use this worker's model.
+            # task number, this worker cannot use that number, because TensorFlow's server keeps its
+            # first number. If the meeting point counts the worker among the founders of a new run,
+            # the other founders could not use this worker's model.
             self.end("the run that this worker belongs to is over.")
         self._listen()
         self.joining = True

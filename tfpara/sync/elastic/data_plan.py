@@ -78,8 +78,8 @@ class DataPlan(EpochUnits):
         # these passes do not count as epochs of the run.
         self._extended.data.position.move(epoch, self._extended.models.steps_seen)
         if self.plan.at == (fit, epoch):
-            # The other members have already begun this epoch, and this worker has their plan. It
-            # has no iterator yet if it met the others before its `fit` had data.
+            # The other members have already begun this epoch, and this worker has their plan.
+            # But if this worker met them before its `fit` had data, it has no iterator yet.
             self.iterator = self.iterator or self.data()
         else:
             self.plan = begin(epoch, self._connection.form.tasks, fit)
@@ -121,8 +121,9 @@ class DataPlan(EpochUnits):
         """Returns this worker's data from the beginning of the plan to the end of the epoch."""
         balance = self._extended.balance
         whole = self._by_rank() if balance is None else self._by_speed(balance)
-        # In a resumed run the plan already leaves out the steps before the checkpoint. `take_steps`
-        # clears their number, so that they are not skipped again.
+        # In a resumed run, `position` has the number of the steps before the checkpoint. The plan
+        # already leaves these steps out. So `take_steps` clears the number; otherwise the steps
+        # would be skipped twice.
         self._extended.data.position.take_steps()
         return iter(self._extended.distribute_parts(whole))
 

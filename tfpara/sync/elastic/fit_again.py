@@ -235,8 +235,9 @@ class FitAgain:
         step: Any = model.train_function
         with contextlib.suppress(tf.errors.OutOfRangeError, StopIteration):
             self._logs = step.inner(self._alone)
-            # If the function takes several steps, its graph contains a sync of its own. This sync
-            # must also run once here, so the next step is made the last one of its block.
+            # If the function takes several steps, its graph contains a sync of its own. TensorFlow
+            # takes long for the first run of that sync, too. So the sync is made to run now: the
+            # next step is made the last one of its block.
             if balance is None and model.steps_per_execution > 1:
                 block = self._synchronizer.graph.block
                 block.steps.assign(block.period - 1)

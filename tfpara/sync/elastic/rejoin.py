@@ -214,7 +214,7 @@ class Rejoin:
         if self.extended.balance is None:
             # A worker is ready to sync when its count of steps, which includes missed steps,
             # reaches the sync period. A worker that is behind gets the smallest count among
-            # `furthest`, so it is ready when the last of these is.
+            # `furthest`, so it is ready at the same step as the last worker of `furthest`.
             missed = min(own["counted"] for own in furthest)
         else:
             missed = max(own["open"] for own in furthest)
@@ -274,7 +274,8 @@ class Rejoin:
     def come_back(self, why: str) -> None:
         """Connects again as a joiner; the model and its traced step stay."""
         self.connection.come_back(why)
-        # The others may still be training an epoch that only this worker has closed.
+        # The others may still be training an epoch that only this worker has closed. So no epoch
+        # counts as closed until the next meeting.
         self.progress.closed = (-1, -1)
         self.data.iterator = None
         self.data.forget_trained()

@@ -10,10 +10,11 @@ import time
 from collections.abc import Iterator
 
 _POLL_SECONDS = 0.005
-# When a thread has waited for the exclusive mode for `_STALLED_SECONDS`, the lock opens: during
-# `_OPEN_SECONDS`, threads that wait for a share can get one. After that the lock opens again and
-# again, and each pause is twice as long as the one before. If the lock never opened, there could be
-# a deadlock, because a thread that holds a share may wait for a thread that needs a share.
+# If a thread has to wait longer than `_STALLED_SECONDS` for the exclusive mode, the lock opens for
+# `_OPEN_SECONDS`. In this time, other threads that wait for a share can get one. After that the
+# lock opens again and again, and each pause is twice as long as the one before. If the lock never
+# opened, there could be a deadlock, because a thread that holds a share may wait for a thread that
+# needs a share.
 _STALLED_SECONDS = 0.25
 _OPEN_SECONDS = 0.05
 _log = logging.getLogger(__name__)
@@ -37,7 +38,7 @@ class SharedLock:
         self._patience = patience_seconds
         self._sharing: set[int] = set()  # the threads that share the lock
         self._closed = False  # whether a thread has, or waits for, the exclusive mode
-        self._owner = 0  # the id of that thread; 0: none
+        self._owner = 0  # the id of the thread that has or awaits the exclusive mode; 0: none
 
     @contextlib.contextmanager
     def shared(self) -> Iterator[None]:
@@ -58,7 +59,8 @@ class SharedLock:
             while self._closed and time.monotonic() < until:
                 time.sleep(_POLL_SECONDS)
             self._sharing.add(me)
-            # Another thread may have closed the lock just before the share was added.
+            # Another thread may have closed the lock just before the share was added. Then this
+            # thread takes the share back and waits again, unless it has waited long enough.
             if not self._closed or time.monotonic() >= until:
                 return
             self._sharing.discard(me)

@@ -91,7 +91,8 @@ class StateTransfer:
                 kept.append((holder, hand_over_arrays(own, hosts, source)))
         if not receives:
             return
-        # Values are written once all have arrived, so that no worker has a mixture of two states.
+        # Values are written only after all of them have arrived. So no worker has a mixture of two
+        # states if the transfer fails.
         for variable, value in values:
             variable.assign(value)
         for holder, weights in kept:

@@ -155,7 +155,8 @@ class CompressedWire(PlainWire):
                 sums.append(tf.reduce_sum(decode(words, length, self._kind), 0))
         holders, received, means = self._aggregation.holders, [], []
         for holder, device in enumerate(holders):
-            with tf.device(device):  # the holder's parts of B̂
+            # The holder's parts are cut out of B̂.
+            with tf.device(device):
                 parts = self._aggregation.parts(holder)[buckets]
                 received.append([cut(self.points[p.bucket], p) for p in parts])
         begins = self._global.measured_from(received, buckets)

@@ -388,8 +388,9 @@ class SyncGraph:
                 mine = self.global_state.whole(cell.field)
                 owner = cell.field.rpartition("/")[0]  # "rule", "averages/NAME" or "moments"
                 if self.global_state.is_corrected(owner.partition("/")[2]):
-                    # When such an average is shown, it is divided by 1 − bias (except before the
-                    # first sync). So the present values of new weights are multiplied by 1 − bias.
+                    # When a corrected average is shown, it is divided by 1 − bias (except before
+                    # the first sync). The average of new weights starts from their present values,
+                    # so these are multiplied by 1 − bias.
                     biases = [scalars.get((f"{owner}/bias", bucket), 0.0) for bucket in counting]
                     pairs = zip(mine, biases, strict=True)
                     mine = [part * (1.0 - bias) if bias < 1.0 else part for part, bias in pairs]

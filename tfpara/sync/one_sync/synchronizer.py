@@ -29,7 +29,7 @@ class Synchronizer:
         # The replicas' own weights, by device, while `showing` has put other weights into the
         # model's variables; else None.
         self._own: list[list[tf.Tensor]] | None = None
-        self._shown: str | None = None  # inside the context of `showing`: the name given to it
+        self._shown: str | None = None  # the name given to `showing`, inside its context
         # If the global model is in parts on several workers, the chief keeps a copy of the whole
         # model: `_gathered` has its buckets, in the host's memory. `_gathered_at` is the number of
         # syncs when the copy was made. It is -1 if there is no copy, or if the copy is out of date.
@@ -95,7 +95,7 @@ class Synchronizer:
             if self._overlap is not None:
                 self._overlap.act()
             elif self._device_period is None:
-                # `count` has found something due, which can only be a sync here.
+                # `act` is called if `count` has found something due. Here that can only be a sync.
                 self.graph.sync(tf.constant(True))
             else:
                 due = self.graph.block.steps.read_value() >= self.graph.block.due()
@@ -386,7 +386,7 @@ class Synchronizer:
         if self._variables.moments:
             self.graph.averaging.restart_moments()
             counts = [[tf.cast(c, tf.float64) for c in own] for own, _ in self._variables.counts]
-            largest = tf.reduce_max(tf.stack(counts), 1)  # over this worker's replicas
+            largest = tf.reduce_max(tf.stack(counts), 1)  # the largest of this worker's replicas
             table = self._site.reports.all_gather(largest, f"{self.name}/counts")
             self.graph.replicas.write_counts(tf.reduce_max(table, 0))
 

@@ -49,8 +49,8 @@ class CompiledStep:
             return self._step(*step_args, **step_kwargs)
 
         # TensorFlow keeps int32 arguments of a function in the host's memory. To fetch such
-        # arguments from a GPU (labels, for example), the host would have to wait until the last
-        # step is done. To avoid this, the bits of int32 arguments are passed as float32.
+        # arguments from a GPU (labels, for example), the host would have to wait until the GPU has
+        # done the step before. To avoid this, the bits of int32 arguments are passed as float32.
         leaves = tf.nest.flatten((args, kwargs))
         int32 = [isinstance(leaf, tf.Tensor) and leaf.dtype == tf.int32 for leaf in leaves]
         carried = [

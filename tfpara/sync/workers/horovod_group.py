@@ -29,13 +29,13 @@ _DEFAULTS = {
     # Milliseconds after which Horovod's thread looks for work again. With 1, Horovod's default, the
     # thread always uses 8 % of a core. With 5 it uses 4 to 5 %, and a large sync is no slower.
     "HOROVOD_CYCLE_TIME": "5",
-    # A threshold of 0 turns fusion off, by which Horovod sends several buckets as one. Such buckets
-    # would all arrive together, so the rule could not begin with the first bucket while others are
-    # under way.
+    # A threshold of 0 turns fusion off. With fusion, Horovod would send several buckets as one. All
+    # of these would arrive together, so the rule could not begin with the first bucket while others
+    # are under way.
     "HOROVOD_FUSION_THRESHOLD": "0",
 }
-# The network interface on which Gloo listens. By default Gloo takes the interface that has the
-# address of the host name, which may be another than the one with this process' address in the run.
+# The network interface on which Gloo listens. By default Gloo takes the interface to whose address
+# the host name leads. But this process may have its address in the run on another interface.
 _INTERFACE = "HOROVOD_GLOO_IFACE"
 _LEAVING_SECONDS = 2.0  # longest wait, at an orderly end, for the others to leave
 _REACH_SECONDS = 5.0  # longest wait for the other processes' ports to accept a connection
