@@ -22,7 +22,7 @@ _EXAMPLE = {
 class Utterances(NamedTuple):
     """Utterances to be read, as columns of equal length; arrays or tensors."""
 
-    shard: Any  # int64: number of the shard in the split
+    shard: Any  # int64: index of the shard in the split
     offset: Any  # int64: bytes from the start of the shard
     frames: Any  # int64: number of frames
     id: Any  # string

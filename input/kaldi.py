@@ -25,10 +25,10 @@ _MAX_KEY = 1000  # bytes; a longer word does not count as a key
 _BINARY = b"\0B"
 # In a binary object, the name of its type follows `_BINARY`. kaldiio reads objects of these types.
 _FLOATS = (b"FM ", b"FV ", b"DM ", b"DV ", b"CM ", b"CM2 ", b"CM3 ")
-_INTEGERS = np.dtype([("size", "u1"), ("value", "<i4")])  # its size in bytes, then an int32
+_INTEGERS = np.dtype([("size", "u1"), ("value", "<i4")])  # a number: its size, then its value
 _MAX_LINE = 1 << 26  # bytes; a longer line counts as damaged
 _WHITE = b" \t\r\n"
-_OVERSHOOT = 3  # a range may exceed the matrix by this many rows: Kaldi's length_tolerance
+_OVERSHOOT = 3  # a range may exceed the matrix by this many rows, as in Kaldi (length_tolerance)
 _DAMAGE = (ValueError, AssertionError, struct.error, IndexError, TypeError, UnicodeDecodeError)
 
 

@@ -73,7 +73,7 @@ class CorpusWriter:
         self._class_names = class_names
         self._splits: dict[str, dict[str, Any]] = {}
         self._split: dict[str, Any] = {}
-        # Number of the first utterance of each shard; None if the length of the split is not known.
+        # Index of the first utterance of each shard; None if the length of the split is not known.
         self._starts: list[int] | None = None
         # The number of the training frames, their sum, and the sum of their squares.
         self._sums: list[Any] = [0.0, 0.0, 0.0]

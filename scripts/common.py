@@ -344,7 +344,8 @@ def _cause(text: str) -> str:
 def _one_line(error: Exception) -> str:
     text = error.args[0] if isinstance(error, KeyError) and error.args else str(error)
     line = " ".join(str(text).split())
-    # A message may quote a value or flag from a damaged file, which may have any length.
+    # A message may quote a value or flag from a damaged file. The quoted text may have any length,
+    # so a long message is shortened.
     return line if len(line) <= _LONGEST_LINE else f"{line[: _LONGEST_LINE // 2]} …{line[-200:]}"
 
 

@@ -122,8 +122,8 @@ def _ran(
         if found is None and explain is not None and (own := explain(error)) is not None:
             found, sentence = Explanation(own), f"{of_chief}{own}"
         if found is None:
-            # Python sets these two attributes if an error is not caught. Debuggers and loggers read
-            # them.
+            # Python sets these two attributes if an error is not caught, and debuggers and loggers
+            # read them. This function has caught the error, so it sets them itself.
             sys.last_value, sys.last_traceback = error, error.__traceback__
             sys.excepthook(type(error), error, error.__traceback__)
             first = str(error).strip().splitlines()[:1]

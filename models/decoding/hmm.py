@@ -12,9 +12,9 @@ import numpy as np
 # number of states. The common distribution has the weight of this many counted moves.
 _POOLED_WEIGHT = 10.0
 _MOVE_FLOOR = 0.5  # is added to each count before the common distribution is computed
-# A class without training frames has about this log-likelihood. It is low enough to lie
-# outside a decoder's beam even at an acoustic scale of 0.01. It is near enough to 0 that a sum in
-# float32 is still exact to about a hundredth.
+# A class without training frames has about this log-likelihood. It is low enough to lie outside a
+# decoder's beam even at an acoustic scale of 0.01. It is near enough to 0 that a sum in float32 is
+# still exact to about a hundredth.
 UNSEEN = -1e5
 
 

@@ -53,8 +53,8 @@ def decode(
     scores = np.where(classes >= 0, acoustic_scale * likelihoods[:, classes], -np.inf)
     entry = hmm.entry - insertion_penalty
     frames, phones, width = scores.shape
-    # These arrays tell where the best path to each state comes from. If `entered` is False,
-    # the path comes from the state `stayed_from` of the same phone. If `entered` is True, the path
+    # These arrays tell where the best path to each state comes from. If `entered` is False, the
+    # path comes from the state `stayed_from` of the same phone. If `entered` is True, the path
     # comes from the phone `phone_before`, and has left that phone from its state `left_from`.
     stayed_from = np.zeros([frames, phones, width], np.int16)
     entered = np.ones([frames, phones, width], bool)

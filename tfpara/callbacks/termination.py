@@ -35,7 +35,7 @@ class Termination:
         self._exit_code, self.watcher = exit_code, watcher
         self._former: Callable[..., object] | int | None = None
         self._stopped = threading.Event()
-        self._writer: socket.socket | None = None  # None while SIGTERM is not listened for
+        self._writer: socket.socket | None = None  # None while this object does not listen
 
     def start(self, patience_seconds: float) -> None:
         """Begins to listen. Signals are received only if the main thread calls this.

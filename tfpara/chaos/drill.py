@@ -42,7 +42,7 @@ class Plan(NamedTuple):
     # Mean number of seconds between two faults. Each wait is 0.5 to 1.5 times this number, drawn at
     # random.
     every: float = 30.0
-    until: float = float("inf")  # after these seconds of training, there are no more faults
+    until: float = float("inf")  # after this many seconds of training, there are no more faults
     lasting: float = 8.0  # duration in seconds of faults that have an end
     # Names from `POINTS`. A fault is injected when the run first reaches such a point, and when it
     # first reaches the point after each timed fault.

@@ -82,7 +82,7 @@ class Channel:
         self, connection: socket.socket, secret: bytes, purpose: str, caller: bool
     ) -> None:
         connection.setblocking(False)
-        with contextlib.suppress(OSError):  # send without delay, since messages are small
+        with contextlib.suppress(OSError):  # TCP_NODELAY: small messages are sent without delay
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._connection = connection
         self._secret, self._purpose, self._caller = secret, purpose, caller

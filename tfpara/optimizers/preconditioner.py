@@ -67,8 +67,8 @@ class Preconditioner:
             used = Scatter(*(tf.where(count < start, n, u) for n, u in zip(new, used, strict=True)))
             return count + 1, used, new
 
-        # The loop makes no update, one update, or those of the first minibatch. Separate branches
-        # would trace `update` several times.
+        # The loop makes no update, one update, or the several updates of the first minibatch.
+        # Separate branches for these cases would trace `update` several times.
         _, used, after = tf.while_loop(
             lambda count, *_: count < number, update, (0, before, before), parallel_iterations=1
         )
@@ -118,7 +118,8 @@ def affine(
             if bias is not None:
                 x = tf.concat([x, tf.ones_like(x[:, :1])], 1)
             # The loss is a mean over N rows. But the method and its epsilon are made for the
-            # derivatives of the losses of single rows, which are N times as large.
+            # derivatives of the losses of single rows, which are N times as large. So `e` is
+            # multiplied by N before the call, and the result is divided by N.
             e = output_side(e * number) / number
             both = tf.cast(tf.matmul(input_side(x), e, transpose_a=True), kernel.dtype)
             if bias is None:

@@ -255,7 +255,7 @@ class FitAgain:
 
     def _step(self, function: Callable[..., Any], iterator: Iterator[Any]) -> Any:
         """Runs a training step of Keras, before or after which the members may change."""
-        # The others may have closed the epoch while this worker was behind.
+        # The others may have closed the epoch while this worker was behind. Then no step is left.
         if self._progress.epoch_is_closed:
             raise StopIteration
         with attributes(self._progress, in_step=True):
