@@ -34,7 +34,8 @@ _BLOCK = 1 << 16  # number of samples that are decoded at once
 # samples.
 _PER_BYTE = 6554
 # A length in bytes. When a WAV file is streamed, its header is written before the file's length is
-# known. Such a header states this length or more, so it is not compared with the file's length.
+# known. Such a header states this length or more. So if a header does that, the stated length is not
+# compared with the length of the file.
 _UNKNOWN = 0x7FFFF000
 
 
@@ -178,7 +179,8 @@ def _check_length(file: BinaryIO, size: int, recording: Location) -> bool:
     if head[:4] != b"RIFF" or len(head) < 8:
         return False
     length = struct.unpack("<I", head[4:])[0] + 8
-    # This is checked here because libsndfile and kaldiio do not report that a file is cut short.
+    # The two lengths are compared here, because libsndfile and kaldiio do not report that a file is
+    # cut short.
     if 8 < length < _UNKNOWN and length > size:
         raise _error(recording, f"is cut short: {size} of {length} bytes")
     return True
@@ -298,7 +300,8 @@ def _as_encoded(samples: np.ndarray, path: str) -> bool:
     """
     with open(path, "rb") as file:
         head = file.read(42)
-    if head[:4] != b"fLaC" or not any(head[26:]):  # if all are 0, the encoder left out the sum
+    # In a FLAC file, the sum is in the bytes 26 to 41. They are 0 if the encoder has left it out.
+    if head[:4] != b"fLaC" or not any(head[26:]):
         return True
     return hashlib.md5(samples.astype("<i2").tobytes()).digest() == head[26:]
 

@@ -21,7 +21,8 @@ from typing import NamedTuple
 import numpy as np
 
 SILENCE = "_"
-MIN_RATE, MAX_RATE = 80, 450  # words per minute; espeakRATE_MINIMUM and espeakRATE_MAXIMUM
+# In words per minute: eSpeak's constants espeakRATE_MINIMUM and espeakRATE_MAXIMUM.
+MIN_RATE, MAX_RATE = 80, 450
 
 # AUDIO_OUTPUT_SYNCHRONOUS: espeak_Synth gives all audio to the callback before it returns.
 _SYNCHRONOUS = 2
@@ -31,8 +32,8 @@ _PHONEME_EVENTS = 0x0003
 # espeakINITIALIZE_DONT_EXIT: if the data cannot be read, espeak_Initialize returns a code. Without
 # this flag it would end the process.
 _DONT_EXIT = 0x8000
-_RATE, _PITCH = 1, 3  # espeakRATE, espeakPITCH
-_UTF8 = 1  # espeakCHARS_UTF8
+_RATE, _PITCH = 1, 3  # the numbers of eSpeak's parameters espeakRATE and espeakPITCH
+_UTF8 = 1  # espeakCHARS_UTF8: the text is given in UTF-8
 _LIST_TERMINATED, _PHONEME = 0, 7  # types of events, from espeak_EVENT_TYPE
 _MARKS = "ˈˌ',%="
 
@@ -195,7 +196,8 @@ class Synthesiser:
             name = phone_name(symbol)
             if sample >= num_samples:
                 break
-            if sample == phones[-1][0]:  # the phone before this one has no length
+            # If two phones begin at the same sample, the earlier one has no length, so it is dropped.
+            if sample == phones[-1][0]:
                 phones.pop()
             if not phones or name != SILENCE or phones[-1][1] != SILENCE:
                 phones.append((sample, name))

@@ -18,7 +18,9 @@ RULES = ("asgd", "aasgd", "downpour", "bmuf_async", "easgd_async")
 # The longest chunk if --chunk_minutes is not set, in minutes of speech. Section 4.2 of paper 002 in
 # docs/papers.md has chunks of this length.
 _LONGEST = 60.0
-_FOR_A_WORKER = 4  # chunks of a worker in an epoch, as in `AsyncStrategy.fit` with arrays
+# If --chunk_minutes is not set, an epoch has at least this number of chunks for each worker, unless
+# the data are too short. `AsyncStrategy.fit` makes as many chunks from arrays.
+_FOR_A_WORKER = 4
 
 _CHUNK = flags.DEFINE_float(
     "chunk_minutes",
@@ -150,8 +152,8 @@ def chunk_minutes(total: float, most: int, workers: int) -> float:
     if _CHUNK.value is not None:
         return _CHUNK.value
     count = min(max(math.ceil(total / _LONGEST), _FOR_A_WORKER * workers), most)
-    # The length of a chunk is rounded up to four decimals. Rounded down, it could give one chunk
-    # more than `count`.
+    # The length of a chunk is rounded up to four decimals. If it were rounded down, an epoch could
+    # have one chunk more than `count`.
     return min(_LONGEST, (math.floor(1e4 * total / count) + 1) / 1e4)
 
 

@@ -107,7 +107,8 @@ class Namespaces:
         _run(*at, "root", "handle", "1:", *speed)
         if delay_ms:
             delay = [*at, "parent", "1:1", "handle", "10:", "netem", "delay", f"{delay_ms}ms"]
-            # Not every kernel can delay packets. `delay_ms` is set only if this kernel can.
+            # Not every kernel can delay packets. If this one cannot, the command fails, and
+            # `delay_ms` stays 0.
             if subprocess.run(delay, capture_output=True).returncode == 0:
                 self.delay_ms = delay_ms
 

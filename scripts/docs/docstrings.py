@@ -20,6 +20,7 @@ class Docstrings(griffe.Extension):
         """Changes the docstring of an object."""
         if obj.docstring:
             text = equations.docstring(obj.docstring.value)
-            # Griffe shows the text under `Examples:` as code, but not that under `Example:`.
+            # Griffe shows the text under `Examples:` as code, but not the text under `Example:`. So
+            # the singular is replaced by the plural.
             text = re.sub(r"(?m)^Example:$", "Examples:", text)
             obj.docstring.value = re.sub(r"\bdocs/([\w/]+)\.md\b", r"[\1](../\1.md)", text)

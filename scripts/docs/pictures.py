@@ -54,7 +54,7 @@ def draw(name: str, folder: Path) -> Path:
         # file.
         figure.savefig(path, metadata={"Date": None, "Creator": None}, facecolor="white")
         plt.close(figure)
-    # Matplotlib ends some lines with spaces. These spaces are removed.
+    # Matplotlib ends some lines with spaces. They have no meaning, so they are removed.
     path.write_text("".join(f"{line.rstrip()}\n" for line in path.read_text().splitlines()))
     return path
 

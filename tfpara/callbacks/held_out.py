@@ -161,7 +161,7 @@ class HeldOut(fit_call.Callback):
         steps = self._steps_before + batch + 1
 
         def due() -> int:
-            part = self._part(steps)  # at 1.0, the end of the epoch, `on_epoch_end` scores
+            part = self._part(steps)  # if it is 1.0, the epoch is over, and `on_epoch_end` scores
             return int(self._times * part) if part < 1.0 else 0
 
         if isinstance(self.model.distribute_strategy, PeriodicSyncStrategy):

@@ -87,7 +87,7 @@ def find(environ: Mapping[str, str] = os.environ) -> Told | None:
             the fix.
     """
     if environ.get(SIZE, "").strip() == "1":
-        return _read(_OWN, environ)  # this process trains alone, whatever other engines say
+        return _read(_OWN, environ)  # TFPARA_SIZE=1: the process trains alone under any engine
     for outer in (False, True):
         told = [t for e in _ENGINES if e.outer == outer and (t := _read(e, environ))]
         several = [each for each in told if each.size > 1]

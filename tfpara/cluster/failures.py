@@ -60,7 +60,7 @@ def explain(error: BaseException) -> Explanation | None:
         return Explanation(re.sub(r"\\(.)", r"\1", asserted[1]))
     if _known.num_workers == 1 or not _OF_A_SYNC.search(text):
         return None
-    told = _APART.search(text)  # not None if another worker has ended the exchange
+    told = _APART.search(text)  # not None if another worker has found the workers apart
     if apart := _apart or (told[1] if told else ""):
         return Explanation(f"{apart}.")
     gone = _gone(_known)

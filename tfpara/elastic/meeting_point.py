@@ -218,7 +218,7 @@ class Meeting:
             self._tell(self.state.register(task, address, {}, now, name))
 
     def _tell(self, said: list[Say]) -> None:
-        members: list[list[Any]] = []  # all messages "form" have this list
+        members: list[list[Any]] = []  # every message with the key "form" contains this list
         for task, message in said:
             if "form" in message:
                 members = members or self._reached(message["members"])

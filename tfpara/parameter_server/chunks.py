@@ -229,8 +229,8 @@ def _of_arrays(
         )
 
     if not sent:
-        # A graph would hold copies of the arrays that it uses, but it only refers to eager tensors.
-        # So the arrays become eager tensors.
+        # If a graph uses an array, the graph holds a copy of the array. If it uses an eager tensor,
+        # it holds only a reference. So the arrays are made eager tensors.
         with tf.device("CPU:0"):
             data = mapped(tf.convert_to_tensor, data)
 

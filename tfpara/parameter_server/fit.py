@@ -77,7 +77,7 @@ class Fit:
             choose_rate = search_rate.function(self.server, self.work, self.chunks)
         of_run = (models.sync_period, choose_rate, self.order, models.seed)
         self._executor = workers.executor(Training(self.server, self.work, self.chunks, *of_run))
-        # How many of this epoch's minibatches were trained at the last call of batch hooks.
+        # How many of this epoch's minibatches were trained when the batch hooks were last called.
         self._seen = 0
         self._resumed_epoch: int | None = None
         self.epoch = self._epochs = self.chunks_done = 0

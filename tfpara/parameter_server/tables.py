@@ -26,8 +26,8 @@ from tfpara.typing import Nest
 # Embedding tables with fewer bytes are pulled and pushed whole.
 LARGE_BYTES = 1 << 22
 
-# Operations whose floating-point results are exact. Cast is the exception: it may round when it
-# changes the type, but it rounds equally in every graph.
+# Operations that give the same floating-point results in every graph. All of them but Cast are
+# exact. Cast may round when it changes the type, but it rounds equally in every graph.
 _EXACT = {
     *("Placeholder", "Const", "Identity", "Cast", "Reshape", "Squeeze", "ExpandDims", "Transpose"),
     *("StridedSlice", "Slice", "Split", "SplitV", "Unpack", "Pack", "ConcatV2", "GatherV2"),

@@ -9,8 +9,8 @@ from tfpara.sync.settings import Settings
 from tfpara.sync.start_line import counted, say
 from tfpara.sync.workers.worker import Worker
 
-# A run of at least `_MANY` replicas ends about 3 % worse than a run of one replica if it has fewer
-# than `_SYNCS_FOR_EACH` syncs for each of its replicas (docs/study.md).
+# If a run of `_MANY` or more replicas has fewer than `_SYNCS_FOR_EACH` syncs for each replica, its
+# error is about 3 % or more above the error of one replica (docs/study.md).
 _MANY = 4
 _SYNCS_FOR_EACH = 6
 

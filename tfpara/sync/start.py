@@ -179,7 +179,7 @@ def _checked_elastic(settings: Settings, elastic: object) -> Settings:
     except cluster.ClusterError:
         if not meeting_point():
             raise
-        return settings.elastic()  # an elastic run needs no TF_CONFIG
+        return settings.elastic()  # an elastic run uses no TF_CONFIG, so errors in it do no harm
     if found.num_workers > 1:
         told = found.told.engine.name if found.told else "TF_CONFIG"
         if not meeting_point():

@@ -229,7 +229,8 @@ class Elastic(Company):
         self.connection.part(completed=not self._fit.gave_up)
 
     def program_ends(self) -> None:
-        # `part` ends this worker as one that has completed the run. So it needs a call of `fit`,
-        # and the last call must have returned, or have ended because all workers were asked to end.
+        # `part` tells the others that this worker has completed the run. That is true only if `fit`
+        # was called, and if its last call has returned, or has ended because all workers were asked
+        # to end.
         if self._rejoin.progress.fit >= 0 and not self._fit.gave_up:
             self.part()

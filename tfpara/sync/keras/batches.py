@@ -26,7 +26,7 @@ class ShuffledArrays(data_adapters.ArrayDataAdapter):
     """Keras' adapter of arrays that `fit` shuffles, in an order that the run's seed determines."""
 
     _extended: PeriodicSyncExtended
-    _order: tf.Variable  # the rows' numbers, in the order of the present pass
+    _order: tf.Variable  # the indices of the rows, in the order in which the present pass has them
     _spec: Nest  # the `element_spec` of the dataset of batches
 
     @classmethod
@@ -50,7 +50,8 @@ class ShuffledArrays(data_adapters.ArrayDataAdapter):
 
     def get_tf_dataset(self) -> tf.data.Dataset:
         # Keras calls tf.random.shuffle to shuffle all rows or, with shuffle="batch", the rows of
-        # each batch. While Keras builds the dataset, a lookup in `_order` replaces this function.
+        # each batch. While Keras builds the dataset, a lookup in `_order` replaces this function, so
+        # that the run's seed determines the order.
         calls = []
 
         def ordered(numbers: tf.Tensor) -> tf.Tensor:
@@ -73,7 +74,7 @@ class ShuffledArrays(data_adapters.ArrayDataAdapter):
         rows = -(-min(self._batch_size, self._num_samples) // replicas)
 
         def minibatch(spec: tf.TypeSpec) -> tf.TensorSpec | None:
-            if not hasattr(spec, "shape"):  # an input that is None
+            if not hasattr(spec, "shape"):  # the spec of an input that is None
                 return None
             return tf.TensorSpec([rows, *spec.shape[1:]], spec.dtype)
 
@@ -152,7 +153,7 @@ class PyDatasetSteps(Steps):
         count = adapter.num_batches
         numbers = range(2 if count is None else min(2, count))
         super().__init__([adapter._standardize_batch(dataset[n]) for n in numbers], extended)
-        self.order: Sequence[int] = ()  # the batches' numbers, in the order of the present pass
+        self.order: Sequence[int] = ()  # indices of the batches, in the order of the present pass
         self._hooks_called = 0
 
     def facts(self) -> dict[str, Json]:
@@ -236,8 +237,8 @@ def signature_of(batches: list[Data]) -> Nest:
     """Returns the spec of batches, in which any number of rows is allowed."""
 
     def spec_of(spec: tf.TypeSpec) -> tf.TypeSpec:
-        # An input may be None. Keras gives it the spec of an optional, which cannot be divided. So
-        # the spec is replaced by that of None.
+        # An input may be None. Keras gives such an input the spec of an optional, and an optional
+        # cannot be divided into parts. So the spec is replaced by the spec of None.
         return tf.type_spec_from_value(None) if isinstance(spec, tf.OptionalSpec) else spec
 
     return keras.tree.map_structure(spec_of, data_adapter_utils.get_tensor_spec(batches))

@@ -34,8 +34,9 @@ def with_divided_data(make: Any) -> Method:
         dataset = data if isinstance(data, tf.data.Dataset) else None
         _compare(adapter, dataset, extended)
         if dataset is not None and not same_data.divided_between_workers(dataset):
-            # Keras takes the number of steps from the adapter's dataset, so the adapter gets the
-            # dataset in distributed form.
+            # Keras takes the number of steps from the adapter's dataset. The given dataset counts
+            # batches, and only the distributed dataset counts this worker's steps. So the adapter
+            # gets the distributed dataset.
             data = distribute_strategy.experimental_distribute_dataset(dataset)
             adapter = data_adapters.TFDatasetAdapter(data)
         kind = Epochs if isinstance(adapter, (Steps, ShuffledArrays)) else Passes

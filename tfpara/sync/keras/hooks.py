@@ -51,7 +51,8 @@ def install() -> None:
     replace(saving_lib, "save_model", by_the_chief)
     replace(saving_lib, "save_weights_only", by_the_chief)
     replace(legacy_h5_format, "save_model_to_hdf5", by_the_chief)
-    # ModelCheckpoint calls these two functions for its folder, which may be in an object store.
+    # ModelCheckpoint calls these two functions for its folder. If the folder is in an object store,
+    # the replacements look for it in the store, and do not make it, as a store needs no folders.
     replace(file_utils, "exists", asks_store)
     replace(file_utils, "makedirs", makes_no_folder)
     replace(keras.Model, "export", for_any_task)

@@ -17,7 +17,8 @@ from tfpara.sync.tensorflow.extended import PeriodicSyncExtended
 from tfpara.sync.workers.json_exchange import everyones
 from tfpara.typing import Logs
 
-ENTRY = "left_out"  # the key, in an epoch's log, of the number of minibatches that were left out
+# In the log of an epoch, the value of this key is the number of minibatches that were left out.
+ENTRY = "left_out"
 _TOLD = 20  # the printed line names at most this number of minibatches
 _TELL = Purpose("at the end of an epoch, counting minibatches that were left out")
 
@@ -81,8 +82,8 @@ def _inside(extended: PeriodicSyncExtended, replica: int, numbers: Sequence[int]
         return [f" (of batch {batches[number - 1]})" for number in numbers]
     if not isinstance(adapter, data_adapters.ArrayDataAdapter):
         return unknown
-    # `dataset` has the indices of the rows in place of the rows. It is divided among the replicas
-    # just as the rows were, so it tells which rows each minibatch had.
+    # `dataset` contains the indices of the rows in place of the rows. It is divided among the
+    # replicas just as the rows were, so it shows which rows each minibatch had.
     rows = range(adapter._num_samples)
     order = adapter.order if isinstance(adapter, ShuffledArrays) else list(rows)
     dataset = tf.data.Dataset.from_tensor_slices(order).batch(adapter.batch_size)

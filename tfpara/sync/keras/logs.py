@@ -81,8 +81,9 @@ def _counted_nothing(model: keras.Model, name: str, metrics: dict[str, Nest]) ->
     if np.any(array_of(metrics[name])):
         return False
     of_name = [metric for metric in model.metrics if metric.name == name]
-    # The metrics given to `compile` are in a container metric. This container is found by its name,
-    # because no entry of the log has this name.
+    # The metrics given to `compile` are inside a container metric, and `model.metrics` lists only
+    # the container. So if no listed metric has the name `name`, the container is taken. It is found
+    # by its own name, which is no key of the log.
     of_name = of_name or [metric for metric in model.metrics if metric.name not in metrics]
     values = (array_of(keras.ops.convert_to_tensor(v)) for m in of_name for v in m.variables)
     return not any(map(np.any, values))

@@ -122,8 +122,8 @@ class Consensus:
         columns, devices = self.columns, len(self._site.devices)
 
         def rows_of(number: Array) -> list[Array]:
-            # The column RUNNING stays 0, as if this worker had no data left. So `are_apart`
-            # compares this worker's purpose with the purposes of the others.
+            # The column RUNNING stays 0, as if this worker had no data left, because `are_apart`
+            # compares the purposes of only such workers.
             row = np.zeros(columns.width)
             row[NONFINITE] = -1.0
             row[MET:SAMPLES] = self._site.call_site.mark()

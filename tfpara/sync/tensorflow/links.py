@@ -139,8 +139,8 @@ class Links:
         # is set if the program has set none.
         if _context.global_seed() is None:
             tf.random.set_seed(_SEED)
-        # Scripts and PyDatasets draw random numbers from Python's and NumPy's generators. So these
-        # generators start from the chief's states on every worker.
+        # Scripts and PyDatasets draw random numbers from Python's and NumPy's generators. All workers
+        # must draw the same numbers, so each sets its generators to the chief's states.
         set_random_states(states[0])
 
     def connect_by(self, cards: Sequence[str | None]) -> None:
@@ -165,7 +165,7 @@ class Links:
         if self._settings.collectives == "horovod":
             _horovod.abort(message)
         else:
-            # TensorFlow's own health check ends collectives in the same way.
+            # TensorFlow's own health check ends collectives by the same function.
             _context.context().abort_collective_ops(tf.errors.DEADLINE_EXCEEDED, message)
 
 

@@ -66,8 +66,8 @@ class Metric(_AsNumber, _values.SyncOnReadVariable):
         name: str | None = None,
         read_value: bool = True,
     ) -> Any:
-        # If Python code calls the parent class's method, the method also reads the variable, which
-        # is an exchange of all workers. Keras calls `assign` to reset all metrics when an epoch
+        # If Python code calls the parent class's method, the method also reads the variable, and
+        # all workers take part in this read. Keras calls `assign` to reset all metrics when an epoch
         # begins, and does not use the value that was read. So the read is left out.
         if not tf.executing_eagerly() or in_replica():
             return super().assign(value, use_locking, name, read_value)
@@ -109,7 +109,9 @@ class MetricReads:
         else:
             (total,) = self._sums_of([variable])
         if eager and self.worker.changes and self.worker.call_site.calls:
-            replicas = len(self.worker.devices)  # each worker has evaluated all data itself
+            # In an elastic run each worker evaluates all data, so the values are those of a single
+            # worker, and their mean is over the replicas of this worker.
+            replicas = len(self.worker.devices)
         return total / replicas if mean else total
 
     def _part_of(self, variable: Metric) -> tf.Tensor:

@@ -53,9 +53,9 @@ class Control:
             nonlocal got
             got = self.collectives.broadcast(value, name)
             if self._company.changes:
-                # If a worker is lost after another worker has completed an exchange, the exchange
-                # is not repeated. No worker completes this exchange before all workers have the
-                # tensor, because of the barrier.
+                # When a worker is lost, an exchange that any worker has completed is not repeated.
+                # So a worker that has not received the tensor yet would never get it. The barrier
+                # prevents that: no worker passes it before all workers have the tensor.
                 self.collectives.barrier(name)
 
         self._company.together(exchange)
