@@ -34,8 +34,8 @@ _BLOCK = 1 << 16  # number of samples that are decoded at once
 # samples.
 _PER_BYTE = 6554
 # A length in bytes. When a WAV file is streamed, its header is written before the file's length is
-# known. Such a header states this length or more. So if a header does that, the stated length is not
-# compared with the length of the file.
+# known. Such a header states this length or more. So a stated length of this size is not compared
+# with the length of the file.
 _UNKNOWN = 0x7FFFF000
 
 

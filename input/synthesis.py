@@ -196,7 +196,7 @@ class Synthesiser:
             name = phone_name(symbol)
             if sample >= num_samples:
                 break
-            # If two phones begin at the same sample, the earlier one has no length, so it is dropped.
+            # If two phones begin at the same sample, the earlier one has no length. It is dropped.
             if sample == phones[-1][0]:
                 phones.pop()
             if not phones or name != SILENCE or phones[-1][1] != SILENCE:

@@ -27,8 +27,8 @@ _CHECKPOINT_NAMES = f"{_CHECKPOINTS}/checkpoint-" + 8 * "[0-9]"
 _EVENTS = "tensorboard/events.out.tfevents.*"
 EVALUATOR = "evaluator"  # the directory with the scores of an evaluator
 _OF_EVALUATOR = (f"{EVALUATOR}/scores.csv", f"{EVALUATOR}/{_EVENTS}")
-# A run writes these files before its first checkpoint, so a run without results may have them. A new
-# run may replace them without --start_over. All other files of a run are results.
+# A run writes these files before its first checkpoint, so a run without results may have them. They
+# are replaced even without --start_over. All other files of a run are results.
 _AT_START = ("flags.txt", "model.json", "held_out.csv", _EVENTS)
 # A name in the record of a run's files has at most this many characters. Names are patterns, and
 # the search for files that match a longer pattern would take too much time.

@@ -42,7 +42,7 @@ def whole(path: str | os.PathLike[str]) -> Iterator[Path]:
     """
     path = Path(os.path.realpath(path))
     # A rename would replace a device, such as /dev/null, by a plain file, for all programs of the
-    # machine. So devices are refused.
+    # machine. So devices and FIFOs are refused.
     if path.exists() and not (path.is_file() or path.is_dir()):
         raise OSError(errno.EINVAL, _IRREGULAR, os.fspath(path))
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -189,9 +189,9 @@ class Lobby:
         job, index = task
         address = self._cluster.jobs[job][index]
         # Connections are cut by IP address, because the task's host name may lead to another
-        # machine by now, or nowhere. The task's new process may be let in next, and a cut after that
-        # would end its connections. So the first cut is made at once, and only later cuts look the
-        # host name up, because that may take long.
+        # machine by now, or nowhere. The first cut must come before the task's new process is let
+        # in, because it would end the connections of that process. So it is made at once. To look
+        # the host name up may take long, so only `_keep_cut` does that.
         lost = {(self._hosts[task], int(ports.split(address)[1]))}
         ports.cut(lost)
         threading.Thread(target=self._keep_cut, args=(task, address, lost), daemon=True).start()

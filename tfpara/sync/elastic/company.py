@@ -118,8 +118,8 @@ class Elastic(Company):
                     progress.completed_in = self.generation
             except LOST as error:
                 _log.info("tfpara: an exchange has failed: %s", in_short(error))
-                # The failed exchange may have increased `met` on only some of the members, so each
-                # sets it back.
+                # `met` counts the joint calls. The failed exchange may have increased it on only some
+                # of the members, so each member sets it back.
                 place.met = met
                 self._rejoin.meet(failed=True)
                 others = self._rejoin.others

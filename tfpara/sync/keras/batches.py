@@ -50,8 +50,8 @@ class ShuffledArrays(data_adapters.ArrayDataAdapter):
 
     def get_tf_dataset(self) -> tf.data.Dataset:
         # Keras calls tf.random.shuffle to shuffle all rows or, with shuffle="batch", the rows of
-        # each batch. While Keras builds the dataset, a lookup in `_order` replaces this function, so
-        # that the run's seed determines the order.
+        # each batch. While Keras builds the dataset, a lookup in `_order` replaces this function.
+        # So the run's seed determines the order.
         calls = []
 
         def ordered(numbers: tf.Tensor) -> tf.Tensor:

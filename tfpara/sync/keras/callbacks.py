@@ -19,8 +19,8 @@ from tfpara.sync.keras.replacing import Method, strategy_of_ours
 
 # The name of a `CallbackList`'s attribute that holds the `PeriodicSyncExtended` of its model.
 _EXTENDED = "tfpara_extended"
-# The name of a `CallbackList`'s attribute that holds the number of steps that this process had taken
-# when the present epoch began.
+# The name of a `CallbackList`'s attribute that holds the number of steps that this process had
+# taken when the present epoch began.
 _STEPS_BEFORE = "tfpara_steps_before"
 
 
@@ -119,9 +119,9 @@ def _after(name: str, extended: Any, callbacks: CallbackList, number: int) -> No
     elif name == "on_epoch_end":
         extended.progress.epoch_ends(number, model.history.history)
         if extended.data.position.resumed:
-            # A resumed epoch has only the steps that were left, and Keras' progress bar would expect
-            # this number of steps in every later epoch, too. So the bar gets the number of steps of
-            # a whole epoch.
+            # A resumed epoch has only the steps that were left. Keras' progress bar would expect
+            # this number of steps in every later epoch, too. So the bar is told the number of steps
+            # of a whole epoch.
             for each in callbacks.callbacks:
                 if isinstance(each, keras.callbacks.ProgbarLogger):
                     each.target = callbacks.params.get("steps")

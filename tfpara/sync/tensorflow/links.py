@@ -139,8 +139,8 @@ class Links:
         # is set if the program has set none.
         if _context.global_seed() is None:
             tf.random.set_seed(_SEED)
-        # Scripts and PyDatasets draw random numbers from Python's and NumPy's generators. All workers
-        # must draw the same numbers, so each sets its generators to the chief's states.
+        # Scripts and PyDatasets draw random numbers from Python's and NumPy's generators. All
+        # workers must draw the same numbers, so each sets its generators to the chief's states.
         set_random_states(states[0])
 
     def connect_by(self, cards: Sequence[str | None]) -> None:

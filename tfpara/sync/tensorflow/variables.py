@@ -67,8 +67,8 @@ class Metric(_AsNumber, _values.SyncOnReadVariable):
         read_value: bool = True,
     ) -> Any:
         # If Python code calls the parent class's method, the method also reads the variable, and
-        # all workers take part in this read. Keras calls `assign` to reset all metrics when an epoch
-        # begins, and does not use the value that was read. So the read is left out.
+        # all workers take part in this read. Keras calls `assign` to reset all metrics when an
+        # epoch begins, and does not use the value that was read. So the read is left out.
         if not tf.executing_eagerly() or in_replica():
             return super().assign(value, use_locking, name, read_value)
         super().assign(value, use_locking, name, read_value=False)
