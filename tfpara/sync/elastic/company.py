@@ -118,8 +118,8 @@ class Elastic(Company):
                     progress.completed_in = self.generation
             except LOST as error:
                 _log.info("tfpara: an exchange has failed: %s", in_short(error))
-                # `met` counts the joint calls. The failed exchange may have increased it on only some
-                # of the members, so each member sets it back.
+                # `met` counts the completed exchanges. Only some members may have counted the
+                # failed one, so each member sets `met` back.
                 place.met = met
                 self._rejoin.meet(failed=True)
                 others = self._rejoin.others
