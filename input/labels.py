@@ -22,7 +22,7 @@ from input.records import CorpusError
 
 # Data with more classes than this count as damaged if they have fewer frames than classes.
 _FEW_CLASSES = 1000
-_LONGEST = 1e7  # seconds; all utterances are shorter, so the number of frames is below 2^31
+_LONGEST = 1e7  # seconds; later times are refused, so the number of frames is below 2^31
 
 # A function that is called after each utterance. Its arguments are the stage, and the total number
 # of utterances (None if that is not known).

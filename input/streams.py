@@ -206,8 +206,8 @@ def minibatches(
             for step in range(first_step, max(division.steps(i) for i in ids)):
                 yield from (replica.minibatch(step) for replica in replicas)
 
-    # If a worker has several replicas, those that end early get minibatches of 0 rows. If it has
-    # only one replica, no minibatch has 0 rows, so the number of rows is fixed.
+    # If a worker has several replicas, a replica whose data end early gets minibatches of 0 rows.
+    # A worker with only one replica has no minibatch of 0 rows, so its number of rows is fixed.
     rows = options.streams if len(ids) == 1 else None
     shape = [rows, options.truncation]
     signature = (

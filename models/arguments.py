@@ -38,6 +38,6 @@ def logits(num_classes: int, seed: int | None) -> keras.layers.Layer:
     return keras.layers.Dense(
         num_classes,
         kernel_initializer=keras.initializers.GlorotUniform(seed),
-        dtype="float32",  # even under mixed precision: the loss needs the range of float32
+        dtype="float32",  # even under mixed precision, because 16 bits are too few for the loss
         name="logits",
     )

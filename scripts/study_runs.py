@@ -53,8 +53,8 @@ CLDNN = (
     "--final_learning_rate=0.002",
     *STREAMS,
 )
-# With this decay the average spans about five syncs, which is half an epoch, because an epoch has
-# about ten syncs.
+# With the decay 0.8, the EMA spans about five syncs. An epoch has about ten syncs, so the EMA spans
+# half an epoch.
 BMUF = ("--rule=bmuf", "--ema_decay=0.8", "--ma")
 AVERAGED = ("global", "ma", "ema-0.8")
 

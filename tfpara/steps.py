@@ -132,8 +132,8 @@ def weight_of(minibatch: Nest, samples: int | tf.Tensor, loss: Any) -> int | tf.
     if reduced == {"sum"}:
         return tf.cast(tf.convert_to_tensor(samples) > 0, tf.int32)
     weights = minibatch[2] if isinstance(minibatch, tuple) and len(minibatch) == 3 else None
-    # In a step that the user has written, the third part of a minibatch may have another meaning.
-    # Ragged and sparse tensors cannot be sample weights, so they are ignored.
+    # In a step that the user has written, the third part of a minibatch may be something else than
+    # sample weights. Ragged and sparse tensors cannot be sample weights, so they are ignored.
     no_weights = (type(None), tf.RaggedTensor, tf.SparseTensor)
     leaves = tf.nest.flatten(weights)
     weights = [tf.convert_to_tensor(leaf) for leaf in leaves if not isinstance(leaf, no_weights)]
@@ -155,7 +155,7 @@ def with_open_batches(dataset: tf.data.Dataset) -> tf.data.Dataset:
         return dataset
     if dataset.cardinality() == tf.data.INFINITE_CARDINALITY:
         return dataset
-    # `map` gives the parts of a plain tuple as separate arguments, but a NamedTuple as one.
+    # `map` gives the parts of a plain tuple as separate arguments, but a NamedTuple as a whole.
     unpacked = type(dataset.element_spec) is tuple
     return dataset.map(
         lambda *element: tf.nest.map_structure(_of_open_batch, element if unpacked else element[0])

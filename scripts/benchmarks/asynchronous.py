@@ -14,10 +14,12 @@ from scripts.benchmarks import processes, step_worker
 
 SYSTEMS = ("stock", "tfpara")
 WORKERS = (1, 2)
-# An embedding table of 1 million rows and 64 columns. A minibatch uses some 2,000 of the rows.
+# This model has an embedding table of 1 million rows and 64 columns. A minibatch has 256 samples of
+# 8 ids each, so it uses about 2,000 rows of the table.
 TABLE = {"ids": 1_000_000, "inputs": 8, "width": 64, "classes": 16, "batch": 256}
 TINY = {"inputs": 40, "layers": 1, "width": 64, "classes": 48, "batch": 32}
-# Rules and sync periods. Their speed is compared with that of plain Keras.
+# Each pair is a rule and its sync period. `speeds` compares the speed of each pair with that of
+# plain Keras.
 RULES = (("ASGD", 1), ("Downpour", 1), ("Downpour", 5), ("AsyncBMUF", 5))
 _PLAIN, _INDEPENDENT = "plain Keras", "plain Keras, two independent"
 _MARK = "FIGURES "

@@ -41,13 +41,14 @@ _LINK_ROUNDS = flags.DEFINE_integer(
 TORCH = flags.DEFINE_string(
     "torch_python", None, "python that has torch and torchft; without it they are left out"
 )
-# The names of systems have commas in them, so the flag cannot be a list.
+# The flag is not a list, because absl cuts lists at commas, and names of systems have commas.
 _ONLY = flags.DEFINE_string(
     "only", "", "only systems whose names begin with one of these, ; between them"
 )
 
 LOOPBACK = "loopback"
-# Systems that average at every step must end with equal weights, up to this relative difference.
+# A system that averages at every step must end with equal weights on all workers. The norms of the
+# workers' weights may differ by at most this fraction.
 _EQUAL = 1e-6
 _SECONDS = 300.0
 

@@ -19,7 +19,8 @@ from scripts.benchmarks.processes import measure
 from scripts.benchmarks.systems import TORCH_LOOPS, elements_of
 from tfpara.planner import Costs, Link
 
-_SECONDS = 900.0  # time limit of a run; on two cores, sixteen processes take a minute to start
+# Time limit of a run. It is long, because sixteen processes on two cores take a minute to start.
+_SECONDS = 900.0
 _DEVICES = 2  # number of devices of each worker, in runs that sync on two levels
 _DEVICE_SYNCS = 4  # number of syncs among a worker's devices for each sync of all workers
 

@@ -179,8 +179,8 @@ def time() -> Figure:
             reduced = rule == "all-reduce"
             if not points:
                 continue
-            # The curve of a rule begins at one replica, where the factor is 1 by definition.
-            # All-reduce is shown only for the numbers of replicas in the table.
+            # The curve of a rule begins at one replica, where the speed-up is 1 by definition. The
+            # curve of all-reduce has only the numbers of replicas that are in the table.
             if not reduced:
                 points = {1: 1.0} | points
             axes.plot(

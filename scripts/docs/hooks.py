@@ -16,10 +16,11 @@ from typing import Any
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parents[2]
+# MkDocs does not put ROOT on Python's path, so this line must come before the import of `scripts`.
 sys.path.insert(0, str(ROOT))
-from scripts.docs import reference  # after the line above: MkDocs does not put ROOT on the path
+from scripts.docs import reference
 
-# Pages whose files are not in docs/: the path in the site, and the file.
+# Pages whose files are not in docs/. Maps the path of a page in the site to its file.
 _OUTSIDE = {
     "index.md": "README.md",
     "CONTRIBUTING.md": "CONTRIBUTING.md",

@@ -35,8 +35,7 @@ class Scalars:
 
     @functools.cached_property
     def _writer(self) -> tf.summary.SummaryWriter:
-        # `fit` may run in the strategy's scope. Even then, the writer must not become one of the
-        # strategy's variables.
+        # In `tf.init_scope` the writer is made in eager mode, even while a graph is traced.
         with tf.init_scope():
             return tf.summary.create_file_writer(self._directory)
 

@@ -65,8 +65,8 @@ class Parts:
             sources = range(former)
         values = [get(source, slot.name) for source in sources]
         if slot.kind is Kind.REPLICA and np.shape(values[0]) != tuple(slot.variable.shape):
-            # The workers of the former run had another number of devices, so their value does not
-            # fit, and the slot keeps its present value.
+            # The workers of the former run had another number of devices, so the value in the
+            # checkpoint has another shape. The slot keeps its present value.
             return None
         if any(value is None for value in values):
             if slot.absent is None:

@@ -126,7 +126,7 @@ def _of_servers(parts: Parts, model: keras.Model, averages: Mapping[str, Any]) -
     others += [(v, parts.tensor(f"frozen/{k}")) for k, v in enumerate(frozen)]
     kept = [(v, parts.of_worker(0, f"integer/{k}")) for k, v in enumerate(integers)]
     # Version 0.2 of tfpara did not keep integer variables. If that version wrote the checkpoint,
-    # their values are None here.
+    # their values are None here, and the model keeps its own values.
     others += [(v, value) for v, value in kept if value is not None]
     models = {"global": [tf.constant(parts.tensor(f"weight/{k}")) for k in range(len(weights))]}
     for name, average in averages.items():

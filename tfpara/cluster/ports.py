@@ -105,8 +105,8 @@ def cut(peers: Collection[tuple[str, int]]) -> None:
     for name in os.listdir("/dev/fd"):
         with contextlib.suppress(OSError):
             number = int(name)
-            # Files are skipped. If a process closes a descriptor of a file, even a copied one, it
-            # may lose its locks on that file.
+            # Files are skipped, because the code below closes a copied descriptor. A process may
+            # lose its locks on a file if it closes any descriptor of the file, even a copied one.
             if not stat.S_ISSOCK(os.fstat(number).st_mode):
                 continue
             with socket.socket(fileno=os.dup(number)) as own:
@@ -175,7 +175,7 @@ def bind(host: str, port: int, reuse: bool = True) -> socket.socket:
     if not host and socket.has_dualstack_ipv6():
         try:
             return _bind(socket.AF_INET6, "::", port, reuse)
-        except OSError as error:  # IPv6 may be disabled
+        except OSError as error:  # IPv6 may be disabled; then IPv4 is used
             if error.errno == errno.EADDRINUSE:
                 raise
     return _bind(socket.AF_INET6 if ":" in host else socket.AF_INET, host, port, reuse)

@@ -33,7 +33,7 @@ _ANSWER_SECONDS = 10.0
 _REFUSED_SECONDS = 1.0
 _LONGEST_VALUE = 1 << 20  # bytes; Gloo's values have a few hundred bytes for each process
 _LONGEST_KEY = 1 << 10
-_MOST_BYTES = 1 << 28  # bytes of all values together
+_MOST_BYTES = 1 << 28  # the most bytes that all keys and values may have together
 _CLIENTS = 256  # largest number of clients at a time
 _PURPOSE = b"store"
 _FORGED = -1
@@ -67,7 +67,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self._refuse(413)
         else:
             value = self.rfile.read(int(length))
-            if len(value) == int(length):  # a shorter value: the client has closed the connection
+            # If the value is shorter, the client has closed the connection.
+            if len(value) == int(length):
                 self.server.values[self.path] = value
                 self._answer(200)
 
@@ -108,7 +109,8 @@ class Server(http.server.ThreadingHTTPServer):
 
     def __init__(self, port: int = 0, host: str = "", shared: bytes = b"") -> None:
         self.values: dict[str, bytes] = {}
-        self._clients: dict[socket.socket, float] = {}  # time when each has connected; oldest first
+        # The clients, oldest first, and the time when each of them has connected.
+        self._clients: dict[socket.socket, float] = {}
         self._lock = threading.Lock()
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         super().__init__((host, port), _Handler)

@@ -33,8 +33,9 @@ _KIND = tf_config.Kind(
         "ps": "a synchronous strategy has no parameter servers; tfpara.AsyncStrategy uses them",
     },
 )
-# The variables of rank and size that horovodrun and Open MPI's mpirun set. With these, Horovod's
-# processes find each other by themselves.
+# Each pair has the names of two environment variables: one has a process's rank, the other the
+# number of processes. horovodrun sets the first pair, and Open MPI's mpirun the second. With either
+# pair, Horovod's processes find each other by themselves.
 RANK_VARIABLES = (
     ("HOROVOD_RANK", "HOROVOD_SIZE"),
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),

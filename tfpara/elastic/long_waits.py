@@ -9,7 +9,7 @@ from typing import NamedTuple
 # that do not count as waiting. The limit is not 0, because every sync has short waits.
 _WAIT_SECONDS = 2.0
 _SILENT_SECONDS = 5.0  # a worker whose last report is older than this does not count as waiting
-_TELL_SECONDS = 10.0  # the first line is printed when others have waited for this time
+_TELL_SECONDS = 10.0  # the first line comes when the others have waited this long for a member
 
 
 class _Report(NamedTuple):

@@ -33,7 +33,7 @@ def name_of(number: int) -> str:
     """Returns a signal's name, such as "SIGTERM"."""
     try:
         return signal.Signals(number).name
-    except ValueError:  # a real-time signal has no name
+    except ValueError:  # most real-time signals have no name
         return f"signal {number}"
 
 

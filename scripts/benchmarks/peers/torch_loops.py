@@ -83,7 +83,7 @@ def _post_local(model: nn.Module, options: dict[str, Any]) -> _Setup:
     parallel = nn.parallel.DistributedDataParallel(model)
     state = hook.PostLocalSGDState(
         process_group=None,
-        subgroup=dist.new_subgroups(1)[0],  # this process alone
+        subgroup=dist.new_subgroups(1)[0],  # a group with only this process
         start_localSGD_iter=0,
         post_local_gradient_allreduce=False,
     )
@@ -143,7 +143,7 @@ def _manager(model: nn.Module, options: dict[str, Any], use_async_quorum: bool) 
         lighthouse_addr=found[0],
         replica_id=f"replica_{rank}",
         hostname=host,
-        init_sync=False,  # not needed: the same seed gives all equal weights
+        init_sync=False,  # not needed: all begin with equal weights, from the same seed
     )
 
 
@@ -155,7 +155,8 @@ def _stepper(model: nn.Module, optimizer: Any, options: dict[str, Any]) -> Calla
         def pause() -> None:
             time.sleep(options["pause_seconds"])
             optimizer.zero_grad()
-            # Without gradients, this call changes nothing. It is needed because torchft counts it.
+            # No weight has a gradient now, so this call changes no weight. It is needed because
+            # torchft counts the steps of the optimizer.
             optimizer.step()
             # Each weight gets a gradient, because PyTorch's averagers leave out weights that have
             # none.

@@ -138,7 +138,7 @@ def _deal_out_py_dataset(strategy: Any, began: Began, given: dict[str, Any]) -> 
         if strategy.extended.balance is None:
             places = [place_of(number, count, parts, devices) for number in numbers]
         else:
-            places = [divmod(number, parts) for number in numbers]  # the same places as in `one`
+            places = [divmod(number, parts) for number in numbers]  # (place, part), as in `one`
         runs = [
             (in_order[place], [part for _, part in own])
             for place, own in itertools.groupby(places, operator.itemgetter(0))

@@ -21,8 +21,8 @@ from tfpara.typing import Nest, Variable
 # called.
 _unbuilt: dict[int, Sequence[Variable] | None] = {}
 # This dict is filled only during the step of an optimizer. The key is the optimizer's id. The value
-# is the momentum (or Adam's β₁) and the factor of SGD's learning rate. Both are fitted to the
-# length of the block.
+# is a pair: the momentum (or Adam's β₁), and a factor for SGD's learning rate. Both are fitted to
+# the length of the block.
 _fitted: dict[int, tuple[tf.Tensor, tf.Tensor]] = {}
 # For each model: the spec of a minibatch in the model's present or last `fit`.
 element_specs: weakref.WeakKeyDictionary[keras.Model, Nest] = weakref.WeakKeyDictionary()

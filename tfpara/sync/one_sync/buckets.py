@@ -11,8 +11,8 @@ import tensorflow as tf
 # A variable has buckets of its own if it has at least 1/`_OWN_BUCKET` of the elements that fit into
 # a bucket.
 _OWN_BUCKET = 4
-# Large variables are cut into buckets at multiples of this number of elements. So the parts of
-# buckets that replicas hold are aligned in memory, and need no copy.
+# Large variables are cut into buckets at multiples of this number of elements. Replicas hold parts
+# of the buckets. These parts are then aligned in memory too, so they need no copy.
 _ALIGNED = 4096
 
 

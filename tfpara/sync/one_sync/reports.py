@@ -36,8 +36,8 @@ from tfpara.cluster.call_site import EPOCH_END
 from tfpara.sync.settings import NEVER
 from tfpara.typing import Array
 
-# The numbers of a report's first columns. From SAMPLES on, the columns depend on the model, and
-# `Columns` has their places.
+# The indices of a report's first columns. The columns from SAMPLES on depend on the model, so
+# `Columns` has their indices.
 RUNNING, NONFINITE, SIGNATURE, REQUEST, MET, PURPOSE, EPOCH, SAMPLES = range(8)
 
 
@@ -242,7 +242,7 @@ def _differing(reports: Array, columns: Columns, which: slice, rounding: float =
     taken = np.concatenate([reports[:, columns.steps], reports[:, columns.taken]], 1)
     alike = (taken[:, np.newaxis] == taken).all(2)[:, :, np.newaxis]
     larger = np.maximum(np.abs(values[:, np.newaxis]), np.abs(values))
-    with np.errstate(invalid="ignore"):  # the difference of two infinite rates is NaN
+    with np.errstate(invalid="ignore"):  # infinite − infinite is NaN, which needs no warning
         differ = np.abs(values[:, np.newaxis] - values) > rounding * larger
     return np.argwhere(alike & differ)
 

@@ -60,7 +60,7 @@ def _own_iterators() -> contextlib.AbstractContextManager[None]:
 _make_device_dataset = _multi_device._create_device_dataset
 _Generator = _multi_device._PerDeviceGenerator
 _Reincarnated = _multi_device._ReincarnatedPerDeviceGenerator
-_PARTS = ("init", "next", "finalize")  # the functions of a device's dataset
+_PARTS = ("init", "next", "finalize")  # names of the functions of a device's dataset
 # The functions of a device's dataset, by their names in `_PARTS`. Beside each function are the
 # names of the tensors that it captures; None stands for a tensor without a name.
 _Traced = dict[str, tuple[Any, list[str | None]]]
@@ -151,7 +151,8 @@ class _OwningIterator(_multi_device.OwnedMultiDeviceIterator):
         made = None if dataset is None else _Remembering(dataset)
         super().__init__(made, *args, **kwargs)
         # Attributes are deleted in the order in which they were set. `_kept` is set last, so the
-        # dataset outlives the other attributes, and with them the thread that reads ahead.
+        # dataset outlives the other attributes. The thread that reads ahead ends when they are
+        # deleted, so the dataset also outlives this thread.
         self._kept = made
         if made is not None and tf.executing_eagerly():
             _iterators[self] = os.getpid(), made

@@ -53,8 +53,8 @@ class Waits:
     def _watch(self, timeout_seconds: float) -> None:
         # The start time of the wait that this thread has ended last; 0 if it has ended none.
         ended = 0.0
-        # When the present wait began, and the seconds of waiting after which this thread next
-        # reports it.
+        # `seen` is the time when the present wait began. When this wait has lasted `tell_after`
+        # seconds, this thread reports it the next time.
         seen, tell_after = 0.0, _TELL_SECONDS
         while not self._stop.wait(min(1.0, timeout_seconds / 10.0)):
             began = self.since()
