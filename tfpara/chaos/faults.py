@@ -21,7 +21,7 @@ from tfpara.chaos import cable, processes
 from tfpara.chaos.processes import Worker
 
 _LOOK_SECONDS = 0.02
-_FIRED_SECONDS = 10.0  # longest wait for the effect of SIGKILL or SIGSTOP, normally immediate
+_FIRED_SECONDS = 10.0  # longest wait for the effect of SIGKILL or SIGSTOP, which is mostly at once
 _END_SECONDS = 120.0  # longest wait for a worker's end after SIGTERM or the fault "memory"
 # The fault "slow" divides time into slices of this length. The worker stands still for three
 # quarters of each slice, and runs for the last quarter.

@@ -19,7 +19,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 # higher range, so no such connection takes a chosen port before a process listens on the port.
 CHOSEN = range(10000, 32768)
 _PAUSE_SECONDS = 0.1
-_DIRECT = "no_grpc_proxy"  # gRPC's variable for hosts that it connects to without a proxy
+_DIRECT = "no_grpc_proxy"  # gRPC's environment variable of the hosts that need no proxy
 _SIOCGIFADDR = 0x8915  # Linux's ioctl that returns the IPv4 address of a network interface
 
 

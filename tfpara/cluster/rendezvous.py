@@ -67,7 +67,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self._refuse(413)
         else:
             value = self.rfile.read(int(length))
-            # If the value is shorter, the client has closed the connection.
+            # If the value is shorter than announced, the client has closed the connection.
             if len(value) == int(length):
                 self.server.values[self.path] = value
                 self._answer(200)
