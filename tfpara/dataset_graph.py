@@ -101,11 +101,11 @@ def changes(graph: tf.compat.v1.GraphDef, handle: str) -> bool:
                     return True
                 if node.op == "Identity" and changed(nodes, node.name):
                     return True
-                # `place` is the variable's index in the operation's inputs. The called function has
-                # the values that it captures as its last arguments. So `place` is turned into an
-                # index in the function's arguments, counted from the end. If an operation makes a
-                # dataset, its first input is another dataset. The captured values follow, and the
-                # attribute Targuments lists their types.
+                # `place` is the variable's index in the operation's inputs. If the operation calls
+                # a function, `place` is turned into the index of the same value in the function's
+                # arguments. The index is counted from the end, where the captured values are. An
+                # operation that makes a dataset has another dataset as its first input. The
+                # captured values follow, and the attribute Targuments lists their types.
                 if "Targuments" in node.attr:
                     place -= 1 + len(node.attr["Targuments"].list.type)
                 elif "Dataset" in node.op:

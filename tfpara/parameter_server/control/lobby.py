@@ -188,10 +188,11 @@ class Lobby:
         self._door.drop(self._door.guests[task])
         job, index = task
         address = self._cluster.jobs[job][index]
-        # Connections are cut by IP address, because the task's host name may lead to another
-        # machine by now, or nowhere. The first cut must come before the task's new process is let
-        # in, because it would end the connections of that process. So it is made at once. To look
-        # the host name up may take long, so only `_keep_cut` does that.
+        # The first cut must come before the task's new process is let in, because a later one would
+        # end that process's connections. So it is made at once, and only to the IP address from
+        # which the task has connected. To look up the task's host name may take long, and by now
+        # the name may lead to another machine, or nowhere. So only `_keep_cut` does that, and adds
+        # the addresses that it finds.
         lost = {(self._hosts[task], int(ports.split(address)[1]))}
         ports.cut(lost)
         threading.Thread(target=self._keep_cut, args=(task, address, lost), daemon=True).start()

@@ -221,9 +221,9 @@ class Rejoin:
         for synchronizer in self.extended.models.synchronizers:
             block = synchronizer.graph.block
             missed = min(missed, int(block.period))
-            # With `balance` no minibatches are dealt out for the rest of this block, so all workers
-            # sync next. A worker that has trained nothing in the block gets a new number of steps,
-            # since its present number may come from an earlier meeting.
+            # With `balance`, no more minibatches of an open block are dealt out after a meeting, so
+            # all workers sync next. So the counter `steps` is also set on a worker that has trained
+            # nothing in the block, since its value may come from an earlier meeting.
             by_speed = self.extended.balance is not None and block.trained == 0
             if behind[self.connection.rank] or by_speed:
                 block.steps.assign(missed)
