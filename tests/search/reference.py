@@ -309,7 +309,7 @@ class Centre:
     def slowmo(self, local, mean, f, slow_learning_rate=1.0, slow_momentum=0.7):
         self.outer_sgd(local, mean, f, slow_learning_rate, slow_momentum, False)
 
-    def outer_adam(self, local, mean, f, learning_rate):
+    def outer_adam(self, local, mean, f, learning_rate, epsilon):
         """Whole blocks only: the drawing of cases sees to that."""
         assert f == 1
         g = self.w - mean
@@ -317,7 +317,7 @@ class Centre:
         self.delta += (g - self.delta) * 0.1
         self.square += (g * g - self.square) * 0.001
         rate = learning_rate * np.sqrt(1 - 0.999**self.outer_count) / (1 - 0.9**self.outer_count)
-        self.w = self.w - rate * self.delta / (np.sqrt(self.square) + EPSILON)
+        self.w = self.w - rate * self.delta / (np.sqrt(self.square) + epsilon)
 
 
 class Average:
