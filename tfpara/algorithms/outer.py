@@ -59,9 +59,10 @@ class Outer(Rule):
     Args:
         keras_optimizer: a new Keras optimizer whose step treats every weight by itself; the rule
             copies its settings. Or a function that makes one, such as `lambda:
-            keras.optimizers.Adam(0.1)`. Several workers need a function, since making an optimizer
-            starts TensorFlow, which must know the cluster first. The strategy's constructor calls
-            the function, and checks the optimizer.
+            keras.optimizers.Adam(0.1, epsilon=1e-3)`. Several workers need a function, since making
+            an optimizer starts TensorFlow, which must know the cluster first. The strategy's
+            constructor calls the function, and checks the optimizer. With Keras' `epsilon` of 1e-7,
+            Adam would turn rounding errors of a mean into steps.
 
     Raises:
         TypeError: `keras_optimizer` is not a Keras optimizer.

@@ -206,5 +206,5 @@ def _starting_first() -> Iterator[None]:
             "TensorFlow was used before the strategy was made, and cannot join a cluster any more. "
             "Make the strategy before any tensor, variable, dataset, layer, metric, model or "
             "optimizer; give tfpara.Outer a function, as in "
-            "Outer(lambda: keras.optimizers.Adam(0.1))."
+            "Outer(lambda: keras.optimizers.Adam(0.1, epsilon=1e-3))."
         ) from None
