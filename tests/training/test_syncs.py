@@ -19,6 +19,7 @@ from tfpara.sync.one_sync import compression, reports
 from tfpara.sync.one_sync.consensus import Consensus
 from tfpara.sync.one_sync.graph import SyncGraph
 from tfpara.sync.one_sync.overlap import Overlap
+from tfpara.sync.one_sync.state_vars import slots_of
 from tfpara.sync.one_sync.weight_exchange import Shares
 
 pytestmark = pytest.mark.latest
@@ -593,3 +594,48 @@ def test_waiting_for_an_overlapped_sync_is_counted_once():
     before, began = strategy.statistics().sync_seconds, time.monotonic()
     model.fit(data_of(strategy, EVEN), verbose=0)
     assert 1.0 < strategy.statistics().sync_seconds - before < time.monotonic() - began
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"averages": {"ema": tfpara.EMA(0.9)}, "local_state": "average"},
+        {"fragments": 2},
+        {"compression": "int8"},
+        {"nonfinite": "skip"},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_to_prepare_a_sync_changes_nothing(options):
+    """A sync that is prepared within a block leaves all state, and the later syncs, as they are."""
+
+    def trained(prepare):
+        keras.utils.set_random_seed(1)
+        strategy = make(tfpara.BMUF(0.6), 2, **options)
+        model = network(strategy, optimizer=lambda: keras.optimizers.Adam(0.05))
+        compared = []
+
+        def state():
+            return {slot.key([0, 1]): slot.variable.read_value().numpy() for slot in slots_of(model)}
+
+        def after(batch, logs):
+            (synchronizer,) = strategy.extended.models.synchronizers
+            if prepare and batch == TAU + 1:
+                assert synchronizer.graph.block.is_open
+                before, met = state(), strategy.extended.call_site.met
+                synchronizer.graph.prepare()
+                assert (strategy.extended.call_site.met, state().keys()) == (met, before.keys())
+                for name, value in state().items():
+                    np.testing.assert_array_equal(value, before[name], name)
+                compared.append(batch)
+
+        step = keras.callbacks.LambdaCallback(on_train_batch_end=after)
+        data = data_of(strategy, EVEN)
+        model.fit(data, epochs=2, verbose=0, callbacks=[step])
+        assert len(compared) == 2 * prepare
+        return state()
+
+    expected = trained(prepare=False)
+    for name, value in trained(prepare=True).items():
+        if name != "counter/seconds":
+            np.testing.assert_array_equal(value, expected[name], name)

@@ -22,6 +22,7 @@ from tfpara.elastic.meeting import Passed
 from tfpara.sync.elastic.connection import LOST, GivenUp, in_short
 from tfpara.sync.elastic.rejoin import Rejoin
 from tfpara.sync.elastic.state_transfer import told
+from tfpara.sync.keras.replacing import trainer
 from tfpara.sync.one_sync.reports import Request
 from tfpara.sync.one_sync.statistics import NO_SYNCS
 from tfpara.sync.one_sync.synchronizer import Synchronizer
@@ -82,6 +83,10 @@ class FitAgain:
         self._histories: list[Any] = []  # the `History` of each earlier call of `fit`, as JSON
         self._logs: Any = None  # the logs of the last step
         self._step_began_in = 0  # the generation in which the present step began
+        # The generation in which the function of a sync was prepared last, and the thread that
+        # prepares it.
+        self._prepared_in = self._connection.form.number
+        self._preparing: threading.Thread | None = None
         # Whether this worker, as the chief, has sent `Rejoin.terms` to the meeting point in the
         # present call of `fit`.
         self._agreed = False
@@ -277,9 +282,12 @@ class FitAgain:
                     self._step_began_in = self._connection.form.number
                     self._logs = function(self._data.reader(iterator))
                 trained = True
+                self._prepare_sync()
                 # The sync is run here, before Keras calls the callbacks of the step. So on all
                 # workers the callbacks see the sync after the same step.
                 if self._sync_is_due():
+                    if self._preparing is not None:
+                        self._preparing.join()
                     self._synchronizer.graph.sync(tf.constant(True))
                 return {} if self._logs is None else self._logs
             except _Regrouped:
@@ -291,6 +299,26 @@ class FitAgain:
                 _log.info("tfpara: a sync has failed: %s", in_short(error))
                 trained |= models.steps_seen > before
                 self._rejoin.meet(failed=True)
+
+    def _prepare_sync(self) -> None:
+        """In a new generation, prepares the function of a sync, in a thread beside the next steps.
+
+        Otherwise TensorFlow would prepare it in the next sync, for which all workers wait.
+        """
+        generation = self._connection.form.number
+        if generation == self._prepared_in:
+            return
+        self._prepared_in = generation
+        (synchronizer,) = self._extended.models.synchronizers
+        if self._sync_is_due() or not synchronizer.graph.syncs:
+            return
+
+        def prepare() -> None:
+            with self._connection.steady.shared(), contextlib.suppress(tf.errors.OpError):
+                synchronizer.graph.prepare()
+
+        self._preparing = threading.Thread(target=prepare)
+        self._preparing.start()
 
     def check_step(self) -> None:
         """Restarts a step with other data if the members have changed while it was traced."""
@@ -347,6 +375,24 @@ class FitAgain:
 def _validate_once(model: keras.Model, given: Mapping[str, Any]) -> None:
     """Evaluates a minibatch of the validation data given to `fit`, unless it would be used up."""
     x, y, weights = keras.utils.unpack_x_y_sample_weight(given.get("validation_data"))
-    if x is not None and not hasattr(x, "__next__"):
-        size = given.get("validation_batch_size") or given.get("batch_size")
-        model.evaluate(x, y, size, verbose=0, sample_weight=weights, steps=1)
+    if x is None or hasattr(x, "__next__"):
+        return
+    size = given.get("validation_batch_size") or given.get("batch_size")
+    # The first evaluation in `fit` would make these passes, which takes long for arrays.
+    model._eval_epoch_iterator = trainer.TFEpochIterator(
+        x=x,
+        y=y,
+        sample_weight=weights,
+        batch_size=size,
+        distribute_strategy=model.distribute_strategy,
+        steps_per_execution=model.steps_per_execution,
+        steps_per_epoch=given.get("validation_steps"),
+        shuffle=False,
+    )
+
+    def stop(batch: int, logs: Any) -> None:
+        del batch, logs
+        model.stop_evaluating = True
+
+    first = keras.callbacks.LambdaCallback(on_test_batch_end=stop)
+    model.evaluate(x, y, verbose=0, callbacks=[first], _use_cached_eval_dataset=True)

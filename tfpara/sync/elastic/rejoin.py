@@ -150,7 +150,7 @@ class Rejoin:
             graph.forget_waiting()
         progress = self.progress
         return {
-            "syncs": sum(graph.statistics().syncs for graph in graphs),
+            "syncs": sum(graph.syncs for graph in graphs),
             "open": sum(graph.block.trained for graph in graphs),
             "counted": sum(int(graph.block.steps) for graph in graphs),
             "dealt": self.data.trained_steps(),

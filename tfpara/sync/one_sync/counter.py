@@ -36,4 +36,4 @@ class Counter:
         self.assign(self._whole.read_value()[self._part] + tf.cast(value, tf.float64))
 
     def __int__(self) -> int:
-        return int(self.read_value())
+        return int(self.of(self._whole.numpy()))

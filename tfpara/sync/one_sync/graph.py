@@ -21,7 +21,14 @@ from tfpara.sync.one_sync.block import Block
 from tfpara.sync.one_sync.compression import CompressedWire
 from tfpara.sync.one_sync.consensus import Consensus, Part, Verdict
 from tfpara.sync.one_sync.global_state import GlobalState
-from tfpara.sync.one_sync.graph_ops import in_python, not_inlined, now, where
+from tfpara.sync.one_sync.graph_ops import (
+    if_running,
+    in_python,
+    not_inlined,
+    now,
+    unless_left_out,
+    where,
+)
 from tfpara.sync.one_sync.left_out import LeftOut
 from tfpara.sync.one_sync.replicas import Buckets, Replicas, ReplicaVariables, Site
 from tfpara.sync.one_sync.reports import Request, stop_if
@@ -82,24 +89,32 @@ class SyncGraph:
             self._bytes_sent = make(tf.zeros([], tf.float64), "bytes_sent")
             self.dealt = make(tf.zeros([site.reports.size], tf.int64), "dealt", [None])
         # See docs/design.md, "The function of a sync is not inlined".
-        self._sync = not_inlined(self._sync_step, tf.TensorSpec([], tf.bool))
-        self._meet = not_inlined(self.consensus.met, tf.TensorSpec([], tf.float64))
+        self._sync = not_inlined(self._sync_step, *[tf.TensorSpec([], tf.bool)] * 2)
+        self._meet = not_inlined(
+            self._meet_step, tf.TensorSpec([], tf.float64), tf.TensorSpec([], tf.bool)
+        )
 
     # -- in the training thread --------------------------------------------------------------
 
     def sync(self, running: tf.Tensor) -> tf.Tensor:
         """Runs one sync in the training thread; returns whether no replica has data left."""
-        is_last, problem = self._sync(running)
+        is_last, problem = self._sync(running, tf.constant(True))
         with tf.control_dependencies([stop_if(problem)]):
             return tf.identity(is_last)
 
+    def prepare(self) -> None:
+        """Lets TensorFlow prepare the functions of `sync` and `meet`, without running them."""
+        leave_out = tf.constant(False)
+        self._sync(leave_out, leave_out)
+        self._meet(tf.zeros([], tf.float64), leave_out)
+
     def meet(self, number: tf.Tensor) -> tf.Tensor:
         """Exchanges a number of each worker as if it were a report; returns all by rank."""
-        numbers, problem = self._meet(number)
+        numbers, problem = self._meet(number, tf.constant(True))
         with tf.control_dependencies([stop_if(problem)]):
             return tf.identity(numbers)
 
-    def _sync_step(self, running: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    def _sync_step(self, running: tf.Tensor, runs: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         """Averages and commits what the reports allow; then updates the counters.
 
         If an exchange fails, or the reports forbid the sync, the counters stay as they are. Returns
@@ -109,7 +124,9 @@ class SyncGraph:
         if self._with_reports is not None:
             own = self.replicas.weights(0)
             sent = self._with_reports.sent(own)
-        began, verdict, arrived = self.consensus.reached(running, self.averaging.anchors, sent)
+        with tf.control_dependencies([if_running(runs)]):
+            anchors = self.averaging.anchors
+            began, verdict, arrived = self.consensus.reached(running, anchors, sent)
 
         def one(fragment: int) -> tf.Tensor:
             part = verdict.parts[fragment]
@@ -138,7 +155,18 @@ class SyncGraph:
             committed = tf.cond(verdict.is_last, every, lambda: self.of_fragment(turn, one))
         with tf.control_dependencies([committed]):
             where(tf.equal(verdict.problem, ""), closed)
-        return verdict.is_last, verdict.problem
+        return (
+            unless_left_out(runs, verdict.is_last, tf.constant(False)),
+            unless_left_out(runs, verdict.problem, tf.constant("")),
+        )
+
+    def _meet_step(self, number: tf.Tensor, runs: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        with tf.control_dependencies([if_running(runs)]):
+            numbers, problem = self.consensus.met(number)
+        return (
+            unless_left_out(runs, numbers, tf.zeros([0], tf.float64)),
+            unless_left_out(runs, problem, tf.constant("")),
+        )
 
     def of_fragment(self, number: tf.Tensor, function: Callable[[int], tf.Tensor]) -> tf.Tensor:
         """Returns `function(number)`, where the fragment's number is a tensor."""
@@ -299,13 +327,18 @@ class SyncGraph:
         if self.left_out is not None:
             self.left_out.total.assign(past.left_out)
 
+    @property
+    def syncs(self) -> int:
+        """Number of syncs so far."""
+        return int(self._syncs)
+
     def statistics(self) -> SyncStatistics:
         """Returns the counts and times of this worker's syncs so far."""
         seconds = self._seconds.numpy()
         return SyncStatistics(
             steps=int(self.block.taken),
             samples=int(self.block.seen),
-            syncs=int(self._syncs),
+            syncs=self.syncs,
             sync_seconds=float(seconds[0]),
             wait_seconds=float(seconds[1]),
             distance=float(self._distance),

@@ -38,6 +38,23 @@ def where(condition: tf.Tensor, function: Callable[[], object]) -> tf.Tensor:
     return tf.cond(condition, called, lambda: tf.constant(False))
 
 
+def if_running(runs: tf.Tensor) -> tf.Tensor:
+    """Returns a control dependency. If `runs` is False, what depends on it is left out.
+
+    Operations depend on it directly, or by their inputs. `unless_left_out` ends this. A `tf.cond`
+    would need a `Switch` for every tensor that its branches use.
+    """
+    _, token = tf.raw_ops.Switch(data=runs, pred=runs)
+    # The `Switch` itself always runs; only what takes its missing output does not.
+    return tf.identity(token)
+
+
+def unless_left_out(runs: tf.Tensor, value: tf.Tensor, otherwise: tf.Tensor) -> tf.Tensor:
+    """Returns `value`, which depends on `if_running(runs)`, or `otherwise` if it was left out."""
+    instead, _ = tf.raw_ops.Switch(data=otherwise, pred=runs)
+    return tf.raw_ops.Merge(inputs=[instead, value])[0]
+
+
 def not_inlined(function: Callable[..., Nest], *specs: tf.TensorSpec) -> Callable[..., Nest]:
     """Returns `function` as a graph function that TensorFlow does not inline, traced once.
 

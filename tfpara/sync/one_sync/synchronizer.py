@@ -197,7 +197,7 @@ class Synchronizer:
         return Agreement(
             request=request,
             all_running=all_running,
-            syncs=self.graph.statistics().syncs + self._in_the_air,
+            syncs=self.graph.syncs + self._in_the_air,
             block_open=int(self.graph.block.steps) > 0,
         )
 
@@ -350,7 +350,7 @@ class Synchronizer:
 
     @property
     def _is_gathered(self) -> bool:
-        return self._gathered_at == self.graph.statistics().syncs
+        return self._gathered_at == self.graph.syncs
 
     def _gather(self) -> None:
         """Gathers the global model for the chief, if it is in parts and has changed.
@@ -366,7 +366,7 @@ class Synchronizer:
                 if self._site.collectives.rank == 0:
                     with tf.device("CPU:0"):
                         self._gathered.append(tf.identity(bucket))
-        self._gathered_at = self.graph.statistics().syncs
+        self._gathered_at = self.graph.syncs
 
     def was_put_back(self) -> None:
         """Notes that the state of an earlier point of the run was restored."""

@@ -114,7 +114,8 @@ class TrainedModels:
     @property
     def steps_seen(self) -> int:
         """The training steps of this process, over all models."""
-        return self.statistics().steps
+        of_each = (int(each.graph.block.taken) for each in self.synchronizers)
+        return self._dropped.steps + sum(of_each)
 
     def track(
         self, models: Sequence[keras.Model], given: Sequence[keras.optimizers.Optimizer]
