@@ -58,15 +58,19 @@ class Members:
 
     def keys(self, group_key: int, instance_key: int) -> dict[str, tf.Tensor]:
         """Returns the arguments of a collective by name: size and keys of this generation."""
-        with tf.device(self._device):
+        if tf.executing_eagerly():
+            size, generation, number = self.size, self.generation, self.generation
+        else:
             size, _, generation = self._read()
             number = tf.cast(generation, tf.int64)
-            instance = (instance_key + number * _BETWEEN_INSTANCE_KEYS) % (_LARGEST_KEY + 1)
-            return {
+        with tf.device(self._device):
+            numbers = {
                 "group_size": size,
                 "group_key": group_key + generation * _BETWEEN_GROUP_KEYS,
-                "instance_key": tf.cast(instance, tf.int32),
+                "instance_key": (instance_key + number * _BETWEEN_INSTANCE_KEYS)
+                % (_LARGEST_KEY + 1),
             }
+            return {name: tf.cast(value, tf.int32) for name, value in numbers.items()}
 
     def _read(self) -> list[tf.Tensor]:
         with tf.device(self._device):

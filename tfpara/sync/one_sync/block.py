@@ -68,7 +68,7 @@ class Block:
     @property
     def trained(self) -> int:
         """Minibatches of each replica since the last sync, if the whole model is one part."""
-        return int(self.part_steps.read_value()[0])
+        return int(self.part_steps.numpy()[0])
 
     def due(self) -> tf.Tensor:
         """Returns the number of minibatches in the open block after which a sync is due."""
@@ -81,7 +81,7 @@ class Block:
     @property
     def is_open(self) -> bool:
         """Whether any part of the model was trained since its last sync."""
-        return bool(tf.reduce_max(self.part_steps.read_value()) > 0.0)
+        return bool(self.part_steps.numpy().any())
 
     def count(
         self, samples: tf.Tensor, weights: Sequence[tf.Tensor], each: Sequence[Scalar]

@@ -35,5 +35,8 @@ class Counter:
     def assign_add(self, value: Array | float) -> None:
         self.assign(self._whole.read_value()[self._part] + tf.cast(value, tf.float64))
 
+    def numpy(self) -> Array:
+        return self.of(self._whole.numpy())
+
     def __int__(self) -> int:
-        return int(self.of(self._whole.numpy()))
+        return int(self.numpy())
