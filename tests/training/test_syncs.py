@@ -18,6 +18,7 @@ from tfpara.collectives import Loopback
 from tfpara.sync.one_sync import compression, reports
 from tfpara.sync.one_sync.consensus import Consensus
 from tfpara.sync.one_sync.graph import SyncGraph
+from tfpara.sync.one_sync.graph_ops import NotInlined
 from tfpara.sync.one_sync.overlap import Overlap
 from tfpara.sync.one_sync.state_vars import slots_of
 from tfpara.sync.one_sync.weight_exchange import Shares
@@ -619,11 +620,15 @@ def test_to_prepare_a_sync_changes_nothing(options):
             return {slot.key([0, 1]): slot.variable.numpy() for slot in slots_of(model)}
 
         def after(batch, logs):
+            if batch != TAU + 1:
+                return
             (synchronizer,) = strategy.extended.models.synchronizers
-            if prepare and batch == TAU + 1:
+            synchronizer.meet(0.0)
+            if prepare:
                 assert synchronizer.graph.block.is_open
                 before, met = state(), strategy.extended.call_site.met
                 synchronizer.graph.prepare()
+                synchronizer.graph.await_prepared()
                 assert (strategy.extended.call_site.met, state().keys()) == (met, before.keys())
                 for name, value in state().items():
                     np.testing.assert_array_equal(value, before[name], name)
@@ -639,3 +644,25 @@ def test_to_prepare_a_sync_changes_nothing(options):
     for name, value in trained(prepare=True).items():
         if name != "counter/seconds":
             np.testing.assert_array_equal(value, expected[name], name)
+
+
+def test_a_sync_waits_until_it_is_prepared(monkeypatch):
+    """And a function that was never called is not prepared: the thread would have to trace it."""
+    strategy = make(tfpara.BSP(), 2)
+    network(strategy).fit(data_of(strategy, EVEN), verbose=0)
+    (synchronizer,) = strategy.extended.models.synchronizers
+    graph, called, calls = synchronizer.graph, NotInlined.__call__, []
+
+    def slow(function, *arguments):
+        runs = bool(arguments[-1])
+        time.sleep(0.0 if runs else 0.5)
+        result = called(function, *arguments)
+        calls.append((function, runs))
+        return result
+
+    monkeypatch.setattr(NotInlined, "__call__", slow)
+    graph.prepare()
+    assert not calls
+    strategy.synchronize()
+    assert calls == [(graph._sync, False), (graph._sync, True)]
+    assert graph._sync.is_traced and not graph._meet.is_traced

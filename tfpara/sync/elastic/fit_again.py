@@ -83,10 +83,7 @@ class FitAgain:
         self._histories: list[Any] = []  # the `History` of each earlier call of `fit`, as JSON
         self._logs: Any = None  # the logs of the last step
         self._step_began_in = 0  # the generation in which the present step began
-        # The generation in which the function of a sync was prepared last, and the thread that
-        # prepares it.
-        self._prepared_in = self._connection.form.number
-        self._preparing: threading.Thread | None = None
+        self._prepared_in = self._connection.form.number  # the generation of the last step
         # Whether this worker, as the chief, has sent `Rejoin.terms` to the meeting point in the
         # present call of `fit`.
         self._agreed = False
@@ -286,8 +283,6 @@ class FitAgain:
                 # The sync is run here, before Keras calls the callbacks of the step. So on all
                 # workers the callbacks see the sync after the same step.
                 if self._sync_is_due():
-                    if self._preparing is not None:
-                        self._preparing.join()
                     self._synchronizer.graph.sync(tf.constant(True))
                 return {} if self._logs is None else self._logs
             except _Regrouped:
@@ -301,24 +296,14 @@ class FitAgain:
                 self._rejoin.meet(failed=True)
 
     def _prepare_sync(self) -> None:
-        """In a new generation, prepares the function of a sync, in a thread beside the next steps.
+        """After the first step of a generation, prepares the next sync beside the next steps.
 
-        Otherwise TensorFlow would prepare it in the next sync, for which all workers wait.
+        Otherwise TensorFlow would set the sync up when it begins, and all workers would wait.
         """
         generation = self._connection.form.number
-        if generation == self._prepared_in:
-            return
+        if generation != self._prepared_in and not self._sync_is_due():
+            self._synchronizer.graph.prepare()
         self._prepared_in = generation
-        (synchronizer,) = self._extended.models.synchronizers
-        if self._sync_is_due() or not synchronizer.graph.syncs:
-            return
-
-        def prepare() -> None:
-            with self._connection.steady.shared(), contextlib.suppress(tf.errors.OpError):
-                synchronizer.graph.prepare()
-
-        self._preparing = threading.Thread(target=prepare)
-        self._preparing.start()
 
     def check_step(self) -> None:
         """Restarts a step with other data if the members have changed while it was traced."""
@@ -373,12 +358,16 @@ class FitAgain:
 
 
 def _validate_once(model: keras.Model, given: Mapping[str, Any]) -> None:
-    """Evaluates a minibatch of the validation data given to `fit`, unless it would be used up."""
+    """Runs one step of an evaluation on the validation data of `fit`, unless that uses them up.
+
+    Keras' passes over these data stay in the model, where `fit` finds them.
+    """
     x, y, weights = keras.utils.unpack_x_y_sample_weight(given.get("validation_data"))
     if x is None or hasattr(x, "__next__"):
         return
     size = given.get("validation_batch_size") or given.get("batch_size")
-    # The first evaluation in `fit` would make these passes, which takes long for arrays.
+    # If `fit` had to make these passes, at its first evaluation, all workers would wait: 0.3 s for
+    # arrays.
     model._eval_epoch_iterator = trainer.TFEpochIterator(
         x=x,
         y=y,
@@ -396,3 +385,4 @@ def _validate_once(model: keras.Model, given: Mapping[str, Any]) -> None:
 
     first = keras.callbacks.LambdaCallback(on_test_batch_end=stop)
     model.evaluate(x, y, verbose=0, callbacks=[first], _use_cached_eval_dataset=True)
+    model._eval_epoch_iterator.reset()

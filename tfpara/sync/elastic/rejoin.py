@@ -131,6 +131,7 @@ class Rejoin:
 
     def _agree(self, form: Form) -> bool:
         """Connects to a generation; returns whether all of its members agree on the state."""
+        self._await_prepared()
         self.connection.become(form)
         for synchronizer in self.extended.models.synchronizers:
             synchronizer.graph.global_state.rule.change(self.extended.worker.replicas)
@@ -142,6 +143,11 @@ class Rejoin:
             _log.info("tfpara: generation %s has failed: %s", form.number, in_short(error))
             return False
         return True
+
+    def _await_prepared(self) -> None:
+        """Waits for threads that prepare a sync: TensorFlow's server must not change meanwhile."""
+        for synchronizer in self.extended.models.synchronizers:
+            synchronizer.graph.await_prepared()
 
     def report(self) -> dict[str, Json]:
         """Returns this worker's report on its position."""
@@ -273,6 +279,7 @@ class Rejoin:
 
     def come_back(self, why: str) -> None:
         """Connects again as a joiner; the model and its traced step stay."""
+        self._await_prepared()
         self.connection.come_back(why)
         # The others may still be training an epoch that only this worker has closed. So no epoch
         # counts as closed until the next meeting.

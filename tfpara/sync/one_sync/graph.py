@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 
@@ -22,9 +23,9 @@ from tfpara.sync.one_sync.compression import CompressedWire
 from tfpara.sync.one_sync.consensus import Consensus, Part, Verdict
 from tfpara.sync.one_sync.global_state import GlobalState
 from tfpara.sync.one_sync.graph_ops import (
+    NotInlined,
     if_running,
     in_python,
-    not_inlined,
     now,
     unless_left_out,
     where,
@@ -89,27 +90,46 @@ class SyncGraph:
             self._bytes_sent = make(tf.zeros([], tf.float64), "bytes_sent")
             self.dealt = make(tf.zeros([site.reports.size], tf.int64), "dealt", [None])
         # See docs/design.md, "The function of a sync is not inlined".
-        self._sync = not_inlined(self._sync_step, *[tf.TensorSpec([], tf.bool)] * 2)
-        self._meet = not_inlined(
+        self._sync = NotInlined(self._sync_step, *[tf.TensorSpec([], tf.bool)] * 2)
+        self._meet = NotInlined(
             self._meet_step, tf.TensorSpec([], tf.float64), tf.TensorSpec([], tf.bool)
         )
+        self._preparing: threading.Thread | None = None
 
     # -- in the training thread --------------------------------------------------------------
 
     def sync(self, running: tf.Tensor) -> tf.Tensor:
         """Runs one sync in the training thread; returns whether no replica has data left."""
+        self.await_prepared()
         is_last, problem = self._sync(running, tf.constant(True))
         with tf.control_dependencies([stop_if(problem)]):
             return tf.identity(is_last)
 
     def prepare(self) -> None:
-        """Lets TensorFlow prepare the functions of `sync` and `meet`, without running them."""
+        """Lets TensorFlow set up the functions of `sync` and `meet` in a thread.
+
+        The thread calls those that are traced. The calls neither exchange nor write anything.
+        """
+        self.await_prepared()
+        self._preparing = threading.Thread(target=self._set_up)
+        self._preparing.start()
+
+    def _set_up(self) -> None:
         leave_out = tf.constant(False)
-        self._sync(leave_out, leave_out)
-        self._meet(tf.zeros([], tf.float64), leave_out)
+        with contextlib.suppress(tf.errors.OpError):  # if this fails, the next sync fails as well
+            if self._sync.is_traced:
+                self._sync(leave_out, leave_out)
+            if self._meet.is_traced:
+                self._meet(tf.zeros([], tf.float64), leave_out)
+
+    def await_prepared(self) -> None:
+        """Waits for the thread of `prepare`, if there is one."""
+        if self._preparing is not None:
+            self._preparing.join()
 
     def meet(self, number: tf.Tensor) -> tf.Tensor:
         """Exchanges a number of each worker as if it were a report; returns all by rank."""
+        self.await_prepared()
         numbers, problem = self._meet(number, tf.constant(True))
         with tf.control_dependencies([stop_if(problem)]):
             return tf.identity(numbers)
@@ -117,14 +137,15 @@ class SyncGraph:
     def _sync_step(self, running: tf.Tensor, runs: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         """Averages and commits what the reports allow; then updates the counters.
 
-        If an exchange fails, or the reports forbid the sync, the counters stay as they are. Returns
-        whether no replica has data left, and why the sync is forbidden, or "".
+        If an exchange fails, or the reports forbid the sync, the counters stay as they are. If
+        `runs` is False, all of this is left out. Returns whether no replica has data left, and why
+        the sync is forbidden, or "".
         """
         own, sent = [], []
-        if self._with_reports is not None:
-            own = self.replicas.weights(0)
-            sent = self._with_reports.sent(own)
         with tf.control_dependencies([if_running(runs)]):
+            if self._with_reports is not None:
+                own = self.replicas.weights(0)
+                sent = self._with_reports.sent(own)
             anchors = self.averaging.anchors
             began, verdict, arrived = self.consensus.reached(running, anchors, sent)
 

@@ -39,13 +39,13 @@ def where(condition: tf.Tensor, function: Callable[[], object]) -> tf.Tensor:
 
 
 def if_running(runs: tf.Tensor) -> tf.Tensor:
-    """Returns a control dependency. If `runs` is False, what depends on it is left out.
+    """Returns a control dependency for operations that are to be left out if `runs` is False.
 
-    Operations depend on it directly, or by their inputs. `unless_left_out` ends this. A `tf.cond`
-    would need a `Switch` for every tensor that its branches use.
+    All operations that use their results are left out as well, up to `unless_left_out`. A `tf.cond`
+    would do the same, but it has a `Switch` for every tensor that its branches use.
     """
     _, token = tf.raw_ops.Switch(data=runs, pred=runs)
-    # The `Switch` itself always runs; only what takes its missing output does not.
+    # The `Switch` itself is never left out, so a control dependency on it would have no effect.
     return tf.identity(token)
 
 
@@ -55,17 +55,25 @@ def unless_left_out(runs: tf.Tensor, value: tf.Tensor, otherwise: tf.Tensor) -> 
     return tf.raw_ops.Merge(inputs=[instead, value])[0]
 
 
-def not_inlined(function: Callable[..., Nest], *specs: tf.TensorSpec) -> Callable[..., Nest]:
-    """Returns `function` as a graph function that TensorFlow does not inline, traced once.
+class NotInlined:
+    """A graph function that TensorFlow does not inline, traced once, at the first call.
 
     A tf.function would be traced twice, at a cost of half a second or more: once in the graph of a
     training step, and once for the first call from Python, which is outside of the strategy's
     scope.
     """
-    attributes = {"_noinline": True}
-    in_graph = tf.function(function, specs, autograph=False, experimental_attributes=attributes)
-    made = functools.cache(in_graph.get_concrete_function)
-    return lambda *arguments: on_host(made(), *arguments)
+
+    def __init__(self, function: Callable[..., Nest], *specs: tf.TensorSpec) -> None:
+        attributes = {"_noinline": True}
+        in_graph = tf.function(function, specs, autograph=False, experimental_attributes=attributes)
+        self._made = functools.cache(in_graph.get_concrete_function)
+
+    @property
+    def is_traced(self) -> bool:
+        return self._made.cache_info().currsize > 0
+
+    def __call__(self, *arguments: Any) -> Nest:
+        return on_host(self._made(), *arguments)
 
 
 def on_host(function: Callable[..., Nest], *arguments: Any) -> Nest:

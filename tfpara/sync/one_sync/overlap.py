@@ -13,7 +13,7 @@ import tensorflow as tf
 from tfpara.sync.one_sync.consensus import Verdict
 from tfpara.sync.one_sync.flight import FLYING, LANDED, NONE, OF_COLLECTIVE, Flight
 from tfpara.sync.one_sync.graph import SyncGraph, if_any
-from tfpara.sync.one_sync.graph_ops import not_inlined, now, on_host, where
+from tfpara.sync.one_sync.graph_ops import NotInlined, now, on_host, where
 from tfpara.sync.one_sync.replicas import Site
 from tfpara.sync.one_sync.reports import stop_if
 from tfpara.sync.one_sync.weight_exchange import phase
@@ -32,9 +32,9 @@ class Overlap:
         self._flight_in_graph = tf.function(self._fly_step, autograph=False)
         sizes, columns = graph.replicas.layout.bucket_sizes, graph.consensus.columns.width
         self.flight = Flight(self._fly, site.devices, sizes, columns, site.make)
-        self._land = not_inlined(self._land_step)
-        self._merge = not_inlined(self._merge_step)
-        self._start = not_inlined(self._start_step)
+        self._land = NotInlined(self._land_step)
+        self._merge = NotInlined(self._merge_step)
+        self._start = NotInlined(self._start_step)
 
     def is_due(self, steps: tf.Tensor) -> tf.Tensor:
         """Returns whether `act` has something to do, `steps` steps after the last sync began."""

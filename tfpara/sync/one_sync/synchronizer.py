@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from tfpara.contexts import attributes
 from tfpara.sync.one_sync.graph import SyncGraph
-from tfpara.sync.one_sync.graph_ops import not_inlined, where
+from tfpara.sync.one_sync.graph_ops import NotInlined, where
 from tfpara.sync.one_sync.overlap import Overlap
 from tfpara.sync.one_sync.replicas import Buckets, ReplicaVariables, Site, assign
 from tfpara.sync.one_sync.reports import signature_of
@@ -44,7 +44,7 @@ class Synchronizer:
             self._device_samples = site.make(
                 tf.zeros([len(site.devices)], tf.float64), "device_samples"
             )
-        self._average_devices = not_inlined(self._average_devices_step)
+        self._average_devices = NotInlined(self._average_devices_step)
 
     # -- steps and syncs ---------------------------------------------------------------------
 

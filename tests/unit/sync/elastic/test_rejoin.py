@@ -13,7 +13,9 @@ from tfpara.sync.elastic.rejoin import Progress, Rejoin, _how_far, _next_plan
 
 pytestmark = pytest.mark.latest
 
-EXTENDED = types.SimpleNamespace(worker_devices=["CPU:0"])
+EXTENDED = types.SimpleNamespace(
+    worker_devices=["CPU:0"], models=types.SimpleNamespace(synchronizers=[])
+)
 
 
 def nothing(*_):
@@ -82,3 +84,23 @@ def test_a_model_is_trained_in_the_steps_of_fit_alone(in_fit, in_callbacks):
     else:
         with pytest.raises(ValueError, match="outside of the steps of fit"):
             company.check_in_fit()
+
+
+@pytest.mark.parametrize("comes_back", [False, True])
+def test_the_members_change_only_after_the_thread_that_prepares_a_sync(comes_back):
+    order = []
+    graph = types.SimpleNamespace(await_prepared=lambda: order.append("prepared"))
+    models = types.SimpleNamespace(synchronizers=[types.SimpleNamespace(graph=graph)])
+
+    def changes(*_):
+        order.append("changes")
+        raise InterruptedError
+
+    connection = types.SimpleNamespace(
+        form=Form(2, (0,), ("a:1",), (None,), ""), become=changes, come_back=changes
+    )
+    extended = types.SimpleNamespace(worker_devices=["CPU:0"], models=models)
+    worker = Rejoin(extended, connection)
+    with pytest.raises(InterruptedError):
+        worker.come_back("why") if comes_back else worker._agree(connection.form)
+    assert order == ["prepared", "changes"]
