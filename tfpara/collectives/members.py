@@ -59,6 +59,7 @@ class Members:
     def keys(self, group_key: int, instance_key: int) -> dict[str, tf.Tensor]:
         """Returns the arguments of a collective by name: size and keys of this generation."""
         if tf.executing_eagerly():
+            # In each generation, TensorFlow sets up each kind of eager operation again.
             size, generation, number = self.size, self.generation, self.generation
         else:
             size, _, generation = self._read()
