@@ -75,11 +75,14 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--minibatches", type=int, default=1000, help="of an epoch")
     parser.add_argument("--step_seconds", type=float, default=0.05, help="shortest time of a step")
+    parser.add_argument("--max_workers", type=int, help="most that train; others wait as spares")
     parser.add_argument("--fixed", action="store_true", help="without elastic=")
     parser.add_argument("--out", default="drill", help="folder of the checkpoints")
     options = parser.parse_args()
 
-    elastic = None if options.fixed else tfpara.Elastic(min_workers=1)
+    elastic = None
+    if not options.fixed:
+        elastic = tfpara.Elastic(min_workers=1, max_workers=options.max_workers)
     strategy = tfpara.PeriodicSyncStrategy(tfpara.BSP(), sync_period=PERIOD, elastic=elastic)
     with strategy.scope():
         counter = Counter(options.epochs * options.minibatches)
