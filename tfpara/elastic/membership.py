@@ -128,6 +128,7 @@ class Membership:
         # Until this time a member whose connection ends counts as absent, and not as lost.
         self._doubts_until = now
         self._aborted = False  # whether members were told to abort the generation's collectives
+        self._formed: dict[str, Any] = {}  # the message `form` of the latest generation
         # Whether this meeting point is new, and has learned the generation from a member.
         self._resumed = False
         # Whether the members are to write a checkpoint and end before the training is complete.
@@ -347,6 +348,11 @@ class Membership:
         join now; they may not while members are in an exchange that they could not complete.
         """
         if task not in self.members or generation != self.generation:
+            former = task in self.members and generation == self.generation - 1
+            if former and self.phase == "enabling" and not self._workers[task].ready:
+                # This member has connected again: its former connection ended before the answer
+                # `form` arrived.
+                return [(task, self._formed)]
             return [(task, {"evicted": f"generation {generation} is over"})]
         first = self.phase != "meeting"
         worker = self._workers[task]
@@ -473,14 +479,14 @@ class Membership:
         for worker in self._workers.values():
             worker.came, worker.ready, worker.admits = False, False, True
             worker.report = None
-        form = {
+        self._formed = {
             "form": self.generation,
             "members": [[task, self._workers[task].address] for task in members],
             "reports": reports,
             "why": why,
             "last": last,
         }
-        return [(task, form) for task in members]
+        return [(task, self._formed) for task in members]
 
     def _begin_meeting(self, now: float) -> list[Say]:
         self._phase("meeting", now)

@@ -58,6 +58,19 @@ def test_a_member_is_lost():
     assert membership.ready(2, 2, 1.3) == [(1, {"go": 2}), (2, {"go": 2})]
 
 
+def test_a_member_that_connects_again_is_told_the_new_generation_once_more():
+    """It repeats that it has come to the meeting, because it has not heard the answer."""
+    membership = begun()
+    membership.gone(0, "is lost", 1.0)
+    assert membership.met(2, 1, {"syncs": 7}, True, 1.1) == []
+    form, _ = membership.met(1, 1, {"syncs": 8}, True, 1.2)
+    assert form[0] == 1 and membership.met(1, 1, {"syncs": 8}, True, 1.3) == [form]
+    assert membership.ready(1, 2, 1.4) == []
+    assert membership.ready(2, 2, 1.4) == [(1, {"go": 2}), (2, {"go": 2})]
+    evicted = [(1, {"evicted": "generation 1 is over"})]
+    assert membership.met(1, 1, {"syncs": 8}, True, 1.5) == evicted
+
+
 def test_somebody_comes_and_somebody_leaves():
     membership = begun(max_workers=3)
     task, said = came(membership, "host3:1", TERMS, 1.0)
