@@ -28,9 +28,14 @@ def diffs() -> dict[str, str]:
     return dict(_SECTION.findall((ROOT / "docs/examples.md").read_text()))
 
 
+def other(name: str, diff: str) -> str:
+    """The program that becomes an example by a diff."""
+    return before((ROOT / f"tfpara/examples/{name}.py").read_text(), diff)
+
+
 def plain(name: str) -> str:
     """The plain program of an example."""
-    return before((ROOT / f"tfpara/examples/{name}.py").read_text(), diffs()[name])
+    return other(name, diffs()[name])
 
 
 def learned(name: str, printed: str) -> float:

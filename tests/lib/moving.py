@@ -1,9 +1,8 @@
-"""The diffs of the pages on moving to tfpara, and the other programs that they give."""
+"""The diffs of the pages on moving to tfpara."""
 
 import re
 
 from tests.lib import examples
-from tests.lib.diffs import before
 
 
 def _diffs(page: str) -> list[str]:
@@ -14,8 +13,3 @@ def _diffs(page: str) -> list[str]:
 MIRRORED, HOROVOD, HOROVOD_LOOP = _diffs("moving.md")
 (TORCH,) = _diffs("moving/pytorch.md")
 CNTK, *_ = _diffs("moving/bmuf.md")
-
-
-def other(name: str, diff: str) -> str:
-    """The program that becomes an example of ours by a diff."""
-    return before((examples.ROOT / f"tfpara/examples/{name}.py").read_text(), diff)

@@ -13,7 +13,7 @@ from tests.lib import examples
 from tests.lib.cluster_of_processes import finished, free_ports, tf_config
 from tests.lib.horovod_here import needs_horovod
 from tests.lib.launched import DEADLINE, launch
-from tests.lib.moving import HOROVOD_LOOP, TORCH, other
+from tests.lib.moving import HOROVOD_LOOP, TORCH
 from tests.lib.small import compiled_net, strategy_of
 
 # PyTorch, torchft and fairseq need an environment of their own: see CONTRIBUTING.md.
@@ -27,7 +27,7 @@ needs_torch = pytest.mark.skipif(
 @pytest.mark.nightly
 @needs_horovod
 def test_the_loop_of_horovod_learns_as_ours_does(tmp_path):
-    (tmp_path / "theirs.py").write_text(other("loop", HOROVOD_LOOP))
+    (tmp_path / "theirs.py").write_text(examples.other("loop", HOROVOD_LOOP))
     start = ("-n", 2, "--collectives=horovod", "--threads", 1, "--", sys.executable)
     code, said, errors = launch(*start, "theirs.py", "--epochs=6", cwd=tmp_path)
     assert code == 0, errors
@@ -40,7 +40,7 @@ def test_the_loop_of_horovod_learns_as_ours_does(tmp_path):
 @pytest.mark.nightly
 @needs_torch
 def test_the_loop_of_pytorch_learns_as_ours_does(tmp_path):
-    (tmp_path / "theirs.py").write_text(other("loop", TORCH))
+    (tmp_path / "theirs.py").write_text(examples.other("loop", TORCH))
     start = [TORCH_PYTHON, "-m", "torch.distributed.run", "--nproc-per-node=2"]
     said = subprocess.run(
         [*start, "theirs.py", "--epochs=6"],

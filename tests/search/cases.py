@@ -132,8 +132,8 @@ def _rule(pick, rng, replicas):
         ("outer_sgd", {"learning_rate": zeta, "momentum": 0.0, "nesterov": False}),
         ("diloco", {}),
         ("slowmo", {}),
-        # Where a replica has taken no step, rounding may leave a difference of 2⁻²⁴ to the global
-        # model. With Adam's own ε of 1e-7, it would become a step of 4e-4.
+        # If no replica has changed a weight, rounding may leave a difference of 2⁻²⁴ between it and
+        # the mean. With Adam's own ε of 1e-7, it would become a step of 4e-4.
         ("outer_adam", {"learning_rate": 0.02, "epsilon": 1e-4}),
     ]
     return rules[rng.integers(len(rules))]

@@ -4,7 +4,8 @@ import ast
 
 import pytest
 
-from tests.lib.moving import CNTK, HOROVOD, HOROVOD_LOOP, MIRRORED, TORCH, other
+from tests.lib.examples import other
+from tests.lib.moving import CNTK, HOROVOD, HOROVOD_LOOP, MIRRORED, TORCH
 
 
 @pytest.mark.parametrize(

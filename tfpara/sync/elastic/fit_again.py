@@ -82,8 +82,8 @@ class FitAgain:
         self._data, self._transfer = rejoin.data, rejoin.transfer
         self._histories: list[Any] = []  # the `History` of each earlier call of `fit`, as JSON
         self._logs: Any = None  # the logs of the last step
-        self._step_began_in = 0  # the generation in which the present step began
-        self._prepared_in = self._connection.form.number  # the generation of the last step
+        # The generation in which the present step began, or the last one.
+        self._step_began_in = self._connection.form.number
         # Whether this worker, as the chief, has sent `Rejoin.terms` to the meeting point in the
         # present call of `fit`.
         self._agreed = False
@@ -276,10 +276,13 @@ class FitAgain:
             try:
                 may_be_due, self._progress.sync_may_be_due = self._progress.sync_may_be_due, False
                 if not trained and not (may_be_due and self._sync_is_due()):
-                    self._step_began_in = self._connection.form.number
+                    former, self._step_began_in = self._step_began_in, self._connection.form.number
                     self._logs = function(self._data.reader(iterator))
+                    if former != self._step_began_in and not self._sync_is_due():
+                        # TensorFlow sets the sync up beside the next steps. Otherwise it would do
+                        # so when the sync begins, and all workers would wait.
+                        self._synchronizer.graph.prepare()
                 trained = True
-                self._prepare_sync()
                 # The sync is run here, before Keras calls the callbacks of the step. So on all
                 # workers the callbacks see the sync after the same step.
                 if self._sync_is_due():
@@ -294,16 +297,6 @@ class FitAgain:
                 _log.info("tfpara: a sync has failed: %s", in_short(error))
                 trained |= models.steps_seen > before
                 self._rejoin.meet(failed=True)
-
-    def _prepare_sync(self) -> None:
-        """After the first step of a generation, prepares the next sync beside the next steps.
-
-        Otherwise TensorFlow would set the sync up when it begins, and all workers would wait.
-        """
-        generation = self._connection.form.number
-        if generation != self._prepared_in and not self._sync_is_due():
-            self._synchronizer.graph.prepare()
-        self._prepared_in = generation
 
     def check_step(self) -> None:
         """Restarts a step with other data if the members have changed while it was traced."""

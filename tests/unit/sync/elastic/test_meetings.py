@@ -94,7 +94,7 @@ def test_a_step_is_over_with_a_sync_that_is_repeated(logs, fails):
     fit._extended = extended(block, sync=sync)
     fit._progress = Progress(sync_may_be_due=fails in ("", "sync"))
     fit._connection = types.SimpleNamespace(form=types.SimpleNamespace(number=1))
-    fit._prepared_in = 1
+    fit._step_began_in = 1
     fit._data = types.SimpleNamespace(reader=lambda iterator: iterator)
     fit._logs = logs
 
@@ -128,7 +128,7 @@ def test_a_step_that_fails_before_it_has_trained_is_taken_again():
     fit._extended = extended(Block(0, trained=0))
     fit._progress = Progress()
     fit._connection = types.SimpleNamespace(form=types.SimpleNamespace(number=1))
-    fit._prepared_in = 1
+    fit._step_began_in = 1
     fit._data = types.SimpleNamespace(reader=lambda iterator: iterator)
     fit._logs, calls = None, []
     fit._rejoin = types.SimpleNamespace(meet=lambda failed: calls.append("meet"))
@@ -152,7 +152,7 @@ def test_the_next_sync_is_prepared_once_in_each_generation_that_has_taken_a_step
         prepare=lambda: prepared.append((fit._connection.form.number, int(block.steps))),
         sync=lambda running: block.steps.assign(0),
     )
-    fit._progress, fit._logs, fit._prepared_in = Progress(), None, 1
+    fit._progress, fit._logs, fit._step_began_in = Progress(), None, 1
     fit._connection = types.SimpleNamespace(form=types.SimpleNamespace(number=1))
     fit._data = types.SimpleNamespace(reader=lambda iterator: iterator)
 
