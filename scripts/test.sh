@@ -83,7 +83,8 @@ fi
 if [ "$stack" = full ]; then
   if [ -n "$fast" ]; then
     mapfile -t quick < <(grep -rl --include='test_*.py' 'mark\.quick' tests/training tests/processes)
-    pytest_arguments+=(tests/unit "${quick[@]}" -m "(unit or quick) and not nightly")
+    pytest_arguments+=(tests/unit "${quick[@]}" -m "(unit or quick) and not nightly"
+      --hypothesis-profile=fast)
   elif [ -n "$nightly" ]; then
     pytest_arguments+=(-m "$nightly")
   fi

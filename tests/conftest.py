@@ -37,7 +37,8 @@ from tests.lib.fixtures import (  # noqa: F401
 )
 
 # No deadline, since the time of an example depends on what else the machine does. Other examples at
-# each run; scripts/test.sh --all asks for more of them.
+# each run; scripts/test.sh --all asks for more of them, and --fast for fewer.
+hypothesis.settings.register_profile("fast", deadline=None, max_examples=8)
 hypothesis.settings.register_profile("each change", deadline=None, max_examples=40)
 hypothesis.settings.register_profile("thorough", deadline=None, max_examples=200)
 hypothesis.settings.load_profile("each change")

@@ -4,10 +4,11 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from tests.lib.random_examples import random_examples
 from tfpara.algorithms.bmuf import BMUF
 from tfpara.algorithms.bmuf_adam import BMUFAdam
 
@@ -160,7 +161,7 @@ def test_parts_are_parts_of_the_whole_and_tensors_work_in_a_graph():
 
 
 @given(numbers, numbers, numbers)
-@settings(max_examples=20)
+@random_examples(20)
 def test_weights_are_those_of_bmuf(start, first, second):
     a, b = BMUFAdam().resolve(4), BMUF().resolve(4)
     x, y = a.init(start), b.init(start)

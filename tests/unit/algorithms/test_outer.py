@@ -7,10 +7,11 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from tests.lib.random_examples import random_examples
 from tfpara.algorithms import BMUF, BSP
 from tfpara.algorithms.outer import DiLoCo, Outer, SlowMo
 
@@ -102,7 +103,7 @@ def test_sgd_of_one_is_model_averaging(start, averages):
 
 
 @given(models, trajectories, st.floats(0.125, 1.5), st.floats(0.0, 0.9375))
-@settings(max_examples=30)
+@random_examples(30)
 def test_diloco_is_torchs_recurrence_and_nesterov_bmuf(start, averages, lr, momentum):
     got = follow(DiLoCo(lr, momentum), start, averages)
     by_hand = nesterov_as_in_torch(start, averages, lr, momentum)
@@ -133,7 +134,7 @@ def test_part_of_a_block_is_that_part_of_the_step_that_it_would_have_been(name):
 
 
 @given(models, trajectories, st.floats(0.125, 1.5), st.floats(0.0, 0.9375))
-@settings(max_examples=30)
+@random_examples(30)
 def test_slowmo_is_classical_bmuf(start, averages, lr, momentum):
     got = follow(SlowMo(lr, momentum), start, averages)
     expected = follow(BMUF(momentum, lr, nesterov=False), start, averages)

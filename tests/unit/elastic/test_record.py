@@ -4,10 +4,11 @@ import json
 import os
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.lib import hostile, mutants, record
+from tests.lib.random_examples import random_examples
 from tfpara import files
 from tfpara.elastic.plan import Plan, begin
 
@@ -103,7 +104,7 @@ def test_a_loss_and_a_join_by_hand(tmp_path):
 
 
 @given(data=st.data(), period=st.integers(1, 4), units=st.integers(1, 40))
-@settings(max_examples=200)
+@random_examples(200)
 def test_every_unit_is_trained_once_whoever_is_lost_or_comes(data, period, units):
     """Random losses and joins at syncs; the workers' own account is the plan of each generation."""
     plan, syncs, task = begin(0, range(data.draw(st.integers(1, 3)))), 0, 3

@@ -2,10 +2,11 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from input import blocks
+from tests.lib.random_examples import random_examples
 
 PLANS = st.builds(
     blocks.partition,
@@ -91,7 +92,7 @@ def test_the_sequence_does_not_depend_on_replicas_or_period(plan, num_replicas, 
     np.testing.assert_array_equal(epoch_sequence(plan), epoch_sequence(other))
 
 
-@settings(max_examples=20)
+@random_examples(20)
 @given(st.integers(0, 1000), st.integers(0, 1000))
 def test_order_is_a_function_of_seed_and_epoch(seed, epoch):
     def orders(seed, epoch):

@@ -6,7 +6,7 @@ import shutil
 import numpy as np
 import pytest
 import tensorflow as tf
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from input import features, index, pipeline, records, streams
@@ -15,6 +15,7 @@ from input.frame_chunks import frame_chunks
 from input.graph_reader import GraphReader, utterances
 from input.stream_chunks import stream_chunks
 from input.streams import StreamOptions
+from tests.lib.random_examples import random_examples
 
 FRAMES = {"minibatch": 97, "seconds": 9.0, "seed": 5, "shuffle_frames": 300}
 SMALL = StreamOptions(streams=3, truncation=7)
@@ -98,7 +99,7 @@ class FakeCorpus:
         return int(self._split.frames.sum())
 
 
-@settings(max_examples=150)
+@random_examples(150)
 @given(
     frames=st.lists(st.integers(1, 500), min_size=1, max_size=60),
     seconds=st.floats(0.05, 60.0),

@@ -9,12 +9,13 @@ import struct
 import kaldiio
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from input import kaldi, kaldi_tables
 from input.open_files import Archives
 from input.records import CorpusError
+from tests.lib.random_examples import random_examples
 
 
 def location(path, offset=0, ranges=""):
@@ -236,7 +237,7 @@ def test_egs_are_refused_with_what_to_give(tmp_path, content):
         archive(tmp_path / "cegs.1.ark")
 
 
-@settings(max_examples=300)
+@random_examples(300)
 @given(st.binary(max_size=200))
 @example(b"")
 @example(b"u ")

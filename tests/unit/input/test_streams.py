@@ -5,11 +5,12 @@ import shutil
 import numpy as np
 import pytest
 import tensorflow as tf
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from input import features, index, stream_plan, streams
 from input.streams import StreamOptions
+from tests.lib.random_examples import random_examples
 from tests.lib.streams import SMALL, read, utterances
 
 
@@ -26,7 +27,7 @@ def by_bytes(arrays):
     return sorted(array.tobytes() for array in arrays)
 
 
-@settings(max_examples=60)
+@random_examples(60)
 @given(
     lengths=st.lists(st.integers(1, 60), min_size=1, max_size=40),
     num_replicas=st.integers(1, 4),

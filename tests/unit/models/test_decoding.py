@@ -6,7 +6,7 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from models.decoding import (
@@ -21,6 +21,7 @@ from models.decoding import (
     estimate,
     log_prior,
 )
+from tests.lib.random_examples import random_examples
 
 AB = PhoneStates.of(["a.0", "a.1", "b.0", "b.1"])
 sequences = st.lists(st.integers(0, 3), max_size=7)
@@ -304,7 +305,7 @@ def test_insertion_penalty_and_acoustic_scale():
 
 
 @given(st.integers(1, 8), st.integers(0, 2**31), st.floats(-5, 5))
-@settings(max_examples=40)
+@random_examples(40)
 def test_a_number_for_a_whole_frame_changes_the_score_alone(frames, seed, shift):
     """So the unknown p(x) of pseudo-likelihoods does no harm."""
     rng = np.random.default_rng(seed)
@@ -316,7 +317,7 @@ def test_a_number_for_a_whole_frame_changes_the_score_alone(frames, seed, shift)
 
 
 @given(labellings.filter(bool), st.integers(0, 6))
-@settings(max_examples=40)
+@random_examples(40)
 def test_clear_posteriors_give_back_the_phones_that_were_said(utterances, number):
     counts = Counts.zero(MIXED)
     for labels in utterances:

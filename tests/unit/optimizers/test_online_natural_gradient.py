@@ -4,10 +4,11 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.lib.natural_gradient_reference import Reference
+from tests.lib.random_examples import random_examples
 from tfpara.optimizers import OnlineNaturalGradient, Scatter
 from tfpara.optimizers.online_natural_gradient import arbitrary_basis, orthonormal, sensible_rank
 from tfpara.optimizers.preconditioner import Preconditioner
@@ -87,7 +88,7 @@ def test_equals_numpy_with_other_settings(options):
         assert np.linalg.norm(got - want) < 2e-4 * np.linalg.norm(want), step
 
 
-@settings(max_examples=40)
+@random_examples(40)
 @given(
     seed=st.integers(0, 2**32 - 1),
     n=st.integers(1, 40),

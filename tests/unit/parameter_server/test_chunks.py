@@ -6,9 +6,10 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.lib.random_examples import random_examples
 from tfpara.parameter_server.chunks import Chunks, as_chunks
 
 
@@ -46,7 +47,7 @@ def numbered(size):
     return np.arange(size, dtype=np.float32)[:, None], np.arange(size) % 3
 
 
-@settings(max_examples=25)
+@random_examples(25)
 @given(st.data(), st.integers(1, 40), st.integers(1, 9), st.booleans(), st.integers(0, 3))
 def test_arrays_are_used_once_in_an_epoch(data, size, batch, shuffle, epoch):
     minibatches = -(-size // batch)
@@ -125,7 +126,7 @@ def largest_graph(chunks):
     return max(sizes)
 
 
-@settings(max_examples=15)
+@random_examples(15)
 @given(st.integers(1, 30), st.integers(1, 6), st.integers(1, 5))
 def test_a_datasets_minibatches_are_used_once(size, batch, count):
     dataset = tf.data.Dataset.from_tensor_slices(numbered(size)).batch(batch)

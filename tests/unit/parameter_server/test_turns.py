@@ -2,9 +2,10 @@
 
 import pytest
 import tensorflow as tf
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.lib.random_examples import random_examples
 from tfpara.parameter_server.staleness import may_pull, may_push
 
 
@@ -34,7 +35,7 @@ def can_all_push(pulls, version, bound):
     )
 
 
-@settings(max_examples=25)
+@random_examples(25)
 @given(st.data(), st.integers(1, 5), st.sampled_from([0, 1, 2, 3]))
 def test_nobody_waits_for_ever_and_no_push_is_too_stale(data, workers, bound):
     outstanding, version = [-1] * workers, 0
@@ -58,7 +59,7 @@ def test_nobody_waits_for_ever_and_no_push_is_too_stale(data, workers, bound):
             outstanding[choice[1]] = version
 
 
-@settings(max_examples=60)
+@random_examples(60)
 @given(st.lists(st.integers(0, 6), min_size=1, max_size=5), st.integers(0, 4), st.integers(0, 3))
 def test_a_push_is_refused_only_if_the_others_could_not_keep_to_the_bound(ages, bound, extra):
     version = max(ages) + extra

@@ -7,10 +7,11 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import tfpara
+from tests.lib.random_examples import random_examples
 from tfpara.sync.data.balance import Balance, dealing_order, shares_of
 from tfpara.sync.momentum_fit import MomentumFit
 from tfpara.sync.workers import settings_check
@@ -168,7 +169,7 @@ class Run:
             self.sync()
 
 
-@settings(max_examples=30, deadline=None)
+@random_examples(30)
 @given(st.data())
 def test_every_minibatch_counts_once_where_members_change(data):
     run = Run(data.draw, data.draw(st.integers(1, 3), "workers"), 60)

@@ -6,10 +6,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import tensorflow as tf
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import tfpara
+from tests.lib.random_examples import random_examples
 from tfpara.sync.one_sync.sized_rule import SizedRule, check_sizes, sized_fields
 
 pytestmark = pytest.mark.latest
@@ -30,7 +31,7 @@ def following(rule, number):
     nesterov=st.booleans(),
     warmup=st.booleans(),
 )
-@settings(max_examples=60)
+@random_examples(60)
 def test_block_momentum_that_follows_the_replicas(sizes, zeta, nesterov, warmup):
     """Against the equations of block momentum, with each block's own eta.
 
