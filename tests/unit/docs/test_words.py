@@ -22,6 +22,12 @@ def test_a_page_begins_with_what_it_is_for(page):
     assert page not in SHORT or re.match(r"What this (page|part) is for: ", first)
 
 
+def test_no_page_has_the_marks_of_a_merge():
+    pages = [*PAGES, *ROOT.glob("*.md")]
+    marks = re.compile(r"^(<{7}|={7}|>{7})", re.M)
+    assert [page.name for page in pages if marks.search(page.read_text())] == []
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_no_cell_of_a_table_is_long(page):
     rows = re.findall(r"^\|(.*)\|$", page.read_text(), re.M)
