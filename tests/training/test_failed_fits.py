@@ -227,6 +227,22 @@ def test_a_fit_within_a_fit_has_an_end_of_its_own(made):
     assert (inner.ended, outer.ended) == (1, 1)
 
 
+def test_a_fit_that_fails_within_a_fit_leaves_the_outer_one_as_it_is():
+    def another(epoch, logs):
+        with pytest.raises(ValueError, match="cardinality"):
+            inner.fit(X, X[:16, :3], verbose=0)
+
+    weights = []
+    for callbacks in ([], [keras.callbacks.LambdaCallback(on_epoch_end=another)]):
+        strategy = strategy_of(2, tfpara.BMUF(0.5), sync_period=TAU)
+        keras.utils.set_random_seed(1)
+        outer, inner = (compiled_net(strategy, 4, 3) for _ in range(2))
+        outer.fit(X, X[:, :3], batch_size=8, epochs=3, verbose=0, callbacks=callbacks)
+        weights.append(outer.get_weights())
+    for with_inner, alone in zip(*weights, strict=True):
+        np.testing.assert_array_equal(with_inner, alone)
+
+
 @pytest.mark.nightly
 def test_metrics_are_reset_without_the_other_workers(made, monkeypatch):
     """So that one which begins a `fit` alone, after a failure, does not wait for them."""

@@ -296,7 +296,7 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy, Strategy):
             class_weight=class_weight,
         )
         validation = (validation_data, validation_batch_size or batch_size, validation_freq)
-        self.running = running
+        outer, self.running = self.running, running  # `outer`: a callback of it calls this `fit`
         try:
             with fit_call.under_way():
                 return running.run(epochs, initial_epoch, verbose, callbacks, validation)
@@ -307,7 +307,7 @@ class AsyncStrategy(tf.distribute.OneDeviceStrategy, Strategy):
                 raise failure from error
             raise
         finally:
-            self.running = None
+            self.running = outer
 
     def predict(self, model: keras.Model, *args: object, **kwargs: object) -> Nest:
         """Raises RuntimeError, because workers only train; the chief has `model.predict`."""

@@ -307,6 +307,24 @@ def test_an_error_in_a_callback_leaves_the_servers_weights_in_the_model(every_pu
     strategy.fit(model, X, Y, **settings())  # and the workers are free
 
 
+def test_a_fit_within_a_fit_leaves_the_outer_one_as_it_is():
+    seen = []
+
+    def another(epoch, logs):
+        outer = strategy.running
+        strategy.fit(inner, X, Y, **settings())
+        seen.append(strategy.running is outer)
+
+    strategy, model = made(2)
+    with strategy.scope():
+        inner = compiled()
+    callbacks = [keras.callbacks.LambdaCallback(on_epoch_end=another)]
+    strategy.fit(model, X, Y, epochs=2, callbacks=callbacks, **settings())
+    assert seen == [True, True]
+    assert strategy.running is None
+    assert strategy.statistics(model).pushes == strategy.statistics(inner).pushes == 2 * MINIBATCHES
+
+
 @pytest.mark.nightly
 def test_an_order_that_is_not_this_runs_is_refused():
     first, model = made(2)

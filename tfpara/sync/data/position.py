@@ -70,9 +70,11 @@ class Position:
     def aside(self, steps_seen: Callable[[], int]) -> Iterator[None]:
         """A context for a `fit` that a callback of `fit` calls; keeps the outer one's position."""
         former, taken = vars(self).copy(), steps_seen() - self._steps_seen
-        yield
-        vars(self).update(former)
-        self._steps_seen = steps_seen() - taken
+        try:
+            yield
+        finally:
+            vars(self).update(former)
+            self._steps_seen = steps_seen() - taken
 
     def take_steps(self) -> int:
         """Returns how many minibatches of each replica to skip now; the next call returns 0."""

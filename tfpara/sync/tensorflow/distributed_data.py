@@ -106,10 +106,10 @@ class DistributedData:
                 yield
         finally:
             self.passes = passes
+            if within:
+                self.order.seed = seed
             if self.balance is not None:
                 self.balance.end()
-        if within:
-            self.order.seed = seed
 
     def enter_epoch(self, epoch: int) -> None:
         """Notes that `fit` is at the beginning of an epoch."""

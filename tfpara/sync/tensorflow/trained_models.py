@@ -235,9 +235,11 @@ class TrainedModels:
             model.train_function = None
         former = self._recent
         self._recent = self._entry_of(model) or former
-        yield
-        if self._call_site.fits:
-            self._recent = former
+        try:
+            yield
+        finally:
+            if self._call_site.fits:
+                self._recent = former
 
     # This method may be called while the tf.function of a custom loop is traced. Without the
     # decorator, AutoGraph would then convert this method and the methods that it calls. One of them

@@ -84,10 +84,10 @@ class Waits:
         )
 
     def since(self) -> float:
-        """Returns when the present wait began, on the monotonic clock; 0 if there is none."""
+        """Returns when the longest present wait began, on the monotonic clock; 0: there is none."""
         with self.worker.company.steady():
             syncs = [synchronizer.graph.waiting_since() for synchronizer in self.synchronizers()]
-        return max(self.worker.call_site.began, *syncs, 0.0)
+        return min(filter(None, (self.worker.call_site.began, *syncs)), default=0.0)
 
     def where(self) -> str:
         text, line = self.worker.call_site.text(False), status_board.line_of_script()

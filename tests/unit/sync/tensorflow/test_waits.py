@@ -1,5 +1,6 @@
 """The thread that ends syncs in which another worker is silent."""
 
+import contextlib
 import threading
 import time
 import types
@@ -88,3 +89,17 @@ def test_a_wait_is_told_of_at_growing_intervals(monkeypatch):
     waits._watch(1e6)
     assert syncs.told == [101, 201, 401]
     assert len(syncs.aborted) == 1
+
+
+def test_a_wait_that_began_later_does_not_hide_an_older_one():
+    place, company = types.SimpleNamespace(), types.SimpleNamespace(steady=contextlib.nullcontext)
+    worker = types.SimpleNamespace(call_site=place, company=company)
+    for began, begun, since in (
+        (9.0, (0.0, 7.0, 5.0), 5.0),
+        (9.0, (0.0,), 9.0),
+        (0.0, (0.0,), 0.0),
+    ):
+        place.began = began
+        graphs = [types.SimpleNamespace(waiting_since=lambda at=at: at) for at in begun]
+        syncs = [types.SimpleNamespace(graph=graph) for graph in graphs]
+        assert Waits(None, worker, True, lambda syncs=syncs: syncs).since() == since
