@@ -293,7 +293,10 @@ def test_hand_trains_as_keras_decay_at_every_step():
         np.testing.assert_allclose(a, b, atol=1e-5)
 
 
-def test_learning_rate_resumes_inside_an_epoch():
+@pytest.mark.parametrize("before", [12, 24])
+def test_learning_rate_resumes_inside_an_epoch(before):
+    """`before`: the minibatches of a replica in an epoch; 24 if the run had half the replicas."""
+
     def rates(callback, initial_epoch, data, seen):
         model = make_model()
         look = keras.callbacks.LambdaCallback(
@@ -306,7 +309,9 @@ def test_learning_rate_resumes_inside_an_epoch():
     states = []
     whole = rates(LearningRate(Hand(0.5, 12), 12), 0, minibatches(), [])
     resumed = LearningRate(Hand(0.5, 12), 12)
-    resumed.set_state(json.loads(json.dumps(states[12 + 4])))
+    state = json.loads(json.dumps(states[12 + 4]))
+    steps = state["steps"] * before // 12
+    resumed.set_state({**state, "steps": steps, "steps_per_epoch": before})
     # The second epoch goes on with its last seven minibatches.
     rest = rates(resumed, 1, minibatches(5), [])
     assert rest[:7] == whole[17:24]

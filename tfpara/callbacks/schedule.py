@@ -117,10 +117,15 @@ class LearningRate(Schedule):
         self._units = 1  # length of this epoch, in units of `Strategy.epoch_units`
 
     def get_state(self) -> dict[str, Json]:
-        return {"epoch": self._epoch, "steps": self._done, "rate": self._used}
+        done = {"steps": self._done, "steps_per_epoch": self._steps}
+        return {"epoch": self._epoch, "rate": self._used, **done}
 
     def set_state(self, state: Mapping[str, Json]) -> None:
-        self._restored = (state["epoch"], state["steps"], state.get("rate"))
+        done, length = state["steps"], state.get("steps_per_epoch")
+        if self._steps and length:
+            # On another number of replicas an epoch may have another number of steps.
+            done = done * self._steps // length
+        self._restored = (state["epoch"], done, state.get("rate"))
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         restored, self._restored = self._restored, None
