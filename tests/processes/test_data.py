@@ -402,6 +402,23 @@ def test_a_resumed_epoch_of_unknown_length_does_not_cut_the_others(tmp_path):
     assert steps == [[4], [4, 6, 6]]
 
 
+def test_data_of_the_first_epoch_that_are_shuffled_go_on_where_they_were(tmp_path):
+    """Keras looks at their first batch before the epoch, which must not change their order."""
+    x, y, _ = kinds.arrays()
+    rows = tf.data.Dataset.from_tensor_slices((x, y))
+    seen = []
+    for stop in ((0, 2), None):
+        strategy = tfpara.PeriodicSyncStrategy(tfpara.BSP(), sync_period=2, devices=["CPU:0"])
+        model, batches = kinds.make(strategy), Batches(stop)
+        checkpoint = tfpara.callbacks.Checkpoint(str(tmp_path / "run"), every_syncs=1)
+        data = strategy.minibatches_by_epoch(lambda epoch: rows.shuffle(42, seed=epoch).batch(8))
+        with contextlib.suppress(InterruptedError):
+            model.fit(data, verbose=0, callbacks=[checkpoint, batches])
+        seen.append(batches.seen[0])
+    kept = seen[0][:2]  # the checkpoint was written after two steps
+    assert sorted(sum([*kept, *seen[1]], [])) == x[:, 0].tolist()
+
+
 @pytest.mark.nightly
 @pytest.mark.one_version
 def test_each_call_of_fit_draws_an_order_that_the_seed_repeats(strategy, model):

@@ -303,6 +303,7 @@ class _EpochDatasets(_Datasets):
     # The present datasets belong to this epoch, begin with this minibatch of it, and have this
     # share of the minibatches.
     built_for: tuple[int, int, tuple[int, int]]
+    _was_read = False  # whether a pass over the present datasets has begun
 
     @property
     def cardinality(self) -> int:
@@ -333,11 +334,14 @@ class _EpochDatasets(_Datasets):
         if dealt is not None:
             first = dealt.first
         wanted = epoch, first, self.data.share
-        if dealt is not None or wanted != self.built_for:
+        # A dataset with a seeded `shuffle` has another order when it is read again. So each pass
+        # reads new datasets, also the first one, if Keras has looked at the first batch before it.
+        if dealt is not None or wanted != self.built_for or self._was_read:
             self._built = False
             with making(self.data.place_of(epoch, first, dealt)):
                 self.build()
-            self.built_for = (-1, 0, self.data.share) if dealt is not None else wanted
+            self.built_for = wanted
+        self._was_read = True
         if (steps := self.known_steps()) is not None:
             self.data.note_length(steps)
         return super().__iter__()
