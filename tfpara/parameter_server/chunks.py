@@ -95,7 +95,8 @@ class Chunks:
     def arguments(self, epoch: int, chunk: int) -> tuple[Nest, ...]:
         """Returns the tensors that are sent to the worker with a chunk."""
         found = () if self._arguments is None else tuple(self._arguments(epoch, chunk))
-        return tf.nest.map_structure(tf.convert_to_tensor, found)
+        with tf.device("CPU:0"):  # a chunk may be large, and the chief may have a GPU
+            return mapped(tf.convert_to_tensor, found)
 
     def check(self, epoch: int, done: Sequence[int]) -> None:
         """Checks that an epoch had minibatches and, if `shares`, that all chunks read the same.
@@ -136,8 +137,7 @@ def as_chunks(
         count: chunks of an epoch; 1 if None.
         order: the numbers that, with the epoch, determine the order of the samples. They are read
             when a chunk is handed out, so changing the list changes the order of later chunks.
-        sent: whether other processes read the chunks. If so, the graph that reads a chunk contains
-            a copy of all arrays; else all graphs share one copy.
+        sent: whether the chunks are sent to other processes, so that their size is limited.
     """
     if isinstance(x, Chunks | tf.data.Dataset):
         _refuse(type(x).__name__, y=y, sample_weight=sample_weight, batch_size=batch_size)
@@ -219,8 +219,9 @@ def _of_arrays(
         raise ValueError(f"the arrays have {lengths} samples; they must be equally many, not 0.")
     if sent and sum(array.nbytes for array in arrays) > LARGEST_BYTES:
         raise ValueError(
-            "the arrays have more than 1 GB, which every worker would be sent. Write them to files "
-            "and give a tf.data.Dataset that reads them, or tfpara.Chunks."
+            "the arrays have more than 1 GB, which the chief would send to the workers in every "
+            "epoch. Write them to files and give a tf.data.Dataset that reads them, or "
+            "tfpara.Chunks."
         )
     minibatches = -(-lengths[0] // batch_size)
     if count > minibatches:
@@ -228,37 +229,32 @@ def _of_arrays(
             f"chunks={count} is more than the {minibatches} minibatches of an epoch. Give fewer."
         )
 
-    if not sent:
-        # If a graph uses an array, the graph holds a copy of the array. If it uses an eager tensor,
-        # it holds only a reference. So the arrays are made eager tensors.
-        with tf.device("CPU:0"):
-            data = mapped(tf.convert_to_tensor, data)
-
     bounds = np.arange(count + 1) * minibatches // count * batch_size
     longest = int(np.diff(bounds).max())
 
-    def samples(epoch: int, chunk: int) -> tuple[np.ndarray, np.int64]:
-        """Returns the indices of a chunk's samples, one minibatch after the other; their number.
+    def samples(epoch: int, chunk: int) -> tuple[Nest, np.int64]:
+        """Returns a chunk's samples, one minibatch after the other, and their number.
 
-        The indices are repeated, so that they have the same shape for all chunks. For another shape
-        TensorFlow would make a second graph, which would hold further copies of the arrays.
+        Samples are repeated, so that all chunks have the same shape. For another shape TensorFlow
+        would make a second graph.
         """
+        # The graph does not contain the arrays, because TensorFlow often does not free the graph
+        # of an earlier `fit` on a worker.
         rows = np.arange(lengths[0])
         if shuffle:
             rows = np.random.default_rng([*order, epoch]).permutation(rows)
         own = rows[bounds[chunk] : bounds[chunk + 1]]
-        return np.resize(own, longest), np.int64(len(own))
+        chosen = np.resize(own, longest)
+        return mapped(lambda array: array[chosen], data), np.int64(len(own))
 
-    @tf.autograph.experimental.do_not_convert
-    def minibatch(rows: tf.Tensor) -> Nest:
-        return mapped(lambda array: tf.gather(array, rows), data)
-
-    def part(
-        epoch: tf.Tensor, chunk: tf.Tensor, rows: tf.Tensor, number: tf.Tensor
-    ) -> tf.data.Dataset:
+    def part(epoch: tf.Tensor, chunk: tf.Tensor, rows: Nest, number: tf.Tensor) -> tf.data.Dataset:
         del epoch, chunk
-        rows_of_each = tf.data.Dataset.from_tensor_slices(rows[:number]).batch(batch_size)
-        return rows_of_each.map(minibatch).prefetch(2)
+
+        @tf.autograph.experimental.do_not_convert
+        def minibatch(places: tf.Tensor) -> Nest:
+            return mapped(lambda array: tf.gather(array, places), rows)
+
+        return tf.data.Dataset.range(number).batch(batch_size).map(minibatch).prefetch(2)
 
     chunks = Chunks(count, part, samples, minibatches)
     chunks.facts |= {"samples": lengths[0], "batch_size": batch_size, "shuffle": shuffle}
