@@ -62,25 +62,26 @@ class ChiefModel:
                 "leave `with strategy.weights(...)` before."
             )
         weights = _differ(self._weights, self._seen)
-        if within_epoch and weights:
+        state = _differ(self._work.state, self._seen_state)
+        changed = [self._weights[k] for k in weights] + [self._work.state[k] for k in state]
+        if within_epoch and changed:
             raise ValueError(
-                f"{self._weights[weights[0]].path!r} was set while workers train. In the middle of "
-                "an epoch the chief's model is that of the epoch's beginning, and what is set "
-                "there would be lost. Set weights in on_epoch_begin or on_epoch_end, or between "
-                "two fits."
+                f"{changed[0].path!r} was set while workers train. In the middle of an epoch the "
+                "chief's model is that of the epoch's beginning, and what is set there would be "
+                "lost. Set weights in on_epoch_begin or on_epoch_end, or between two fits."
             )
         if within_epoch:
             return
         if not within_fit:
             self._work.read_frozen()
-        elif changed := _differ(self._work.frozen, self._work.frozen_values):
+        elif frozen := _differ(self._work.frozen, self._work.frozen_values):
             raise ValueError(
-                f"{self._work.frozen[changed[0]].path!r} is frozen, and was set while fit runs: "
+                f"{self._work.frozen[frozen[0]].path!r} is frozen, and was set while fit runs: "
                 "workers have it as it was when fit began. Set frozen weights between two fits."
             )
         if weights:
             self._server.set_weights(_values(self._weights))
-        if weights or _differ(self._work.state, self._seen_state):
+        if changed:
             self._server.set_state(_values(self._work.state))
             self._remember()
 

@@ -104,7 +104,7 @@ class Fit:
         epochs = min(epochs, _limit("max_epochs") or epochs)
         model = self.model
         model.stop_training = False
-        _check_frequency(validation[-1])
+        _check_validation(*validation)
         if isinstance(callbacks, keras.callbacks.CallbackList):
             callbacks.callbacks = fit_call.arranged(callbacks.callbacks)
         else:
@@ -372,7 +372,18 @@ def _minibatches(x: Data, batch_size: int | None) -> int:
     return -(-len(first) // (batch_size or 32)) if hasattr(first, "__len__") else 0
 
 
-def _check_frequency(every: object) -> None:
+def _check_validation(data: Data, _: int | None, every: object) -> None:
+    if hasattr(data, "__next__"):
+        raise TypeError(
+            f"validation_data is a {type(data).__name__}, which gives its batches once, and fit "
+            "needs them after each epoch. Give arrays, a tf.data.Dataset or a "
+            "keras.utils.PyDataset."
+        )
+    if isinstance(data, tf.data.Dataset) and data.cardinality() == tf.data.INFINITE_CARDINALITY:
+        raise ValueError(
+            "the dataset of validation_data is infinite, and an evaluation must end. Give "
+            "dataset.take(minibatches)."
+        )
     one = isinstance(every, int) and not isinstance(every, bool) and every >= 1
     if not one and not isinstance(every, list | tuple | set):
         raise ValueError(

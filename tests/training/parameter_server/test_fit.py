@@ -412,6 +412,18 @@ def test_other_validation_frequencies_are_refused():
     assert strategy.statistics(model).pushes == 0
 
 
+def test_validation_data_for_one_epoch_or_without_end_are_refused():
+    strategy, model = made()
+    endless = tf.data.Dataset.from_tensors((X[:8], Y[:8])).repeat()
+    for kind, data, told in (
+        (TypeError, iter([(X, Y)]), "validation_data is a list_iterator, which gives its batches"),
+        (ValueError, endless, "dataset of validation_data is infinite"),
+    ):
+        with pytest.raises(kind, match=told):
+            strategy.fit(model, X, Y, validation_data=data, **settings())
+    assert strategy.statistics(model).pushes == 0
+
+
 def test_a_model_that_was_not_trained_has_no_statistics():
     strategy, model = made()
     for call in (strategy.statistics, lambda: strategy.statistics(model), strategy.record):

@@ -463,17 +463,33 @@ def test_weights_that_are_set_where_they_would_be_lost_are_refused():
 
 
 @pytest.mark.nightly
-def test_frozen_weights_that_a_callback_sets_are_refused():
+@pytest.mark.parametrize(
+    ("layer", "hook", "told"),
+    [
+        (
+            lambda: keras.layers.Dense(4, trainable=False),
+            "on_epoch_end",
+            "kernel' is frozen, and was set while fit runs",
+        ),
+        (
+            lambda: keras.layers.BatchNormalization(),
+            "on_train_batch_end",
+            "moving_mean' was set while workers train",
+        ),
+    ],
+    ids=["frozen", "statistics"],
+)
+def test_weights_that_are_not_trained_are_refused_where_they_would_be_lost(layer, hook, told):
     strategy = tfpara.simulate_async(1, tfpara.ASGD())
     with strategy.scope():
-        frozen = keras.layers.Dense(4, trainable=False)
-        model = keras.Sequential([keras.Input((6,)), frozen, keras.layers.Dense(2)])
+        own = layer()
+        model = keras.Sequential([keras.Input((6,)), own, keras.layers.Dense(2)])
         model.compile("sgd", "mse")
-    zeros = [np.zeros((6, 4)), np.zeros(4)]
+    weight = own.non_trainable_variables[0]
     change = keras.callbacks.LambdaCallback(
-        on_epoch_end=lambda epoch, logs: frozen.set_weights(zeros)
+        **{hook: lambda number, logs: weight.assign(np.ones(weight.shape))}
     )
-    with pytest.raises(ValueError, match="kernel' is frozen, and was set while fit runs"):
+    with pytest.raises(ValueError, match=told):
         train(strategy, model, 1, [change])
 
 
