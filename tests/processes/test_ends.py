@@ -45,6 +45,9 @@ def test_long_notes_are_left_out_and_what_follows_them_is_not():
     text = note + 'SessionOptions: device_count {\n  key: "CPU"\n}\nsoft: true\n\nmine: 1\n'
     rest = 'Additional GRPC error information from remote target /job:ps:\n:{"created":"@1"}\n'
     text += "W0000 0 h.h:59] Ignoring an error encountered when deleting remote tensors\n" + rest
+    lost = "This could happen if the remote target has been disconnected from the client.\n"
+    for what in ("register", "remove"):
+        text += f"E0000 0 h.h:867] Failed to {what} function remotely due to failed\n{rest}{lost}"
     text += "W0000 00:00:1796044334.8   21551 grpc_worker_service.cc:512] RecvTensor cancelled\n"
     text += rest
     notes = quiet.Filter()

@@ -39,15 +39,17 @@ _CHATTER = (
 _IS_CHATTER = re.compile(_CHATTER.encode())
 # Notes of several lines: a pattern of the first line, and a pattern of the lines after it. In the
 # first note, a parameter server or a worker prints the options of its session: one option a line,
-# and an empty line at the end. In the second, the chief says that it could not free a value,
-# because the process that held the value is gone or the chunk that the value belongs to was
-# cancelled.
+# and an empty line at the end. In the second, the chief says that it could not free a value or send
+# a function, because the process is gone or the chunk that the value belongs to was cancelled.
 _LONG_NOTES = {
     re.compile(rb"I0000 .*\] SessionOptions: "): re.compile(rb" *(\w+( \{|: .*)|\}|)\r?\n?$"),
     re.compile(
-        rb"W0000 .*\] (Ignoring an error encountered when deleting remote tensors"
-        rb"|Unable to destroy remote tensor handles)"
-    ): re.compile(rb"Additional GRPC error information from remote target |:\{\""),
+        rb"[EW]0000 .*\] (Ignoring an error encountered when deleting remote tensors"
+        rb"|Unable to destroy remote tensor handles|Failed to (register|remove) function remotely)"
+    ): re.compile(
+        rb"Additional GRPC error information from remote target |:\{\""
+        rb"|This could happen if the remote target has been disconnected"
+    ),
 }
 # Lines about MultiWorkerMirroredStrategy: its cluster and devices, its health check (turned off on
 # purpose), and its collective operations (configured when the strategy is made).
