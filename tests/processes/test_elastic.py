@@ -124,7 +124,7 @@ def test_two_are_killed_at_once_and_one_goes_on(tmp_path):
 
 def test_a_sync_that_only_some_have_committed(tmp_path):
     # The others are at their next sync when they hear of it.
-    with elastic_runs.Run(tmp_path, 3, {1: ["commit", 2, "FAIL"]}, rule="tfpara.BMUF()") as run:
+    with elastic_runs.Run(tmp_path, 3, {1: ["commit", 2, "FAIL"]}, rule="tfpara.DiLoCo()") as run:
         assert len(run.check([])) == 3
 
 

@@ -17,7 +17,6 @@ from tfpara.elastic.meeting import ADDRESS as MEETING
 from tfpara.elastic.settings import Elastic, meeting_point
 from tfpara.sync.elastic.company import Elastic as ElasticCompany
 from tfpara.sync.keras import hooks, scope
-from tfpara.sync.one_sync.sized_rule import check_sizes
 from tfpara.sync.progress import Progress, checked_port
 from tfpara.sync.settings import Settings
 from tfpara.sync.start_line import say, start_line
@@ -47,9 +46,7 @@ def start(
     # lists the devices of all connected processes afterwards.
     devices = named_devices(devices)
     check_threads(len(devices))
-    found, settings, starting = workers_of(
-        settings, len(devices), elastic, startup_timeout_seconds, is_simulated
-    )
+    found, settings, starting = workers_of(settings, elastic, startup_timeout_seconds, is_simulated)
     with starting as company, _starting_first():
         if company.changes:
             links.prepare_for_changes(devices)
@@ -95,12 +92,11 @@ def start(
 
 def workers_of(
     settings: Settings,
-    devices: int,
     elastic: Elastic | None,
     startup_timeout_seconds: float,
     is_simulated: bool,
 ) -> tuple[cluster.Cluster, Settings, contextlib.AbstractContextManager[Company]]:
-    """Finds the other workers; `devices` is the number of this worker's devices.
+    """Finds the other workers.
 
     Returns the cluster, which in an elastic run is this worker alone; the settings that depend on
     the workers filled in; and a context in which TensorFlow's server starts. It yields the company.
@@ -109,10 +105,7 @@ def workers_of(
         settings = _checked_elastic(settings, elastic)
         if meeting_point():
             if elastic.rule_follows:
-                largest = check_sizes(settings.rule, elastic.max_workers, devices)
-                settings = dataclasses.replace(
-                    settings, following_rule=settings.rule, largest_rule=largest
-                )
+                settings = dataclasses.replace(settings, following_rule=settings.rule)
             return cluster.ALONE, settings, _elastic_company(elastic, startup_timeout_seconds)
         say(f"elastic=: {MEETING} is not set, so this process trains alone")
     found = _found(settings, is_simulated)

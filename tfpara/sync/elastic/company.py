@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Sequence
@@ -54,8 +55,11 @@ class Elastic(Company):
 
     def attach(self, extended: PeriodicSyncExtended) -> None:
         settings, devices = extended.settings, len(extended.worker_devices)
-        if settings.following_rule is None:
-            check_sizes(settings.rule, self._settings.max_workers, devices)
+        # The rule may start TensorFlow, so it is checked only now: the server runs already.
+        follows = settings.following_rule
+        largest = check_sizes(follows or settings.rule, self._settings.max_workers, devices)
+        if follows is not None:
+            extended.settings = dataclasses.replace(settings, largest_rule=largest)
         self._extended = extended
         self.connection.attach(extended)
         self._rejoin = Rejoin(extended, self.connection)
