@@ -139,6 +139,9 @@ class Meeting:
         if task is None:
             self._enrol(channel, message, now)
             return
+        if channel.closed and message.keys() & {"met", "register"}:
+            # No answer would reach the worker. If it is alive, it asks again over a new connection.
+            return
         match message:
             case {"register": _} | {"where": _} if state.phase == "founding":
                 # This meeting point is new. No member of the run that the worker wants to join has

@@ -437,18 +437,45 @@ def test_the_meeting_point_is_stopped_and_nobody_meets_for_it():
         found(lines)
         for own in lines:
             own.on_abort = lambda generation, why: aborted.append(generation)
-        channels = [own._channel for own in lines]
-        wait, goes_on = service._door.wait, threading.Event()
-        service._door.wait = lambda seconds: (goes_on.wait(60.0), wait(seconds))
-        wait_until(lambda: all(own._channel not in channels for own in lines))
-        service._door.wait = wait
-        goes_on.set()
+        with stands_still(service, lines):
+            pass
         wait_until(lambda: all(own._channel.known for own in lines))
         time.sleep(4.0)
         assert not aborted and len(service.state.history) == 1
         # All is as before: they meet where they have reason to.
         form, *_ = meet(lines, 1, False)
         assert form.tasks == (0, 1, 2)
+
+
+def test_the_meeting_point_is_stopped_while_a_worker_is_to_be_let_in():
+    """The only member comes to the meeting meanwhile. It stays a member, and the other joins."""
+    with meeting(1, silence_seconds=2.0) as service, concurrent.futures.ThreadPoolExecutor() as pool:
+        member, late = line(service), line(service)
+        found([member])
+        late.register(TERMS, 0)
+        wait_until(lambda: member.wanted)
+        joins = pool.submit(late.formed)
+        with stands_still(service, [member, late]):
+            comes = pool.submit(member.met, 1, {}, False)
+        form = comes.result(60.0)
+        while late.task not in form.tasks:  # it has come back after the member
+            assert member.ready(form.number)
+            wait_until(lambda: member.wanted)
+            form = member.met(form.number, {}, False)
+        assert joins.result(60.0) == form and form.tasks == (0, 1)
+
+
+@contextlib.contextmanager
+def stands_still(service, lines):
+    """The meeting point runs again when the lines have taken it for dead, and connected anew."""
+    channels = [own._channel for own in lines]
+    wait, stands, goes_on = service._door.wait, threading.Event(), threading.Event()
+    service._door.wait = lambda seconds: (stands.set(), goes_on.wait(60.0), wait(seconds))
+    stands.wait()
+    yield
+    wait_until(lambda: all(own._channel not in channels for own in lines))
+    service._door.wait = wait
+    goes_on.set()
 
 
 # -- the program --------------------------------------------------------------------------------
