@@ -195,11 +195,13 @@ class Line:
         """
         self._ask(ready=generation)
         while True:
-            answer = self._answer("go", "abort")
-            # Answers for earlier generations are skipped.
-            if generation in answer.values():
+            answer = self._answer("go", "abort", "form")
+            # Answers for earlier generations are skipped, and this one's `form` if it came twice.
+            is_connected = answer.get("go") == generation
+            is_over = answer.get("abort") == generation or answer.get("form", 0) > generation
+            if is_connected or is_over:
                 self._asked = None
-                return "go" in answer
+                return is_connected
 
     def report(self, waits: float, place: str) -> None:
         """Reports for how many seconds this worker has waited for others, and its place."""

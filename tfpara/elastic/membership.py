@@ -229,8 +229,21 @@ class Membership:
         differing = _differences(self.terms, terms) if self.terms and terms else ""
         if differing:
             return [(task, {"refused": differing})]
-        self._workers[task] = _Worker(address, dict(terms), name or f"worker {task}", fit)
-        return self._go_on(now)
+        name = name or f"worker {task}"
+        said = self._forget(task, name, now) if task in self._members else []
+        self._workers[task] = _Worker(address, dict(terms), name, fit)
+        return said + self._go_on(now)
+
+    def _forget(self, task: int, name: str, now: float) -> list[Say]:
+        """Takes a worker that wants to join again off the members, who may not have met yet."""
+        awaited = self._workers.pop(task, None)
+        self._members = tuple(other for other in self._members if other != task)
+        self.absent.discard(task)
+        self._lost.pop(task, None)
+        if awaited is None:
+            return []
+        self._why.append(f"{name} is lost")
+        return self._to_members(lost=task) + self._begin_meeting(now)
 
     def agreed(self, task: int, terms: Mapping[str, Any], fit: int = 0) -> list[Say]:
         """Event: the members of a call of `fit` agree on `terms`, which joiners must have."""

@@ -465,6 +465,22 @@ def test_the_meeting_point_is_stopped_while_a_worker_is_to_be_let_in():
         assert joins.result(60.0) == form and form.tasks == (0, 1)
 
 
+def test_who_was_let_in_and_asks_again_is_let_in_anew():
+    """Its connection ended when its thread alone had heard the answer, so it asks once more."""
+    with meeting(1) as service, concurrent.futures.ThreadPoolExecutor() as pool:
+        member, late = line(service), line(service)
+        found([member])
+        late.register(TERMS, 0)
+        wait_until(lambda: member.wanted)
+        assert member.met(1, {}, False) == late.formed()
+        late._send(register=True, terms=TERMS, fit=0)
+        joins = pool.submit(late.ready, 2)
+        assert not member.ready(2)
+        form = member.met(2, {}, True)
+        assert not joins.result(60.0) and late.met(2, None, True) == form
+        assert all(pool.map(lambda own: own.ready(3), [member, late]))
+
+
 @contextlib.contextmanager
 def stands_still(service, lines):
     """The meeting point runs again when the lines have taken it for dead, and connected anew."""

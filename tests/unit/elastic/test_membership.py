@@ -71,6 +71,25 @@ def test_a_member_that_connects_again_is_told_the_new_generation_once_more():
     assert membership.met(1, 1, {"syncs": 8}, True, 1.5) == evicted
 
 
+def test_who_is_given_up_joins_again_before_the_others_have_met():
+    """They do not await it as a member, also not if it was only absent."""
+    membership = begun()
+    membership.gone(0, "is lost", 1.0)
+    assert membership.register(0, "host0:1", TERMS, 1.1) == []
+    assert membership.met(1, 1, {}, True, 1.2) == []
+    said = membership.met(2, 1, {}, True, 1.3)
+    assert [(to, form["why"]) for to, form in said] == [
+        (to, "worker 0 is lost; worker 0 has come") for to in range(3)
+    ]
+    assert said[0][1]["reports"] == [None, {}, {}]
+    membership.stood_still(2.0)
+    assert membership.gone(0, "is lost", 2.1) == []
+    assert membership.register(0, "host0:1", TERMS, 2.2) == lost(0, 1, 2, of=2)
+    assert membership.met(1, 2, {}, True, 2.3) == []
+    assert [form["form"] for _, form in membership.met(2, 2, {}, True, 2.4)] == [3, 3, 3]
+    assert not membership.absent
+
+
 def test_somebody_comes_and_somebody_leaves():
     membership = begun(max_workers=3)
     task, said = came(membership, "host3:1", TERMS, 1.0)
@@ -460,7 +479,7 @@ class Run:
         assert self.last or self.membership.limits.min_workers <= there
         assert len(tasks) <= (most or len(tasks))
         if number > 1:
-            assert form["reports"][0] is not None  # rank 0 has been there
+            assert any(report is not None for report in form["reports"])  # one has been there
 
     def register(self):
         task, said = came(self.membership, "host:1", TERMS, self.now)
@@ -495,7 +514,10 @@ class Run:
                 if generation == worker.generation and worker.state == "enabled":
                     worker.state = "training"
                     self.deliver(self.membership.agreed(task, TERMS))
-            case {"evicted": _} | {"farewell": _} | {"ended": _}:
+            case {"evicted": _}:
+                self.deliver(self.membership.gone(task, "is lost", self.now))
+                self.join_again(task)
+            case {"farewell": _} | {"ended": _}:
                 worker.state = "out"
 
     def sync(self, task):
@@ -536,13 +558,18 @@ class Run:
         worker = self.workers[task]
         said = self.membership.returned(task, worker.generation, "")
         if said is None:
-            worker.state = "out"
+            self.join_again(task)
             return
         self.deliver(said)
         if worker.state == "at the meeting":
             self.meet(task, worker.failed)
         elif worker.state == "enabled":
             self.deliver(self.membership.ready(task, worker.generation, self.now))
+
+    def join_again(self, task):
+        """A worker that was given up joins in its process; the others may not have met yet."""
+        self.workers[task] = Worker()
+        self.deliver(self.membership.register(task, "host:1", TERMS, self.now))
 
     def step(self, calm):
         self.now += self.random.random()
@@ -600,6 +627,8 @@ def test_whatever_happens_there_is_one_history_and_an_end_of_each_meeting(
     # All that are left train in the same generation, but for spares.
     assert membership.phase == "training"
     members = membership.members
+    left = {task for task, worker in run.workers.items() if worker.state != "out"}
+    assert left == {*members, *membership.waiting}
     assert {run.workers[task].state for task in members} == {"training"}
     assert {run.workers[task].generation for task in members} == {membership.generation}
     assert all(run.workers[task].peers == members for task in members)
