@@ -176,7 +176,7 @@ def test_a_disk_is_full_for_a_while(tmp_path):
 
 def test_the_time_for_faults_begins_with_training():
     """A start may take longer than that; no worker is there to be killed, which is noted."""
-    told = "import time; print('1 worker, 2 replicas', flush=True); time.sleep(3)"
+    told = "import time; print('1 worker, 1 replica; BSP', flush=True); time.sleep(3)"
     drill = Drill([sys.executable, "-c", told], Plan(["kill"], every=0.1, until=60.0))
     drill._begin -= 100.0
     assert {made.kind for made in drill.run().missed} == {"kill"}

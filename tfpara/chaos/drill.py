@@ -24,7 +24,7 @@ PROGRESS = "TFPARA_CHAOS_PROGRESS"  # environment variable: the path of the scri
 # The points of a run at which a fault may be injected. Each name is mapped to words that the
 # library prints when the run reaches this point.
 POINTS = {
-    "begin": " replicas",
+    "begin": " replica",
     "join": "joins a run that is under way",
     "loss": "is lost",
     "come": "has come: ",
