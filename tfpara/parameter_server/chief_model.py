@@ -33,10 +33,8 @@ class ChiefModel:
         self._remember()
 
     def _remember(self) -> None:
-        """Keeps the present values, which the servers have too, so that `write` finds changes.
-
-        The values are not copied: the tensors share the variables' memory until an assignment.
-        """
+        """Keeps the present values, which the servers have too, so that `write` finds changes."""
+        # These are no copies: the tensors share the variables' memory until an assignment.
         self._seen = _values(self._weights)
         self._seen_state = _values(self._work.state)
 

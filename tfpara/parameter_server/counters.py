@@ -107,10 +107,8 @@ class Counters:
         return [Pushed(*map(int, [*rows[k], versions[k]])) for k in versions.argsort()]
 
     def variables(self) -> dict[str, tf.Variable]:
-        """Returns the variables that a checkpoint must hold, by name.
-
-        `by_worker` and the record are left out, because they count from the start of this process.
-        """
+        """Returns the variables that a checkpoint must hold, by name."""
+        # `by_worker` and the record are left out: they count from the start of this process.
         kept = ("histogram", "samples", "finished", "minibatches", "left_out")
         return {f"books/{name}": getattr(self, name) for name in kept}
 

@@ -146,11 +146,7 @@ class Server:
         counters.halted.assign(False)
 
     def close(self) -> None:
-        """Makes the servers refuse all pushes until `open_epoch`.
-
-        If only some of several servers have applied an earlier push, the others will accept the
-        next push of the same minibatches.
-        """
+        """Makes the servers refuse all pushes until `open_epoch`."""
         for shard in self.shards:
             shard.locked((), shard.progress.close)
 

@@ -88,10 +88,8 @@ class Shard:
                     )
 
     def sent(self, values: Nest) -> Nest:
-        """Sends tensors to this server, so that the lock is not held while they cross the network.
-
-        Only tensors that were sent may be used inside the lock.
-        """
+        """Sends tensors to this server. Only tensors that were sent may be used inside the lock."""
+        # Otherwise the lock would be held while they cross the network.
         with tf.device(self.device):
             return tf.nest.map_structure(tf.identity, values)
 

@@ -48,10 +48,7 @@ ChooseRate: TypeAlias = Callable[[Callable[[], tf.data.Dataset]], tf.Tensor]
 
 
 def stream_of(order: Sequence[int], epoch: int, chunk: int) -> int:
-    """Returns the first random stream of a chunk; each minibatch uses the next one.
-
-    `order` has the numbers that, with the epoch, determine the order of the data.
-    """
+    """Returns the first random stream of a chunk; each minibatch uses the next one."""
     return int(np.random.default_rng([*order, epoch, chunk]).integers(1 << 62))
 
 

@@ -113,10 +113,8 @@ class Lobby:
         return found
 
     def end_with_process(self, code: int = 0, sentence: str = "") -> None:
-        """Tells all processes to end as soon as this process is gone; arguments as for `fail`.
-
-        The chief's program calls this at its exit, since until then TensorFlow needs the others.
-        """
+        """Tells all processes to end as soon as this process is gone; arguments as for `fail`."""
+        # The chief's program calls this at its exit, since until then TensorFlow needs the others.
         with self._changed:
             self._do(self.state.end(code, sentence, "finishing"))
 
