@@ -96,10 +96,7 @@ class ForCallbacks(Strategy):
         return self._company.leave()
 
     def keep_record(self, checkpoints: StateHolder, append: Callable[[str, str], None]) -> None:
-        """Makes a record of changes of members, which `append` writes, beside the checkpoints.
-
-        `checkpoints`: the callback that writes the checkpoints.
-        """
+        """Makes a record of members' changes beside the checkpoints; `append` writes it."""
         self._company.keep_record(checkpoints, append)
 
     def write_record(self, syncs: int) -> None:

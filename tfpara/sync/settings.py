@@ -275,13 +275,10 @@ class Settings:
         return "keep" if self.local_state == "auto" else self.local_state
 
     def fits_momentum(self, optimizer: keras.optimizers.Optimizer) -> bool:
-        """Returns whether an optimizer's momentum is fitted to the block: see `local_momentum`.
-
-        That is so with local_state="auto" and a rule that has a momentum, for optimizers that take
-        the step of SGD, Adam or Muon. A rule that filters Adam's moments needs them unfitted.
-        """
+        """Returns whether an optimizer's momentum is fitted to the block: see `local_momentum`."""
         if self.local_state != "auto" or not self.has_momentum or not memory_can_change(optimizer):
             return False
+        # A rule that filters Adam's moments needs them unfitted.
         of_adam = type(inner(optimizer)).update_step is keras.optimizers.Adam.update_step
         return not of_adam or not hasattr(self.rule, "check_optimizer")
 

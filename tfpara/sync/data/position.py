@@ -57,11 +57,8 @@ class Position:
             self.move(epoch, steps_seen)
 
     def begin(self, steps_seen: int) -> tuple[int, int]:
-        """Notes that a pass over the data begins; returns its epoch and `first`.
-
-        The pass belongs to the next epoch if training steps were taken since the last `begin` or
-        `move`. So a pass in which Keras only inspects the first batch does not count.
-        """
+        """Notes that a pass over the data begins; returns its epoch and `first`."""
+        # A pass in which Keras only inspects the first batch begins no epoch.
         if steps_seen > self._steps_seen:
             self.move(self.epoch + 1, steps_seen)
         return self.epoch, self.first

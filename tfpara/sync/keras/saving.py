@@ -58,10 +58,8 @@ def for_any_task(
 
 
 def is_of_keras(path: str) -> bool:
-    """Returns whether a path is a URL to which Keras itself can write, also without tensorflow-io.
-
-    Whether that is imported must not decide how a model is written.
-    """
+    """Returns whether a path is a URL to which Keras itself can write without tensorflow-io."""
+    # Whether tensorflow-io is imported must not decide how a model is written.
     return path.partition("://")[0] in {"hf", "gs", "ram", "file"} and "://" in path
 
 

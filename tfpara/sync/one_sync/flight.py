@@ -123,10 +123,7 @@ class Flight:
         self.state.assign(NONE)
 
     def set_part(self, bucket: int, at: int, values: tf.Tensor) -> None:
-        """Overwrites elements `at` … of a bucket in all copies, after Python code set the weights.
-
-        So a later merge leaves these weights as they were set.
-        """
+        """Overwrites elements `at` … of a bucket in all copies, so that a merge keeps them."""
         for buckets in (*self.snapshots, *self.arrived):
             buckets[bucket][at : at + int(values.shape[0])].assign(values)
 

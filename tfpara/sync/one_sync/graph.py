@@ -106,10 +106,7 @@ class SyncGraph:
             return tf.identity(is_last)
 
     def prepare(self) -> None:
-        """Lets TensorFlow set up the functions of `sync` and `meet` in a thread.
-
-        The thread calls those that are traced. The calls neither exchange nor write anything.
-        """
+        """Lets TensorFlow set up the functions of `sync` and `meet`, if traced, in a thread."""
         self.await_prepared()
         self._preparing = threading.Thread(target=self._set_up)
         self._preparing.start()

@@ -77,11 +77,8 @@ class NotInlined:
 
 
 def on_host(function: Callable[..., Nest], *arguments: Any) -> Nest:
-    """Calls a graph function with the CPU as the device of all operations that name none.
-
-    Otherwise TensorFlow would place these operations on a GPU. Whenever the host then needs one of
-    their results for a decision, it would wait until the GPU has finished all earlier work.
-    """
+    """Calls a graph function with the CPU as the device of all operations that name none."""
+    # On a GPU, a result that the host needs would wait for all earlier work of the GPU.
     with tf.device("CPU:0"):
         return function(*arguments)
 
@@ -92,11 +89,9 @@ def compiles_on(device: str) -> bool:
 
 
 def fused(function: Callable[..., Nest], device: str) -> Callable[..., Nest]:
-    """Returns `function`, compiled by XLA into a few kernels on a GPU.
-
-    Otherwise a GPU would wait for the launch of each small operation. For a CPU `function` stays as
-    it is, since XLA rounds otherwise than NumPy there.
-    """
+    """Returns `function`, compiled by XLA into a few kernels on a GPU."""
+    # Otherwise a GPU would wait for the launch of each small operation. On a CPU, XLA would round
+    # otherwise than NumPy.
     if not compiles_on(device):
         return function
     return tf.function(function, jit_compile=True, autograph=False)

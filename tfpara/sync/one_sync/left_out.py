@@ -43,11 +43,8 @@ class LeftOut:
             kept.assign(tf.zeros_like(kept))
 
     def go_on(self, steps: int) -> None:
-        """Continues an epoch after `steps` minibatches of each replica.
-
-        The caller gives this number, since it is not read from a checkpoint of another number of
-        replicas, or of a run that leaves no minibatches out.
-        """
+        """Continues an epoch after `steps` minibatches of each replica."""
+        # A checkpoint of other replicas, or of a run that leaves none out, lacks this number.
         for kept in self._of_epoch:
             kept[0].assign(tf.maximum(kept[0], float(steps)))
 
@@ -56,10 +53,7 @@ class LeftOut:
         return self._of_epoch[replica].read_value()[:2]
 
     def told(self) -> list[Json]:
-        """Returns for each local replica how many it has left out in the epoch, and their numbers.
-
-        Minibatches are numbered in the epoch from 1.
-        """
+        """Returns for each local replica how many it left out in the epoch, and their numbers."""
         values = [kept.numpy() for kept in self._of_epoch]
         return [[int(v[1]), v[2:][v[2:] > 0.0].astype(np.int64).tolist()] for v in values]
 

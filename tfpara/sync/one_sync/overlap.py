@@ -129,12 +129,8 @@ class Overlap:
             stop_if(problem)
 
     def _land_step(self) -> tf.Tensor:
-        """Waits for the flight, if one is in the air; returns its end, as `Flight.landing` does.
-
-        A flight that failed never lands, so a second call returns the same error. If the reports
-        forbid the sync, they do so on all workers: the flight is then over, and its block is open
-        again.
-        """
+        """Waits for the flight, if one is in the air; returns its end, as `Flight.landing` does."""
+        # A flight that failed never lands, so a second call returns the same error.
         return tf.cond(self.flight.state == FLYING, self._wait, lambda: tf.constant(""))
 
     def _wait(self) -> tf.Tensor:
@@ -155,6 +151,7 @@ class Overlap:
             flight.state.assign(tf.where(committed > 0, tf.constant(LANDED, tf.int64), NONE))
 
         def forbidden() -> None:
+            # The reports forbid it on all workers, so the flight is over, and its block open again.
             rows, columns = flight.rows.read_value(), graph.consensus.columns
             graph.block.reopen(flight.fragment, rows[0, columns.steps], rows[:, columns.samples])
             flight.state.assign(NONE)

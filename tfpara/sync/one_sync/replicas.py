@@ -52,10 +52,7 @@ class Site(NamedTuple):
     balance: Balance | None = None
 
     def replicas_now(self) -> tuple[Scalar, Scalar]:
-        """Returns N, and the index of this worker's first replica.
-
-        In an elastic run both are tensors, which are read anew each time the graph runs.
-        """
+        """Returns N, and the index of this worker's first replica; in an elastic run as tensors."""
         return self.company.replicas_now(len(self.devices))
 
     def first_replicas(self, replicas: int) -> Sequence[int]:
@@ -131,23 +128,18 @@ class Replicas:
         self.averaged_names = [*variables.weight_names, *variables.state_names, *slot_names]
 
     def summary(self, replica: int, anchors: Buckets) -> tf.Tensor:
-        """Returns the numbers of a replica's report that its device computes, one float64 vector.
-
-        First comes one number for each of `averaged_names`. For a weight or a slot it is the sum of
-        its elements: a sum is finite only if all its terms are, and takes one pass and no memory.
-        State may have huge numbers, such as those of a mask, so its number is 0 if its changes
-        since the last sync (since `anchors`) are finite, else NaN. Then come the step counts in
-        `ReplicaVariables.counts`, and the learning rates.
-        """
+        """Returns the numbers of a replica's report that its device computes, as float64."""
         device = self.devices[replica]
         with tf.device(device):
             return fused(functools.partial(self._summary, replica), device)(list(anchors))
 
     def _summary(self, replica: int, anchors: Buckets) -> tf.Tensor:
+        # A sum is finite only if all its terms are, and takes one pass and no memory.
         weights, slots = (
             [tf.reduce_sum(tf.cast(v[replica], tf.float32)) for v in of_kind]
             for of_kind in (self.variables.weights, self.averaged_slots)
         )
+        # State may have huge numbers, such as those of a mask, so only its changes must be finite.
         moved = self.state_layout.unpack(self._moved(replica, anchors))
         finite = [tf.reduce_all(tf.math.is_finite(m)) for m in moved]
         state = [tf.bitcast(tf.where(each, 0, _BITS_OF_NAN), tf.float32) for each in finite]

@@ -126,16 +126,14 @@ def signature_of(value: tf.Tensor) -> tf.Tensor:
 def are_apart(reports: Array, elastic: bool = False) -> bool:
     """Returns whether the workers have come to different exchanges, by the table of reports.
 
-    Collectives pair the workers' exchanges by their order alone. The paired exchanges belong
-    together if
+    Exchanges belong together if
 
     - all workers have had the same number of exchanges from Python;
     - all workers that do not train have come for the same purpose;
-    - no worker trains in a later epoch of `fit` than a worker that waits (a worker gives −1 as its
-      epoch if, by its purpose, nobody may train while it waits);
+    - no worker trains in a later epoch of `fit` than a worker that waits (whose epoch is −1 if
+      nobody may train while it waits);
     - no worker trains outside of `fit` (epoch 0) while another one waits inside `fit`;
-    - in an elastic run, which deals out one epoch at a time, all workers that train are in the same
-      epoch.
+    - in an elastic run, which deals out one epoch at a time, all train in the same epoch.
     """
     running = reports[:, RUNNING] > 0.0
     met, purpose, epoch = reports[:, MET], reports[:, PURPOSE], reports[:, EPOCH]
@@ -331,10 +329,7 @@ def _counted(reports: Array, columns: Columns, replicas: int, block: float) -> A
 
 
 def stop_if(problem: tf.Tensor) -> tf.Operation | None:
-    """Returns an operation that fails with the text `problem`, unless the text is empty.
-
-    It belongs in the graph that calls a sync, not in the sync's own function: see docs/design.md,
-    "A sync returns its error as a text".
-    """
+    """Returns an operation that fails with the text `problem`, unless the text is empty."""
+    # It stands outside of a sync's function: docs/design.md, "A sync returns its error as a text".
     with tf.device("CPU:0"):
         return tf.raw_ops.Assert(condition=tf.equal(problem, ""), data=[problem])

@@ -129,11 +129,7 @@ class Synchronizer:
             self._gather()
 
     def meet(self, number: float) -> list[float]:
-        """Exchanges a number between all workers; returns the numbers by rank.
-
-        The call first waits for a sync in flight. It raises InvalidArgumentError on every worker if
-        some worker has come to a different exchange, such as a sync.
-        """
+        """Waits for a sync in flight, then exchanges a number; returns all workers' by rank."""
         self.land()
         with self._watched():
             return self.graph.meet(tf.constant(number, tf.float64)).numpy().tolist()

@@ -30,10 +30,7 @@ def named_devices(devices: object) -> list[str]:
 
 
 def default_devices() -> list[str]:
-    """Returns all logical GPUs of this process, else its first CPU device.
-
-    The function works before TensorFlow has started, too.
-    """
+    """Returns all logical GPUs, else the first CPU device, also before TensorFlow has started."""
     return [f"GPU:{number}" for number in range(len(cards_of_gpus()))] or ["CPU:0"]
 
 
@@ -66,10 +63,7 @@ def checked_devices(wanted: Sequence[str], listed: Sequence[str], worker: str) -
 
 
 def card_of(gpu: str) -> str | None:
-    """Returns an identifier of the card of a logical GPU, such as "GPU:0", unique in the world.
-
-    It is None if CUDA's driver does not tell the card.
-    """
+    """Returns a worldwide identifier of a logical GPU's card; None if CUDA's driver tells none."""
     return cuda.identifier(cards_of_gpus()[int(gpu.rpartition(":")[2])])
 
 

@@ -66,11 +66,7 @@ class DistributedData:
 
     @property
     def is_by_replica(self) -> bool:
-        """Whether each replica has a part of its own, since workers have unlike numbers of devices.
-
-        The data are then divided as if each replica were a worker. This worker reads the parts of
-        all its replicas, in turn.
-        """
+        """Whether the data are divided by replica, as workers have unlike numbers of devices."""
         return self.worker.among_unlike and not PREDICTS.get()
 
     @property
@@ -116,10 +112,8 @@ class DistributedData:
         self.position.enter(epoch, self.models.steps_seen)
 
     def begin_pass(self) -> tuple[int, int]:
-        """Notes that a pass over data begins; returns its epoch and `Position.first`.
-
-        An evaluation begins no epoch and reads its data whole, so for it `first` is 0.
-        """
+        """Notes that a pass over data begins; returns its epoch and `Position.first`."""
+        # An evaluation begins no epoch, and reads its data whole.
         if self.worker.call_site.calls:
             return self.position.epoch, 0
         return self.position.begin(self.models.steps_seen)
@@ -391,10 +385,7 @@ def _cut(dataset: tf.data.Dataset, own: Sequence[int], parts: int) -> tf.data.Da
 
 
 def _safe(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """Returns the dataset with batches that own their memory, so that they may be divided.
-
-    Batches made by `batch` are copies already. Another copy would hide the batch size from
-    TensorFlow, so such a dataset stays as it is.
-    """
+    """Returns the dataset with batches that own their memory, so that they may be divided."""
     copies = with_own_memory(dataset)
+    # Batches made by `batch` are copies already, and another copy would hide the batch size.
     return copies if batch_size(copies) == batch_size(dataset) else dataset

@@ -73,11 +73,9 @@ class Links:
         return self._worker.num_workers == 1 and self._worker.company.members is None
 
     def for_control(self) -> Collectives:
-        """Returns collectives between the hosts, for exchanges that Python code calls.
-
-        The timeout of these collectives ends waits in graphs. A wait in Python code ends earlier:
-        the watchdog or the connection to the meeting point ends it, and can name the silent worker.
-        """
+        """Returns collectives between the hosts, for exchanges that Python code calls."""
+        # The timeout is for waits in graphs. The watchdog or the connection to the meeting point,
+        # which can name the silent worker, ends a wait in Python code earlier.
         seconds = self._settings.timeout_seconds + LATER_SECONDS
         return self._between(2, self._worker.host, seconds, self._worker.call_site.waiting)
 
@@ -175,16 +173,11 @@ def without_coordination() -> None:
 
 
 def prepare_for_changes(devices: Sequence[str]) -> None:
-    """Makes changes of members cheap; must be called before TensorFlow's server starts.
-
-    gRPC gets one descriptor to watch all sockets. By default it keeps a pair of descriptors for
-    each process that the server was connected to.
-
-    On CPUs TensorFlow's graph optimiser is turned off, unless the program has chosen among its
-    parts. In each generation the optimiser would optimise all functions again, which takes half of
-    the time that a change costs. Steps were no slower without it.
-    """
+    """Makes changes of members cheap; must be called before TensorFlow's server starts."""
+    # By default gRPC keeps two descriptors for each process that the server was connected to.
     os.environ.setdefault("GRPC_POLL_STRATEGY", "epoll1,poll")
+    # TensorFlow's graph optimiser would optimise all functions again in each generation, in half
+    # of the time that a change costs. On CPUs, steps were no slower without it.
     chosen = tf.config.optimizer.get_experimental_options().keys()
     if all("CPU" in each.upper() for each in devices) and chosen <= NO_PARTS:
         tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})

@@ -161,13 +161,11 @@ class TrainedModels:
         return any(s.has_any_of(own) for s in self.synchronizers)
 
     def _identity(self, model: keras.Model) -> Any:
-        """Returns what a synchronizer depends on; compiling or freezing layers changes it.
-
-        If syncs write slots, the number of an optimizer's variables is included, since it may make
-        its slots in its first step. Otherwise new slots change nothing: a tf.function that was
-        traced before would go on with the former synchronizer.
-        """
+        """Returns what a synchronizer depends on; compiling or freezing layers changes it."""
         settings = self.settings
+        # If syncs write slots, their number counts, since an optimizer may make them in its first
+        # step. Otherwise new slots change nothing: a tf.function that was traced before would go on
+        # with the former synchronizer.
         written = settings.slots_at_sync != "keep" or hasattr(settings.rule, "check_optimizer")
         slots = [(each, len(each.variables) if written else 0) for each in optimizers(model)]
         return slots, [id(v) for v in model.trainable_variables]

@@ -20,10 +20,7 @@ _CARRIED_AS = {tf.bfloat16: tf.float32} | dict.fromkeys(
 
 
 def everyones(value: Json, control: Control, purpose: Purpose) -> list[Json]:
-    """Sends this worker's JSON value to all workers; returns the values of all, by rank.
-
-    Every worker must call this for the same purpose. Objects without a JSON form become their repr.
-    """
+    """Returns every worker's JSON value, by rank. All workers must call it for the same purpose."""
     return control.whole(lambda: _everyones(value, control, purpose))
 
 

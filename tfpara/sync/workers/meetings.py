@@ -35,11 +35,8 @@ class Control:
     def together(self, purpose: Purpose, number: int = 0) -> list[int]:
         """Waits until every worker has called this for this purpose, and all syncs have ended.
 
-        Returns each worker's `number`, below 2^53, by rank.
-
-        Raises:
-            MismatchError, tf.errors.InvalidArgumentError: on every worker, if one has reached
-                another exchange.
+        Returns each worker's `number`, below 2^53, by rank. Raises MismatchError or
+        tf.errors.InvalidArgumentError on every worker, if one has reached another exchange.
         """
         if isinstance(self.collectives, Loopback):
             return [number]
