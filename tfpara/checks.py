@@ -14,7 +14,8 @@ from tfpara.version import __version__
 from tfpara.whole_number import LARGEST_COUNT, checked_whole
 
 OLDEST_KERAS = 3, 12
-_FEW_LEFT_OUT = 10  # within an epoch, fewer left-out minibatches than this are always allowed
+# Within an epoch, fewer left-out minibatches than this are allowed: their share says little yet.
+_FEW_LEFT_OUT = 10
 
 
 def versions() -> dict[str, str]:
@@ -70,11 +71,7 @@ def checked_nonfinite(nonfinite: str, share: float) -> None:
 
 
 def too_many_left_out(left_out: float, of_epoch: float, share: float, is_over: bool) -> bool:
-    """Returns whether more than a share of an epoch's minibatches were left out for NaN or Inf.
-
-    Until the epoch is over, a few are never too many, since their share says little yet. `left_out`
-    and `of_epoch` are numbers of minibatches.
-    """
+    """Returns whether more than a share of an epoch's minibatches were left out for NaN or Inf."""
     return left_out > share * of_epoch and (is_over or left_out >= _FEW_LEFT_OUT)
 
 

@@ -163,10 +163,8 @@ class Scope:
         return tf.make_ndarray(node.attr["value"].tensor)
 
     def is_fixed(self, name: str) -> bool:
-        """Returns whether an input does not depend on the arguments of the function.
-
-        Such an input may be computed: with a global seed, a function mixes two seeds into one.
-        """
+        """Returns whether an input does not depend on the arguments of the function."""
+        # Such an input may be computed: with a global seed, a function mixes two seeds into one.
         return all(found in self._by_name for found in self._names_before([name]))
 
     def before(self, node: tf.compat.v1.NodeDef) -> list[tf.compat.v1.NodeDef]:

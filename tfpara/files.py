@@ -109,10 +109,9 @@ def regular(path: str | os.PathLike[str], flags: int) -> int:
 
 
 def no_link(path: str | os.PathLike[str], flags: int) -> int:
-    """Opens a file as `regular` does, but refuses a symbolic link.
+    """Opens a file as `regular` does, but refuses a symbolic link, which could lead anywhere.
 
-    Use it for names that the user has not given, in a folder that other persons may write to: a
-    link of theirs could lead anywhere.
+    Use it for names that the user has not given, in folders that others may write to.
     """
     if os.path.islink(path):
         raise OSError(errno.ELOOP, "it is a symbolic link", path)

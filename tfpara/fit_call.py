@@ -173,11 +173,10 @@ def under_way() -> Iterator[None]:
 
 
 def at_end(function: Callable[[], object]) -> None:
-    """Registers a function that is called when the innermost `fit` of this thread ends.
+    """Registers a function that is called when the innermost `fit` of this thread ends or fails.
 
-    The call comes after `on_train_end`, and before the caller of `fit` gets an error. The function
-    that was registered last is called first. Outside of `fit`, as in a custom loop, the end of
-    training is not known, and no function is called.
+    The call comes after `on_train_end`. The function that was registered last is called first.
+    Outside of `fit`, as in a custom loop, no function is called.
     """
     if (end := _end.get()) is not None:
         end.callback(function)

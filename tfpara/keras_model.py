@@ -198,14 +198,11 @@ def carried_states(model: keras.Model) -> list[keras.Variable]:
 
 
 def lookups(model: keras.Model) -> list[keras.layers.Embedding]:
-    """Returns the Embedding layers, nested anywhere, whose call only takes rows of a table.
-
-    Subclasses of Embedding that override `call` are left out, such as one that also serves as the
-    output layer.
-    """
+    """Returns the Embedding layers, nested anywhere, whose call only takes rows of a table."""
     embedding = keras.layers.Embedding
     layers = [layer for layer in model._flatten_layers() if isinstance(layer, embedding)]
     layers = [layer for layer in layers if layer.built and "call" not in vars(layer)]
+    # Subclasses with another `call` may do more, such as serve as the output layer, too.
     return [layer for layer in layers if type(layer).call is embedding.call]
 
 
@@ -256,10 +253,8 @@ def is_seed(name: str) -> bool:
 
 
 def product_left_out(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
-    """Returns Nadam's product of its momenta if it is missing in `optimizer.variables`, else [].
-
-    Keras leaves it out inside a LossScaleOptimizer, which `compile` makes under mixed_float16.
-    """
+    """Returns Nadam's product of its momenta if it is missing in `optimizer.variables`, else []."""
+    # Keras leaves it out inside a LossScaleOptimizer, as `compile` makes under mixed_float16.
     product = getattr(optimizer, "_u_product", None)
     left_out = product is not None and all(v is not product for v in optimizer.variables)
     return [product] if left_out else []
@@ -335,10 +330,7 @@ def momentum_of(optimizer: keras.optimizers.Optimizer) -> float:
 
 
 def memory_can_change(optimizer: keras.optimizers.Optimizer) -> bool:
-    """Returns whether an optimizer reads the value of `memory_of` anew in each step.
-
-    This holds for SGD with momentum, Adam, Muon, and subclasses that inherit their `update_step`.
-    """
+    """Returns whether an optimizer reads the value of `memory_of` anew in each step."""
     kinds = [keras.optimizers.SGD, keras.optimizers.Adam, getattr(keras.optimizers, "Muon", None)]
     steps = [kind.update_step for kind in kinds if kind]
     return memory_of(optimizer) > 0.0 and type(inner(optimizer)).update_step in steps

@@ -216,13 +216,7 @@ def _explained(error: Exception, url: str, writes: bool) -> OSError:
 
 
 def whole(path: str | os.PathLike[str]) -> contextlib.AbstractContextManager[Path]:
-    """Yields a local path to write a file or folder to; it appears at `path` when the block ends.
-
-    If `path` is local, this is `files.whole`. At a URL a single file replaces a former one in one
-    step. For a folder, such as a SavedModel, the former files directly in it (not in subfolders)
-    are removed first, and their new versions written last, so that a reader finds the new model or
-    none. If the block raises, nothing changes.
-    """
+    """Yields a local path for a file or folder, which appears at `path` if the block succeeds."""
     return _uploaded(os.fspath(path)) if is_url(path) else files.whole(path)
 
 
@@ -246,6 +240,8 @@ def _uploaded(url: str) -> Iterator[Path]:
         yield scratch / name
         written = [path.relative_to(scratch) for path in scratch.rglob("*") if path.is_file()]
         written.sort(key=lambda p: (-len(p.parts), str(p) == name, p.suffix == ".json"))
+        # The former files directly in a folder, such as a SavedModel, are removed first, and their
+        # new versions uploaded last. So a reader finds the new model or none.
         if (scratch / name).is_dir():
             former = folder.sizes(name)
             folder.remove(path for path in former if path.count("/") == 1)

@@ -73,11 +73,7 @@ def _open_if_empty(leaf: Nest) -> Nest:
 
 
 def after(structure: Nest) -> contextlib.AbstractContextManager[Any]:
-    """Returns a context whose operations run only once the tensors of `structure` are computed.
-
-    Without it a step may count itself, and its optimizer may decay the weights, before the data
-    turn out to be at their end.
-    """
+    """Returns a context whose operations run only once the tensors of `structure` are computed."""
     if tf.executing_eagerly():
         return contextlib.nullcontext()
     tensors = [t for t in tf.nest.flatten(structure, expand_composites=True) if tf.is_tensor(t)]
@@ -85,10 +81,7 @@ def after(structure: Nest) -> contextlib.AbstractContextManager[Any]:
 
 
 def mapped(function: Callable[[Any], Any], structure: Nest) -> Nest:
-    """Applies a function to the leaves of a structure.
-
-    A None, which stands for an input that is left out, stays.
-    """
+    """Applies a function to the leaves of a structure, except to None, an input left out."""
     return tf.nest.map_structure(lambda leaf: None if leaf is None else function(leaf), structure)
 
 
@@ -109,10 +102,7 @@ def batch_size(structure: Nest) -> int | tf.Tensor | None:
 
 
 def reductions(loss: Any) -> set[str]:
-    """Returns the reductions of the parts of a loss that a model was compiled with.
-
-    Outputs whose loss is None do not count.
-    """
+    """Returns the reductions of a compiled loss's parts; outputs without a loss do not count."""
     parts = [one for one in keras.tree.flatten(loss) if one is not None]
     return {getattr(one, "reduction", "sum_over_batch_size") for one in parts}
 

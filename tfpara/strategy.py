@@ -195,10 +195,7 @@ class Strategy:
     # -- calls that all processes make together --------------------------------------------------
 
     def everyones(self, value: Json, purpose: Purpose) -> list[Json]:
-        """Returns the JSON values of all processes that run callbacks, by rank. All must call it.
-
-        `purpose`: the purpose of the call, for messages.
-        """
+        """Returns the JSON values of all processes that run callbacks, by rank. All call it."""
         return [value]
 
     def steps_resumed(self, epoch: int) -> int:

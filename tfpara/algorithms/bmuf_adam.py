@@ -185,10 +185,8 @@ def _block_mean(beta: float, start: Array, end: Array, steps: Scalar) -> Array:
 
 
 def _go_on(beta: float, moment: Array, gradient: Array, ahead: Scalar, iterations: Scalar) -> Array:
-    """Returns the moment after `ahead` more steps with this gradient.
-
-    The result has the bias of `iterations` steps, since the optimizer's counter does not change.
-    """
+    """Returns the moment after `ahead` more steps with this gradient."""
     kept = beta**ahead
+    # The optimizer's counter does not change, so the result keeps the bias of `iterations` steps.
     bias = (1.0 - beta**iterations) / (1.0 - beta ** (iterations + ahead))
     return bias * (kept * moment + (1.0 - kept) * gradient)

@@ -345,10 +345,8 @@ def step_of_rows(optimizer: keras.optimizers.Optimizer, path: str) -> tuple[bool
 
 
 def class_names(optimizer: keras.optimizers.Optimizer) -> set[str]:
-    """Returns the names of an optimizer's class and its base classes.
-
-    Some versions of Keras lack some optimizers, so names are compared and not classes.
-    """
+    """Returns the names of an optimizer's class and its base classes."""
+    # Names are compared, and not classes, because some versions of Keras lack some optimizers.
     return {kind.__name__ for kind in type(optimizer).__mro__}
 
 

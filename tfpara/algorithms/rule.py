@@ -242,10 +242,7 @@ def check_average(average: Average) -> None:
 
 
 def mixes_weights(run: Callable[[slice], list[Any]]) -> bool:
-    """Returns whether results for three weights together differ from those for each alone.
-
-    `run` returns the results, arrays of the shape of the weights, for a slice of three weights.
-    """
+    """Returns whether `run` gives other arrays for three weights together than for each alone."""
     each = [run(slice(k, k + 1)) for k in range(3)]
     alone = [np.concatenate(values) for values in zip(*each, strict=True)]
     return not np.allclose(run(slice(None)), alone, rtol=1e-5, atol=1e-6)

@@ -202,11 +202,7 @@ class HeldOut(fit_call.Callback):
         return max(lengths)
 
     def _part(self, steps: int) -> float:
-        """Returns which part of an epoch, in [0, 1], `steps` minibatches of a replica are.
-
-        In an elastic run workers take different numbers of steps. There the result is the part that
-        the model includes, which is the same on all workers when a sync ends.
-        """
+        """Returns which part of an epoch, in [0, 1], `steps` minibatches of a replica are."""
         if not self._length:
             return 0.0
         return min(1.0, self._strategy.epoch_units.trained(steps) / self._length)

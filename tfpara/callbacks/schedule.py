@@ -163,11 +163,7 @@ class LearningRate(Schedule):
         self._epoch = -1  # tells later checkpoints that no epoch is under way
 
     def _share(self, done: int) -> float:
-        """Returns which share of the epoch, in [0, 1], `done` minibatches of a replica are.
-
-        In an elastic run workers take different numbers of steps. There the result is the share
-        that all workers have trained together.
-        """
+        """Returns which share of the epoch, in [0, 1], `done` minibatches of a replica are."""
         if not self._steps:
             return 0.0
         return min(self._strategy.epoch_units.reached(done) / self._units, 1.0)

@@ -60,12 +60,9 @@ class AsyncCluster(NamedTuple):
         return f"{label(job, index)} ({self.jobs[job][index]})"
 
     def spec(self, chief_address: str | None = None) -> dict[str, list[str]]:
-        """Returns the addresses by job, for `tf.train.ClusterSpec`.
-
-        The chief's control channel uses the chief's address of TF_CONFIG, so TensorFlow's server in
-        the chief has another, `chief_address`.
-        """
+        """Returns the addresses by job, for `tf.train.ClusterSpec`."""
         spec = {job: list(addresses) for job, addresses in self.jobs.items()}
+        # The control channel uses the chief's address of TF_CONFIG, so TensorFlow needs another.
         return {**spec, "chief": [chief_address]} if chief_address else spec
 
     def tf_config(self) -> str:

@@ -151,12 +151,10 @@ class CallSite:
         return EPOCH_END if self.fits and not self._callbacks else METRIC
 
     def of_data(self) -> Purpose:
-        """Returns the purpose of an exchange about data that the script gives now.
-
-        Data given within an epoch are for validation.
-        """
+        """Returns the purpose of an exchange about data that the script gives now."""
         if self.calls:
             return self.calls[-1]
+        # Data that the script gives within an epoch are for validation.
         return EVALUATE if self.fits and self._epoch else FIT_BEGIN
 
     def mark(self) -> tuple[float, float, float]:

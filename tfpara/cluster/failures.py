@@ -92,22 +92,14 @@ def explain(error: BaseException) -> Explanation | None:
 
 
 def note_silence(who: str) -> str:
-    """Notes that this process ends a sync because other workers, `who`, were silent for too long.
-
-    Returns the reason to give to TensorFlow, which tells the other workers the names. If the names
-    are unknown, `who` is "".
-    """
+    """Notes who was silent ("": unknown); returns the reason that TensorFlow tells the others."""
     global _silence
     _silence = who
     return f"a sync lasted too long; {who or 'a worker'} was silent (timeout_seconds)"
 
 
 def note_apart(sentence: str) -> str:
-    """Notes that this process ends an exchange because workers wait in different ones.
-
-    `sentence` has the place of each worker. Returns the reason to give to TensorFlow, which tells
-    the other workers.
-    """
+    """Notes where workers wait that have come apart; returns the reason, as `note_silence` does."""
     global _apart
     _apart = sentence
     return f"workers are apart: {sentence} (apart)"

@@ -189,10 +189,8 @@ def listen(host: str, port: int, peers: int = 0) -> socket.socket:
 
 
 def candidates() -> list[int]:
-    """Returns the ports of `CHOSEN` in an order that does not depend on the program's seed.
-
-    Otherwise programs that set the same seed would try the same ports at the same time.
-    """
+    """Returns the ports of `CHOSEN` in a random order."""
+    # The program's seed is not used: programs with the same seed would try the same ports.
     return random.Random().sample(CHOSEN, len(CHOSEN))
 
 

@@ -126,19 +126,14 @@ def _shows_all() -> bool:
 
 
 def _is_not_of_coordinator(record: logging.LogRecord) -> bool:
-    """Tells whether a log line is not that of TensorFlow's coordinator of workers.
-
-    The coordinator logs each chunk that has failed, was cancelled, or was on a lost process.
-    `AsyncStrategy` tells of each lost process once, and raises an error for a failed chunk.
-    """
+    """Tells whether a log line is not that of TensorFlow's coordinator of workers."""
+    # `AsyncStrategy` tells of each lost process once, and raises an error for a failed chunk.
     return record.filename != "cluster_coordinator.py"
 
 
 def _report(hook: Callable[[Any], object], unraisable: Any) -> None:
-    """Reports an error in a `__del__` by `hook`, unless TensorFlow frees threads there.
-
-    TensorFlow does so for a worker that is lost, and meets the error of the lost connection again.
-    """
+    """Reports an error in a `__del__` by `hook`, unless TensorFlow frees threads there."""
+    # TensorFlow does so for a lost worker, and meets the error of the lost connection again.
     if getattr(unraisable.object, "__qualname__", "") != "Executor.__del__":
         hook(unraisable)
 

@@ -48,10 +48,7 @@ def read(environ: Mapping[str, str] = os.environ) -> bytes:
 
 
 def for_start(environ: Mapping[str, str]) -> dict[str, str]:
-    """Returns the variable TFPARA_SECRET with a new secret, to be set for the workers.
-
-    The dict is empty if `environ` has a secret already. Errors as for `read`.
-    """
+    """Returns TFPARA_SECRET with a new secret, or {} if `environ` has one; errors as for `read`."""
     return {} if read(environ) else {VARIABLE: secrets.token_hex(32)}
 
 

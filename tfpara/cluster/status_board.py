@@ -94,10 +94,7 @@ def mute(table: Sequence[Row] | None, found: Cluster) -> str:
 
 
 def line_of_script() -> str:
-    """Returns the main thread's line in the user's script, as "file.py, line 3"; "" if unknown.
-
-    It is the innermost line that is not in a library.
-    """
+    """Returns the main thread's line in the user's script, as "file.py, line 3"; "" if unknown."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     return _innermost(reversed([*traceback.walk_stack(frame)])) if frame else ""
 

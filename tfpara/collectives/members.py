@@ -15,11 +15,7 @@ _LARGEST_KEY = 0x7FFFFFFF
 
 
 def order_of(tasks: Sequence[str]) -> list[int]:
-    """Returns the ranks of all workers in TensorFlow's order, that of the rows of its collectives.
-
-    TensorFlow orders a group by the text of its tasks' names, such as "/job:worker/task:10", so
-    task 10 comes before task 2. `tasks` has the names by rank.
-    """
+    """Returns the ranks as TensorFlow's collectives order them: by their tasks' names as text."""
     return sorted(range(len(tasks)), key=tasks.__getitem__)
 
 

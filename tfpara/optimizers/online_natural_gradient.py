@@ -120,10 +120,7 @@ class OnlineNaturalGradient:
 
 
 def sensible_rank(rank: int, width: int) -> int:
-    """Returns `rank`, or half the width, rounded up, if that is less.
-
-    For a width of 1, where the method changes nothing, it returns 0.
-    """
+    """Returns `rank`, or half of `width` if less; 0 for a width of 1, where nothing changes."""
     return min(rank, (width + 1) // 2) if width > 1 else 0
 
 
