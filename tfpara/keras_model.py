@@ -31,13 +31,10 @@ _PLAIN = (bool, int, float, str, type(None))  # only settings of these types are
 
 
 def strategy_of(model: keras.Model) -> tf.distribute.Strategy:
-    """Returns the strategy in whose scope a model's weights were made.
-
-    If no weight has a strategy, returns the model's own, or else the current one. The weights count
-    first, since a model may be made outside of the scope from layers that were made in it.
-    """
+    """Returns the strategy of a model's weights, else the model's own, or else the current one."""
     # Keras also saves objects that are no models, so `model` may be an object without weights.
     weights = getattr(model, "weights", [])
+    # They count first: a model may be made outside of a scope, from layers that were made in it.
     of_weights = (getattr(weight.value, "distribute_strategy", None) for weight in weights)
     own = getattr(model, "distribute_strategy", None)
     return next(filter(None, of_weights), None) or own or tf.distribute.get_strategy()

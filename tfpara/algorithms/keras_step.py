@@ -378,11 +378,7 @@ def check_plain(optimizer: keras.optimizers.Optimizer) -> None:
 
 
 def check_local(optimizer: keras.optimizers.Optimizer) -> None:
-    """Refuses optimizers whose step would undo what a worker has pulled from the servers.
-
-    Ftrl computes the weights anew from its slots in each step, and ScheduleFreeAdamW does so in its
-    first step.
-    """
+    """Refuses optimizers whose step would undo what a worker has pulled from the servers."""
     name = type(optimizer).__name__
     if class_names(optimizer) & {"Ftrl", "ScheduleFreeAdamW"}:
         raise ValueError(

@@ -247,16 +247,13 @@ class SyncCheckpoints(Checkpoints):
         return restored
 
     def _start_anew(self, number: int, manifest: Mapping[str, Json]) -> None:
-        """Sets every replica to the weights from which the rule lets a new replica start.
-
-        Fragments that were trained since their last sync start from the mean of the former
-        replicas, so that this training is not lost.
-        """
+        """Sets every replica to the weights from which the rule lets a new replica start."""
         weights = self.synchronizer.broadcast_point()
         readers = self.store.readers(number, manifest)
         parts = Parts(readers, manifest["replicas"], manifest["bucket_sizes"])
         pending = [p for p in parts.of_replicas("sync/pending_samples") if p is not None]
         for k, is_open in enumerate(self.synchronizer.open_fragments(pending)):
+            # The mean of the former replicas has what they have trained since the last sync.
             if is_open:
                 mean = np.mean(parts.of_replicas(f"weights/{k}"), 0)
                 weights[k] = tf.constant(mean, weights[k].dtype)

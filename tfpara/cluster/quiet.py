@@ -175,11 +175,8 @@ def _without_chatter() -> Iterator[None]:
 
 
 def _pass_on() -> None:
-    """Copies lines from stdin to stdout, except TensorFlow's notes, until stdin ends.
-
-    Signals are ignored: some schedulers send one to every process of a job, and the job's last
-    lines come after that.
-    """
+    """Copies lines from stdin to stdout, except TensorFlow's notes, until stdin ends."""
+    # Some schedulers send a signal to every process of a job, whose last lines come after that.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     filtered = Filter()

@@ -36,11 +36,8 @@ class LongWaits:
     def line(self, members: Mapping[int, str], now: float) -> str:
         """Returns a line on the members for which the others have waited for 10 s; mostly "".
 
-        There is another line each time the wait for one of these members has doubled.
-
-        Args:
-            members: the names of the present members, by task number.
-            now: the time, in seconds.
+        There is another line each time the wait for one of these members has doubled. `members` are
+        names, by task number.
         """
         here = {task: its for task in members if (its := self._reports.get(task))}
         waits = {

@@ -12,11 +12,7 @@ NONE = {_VISIBLE: "-1"}  # with this environment variable, a process gets no car
 
 
 def of_machine(environ: Mapping[str, str]) -> list[str]:
-    """Returns the names of the cards that processes with this environment would see.
-
-    The names are the entries of CUDA_VISIBLE_DEVICES or, if it is not set, the numbers of all
-    cards that CUDA's driver lists.
-    """
+    """Returns the names of the cards that processes with this environment would see."""
     if _VISIBLE in environ:
         names = [name.strip() for name in environ[_VISIBLE].split(",")]
         # CUDA ignores an entry of −1 and all entries after it.

@@ -73,12 +73,7 @@ class Models(dict[keras.Model, Trained]):
                 trained.server.forget(worker)
 
     def for_fit(self, model: keras.Model, spec: Nest) -> Trained:
-        """Returns the parts of a built, compiled model for a `fit`; its first `fit` creates them.
-
-        The parts are created again, from the weights of the chief's model, if since the last `fit`
-        the model was compiled with another optimizer, or layers were frozen or unfrozen. Otherwise
-        weights that were set in the chief's model are sent to the servers.
-        """
+        """Returns the parts of a built, compiled model for a `fit`; makes them if need be."""
         trained = self.get(model)
         if trained is None or not trained.work.has_these_weights:
             self[model] = self._created(model, spec)

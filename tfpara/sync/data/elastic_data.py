@@ -190,16 +190,13 @@ def check_dealt(given: Mapping[str, Any], option: str, steps: str, data: str) ->
 
 
 def of_one_reader(dataset_fn: Callable[[int, int], tf.data.Dataset]) -> Callable[..., Any]:
-    """Converts a user's function that returns one worker's minibatches, for `datasets_by_number`.
-
-    If minibatches are dealt out, the user's function is called as for the only worker of a run, and
-    this worker's minibatches are taken from the result.
-    """
+    """Converts a user's function of one worker's minibatches, for `datasets_by_number`."""
 
     def minibatches(epoch: int, first: int) -> tf.data.Dataset:
         dealt = data_place.dealt()
         if dealt is None:
             return dataset_fn(epoch, first)
+        # The function is called as for the only worker of a run.
         with data_place.making(data_place.DataPlace(0, 1, 1, epoch, first)):
             return dealt.among(dataset_fn(epoch, first).enumerate(first))
 

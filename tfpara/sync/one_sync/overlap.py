@@ -114,12 +114,10 @@ class Overlap:
         return tf.constant(1, tf.int64)
 
     def _stop_if(self, problem: tf.Tensor) -> None:
-        """Raises the error that ended the flight, in the training thread.
+        """Raises the error that ended the flight, in the training thread."""
 
-        If a collective has failed, all later collectives fail with the same error. So another one
-        is run here, which raises that error with its original type.
-        """
-
+        # If a collective has failed, all later collectives fail with the same error. So another one
+        # raises that error here, with its original type.
         def again() -> None:
             self._graph.consensus.gather(self.flight.rows.read_value(), now())
 

@@ -309,11 +309,9 @@ def weighted(
 
 
 def _terms(buckets: Buckets, shares: Shares, replica: int) -> Buckets:
-    """Returns a replica's terms of the mean.
-
-    If all shares are equal, these are the buckets as they are. Each holder then divides its part of
-    the sum by N, which is cheaper than a pass over all weights.
-    """
+    """Returns a replica's terms of the mean; the buckets as they are if all shares are equal."""
+    # With equal shares, each holder divides its part of the sum by N, which is cheaper than a pass
+    # over all weights.
     return tf.cond(
         shares.divisor > 1.0,
         lambda: list(buckets),

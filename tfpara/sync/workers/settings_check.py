@@ -20,11 +20,7 @@ class FingerprintError(ValueError):
 
 
 def agree(settings: Mapping[str, object], control: Control, purpose: Purpose) -> None:
-    """Compares the workers' settings, as JSON; all must call this for the same purpose.
-
-    Raises:
-        FingerprintError: on every worker, naming the keys that differ and the workers' values.
-    """
+    """Compares the workers' settings; raises FingerprintError if they differ. All call it."""
     everyone = everyones(settings, control, purpose)
     differing = differences({f"worker {i}": theirs for i, theirs in enumerate(everyone)})
     if differing:
