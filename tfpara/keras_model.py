@@ -122,10 +122,7 @@ def rate_can_be_set(optimizer: keras.optimizers.Optimizer) -> bool:
 
 
 def optimizers(model: keras.Model) -> list[keras.optimizers.Optimizer]:
-    """Returns the optimizers of a model: the compiled one, and others that are its attributes.
-
-    A LossScaleOptimizer or MultiOptimizer is replaced by the optimizers inside it.
-    """
+    """Returns the innermost optimizers of a model: of the compiled one, and of its attributes."""
     inner = [getattr(o, "inner_optimizer", o) for o in _outer_optimizers(model)]
     # Keras' MultiOptimizer keeps the optimizers inside it in its attribute `_inner_optimizers`.
     inner = [one for o in inner for one in getattr(o, "_inner_optimizers", [o])]
@@ -173,10 +170,7 @@ def _outer_optimizers(model: keras.Model) -> list[keras.optimizers.Optimizer]:
 def check_optimizers_known(
     model: keras.Model, used: Sequence[keras.optimizers.Optimizer], why: str
 ) -> None:
-    """Checks that the optimizers `used` in a step are among those of the model that it trains.
-
-    If not, raises ValueError; `why` names the feature that has to know the optimizers.
-    """
+    """Raises ValueError unless the optimizers `used` in a step are among those of its model."""
     known = {id(optimizer) for optimizer in (*_outer_optimizers(model), *optimizers(model))}
     unknown = [optimizer.name for optimizer in used if id(optimizer) not in known]
     if unknown:
@@ -206,16 +200,14 @@ def lookups(model: keras.Model) -> list[keras.layers.Embedding]:
 def parts_not_trained(
     model: keras.Model,
 ) -> tuple[list[keras.Variable], ...]:
-    """Returns frozen weights, moving statistics, integers and seeds, but no carried states.
-
-    The integers are, for example, the kernels of quantized layers.
-    """
+    """Returns frozen weights, moving statistics, integers and seeds, but no carried states."""
     carried = {id(v) for v in carried_states(model)}
     frozen = [v for v in model.non_trainable_variables if v.value.trainable]
     others = [v for v in model.non_trainable_variables if not v.value.trainable]
     others = [v for v in others if id(v) not in carried]
     statistics = [v for v in others if v.value.dtype.is_floating]
     rest = [v for v in others if not v.value.dtype.is_floating]
+    # The integers are, for example, the kernels of quantized layers.
     integers = [v for v in rest if not is_seed(v.path)]
     return frozen, statistics, integers, [v for v in rest if is_seed(v.path)]
 

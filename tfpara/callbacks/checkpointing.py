@@ -243,11 +243,9 @@ class Checkpoint(CheckpointBase):
             self._asked = wish
 
     def _leave_if_asked_meanwhile(self) -> None:
-        """Ends the run if a worker was asked to end while the last checkpoint was written.
-
-        No later sync would tell the other workers.
-        """
+        """Ends the run if a worker was asked to end while the last checkpoint was written."""
         strategy = self.model.distribute_strategy
+        # No later sync would tell the other workers.
         if not strategy.members_change and any(
             strategy.everyones(self._termination.asked, _LEAVING)
         ):

@@ -98,10 +98,7 @@ def elastic_run() -> Iterator[None]:
 
 
 def _refuse_another() -> None:
-    """Raises StartupError if TensorFlow's server serves other workers already.
-
-    A Python worker of Spark, for example, may serve one job after the other.
-    """
+    """Raises StartupError if TensorFlow's server serves other workers already."""
     if _met is None:
         return
     which = ", ".join(_met.addresses) or "an elastic run"

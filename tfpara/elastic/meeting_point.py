@@ -249,10 +249,7 @@ def _to_listen_on(host: str) -> str:
 
 
 def _membership_of(told: Json) -> tuple[int, dict[int, str], int, list[Json]] | None:
-    """Returns a worker's own generation, its members, its call of `fit`, and earlier histories.
-
-    Returns None if the worker is in no generation.
-    """
+    """Returns a worker's generation, its members, its call of `fit`, and earlier histories."""
     match told:
         case {"form": int() as form, "members": [_, *_] as members, "fit": int() as fit,
               "histories": list() as histories} if all(map(is_member, members)):  # fmt: skip

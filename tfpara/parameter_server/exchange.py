@@ -197,10 +197,7 @@ class Exchange:
     def _until_settled(
         self, worker: tf.Tensor, count: int, ask: Callable[[], list[tf.Tensor]]
     ) -> tuple[tf.Tensor, ...]:
-        """Calls `ask` until the first of its `count` answers is true; returns the answers.
-
-        Before each repetition, the worker waits for a token.
-        """
+        """Calls `ask` until the first of its `count` answers is true; returns the answers."""
 
         def again(*_: tf.Tensor) -> tuple[tf.Tensor, ...]:
             settled, *rest = ask()

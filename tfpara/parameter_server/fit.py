@@ -212,10 +212,7 @@ class Fit:
         self._submit()
 
     def _halt(self, longest_seconds: float = float("inf")) -> None:
-        """Tells the workers to stop, and waits at most `longest_seconds` until they have.
-
-        Afterwards the servers accept no push until the epoch is opened again.
-        """
+        """Tells the workers to stop, and waits at most `longest_seconds` until they have."""
         self.server.counters.halted.assign(True)
         self._executor.halt()
         begun = time.monotonic()

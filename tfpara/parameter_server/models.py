@@ -53,10 +53,7 @@ class Models(dict[keras.Model, Trained]):
         return self[model]
 
     def whole(self, model: keras.Model) -> keras.Model | None:
-        """Returns the trained model that has all of a model's weights; None if there is none.
-
-        It is the model itself, if trained, or else the one that trains most of these weights.
-        """
+        """Returns the trained model that has all of a model's weights; None if there is none."""
         own = {id(v) for v in model.weights}
         wholes = [each for each in self if own and own <= {id(v) for v in each.weights}]
 

@@ -232,10 +232,7 @@ class WorkerStep:
         optimizer[steps.rate_index] = tf.cast(rate, optimizer[steps.rate_index].dtype)
 
     def add(self, block: Block, data: Nest) -> Block:
-        """Returns the block with one more minibatch, (x, y) or (x, y, sample_weight).
-
-        XLA compiles the computation if the model has `jit_compile=True`.
-        """
+        """Returns the block with one more minibatch, (x, y) or (x, y, sample_weight)."""
         if not self.model.jit_compile:
             return self._add(block, data)
         compiled = tf.function(self._add, jit_compile=True, autograph=False)

@@ -64,13 +64,11 @@ class Progress:
         self.report()
 
     def report(self, last: bool = False) -> None:
-        """Reports to the launcher, if there is one, and in an elastic run to the meeting point.
-
-        The launcher gets a new report only after it has read all earlier ones, or the `last` one.
-        """
+        """Reports to the launcher, if there is one, and in an elastic run to the meeting point."""
         if self is not _latest:
             return
         unread, company = parent.unread(), self._company
+        # The launcher gets a new report only after it has read all earlier ones, or the last one.
         tells = unread is not None and (last or not unread)
         if tells:
             parent.tell_progress(self.told())

@@ -216,10 +216,7 @@ def problem_of(
 
 
 def _leaves_out_too_many(reports: Array, columns: Columns, share: float) -> bool:
-    """Returns whether the replicas have left out more than a share of the epoch's minibatches.
-
-    This is checked at the end of an epoch, and earlier only once a certain number was left out.
-    """
+    """Returns whether the replicas have left out more than a share of the epoch's minibatches."""
     if columns.left_out.start == columns.left_out.stop:
         return False
     of_epoch, left_out = reports[:, columns.left_out].sum(0)

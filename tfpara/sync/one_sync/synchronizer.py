@@ -107,10 +107,7 @@ class Synchronizer:
             where(devices_due, self._average_devices)
 
     def _average_devices_step(self) -> None:
-        """Sets the local replicas to their mean.
-
-        Nothing changes if they have taken no step, or if the sync period is `NEVER`.
-        """
+        """Sets the local replicas to their mean."""
         samples = self._device_samples.read_value()
         never = self.graph.block.period >= NEVER
         self.graph.replicas.average_devices(tf.where(never, tf.zeros_like(samples), samples))
@@ -405,10 +402,7 @@ class Synchronizer:
         return self.graph.replicas.layout.unpack(self.graph.global_state.broadcast_point())
 
     def start_from(self, weights: Sequence[tf.Tensor]) -> None:
-        """Makes all replicas begin the block anew from these weights; every worker must call it.
-
-        Their moments become those with which the block began.
-        """
+        """Makes all replicas begin the block anew from these weights; every worker must call it."""
         graph, count = self.graph, len(self._site.devices)
         assign(self._variables.weights, [graph.replicas.constrained(weights)] * count)
         graph.averaging.start_moments()

@@ -32,10 +32,7 @@ def agree(settings: Mapping[str, object], control: Control, purpose: Purpose) ->
 
 
 def differences(settings: Mapping[str, Mapping[str, object]]) -> str:
-    """Returns which settings differ, as in "tau: worker 0 has 1, worker 1 has 2; …"; "" if none do.
-
-    The keys of `settings` are the owners' names.
-    """
+    """Returns which settings differ, as in "tau: worker 0 has 1, worker 1 has 2; …"; "" if none."""
     first = next(iter(settings.values()))
     return "; ".join(
         f"{key}: " + ", ".join(f"{who} has {theirs.get(key)!r}" for who, theirs in settings.items())
