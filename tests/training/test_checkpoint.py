@@ -454,11 +454,13 @@ class Steps(keras.metrics.Metric):
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("replicas", [1, 4])
-def test_a_mean_goes_on_with_another_number_of_replicas(tmp_path, replicas):
+def test_a_mean_goes_on_with_another_number_of_replicas(tmp_path, capsys, replicas):
+    rate = keras.optimizers.schedules.ExponentialDecay(0.01, 10, 0.9)
+
     def trained(replicas, *callbacks):
         strategy, model = make(devices=[f"CPU:{i}" for i in range(replicas)], small=True)
         with strategy.scope():
-            model.compile("sgd", "mse", metrics=[Steps()])
+            model.compile(keras.optimizers.SGD(rate), "mse", metrics=[Steps()])
         checkpoint = tfpara.callbacks.Checkpoint(tmp_path, every_syncs=2)
         data = epoch_data(strategy)
         try:
@@ -470,6 +472,7 @@ def test_a_mean_goes_on_with_another_number_of_replicas(tmp_path, replicas):
         trained(2, stop_at(0, 5))
     # Of 16 minibatches 8 were trained, in four steps of each of two replicas.
     assert trained(replicas)["steps"] == [4 + 8 / replicas]
+    assert f"with {replicas} in place of 2 replicas, and the" in capsys.readouterr().err
 
 
 @pytest.mark.nightly

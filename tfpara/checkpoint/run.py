@@ -27,11 +27,12 @@ from tfpara.checkpoint.base import Checkpoints, check_run, facts_of_model
 from tfpara.checkpoint.parts import Parts
 from tfpara.checkpoint.store import CheckpointError
 from tfpara.checks import versions
-from tfpara.keras_model import check_optimizers_known
+from tfpara.keras_model import check_optimizers_known, optimizers
 from tfpara.sync.data.reading import random_states, set_random_states
 from tfpara.sync.keras.optimizer_steps import build_optimizers
 from tfpara.sync.one_sync.state_vars import Kind, Slot, slots_of
 from tfpara.sync.one_sync.synchronizer import Synchronizer
+from tfpara.sync.tensorflow.model_variables import has_schedule
 from tfpara.typing import Array, Json
 
 
@@ -244,7 +245,18 @@ class SyncCheckpoints(Checkpoints):
         restored = super().restore(if_damaged)
         if restored is not None and restored[1]["replicas"] != self._strategy.num_replicas:
             self._start_anew(*restored)
+            self._note_schedule(restored[1]["replicas"])
         return restored
+
+    def _note_schedule(self, replicas: int) -> None:
+        if any(map(has_schedule, optimizers(self.model))):
+            self._strategy.note(
+                f"the run goes on with {self._strategy.num_replicas} in place of {replicas} "
+                "replicas, and the optimizer's learning-rate schedule counts the steps of one "
+                "replica. If an epoch now has more or fewer of them, the schedule ends too early "
+                "or too late. In the next run compile with a number as the rate, and give fit "
+                "tfpara.callbacks.LearningRate(schedule, ...), where the schedule counts epochs."
+            )
 
     def _start_anew(self, number: int, manifest: Mapping[str, Json]) -> None:
         """Sets every replica to the weights from which the rule lets a new replica start."""

@@ -91,7 +91,7 @@ def make_devices(count: int) -> None:
     except RuntimeError as error:
         raise RuntimeError(
             f"{count} logical CPU devices are needed, and TensorFlow has made {max(1, len(there))} "
-            "already. Call simulate() before any tensor, variable, model or optimizer is made. Of "
-            "several simulations in a process make the one with the most replicas first, whose "
-            "devices the others take; or give each a process of its own."
+            "already. Call simulate() before any tensor, variable, dataset, layer, metric, model "
+            "or optimizer is made. Of several simulations in a process make the one with the most "
+            "replicas first, whose devices the others take; or give each a process of its own."
         ) from error
