@@ -247,7 +247,8 @@ def _parser() -> argparse.ArgumentParser:
         type=at_least_1,
         help="samples in a minibatch of one worker; then the plan shows samples/s of all workers",
     )
-    add("--link_delay_ms", type=at_least_0, help="delay of the link in ms (default: 0)")
+    told = "delay in one direction in ms, about half of what ping shows (default: 0)"
+    add("--link_delay_ms", type=at_least_0, help=told)
     add(
         "--sync_ms",
         type=at_least_0,
