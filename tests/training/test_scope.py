@@ -163,9 +163,16 @@ def test_the_strategy_says_what_it_is(capfd):
             workers, [f"{task}GPU:0"], rule, 1, {}, "RING", unlike=unlike, kinds=kinds.split()
         )
         assert line.endswith(f"; worker 0 on GPU:0, {others}")
+    third = tfpara.BMUF(1 / 3, warmup=True)
+    settings = {"overlap": True, "fragments": 2, "compression": "int8"}
+    every = "BMUF (block_momentum=0.3333, warmup=True) every 8 steps, overlap=True, fragments=2, "
+    line = start_line(1, [f"{task}GPU:0"], third, 8, {}, "", options=settings)
+    assert f"; {every}compression='int8'; on GPU:0" in line
     outer = tfpara.Outer(keras.optimizers.SGD(0.7))
     line = start_line(1, [f"{task}CPU:0"], outer, 20, {}, "")
     assert "; Outer(SGD(" in line
     assert "learning_rate=0.7" in line, line
     own.set_sync_period(None)
     assert "no syncs" in repr(own)
+    tfpara.PeriodicSyncStrategy(tfpara.BSP(), sync_period=20, fragments=2, devices=["CPU:0"])
+    assert "BSP every 20 steps, fragments=2; on" in capfd.readouterr().err

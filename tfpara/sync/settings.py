@@ -121,6 +121,12 @@ class Settings:
         compared = {name: str(getattr(self, name)) for name in names}
         return {**versions(), **compared, **self._data()}
 
+    def of_syncs(self) -> dict[str, Json]:
+        """Returns how syncs work, by name, without the settings that have their defaults."""
+        names = ("overlap", "fragments", "device_sync_period", "compression")
+        values = {name: getattr(self, name) for name in names}
+        return {name: v for name, v in values.items() if v != getattr(Settings, name)}
+
     def of_a_run(self) -> dict[str, Json]:
         """Returns the values that have to be equal when a run is resumed, by name.
 

@@ -82,6 +82,7 @@ def start(
             divided=not strategy.members_change,
             unlike=company.unlike_devices,
             kinds=company.kinds,
+            options=settings.of_syncs(),
         )
         alone = found.num_workers == 1 and not is_simulated and not company.changes
         hint = cluster.left_alone() if alone else ""

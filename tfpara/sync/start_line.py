@@ -19,6 +19,7 @@ def start_line(
     divided: bool = True,
     unlike: Sequence[int] = (),
     kinds: Collection[str] = (),
+    options: Mapping[str, object] | None = None,
 ) -> str:
     """Returns a line about the workers, their part of a batch, the rule and the devices.
 
@@ -28,6 +29,7 @@ def start_line(
         divided: whether batches are divided among the replicas of all workers.
         unlike: the number of devices of each worker, if they differ; else empty.
         kinds: the kinds of all workers' devices, such as "CPU"; empty if they are not known.
+        options: those of the strategy that say how syncs work, and are not the defaults.
 
     Example:
         >>> start_line(1, ["/device:GPU:0"], tfpara.BSP(), 20, {}, "")
@@ -39,7 +41,8 @@ def start_line(
         rows = max(1, 64 // replicas)
         size += f": each batch is divided, for example {rows * replicas} rows into {rows} each"
     every = ", no syncs" if period is None else f" every {period} steps"
-    parts = [size, in_words(rule) + (" every step" if period == 1 else every)]
+    told = [f", {name}={value!r}" for name, value in (options or {}).items()]
+    parts = [size, in_words(rule) + (" every step" if period == 1 else every) + "".join(told)]
     parts += [f"average {name!r}: {in_words(average)}" for name, average in averages.items()]
     names = [device.split("device:")[-1] for device in devices]
     where = ", ".join(names) if len(names) < 3 else f"{names[0]} … {names[-1]}"
@@ -66,11 +69,15 @@ def in_words(given: Rule | Average) -> str:
     if not all(isinstance(value, (int, float, str, type(None))) for value in values.values()):
         return repr(given)  # a setting is an optimizer, and the repr shows its settings
     told = [
-        f"{each.name}={values[each.name]!r}"
+        f"{each.name}={_shown(values[each.name])}"
         for each in dataclasses.fields(given)
         if each.repr and values[each.name] != each.default
     ]
     return type(given).__name__ + (f" ({', '.join(told)})" if told else "")
+
+
+def _shown(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else repr(value)
 
 
 def say(text: str) -> None:
