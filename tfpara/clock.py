@@ -63,7 +63,7 @@ class Clock(fit_call.Callback):
         if self.end is not None:
             times = strategy.num_replicas / len(strategy.local_replica_ids)
             measured = self.end.of_epoch(self.begin, first_counts, seconds, times)
-            if strategy.members_change:
+            if strategy.company.changes:
                 measured["workers"] = float(strategy.num_workers)
         if self._samples_per_epoch is not None:
             # The measurement begins at the first call of `on_train_batch_end`. `rest` is the share

@@ -278,7 +278,7 @@ def _shows_frames(error: BaseException) -> bool:
 def _has_others() -> bool:
     """Returns whether this process is one of several workers, as far as it knows."""
     if _strategy is not None:
-        return _strategy.members_change or _strategy.num_workers > 1
+        return _strategy.company.changes or _strategy.num_workers > 1
     with contextlib.suppress(ValueError):
         return cluster.read().num_workers > 1
     return False
@@ -300,7 +300,7 @@ def _part(process: int) -> None:
     # Python sets `sys.last_value` if an error ends the program, but not if `sys.exit` ends it.
     # After an error this worker tells nothing, so the others count it as lost.
     if process == os.getpid() and _strategy is not None and not hasattr(sys, "last_value"):
-        _strategy.program_ends()
+        _strategy.company.program_ends()
 
 
 def _leave(code: str | int | None, orderly: bool) -> NoReturn:
@@ -314,7 +314,7 @@ def _leave(code: str | int | None, orderly: bool) -> NoReturn:
     if orderly and _strategy is not None:
         # If this worker left at once, its connections would close, and another worker could miss
         # the rest of a message from it.
-        parting = threading.Thread(target=_strategy.part, daemon=True)
+        parting = threading.Thread(target=_strategy.company.part, daemon=True)
         parting.start()
         parting.join(None if code == 0 else _PARTING_SECONDS)
     atexit.unregister(_part)

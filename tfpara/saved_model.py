@@ -91,7 +91,7 @@ def export(
         if strategy is not None and strategy.is_chief and which not in ("global", "local"):
             _warn_of_young_average(strategy, model, which)
         if isinstance(strategy, PeriodicSyncStrategy):
-            strategy.extended.worker.company.by_the_chief(write_and_tell, "tfpara.export()")
+            strategy.company.by_the_chief(write_and_tell, "tfpara.export()")
         elif strategy is None or strategy.is_chief:
             write_and_tell()
 

@@ -62,6 +62,58 @@ class EpochUnits:
             )
 
 
+class CompanyBase:
+    """The workers of a run, as callbacks and programs use them.
+
+    The methods of this class itself are right for a run which no worker leaves or joins.
+
+    Attributes:
+        changes: whether workers may leave and join while the run goes on.
+        epoch_units: the position in the epoch, in units that all workers count alike.
+    """
+
+    changes = False
+    epoch_units = EpochUnits()
+
+    @property
+    def joining(self) -> bool:
+        """True while this worker waits until the others admit it."""
+        return False
+
+    @property
+    def generation(self) -> int:
+        """The number of the present set of members, which rises with each change of members."""
+        return 0
+
+    @property
+    def completed_in(self) -> int:
+        """The generation in which the last exchange started by Python code has succeeded."""
+        return 0
+
+    def share_state(self, name: str, holder: StateHolder) -> None:
+        """Registers an object whose state workers take over when they join.
+
+        A number is added to a name that another object has. If the state has `HAS_WEIGHTS`, the
+        arrays of the object's `weights`, of equal shapes on all workers, travel, too.
+        """
+
+    def keep_record(self, checkpoints: StateHolder, append: Callable[[str, str], None]) -> None:
+        """Makes a record of members' changes beside the checkpoints; `append` writes it."""
+
+    def write_record(self, syncs: int) -> None:
+        """Appends the present members to the record, with the number of syncs so far."""
+
+    def leave(self) -> bool:
+        """Makes this worker leave at the next sync; returns whether all must leave with it."""
+        return True
+
+    def part(self) -> None:
+        """Waits for all workers at the end of the program, as far as that is needed."""
+
+    def program_ends(self) -> None:
+        """Tells the other workers that this program ends, if it ends without `tfpara.run`."""
+
+
 class Strategy:
     """A strategy as callbacks see it; the base of `PeriodicSyncStrategy` and `AsyncStrategy`.
 
@@ -76,6 +128,11 @@ class Strategy:
         """Returns a model's strategy, or a plain `Strategy` if it is none of tfpara's."""
         found: Any = model.distribute_strategy
         return found if isinstance(found, Strategy) else Strategy()
+
+    @property
+    def company(self) -> CompanyBase:
+        """The workers, which may leave and join in an elastic run."""
+        return CompanyBase()
 
     @property
     def num_workers(self) -> int:
@@ -161,36 +218,6 @@ class Strategy:
     def states(self) -> dict[str, StateHolder]:
         """The objects given to `keep_state`, by name. Removing an object drops its state."""
         return {}
-
-    # -- workers that come and go ----------------------------------------------------------------
-
-    @property
-    def members_change(self) -> bool:
-        """Whether workers may come and go while the run goes on."""
-        return False
-
-    @property
-    def joining(self) -> bool:
-        """True while this worker waits until the others admit it."""
-        return False
-
-    def share_state(self, name: str, holder: StateHolder) -> None:
-        """Registers an object whose state workers take over when they join.
-
-        A number is added to a name that another object has. If the state has `HAS_WEIGHTS`, the
-        arrays of the object's `weights`, of equal shapes on all workers, travel, too.
-        """
-
-    @property
-    def epoch_units(self) -> EpochUnits:
-        """The position in the epoch, in units that all workers count alike."""
-        return EpochUnits()
-
-    def part(self) -> None:
-        """Waits for all workers at the end of the program, as far as that is needed."""
-
-    def program_ends(self) -> None:
-        """Tells the other workers that this program ends, if it ends without `tfpara.run`."""
 
     # -- calls that all processes make together --------------------------------------------------
 

@@ -7,6 +7,7 @@ import inspect
 import os
 import tempfile
 import threading
+import types
 
 import keras
 import numpy as np
@@ -314,7 +315,9 @@ def test_backup_and_restore_is_refused_and_a_plain_model_may(strategy, tmp_path)
     make_model().fit(X, Y, callbacks=[backup], verbose=0)
 
 
-@pytest.mark.parametrize(("name", "value"), [("num_workers", 2), ("members_change", True)])
+@pytest.mark.parametrize(
+    ("name", "value"), [("num_workers", 2), ("company", types.SimpleNamespace(changes=True))]
+)
 def test_orbax_is_refused_with_several_workers(strategy, monkeypatch, name, value):
     """Or where others may join, in an elastic run."""
     orbax = K.OrbaxCheckpoint.__new__(K.OrbaxCheckpoint)  # the package need not be there

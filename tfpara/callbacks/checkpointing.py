@@ -108,25 +108,25 @@ class Checkpoint(CheckpointBase):
         super().on_train_begin(logs)
         self._stand_down()  # clears the state that a failed custom training loop may have left
         fit_call.at_end(self._stand_down)
-        strategy.keep_record(self, store_at(self._directory, self._keep).append)
+        strategy.company.keep_record(self, store_at(self._directory, self._keep).append)
         ended, self._ended = self._ended, False
         former = self._checkpoints
-        if former and former.model is self.model and (ended or strategy.members_change):
+        if former and former.model is self.model and (ended or strategy.company.changes):
             # If this worker joins a run, another worker already has the lock, and `set_state` calls
             # `_listen` later.
-            if not strategy.joining:
+            if not strategy.company.joining:
                 former.lock()
                 self._listen()
             return
         checkpoints = SyncCheckpoints(self.model, self._directory, self._keep, self._may_change)
-        if strategy.joining:
+        if strategy.company.joining:
             # A joining worker gets its state from the other workers, not from a checkpoint.
             self._checkpoints = checkpoints
             return
         position = self._restore(checkpoints)
         self._checkpoints, self._saved = checkpoints, None
         self._listen()
-        strategy.write_record(checkpoints.synchronizer.agreement().syncs)
+        strategy.company.write_record(checkpoints.synchronizer.agreement().syncs)
         if position is None:
             return
         self._resumed = position
@@ -236,7 +236,7 @@ class Checkpoint(CheckpointBase):
         strategy = self.model.distribute_strategy
         late = strategy.is_chief and self._is_late
         wish = Request.CHECKPOINT if late else Request.NOTHING
-        if self._termination.asked and strategy.leave():
+        if self._termination.asked and strategy.company.leave():
             wish = Request.LEAVE
         if wish > self._asked:
             strategy.request(wish)
@@ -246,7 +246,7 @@ class Checkpoint(CheckpointBase):
         """Ends the run if a worker was asked to end while the last checkpoint was written."""
         strategy = self.model.distribute_strategy
         # No later sync would tell the other workers.
-        if not strategy.members_change and any(
+        if not strategy.company.changes and any(
             strategy.everyones(self._termination.asked, _LEAVING)
         ):
             self._act_on(Request.LEAVE)
@@ -280,6 +280,6 @@ class Checkpoint(CheckpointBase):
 
     def _listen(self) -> None:
         strategy = self.model.distribute_strategy
-        if strategy.members_change and self._termination.watcher is None:
+        if strategy.company.changes and self._termination.watcher is None:
             return  # In an elastic run the strategy handles SIGTERM: the worker leaves the run.
         self._termination.start(strategy.settings.timeout_seconds)

@@ -116,7 +116,7 @@ class HeldOut(fit_call.Callback):
             self._which.sort(key=lambda which: which != "global")
 
         if self._times > 1:
-            self._strategy.share_state("held out", self)
+            self._strategy.company.share_state("held out", self)
 
     def get_state(self) -> dict[str, Json]:
         """Returns the facts that a worker needs when it joins within the epoch."""
@@ -188,12 +188,12 @@ class HeldOut(fit_call.Callback):
 
         In an elastic run it returns the units of the epoch, which all workers share.
         """
-        strategy = self._strategy
-        length = strategy.epoch_units.total(self._steps_per_epoch or self.params.get("steps"))
+        strategy, steps = self._strategy, self._steps_per_epoch or self.params.get("steps")
+        length = strategy.company.epoch_units.total(steps)
         # A worker that joins an elastic run within an epoch comes here without the other workers,
         # so it must not exchange values with them. No exchange is needed in an elastic run, because
         # the length is the same for all workers.
-        lengths = [length] if strategy.members_change else strategy.everyones(length, _LENGTH)
+        lengths = [length] if strategy.company.changes else strategy.everyones(length, _LENGTH)
         if not all(lengths):
             raise ValueError(
                 f"HeldOut(times_per_epoch={self._times}): the number of steps in an epoch is not "
@@ -205,7 +205,7 @@ class HeldOut(fit_call.Callback):
         """Returns which part of an epoch, in [0, 1], `steps` minibatches of a replica are."""
         if not self._length:
             return 0.0
-        return min(1.0, self._strategy.epoch_units.trained(steps) / self._length)
+        return min(1.0, self._strategy.company.epoch_units.trained(steps) / self._length)
 
     @contextlib.contextmanager
     def _epoch_kept(self) -> Iterator[None]:

@@ -114,7 +114,7 @@ class LearningRate(Schedule):
         self._restored: tuple[int, int, float | None] | None = None
         self._rate: float | None = None
         self._used: float | None = None  # the rate of the last trained step of this epoch
-        self._units = 1  # length of this epoch, in units of `Strategy.epoch_units`
+        self._units = 1  # length of this epoch, in units of `CompanyBase.epoch_units`
 
     def get_state(self) -> dict[str, Json]:
         done = {"steps": self._done, "steps_per_epoch": self._steps}
@@ -138,7 +138,7 @@ class LearningRate(Schedule):
         is_async = self._strategy.running is not None
         self._before = 0 if is_async else self._done
         if self._steps:
-            self._units = self._strategy.epoch_units.total(self._steps)
+            self._units = self._strategy.company.epoch_units.total(self._steps)
         before, self._rate = self._rate, None
         self._set(epoch + self._share(self._done))
         if self._rate != before:
@@ -166,7 +166,7 @@ class LearningRate(Schedule):
         """Returns which share of the epoch, in [0, 1], `done` minibatches of a replica are."""
         if not self._steps:
             return 0.0
-        return min(self._strategy.epoch_units.reached(done) / self._units, 1.0)
+        return min(self._strategy.company.epoch_units.reached(done) / self._units, 1.0)
 
     def _set(self, position: float) -> None:
         rate = float(self._schedule(position))

@@ -102,7 +102,7 @@ class SyncCheckpoints(Checkpoints):
         self._note_unknown_optimizers()
         while True:
             self._take_the_lock()
-            self._began_in = self._strategy.generation
+            self._began_in = self._strategy.company.generation
             try:
                 return super().save(position)
             except _ChangedError:
@@ -122,7 +122,7 @@ class SyncCheckpoints(Checkpoints):
 
     def _take_the_lock(self) -> None:
         """Locks the directory if this worker has become the chief of an elastic run."""
-        if not (self._strategy.members_change and self._strategy.is_chief):
+        if not (self._strategy.company.changes and self._strategy.is_chief):
             return
         try:
             self.store.lock()
@@ -139,7 +139,7 @@ class SyncCheckpoints(Checkpoints):
         # All workers compare the same values. So either all raise the error and write the
         # checkpoint anew, or none does.
         began_in = {generation for _, generation in everyone}
-        if began_in != {None} and began_in != {self._strategy.completed_in}:
+        if began_in != {None} and began_in != {self._strategy.company.completed_in}:
             raise _ChangedError
         return [value for value, _ in everyone]
 

@@ -10,7 +10,7 @@ import keras
 import tensorflow as tf
 
 from tfpara.cluster.call_site import Purpose
-from tfpara.strategy import EpochUnits, StateHolder, Strategy
+from tfpara.strategy import StateHolder, Strategy
 from tfpara.sync.data.position import Pass
 from tfpara.sync.one_sync.reports import Request
 from tfpara.sync.one_sync.synchronizer import Synchronizer
@@ -28,7 +28,7 @@ class ForCallbacks(Strategy):
     extended: PeriodicSyncExtended
 
     @property
-    def _company(self) -> Company:
+    def company(self) -> Company:
         return self.extended.worker.company
 
     @property
@@ -44,29 +44,8 @@ class ForCallbacks(Strategy):
         return everyones(value, self.extended.control, purpose)
 
     @property
-    def members_change(self) -> bool:
-        return self._company.changes
-
-    @property
     def blocks_differ(self) -> bool:
-        return self.members_change or self.extended.balance is not None
-
-    @property
-    def joining(self) -> bool:
-        return self._company.joining
-
-    def share_state(self, name: str, holder: StateHolder) -> None:
-        self._company.share_state(name, holder)
-
-    @property
-    def epoch_units(self) -> EpochUnits:
-        return self._company.epoch_units
-
-    def part(self) -> None:
-        self._company.part()
-
-    def program_ends(self) -> None:
-        self._company.program_ends()
+        return self.company.changes or self.extended.balance is not None
 
     def note(self, text: str) -> None:
         """Prints a note once, on the chief."""
@@ -80,28 +59,6 @@ class ForCallbacks(Strategy):
     def settings(self) -> Settings:
         """The settings, with those that depend on the number of replicas filled in."""
         return self.extended.settings
-
-    @property
-    def generation(self) -> int:
-        """The number of the present set of members."""
-        return self._company.generation
-
-    @property
-    def completed_in(self) -> int:
-        """The generation in which the last exchange started by Python code has succeeded."""
-        return self._company.completed_in
-
-    def leave(self) -> bool:
-        """Makes this worker leave at the next sync; returns whether all must leave with it."""
-        return self._company.leave()
-
-    def keep_record(self, checkpoints: StateHolder, append: Callable[[str, str], None]) -> None:
-        """Makes a record of members' changes beside the checkpoints; `append` writes it."""
-        self._company.keep_record(checkpoints, append)
-
-    def write_record(self, syncs: int) -> None:
-        """Appends the present members to the record, with the number of syncs so far."""
-        self._company.write_record(syncs)
 
     @property
     def blocks_closed(self) -> int:
@@ -122,7 +79,7 @@ class ForCallbacks(Strategy):
 
     def position(self, first: int, steps: int) -> dict[str, Json]:
         """Returns the position at a sync, after `first` minibatches and `steps` of each replica."""
-        found = self.epoch_units.position() if steps else {}
+        found = self.company.epoch_units.position() if steps else {}
         if found:
             return found
         passes = self.extended.data.passes
@@ -141,7 +98,7 @@ class ForCallbacks(Strategy):
         seen = self.extended.models.steps_seen
         self.extended.data.position.move(epoch, seen, first, steps, begun)
         if first:
-            self.epoch_units.resume(epoch, position)
+            self.company.epoch_units.resume(epoch, position)
 
     def steps_resumed(self, epoch: int) -> int:
         position = self.extended.data.position

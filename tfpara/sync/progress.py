@@ -17,7 +17,6 @@ from tfpara.fit_call import number_of
 from tfpara.status.run import RunStatus
 from tfpara.status.server import StatusServer
 from tfpara.sync.start_line import say
-from tfpara.sync.workers.company import Company
 from tfpara.whole_number import checked_whole
 
 _EVERY_SECONDS = 1.0
@@ -44,17 +43,13 @@ class Progress:
             self._run = RunStatus(shows)
             server = StatusServer(status_port, self._of_all, f"status_port={status_port}")
             say(f"live page: {server.url}")
-        if parent.unread() is not None or self._company.changes:
+        if parent.unread() is not None or self._strategy.company.changes:
             thread = threading.Thread(target=self._report, name="tfpara-progress", daemon=True)
             thread.start()
             # The thread must not call TensorFlow while the interpreter shuts down. `atexit` calls
             # functions in reverse order, so the thread is told to stop before it is joined.
             atexit.register(thread.join)
             atexit.register(self._stop.set)
-
-    @property
-    def _company(self) -> Company:
-        return self._strategy.extended.worker.company
 
     def epoch_ends(self, epoch: int, history: Mapping[str, Sequence[Any]]) -> None:
         """Notes the log of the last epoch, number `epoch` from 0, and reports it."""
@@ -67,7 +62,7 @@ class Progress:
         """Reports to the launcher, if there is one, and in an elastic run to the meeting point."""
         if self is not _latest:
             return
-        unread, company = parent.unread(), self._company
+        unread, company = parent.unread(), self._strategy.company
         # The launcher gets a new report only after it has read all earlier ones, or the last one.
         tells = unread is not None and (last or not unread)
         if tells:
@@ -79,7 +74,7 @@ class Progress:
         """Returns the progress, as `tfpara.status.run` describes it."""
         extended = self._strategy.extended
         place = extended.call_site
-        with self._company.steady(), tf.device("CPU:0"):
+        with self._strategy.company.steady(), tf.device("CPU:0"):
             counts = extended.models.statistics()._asdict()
         return {
             "at": time.monotonic(),
@@ -87,7 +82,7 @@ class Progress:
             "devices": [name.split("device:")[-1] for name in extended.worker_devices],
             "place": extended.waits.where(),
             "trains": counts["steps"] > 0 and not place.is_before_epochs,
-            "joins": self._strategy.joining,
+            "joins": self._strategy.company.joining,
             "waits": self._waits(),
             **counts,
             "scores": self._scores,

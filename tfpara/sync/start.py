@@ -79,7 +79,7 @@ def start(
             strategy.sync_period,
             strategy.averages,
             extended.links.way,
-            divided=not strategy.members_change,
+            divided=not company.changes,
             unlike=company.unlike_devices,
             kinds=company.kinds,
             options=settings.of_syncs(),

@@ -414,7 +414,7 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, ForCallbac
             ValueError: inside `fit` or `strategy.weights(...)`, or in an elastic run.
         """
         extended = self.extended
-        if self.members_change:
+        if self.company.changes:
             raise ValueError(
                 "strategy.forget() does not go with elastic=, whose run trains one model."
             )

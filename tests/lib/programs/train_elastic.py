@@ -159,7 +159,7 @@ def install(faults, log):
 
     def given_up():
         # What a worker trains alone, before it joins, is in nobody's model.
-        return "dropped" if strategy.joining else "synced"
+        return "dropped" if strategy.company.joining else "synced"
 
     become = connection.Connection.become
 
@@ -438,7 +438,7 @@ def main():
         strategy = tfpara.PeriodicSyncStrategy(rule, devices=devices, **settings)
         # Each generation would optimise all graphs again.
         assert tf.config.optimizer.get_experimental_options()["disable_meta_optimizer"]
-        rank = "joins" if strategy.joining else str(strategy.worker_index)
+        rank = "joins" if strategy.company.joining else str(strategy.worker_index)
     log("rank", rank)
     faults = Faults(options["faults"].get(rank))
     install(faults, log)
@@ -534,7 +534,7 @@ def main():
         save(model, options["saves"], faults)
     seen = np.asarray(model.seen.seen).tolist()
     log("steps", strategy.statistics().steps)
-    log("end", digest, seen, strategy.generation)
+    log("end", digest, seen, strategy.company.generation)
     if options["plain"] == "raises":
         raise KeyError("the user's")
 

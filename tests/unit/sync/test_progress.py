@@ -30,10 +30,12 @@ def test_ports_that_can_be():
 
 
 class Told(progress.Progress):
-    """Reports numbers, of a process without a strategy."""
+    """Reports numbers, of a strategy that trains nothing."""
 
     count = 0
-    _company = types.SimpleNamespace(changes=False, report=lambda waits, place: None)
+
+    def __init__(self):
+        super().__init__(types.SimpleNamespace(company=types.SimpleNamespace(changes=False)))
 
     def told(self):
         self.count += 1
@@ -41,7 +43,7 @@ class Told(progress.Progress):
 
 
 def test_reports_wait_for_a_launcher_that_is_stopped_and_the_last_one_does_not(monkeypatch):
-    told = Told(None)
+    told = Told()
     monkeypatch.setattr(progress, "_latest", told)
     assert parent.unread() is None
     told.report(last=True)  # there is no launcher
@@ -60,7 +62,7 @@ def test_reports_wait_for_a_launcher_that_is_stopped_and_the_last_one_does_not(m
     told.report()
     told.report(last=True)
     assert reports.read()["progress"]["steps"] == 3
-    monkeypatch.setattr(progress, "_latest", Told(None))  # a strategy that was made later
+    monkeypatch.setattr(progress, "_latest", Told())  # a strategy that was made later
     told.report()
     assert told.count == 3
     reports.close()

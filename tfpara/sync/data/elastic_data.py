@@ -230,7 +230,7 @@ def agreed_order(strategy: Any, began: Began, facts: Facts) -> Order:
     order: Order = strategy.extended.data.order
     if order.seed is None:
         drawn = random.getrandbits(48)
-        if not strategy.joining:
+        if not strategy.company.joining:
             everyone = strategy.everyones({"seed": drawn, "facts": facts}, FIT_BEGIN)
             drawn = everyone[0]["seed"]
             problem = same_data.difference(

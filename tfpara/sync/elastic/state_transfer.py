@@ -38,7 +38,7 @@ class StateTransfer:
         return self.model
 
     def keep(self, name: str, holder: StateHolder) -> None:
-        """Registers an object whose state a joiner receives; see `Strategy.share_state`."""
+        """Registers an object whose state a joiner receives; see `CompanyBase.share_state`."""
         if holder not in self.holders.values():
             same = sum(known.startswith(name) for known in self.holders)
             self.holders[f"{name} {same}"] = holder

@@ -40,7 +40,7 @@ def with_files_of_the_chief(make: Callable[..., None]) -> Callable[..., None]:
             callbacks = fit_call.arranged(callbacks)
             fit_call.keep_memories(callbacks, strategy)
             callbacks = [chiefs_callbacks.prepared(each, strategy) for each in callbacks]
-            if given.arguments.get("add_progbar") and strategy.members_change:
+            if given.arguments.get("add_progbar") and strategy.company.changes:
                 callbacks.append(chiefs_callbacks.ChiefsBar(strategy))
             given.arguments["callbacks"] = [each for each in callbacks if each is not None]
         make(*given.args, **given.kwargs)

@@ -32,7 +32,7 @@ def prepared(callback: keras.callbacks.Callback, strategy: Any) -> Any:
     """Returns the callback to run for a given one, or None; raises ValueError if it cannot work."""
     _refuse(callback, strategy)
     attribute = next((a for kind, a in _PATHS.items() if isinstance(callback, kind)), None)
-    if strategy.members_change or not strategy.is_chief:
+    if strategy.company.changes or not strategy.is_chief:
         if type(callback) is _CALLBACKS.RemoteMonitor:
             return callback if strategy.is_chief else None
         return callback if attribute is None else _Elsewhere(callback, attribute, strategy)
@@ -53,7 +53,7 @@ def _refuse(callback: keras.callbacks.Callback, strategy: Any) -> None:
             "momentum and averages nor the other replicas: a run would not go on where it was. Use "
             f"tfpara.callbacks.Checkpoint({os.fspath(callback.backup_dir)!r}) in its place."
         )
-    several = strategy.num_workers > 1 or strategy.members_change
+    several = strategy.num_workers > 1 or strategy.company.changes
     if several and not strategy.rule.overwrites and _restores_best(callback):
         raise ValueError(
             "EarlyStopping(restore_best_weights=True) would restore other weights on each worker, "
@@ -62,7 +62,7 @@ def _refuse(callback: keras.callbacks.Callback, strategy: Any) -> None:
             "keras.callbacks.ModelCheckpoint(path, save_best_only=True)."
         )
     why = getattr(callback, "not_elastic", "")
-    if why and strategy.members_change:
+    if why and strategy.company.changes:
         raise ValueError(f"{type(callback).__name__} and elastic= contradict each other: {why}")
     orbax = getattr(_CALLBACKS, "OrbaxCheckpoint", None)
     if several and orbax is not None and isinstance(callback, orbax):

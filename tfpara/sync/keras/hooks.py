@@ -116,7 +116,7 @@ def _shown_by_the_chief(
     given = inspect.signature(method).bind(model, *args, **kwargs)
     # In an elastic run any worker may become the chief. So all of them keep their progress bar, and
     # `ChiefsBar` lets only the present chief draw it.
-    if not (strategy.is_chief or strategy.members_change):
+    if not (strategy.is_chief or strategy.company.changes):
         given.arguments["verbose"] = 0
     try:
         return method(*given.args, **given.kwargs)

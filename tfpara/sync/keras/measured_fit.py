@@ -46,7 +46,7 @@ class MeasuredFit(keras.callbacks.Callback):
         self._told = 0  # the number of the last block that was printed
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
-        if self._strategy.members_change:
+        if self._strategy.company.changes:
             self._fail("elastic= is not measured, since its syncs are not those of fixed workers")
         asked = self._strategy.sync_period or 1
         steps = self.params["steps"] or 2 * _LONGEST_PERIOD
@@ -106,7 +106,7 @@ class MeasuredFit(keras.callbacks.Callback):
                 **dict(zip(("reduce_ms", "empty_ms"), reduces, strict=True)),
             }
         )
-        strategy.part()
+        strategy.company.part()
         _leave()
 
     def _reduce_ms(self, nbytes: int) -> float:

@@ -63,7 +63,7 @@ class EpochStart:
         self._strategy: Any = Strategy.of(model)
         self._state: TrainingState | None = None
         self._taken: Sequence[np.ndarray] | None = None
-        self._strategy.share_state("epoch start", self)
+        self._strategy.company.share_state("epoch start", self)
 
     def note(self) -> None:
         """Notes the state where an epoch begins, or keeps one taken over; all workers call it."""
@@ -106,7 +106,7 @@ class EpochStart:
     def weights(self, weights: Sequence[np.ndarray]) -> None:
         # Weights arrive at joiners, and at members that have missed a sync. Only joiners need them:
         # the members were there when the epoch began, and have noted the state themselves.
-        if self._strategy.joining:
+        if self._strategy.company.joining:
             self._taken = weights
 
     def _travelling(self) -> list[tf.Variable]:

@@ -14,7 +14,7 @@ import tensorflow as tf
 from tfpara.cluster import ALONE, Cluster
 from tfpara.cluster.call_site import END, FIT_END, Purpose, call
 from tfpara.collectives.members import Members
-from tfpara.strategy import EpochUnits, StateHolder
+from tfpara.strategy import CompanyBase
 from tfpara.sync.workers.data_place import first_replica_of, replicas_of
 from tfpara.typing import Json, Scalar
 
@@ -25,7 +25,7 @@ class MismatchError(RuntimeError):
     """Workers have reached different exchanges. The message says where each is in its script."""
 
 
-class Company:
+class Company(CompanyBase):
     """The workers of a run which no worker leaves or joins, or a single worker.
 
     A subclass is for elastic runs. Other code calls the methods without asking which one it is.
@@ -34,14 +34,11 @@ class Company:
     `by_horovod`: whether Horovod connects the workers; TensorFlow then knows only this worker.
 
     Attributes:
-        changes: whether workers may join and leave.
         syncs_in_steps: whether the graph of a step has the sync; else Python code calls it.
-        epoch_units: the position in the epoch.
         unlike_devices: the number of devices of each worker, by rank, if they differ; else empty.
         kinds: the kinds of all workers' devices, such as "CPU"; empty: not exchanged yet.
     """
 
-    changes = False
     syncs_in_steps = True
     unlike_devices: Sequence[int] = ()
     kinds: frozenset[str] = frozenset()
@@ -49,22 +46,6 @@ class Company:
 
     def __init__(self, found: Cluster, by_horovod: bool = False) -> None:
         self._found, self._by_horovod = found, by_horovod
-        self.epoch_units = EpochUnits()
-
-    @property
-    def joining(self) -> bool:
-        """Whether this worker waits to be admitted."""
-        return False
-
-    @property
-    def generation(self) -> int:
-        """The number of the present set of members, which rises with each change of members."""
-        return 0
-
-    @property
-    def completed_in(self) -> int:
-        """The generation in which the last call of `together` has succeeded."""
-        return 0
 
     @property
     def members(self) -> Members | None:
@@ -115,9 +96,6 @@ class Company:
         # Errors do not matter, since no exchange follows this one.
         with contextlib.suppress(tf.errors.OpError, MismatchError):
             self._extended.control.together(END)
-
-    def program_ends(self) -> None:
-        """Tells the others that this program, which has not called `tfpara.run`, ends."""
 
     def together(self, exchange: Callable[[], Json]) -> Any:
         """All: runs an exchange once on each worker, and returns its result.
@@ -200,16 +178,3 @@ class Company:
 
     def report(self, waits: float, place: str) -> None:
         """Reports for how many seconds this worker waits now, and its place in its script."""
-
-    def leave(self) -> bool:
-        """Makes this worker leave at the next sync; returns whether all must leave with it."""
-        return True
-
-    def share_state(self, name: str, holder: StateHolder) -> None:
-        """Registers an object whose state joiners receive. See `Strategy.share_state`."""
-
-    def keep_record(self, checkpoints: StateHolder, append: Callable[[str, str], None]) -> None:
-        """Makes a record of changes of members, which `append` writes, beside the `checkpoints`."""
-
-    def write_record(self, syncs: int) -> None:
-        """Appends the present members to the record, with the number of syncs so far."""

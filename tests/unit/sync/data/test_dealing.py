@@ -38,7 +38,7 @@ def strategy_of(order, replicas, ids):
         data=data, worker=worker, worker_devices=["CPU:0"] * len(ids), balance=None
     )
     return types.SimpleNamespace(
-        joining=True,
+        company=types.SimpleNamespace(joining=True),
         extended=extended,
         num_replicas=replicas,
         local_replica_ids=ids,
@@ -372,7 +372,7 @@ def test_workers_that_begin_with_other_data():
     other = {"seed": 1, "facts": elastic_data.same_data.facts_of_dataset(of_value(2.0))}
     order = Order()
     strategy = strategy_of(order, 2, [0])
-    strategy.joining = False
+    strategy.company.joining = False
     strategy.everyones = lambda mine, purpose: [mine, other]
     with pytest.raises(ValueError, match="rows: those of worker 1 are not those of worker 0"):
         fit_arguments.deal_out(strategy, elastic_data.Began(2, 1), {"x": of_value(1.0)})
