@@ -450,7 +450,7 @@ def test_the_meeting_point_is_stopped_and_nobody_meets_for_it():
 def test_the_meeting_point_is_stopped_while_a_worker_is_to_be_let_in():
     """The only member comes to the meeting meanwhile. It stays a member, and the other joins."""
     with (
-        meeting(1, silence_seconds=2.0) as service,
+        meeting(1, silence_seconds=3.0) as service,
         concurrent.futures.ThreadPoolExecutor() as pool,
     ):
         member, late = line(service), line(service)
