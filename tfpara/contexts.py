@@ -1,13 +1,18 @@
-"""Contexts in which attributes of an object, or a context variable, have other values."""
+"""Contexts with other values of attributes or context variables, or without the collector."""
 
 from __future__ import annotations
 
 import contextlib
 import contextvars
+import gc
+import threading
 from collections.abc import Iterator
 from typing import TypeVar
 
 _Value = TypeVar("_Value")
+_changing = threading.RLock()  # a handler of signals may come within it in the same thread
+_without_collector = 0  # the number of contexts of `no_garbage_collection`, in all threads
+_collects = True  # whether the collector was on before the first of these contexts
 
 
 @contextlib.contextmanager
@@ -31,3 +36,21 @@ def context_variable(variable: contextvars.ContextVar[_Value], value: _Value) ->
         yield
     finally:
         variable.reset(token)
+
+
+@contextlib.contextmanager
+def no_garbage_collection() -> Iterator[None]:
+    """A context in which Python's collector of reference cycles does not run, in any thread."""
+    global _without_collector, _collects
+    with _changing:
+        if not _without_collector:
+            _collects = gc.isenabled()
+        _without_collector += 1
+        gc.disable()
+    try:
+        yield
+    finally:
+        with _changing:
+            _without_collector -= 1
+            if not _without_collector and _collects:
+                gc.enable()

@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 
 import pytest
 
@@ -114,3 +116,22 @@ def test_a_silent_peer_is_an_error_after_the_timeout():
         assert "trained" not in output
         silent = f"worker 1 ({workers.addresses[1]}) was silent for longer than timeout_seconds=15"
         assert f"a sync failed because {silent}" in output
+
+
+ASKED_OFTEN = """
+import gc, threading
+from tfpara.cluster.status_board import main_frame
+for _ in range(3):
+    threading.Thread(target=threading.Event().wait, daemon=True).start()
+for number in range(500):
+    cycle = [threading.local()]  # as a graph of TensorFlow has it
+    cycle.append(cycle)
+    gc.set_threshold(1 + number % 7, 1, 1)
+    assert main_frame()
+assert gc.isenabled()
+"""
+
+
+def test_a_process_goes_on_where_garbage_is_collected_while_its_place_is_asked():
+    """Python 3.11 stands still if `_current_frames` starts a collection that ends a local."""
+    subprocess.run([sys.executable, "-c", ASKED_OFTEN], check=True, timeout=100)

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from types import FrameType
 
 from tfpara.cluster import parent
+from tfpara.cluster.status_board import main_frame
 
 _WATCH_SECONDS = 1.0
 _log = logging.getLogger(__name__)
@@ -117,7 +118,7 @@ def _end_if_stuck(stopped: threading.Event, patience: float, exit_code: int) -> 
     seen: tuple[FrameType | None, int] | None = None
     since = time.monotonic()
     while not stopped.wait(min(1.0, patience / _LOOKS)):
-        frame = sys._current_frames().get(threading.main_thread().ident or 0)
+        frame = main_frame()
         # As long as the main thread is stuck, each check finds the same frame and instruction.
         # `seen` keeps the frame object alive, so Python cannot use the object for another call.
         place = frame, frame.f_lasti if frame else 0

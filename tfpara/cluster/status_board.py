@@ -26,6 +26,7 @@ from tfpara.cluster import Cluster, failures, messages, ports, secret
 from tfpara.cluster.call_site import Purpose
 from tfpara.cluster.door import Door
 from tfpara.cluster.messages import Channel
+from tfpara.contexts import no_garbage_collection
 from tfpara.typing import Json
 
 _PURPOSE = "where"
@@ -93,9 +94,17 @@ def mute(table: Sequence[Row] | None, found: Cluster) -> str:
     return " and ".join(found.describe(rank) for rank, row in rows if not (row.text or row.waits))
 
 
+def main_frame() -> FrameType | None:
+    """Returns what the main thread runs now."""
+    # Python 3.11 holds a lock in this call, and makes objects. If that starts the collector, the
+    # end of a graph of TensorFlow can wait for the same lock, and the whole process stands still.
+    with no_garbage_collection():
+        return sys._current_frames().get(threading.main_thread().ident or 0)
+
+
 def line_of_script() -> str:
     """Returns the main thread's line in the user's script, as "file.py, line 3"; "" if unknown."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    frame = main_frame()
     return _innermost(reversed([*traceback.walk_stack(frame)])) if frame else ""
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import logging
 import threading
 import time
 from collections.abc import Iterator
+
+from tfpara.contexts import no_garbage_collection
 
 _POLL_SECONDS = 0.005
 # If a thread has to wait longer than `_STALLED_SECONDS` for the exclusive mode, the lock opens for
@@ -68,19 +69,16 @@ class SharedLock:
     @contextlib.contextmanager
     def exclusive(self) -> Iterator[None]:
         """A context in which no other thread holds the lock."""
-        collects = gc.isenabled()
-        try:
-            # The garbage collector might delete an iterator over data in this thread. The deletion
-            # waits for the iterator's Python functions. If these waited for a share of this lock,
-            # there would be a deadlock, so the collector is switched off.
-            gc.disable()
-            self._owner = threading.get_ident()
-            self._wait_for_the_others()
-            yield
-        finally:
-            self._closed, self._owner = False, 0
-            if collects:
-                gc.enable()
+        # The garbage collector might delete an iterator over data in this thread. The deletion
+        # waits for the iterator's Python functions. If these waited for a share of this lock, there
+        # would be a deadlock.
+        with no_garbage_collection():
+            try:
+                self._owner = threading.get_ident()
+                self._wait_for_the_others()
+                yield
+            finally:
+                self._closed, self._owner = False, 0
 
     def _wait_for_the_others(self) -> None:
         """Waits until no thread shares the lock, or patience ends."""
