@@ -74,6 +74,8 @@ def _open_if_empty(leaf: Nest) -> Nest:
 
 def after(structure: Nest) -> contextlib.AbstractContextManager[Any]:
     """Returns a context whose operations run only once the tensors of `structure` are computed."""
+    # Otherwise a step may count itself, and its optimizer may decay the weights, before the data
+    # turn out to be at their end.
     if tf.executing_eagerly():
         return contextlib.nullcontext()
     tensors = [t for t in tf.nest.flatten(structure, expand_composites=True) if tf.is_tensor(t)]

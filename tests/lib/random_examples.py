@@ -1,4 +1,4 @@
-"""How many random examples a test takes."""
+"""The number of random examples that a test takes."""
 
 import hypothesis
 

@@ -104,7 +104,8 @@ class Fit:
         epochs = min(epochs, _limit("max_epochs") or epochs)
         model = self.model
         model.stop_training = False
-        _check_validation(*validation)
+        validation_data, _, every = validation
+        _check_validation(validation_data, every)
         if isinstance(callbacks, keras.callbacks.CallbackList):
             callbacks.callbacks = fit_call.arranged(callbacks.callbacks)
         else:
@@ -369,7 +370,7 @@ def _minibatches(x: Data, batch_size: int | None) -> int:
     return -(-len(first) // (batch_size or 32)) if hasattr(first, "__len__") else 0
 
 
-def _check_validation(data: Data, _: int | None, every: object) -> None:
+def _check_validation(data: Data, every: object) -> None:
     if hasattr(data, "__next__"):
         raise TypeError(
             f"validation_data is a {type(data).__name__}, which gives its batches once, and fit "
