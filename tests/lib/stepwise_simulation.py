@@ -24,6 +24,7 @@ def simulate(
     device_period=None,
     devices=1,
     rounded=None,
+    replicated=False,
     within=None,
     **settings,
 ):
@@ -32,7 +33,8 @@ def simulate(
     delay: steps after which a sync is merged; with 0 training stops for the sync. runs: for each
     fragment the index of its first variable and that past its last one. devices: the number of
     replicas of a worker, which are averaged every device_period steps. rounded: a function that
-    rounds numbers as a format does; each replica then is a worker. within: a function of the list
+    rounds numbers as a format does; each replica then is a worker. replicated: whether each of these
+    workers keeps the whole global model. within: a function of the list
     of weights that puts them within their constraints, as is done with what replicas have after
     each step, mean or sync.
 
@@ -47,7 +49,7 @@ def simulate(
     local = np.array([start] * replicas)
     optimizers = [optimizer() for _ in range(replicas)]
     centers = [Global(kind, start[p], replicas, **settings) for p in pieces]
-    wires = [Wire(center, rounded) for center in centers]
+    wires = [Wire(center, rounded, replicated) for center in centers]
 
     def constrain():
         if within:
@@ -126,8 +128,8 @@ def merge(local, flight):
 class Wire:
     """The rounded exchange of one fragment: what replicas receive, and what rounding left out."""
 
-    def __init__(self, center, rounded):
-        self.center, self.rounded = center, rounded
+    def __init__(self, center, rounded, replicated):
+        self.center, self.rounded, self.replicated = center, rounded, replicated
         self.point = center.w.copy()
         self.errors = np.zeros((center.n, len(self.point)))
 
@@ -150,9 +152,19 @@ class Wire:
         # EASGD no sync does so: the rule W ← W + αN(w̄ − W) needs their mean, and the differences
         # are counted from what they had received.
         start = center.anchor if center.kind == "nesterov" else center.w
-        mean = (self.point if elastic else start) + arrived.sum(0)
+        moved = arrived.sum(0)
+        if self.replicated:
+            total, moved = moved, self.by_parts(moved)
+            owners = np.arange(len(total)) // -(-len(total) // center.n)
+            self.errors[owners, np.arange(len(total))] += total - moved
+            start = self.point
+        mean = (self.point if elastic else start) + moved
         new = center.step(list(local), mean, part)
-        self.point = self.point + self.by_parts((former if elastic else new[0]) - self.point)
+        target = former if elastic else new[0]
+        if self.replicated:
+            self.point = target.copy()
+        else:
+            self.point = self.point + self.by_parts(target - self.point)
         if elastic:
             return local - center.settings["alpha"] * (local - self.point)
         return np.array([self.point] * center.n)

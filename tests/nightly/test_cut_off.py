@@ -53,7 +53,7 @@ def two_networks():
 def test_one_side_goes_on_and_the_other_stops(two_networks, tmp_path):
     (here, there), cut = two_networks
     environment = {**os.environ, "TFPARA_SECRET": elastic_runs.SECRET, "TF_CPP_MIN_LOG_LEVEL": "3"}
-    options = {"epochs": 6, "step_seconds": 0.1, "silence_seconds": 2.0, "timeouts": TIMEOUTS}
+    options = {"epochs": 6, "step_seconds": 0.1, "silence_seconds": 2.0, "of_strategy": TIMEOUTS}
     options["log"] = str(tmp_path / "{pid}.jsonl")
     processes = []
 

@@ -124,7 +124,8 @@ def test_two_are_killed_at_once_and_one_goes_on(tmp_path):
 
 def test_a_sync_that_only_some_have_committed(tmp_path):
     # The others are at their next sync when they hear of it.
-    with elastic_runs.Run(tmp_path, 3, {1: ["commit", 2, "FAIL"]}, rule="tfpara.DiLoCo()") as run:
+    options = {"rule": "tfpara.DiLoCo()", "of_strategy": {"compression": "int4"}}
+    with elastic_runs.Run(tmp_path, 3, {1: ["commit", 2, "FAIL"]}, **options) as run:
         assert len(run.check([])) == 3
 
 
@@ -149,7 +150,17 @@ def test_a_worker_joins_where_epochs_end_unevenly(tmp_path):
 
 @pytest.mark.latest
 @pytest.mark.nightly_cases("options1")  # with its options: a spare that comes in within a block
-@pytest.mark.parametrize("options", [{"steps_per_execution": 4, "rule": "tfpara.EASGD()"}, MIXED])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {
+            "steps_per_execution": 4,
+            "rule": "tfpara.EASGD()",
+            "of_strategy": {"compression": "int8"},
+        },
+        MIXED,
+    ],
+)
 def test_a_worker_joins(options, tmp_path):
     faults = {0: ["step", 3, "SIGKILL"]}
     options = {**options, "epochs": 6, "holds": {"3": "len(tasks) > 2 or comes"}}

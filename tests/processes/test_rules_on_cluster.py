@@ -88,6 +88,9 @@ TRAININGS = {
     # XLA compiles each replica's step, and the smaller last minibatch anew.
     "compiled": Training(*BMUF, {**UNEVEN_TWICE, "jit_compile": True}),
     "int8": Training(BLOCK[0], None, {}, {**OVERLAPPED, "compression": "int8"}),
+    "int8-replicated": Training(
+        BLOCK[0], None, {}, {**FITTED, "compression": "int8", "aggregation": "replicated"}
+    ),
     "int4": Training(
         BLOCK[0],
         None,
@@ -100,7 +103,7 @@ TRAININGS = {
 # One of each way in which weights and reports travel.
 ON_HOROVOD = ("bsp-uneven", "bmuf-sharded", "easgd-uneven", "bmuf_adam", "all-at-once", "int8")
 # Also of replicas that one process simulates on as many devices.
-SIMULATED = ("bmuf-sharded", "easgd-overlap", "int8")
+SIMULATED = ("bmuf-sharded", "easgd-overlap", "int8", "int8-replicated")
 # Where only TensorFlow is another one.
 ON_EVERY_VERSION = ("bsp-uneven", "bmuf-sharded", "all-at-once")
 WEIGHTS = 4
@@ -276,7 +279,7 @@ def test_simulated_replicas_compute_what_real_workers_do(trained, name, backend)
 
 
 @pytest.mark.nightly_cases("int4*")  # in one process: test_error_feedback in test_syncs.py
-@pytest.mark.parametrize(("name", "backend"), cases("TF_CONFIG", ["int8", "int4"]))
+@pytest.mark.parametrize(("name", "backend"), cases("TF_CONFIG", ["int8", "int8-replicated", "int4"]))
 def test_few_bytes_are_sent_and_leave_equal_replicas(trained, name, backend):
     workers = trained(backend)[name]
     replicas = len(TRAININGS[name].options["minibatches"])
@@ -285,4 +288,5 @@ def test_few_bytes_are_sent_and_leave_equal_replicas(trained, name, backend):
         np.testing.assert_array_equal(each[f"replica{replica}_{i}"], each[f"replica0_{i}"])
     # Two legs to the other worker. Each is of half of the 89 weights, which fill a group of 256
     # numbers of a byte, or of 64 of half a byte; and a scale of 4 bytes.
-    assert workers[0]["bytes_sent"] == workers[0]["syncs"] * 2 * {"int8": 260, "int4": 36}[name]
+    bytes_of_half = {"int8": 260, "int8-replicated": 260, "int4": 36}[name]
+    assert workers[0]["bytes_sent"] == workers[0]["syncs"] * 2 * bytes_of_half

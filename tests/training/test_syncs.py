@@ -94,6 +94,7 @@ def check(
         delay=delay,
         runs=RUNS[fragments],
         rounded=None if exact else FORMATS.get(options.get("compression")),
+        replicated=options.get("aggregation") == "replicated",
         within=within,
         **devices,
         **settings,
@@ -197,14 +198,21 @@ def test_devices_of_a_worker_are_averaged_more_often(name, overlap):
 
 
 @pytest.mark.one_version
-@pytest.mark.nightly_cases("bmuf-int4-True", "easgd-int8-False")
+@pytest.mark.nightly_cases("bmuf-int4-True-sharded", "easgd-int8-False-sharded")
 @pytest.mark.quick
 @pytest.mark.parametrize(
-    ("name", "kind", "adam"),
-    [("bmuf", "int8", False), ("easgd", "int8", False), ("bmuf", "int4", True)],
+    ("name", "kind", "adam", "aggregation"),
+    [
+        ("bmuf", "int8", False, "sharded"),
+        ("easgd", "int8", False, "sharded"),
+        ("bmuf", "int4", True, "sharded"),
+        ("bmuf", "int4", True, "replicated"),
+        ("easgd", "int8", False, "replicated"),
+    ],
 )
-def test_error_feedback(name, kind, adam):
-    strategy, model = check(name, UNEVEN, compression=kind, adam=adam, atol=2e-5)
+def test_error_feedback(name, kind, adam, aggregation):
+    options = {"compression": kind, "aggregation": aggregation}
+    strategy, model = check(name, UNEVEN, adam=adam, atol=2e-5, **options)
     if name != "easgd":
         first, second = of_replicas(strategy, model)
         np.testing.assert_array_equal(first, second)
@@ -310,7 +318,6 @@ BAD = [
     ({"fragments": 0}, tfpara.BSP(), "fragments=0 must be a whole number, at least 1"),
     ({"fragments": 2}, tfpara.BMUFAdam(), "moments of a whole block"),
     ({"compression": "int3"}, tfpara.BSP(), "'int3' is not one of none, bf16, fp16, int8, int4"),
-    ({"compression": "int8", "aggregation": "replicated"}, tfpara.BSP(), "has none"),
     ({"compression": "int8"}, tfpara.BMUFAdam(), "sends the moments as they are"),
     ({"device_sync_period": 2}, tfpara.BSP(), "does not divide sync_period=3"),
     ({"device_sync_period": 0}, tfpara.BSP(), "device_sync_period=0 must be a whole number"),

@@ -82,7 +82,6 @@ class Settings:
         self._check_moments()
         self._check_local_state()
         self._check_overlap()
-        self._check_compression()
         self._check_device_period()
         self._check_balance()
         checked_nonfinite(self.nonfinite, self.nonfinite_share)
@@ -101,7 +100,6 @@ class Settings:
         apart = "belongs to workers of a fixed group: what one holds alone is lost with it."
         for name, refused, why in (
             ("aggregation", self.aggregation == "sharded", f"a part of the state {apart}"),
-            ("compression", self.compression != "none", f"what is still to be sent {apart}"),
             ("overlap", bool(self.overlap), f"a sync in the air {apart}"),
             ("fragments", self.fragments > 1, f"a sync of a part {apart}"),
             ("collectives", self.collectives == "horovod", "Horovod's groups cannot change."),
@@ -197,14 +195,6 @@ class Settings:
                 f"overlap={overlap} minibatches is longer than sync_period={self.sync_period}: a "
                 "sync must be merged before the next one begins. Give overlap=True or a smaller "
                 "number."
-            )
-
-    def _check_compression(self) -> None:
-        if self.compression != "none" and self.aggregation == "replicated":
-            raise ValueError(
-                f"compression={self.compression!r} sums rounded numbers at the owner of each part "
-                'of the model, and aggregation="replicated" has none. Give aggregation="sharded" '
-                'or "auto".'
             )
 
     def _check_device_period(self) -> None:

@@ -11,7 +11,7 @@ min_workers, grace_seconds, silence_seconds, max_workers, adam, norm (batch norm
 checkpoints (a directory), period (τ), every_syncs, validate, step_seconds, paces (seconds of a step
 by the rank at the start, in place of step_seconds), balance, width, callbacks (names), follows,
 scores (a CSV file: of three scores in each epoch),
-timeouts (of the strategy), arrays (`batch_size`: `fit` is given arrays, of a row each), kind (what
+of_strategy (more of its arguments), arrays (`batch_size`: `fit` is given arrays, of a row each), kind (what
 `fit` is given in place of arrays: one of `KINDS`, of the same rows), weights (a file for them),
 replay (a record: it is trained again, in this process),
 saves (a path: all save weights there, then the chief adds its task to PATH.chief, and all have the
@@ -399,7 +399,7 @@ def main():
         "callbacks": [],
         "follows": True,
         "scores": None,
-        "timeouts": {},
+        "of_strategy": {},
         "arrays": None,
         "kind": "arrays",
         "weights": None,
@@ -434,7 +434,7 @@ def main():
         rank = "replays"
     else:
         devices = [f"CPU:{k}" for k in range(devices)]
-        settings |= options["timeouts"]
+        settings |= options["of_strategy"]
         strategy = tfpara.PeriodicSyncStrategy(rule, devices=devices, **settings)
         # Each generation would optimise all graphs again.
         assert tf.config.optimizer.get_experimental_options()["disable_meta_optimizer"]

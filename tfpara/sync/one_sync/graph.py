@@ -19,7 +19,7 @@ import tensorflow as tf
 
 from tfpara.sync.one_sync import placement as aggregations
 from tfpara.sync.one_sync.block import Block
-from tfpara.sync.one_sync.compression import CompressedWire
+from tfpara.sync.one_sync.compression import wire_of
 from tfpara.sync.one_sync.consensus import Consensus, Part, Verdict
 from tfpara.sync.one_sync.global_state import GlobalState
 from tfpara.sync.one_sync.graph_ops import (
@@ -72,8 +72,8 @@ class SyncGraph:
         with tf.device(site.devices[0]):
             self.global_state = GlobalState(chosen, settings, replicas)
             self.compressed = None
-            if isinstance(chosen, aggregations.Sharded) and compression != "none":
-                self.compressed = CompressedWire(compression, chosen, replicas, self.global_state)
+            if compression != "none":
+                self.compressed = wire_of(compression, chosen, replicas, self.global_state)
             wire = self.compressed or PlainWire(chosen, replicas)
             self.averaging = Averaging(replicas, wire, self.global_state)
         self._with_reports = WithReports.of(chosen, replicas, self.whole)
@@ -264,7 +264,8 @@ class SyncGraph:
         together = self._with_reports
         wire = self.averaging.wire
         sent = wire.bytes_sent(fragment) if together is None else together.bytes_sent
-        self._bytes_sent.assign_add(float(sent + others))
+        sent, others = (tf.cast(number, tf.float64) for number in (sent, others))
+        self._bytes_sent.assign_add(sent + others)
         self.averaging.commit(arrival)
 
     def _commit_others(self, verdict: Verdict) -> tf.Tensor:
@@ -273,7 +274,8 @@ class SyncGraph:
             means = self.averaging.exchange_others(verdict.parts[-1].shares)
         with tf.control_dependencies(means):
             self.forget_waiting()
-            self._bytes_sent.assign_add(float(self.averaging.bytes_sent_of_others))
+            others = self.averaging.bytes_sent_of_others
+            self._bytes_sent.assign_add(tf.cast(others, tf.float64))
             self.averaging.commit_others(means)
         return tf.constant(0, tf.int64)
 

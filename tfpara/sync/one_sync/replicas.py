@@ -55,6 +55,13 @@ class Site(NamedTuple):
         """Returns N, and the index of this worker's first replica; in an elastic run as tensors."""
         return self.company.replicas_now(len(self.devices))
 
+    def workers_now(self) -> tuple[Scalar, Scalar]:
+        """Returns the number of workers, and this one's rank; in an elastic run as tensors."""
+        if not self.company.changes:
+            return self.collectives.size, self.collectives.rank
+        replicas, first = (tf.cast(number, tf.int64) for number in self.replicas_now())
+        return replicas // len(self.devices), first // len(self.devices)
+
     def first_replicas(self, replicas: int) -> Sequence[int]:
         """Returns for each worker the number of its first replica, among `replicas` in all."""
         unlike = self.company.unlike_devices

@@ -407,9 +407,7 @@ class Synchronizer:
         assign(self._variables.weights, [graph.replicas.constrained(weights)] * count)
         graph.averaging.start_moments()
         if graph.compressed is not None:
-            # A compressed sync sends the differences between the weights and its `points`. So the
-            # points must be set anew, too.
-            graph.compressed.set_points(graph.global_state.broadcast_point())
+            graph.compressed.start_from(graph.global_state.broadcast_point())
 
     def open_fragments(self, pending_samples: Sequence[tf.Tensor]) -> list[bool]:
         """Returns for each weight whether its fragment was trained since its last sync.

@@ -16,6 +16,7 @@ from tfpara.sync.one_sync.global_state import GlobalState, Update
 from tfpara.sync.one_sync.placement import Aggregation, Replicated, cut
 from tfpara.sync.one_sync.replicas import Buckets, Replicas
 from tfpara.sync.one_sync.state_vars import Kind, Slot
+from tfpara.typing import Scalar
 
 # The weights of a small model are sent together with the reports, so they need no all-reduce. A
 # model is small if the weights of all workers together have at most WITH_REPORTS_BYTES, and if a
@@ -185,11 +186,11 @@ class Averaging:
         return tf.sqrt(tf.add_n(squares) / tf.maximum(tf.add_n(norms), 1e-30))
 
     @property
-    def bytes_sent_of_others(self) -> int:
+    def bytes_sent_of_others(self) -> Scalar:
         """The number of bytes that this worker sends to others for state and slots."""
-        replicas, size = self._replicas, self._collectives.size
+        replicas = self._replicas
         elements = replicas.state_layout.num_elements + replicas.slot_layout.num_elements
-        return _all_reduce_bytes(elements, size)
+        return _all_reduce_bytes(elements, replicas.site.workers_now()[0])
 
 
 class PlainWire:
@@ -226,12 +227,12 @@ class PlainWire:
         name = f"{self._name}/broadcast/{fragment}"
         return self._aggregation.spread(broadcasts, name, buckets), []
 
-    def bytes_sent(self, fragment: int) -> int:
+    def bytes_sent(self, fragment: int) -> Scalar:
         """Returns the number of bytes that this worker sends in `gather` and `spread` together."""
         # A reduce-scatter and an all-gather together send as many bytes as an all-reduce. So the
         # number is the same for a sharded and a replicated model.
         elements = sum(self._replicas.layout.sizes[self._replicas.layout.variables[fragment]])
-        return _all_reduce_bytes(elements, self._collectives.size)
+        return _all_reduce_bytes(elements, self._replicas.site.workers_now()[0])
 
 
 class WithReports:
@@ -292,9 +293,9 @@ class WithReports:
         return 4 * self.elements * (self._workers - 1)
 
 
-def _all_reduce_bytes(elements: int, workers: int) -> int:
+def _all_reduce_bytes(elements: int, workers: Scalar) -> Scalar:
     """Returns the bytes that a worker sends in an all-reduce: 2 (N − 1)/N · 4 · elements."""
-    return round(4 * elements * 2 * (workers - 1) / workers)
+    return 8 * elements * (workers - 1) / workers
 
 
 def weighted(
