@@ -197,27 +197,31 @@ class Run:
         """How often each minibatch is in the global model, as the workers' logs say."""
         counts = {}
         for number in range(len(self.processes)):
-            pending = []
-            for event in self.events(number):
-                if event[0] == "trained":
-                    pending.append(event[1])
-                elif event[0] == "synced":
-                    for own in pending:
-                        counts[own] = counts.get(own, 0) + 1
-                    pending = []
-                elif event[0] == "dropped":
-                    pending = []
+            for own in self.divided(number)[0]:
+                counts[own] = counts.get(own, 0) + 1
         return counts
 
     def left_open(self, numbers):
         """What workers have trained last, and not synced as far as they know."""
-        found = set()
-        for number in numbers:
-            pending = []
-            for event in self.events(number):
-                if event[0] == "trained":
-                    pending.append(event[1])
-                elif event[0] in ("synced", "dropped"):
-                    pending = []
-            found.update(pending)
-        return found
+        return {own for number in numbers for own in self.divided(number)[1]}
+
+    def divided(self, number):
+        """What a worker has trained that is in the global model, and what it has trained last."""
+        synced, pending = [], []
+        flies = reopened = None  # how many of `pending` are in a sync beside the training
+        for event, *rest in self.events(number):
+            if event == "trained":
+                pending.append(rest[0])
+            elif event == "flies":
+                flies, reopened = len(pending), None
+            elif event == "reopens":
+                flies, reopened = None, flies
+            elif event in ("synced", "taken"):
+                sent = flies if event == "synced" else reopened
+                sent = len(pending) if sent is None else sent
+                synced += pending[:sent]
+                pending = pending[sent:] if event == "synced" else []
+                flies = reopened = None
+            elif event == "dropped":
+                pending, flies, reopened = [], None, None
+        return synced, pending

@@ -100,7 +100,6 @@ class Settings:
         apart = "belongs to workers of a fixed group: what one holds alone is lost with it."
         for name, refused, why in (
             ("aggregation", self.aggregation == "sharded", f"a part of the state {apart}"),
-            ("overlap", bool(self.overlap), f"a sync in the air {apart}"),
             ("fragments", self.fragments > 1, f"a sync of a part {apart}"),
             ("collectives", self.collectives == "horovod", "Horovod's groups cannot change."),
             ("communication", self.communication == "NCCL", "a worker that joins is left out."),

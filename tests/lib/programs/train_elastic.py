@@ -1,9 +1,11 @@
 """A worker of an elastic run, which may be killed or stopped at a place of the test's.
 
 It writes what it does, in order, to the file `log` (`{pid}` is replaced), a line of JSON each:
-`["trained", id]` for each minibatch (its id is epoch * 1000 + its number), `["synced"]` where what
-it has trained since the last such line is in the global model, `["dropped"]` where it will never
-be; `["generation", number]`, `["epoch", number, log, workers]`, and at the end
+`["trained", id]` for each minibatch (its id is epoch * 1000 + its number); `["flies"]` where a sync
+begins beside the training; `["synced"]` where what it has trained before that, or else until now,
+is in the global model; `["reopens"]` where such a sync has failed; `["taken"]` where it is in the
+model as another worker knows it, and what was trained after the failed sync will never be, like all
+of it at `["dropped"]`; `["generation", number]`, `["epoch", number, log, workers]`, and at the end
 `["end", hash of the weights, ...]`.
 
 Options (JSON): log, minibatches (of an epoch), epochs, devices, rule, steps_per_execution,
@@ -49,8 +51,10 @@ from tfpara.collectives import TensorFlowCollectives
 from tfpara.sync.elastic import company, connection, fit_again, rejoin
 from tfpara.sync.one_sync.block import Block
 from tfpara.sync.one_sync.consensus import Consensus
+from tfpara.sync.one_sync.flight import Flight
 from tfpara.sync.one_sync.global_state import GlobalState
 from tfpara.sync.one_sync.graph import SyncGraph
+from tfpara.sync.one_sync.overlap import Overlap
 from tfpara.sync.workers.meetings import Control
 
 PLACES = {
@@ -100,7 +104,7 @@ class Faults:
             return
         self.times -= 1
         if self.times == 0 and self.what == "FAIL":
-            raise tf.errors.UnavailableError(None, None, "a fault of the test")
+            raise tf.errors.UnavailableError(None, None, "Collective: a fault of the test")
         if self.times == 0:
             os.kill(os.getpid(), getattr(signal, self.what))
 
@@ -157,9 +161,9 @@ def install(faults, log):
     if faults.place == "checkpoint":
         faults.before(checkpoint_store.Store, "write_part", "checkpoint")
 
-    def given_up():
+    def known_as(event):
         # What a worker trains alone, before it joins, is in nobody's model.
-        return "dropped" if strategy.company.joining else "synced"
+        return "dropped" if strategy.company.joining else event
 
     become = connection.Connection.become
 
@@ -185,17 +189,29 @@ def install(faults, log):
 
     def noting(this, reports, committed, seconds):
         note(this, reports, committed, seconds)
-        tf.numpy_function(lambda number: log(given_up()) if number else None, [committed], [])
+        tf.numpy_function(lambda number: log(known_as("synced")) if number else None, [committed], [])
 
     SyncGraph.note = noting
     give_up = Block.give_up
 
     def giving_up(this):
         # What a worker that is behind has trained is in the state that it takes over.
-        log(given_up())
+        log(known_as("taken"))
         give_up(this)
 
     Block.give_up = giving_up
+    launch, reopen = Flight._launch, Overlap._reopen
+
+    def launching(this):
+        log("flies")
+        return launch(this)
+
+    def reopening(this):
+        if tf.executing_eagerly():
+            log("reopens")
+        reopen(this)
+
+    Flight._launch, Overlap._reopen = launching, reopening
     # As TensorFlow names an error of a function of Python's.
     for module in (company, fit_again, rejoin):
         module.LOST += (tf.errors.UnknownError,)

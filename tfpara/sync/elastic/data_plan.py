@@ -168,7 +168,7 @@ class DataPlan(EpochUnits):
         del steps
         if self._dealing:
             return round(self._dealing.minibatches(self.plan))
-        open_steps = sum(each.graph.block.trained for each in self._extended.models.synchronizers)
+        open_steps = sum(each.open_steps for each in self._extended.models.synchronizers)
         return self.trained() + open_steps * self.plan.size
 
     def total(self, steps: int | None) -> int:

@@ -244,7 +244,7 @@ class FitAgain:
                 block = self._synchronizer.graph.block
                 block.steps.assign(block.period - 1)
                 step.inner(self._alone)
-        self._synchronizer.finish_block()
+        self._synchronizer.rehearse()
         self._synchronizer.meet(0.0)
         _validate_once(model, self._given)
         self._synchronizer.graph.set_statistics(*before or [NO_SYNCS])
@@ -286,7 +286,7 @@ class FitAgain:
                 # The sync is run here, before Keras calls the callbacks of the step. So on all
                 # workers the callbacks see the sync after the same step.
                 if self._sync_is_due():
-                    self._synchronizer.graph.sync(tf.constant(True))
+                    self._synchronizer.act()
                 return {} if self._logs is None else self._logs
             except _Regrouped:
                 continue
@@ -304,11 +304,8 @@ class FitAgain:
             raise _Regrouped
 
     def _sync_is_due(self) -> bool:
-        """Returns whether the open block is complete."""
-        if not self._extended.models.synchronizers:
-            return False
-        block = self._synchronizer.graph.block
-        return int(block.steps) >= int(block.due())
+        """Returns whether the open block is complete, or a sync in flight is to be merged."""
+        return bool(self._extended.models.synchronizers) and self._synchronizer.is_due()
 
     def _meet_if_needed(self) -> None:
         """Meets the others if all have agreed to it in a sync, or if a member is lost.
@@ -324,10 +321,7 @@ class FitAgain:
             )
         self._connection.say_leaving()
         graph = self._synchronizer.graph
-        request, alike = graph.agreed()
-        # Members meet only if all of them have data left, or none has. While some members have data
-        # left, a member without data waits for them in a sync, and would not come to a meeting.
-        if request == Request.MEET and alike:
+        if graph.all_meet():
             graph.answered(Request.MEET)
             self._rejoin.meet(failed=False)
         elif self._connection.line.lost and self._extended.balance is None:
@@ -341,6 +335,11 @@ class FitAgain:
         if progress.epoch_is_closed:
             return True
         try:
+            self._synchronizer.merge()
+            if self._synchronizer.graph.all_meet():  # as the merged sync has agreed
+                self._synchronizer.graph.answered(Request.MEET)
+                self._rejoin.meet(failed=False)
+                return progress.epoch_is_closed
             self._synchronizer.finish_block()
         except LOST as error:
             _log.info("tfpara: the last sync of an epoch has failed: %s", in_short(error))

@@ -104,6 +104,8 @@ class Rejoin:
             # Outside of training steps, or when the epoch is closed, the members may have begun an
             # exchange. A newcomer could not take part in it, so none is admitted then.
             admits = self.progress.in_step and not self.progress.epoch_is_closed
+            for synchronizer in self.extended.models.synchronizers:
+                synchronizer.settle()
             form = self.connection.met(self.report(), failed, admits)
             failed = True
             if self._agree(form):

@@ -12,6 +12,7 @@ Each wait first puts the flight's end, if it is known, into the queue again: see
 from __future__ import annotations
 
 import atexit
+import re
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -21,8 +22,6 @@ import tensorflow as tf
 
 from tfpara.sync.one_sync.replicas import Buckets
 from tfpara.sync.one_sync.state_vars import Kind, Slot
-from tfpara.typing import Array
-
 # The values of `Flight.state`: no flight; a flight under way; a flight whose results have arrived.
 NONE, FLYING, LANDED = range(3)
 # When the program ends, it waits at most this long for the thread of a flight. If another worker
@@ -43,12 +42,12 @@ class Flight:
     """The thread of an overlapped sync, with the variables that it reads and writes.
 
     `fly` does the exchange, called in the thread. It reads `rows`, `fragment` and `snapshots`, and
-    writes `agreed`, `problem`, `arrived` and `committed`.
+    writes `agreed`, `trained`, `problem`, `arrived` and `committed`.
 
     Attributes:
         state: NONE, FLYING or LANDED.
         rows: this worker's reports, [local replicas, columns].
-        agreed: see `tfpara.sync.one_sync.reports.Decision`.
+        agreed, trained: see `tfpara.sync.one_sync.reports.Decision`.
         problem: the sentence that forbids the sync; "" if none does.
         committed: 1 if the sync was committed, else 0.
         snapshots: for each local replica the buckets of its weights when the flight started.
@@ -61,7 +60,7 @@ class Flight:
         devices: Sequence[str],
         sizes: Sequence[int],
         columns: int,
-        make: Callable[[Array, str], tf.Variable],
+        make: Callable[..., tf.Variable],
     ) -> None:
         self._fly = fly
         self._thread: threading.Thread | None = None
@@ -75,6 +74,7 @@ class Flight:
             self.committed = make(tf.zeros([], tf.int64), "flight_committed")
             self.rows = make(tf.zeros([len(devices), columns], tf.float64), "flight_rows")
             self.agreed = make(tf.zeros([3], tf.float64), "flight_agreed")
+            self.trained = make(tf.zeros([1], tf.int64), "flight_trained", [None])
             self.problem = make(tf.constant(""), "flight_problem")
         self.snapshots: list[list[tf.Variable]] = []
         self.arrived: list[list[tf.Variable]] = []
@@ -95,6 +95,11 @@ class Flight:
     def is_open(self) -> bool:
         """Whether a sync has begun and has not been merged."""
         return int(self.state) != NONE
+
+    @property
+    def was_cut_off(self) -> bool:
+        """Whether the thread has ended because a collective failed."""
+        return self._end is not None and re.fullmatch(OF_COLLECTIVE, self._end) is not None
 
     def start(
         self, rows: tf.Tensor, fragment: tf.Tensor, local: Sequence[Buckets], buckets: slice

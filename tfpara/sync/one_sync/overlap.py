@@ -28,13 +28,13 @@ class Overlap:
 
     def __init__(self, graph: SyncGraph, overlap: bool | int, site: Site) -> None:
         self._graph = graph
-        self._overlap = overlap
+        self._overlap, self._changes = overlap, site.company.changes
         self._flight_in_graph = tf.function(self._fly_step, autograph=False)
         sizes, columns = graph.replicas.layout.bucket_sizes, graph.consensus.columns.width
         self.flight = Flight(self._fly, site.devices, sizes, columns, site.make)
         self._land = NotInlined(self._land_step)
         self._merge = NotInlined(self._merge_step)
-        self._start = NotInlined(self._start_step)
+        self.start = NotInlined(self._start_step)
 
     def is_due(self, steps: tf.Tensor) -> tf.Tensor:
         """Returns whether `act` has something to do, `steps` steps after the last sync began."""
@@ -43,8 +43,12 @@ class Overlap:
     def act(self) -> None:
         """Merges a sync if that is due, then starts the next sync if that is due."""
         arrives, begins = self._due(self._graph.block.steps.read_value())
-        where(arrives, self.merge)
-        where(begins, self._start)
+        with tf.control_dependencies([where(arrives, self.merge)]):
+            if self._changes:
+                # Until the members have met, none may begin an exchange: one whose data have ended
+                # goes to the meeting without it.
+                begins &= ~self._graph.all_meet()
+            where(begins, self.start)
 
     def _due(self, steps: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         period = self._graph.block.period.read_value()
@@ -55,6 +59,18 @@ class Overlap:
     def await_landing(self) -> None:
         """Waits until the flight, if any, has landed; notes the decision of all workers."""
         self._stop_if(self._land())
+
+    def settle(self) -> None:
+        """Ends a flight whose exchange may have failed; called in an elastic run.
+
+        The result lands if this worker has it. Otherwise the block of the flight is open again, and
+        the next sync covers it, too.
+        """
+        self.flight.wait()
+        if self.flight.in_the_air and self.flight.was_cut_off:
+            self._reopen()
+        elif self.flight.in_the_air:
+            self.await_landing()
 
     def merge(self) -> None:
         """Waits for the flight, if there is one, and merges its results into the weights."""
@@ -93,6 +109,7 @@ class Overlap:
         # on to the training thread.
         verdict = graph.consensus.decide([reports])
         flight.agreed.assign(verdict.agreed)
+        flight.trained.assign(verdict.trained)
         flight.problem.assign(verdict.problem)
         committed = graph.of_fragment(
             flight.fragment,
@@ -115,6 +132,8 @@ class Overlap:
 
     def _stop_if(self, problem: tf.Tensor) -> None:
         """Raises the error that ended the flight, in the training thread."""
+        if tf.executing_eagerly() and self._changes and self.flight.was_cut_off:
+            raise tf.errors.AbortedError(None, None, problem.numpy().decode())
 
         # If a collective has failed, all later collectives fail with the same error. So another one
         # raises that error here, with its original type.
@@ -146,18 +165,20 @@ class Overlap:
         def landed() -> None:
             committed = flight.committed.read_value()
             graph.note(flight.agreed.read_value(), committed, tf.fill([2], waited))
+            graph.dealt.assign_add(flight.trained.read_value())
             flight.state.assign(tf.where(committed > 0, tf.constant(LANDED, tf.int64), NONE))
-
-        def forbidden() -> None:
-            # The reports forbid it on all workers, so the flight is over, and its block open again.
-            rows, columns = flight.rows.read_value(), graph.consensus.columns
-            graph.block.reopen(flight.fragment, rows[0, columns.steps], rows[:, columns.samples])
-            flight.state.assign(NONE)
 
         allowed = tf.equal(problem, "")
         where(allowed, landed)
-        where(~allowed, forbidden)
+        where(~allowed, self._reopen)  # the reports forbid it on all workers
         return problem
+
+    def _reopen(self) -> None:
+        """Drops a flight that has changed nothing; its block is open again."""
+        graph, flight = self._graph, self.flight
+        rows, columns = flight.rows.read_value(), graph.consensus.columns
+        graph.block.reopen(flight.fragment, rows[0, columns.steps], rows[:, columns.samples])
+        flight.state.assign(NONE)
 
     def _merge_step(self) -> tf.Tensor:
         graph, flight = self._graph, self.flight

@@ -87,6 +87,13 @@ class Synchronizer:
         elif self._device_period is not None:
             where(due, self._average_devices_if_due)
 
+    def is_due(self) -> bool:
+        """Returns whether a sync is due, or the merge of one in flight; for Python code."""
+        block = self.graph.block
+        if self._overlap is not None:
+            return bool(self._overlap.is_due(block.steps.read_value()))
+        return int(block.steps) >= int(block.due())
+
     def act(self) -> None:
         """Averages the local replicas if that is due; syncs all replicas if that is due."""
         with tf.device("CPU:0"):
@@ -118,12 +125,28 @@ class Synchronizer:
         """Closes the open block: takes part in syncs until every worker has called it."""
         if self._device_period is not None:
             self._average_devices()
+        self.merge()
         with self._watched():
-            if self._overlap is not None:
-                self._overlap.merge()
             while not bool(self.graph.sync(tf.constant(False))):
                 pass
             self._gather()
+
+    def rehearse(self) -> None:
+        """Runs a sync of this worker alone, so that TensorFlow sets up its functions."""
+        if self._overlap is not None:
+            self._overlap.start()
+        self.finish_block()
+
+    def merge(self) -> None:
+        """Merges a sync in flight, if there is one; every worker must call it."""
+        if self._overlap is not None:
+            with self._watched():
+                self._overlap.merge()
+
+    def settle(self) -> None:
+        """Ends a sync in flight, whether its exchange has succeeded or failed: `Overlap.settle`."""
+        if self._overlap is not None:
+            self._overlap.settle()
 
     def meet(self, number: float) -> list[float]:
         """Waits for a sync in flight, then exchanges a number; returns all workers' by rank."""
@@ -177,6 +200,15 @@ class Synchronizer:
     def in_flight(self) -> bool:
         """Whether a sync has begun and is not merged yet."""
         return self._overlap is not None and self._overlap.flight.is_open
+
+    @property
+    def open_steps(self) -> int:
+        """Minibatches of each replica that are in no sync that has ended, if the model is whole."""
+        steps = self.graph.block.trained
+        if self._overlap is not None and self._in_the_air:
+            rows = self._overlap.flight.rows.numpy()
+            steps += int(rows[0, self.graph.consensus.columns.steps.start])
+        return steps
 
     @property
     def sync_period(self) -> int | None:
