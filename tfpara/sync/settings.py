@@ -97,10 +97,11 @@ class Settings:
 
     def elastic(self) -> Settings:
         """Returns the settings for a run whose members change; ValueError: one needs fixed ones."""
-        apart = "belongs to workers of a fixed group: what one holds alone is lost with it."
+        alone = "the part of the state that a worker holds alone is lost with it."
+        partly = "what a lost worker has trained is in some fragments, and not in others."
         for name, refused, why in (
-            ("aggregation", self.aggregation == "sharded", f"a part of the state {apart}"),
-            ("fragments", self.fragments > 1, f"a sync of a part {apart}"),
+            ("aggregation", self.aggregation == "sharded", alone),
+            ("fragments", self.fragments > 1, partly),
             ("collectives", self.collectives == "horovod", "Horovod's groups cannot change."),
             ("communication", self.communication == "NCCL", "a worker that joins is left out."),
             ("balance", not isinstance(self.balance, bool), "a record is of a fixed group."),

@@ -56,7 +56,8 @@ class PeriodicSyncStrategy(tf.distribute.MultiWorkerMirroredStrategy, ForCallbac
             SGD, and β₁ of Adam, to fit into the block: two long momenta together are unstable.
         aggregation: "replicated": every worker keeps the whole global model and averages.
             "sharded": every replica keeps 1/N of them (paper 000, section 3.2). "auto": sharded
-            with `compression`, and if there are several replicas and the model has 16 MiB or more.
+            with `compression`, and if there are several replicas and the model has 16 MiB or more;
+            never with `elastic`.
             For three or more workers without NCCL, and for two with Horovod over Gloo, a sharded
             sync takes longer on a slow link: there "auto" shards only models from 1 GiB on.
         devices: this worker's devices, e.g. `["CPU:0", "CPU:1"]`; others may have more, fewer, or

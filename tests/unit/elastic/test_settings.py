@@ -30,7 +30,6 @@ def test_numbers_outside_their_range(options, sentence):
     "options,sentence",
     [
         ({"aggregation": "sharded"}, "aggregation='sharded' and elastic= contradict"),
-        ({"overlap": True}, "overlap=True and elastic= contradict"),
         ({"fragments": 2}, "fragments=2 and elastic= contradict"),
         ({"collectives": "horovod"}, "collectives='horovod' and elastic= contradict"),
         ({"communication": "NCCL"}, "communication='NCCL' and elastic= contradict"),
