@@ -33,10 +33,9 @@ def simulate(
     delay: steps after which a sync is merged; with 0 training stops for the sync. runs: for each
     fragment the index of its first variable and that past its last one. devices: the number of
     replicas of a worker, which are averaged every device_period steps. rounded: a function that
-    rounds numbers as a format does; each replica then is a worker. replicated: whether each of these
-    workers keeps the whole global model. within: a function of the list
-    of weights that puts them within their constraints, as is done with what replicas have after
-    each step, mean or sync.
+    rounds numbers as a format does; each replica then is a worker. replicated: whether each of
+    these workers keeps the whole global model. within: a function of the list of weights that puts
+    them within their constraints, as is done with what replicas have after each step, mean or sync.
 
     Returns: flat local models, the flat global model and look-ahead point (without constraints),
     mean loss of the last epoch.

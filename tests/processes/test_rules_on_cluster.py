@@ -279,7 +279,9 @@ def test_simulated_replicas_compute_what_real_workers_do(trained, name, backend)
 
 
 @pytest.mark.nightly_cases("int4*")  # in one process: test_error_feedback in test_syncs.py
-@pytest.mark.parametrize(("name", "backend"), cases("TF_CONFIG", ["int8", "int8-replicated", "int4"]))
+@pytest.mark.parametrize(
+    ("name", "backend"), cases("TF_CONFIG", ["int8", "int8-replicated", "int4"])
+)
 def test_few_bytes_are_sent_and_leave_equal_replicas(trained, name, backend):
     workers = trained(backend)[name]
     replicas = len(TRAININGS[name].options["minibatches"])

@@ -13,8 +13,8 @@ min_workers, grace_seconds, silence_seconds, max_workers, adam, norm (batch norm
 checkpoints (a directory), period (τ), every_syncs, validate, step_seconds, paces (seconds of a step
 by the rank at the start, in place of step_seconds), balance, width, callbacks (names), follows,
 scores (a CSV file: of three scores in each epoch),
-of_strategy (more of its arguments), arrays (`batch_size`: `fit` is given arrays, of a row each), kind (what
-`fit` is given in place of arrays: one of `KINDS`, of the same rows), weights (a file for them),
+of_strategy (more of its arguments), arrays (`batch_size`: `fit` is given arrays, of a row each),
+kind (what `fit` is given in place of arrays: one of `KINDS`, of the same rows), weights (a file),
 replay (a record: it is trained again, in this process),
 saves (a path: all save weights there, then the chief adds its task to PATH.chief, and all have the
 chief write PATH.all), plain (no `tfpara.run`: "ends" as a script does, "raises" an error there, or
@@ -189,7 +189,9 @@ def install(faults, log):
 
     def noting(this, reports, committed, seconds):
         note(this, reports, committed, seconds)
-        tf.numpy_function(lambda number: log(known_as("synced")) if number else None, [committed], [])
+        tf.numpy_function(
+            lambda number: log(known_as("synced")) if number else None, [committed], []
+        )
 
     SyncGraph.note = noting
     give_up = Block.give_up

@@ -298,7 +298,7 @@ class ShardedWire(CompressedWire):
         received = broadcast_to_devices([value for _, value in kept], self._replicas.devices)
         return received, kept
 
-    def bytes_sent(self, fragment: int) -> int:
+    def bytes_sent(self, fragment: int) -> Scalar:
         size = self._collectives.size
         lengths = [e.shape[0] for e in self._errors[0][self._replicas.layout.buckets[fragment]]]
         words = sum(words_of(length // (size * self._rows), self._kind) for length in lengths)
@@ -345,7 +345,9 @@ class ReplicatedWire(CompressedWire):
             for source, device in enumerate(self._sources):
                 with tf.device(device):
                     place = [[rank * self._rows + source]]
-                    error = tf.tensor_scatter_nd_add(left[source][k], place, own[source][tf.newaxis])
+                    error = tf.tensor_scatter_nd_add(
+                        left[source][k], place, own[source][tf.newaxis]
+                    )
                     error = tf.reshape(error, [-1])[:size]
                     kept.append((self._errors[source][buckets][k], error))
         return [means], kept
@@ -358,10 +360,10 @@ class ReplicatedWire(CompressedWire):
         return received, list(zip(points, received[0], strict=True))
 
     def bytes_sent(self, fragment: int) -> Scalar:
-        workers, words = self._replicas.site.workers_now()[0], 0
-        for point in self.points[self._replicas.layout.buckets[fragment]]:
-            words += words_of(-(-point.shape[0] // (workers * self._rows)), self._kind)
-        return 8 * (workers - 1) * words
+        workers = self._replicas.site.workers_now()[0]
+        sizes = [b.shape[0] for b in self.points[self._replicas.layout.buckets[fragment]]]
+        words = [words_of(-(-size // (workers * self._rows)), self._kind) for size in sizes]
+        return 8 * (workers - 1) * sum(words)
 
     def start_from(self, buckets: Buckets) -> None:
         # The points stay: any are right, if they are the same on all workers. The error is dropped,

@@ -22,6 +22,7 @@ import tensorflow as tf
 
 from tfpara.sync.one_sync.replicas import Buckets
 from tfpara.sync.one_sync.state_vars import Kind, Slot
+
 # The values of `Flight.state`: no flight; a flight under way; a flight whose results have arrived.
 NONE, FLYING, LANDED = range(3)
 # When the program ends, it waits at most this long for the thread of a flight. If another worker
