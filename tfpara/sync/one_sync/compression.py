@@ -105,9 +105,10 @@ def decode(words: tf.Tensor, length: Scalar, kind: str) -> tf.Tensor:
 
 def _shape(rows: tf.Tensor) -> tuple[Scalar, Scalar]:
     """Returns the number of rows and their length, as tensors where the graph is built for any."""
-    if rows.shape.is_fully_defined():
-        return tuple(rows.shape)
-    return tuple(tf.unstack(tf.shape(rows, tf.int64)))
+    count, length = rows.shape
+    if count is None or length is None:
+        count, length = tf.unstack(tf.shape(rows, tf.int64))
+    return count, length
 
 
 def words_of(length: Scalar, kind: str) -> Scalar:
@@ -338,8 +339,8 @@ class ReplicatedWire(CompressedWire):
                 words = encode(summed, self._kind)
                 own = summed - decode(words, length, self._kind)
                 name = f"{self._name}/means/{fragment}/{k}"
-                words = self._collectives.all_gather(words, name)
-                words = tf.reshape(words, [-1, _shape(words)[-1]])
+                gathered = self._collectives.all_gather(words, name)
+                words = tf.reshape(gathered, [-1, _shape(words)[1]])
                 moved = tf.reshape(decode(words, length, self._kind), [-1])
                 means.append(point + moved[:size])
             for source, device in enumerate(self._sources):
