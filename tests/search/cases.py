@@ -101,7 +101,7 @@ def draw(seed: int, number: int, workers: int, devices: int) -> Case:
         fragments=fragments,
         compression=compression,
         device_sync_period=device_period,
-        aggregation="auto" if compression != "none" else pick("sharded", "replicated"),
+        aggregation=pick("sharded", "replicated"),
         averages=averages,
         weighted=pick("no", "no", "rows", "sum"),
         decay=pick(0.0, 0.0, 0.05),

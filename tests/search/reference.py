@@ -372,10 +372,18 @@ class Wire:
         self.errors = x - q
         former = centre.w.copy()
         elastic = case.rule == "easgd"
-        mean = (self.received if elastic else centre.point) + q.sum(0)
-        centre.sync(local, mean, f)
+        moved, point = q.sum(0), self.received if elastic else centre.point
+        if case.aggregation == "replicated":
+            r, point = self.rounded(moved), self.received
+            owners = np.arange(len(r)) // -(-len(r) // case.workers)  # of each element
+            self.errors[owners, np.arange(len(r))] += moved - r
+            moved = r
+        centre.sync(local, point + moved, f)
         target = former if elastic else centre.point
-        self.received = self.received + self.rounded(target - self.received)
+        if case.aggregation == "replicated":
+            self.received = target.copy()
+        else:
+            self.received = self.received + self.rounded(target - self.received)
         if elastic:
             alpha = case.rule_options.get("elasticity") or 0.9 / case.replicas
             return local - alpha * (local - self.received)

@@ -132,7 +132,7 @@ class Overlap:
 
     def _stop_if(self, problem: tf.Tensor) -> None:
         """Raises the error that ended the flight, in the training thread."""
-        if tf.executing_eagerly() and self._changes and self.flight.was_cut_off:
+        if self._changes and tf.executing_eagerly() and problem.numpy() and self.flight.was_cut_off:
             raise tf.errors.AbortedError(None, None, problem.numpy().decode())
 
         # If a collective has failed, all later collectives fail with the same error. So another one
