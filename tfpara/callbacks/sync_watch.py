@@ -7,7 +7,6 @@ from collections.abc import Callable
 import keras
 
 from tfpara.sync.one_sync.statistics import Agreement
-from tfpara.sync.one_sync.synchronizer import Synchronizer
 
 
 class SyncWatch:
@@ -40,7 +39,7 @@ class SyncWatch:
         """
         strategy = model.distribute_strategy
         if strategy.blocks_differ:
-            return self._after_any(strategy.synchronizer_of(model), needed)
+            return self._after_any(model, needed)
         steps, period = batch + 1, strategy.sync_period
         if strategy.blocks_closed != self._closed:
             # A callback has closed the block on all workers, either after this batch or after the
@@ -52,7 +51,7 @@ class SyncWatch:
             return None
         synchronizer = strategy.synchronizer_of(model)
         agreement = synchronizer.agreement()
-        if agreement.block_open or not agreement.all_running:
+        if not _is_of_all(agreement):
             return None
         self._anchor = steps
         if not needed(agreement):
@@ -61,10 +60,20 @@ class SyncWatch:
         return agreement if agreement.all_running else None
 
     def _after_any(
-        self, synchronizer: Synchronizer, needed: Callable[[Agreement], bool]
+        self, model: keras.Model, needed: Callable[[Agreement], bool]
     ) -> Agreement | None:
         """Does the work of `after_batch` if blocks have different lengths."""
+        strategy = model.distribute_strategy
+        synchronizer = strategy.synchronizer_of(model)
         agreement = synchronizer.agreement()
         new, self._syncs = agreement.syncs != self._syncs, agreement.syncs
-        closed = new and not agreement.block_open and agreement.all_running
-        return agreement if closed and needed(agreement) else None
+        if not (new and _is_of_all(agreement) and needed(agreement)):
+            return None
+        agreement = strategy.company.land(synchronizer)
+        self._syncs = agreement.syncs
+        return agreement if _is_of_all(agreement) else None
+
+
+def _is_of_all(agreement: Agreement) -> bool:
+    """Returns whether all workers are at a sync, and have data left."""
+    return agreement.all_running and not agreement.block_open

@@ -23,6 +23,7 @@ from tfpara.sync.elastic.fit_again import FitAgain
 from tfpara.sync.elastic.rejoin import Rejoin
 from tfpara.sync.keras.fit_arguments import deal_out
 from tfpara.sync.one_sync.sized_rule import check_sizes
+from tfpara.sync.one_sync.statistics import Agreement
 from tfpara.sync.one_sync.synchronizer import Synchronizer
 from tfpara.sync.tensorflow.extended import PeriodicSyncExtended
 from tfpara.sync.workers.company import Company, Fit
@@ -163,6 +164,14 @@ class Elastic(Company):
         # ended may take part in this sync for another purpose.
         del purpose
         self.together(synchronizer.finish_block)
+
+    def land(self, synchronizer: Synchronizer) -> Agreement:
+        try:
+            return synchronizer.land()
+        except LOST as error:
+            _log.info("tfpara: a sync has failed: %s", in_short(error))
+            self._rejoin.meet(failed=True)
+            return synchronizer.agreement()
 
     def finish_blocks(self, purpose: Purpose) -> None:
         if not self.joining and not self._rejoin.progress.epoch_is_closed:

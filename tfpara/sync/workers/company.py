@@ -121,6 +121,10 @@ class Company(CompanyBase):
         with self._extended.call_site.meeting(purpose):
             synchronizer.finish_block()
 
+    def land(self, synchronizer: Any) -> Any:
+        """All: waits for a sync in flight; returns what all workers have agreed on."""
+        return synchronizer.land()
+
     def finish_blocks(self, purpose: Purpose) -> None:
         """All: closes the open blocks of all models."""
         synchronizers = self._extended.models.in_turn()
