@@ -321,7 +321,10 @@ class FitAgain:
             )
         self._connection.say_leaving()
         graph = self._synchronizer.graph
-        if graph.all_meet():
+        request, alike = graph.agreed()
+        # Members meet only if all of them have data left, or none has. While some members have data
+        # left, a member without data waits for them in a sync, and would not come to a meeting.
+        if request == Request.MEET and alike:
             graph.answered(Request.MEET)
             self._rejoin.meet(failed=False)
         elif self._connection.line.lost and self._extended.balance is None:
@@ -335,11 +338,6 @@ class FitAgain:
         if progress.epoch_is_closed:
             return True
         try:
-            self._synchronizer.merge()
-            if self._synchronizer.graph.all_meet():  # as the merged sync has agreed
-                self._synchronizer.graph.answered(Request.MEET)
-                self._rejoin.meet(failed=False)
-                return progress.epoch_is_closed
             self._synchronizer.finish_block()
         except LOST as error:
             _log.info("tfpara: the last sync of an epoch has failed: %s", in_short(error))

@@ -49,6 +49,7 @@ class Flight:
         state: NONE, FLYING or LANDED.
         rows: this worker's reports, [local replicas, columns].
         agreed, trained: see `tfpara.sync.one_sync.reports.Decision`.
+        stops: whether training stops for the next sync, which is then no flight.
         problem: the sentence that forbids the sync; "" if none does.
         committed: 1 if the sync was committed, else 0.
         snapshots: for each local replica the buckets of its weights when the flight started.
@@ -76,6 +77,7 @@ class Flight:
             self.rows = make(tf.zeros([len(devices), columns], tf.float64), "flight_rows")
             self.agreed = make(tf.zeros([3], tf.float64), "flight_agreed")
             self.trained = make(tf.zeros([1], tf.int64), "flight_trained", [None])
+            self.stops = make(tf.constant(False), "flight_stops")
             self.problem = make(tf.constant(""), "flight_problem")
         self.snapshots: list[list[tf.Variable]] = []
         self.arrived: list[list[tf.Variable]] = []

@@ -328,16 +328,6 @@ class SyncGraph:
         request, running, replicas = self._agreed.numpy()
         return Request(int(request)), int(running) in (0, int(replicas))
 
-    def all_meet(self) -> tf.Tensor:
-        """Returns whether the last sync has agreed that all members of an elastic run meet.
-
-        They meet only if all of them have data left, or none has. While some members have data
-        left, a member without data waits for them in a sync, and would not come to a meeting.
-        """
-        request, running, replicas = tf.unstack(self._agreed.read_value(), num=3)
-        alike = (running == 0.0) | (running == replicas)
-        return (request == float(Request.MEET)) & alike
-
     def answered(self, *requests: Request) -> None:
         """Forgets this worker's request and the agreed one, each if it is among `requests`."""
         if int(self.consensus.request) in requests:

@@ -15,7 +15,7 @@ from tfpara.sync.one_sync.flight import FLYING, LANDED, NONE, OF_COLLECTIVE, Fli
 from tfpara.sync.one_sync.graph import SyncGraph, if_any
 from tfpara.sync.one_sync.graph_ops import NotInlined, now, on_host, where
 from tfpara.sync.one_sync.replicas import Site
-from tfpara.sync.one_sync.reports import stop_if
+from tfpara.sync.one_sync.reports import Request, stop_if
 from tfpara.sync.one_sync.weight_exchange import phase
 
 
@@ -44,11 +44,15 @@ class Overlap:
         """Merges a sync if that is due, then starts the next sync if that is due."""
         arrives, begins = self._due(self._graph.block.steps.read_value())
         with tf.control_dependencies([where(arrives, self.merge)]):
+            stops = self.flight.stops.read_value()
+            where(begins & ~stops, self.start)
             if self._changes:
-                # Until the members have met, none may begin an exchange: one whose data have ended
-                # goes to the meeting without it.
-                begins &= ~self._graph.all_meet()
-            where(begins, self.start)
+                where(begins & stops, self._sync)
+
+    def _sync(self) -> None:
+        """Runs a sync for which training stops."""
+        self.flight.stops.assign(False)
+        self._graph.sync(tf.constant(True))
 
     def _due(self, steps: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         period = self._graph.block.period.read_value()
@@ -67,6 +71,7 @@ class Overlap:
         the next sync covers it, too.
         """
         self.flight.wait()
+        self.flight.stops.assign(False)
         if self.flight.in_the_air and self.flight.was_cut_off:
             self._reopen()
         elif self.flight.in_the_air:
@@ -164,7 +169,14 @@ class Overlap:
 
         def landed() -> None:
             committed = flight.committed.read_value()
-            graph.note(flight.agreed.read_value(), committed, tf.fill([2], waited))
+            agreed = flight.agreed.read_value()
+            if self._changes:
+                # Members of an elastic run meet after a sync for which training stops, since then
+                # none is in a sync, and their blocks are closed. So the next sync is such a one.
+                meets = (agreed[0] == float(Request.MEET)) & (agreed[1] == agreed[2])
+                flight.stops.assign(meets)
+                agreed = tf.where(meets, agreed * [0.0, 1.0, 1.0], agreed)
+            graph.note(agreed, committed, tf.fill([2], waited))
             graph.dealt.assign_add(flight.trained.read_value())
             flight.state.assign(tf.where(committed > 0, tf.constant(LANDED, tf.int64), NONE))
 

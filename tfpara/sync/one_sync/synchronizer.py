@@ -125,8 +125,9 @@ class Synchronizer:
         """Closes the open block: takes part in syncs until every worker has called it."""
         if self._device_period is not None:
             self._average_devices()
-        self.merge()
         with self._watched():
+            if self._overlap is not None:
+                self._overlap.merge()
             while not bool(self.graph.sync(tf.constant(False))):
                 pass
             self._gather()
@@ -136,12 +137,6 @@ class Synchronizer:
         if self._overlap is not None:
             self._overlap.start()
         self.finish_block()
-
-    def merge(self) -> None:
-        """Merges a sync in flight, if there is one; every worker must call it."""
-        if self._overlap is not None:
-            with self._watched():
-                self._overlap.merge()
 
     def settle(self) -> None:
         """Ends a sync in flight, whether its exchange has succeeded or failed: `Overlap.settle`."""
