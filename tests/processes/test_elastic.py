@@ -18,6 +18,7 @@ from tests.lib.launched import Launched, launch
 from tfpara.elastic.meeting import ADDRESS
 
 KILLED, AGAIN = -signal.SIGKILL, 75
+OVERLAPPED = {"overlap": True, "compression": "int8"}
 MIXED = {"devices": 2, "adam": True, "norm": True, "dropout": True, "rule": "tfpara.BMUF()"}
 
 
@@ -116,15 +117,18 @@ def test_a_spare_comes_in_within_a_block(options, tmp_path):
 
 
 @pytest.mark.nightly
-def test_two_are_killed_at_once_and_one_goes_on(tmp_path):
+@pytest.mark.parametrize("overlap", [False, True, 1])
+def test_two_are_killed_at_once_and_one_goes_on(overlap, tmp_path):
     faults = {0: ["step", 8, "SIGKILL"], 2: ["step", 8, "SIGKILL"]}
-    with elastic_runs.Run(tmp_path, 3, faults, **MIXED) as run:
+    options = {**MIXED, "of_strategy": {"overlap": overlap}}
+    with elastic_runs.Run(tmp_path, 3, faults, **options) as run:
         assert len(run.check([KILLED, KILLED])) == 1
 
 
-def test_a_sync_that_only_some_have_committed(tmp_path):
+@pytest.mark.parametrize("of_strategy", [{"compression": "int4"}, OVERLAPPED])
+def test_a_sync_that_only_some_have_committed(of_strategy, tmp_path):
     # The others are at their next sync when they hear of it.
-    options = {"rule": "tfpara.DiLoCo()", "of_strategy": {"compression": "int4"}}
+    options = {"rule": "tfpara.DiLoCo()", "of_strategy": of_strategy}
     with elastic_runs.Run(tmp_path, 3, {1: ["commit", 2, "FAIL"]}, **options) as run:
         assert len(run.check([])) == 3
 
@@ -156,7 +160,7 @@ def test_a_worker_joins_where_epochs_end_unevenly(tmp_path):
         {
             "steps_per_execution": 4,
             "rule": "tfpara.EASGD()",
-            "of_strategy": {"compression": "int8"},
+            "of_strategy": OVERLAPPED,
         },
         MIXED,
     ],
@@ -244,9 +248,11 @@ def test_all_workers_are_stopped_for_a_while_and_go_on(tmp_path):
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize("of_strategy", [{}, OVERLAPPED], ids=["plain", "overlapped"])
 @pytest.mark.parametrize("ask", ["lose", "terminate"])
-def test_too_few_write_a_checkpoint_and_others_go_on_from_it(ask, tmp_path):
+def test_too_few_write_a_checkpoint_and_others_go_on_from_it(ask, of_strategy, tmp_path):
     options = {"checkpoints": str(tmp_path / "run"), "epochs": 4, "step_seconds": 0.05}
+    options["of_strategy"] = of_strategy
     fewest = {"min_workers": 2, "grace_seconds": 0.5}
     faults = {0: ["step", 9, "SIGKILL"]} if ask == "lose" else {}
     with elastic_runs.Run(tmp_path, 2, faults, **options, **fewest) as run:
