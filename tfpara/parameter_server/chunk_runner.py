@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import tensorflow as tf
 
 from tfpara.parameter_server.exchange import Exchange
@@ -184,11 +185,12 @@ class _LocalModel:
         self._count, start = len(weights), work.optimizer_start
         self._tables = {self._count + k: table for k, table in work.slots_by_rows.items()}
         self._shapes = [*(v.shape for v in weights), *(value.shape for value in start)]
-        # In an optimizer slot of a table, all rows begin with the same values, because tables of
-        # other optimizers are not trained by rows (`step_of_rows`). So the graph holds only one
-        # row, and `read` repeats it.
+        # These tensors are sent to the worker with each chunk. So a slot whose elements begin
+        # equal, as most do, is sent as one number, and `read` repeats it. In a slot of a table, all
+        # rows begin equal, because tables of other optimizers are not trained by rows
+        # (`step_of_rows`).
         self._start = [
-            tf.convert_to_tensor(value[:1] if k in work.slots_by_rows else value)
+            tf.convert_to_tensor(_short(value[:1] if k in work.slots_by_rows else value))
             for k, value in enumerate(start)
         ]
         self._types = [*(tf.as_dtype(v.dtype) for v in weights), *(v.dtype for v in self._start)]
@@ -253,3 +255,9 @@ class _LocalModel:
 
 def _assign(handle: tf.Tensor, value: tf.Tensor) -> tf.Operation:
     return tf.raw_ops.AssignVariableOp(resource=handle, value=value)
+
+
+def _short(value: np.ndarray) -> np.ndarray:
+    """Returns an array; if all its elements are equal, one of them."""
+    one = value.ravel()[:1]
+    return one.reshape(()) if one.size and (value == one).all() else value

@@ -19,6 +19,10 @@ from tfpara.parameter_server.worker_step import WorkerStep
 from tfpara.parameter_server.workers import Workers
 from tfpara.typing import Nest
 
+# A weight is sent to another process in one protocol buffer, which can have at most 2 GB. This
+# limit keeps a margin for the other fields of the message.
+LARGEST_BYTES = (1 << 31) - (1 << 20)
+
 
 class Trained(NamedTuple):
     """What belongs to one trained model."""
@@ -88,6 +92,8 @@ class Models(dict[keras.Model, Trained]):
 
     def _created(self, model: keras.Model, spec: Nest) -> Trained:
         rule, optimizer = self.rule, model.optimizer
+        if not self.workers.is_simulated:
+            _check_sizes(model)
         if isinstance(rule, AsyncBMUF) and is_normalised(optimizer):
             rule = rule.for_optimizer(memory_can_change(optimizer) or not memory_of(optimizer))
             if rule != self.rule:
@@ -107,3 +113,14 @@ class Models(dict[keras.Model, Trained]):
             work.tables.lazy,
         )
         return Trained(server, work, ChiefModel(model, server, work))
+
+
+def _check_sizes(model: keras.Model) -> None:
+    for variable in model.variables:
+        size = variable.value.shape.num_elements() * variable.value.dtype.size
+        if size > LARGEST_BYTES:
+            raise ValueError(
+                f"{variable.path!r} has {size / 2**30:.1f} GB, and a weight that is sent to other "
+                "processes must have less than 2 GB. Divide it into several weights: for an "
+                "Embedding, make several tables and concatenate their outputs."
+            )

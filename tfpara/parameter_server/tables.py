@@ -188,10 +188,10 @@ class Tables:
         layers = [(index, layer) for index in indices for layer in self._layers[index]]
 
         def call_of(index: int, layer: keras.layers.Embedding) -> Callable[[Nest], tf.Tensor]:
-            original = layer.call
+            original, rows = layer.call, self._model.trainable_variables[index].shape[0]
 
             def call(inputs: Nest) -> tf.Tensor:
-                ids = replaced(index, _as_ids(inputs, layer.input_dim))
+                ids = replaced(index, _as_ids(inputs, rows))
                 with attributes(self, _looking=True):
                     return original(ids)
 

@@ -175,8 +175,12 @@ class WorkerStep:
 
     def read_frozen(self) -> None:
         """Reads the present frozen weights and integer variables, for graphs made later."""
-        self.frozen_values = [v.numpy() for v in self.frozen]
-        self._own_values = [self._fixed.get(id(v), v.numpy()) for v in self._own]
+        # These are tensors, because each graph would hold copies of arrays. A tensor shares the
+        # memory of the chief's variable, and is sent to a worker with each chunk.
+        self.frozen_values = [tf.convert_to_tensor(v.value) for v in self.frozen]
+        self._own_values = [
+            self._fixed.get(id(v), tf.convert_to_tensor(v.value)) for v in self._own
+        ]
 
     @property
     def optimizer_start(self) -> list[np.ndarray]:
@@ -353,8 +357,7 @@ class WorkerStep:
         """Returns the scope in which these tensors take the place of the model's variables."""
         weighed = [*self.weights, *self.frozen]
         variables = [*weighed, *self.state, *self._own, *self._metrics]
-        frozen = map(tf.convert_to_tensor, self.frozen_values)
-        values = [*weights, *frozen, *state, *own, *metrics]
+        values = [*weights, *self.frozen_values, *state, *own, *metrics]
         tables = {id(self.weights[k]): (k, weights[k]) for k in self.tables.known}
         pairs = zip(variables, values, strict=True)
         mapping = [(v, value) for v, value in pairs if id(v) not in tables]

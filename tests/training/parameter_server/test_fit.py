@@ -8,6 +8,7 @@ import pytest
 import tensorflow as tf
 
 import tfpara
+from tfpara.parameter_server import models
 
 X = np.random.default_rng(0).normal(size=(96, 6)).astype("float32")
 Y = (X @ np.random.default_rng(1).normal(size=(6, 3))).argmax(1)
@@ -450,6 +451,14 @@ def test_frozen_weights_and_statistics_that_are_set_between_fits_are_used():
     with strategy.weights(model, "global"):
         pass
     np.testing.assert_array_equal(moving, 7.0)
+
+
+def test_a_weight_that_is_too_large_for_a_message_is_named(monkeypatch):
+    strategy, model = made()
+    monkeypatch.setattr(strategy._processes, "is_simulated", False)
+    monkeypatch.setattr(models, "LARGEST_BYTES", 70)
+    with pytest.raises(ValueError, match=r"kernel' has 0.0 GB, .* less than 2 GB. Divide it"):
+        strategy.fit(model, X, Y, **settings())
 
 
 def test_a_rate_by_staleness_needs_a_rate():

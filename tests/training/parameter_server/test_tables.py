@@ -467,6 +467,28 @@ def test_a_layer_whose_call_was_replaced_is_let_alone():
     assert lookups(model) == []
 
 
+def test_ids_below_0_count_from_the_end_of_a_table_that_two_layers_share():
+    """The second layer has another `input_dim`, which Keras ignores when it looks ids up."""
+    first = layers.Embedding(IDS, WIDTH)
+
+    class Sharing(layers.Embedding):
+        def build(self, shape=None):
+            self._embeddings = first._embeddings
+            self.built = True
+
+    x = keras.Input((3,), dtype="int64")
+    first.build()
+    parts = [layers.Flatten()(layer(x - 4)) for layer in (first, Sharing(30, WIDTH))]
+    model = keras.Model(x, layers.Dense(1)(layers.Concatenate()(parts)))
+    model.compile("sgd", "mse")
+    spec = (tf.TensorSpec([None, 3], tf.int64), tf.TensorSpec([None, 1]))
+    work = WorkerStep(model, tfpara.ASGD(), spec, 1)
+    assert work.tables.indices == [0]
+    data = tf.data.Dataset.from_tensors((X["a"], Y))
+    (_, rows) = next(iter(work.tables.ahead(data, 1)))
+    np.testing.assert_array_equal(rows[0], np.unique((X["a"] - 4) % IDS))
+
+
 @pytest.mark.nightly
 @pytest.mark.one_version
 def test_an_id_outside_of_the_table_is_named():

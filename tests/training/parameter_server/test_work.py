@@ -270,6 +270,28 @@ def test_states_are_carried_within_a_chunk_and_start_anew_in_the_next():
 
 
 @pytest.mark.one_version
+def test_a_graph_has_no_copy_of_weights_that_are_not_trained():
+    """A graph would hold several copies, and could not have 2 GB."""
+
+    def large():
+        x = keras.Input((4,))
+        first, second = layers.Dense(2000, trainable=False), layers.Dense(2000)
+        second.build((None, 2000))
+        second.quantize("int8")
+        return keras.Model(x, layers.Dense(3, "softmax")(second(first(x))))
+
+    (data,) = minibatches(1)
+    work, block, _ = compute(compiled(large), ASGD(), [data])
+
+    @tf.function(autograph=False)
+    def chunk(begun, minibatch):
+        return work.add(begun._replace(own=own(work)), minibatch)
+
+    assert [v.shape.num_elements() for v in work.integers] == [2000 * 2000]
+    graph = chunk.get_concrete_function(block._replace(gradients=[]), data).graph
+    assert graph.as_graph_def().ByteSize() < 1 << 20
+
+
 def test_random_numbers_differ_between_chunks_and_repeat():
     x = keras.Input((4,))
 
