@@ -242,19 +242,37 @@ def test_a_resumed_run_goes_on_in_the_orders_that_it_had(tmp_path):
     assert read[1] == [0, 1, *orders[2], *orders[3]]
 
 
-def test_a_py_dataset_that_other_workers_began_to_read_is_told_of(strategy, model, capsys):
+@pytest.mark.nightly_cases("files", "own, OFF", "batched")
+@pytest.mark.parametrize(
+    ("kind", "others", "words"),
+    [
+        ("PyDataset", 3, "PyDataset was divided among 3 workers and now is among 1"),
+        ("files", 3, "files were divided among 3 workers and now are among 1"),
+        ("own, OFF", 3, "data were divided among 3 workers and now are among 1"),
+        ("own, function", 4, "data were divided among 4 workers and now are among 1"),
+        ("batched", 3, ""),
+    ],
+    ids=["PyDataset", "files", "own, OFF", "own, function", "batched"],
+)
+def test_data_that_other_workers_began_to_read_are_told_of(
+    kind, others, words, strategy, model, plain, capsys
+):
     extended = strategy.extended
 
-    def resume(epoch, logs):
+    def resume(former, epoch, logs):
+        extended.data.order.set_state({"workers": former})  # as Checkpoint does
         extended.data.position.move(epoch, extended.models.steps_seen, first=4, steps=2)
 
-    for former, told in ((1, 0), (3, 1)):
-        extended.data.order.set_state({"workers": former})  # as Checkpoint does
-        callback = keras.callbacks.LambdaCallback(on_epoch_begin=resume)
-        model.fit(kinds.Batches(kinds.arrays()), verbose=0, callbacks=[callback])
-        text = "divided among 3 workers and now is among 1"
-        assert capsys.readouterr().err.count(text) == told
-        assert extended.data.order.get_state()["workers"] == 1
+    for former, told in ((1, 0), (others, 1)):
+        begin = functools.partial(resume, former)
+        callback = keras.callbacks.LambdaCallback(on_epoch_begin=begin)
+        given = {**kinds.KINDS[kind](kinds.arrays(), strategy), "epochs": 1}
+        model.fit(**given, verbose=0, callbacks=[callback])
+        said = capsys.readouterr().err
+        if words:
+            assert said.count(words) == told
+            assert extended.data.order.get_state()["workers"] == 1
+        assert said.count("divided among") == told * bool(words)
 
 
 def of_epoch(epoch):

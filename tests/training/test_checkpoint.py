@@ -488,6 +488,38 @@ def test_resumed_twice_on_other_numbers_of_replicas_every_minibatch_is_used_once
     assert log[-1] == (0, list(range(14, 16)))
 
 
+@pytest.mark.nightly_cases("11")
+@pytest.mark.one_version
+@pytest.mark.parametrize("steps", [None, 11])
+def test_minibatches_that_a_function_makes_are_used_once_by_other_numbers_of_replicas(
+    tmp_path, steps
+):
+    """Each row has a weight of its own, to which its only step adds 1, divided by N in the sync."""
+    rows = np.eye(24, dtype="float32")
+    dataset = tf.data.Dataset.from_tensor_slices((rows, rows[:, :1])).batch(1)
+
+    def weights(replicas, *callbacks):
+        devices = [f"CPU:{i}" for i in range(replicas)]
+        strategy = tfpara.PeriodicSyncStrategy(tfpara.BSP(), devices=devices, sync_period=1)
+        with strategy.scope():
+            layer = keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")
+            model = keras.Sequential([keras.Input((24,)), layer])
+            model.compile(keras.optimizers.SGD(1.0), lambda label, output: -output)
+        data = strategy.distribute_datasets_from_function(lambda context: dataset)
+        checkpoint = tfpara.callbacks.Checkpoint(tmp_path, every_syncs=1)
+        try:
+            model.fit(data, steps_per_epoch=steps, verbose=0, callbacks=[checkpoint, *callbacks])
+        finally:
+            checkpoint._checkpoints.store.release()
+        return model.get_weights()[0].ravel()
+
+    for replicas, kept in ((2, 3), (3, 2)):
+        with pytest.raises(Stop):
+            weights(replicas, stop_at(0, kept))
+    want = np.repeat([1 / 2, 1 / 3, 1 / 2], [6, 6, 12])
+    np.testing.assert_allclose(weights(2), want, rtol=1e-6)
+
+
 @pytest.mark.nightly
 @pytest.mark.one_version
 def test_a_sync_that_was_in_the_air_counts_on_another_number_of_replicas(tmp_path):

@@ -81,7 +81,8 @@ class Order:
         seed: of shuffled Python data; each `fit` that does not resume draws one.
         parts: of each batch that is dealt out: one for each replica at the run's first start.
         devices: the number of devices of each worker at that start.
-        workers: the number of workers among which the batches of a `PyDataset` were divided.
+        workers: the number of workers each of which read a part of the data, if batches were not
+            divided; in place of a worker stands a device if workers have unlike numbers of them.
     """
 
     seed: int | None = None

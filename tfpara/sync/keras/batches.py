@@ -160,23 +160,10 @@ class PyDatasetSteps(Steps):
         return {"kind": "PyDataset", "batches": self.num_batches, **super().facts()}
 
     def begin_pass(self) -> None:
-        self._note_workers()
         count = self.num_batches
         if count is not None:
             shuffle = self._adapter.shuffle
             self.order = self._extended.data.next_order(count) if shuffle else range(count)
-
-    def _note_workers(self) -> None:
-        """Prints a note if a resumed pass was divided among another number of workers before."""
-        data = self._extended.data
-        former, data.order.workers = data.order.workers, self._parts
-        if data.position.steps and former not in (None, self._parts):
-            counts = " (each device counts as one)" if self._by_replica else ""
-            self._extended.notes.tell(
-                f"the run goes on within an epoch, whose PyDataset was divided among {former} "
-                f"workers and now is among {self._parts}{counts}: rows of this epoch may be "
-                f"trained twice or not at all. Start {former} workers to have each once."
-            )
 
     def _cuts(self) -> Iterator[tuple[Data, int]]:
         if self.num_batches is None:

@@ -18,6 +18,8 @@ from tfpara.sync.keras.replacing import Method, data_adapters, trainer
 from tfpara.sync.tensorflow.extended import PeriodicSyncExtended
 from tfpara.typing import Json, Nest
 
+_OWN = "data"  # the name, in a note, of data that each worker has for itself
+
 
 def with_divided_data(make: Any) -> Method:
     """Replaces Keras' class of passes over data, so that workers compare and divide their data."""
@@ -47,6 +49,8 @@ def with_divided_data(make: Any) -> Method:
             steps_per_execution=execution,
         )
         passes.extended, passes.dataset = extended, dataset
+        passes.of_parts = _of_parts(adapter, data)
+        passes.of_minibatches = getattr(data, "of_minibatches", False)
         return passes
 
     return making
@@ -90,6 +94,19 @@ def _compare(adapter: Any, dataset: tf.data.Dataset | None, extended: PeriodicSy
         extended.notes.small_batches(rows)
 
 
+def _of_parts(adapter: Any, data: Any) -> str:
+    """Returns the name of data of which each worker reads a part, and not a part of each batch.
+
+    It is "" for other data, and if the user's function divides the rest of a resumed epoch anew.
+    """
+    if isinstance(adapter, PyDatasetSteps):
+        return "PyDataset"
+    dataset = getattr(data, "given", data)
+    if isinstance(dataset, tf.data.Dataset) and same_data.divided_between_workers(dataset):
+        return "files" if same_data.files_are_divided(dataset) else ""
+    return "" if data is None or getattr(data, "is_by_epoch", False) else _OWN
+
+
 def _facts(adapter: Any, dataset: tf.data.Dataset | None) -> dict[str, Json]:
     """Returns facts by which this worker's data are compared with others'."""
     if isinstance(adapter, Steps):
@@ -108,16 +125,23 @@ class Passes(trainer.TFEpochIterator):
     """Keras' passes over data; with `steps_per_epoch` they may last several epochs, and go on."""
 
     extended: PeriodicSyncExtended
+    of_parts = ""  # the result of `_of_parts`
+    of_minibatches = False  # whether the data are minibatches that the user's function has made
     dataset: tf.data.Dataset | None = None  # the data, if they are a `tf.data.Dataset`
     steps_per_epoch: int | None
     _num_batches: int | None  # number of batches of a pass; None: not known
     _current_iterator: Iterator[Nest] | None
     _began = 0  # the epoch in which the present pass began
+    # The iterator of a pass that another number of replicas may have begun; and by how many the
+    # pass's minibatches exceed those of its steps with the present replicas.
+    _continued: tuple[Iterator[Nest] | None, int] = None, 0
 
     def present(self) -> Pass | None:
         """Returns the pass that the next step continues; None if that step begins a new pass."""
         steps = 0 if self._current_iterator is None else self._steps_seen
-        first = steps * self.extended.worker.replicas
+        iterator, more = self._continued
+        more = more if iterator is self._current_iterator else 0
+        first = steps * self.extended.worker.replicas + more
         return Pass(self._began, first, steps) if steps else None
 
     def _interrupted_warning(self) -> None:
@@ -141,7 +165,9 @@ class Passes(trainer.TFEpochIterator):
             return
         self.extended.data.passes = self
         begun = position.begun if self.steps_per_epoch else None
-        if position.steps or begun:
+        resumes = bool(position.steps or begun)
+        self._note_workers(resumes)
+        if resumes:
             self._note_order(begun.epoch if begun else position.epoch)
         if not self.steps_per_epoch:
             yield from super()._enumerate_iterator()
@@ -152,7 +178,10 @@ class Passes(trainer.TFEpochIterator):
         if begun:
             with position.within(begun):
                 self._current_iterator = iter(self._get_iterator())
-            self._began, self._steps_seen = begun.epoch, begun.steps
+            replicas = self.extended.worker.replicas
+            steps = begun.first // replicas if self.of_minibatches else begun.steps
+            self._began, self._steps_seen = begun.epoch, steps
+            self._continued = self._current_iterator, begun.first - steps * replicas
         yield from self._of_epoch(left)
 
     def _of_epoch(self, steps: int) -> Iterator[Nest]:
@@ -165,6 +194,22 @@ class Passes(trainer.TFEpochIterator):
         if self._num_batches and self._steps_seen >= self._num_batches:
             self._current_iterator = None
         self.data_adapter.on_epoch_end()
+
+    def _note_workers(self, resumes: bool) -> None:
+        """Prints a note if a resumed pass was divided among another number of workers before."""
+        if not self.of_parts:
+            return
+        data, own = self.extended.data, self.of_parts == _OWN
+        parts = self.extended.worker.num_workers if own else data.shares[0][1]
+        former, data.order.workers = data.order.workers, parts
+        if resumes and former not in (None, parts):
+            was, now = ("was", "is") if self.of_parts == "PyDataset" else ("were", "are")
+            counts = " (each device counts as one)" if data.is_by_replica and not own else ""
+            self.extended.notes.tell(
+                f"the run goes on within an epoch, whose {self.of_parts} {was} divided among "
+                f"{former} workers and now {now} among {parts}{counts}: rows of this epoch may be "
+                f"trained twice or not at all. Start {former} workers to have each once."
+            )
 
     def _note_order(self, epoch: int) -> None:
         """Prints a note if the rest of a resumed pass may have another order than before."""

@@ -128,6 +128,18 @@ class DistributedData:
                 next(iterator)
         return iterator
 
+    def minibatches_before(self) -> int:
+        """Returns how many of this worker's minibatches more or fewer replicas have trained before.
+
+        It is 0 if the number of replicas is the same; then `resumed` skips whole steps.
+        """
+        position, replicas = self.position, self.worker.replicas
+        same = position.first == position.steps * replicas
+        if same or not position.steps or self.worker.call_site.calls:
+            return 0
+        position.take_steps()
+        return position.first * len(self.worker.devices) // replicas
+
     def note_length(self, steps: int) -> None:
         """Notes the steps of a pass over `datasets_by_epoch`, whose length Keras does not know."""
         if self.worker.call_site.fits and not self.worker.call_site.calls:
@@ -267,6 +279,7 @@ class _Datasets(_input_lib.DistributedDatasetsFromFunction):
     """The datasets that a user's function has made for this worker."""
 
     data: DistributedData
+    of_minibatches = True  # whether the user's function makes minibatches, not the library parts
     _dataset_fn: _DatasetFn
     # To apply `class_weight`, Keras calls `map` and then `prefetch` of the data. TensorFlow's
     # distributed datasets have neither method, so this class adds both.
@@ -280,19 +293,25 @@ class _Datasets(_input_lib.DistributedDatasetsFromFunction):
         return minibatches if minibatches < 0 else -(-minibatches // devices)
 
     def map(self, function: Callable[..., Nest]) -> _Datasets:
+        return self._changed(lambda dataset: dataset.map(function))
+
+    def _changed(self, change: Callable[[tf.data.Dataset], tf.data.Dataset]) -> _Datasets:
         made = copy.copy(self)
-        made._dataset_fn = lambda context: self._dataset_fn(context).map(function)
+        made._dataset_fn = lambda context: change(self._dataset_fn(context))
         made._built = False
         made.build()
         return made
 
     def __iter__(self) -> Iterator[Nest]:
-        return self.data.resumed(self, super().__iter__)
+        count = self.data.minibatches_before() if self.of_minibatches else 0
+        rest = self._changed(lambda dataset: dataset.skip(count)) if count else self
+        return self.data.resumed(rest, super(_Datasets, rest).__iter__)
 
 
 class _EpochDatasets(_Datasets):
     """The datasets of `datasets_by_epoch`, made anew when a pass over another epoch begins."""
 
+    is_by_epoch = True
     dataset_fn: _DatasetFn  # the user's function
     # The present datasets belong to this epoch, begin with this minibatch of it, and have this
     # share of the minibatches.

@@ -342,7 +342,9 @@ class PeriodicSyncExtended(_mwms.CollectiveAllReduceExtended):
 
     def distribute_parts(self, dataset: tf.data.Dataset, options: Any = None) -> Any:
         """Distributes minibatches over this worker's devices, one to each in turn."""
-        return self._distribute_datasets_from_function(lambda context: dataset, options)
+        made = self._distribute_datasets_from_function(lambda context: dataset, options)
+        made.of_minibatches = False
+        return made
 
     def datasets_by_epoch(self, dataset_fn: Callable[..., tf.data.Dataset]) -> Any:
         """Distributes datasets that a function makes anew for each epoch."""
