@@ -97,7 +97,7 @@ class Plan:
     def state(self) -> dict[str, Any]:
         """Returns the plan for JSON, in a short form: workers exchange it at meetings."""
         lists = {"carried": [_packed(own) for own in self.carried], "owed": _packed(self.owed)}
-        return {**dataclasses.asdict(self), **lists}
+        return {**vars(self), **lists}
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> Plan:
