@@ -13,7 +13,7 @@ import sysconfig
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # before TensorFlow is imported
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # before TensorFlow is imported
 
 import tests.lib.lean_keras  # noqa: F401  # before others import Keras
 
@@ -27,6 +27,7 @@ from tests.lib.fixtures import (  # noqa: F401
     browser,
     bucket,
     corpus_directory,
+    may_make_links,
     run,
     run_well,
     s3_server,

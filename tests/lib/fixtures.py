@@ -166,6 +166,16 @@ def tiny(tiny_directory):
 
 
 @pytest.fixture(scope="session")
+def may_make_links():
+    """Skips tests where this process may not make links; to find out takes many commands."""
+    from scripts.benchmarks import links
+
+    problem = links.problem()
+    if problem is not None:
+        pytest.skip(problem)
+
+
+@pytest.fixture(scope="session")
 def browser():
     from scripts.docs import check
 

@@ -4,8 +4,6 @@ import json
 
 import pytest
 
-from scripts.benchmarks import links
-
 SMALL = ("--layers=1", "--width=64", "--classes=50")
 
 
@@ -92,7 +90,7 @@ def cluster_rows(run_well, tmp_path, *arguments):
     return json.loads(out.read_text())["rows"]
 
 
-@pytest.mark.skipif(links.problem() is not None, reason=str(links.problem()))
+@pytest.mark.usefixtures("may_make_links")
 def test_a_cluster_of_pausing_workers(run_well, tmp_path):
     """A sync takes no less than its bytes on the link, and three workers are faster than one."""
     rows = cluster_rows(run_well, tmp_path, "--only=sharded;int8", "--replicas=3")
@@ -105,7 +103,7 @@ def test_a_cluster_of_pausing_workers(run_well, tmp_path):
         assert rows[name]["speedup"] < rows[name]["predicted_speedup"] * 1.05
 
 
-@pytest.mark.skipif(links.problem() is not None, reason=str(links.problem()))
+@pytest.mark.usefixtures("may_make_links")
 def test_a_cluster_syncs_on_two_levels(run_well, tmp_path):
     """Four replicas on two workers use two links. Three replicas cannot share workers of two."""
     (row,) = cluster_rows(run_well, tmp_path, "--only=two levels", "--replicas=3,4")
@@ -114,7 +112,7 @@ def test_a_cluster_syncs_on_two_levels(run_well, tmp_path):
     assert 2.0 < row["speedup"] < 4.0
 
 
-@pytest.mark.skipif(links.problem() is not None, reason=str(links.problem()))
+@pytest.mark.usefixtures("may_make_links")
 def test_a_cluster_says_which_way_failed(run_well, tmp_path):
     """/bin/false stands for a Python without PyTorch. The other ways keep their figures."""
     arguments = ("--only=sharded;PyTorch", "--replicas=2", "--torch_python=/bin/false")

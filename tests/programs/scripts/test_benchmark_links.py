@@ -14,8 +14,7 @@ from scripts.benchmarks import links
 from scripts.benchmarks.processes import measure
 from tests.lib.launched import default_signals
 
-PROBLEM = links.problem()
-may_make_links = pytest.mark.skipif(PROBLEM is not None, reason=str(PROBLEM))
+may_make_links = pytest.mark.usefixtures("may_make_links")
 
 
 def namespaces():
