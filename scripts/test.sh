@@ -127,7 +127,7 @@ unset TF_CONFIG
 unset PYTHONDONTWRITEBYTECODE  # otherwise every process compiles all tests and programs again
 export PATH="$venv/bin:$PATH" PYTHONPATH="$work" PYTHONSAFEPATH=1 TFPARA_TEST_INSTALLED=1
 export OMP_NUM_THREADS=1 TF_NUM_INTRAOP_THREADS=1 TF_NUM_INTEROP_THREADS=1
-export TF_CPP_MIN_LOG_LEVEL=2 CUDA_VISIBLE_DEVICES=
+export TF_CPP_MIN_LOG_LEVEL=3 CUDA_VISIBLE_DEVICES=
 check "Tests (pytest), stack $stack" "$venv/bin/python" -m pytest --rootdir="$work" \
   "${pytest_arguments[@]}" "$@"
 

@@ -90,7 +90,7 @@ class Workers:
                 place = rendezvous.variables(view, "127.0.0.1", self.store.port)
             env = os.environ | {
                 **place,
-                "TF_CPP_MIN_LOG_LEVEL": "2",
+                "TF_CPP_MIN_LOG_LEVEL": "3",
                 "TF_NUM_INTRAOP_THREADS": "1",
                 "TF_NUM_INTEROP_THREADS": "2",
                 "OMP_NUM_THREADS": "1",

@@ -23,7 +23,7 @@ DEADLINE = 180.0  # seconds; reached only by a hang
 def run(module, folder, *arguments):
     """Runs an example on two workers; returns what the chief printed."""
     addresses = [f"127.0.0.1:{port}" for port in free_ports(2)]
-    threads = {"OMP_NUM_THREADS": "1", "TF_NUM_INTRAOP_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "2"}
+    threads = {"OMP_NUM_THREADS": "1", "TF_NUM_INTRAOP_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3"}
     workers = [
         warm.Popen(
             ["-m", f"tfpara.examples.{module}", *arguments],
