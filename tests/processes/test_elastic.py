@@ -606,8 +606,7 @@ def test_the_launcher_adds_and_removes_workers(tmp_path):
 def test_rows_are_dealt_out_anew(kind, tmp_path):
     """Each row of an epoch is trained once, shuffled if that was said, whoever is lost or comes."""
     options = {"epochs": 5, "step_seconds": 0.1, "arrays": 3, "checkpoints": str(tmp_path / "run")}
-    options["kind"] = kind
-    options["holds"] = {"3": "len(tasks) > 2 or comes"}
+    options |= {"kind": kind, "every_syncs": 9, "holds": {"3": "len(tasks) > 2 or comes"}}
     with elastic_runs.Run(tmp_path, 3, {0: ["weights", 2, "SIGKILL"]}, **options) as run:
         run.start()
         codes, outputs = run.ends()

@@ -4,10 +4,11 @@ import json
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.lib import warm
 
 # The first test waits for all of them.
 pytestmark = pytest.mark.timeout(900)
@@ -68,15 +69,20 @@ def runs(request, corpus_directory, tmp_path_factory):
     environ = {k: v for k, v in os.environ.items() if k != "TF_CONFIG"}
     environ |= dict.fromkeys(("TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS"), "1")
     environ |= {"PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "3"}
-    ended = subprocess.run(
-        [sys.executable, "-c", PROGRAM, corpus_directory, str(out), ",".join(SHARED), *names],
+    (program := out / "program.py").write_text(PROGRAM)
+    with warm.Popen(
+        [str(program), corpus_directory, str(out), ",".join(SHARED), *names],
         cwd=ROOT,
         env=environ,
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         text=True,
-        timeout=800,
-    )
-    assert ended.returncode == 0, ended.stdout + ended.stderr
+    ) as process:
+        try:
+            said, _ = process.communicate(timeout=800)
+        finally:
+            process.kill()
+    assert process.returncode == 0, said
     return out
 
 

@@ -50,13 +50,15 @@ def read(chunks, epoch, chunk):
     return read_all(chunks, [(epoch, chunk)])[0]
 
 
-def all_of(chunks, epoch):
-    """The minibatches of each chunk of an epoch."""
-    return read_all(chunks, [(epoch, chunk) for chunk in range(chunks.count)])
+def all_of(chunks, *epochs):
+    """For each epoch, the minibatches of each of its chunks."""
+    count = chunks.count
+    found = read_all(chunks, [(epoch, chunk) for epoch in epochs for chunk in range(count)])
+    return [found[first : first + count] for first in range(0, len(found), count)]
 
 
 def epoch_of(chunks, epoch):
-    return sum(all_of(chunks, epoch), [])
+    return sum(*all_of(chunks, epoch), [])
 
 
 def same(one, other):
@@ -131,9 +133,8 @@ def test_every_frame_exactly_once(tiny, shuffle_frames):
     chunks = frame_chunks(tiny, "train", **{**FRAMES, "shuffle_frames": shuffle_frames})
     assert chunks.count == 5
     expected = rows(whole_epoch(tiny))
-    for epoch in (0, 3):
+    for epoch, of_chunks in zip((0, 3), all_of(chunks, 0, 3), strict=True):
         sizes = []
-        of_chunks = all_of(chunks, epoch)
         for batches in of_chunks:
             sizes.append([len(y) for _, y in batches])
             assert sizes[-1][:-1] == [97] * (len(batches) - 1) and 0 < sizes[-1][-1] <= 97
@@ -243,9 +244,9 @@ def test_one_chunk_of_streams_is_the_synchronous_epoch(tiny, options):
 def test_chunks_of_streams_have_every_frame_once_and_start_anew(tiny):
     chunks = stream_chunks(tiny, "train", SMALL, seconds=9.0, seed=5)
     assert chunks.count == 5
-    for epoch in (0, 1):
+    unspliced = rows(whole_epoch(tiny, context=0))
+    for epoch, of_chunks in enumerate(all_of(chunks, 0, 1)):
         utterances_, real, labels = 0, [], []
-        of_chunks = all_of(chunks, epoch)
         for batches in of_chunks:
             assert batches[0][1].all()  # reset
             for frames, reset, classes, weights in batches:
@@ -254,8 +255,7 @@ def test_chunks_of_streams_have_every_frame_once_and_start_anew(tiny):
                 labels.append(classes[weights > 0])
                 utterances_ += int((reset.astype(bool) & (weights[:, 0] > 0)).sum())
         assert utterances_ == len(tiny.split("train"))
-        unspliced = whole_epoch(tiny, context=0)
-        assert rows(list(zip(real, labels, strict=True))) == rows(unspliced)
+        assert rows(list(zip(real, labels, strict=True))) == unspliced
         if epoch == 0:
             assert chunks.num_minibatches == sum(map(len, of_chunks))
 
@@ -277,7 +277,7 @@ def test_a_chunk_runs_in_a_graph_without_python(tiny, kind):
         )
 
     for (chunk, done), batches in zip(
-        ((0, 0), (1, 0), (2, 3), (3, 0)), all_of(chunks, 1), strict=False
+        ((0, 0), (1, 0), (2, 3), (3, 0)), *all_of(chunks, 1), strict=False
     ):
         arguments = [tf.convert_to_tensor(a) for a in chunks.arguments(1, chunk)]
         numbers = [tf.constant(number, tf.int64) for number in (1, chunk, done)]
