@@ -89,7 +89,7 @@ TRAININGS = {
     "compiled": Training(*BMUF, {**UNEVEN_TWICE, "jit_compile": True}),
     "int8": Training(BLOCK[0], None, {}, {**OVERLAPPED, "compression": "int8"}),
     "int8-replicated": Training(
-        BLOCK[0], None, {}, {**FITTED, "compression": "int8", "aggregation": "replicated"}
+        BLOCK[0], None, {}, {**OVERLAPPED, "compression": "int8", "aggregation": "replicated"}
     ),
     "int4": Training(
         BLOCK[0],

@@ -76,7 +76,8 @@ class SyncGraph:
                 self.compressed = wire_of(compression, chosen, replicas, self.global_state)
             wire = self.compressed or PlainWire(chosen, replicas)
             self.averaging = Averaging(replicas, wire, self.global_state)
-        self._with_reports = WithReports.of(chosen, replicas, self.whole)
+        goes_along = self.whole and self.compressed is None
+        self._with_reports = WithReports.of(chosen, replicas, goes_along)
         with tf.device("CPU:0"):
             self.block = Block(settings, self.whole, site)
             self.left_out = LeftOut(site) if settings.nonfinite == "skip" else None

@@ -7,6 +7,7 @@ import tensorflow as tf
 
 from tfpara.sync.elastic.fit_again import FitAgain
 from tfpara.sync.elastic.rejoin import Progress, Rejoin
+from tfpara.sync.one_sync.synchronizer import Synchronizer
 
 pytestmark = pytest.mark.latest
 
@@ -24,8 +25,10 @@ class Block:
 
 
 def extended(block, balance=True, **others):
-    graph = types.SimpleNamespace(block=block, **others)
-    models = types.SimpleNamespace(synchronizers=[types.SimpleNamespace(graph=graph)], steps_seen=0)
+    synchronizer = Synchronizer.__new__(Synchronizer)
+    synchronizer.graph = types.SimpleNamespace(block=block, **others)
+    synchronizer._overlap = synchronizer._device_period = None
+    models = types.SimpleNamespace(synchronizers=[synchronizer], steps_seen=0)
     return types.SimpleNamespace(models=models, balance=object() if balance else None)
 
 
