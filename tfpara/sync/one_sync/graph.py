@@ -44,6 +44,7 @@ from tfpara.sync.one_sync.weight_exchange import (
     phase,
 )
 from tfpara.sync.settings import Settings
+from tfpara.typing import Scalar
 
 # The replicas' distance is measured at the first 16 syncs, and then at the 17th, 33rd, 49th and so
 # on. It is not measured at each sync, because a measurement needs a pass over the weights.
@@ -265,8 +266,7 @@ class SyncGraph:
         together = self._with_reports
         wire = self.averaging.wire
         sent = wire.bytes_sent(fragment) if together is None else together.bytes_sent
-        sent, others = (tf.cast(number, tf.float64) for number in (sent, others))
-        self._bytes_sent.assign_add(sent + others)
+        self._bytes_sent.assign_add(_exact(sent) + _exact(others))
         self.averaging.commit(arrival)
 
     def _commit_others(self, verdict: Verdict) -> tf.Tensor:
@@ -276,7 +276,7 @@ class SyncGraph:
         with tf.control_dependencies(means):
             self.forget_waiting()
             others = self.averaging.bytes_sent_of_others
-            self._bytes_sent.assign_add(tf.cast(others, tf.float64))
+            self._bytes_sent.assign_add(_exact(others))
             self.averaging.commit_others(means)
         return tf.constant(0, tf.int64)
 
@@ -473,6 +473,11 @@ class SyncGraph:
         ):
             compared = tf.constant([id(v[0]) in places for v in of_kind], tf.bool)
             signatures.assign(tf.where(compared, tf.zeros_like(signatures), signatures))
+
+
+def _exact(number: Scalar) -> tf.Tensor:
+    """Returns a number as float64; `tf.cast` alone would make a Python float a float32 first."""
+    return tf.cast(tf.convert_to_tensor(number, dtype_hint=tf.float64), tf.float64)
 
 
 def if_any(part: Part, function: Callable[[], tf.Tensor]) -> tf.Tensor:
