@@ -206,7 +206,7 @@ class Run:
         return {own for number in numbers for own in self.divided(number)[1]}
 
     def divided(self, number):
-        """What a worker has trained that is in the global model, and what it has trained last."""
+        """Returns a worker's minibatches in the global model, and those it has trained last."""
         synced, pending = [], []
         flies = reopened = None  # how many of `pending` are in a sync beside the training
         for event, *rest in self.events(number):

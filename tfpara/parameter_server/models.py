@@ -116,6 +116,7 @@ class Models(dict[keras.Model, Trained]):
 
 
 def _check_sizes(model: keras.Model) -> None:
+    """Raises ValueError if a weight is too large to be sent."""
     for variable in model.variables:
         size = variable.value.shape.num_elements() * variable.value.dtype.size
         if size > LARGEST_BYTES:

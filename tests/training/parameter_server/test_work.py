@@ -292,6 +292,7 @@ def test_a_graph_has_no_copy_of_weights_that_are_not_trained():
     assert graph.as_graph_def().ByteSize() < 1 << 20
 
 
+@pytest.mark.one_version
 def test_random_numbers_differ_between_chunks_and_repeat():
     x = keras.Input((4,))
 

@@ -162,7 +162,6 @@ class CompressedWire(PlainWire):
         """
         buckets = self._replicas.layout.buckets[fragment]
         sent, kept = [], []
-        lengths = []
         for device, errors, moved in zip(
             self._sources, self._errors, self._moved(local, shares, buckets), strict=True
         ):
@@ -170,24 +169,22 @@ class CompressedWire(PlainWire):
                 words, left = [], []
                 for error, move in zip(errors[buckets], moved, strict=True):
                     x = self._in_parts(move + error[: move.shape[0]])
-                    length = _shape(x)[1]
                     words.append(encode(x, self._kind))
-                    left.append(x - decode(words[-1], length, self._kind))
-                    lengths.append(length)
+                    left.append(x - decode(words[-1], _shape(x)[1], self._kind))
                 sent.append(words)
                 kept.append(left)
         sums = []
         with tf.device(self._replicas.devices[0]):
-            for k in range(len(sent[0])):
+            for k, rows in enumerate(kept[0]):
+                length = _shape(rows)[1]
                 if self._alone:
-                    received = [decode(words[k], lengths[k], self._kind) for words in sent]
+                    received = [decode(words[k], length, self._kind) for words in sent]
                     sums.append(tf.add_n(received))
                     continue
                 words = self._collectives.all_to_all(
                     sent[0][k], f"{self._name}/words/{fragment}/{k}"
                 )
-                decoded = decode(words, lengths[k], self._kind)
-                sums.append(tf.reduce_sum(decoded, 0, keepdims=True))
+                sums.append(tf.reduce_sum(decode(words, length, self._kind), 0, keepdims=True))
         return sums, kept
 
     def _moved(
@@ -233,9 +230,15 @@ class CompressedWire(PlainWire):
             for error, value in zip(errors, of_weights(kept, mine), strict=True):
                 error[: value.shape[0]].assign(value)
 
-    def start_from(self, buckets: Buckets) -> None:
-        """Notes that this worker's replicas begin anew, at these weights."""
+    def begin_anew(self) -> None:
+        """Notes that this worker's replicas begin anew, at the weights that the rule broadcasts."""
         raise NotImplementedError
+
+    def bytes_sent(self, fragment: int) -> Scalar:
+        workers = self._replicas.site.workers_now()[0]
+        sizes = [e.shape[0] for e in self._errors[0][self._replicas.layout.buckets[fragment]]]
+        words = [words_of(-(-size // (workers * self._rows)), self._kind) for size in sizes]
+        return 8 * (workers - 1) * sum(words)
 
     def slots(self) -> Iterator[Slot]:
         """Yields the points B̂ and the errors e."""
@@ -299,15 +302,9 @@ class ShardedWire(CompressedWire):
         received = broadcast_to_devices([value for _, value in kept], self._replicas.devices)
         return received, kept
 
-    def bytes_sent(self, fragment: int) -> Scalar:
-        size = self._collectives.size
-        lengths = [e.shape[0] for e in self._errors[0][self._replicas.layout.buckets[fragment]]]
-        words = sum(words_of(length // (size * self._rows), self._kind) for length in lengths)
-        return 4 * 2 * (size - 1) * words
-
-    def start_from(self, buckets: Buckets) -> None:
+    def begin_anew(self) -> None:
         # Differences are measured from the points, so these must be the replicas' weights.
-        for point, value in zip(self.points, buckets, strict=True):
+        for point, value in zip(self.points, self._global.broadcast_point(), strict=True):
             point.assign(value)
 
 
@@ -360,13 +357,7 @@ class ReplicatedWire(CompressedWire):
         received, _ = super().spread(broadcasts, fragment)
         return received, list(zip(points, received[0], strict=True))
 
-    def bytes_sent(self, fragment: int) -> Scalar:
-        workers = self._replicas.site.workers_now()[0]
-        sizes = [b.shape[0] for b in self.points[self._replicas.layout.buckets[fragment]]]
-        words = [words_of(-(-size // (workers * self._rows)), self._kind) for size in sizes]
-        return 8 * (workers - 1) * sum(words)
-
-    def start_from(self, buckets: Buckets) -> None:
+    def begin_anew(self) -> None:
         # The points stay: any are right, if they are the same on all workers. The error is dropped,
         # since another worker's sync may have sent it already.
         for error in itertools.chain.from_iterable(self._errors):

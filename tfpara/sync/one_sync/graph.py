@@ -275,8 +275,7 @@ class SyncGraph:
             means = self.averaging.exchange_others(verdict.parts[-1].shares)
         with tf.control_dependencies(means):
             self.forget_waiting()
-            others = self.averaging.bytes_sent_of_others
-            self._bytes_sent.assign_add(_exact(others))
+            self._bytes_sent.assign_add(_exact(self.averaging.bytes_sent_of_others))
             self.averaging.commit_others(means)
         return tf.constant(0, tf.int64)
 

@@ -71,10 +71,7 @@ class Synchronizer:
                 counts = [tf.where(b, none, n) for b, n in zip(nonfinite, counts, strict=True)]
             of_all = tf.add_n(of_each)
             steps = self.graph.block.count(of_all, counts, samples)
-            if self._overlap is not None:
-                due = self._overlap.is_due(steps)
-            else:
-                due = steps >= self.graph.block.due()
+            due = self._is_due(steps)
             if self._device_period is not None:
                 self._device_samples.assign_add(tf.stack(counts))
                 due |= self._device_steps.assign_add(1) >= self._device_period
@@ -89,10 +86,12 @@ class Synchronizer:
 
     def is_due(self) -> bool:
         """Returns whether a sync is due, or the merge of one in flight; for Python code."""
-        block = self.graph.block
+        return bool(self._is_due(self.graph.block.steps.read_value()))
+
+    def _is_due(self, steps: tf.Tensor) -> tf.Tensor:
         if self._overlap is not None:
-            return bool(self._overlap.is_due(block.steps.read_value()))
-        return int(block.steps) >= int(block.due())
+            return self._overlap.is_due(steps)
+        return steps >= self.graph.block.due()
 
     def act(self) -> None:
         """Averages the local replicas if that is due; syncs all replicas if that is due."""
@@ -105,7 +104,7 @@ class Synchronizer:
                 # `act` is called if `count` has found something due. Here that can only be a sync.
                 self.graph.sync(tf.constant(True))
             else:
-                due = self.graph.block.steps.read_value() >= self.graph.block.due()
+                due = self._is_due(self.graph.block.steps.read_value())
                 where(due, lambda: self.graph.sync(tf.constant(True)))
 
     def _average_devices_if_due(self) -> None:
@@ -434,7 +433,7 @@ class Synchronizer:
         assign(self._variables.weights, [graph.replicas.constrained(weights)] * count)
         graph.averaging.start_moments()
         if graph.compressed is not None:
-            graph.compressed.start_from(graph.global_state.broadcast_point())
+            graph.compressed.begin_anew()
 
     def open_fragments(self, pending_samples: Sequence[tf.Tensor]) -> list[bool]:
         """Returns for each weight whether its fragment was trained since its last sync.
