@@ -17,7 +17,9 @@ case ${1:-} in -h | --help) usage ;; esac
 
 say "Synthesises speech, trains an acoustic model under several rules, compares them, exports the best."
 say "The first time it installs packages in .venv, which takes about 2 minutes; then it says how long it takes."
-ensure_venv "$PWD/.venv" full speech,plot
+stack=full
+(find_python full) >/dev/null 2>&1 || stack=latest # this machine may have only a newer Python
+ensure_venv "$PWD/.venv" "$stack" speech,plot
 install_wheel "$PWD/.venv"
 say "Training: python -m scripts.demo $*"
 exec "$PWD/.venv/bin/python" -m scripts.demo "$@"

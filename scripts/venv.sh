@@ -10,10 +10,15 @@ usage() {
   exit
 }
 
-# The Python to make environments with: $PYTHON, or the first that fits.
+# find_python [STACK]: the Python to make environments with: $PYTHON, or the first that fits. The stack
+# latest takes the newest version that it finds and full the oldest, so that both are tested.
 find_python() {
   local candidate versions
-  versions=$(sed -n 's/.*"Programming Language :: Python :: \(3\.[0-9]*\)".*/\1/p' pyproject.toml | xargs)
+  versions=$(sed -n 's/.*"Programming Language :: Python :: \(3\.[0-9]*\)".*/\1/p' pyproject.toml | sort -V | xargs)
+  case ${1:-} in
+    full) versions=${versions/ 3.13/} ;; # there is no TensorFlow 2.17 for it
+    latest) versions=$(tr ' ' '\n' <<<"$versions" | sort -rV | xargs) ;;
+  esac
   for candidate in ${PYTHON:-${versions//3./python3.} python3 python}; do
     if "$candidate" -c 'import sys, venv; sys.exit("%d.%d" % sys.version_info[:2] not in sys.argv)' \
         $versions 2>/dev/null; then
@@ -39,7 +44,7 @@ ensure_venv() {
   if [ -e "$venv" ] && [ ! -e "$venv/pyvenv.cfg" ]; then
     fail "$venv exists and is not a virtual environment. Remove it, or choose another directory."
   fi
-  python=$(find_python) || exit 1
+  python=$(find_python "$stack") || exit 1
   say "Making $venv with $("$python" --version) (stack $stack); the first time takes some minutes"
   "$python" -m venv --clear "$venv"
   say "Installing the dependencies, about 500 MB: $extras"
