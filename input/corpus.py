@@ -140,11 +140,15 @@ def _plan(options: Options, sentences: list[str], progress: Progress) -> dict[st
 def _plan_split(
     split: str, cast: list[Speaker], seconds: float, texts: Iterator[str], progress: Progress
 ) -> Iterator[Utterance]:
-    """Yields the utterances of a split: the speakers in turn, for equal shares of `seconds`."""
+    """Yields the utterances of a split: the speakers in turn, for equal shares of `seconds`.
+
+    Each speaker says at least one sentence.
+    """
     done, count = 0.0, 0
     for number, speaker in enumerate(cast):
+        share, before = seconds * (number + 1) / len(cast), done
         with synthesis.Synthesiser() as synthesiser:
-            while done < seconds * (number + 1) / len(cast):
+            while done < share or done == before:
                 sentence = next(texts)
                 speech = synthesiser.say(sentence, *speaker[1:])
                 length = len(speech.samples) / speech.sample_rate
