@@ -190,6 +190,57 @@ def test_fragments_take_turns(fragments, delay):
     check("bmuf", UNEVEN, fragments=fragments, overlap=delay or False, delay=delay)
 
 
+def after_the_first_start(strategy, model, act):
+    """Trains; calls `act` once, after the step with which the first overlapped sync has begun."""
+    one = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: act() if batch == TAU - 1 else None
+    )
+    model.fit(data_of(strategy, EVEN), verbose=0, callbacks=[one])
+
+
+@pytest.mark.one_version
+def test_a_weight_stays_as_it_is_set_if_other_weights_arrive_meanwhile(monkeypatch):
+    """In an elastic run they are another worker's, if one is lost while a sync is under way."""
+    strategy = make(tfpara.BSP(), overlap=True)
+    model = network(strategy)
+    kernel, calls, found = model.trainable_variables[0], [], []
+
+    def landing(synchronizer):
+        calls.append(synchronizer.in_flight)
+        for component in kernel.value.values:
+            component.assign(tf.zeros_like(component))
+
+    def sets():
+        with monkeypatch.context() as patch:
+            patch.setattr(strategy.company, "land", landing)
+            kernel.assign(tf.ones(kernel.shape))
+        found.extend(component.numpy() for component in kernel.value.values)
+
+    after_the_first_start(strategy, model, sets)
+    assert calls == [True]
+    np.testing.assert_array_equal(found, np.ones((2, 6, 7)))
+
+
+@pytest.mark.one_version
+def test_members_that_meet_before_a_sync_has_landed_do_not_stop_for_the_next_one():
+    """In the sync under way they agreed to meet. A worker that joins then would not stop."""
+    strategy = make(tfpara.BSP(), overlap=True)
+    model = network(strategy)
+    with strategy.scope():
+        synchronizer = strategy.synchronizer_of(model)
+    overlap, found = synchronizer._overlap, []
+    overlap._changes = True  # as in an elastic run
+    synchronizer.graph.request(reports.Request.MEET)
+
+    def settles():
+        before = synchronizer.graph.syncs
+        synchronizer.settle()
+        found.append((synchronizer.graph.syncs - before, bool(overlap.flight.stops)))
+
+    after_the_first_start(strategy, model, settles)
+    assert found == [(1, False)]
+
+
 @pytest.mark.one_version
 @pytest.mark.nightly_cases("easgd-False")
 @pytest.mark.parametrize(("name", "overlap"), [("bsp", True), ("easgd", False)])

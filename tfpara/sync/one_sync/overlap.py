@@ -71,11 +71,11 @@ class Overlap:
         the next sync covers it, too.
         """
         self.flight.wait()
-        self.flight.stops.assign(False)
         if self.flight.in_the_air and self.flight.was_cut_off:
             self._reopen()
         elif self.flight.in_the_air:
             self.await_landing()
+        self.flight.stops.assign(False)
 
     def merge(self) -> None:
         """Waits for the flight, if there is one, and merges its results into the weights."""

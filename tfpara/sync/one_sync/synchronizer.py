@@ -242,7 +242,8 @@ class Synchronizer:
                 "weights in the block, and set them after it."
             )
         graph = self.graph
-        value = tf.reshape(tf.cast(component, tf.float32), [-1])
+        given = tf.identity(component)
+        value = tf.reshape(tf.cast(given, tf.float32), [-1])
         if kind == "state":
             for bucket, at, piece in graph.replicas.state_layout.places(index):
                 graph.averaging.anchors[bucket][at : at + piece.stop - piece.start].assign(
@@ -252,7 +253,9 @@ class Synchronizer:
             keepers: list[Any] = [graph.global_state]
             keepers += [graph.compressed] if graph.compressed is not None else []
             if self._overlap is not None:
-                self.land()
+                self._site.company.land(self)
+                # If a worker was lost meanwhile, the variables may have another worker's weights.
+                assign([self._variables.weights[index]], [[given]] * len(self._site.devices))
                 keepers.append(self._overlap.flight)
             anew = graph.global_state.restarts_whole
             for bucket, at, piece in graph.replicas.layout.places(index):
