@@ -222,8 +222,9 @@ def test_a_weight_stays_as_it_is_set_if_other_weights_arrive_meanwhile(monkeypat
 
 
 @pytest.mark.one_version
-def test_members_that_meet_before_a_sync_has_landed_do_not_stop_for_the_next_one():
-    """In the sync under way they agreed to meet. A worker that joins then would not stop."""
+@pytest.mark.parametrize("how", ["settle", "finish_block"])
+def test_members_stop_for_no_sync_after_they_have_met_or_closed_the_block(how):
+    """In the sync under way they agree to meet. One that joined later would not stop with them."""
     strategy = make(tfpara.BSP(), overlap=True)
     model = network(strategy)
     with strategy.scope():
@@ -232,12 +233,12 @@ def test_members_that_meet_before_a_sync_has_landed_do_not_stop_for_the_next_one
     overlap._changes = True  # as in an elastic run
     synchronizer.graph.request(reports.Request.MEET)
 
-    def settles():
-        before = synchronizer.graph.syncs
-        synchronizer.settle()
-        found.append((synchronizer.graph.syncs - before, bool(overlap.flight.stops)))
+    def lands():
+        assert overlap.flight.in_the_air
+        getattr(synchronizer, how)()
+        found.append((synchronizer.graph.syncs, bool(overlap.flight.stops)))
 
-    after_the_first_start(strategy, model, settles)
+    after_the_first_start(strategy, model, lands)
     assert found == [(1, False)]
 
 

@@ -81,6 +81,13 @@ class Overlap:
         """Waits for the flight, if there is one, and merges its results into the weights."""
         self._stop_if(self._merge())
 
+    def end(self) -> None:
+        """Merges the flight, if there is one, where a block is closed; called by Python code."""
+        self.merge()
+        # Training stops for the syncs that close the block. The first sync after them is a flight
+        # on all workers, also on one whose data ended before the sync for which training stops.
+        self.flight.stops.assign(False)
+
     def _start_step(self) -> None:
         """Starts the sync of the block that ends here, and opens the next block."""
         graph, flight = self._graph, self.flight

@@ -126,7 +126,7 @@ class Synchronizer:
             self._average_devices()
         with self._watched():
             if self._overlap is not None:
-                self._overlap.merge()
+                self._overlap.end()
             while not bool(self.graph.sync(tf.constant(False))):
                 pass
             self._gather()
