@@ -134,7 +134,8 @@ class TensorFlowCollectives:
         """Returns the buffer of rank `source`. If members change, this must be called eagerly."""
         with self._place():
             keys = self._keys(f"broadcast/{name}", buffer)
-            if self.size == 1:
+            # TensorFlow may crash where it sends a tensor without elements.
+            if self.size == 1 or buffer.shape.num_elements() == 0:
                 return tf.identity(buffer)
             carried = tf.cast(buffer, _CARRIED_AS.get(buffer.dtype, buffer.dtype))
             if self.rank == source:

@@ -40,6 +40,15 @@ def test_two_operations_that_tensorflow_could_not_tell_apart_are_refused():
             weights.all_gather(tf.zeros([]), second)
 
 
+def test_a_tensor_without_elements_is_not_sent():
+    """Of a model without state, a worker that joins receives such a tensor."""
+    with tf.Graph().as_default() as graph:
+        for rank in range(2):
+            got = TensorFlowCollectives(TASKS, rank, "CPU:0", 0.0).broadcast(tf.zeros([0]), "none")
+            assert got.shape == [0]
+    assert not any(op.type.startswith("Collective") for op in graph.get_operations())
+
+
 def test_tensorflow_orders_tasks_by_their_names():
     """Twelve real workers show it: distributed/test_many_workers.py."""
     addresses = tuple(f"a:{port}" for port in range(4000, 4013))
