@@ -110,7 +110,8 @@ def evaluate_checkpoints(
             "the model was made in the scope of a strategy of tfpara, whose workers train it. "
             "Build it without one where tfpara.is_evaluator() is true."
         )
-    if not model.built:
+    # A model that is never called, such as a GAN, counts as not built, although its parts are.
+    if not (model.built or model.trainable_variables):
         raise ValueError("the model has no weights yet. Call it on data, or build it, first.")
     explain_errors()
     if is_url(out):

@@ -269,6 +269,51 @@ def test_results_are_on_this_machine(run_of_two):
         tfpara.evaluate_checkpoints(build(), run_of_two, HELD_OUT, "s3://bucket/scores", epochs=2)
 
 
+class Pair(keras.Model):
+    """Two networks with an optimizer each, and no `call`, as in a GAN."""
+
+    def __init__(self, seed):
+        super().__init__()
+        keras.utils.set_random_seed(seed)
+        self.parts = [
+            keras.Sequential([keras.Input((6,)), keras.layers.Dense(2)]) for _ in range(2)
+        ]
+        self.compile()
+        self.first, self.second = keras.optimizers.SGD(0.1), keras.optimizers.Adam(0.1)
+        self.error = keras.metrics.Mean(name="error")
+
+    def train_step(self, data):
+        for part, optimizer in zip(self.parts, (self.first, self.second), strict=True):
+            with tf.GradientTape() as tape:
+                error = tf.reduce_mean(tf.square(part(data[0]) - data[1]))
+            optimizer.apply(tape.gradient(error, part.trainable_weights), part.trainable_weights)
+        return self.test_step(data)
+
+    def test_step(self, data):
+        self.error.update_state([tf.square(part(data[0]) - data[1]) for part in self.parts])
+        return {"error": self.error.result()}
+
+
+def test_a_model_of_parts_that_is_never_called(tmp_path):
+    strategy = tfpara.PeriodicSyncStrategy(tfpara.BMUF(), sync_period=2, devices=["CPU:0"])
+    with strategy.scope():
+        model = Pair(seed=0)
+    model.fit(X, Y, verbose=0, callbacks=[tfpara.callbacks.Checkpoint(tmp_path / "run")])
+    rows = evaluate(
+        tmp_path / "run",
+        tmp_path / "out",
+        Pair(seed=9),
+        epochs=1,
+        averages={},
+        monitor="error",
+        save=lambda model, path: model.parts[0].save(path),
+        best=tmp_path / "out" / "first.keras",
+    )
+    with strategy.weights(model, "global"):
+        expected = model.evaluate(*HELD_OUT, verbose=0, return_dict=True)
+    assert float(rows[-1]["error"]) == pytest.approx(expected["error"], rel=1e-5)
+
+
 @pytest.fixture(scope="module")
 def run_of_two(tmp_path_factory):
     directory = tmp_path_factory.mktemp("run")
